@@ -23,13 +23,14 @@ from engine.chunk_bound import ChunkBound
 from engine.draft import Outcome, Verdict
 from engine.grammar_tokenizer import load_grammar_tokenizer
 from engine.kv_pool import Allocate, KVPool, pool_blocks
+from engine.launch import Launched, Launcher
 from engine.loader import LoadedModel
 from engine.outputs import Kept, failure, keep_tokens, token_output
-from engine.packing import PackedStep, pack
 from engine.pool_layout import PoolLayout
 from engine.prefix import PrefixRoom, find_room
 from engine.profiling import ProfilingRun
 from engine.results import EngineStats, Reservation, StepResult
+from engine.runner import AheadRunner
 from engine.sampler import Grammars, Sampler
 from engine.scheduler import ScheduledStep, Scheduler
 from engine.seating import Seating
@@ -127,6 +128,13 @@ class Engine:
             fetcher=self.tiers,
             bound=ChunkBound(self._costs_now, bound_s, config.block_size),
             seating=self._seating(),
+        )
+        runs_ahead = self.device.type != "cpu" and self._speculator is None and self._state is None
+        self._launcher = Launcher(
+            self._runner,
+            self._sampler,
+            self._scheduler,
+            self._runner if runs_ahead and isinstance(self._runner, AheadRunner) else None,
         )
         load_s = time.monotonic() - started
         compile_s = self._runner.warm_up()
@@ -308,7 +316,7 @@ class Engine:
         return len(self._scheduler.waiting)
 
     def has_work(self) -> bool:
-        return bool(self._scheduler.running or self._scheduler.waiting)
+        return bool(self._scheduler.running or self._scheduler.waiting or self._launcher.is_ahead)
 
     def step(self) -> StepResult:
         return self.run(self.schedule())
@@ -320,32 +328,34 @@ class Engine:
         expired = self._expire()
         if self.tiers is not None:
             self.tiers.poll()
-        step = self._scheduler.schedule()
+        step = self._launcher.step_ahead() or self._scheduler.schedule()
         step.expired = expired
         return step
 
     def run(self, step: ScheduledStep) -> StepResult:
-        """One packed forward over what the scheduler chose."""
+        """One packed forward over what the scheduler chose. On a device the next one is launched before this
+        one's tokens are waited for, where that can be: see `engine/launch.py`.
+        """
         result = StepResult(outputs=step.expired)
-        if not step.sequences:
-            return result
+        launched = self._launcher.take_ahead()
+        if launched is None:
+            if not step.sequences:
+                return result
+            launched = self._launch(step)
+        self._launcher.launch_behind(launched)
         self._steps += 1
-        wants_hidden = False
-        if self._speculator is not None:
-            scheduler = self._scheduler
-            wants_hidden = self._speculator.prepare(step, scheduler.num_active, scheduler.make_room)
-        packed = pack(step)
+        packed = launched.packed
         work = work_of(step.sequences, step.num_tokens)
         result.num_tokens = packed.num_tokens
-        logits, hidden = self._runner.run(packed.batch, packed.logit_rows, wants_hidden=wants_hidden)
-        self._collect_prompt_logprobs(packed.prompts, logits[packed.num_sampled_rows :])
-        verdicts = dict(zip(packed.sampled, self._verify(packed, logits), strict=True))
+        self._collect_prompt_logprobs(packed.prompts, launched.logits[packed.num_sampled_rows :])
+        verdicts = dict(zip(packed.sampled, self._verify(launched), strict=True))
         for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
             output = self._commit(sequence, count, verdicts.get(sequence), step)
             if output is not None:
                 result.outputs.append(output)
         if self._speculator is not None:
-            self._speculator.finish(step, hidden)
+            self._speculator.finish(step, launched.hidden)
+        launched.free_kept()
         ended = time.perf_counter()
         self._times.observe(work, ended - self._started_at, step.outcomes, self._spread)
         self._ended_at = ended if self.has_work() else None
@@ -442,6 +452,7 @@ class Engine:
             self._grammars.compile(request.sampling.grammar)
 
     def _forget(self, sequence: SequenceState) -> None:
+        self._launcher.keep(sequence)
         self._scheduler.remove(sequence)
         self._sampler.forget(sequence.request_id)
         if self._speculator is not None:
@@ -474,14 +485,23 @@ class Engine:
             sequence.prompt_logprobs.extend(rows)
             logits = logits[count:]
 
-    def _verify(self, packed: PackedStep, logits: Tensor) -> list[Verdict]:
+    def _launch(self, step: ScheduledStep) -> Launched:
+        wants_hidden = False
+        if self._speculator is not None:
+            scheduler = self._scheduler
+            wants_hidden = self._speculator.prepare(step, scheduler.num_active, scheduler.make_room)
+        return self._launcher.launch(step, wants_hidden)
+
+    def _verify(self, launched: Launched) -> list[Verdict]:
         """What each of the sequences that sample in this step gets."""
-        if not packed.sampled:
+        sampled = launched.packed.sampled
+        if not sampled:
             return []
-        logits = logits[: packed.num_sampled_rows]
-        if self._speculator is not None and packed.num_sampled_rows > len(packed.sampled):
-            return self._speculator.verify(packed.sampled, logits)
-        output = self._sampler.sample(logits, [sequence.sampling_row() for sequence in packed.sampled])
+        logits = launched.logits[: launched.packed.num_sampled_rows]
+        if launched.choice is None:
+            assert self._speculator is not None
+            return self._speculator.verify(sampled, logits)
+        output = self._sampler.finish(launched.choice, logits, launched.rows)
         failed = set(output.failed_rows)
         return [
             Verdict([token_id], [], [logprobs], failed=index in failed)

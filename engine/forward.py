@@ -73,6 +73,10 @@ class RowsForward(ABC):
         logits, hidden = self._execute(batch, logit_rows, least, before)
         return ForwardOutput(logits[: len(logit_rows)], hidden if wants_hidden else None)
 
+    def run_ahead(self, batch: Sequence[SequenceRows], logit_rows: list[int], chosen: Tensor) -> Tensor:
+        """As `AheadRunner.run_ahead`."""
+        return self._execute(batch, logit_rows, StepShape(), chosen=chosen).logits
+
     @torch.inference_mode()
     def _execute(
         self,
@@ -80,10 +84,13 @@ class RowsForward(ABC):
         logit_rows: list[int],
         least: StepShape,
         before: Tensor | None = None,
+        chosen: Tensor | None = None,
     ) -> ForwardOutput:
         """A logit for each row asked for, and those that pad them."""
         backend = self._backend
         inputs = step_inputs(batch, logit_rows, self._upload, backend.arena, backend.block_size, least)
+        if chosen is not None:
+            inputs.take(chosen)
         backend.begin_step(inputs.attention)
         transformers_hook.set_current_backend(backend)
         return self._call(inputs, before)

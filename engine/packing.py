@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.rows import SequenceRows
@@ -48,3 +49,11 @@ def pack(step: ScheduledStep) -> PackedStep:
     packed.logit_rows += prompt_rows
     packed.num_tokens = row
     return packed
+
+
+def pack_ahead(sequences: Sequence[SequenceState], before: PackedStep) -> PackedStep:
+    """The tokens that `before` chooses for these sequences: a row's token is its place among them."""
+    places = {sequence: place for place, sequence in enumerate(before.sampled)}
+    batch = [SequenceRows([places[each]], each.position, each.held.blocks) for each in sequences]
+    count = len(batch)
+    return PackedStep(batch, [*sequences], [], [*range(count)], count, count)

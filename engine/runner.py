@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -42,4 +42,13 @@ class Runner(Protocol):
 
         `before` [rows, hidden_size]: for a draft head, the hidden states before the rows.
         """
+        ...
+
+
+@runtime_checkable
+class AheadRunner(Protocol):
+    """A `Runner` that can run tokens which the host does not know yet."""
+
+    def run_ahead(self, batch: Sequence[SequenceRows], logit_rows: list[int], chosen: Tensor) -> Tensor:
+        """The logits, as of `run`. In the rows stand places in `chosen`, the tokens on the device."""
         ...

@@ -12,6 +12,7 @@ the disk waits for them.
 from __future__ import annotations
 
 import bisect
+import operator
 import time
 from dataclasses import dataclass, field
 from math import inf
@@ -170,6 +171,32 @@ class Scheduler:
         step.budget_left = budget
         return step
 
+    def following(self, step: ScheduledStep) -> ScheduledStep | None:
+        """One token more of each sequence of a step whose tokens are not known yet, but for those that these
+        end by their number. None where the next step may be another one.
+        """
+        if self._may_admit or len(step.sequences) < len(self.running):
+            return None
+        following = ScheduledStep()
+        for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
+            if count < sequence.num_uncomputed or not sequence.may_run_ahead:
+                return None
+            if len(sequence.output_token_ids) + 1 < sequence.params.max_tokens:
+                place = len(sequence.token_ids)
+                if not self._grow(sequence, place, place + 1):
+                    return None
+                self._append(sequence, 1, following)
+        return following if following.sequences else None
+
+    @property
+    def _may_admit(self) -> bool:
+        """Whether the next step may be the first of one that waits."""
+        if not self.waiting or not self._has_row:
+            return False
+        order, available = self._blocked or (None, ())
+        lacks_more = all(map(operator.le, self.blocks.available, available))
+        return self.waiting[0].order != order or not lacks_more
+
     @property
     def _has_row(self) -> bool:
         return len(self.running) < self._max_num_seqs
@@ -200,7 +227,7 @@ class Scheduler:
         """Reserve room for up to `wish` drafted tokens of a decoding sequence; returns for how many."""
         left = sequence.params.max_tokens - len(sequence.output_token_ids) - 1
         room = min(wish, left, step.budget_left)
-        if room <= 0 or not self._grow(sequence, len(sequence.token_ids) + room):
+        if room <= 0 or not self._grow(sequence, sequence.num_computed, len(sequence.token_ids) + room):
             return 0
         step.budget_left -= room
         return room
@@ -243,7 +270,7 @@ class Scheduler:
         count = self._chunk(sequence, budget)
         if count == 0:
             return 0
-        while not self._grow(sequence, sequence.num_computed + count):
+        while not self._grow(sequence, sequence.num_computed, sequence.num_computed + count):
             victim = self._last_to_run()
             self._preempt(victim, step)
             if victim is sequence:
@@ -296,9 +323,9 @@ class Scheduler:
         return count
 
     @staticmethod
-    def _grow(sequence: SequenceState, num_tokens: int) -> bool:
+    def _grow(sequence: SequenceState, write_from: int, num_tokens: int) -> bool:
         try:
-            sequence.held.grow(sequence.num_computed, num_tokens)
+            sequence.held.grow(write_from, num_tokens)
         except OutOfBlocksError:
             return False
         return True

@@ -100,6 +100,10 @@ class SequenceState:
         position = self.position + len(drafted)
         return SamplingRow(self.params, self.prompt_token_ids, output, position, self.request_id)
 
+    def row_after_next(self) -> SamplingRow:
+        """For the token after the one that comes next, which nobody knows: see `may_run_ahead`."""
+        return self.sampling_row([0])
+
     def chain_rows(self, drafted: list[int]) -> list[SamplingRow]:
         """For the token that comes next, and for the one after each of the `drafted`."""
         if needs_history(self.params):
@@ -112,6 +116,15 @@ class SequenceState:
     @property
     def num_uncomputed(self) -> int:
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether a token can be chosen before the one before it is known, and nothing else is asked of the
+        step.
+        """
+        params = self.params
+        needs_step = self.wants_prompt_logprobs or params.logprobs is not None or self.prefill_only
+        return not (needs_step or needs_history(params) or self.hold_at is not None)
 
     @property
     def queue_key(self) -> tuple[int, int]:

@@ -41,6 +41,10 @@ class StepInputs(NamedTuple):
     """int64 [logits]: the rows that logits are wanted of."""
     attention: AttentionMetadata
 
+    def take(self, chosen: Tensor) -> None:
+        """The tokens that the rows named by their places. Any, where none could be chosen (-1)."""
+        self.token_ids.copy_(chosen.clamp_min(0).index_select(0, self.token_ids))
+
 
 def are_chains(batch: Sequence[SequenceRows]) -> bool:
     """Whether no rows belong to trees."""

@@ -82,18 +82,33 @@ class CudaRunner:
         before: Tensor | None = None,
     ) -> ForwardOutput:
         """As `Runner.run`. The logits hold until the next call."""
+        logits, hidden, is_kept = self._run(batch, logit_rows)
+        if not wants_hidden or hidden is None:
+            return ForwardOutput(logits, None)
+        hidden = hidden[: sum(len(rows.token_ids) for rows in batch)]
+        return ForwardOutput(logits, hidden.clone() if is_kept else hidden)
+
+    @torch.inference_mode()
+    def run_ahead(self, batch: Sequence[SequenceRows], logit_rows: list[int], chosen: Tensor) -> Tensor:
+        """As `AheadRunner.run_ahead`; behind a step whose logits nobody reads any more but the device."""
+        logits, _, _ = self._run(batch, logit_rows, chosen)
+        return logits
+
+    def _run(
+        self, batch: Sequence[SequenceRows], logit_rows: Sequence[int], chosen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, bool]:
+        """Logits, hidden states of all rows and those that pad them, and whether the next call ends them."""
         shape = self._buckets.shape_of(batch, len(logit_rows), self._backend.block_size)
         inputs = self._inputs(batch, logit_rows, shape)
+        if chosen is not None:
+            inputs.take(chosen)
         graph = self._captured.get(shape) if shape is not None else None
         if graph is None:
             logits, hidden = self._forward(inputs)
         else:
             graph.replay()
             logits, hidden = self._kept
-        if not wants_hidden or hidden is None:
-            return ForwardOutput(logits[: len(logit_rows)], None)
-        hidden = hidden[: sum(len(rows.token_ids) for rows in batch)]
-        return ForwardOutput(logits[: len(logit_rows)], hidden if graph is None else hidden.clone())
+        return logits[: len(logit_rows)], hidden, graph is not None
 
     def _inputs(
         self, batch: Sequence[SequenceRows], logit_rows: Sequence[int], shape: StepShape | None

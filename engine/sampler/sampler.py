@@ -23,6 +23,7 @@ from torch import Tensor
 from engine.attention.select import available_backends
 from engine.download import Downloader
 from engine.sampler.batch import BatchParams, RequestParams
+from engine.sampler.choice import Choice
 from engine.sampler.edits import apply_edits, apply_masks
 from engine.sampler.filters import apply_filters
 from engine.sampler.grammars import Grammars
@@ -96,30 +97,38 @@ class Sampler:
         """Choose a token for each row of `logits` [n, vocab], any float dtype, which stay as they are."""
         if not rows:
             return SampleOutput([], [])
-        chosen, failed_rows = self.choose(logits, rows)
+        return self.finish(self.begin(logits, rows), logits, rows)
+
+    def finish(self, choice: Choice, logits: Tensor, rows: Sequence[SamplingRow]) -> SampleOutput:
+        """What `begin` was asked for, and log-probabilities where they are wanted."""
+        chosen, failed_rows = choice.wait()
         token_ids = chosen.tolist()
         logprobs = self.logprobs(logits, rows, dict(enumerate(token_ids)))
         return SampleOutput(token_ids, [logprobs.get(row) for row in range(len(rows))], failed_rows)
 
     def choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, list[int]]:
         """The tokens alone, int64 [n], and the rows that failed. There is at least one row."""
+        return self.begin(logits, rows).wait()
+
+    def begin(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Choice:
+        """As `choose`, without waiting for the device where its kernels choose."""
         requests, index = self._requests_of(rows)
         positions = [row.position for row in rows]
         if self._native is not None:
             logits = self._edited_if_asked(logits, rows, requests, index)
-            return self._native(logits, requests, index, positions, self.masks(rows))
+            return Choice.made(*self._native(logits, requests, index, positions, self.masks(rows)))
         if self._kernels is not None:
             return self._kernels(logits, requests, index, positions, self._edit_lists(rows, requests, index))
         batch = self._batch_for(requests, index)
         values, failed_rows = self._values(logits, rows, batch)
         likeliest = values.argmax(dim=1)
         if batch.all_greedy:
-            return likeliest, failed_rows
+            return Choice.made(likeliest, failed_rows)
         apply_filters(values, batch.distribution)
         places = torch.tensor(positions, dtype=torch.int64, device=values.device)
         chosen = race(values, stream_keys(batch.distribution.seeds, places))
         chosen[batch.greedy_rows] = likeliest[batch.greedy_rows]
-        return chosen, failed_rows
+        return Choice.made(chosen, failed_rows)
 
     def probabilities(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """float32 [n, vocab]: the distributions that `sample` draws from; only zeros in rows that fail.

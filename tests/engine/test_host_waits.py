@@ -14,17 +14,25 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 from engine import select_forward
 from engine.attention import transformers_hook
 from engine.attention.triton_kernel.backend import TritonBackend
+from engine.block_manager import BlockManager
 from engine.cuda import runner as cuda_runner
 from engine.cuda.buckets import Buckets
 from engine.cuda.decoder import CudaDecoder
 from engine.cuda.runner import CudaRunner
 from engine.forward import Forward
 from engine.kv_pool import KVPool
+from engine.launch import Launcher
 from engine.loader import LoadedModel
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.rows import SequenceRows
 from engine.runner import Runner
+from engine.sampler import Sampler
+from engine.sampler.triton_kernel.chooser import TritonSampler
+from engine.scheduler import Scheduler
+from engine.sequence import SequenceState
 from protocol.config import ServeConfig
+from protocol.requests import EngineRequest
+from protocol.sampling import SamplingParams
 from tests.engine.absent_gpu import GPU, AbsentGpu, absent_gpu
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 8, 2, 16
@@ -153,6 +161,35 @@ def test_a_step_that_was_captured_is_one_launch() -> None:
     assert gpu.launches == {"graph": 1}
     assert not gpu.waits, "\n".join(gpu.waits)
     assert output.logits.shape == (60, 512)
+
+
+def test_the_next_step_is_launched_behind_one_that_nobody_waited_for() -> None:
+    with absent_gpu() as gpu:
+        pool = pool_of()
+        backend = TritonBackend(pool.layers(TARGET))
+        runner = runner_of(CudaDecoder(qwen3(), backend, 64), backend)
+        sampler = Sampler(512, GPU, [])
+        sampler._kernels = TritonSampler(GPU)
+        greedy = SamplingParams(max_tokens=9, temperature=0.0)
+        limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+        scheduler = Scheduler(BlockManager(pool), model="", kv_format="", **limits)
+        launcher = Launcher(runner, sampler, scheduler, runner)
+        for order in range(2):
+            asked = EngineRequest(request_id=str(order), prompt_token_ids=[5 + order] * 16, sampling=greedy)
+            scheduler.add_waiting(SequenceState(asked, order))
+        for _ in range(2):  # the first one makes what is made once
+            launched = launcher.take_ahead() or launcher.launch(scheduler.schedule(), False)
+            gpu.clear()
+            launcher.launch_behind(launched)
+            assert launcher.is_ahead and gpu.launches["attend"] == LAYERS
+            assert not gpu.waits, "\n".join(gpu.waits)
+            assert launched.choice is not None
+            tokens, _ = launched.choice.wait()
+            assert len(tokens) == 2 and sum(gpu.waits.values()) == 1
+            assert gpu.num_done < gpu.num_queued  # the next one's
+            for sequence, count in zip(launched.step.sequences, launched.step.num_tokens, strict=True):
+                sequence.append(0)
+                sequence.num_computed += count
 
 
 def test_what_waits_is_named() -> None:

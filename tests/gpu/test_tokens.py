@@ -96,6 +96,16 @@ def test_graphs_give_the_tokens_of_steps_that_are_launched(drafted: int | None, 
     assert generate(graphs, batch) == generate(eager, batch)
 
 
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=["greedy", "sampled"])
+def test_steps_ahead_give_the_tokens_of_one_after_another(sampling: dict[str, Any], tmp_path: Path) -> None:
+    write_model("qwen3", tmp_path)
+    ahead, apart = engine_of(tmp_path), engine_of(tmp_path)
+    apart._launcher._ahead_runner = None
+    sampling = sampling | {"stop_token_ids": list(range(0, VOCAB_SIZE, 10))}
+    batch = prompts(LENGTHS)
+    assert generate(ahead, batch, **sampling) == generate(apart, batch, **sampling)
+
+
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9}], ids=["greedy", "sampled"])
 def test_one_seed_gives_one_answer(sampling: dict[str, Any], tmp_path: Path) -> None:
     """Alone, in a crowd, and with drafts."""

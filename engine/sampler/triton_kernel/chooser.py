@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.download import Downloader
 from engine.sampler.batch import RequestParams
+from engine.sampler.choice import Choice
 from engine.sampler.triton_kernel.edits import EditLists
 from engine.sampler.triton_kernel.scan import scan
 from engine.sampler.triton_kernel.settle import settle
@@ -41,8 +42,8 @@ class TritonSampler:
         index: Sequence[int],
         positions: Sequence[int],
         edits: EditLists | None = None,
-    ) -> tuple[Tensor, list[int]]:
-        """As `NativeSampler`; the tokens are on the host, which has waited for them and nothing else."""
+    ) -> Choice:
+        """For rows as `NativeSampler` takes them. Whoever waits does so for the tokens and nothing else."""
         if len(logits) != len(index):
             raise ValueError(f"{len(index)} rows of logits, got {tuple(logits.shape)}")
         if logits.stride(1) != 1:
@@ -60,9 +61,13 @@ class TritonSampler:
                 bounds, tokens, amounts, factors, masked, masks = listed
                 some = EditLists(bounds[rows], tokens, amounts, factors[rows], masked[rows], masks)
             choose(logits[rows], integers[:, rows], numbers[:, rows], some, chosen[rows], is_greedy)
-        found = self._download(chosen)
-        failed_rows = (found < 0).nonzero()[:, 0].tolist()
-        return found.clamp_min(0), failed_rows
+        arrive = self._download.begin(chosen)
+
+        def wait() -> tuple[Tensor, list[int]]:
+            found = arrive()
+            return found.clamp_min(0), (found < 0).nonzero()[:, 0].tolist()
+
+        return Choice(chosen, wait)
 
 
 def _asked(requests: RequestParams, index: np.ndarray, positions: Sequence[int]) -> list[np.ndarray]:

@@ -128,6 +128,20 @@ def test_a_replay_is_what_the_step_computes_when_it_is_launched(name: str) -> No
         assert sum(graph.num_replays for graph in graphs.graphs) - before == replays
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_that_only_the_device_knows(name: str) -> None:
+    """Launched and replayed, each row takes the token that it names, and one that failed takes any."""
+    for side in sides(name, BUCKETS)[:2]:
+        named = [chain(0, 10, 2), chain(1, 40, 0)]
+        expected = side.run([chain(0, 10, 9), chain(1, 40, 3)], [0, 1]).logits
+        kv = side.pool.arenas[0].clone()
+        found = side.runner.run_ahead(named, [0, 1], torch.tensor([3, -1, 9]))
+        assert torch.equal(found, expected)
+        assert torch.equal(side.pool.arenas[0], kv)
+        failed = side.runner.run_ahead([chain(0, 10, 1)], [0], torch.tensor([3, -1, 9]))
+        assert failed.isfinite().all()
+
+
 def test_hidden_states_are_kept_from_the_next_replay() -> None:
     eager, replayed, _ = sides("qwen3", BUCKETS, hidden=True)
     batch, logit_rows, _ = STEPS[3]

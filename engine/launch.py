@@ -1,0 +1,105 @@
+"""Puts steps on the device, and the next one behind the one that is waited for.
+
+While a GPU computes a step, the host has nothing to do until its tokens come. So it lays out the next step
+then, as far as that needs no token: the rows take the tokens that the device has chosen, as they are there.
+What the host does with the tokens, and all else up to the following launch, goes on beside the next step.
+
+Sequences know nothing of it. They hold what is committed, and get a step's tokens when the step is over. One
+that turns out to have ended has a row in the next step that nobody looks at. That writes KV behind its last
+token, so its blocks are kept until the step is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from engine.block_manager import Holdings
+from engine.packing import PackedStep, pack, pack_ahead
+from engine.runner import AheadRunner, Runner
+from engine.sampler import Sampler
+from engine.sampler.choice import Choice
+from engine.sampler.rows import SamplingRow
+from engine.scheduler import ScheduledStep, Scheduler
+from engine.sequence import SequenceStage, SequenceState
+
+
+@dataclass(eq=False)
+class Launched:
+    """A step on the device. `choice`, for its `rows`, is None where none samples, or where drafts are to be
+    verified.
+    """
+
+    step: ScheduledStep
+    packed: PackedStep
+    logits: Tensor
+    hidden: Tensor | None = None
+    rows: Sequence[SamplingRow] = ()
+    choice: Choice | None = None
+    kept: list[Holdings] = field(default_factory=list)
+    """Of sequences that have ended since, while the device may still write there."""
+
+    def free_kept(self) -> None:
+        """Once the step is over."""
+        for holdings in self.kept:
+            holdings.free()
+
+
+class Launcher:
+    def __init__(
+        self, runner: Runner, sampler: Sampler, scheduler: Scheduler, ahead_runner: AheadRunner | None
+    ) -> None:
+        """`ahead_runner` is the same runner, where steps are to be launched ahead."""
+        self._runner = runner
+        self._ahead_runner = ahead_runner
+        self._sampler = sampler
+        self._scheduler = scheduler
+        self._ahead: Launched | None = None
+
+    @property
+    def is_ahead(self) -> bool:
+        return self._ahead is not None
+
+    def step_ahead(self) -> ScheduledStep | None:
+        """What was launched ahead, if anything, of the sequences that still run."""
+        if self._ahead is None:
+            return None
+        step = self._ahead.step
+        step.sequences = [each for each in step.sequences if each.stage is SequenceStage.RUNNING]
+        step.num_tokens = [1] * len(step.sequences)
+        return step
+
+    def take_ahead(self) -> Launched | None:
+        """It is to be finished now."""
+        launched, self._ahead = self._ahead, None
+        return launched
+
+    def launch(self, step: ScheduledStep, wants_hidden: bool) -> Launched:
+        packed = pack(step)
+        logits, hidden = self._runner.run(packed.batch, packed.logit_rows, wants_hidden=wants_hidden)
+        launched = Launched(step, packed, logits, hidden)
+        if packed.sampled and packed.num_sampled_rows == len(packed.sampled):
+            launched.rows = [sequence.sampling_row() for sequence in packed.sampled]
+            launched.choice = self._sampler.begin(logits[: packed.num_sampled_rows], launched.rows)
+        return launched
+
+    def launch_behind(self, launched: Launched) -> None:
+        """The next step, if it is one token more of each sequence that goes on, whatever this one brings."""
+        if self._ahead_runner is None or launched.choice is None:
+            return
+        step = self._scheduler.following(launched.step)
+        if step is None:
+            return
+        packed = pack_ahead(step.sequences, launched.packed)
+        chosen = launched.choice.token_ids
+        logits = self._ahead_runner.run_ahead(packed.batch, packed.logit_rows, chosen)
+        rows = [sequence.row_after_next() for sequence in step.sequences]
+        self._ahead = Launched(step, packed, logits, None, rows, self._sampler.begin(logits, rows))
+
+    def keep(self, sequence: SequenceState) -> None:
+        """The blocks of a sequence that ends, for as long as the device may write there."""
+        if self._ahead is not None and sequence.holdings is not None:
+            self._ahead.kept.append(sequence.holdings)
+            sequence.holdings = None

@@ -1,0 +1,136 @@
+"""A device that is late: what it is given is computed on the CPU, in order, when the host waits for it. Then
+it may be anywhere between that and the end of its queue.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.engine import Engine
+from engine.launch import Launcher
+from engine.rows import SequenceRows
+from engine.runner import ForwardOutput
+from engine.sampler.choice import Choice
+from engine.sampler.rows import SamplingRow
+
+
+class LateDevice:
+    """`log` has what was launched and what was waited for, by number, in the host's order."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, int]] = []
+        self._queue: list[Callable[[], object]] = []
+        self._num_done = 0
+        self.num_steps = 0
+        self._random = random.Random(1)
+
+    def put(self, work: Callable[[], object]) -> int:
+        """Returns when it is done: once so many things are."""
+        self._queue.append(work)
+        return self._num_done + len(self._queue)
+
+    def reach(self, end: int) -> None:
+        """At least."""
+        end = max(end, self._num_done + self._random.randint(0, len(self._queue)))
+        while self._num_done < end:
+            self._queue.pop(0)()
+            self._num_done += 1
+
+    def finish(self) -> None:
+        self.reach(self._num_done + len(self._queue))
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._queue)
+
+
+class LateRunner:
+    """Rows are as they are at the launch; tokens of `chosen`, as they are on the device by then."""
+
+    def __init__(self, runner: Any, vocab_size: int, device: LateDevice) -> None:
+        self._runner = runner
+        self._device = device
+        self._kept = torch.empty(256, vocab_size)
+        """Logits, until others are computed."""
+
+    def run(self, batch: Sequence[SequenceRows], logit_rows: list[int], **options: Any) -> ForwardOutput:
+        return ForwardOutput(self._launch(self._runner.run, batch, logit_rows), None)
+
+    def run_ahead(self, batch: Sequence[SequenceRows], logit_rows: list[int], chosen: Tensor) -> Tensor:
+        return self._launch(self._runner.run_ahead, batch, logit_rows, chosen)
+
+    def _launch(
+        self, run: Callable[..., Any], batch: Sequence[SequenceRows], logit_rows: list[int], *chosen: Tensor
+    ) -> Tensor:
+        rows = [
+            SequenceRows([*each.token_ids], each.start, [[*blocks] for blocks in each.tables])
+            for each in batch
+        ]
+        logits = self._kept[: len(logit_rows)]
+
+        def compute() -> None:
+            output = run(rows, logit_rows, *chosen)
+            self._kept.fill_(torch.nan)
+            logits.copy_(output.logits if isinstance(output, ForwardOutput) else output)
+
+        self._device.log.append(("launch", self._device.num_steps))
+        self._device.num_steps += 1
+        self._device.put(compute)
+        return logits
+
+
+class LateSampler:
+    def __init__(self, sampler: Any, device: LateDevice) -> None:
+        self._sampler = sampler
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def prompt_logprobs(self, logits: Tensor, next_token_ids: list[int], num_top: int) -> Any:
+        self._device.finish()
+        return self._sampler.prompt_logprobs(logits, next_token_ids, num_top)
+
+    def begin(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Choice:
+        device, step = self._device, self._device.num_steps - 1
+        chosen = torch.full((len(rows),), 1 << 40)
+        failed: list[int] = []
+
+        def choose() -> None:
+            tokens, failed_rows = self._sampler.choose(logits, rows)
+            failed.extend(failed_rows)
+            chosen.copy_(tokens)
+            chosen[failed_rows] = -1
+
+        end = device.put(choose)
+
+        def wait() -> tuple[Tensor, list[int]]:
+            device.log.append(("wait", step))
+            device.reach(end)
+            return chosen.clamp_min(0), failed
+
+        return Choice(chosen, wait)
+
+
+def put_on_late_device(engine: Engine, *, ahead: bool) -> LateDevice:
+    """An engine without speculation on the CPU, with a runner in torch, computes on such a device from now
+    on; with or without steps ahead.
+    """
+    device, held = LateDevice(), engine.pool
+    runner = LateRunner(engine._runner, engine.vocab_size, device)
+    sampler: Any = LateSampler(engine._sampler, device)
+    copy = held.copy_block
+    held.copy_block = lambda *args: device.put(lambda: copy(*args))  # type: ignore[method-assign]
+    engine._sampler = sampler
+    engine._launcher = Launcher(
+        runner,  # type: ignore[arg-type]
+        sampler,
+        engine._scheduler,
+        runner if ahead else None,
+    )
+    return device

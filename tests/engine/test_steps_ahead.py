@@ -1,0 +1,309 @@
+"""Steps that are launched before the tokens of those before them are known, on a device that is late."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.engine import Engine
+from engine.scheduler import ScheduledStep
+from protocol.config import ServeConfig
+from protocol.outputs import TokenOutput
+from protocol.requests import EngineRequest
+from protocol.sampling import SamplingParams
+from tests.engine.late_device import LateDevice, put_on_late_device
+from tests.worker.tiny_model import VOCAB_SIZE, write_tiny_llama
+
+BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_llama(folder)
+    return folder
+
+
+MakeEngine = Callable[..., tuple[Engine, LateDevice]]
+
+
+@pytest.fixture
+def make_engine(folder: Path) -> MakeEngine:
+    def make(ahead: bool = True, num_blocks: int = 64, **options: Any) -> tuple[Engine, LateDevice]:
+        config = ServeConfig(
+            model=str(folder),
+            dtype="float32",
+            device="cpu",
+            compile="off",
+            max_model_len=128,
+            max_num_batched_tokens=48,
+            kv_cache_memory_bytes=num_blocks * BLOCK_BYTES,
+            **{"max_num_seqs": 4} | options,
+        )
+        engine = Engine(config)
+        return engine, put_on_late_device(engine, ahead=ahead)
+
+    return make
+
+
+def request(name: str, prompt: list[int], max_tokens: int, **sampling: Any) -> EngineRequest:
+    params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "ignore_eos": True} | sampling)
+    return EngineRequest(request_id=name, prompt_token_ids=prompt, sampling=params)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, VOCAB_SIZE) for _ in range(length)]
+
+
+@dataclass
+class Script:
+    """`arrivals` by step; `aborts` when a request has so many tokens, as at a stop string."""
+
+    arrivals: dict[int, list[EngineRequest]] = field(default_factory=dict)
+    aborts: dict[str, int] = field(default_factory=dict)
+
+
+def random_script(seed: int, longest_answer: int) -> Script:
+    rng, script = random.Random(seed), Script()
+    shared = prompt_of(40, seed=99)
+    for number in range(14):
+        name = str(number)
+        prompt = shared[: rng.choice([0, 16, 40])] + prompt_of(
+            rng.randint(1, 85 - longest_answer), seed=number
+        )
+        sampling: dict[str, Any] = {"seed": number}
+        if rng.random() < 0.5:
+            sampling |= {"temperature": 1.0, "top_p": 0.9}
+        if rng.random() < 0.5:  # a tenth of all tokens end it
+            sampling["stop_token_ids"] = rng.sample(range(VOCAB_SIZE), VOCAB_SIZE // 10)
+        if rng.random() < 0.15:
+            sampling["repetition_penalty"] = 1.3
+        if rng.random() < 0.15:
+            sampling["logprobs"] = 2
+        if rng.random() < 0.15:
+            sampling["prompt_logprobs"] = 0
+        asked = request(name, prompt, rng.randint(5, longest_answer), **sampling)
+        script.arrivals.setdefault(rng.randint(0, 60), []).append(asked)
+        if rng.random() < 0.2:
+            script.aborts[name] = rng.randint(1, 10)
+    return script
+
+
+def play(engine: Engine, script: Script) -> dict[str, list[TokenOutput]]:
+    outputs: dict[str, list[TokenOutput]] = {}
+    for step in range(1000):
+        for asked in script.arrivals.get(step, []):
+            engine.add(asked)
+            outputs[asked.request_id] = []
+        for output in engine.step().outputs:
+            outputs[output.request_id].append(output)
+            if len(tokens(outputs[output.request_id])) == script.aborts.get(output.request_id):
+                engine.abort(output.request_id)
+        if step > max(script.arrivals) and not engine.has_work():
+            return outputs
+    raise AssertionError("it does not end")
+
+
+def tokens(outputs: list[TokenOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def facts(outputs: list[TokenOutput]) -> Any:
+    ends = [(output.finish_reason, output.stop_token_id) for output in outputs]
+    scored = [each.rank for output in outputs for each in output.logprobs or []]
+    return tokens(outputs), [output.position for output in outputs], ends, scored
+
+
+def assert_empty(engine: Engine) -> None:
+    assert sum(engine.blocks.available) == engine.blocks.num_blocks
+    assert not engine._sequences and not engine.has_work()
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "longest_answer"), [(64, 28), (10, 80)], ids=["room for all", "preemption"]
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_are_those_of_one_step_after_another(
+    make_engine: MakeEngine, seed: int, num_blocks: int, longest_answer: int
+) -> None:
+    script = random_script(seed, longest_answer)
+    (engine, device), (ahead, late) = (make_engine(each, num_blocks) for each in (False, True))
+    expected = {name: facts(outputs) for name, outputs in play(engine, script).items()}
+    committed = watch_committed(ahead)
+    assert {name: facts(outputs) for name, outputs in play(ahead, script).items()} == expected
+    committed()
+    for each in (engine, ahead):
+        assert_empty(each)
+    assert num_launched_ahead(device) == 0
+    assert num_launched_ahead(late) > 10
+    assert (ahead.stats().num_preemptions > 0) == (num_blocks == 10)
+
+
+def watch_committed(engine: Engine) -> Callable[[], None]:
+    """What is published are tokens of prompts and answers alone, and their KV is that of these tokens."""
+    log, known = engine.blocks.watch(), []
+    forget = engine._forget
+
+    def remember(sequence: Any) -> None:
+        known.append([*sequence.token_ids])
+        forget(sequence)
+
+    engine._forget = remember  # type: ignore[method-assign]
+
+    def check() -> None:
+        texts = {b"": [[]]}
+        stored = [event for event in log.take() if event.kind == "stored"]
+        assert stored
+        for event in stored:
+            before = texts.get(event.parent, [[]])
+            texts[event.identity] = [[*text, *event.token_ids] for text in before]
+            for text in texts[event.identity]:
+                assert any(each[: len(text)] == text for each in known)
+
+    return check
+
+
+def num_launched_ahead(device: LateDevice) -> int:
+    """Steps that were launched before the one before them was waited for."""
+    at = {entry: place for place, entry in enumerate(device.log)}
+    waited = (step for kind, step in device.log if kind == "wait")
+    return sum(at["launch", step + 1] < at["wait", step] for step in waited if ("launch", step + 1) in at)
+
+
+def test_the_next_step_is_laid_out_and_launched_while_one_runs(make_engine: MakeEngine) -> None:
+    engine, device = make_engine()
+    lay_out = engine._scheduler.following
+
+    def following(step: Any) -> Any:
+        device.log.append(("lay out", device.num_steps))
+        return lay_out(step)
+
+    engine._scheduler.following = following  # type: ignore[method-assign]
+    for number in range(3):
+        engine.add(request(str(number), prompt_of(10, number), 20))
+    engine.step()
+    for step in range(1, 15):
+        del device.log[:]
+        assert len(engine.step().outputs) == 3
+        assert device.log == [("lay out", step + 1), ("launch", step + 1), ("wait", step)]
+
+
+def test_a_crowd_that_waits_for_rows_or_room_does_not_hold_it_up(make_engine: MakeEngine) -> None:
+    for options in ({"max_num_seqs": 2}, {"num_blocks": 9}):
+        engine, device = make_engine(**options)
+        for number in range(6):
+            engine.add(request(str(number), prompt_of(33, number), 30))
+        while engine.has_work():
+            engine.step()
+        assert num_launched_ahead(device) > 0.8 * device.num_steps, options
+
+
+def test_who_arrives_waits_for_the_next_step_but_one(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine()
+    engine.add(request("a", prompt_of(10), 40))
+    for _ in range(5):
+        engine.step()
+    engine.add(request("b", prompt_of(30, 1), 5))
+    assert [output.request_id for output in engine.step().outputs] == ["a"]
+    assert [output.request_id for output in engine.step().outputs] == ["a", "b"]
+
+
+def test_no_step_follows_one_that_left_a_prompt_out(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(ahead=False)
+    engine.add(request("a", prompt_of(10), 40))
+    engine.step()
+    engine.add(request("b", prompt_of(80, 1), 5))
+    engine.step()
+    lone = ScheduledStep([engine._sequences["a"]], [1])
+    assert engine._scheduler.following(lone) is None
+    engine.abort("b")
+    assert engine._scheduler.following(lone) is not None
+
+
+def test_nothing_is_launched_for_those_that_end_by_their_number(make_engine: MakeEngine) -> None:
+    engine, device = make_engine()
+    engine.add(request("a", prompt_of(10), 5))
+    while engine.has_work():
+        engine.step()
+    assert device.num_steps == 5
+    assert not device.is_busy
+
+
+def test_one_that_ends_late_costs_one_row(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(ahead=False)
+    engine.add(request("a", prompt_of(10), 12))
+    answer = run(engine)
+    stop = next(token for token in answer[3:] if answer.index(token) >= 3)
+    length = answer.index(stop) + 1
+    ahead, device = make_engine()
+    ahead.add(request("a", prompt_of(10), 12, stop_token_ids=[stop]))
+    assert run(ahead) == answer[:length]
+    assert device.num_steps == length + 1
+    assert_empty(ahead)
+
+
+def run(engine: Engine) -> list[int]:
+    found: list[int] = []
+    while engine.has_work():
+        found += tokens(engine.step().outputs)
+    return found
+
+
+@pytest.mark.parametrize("ends", ["by a stop token", "by an abort", "by its time limit"])
+def test_what_a_late_row_writes_harms_nobody(make_engine: MakeEngine, ends: str) -> None:
+    """Blocks that another worker fills meanwhile are others."""
+    engine, device = make_engine(num_blocks=9)
+    engine.add(request("a", prompt_of(20), 60))
+    engine.step()
+    engine.step()
+    sequence = engine._sequences["a"]
+    if ends == "by a stop token":
+        sequence.params.stop_token_ids.extend(range(VOCAB_SIZE))
+        assert engine.step().outputs[0].finish_reason == "stop"
+    elif ends == "by an abort":
+        engine.abort("a")
+    else:
+        sequence.deadline = 0.0
+        (output,) = engine.schedule().expired
+        assert output.error_kind == "timeout"
+    assert engine.has_work()
+    assert engine.reserve(request("b", prompt_of(120, seed=1), 2)) is None
+    reservation = engine.reserve(request("b", prompt_of(100, seed=1), 2))
+    assert reservation is not None
+    (taken,) = reservation.holdings.blocks
+    filled = fill(engine, taken)
+    engine.run(engine.schedule())
+    assert not device.is_busy and not engine.has_work()
+    assert torch.equal(engine.pool.arenas[0][taken], filled)
+    reservation.holdings.free()
+    assert_empty(engine)
+
+
+def fill(engine: Engine, blocks: list[int]) -> Tensor:
+    engine.pool.arenas[0][blocks] = 7
+    return engine.pool.arenas[0][blocks].clone()
+
+
+def test_a_row_without_a_finite_score_fails_alone(make_engine: MakeEngine) -> None:
+    """Whatever token the row behind it takes."""
+    engine, device = make_engine()
+    for name in "ab":
+        engine.add(request(name, prompt_of(10, ord(name)), 6))
+    engine.step()
+    (place,) = [blocks[0] for blocks in engine._sequences["a"].held.blocks]
+    device.put(lambda: engine.pool.arenas[0][place].view(torch.float32).fill_(torch.nan))
+    found: dict[str, list[TokenOutput]] = {"a": [], "b": []}
+    while engine.has_work():
+        for output in engine.step().outputs:
+            found[output.request_id].append(output)
+    assert found["a"][-1].error_kind == "internal"
+    assert len(tokens(found["b"])) == 5
+    assert_empty(engine)
