@@ -116,7 +116,9 @@ class Head(nn.Module):
             projection(joined).unflatten(-1, (-1, shape.head_dim))
             for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        cos, sin = self.rotary(query, positions)
+        # Transformers 5.17 takes positions [batch, places] alone.
+        rotation = self.rotary(query, positions.reshape(1, -1))
+        cos, sin = (each.view(*positions.shape, shape.head_dim) for each in rotation)
         query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=-2)
         return query, key, value
 
