@@ -283,12 +283,14 @@ def pack_quantized_linears(model: nn.Module) -> None:
         assert isinstance(linear, QuantizedLinear)
         weight = linear.quantized
         if fits(weight):
-            if not _rounded_inputs_pay():
-                weight = replace(weight, input_group=0)
-            packed = PackedQuantizedLinear(PackedWeight.of(weight), linear.bias)
-            model.set_submodule(path, packed)
+            model.set_submodule(path, PackedQuantizedLinear(packed(weight), linear.bias))
         else:
             model.set_submodule(path, linear.plain(torch.bfloat16))
+
+
+def packed(weight: QuantizedWeight) -> PackedWeight:
+    """A weight that `fits`, with inputs rounded only where that pays."""
+    return PackedWeight.of(weight if _rounded_inputs_pay() else replace(weight, input_group=0))
 
 
 def _rounded_inputs_pay() -> bool:

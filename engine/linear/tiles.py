@@ -10,13 +10,14 @@ from torch import nn
 from engine.attention.select import available_backends, select_backend
 
 
-def tile_on_gpu(
-    model: nn.Module, device: torch.device, dtype: torch.dtype, *, plain: bool = False
-) -> str | None:
-    """Pack the model's quantized layers, and with `plain` all linear ones. Where Triton can't be
-    used it returns why: torch dequantizes layers in each step there.
+def tile_fault(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why it can't be used: Triton can't."""
+    return None if "triton" in available_backends(device, dtype) else select_backend(device, dtype)[1]
+
+
+def tile_on_gpu(model: nn.Module, device: torch.device, dtype: torch.dtype, *, plain: bool = False) -> None:
+    """Pack the model's quantized layers, and with `plain` all linear ones. Where that can't be, torch
+    dequantizes layers in each step.
     """
-    if "triton" not in available_backends(device, dtype):
-        return select_backend(device, dtype)[1]
-    importlib.import_module("engine.cuda.products").tile_linears(model, dtype, plain=plain)
-    return None
+    if tile_fault(device, dtype) is None:
+        importlib.import_module("engine.cuda.products").tile_linears(model, dtype, plain=plain)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from engine.decoder.description import NativeModel
 from engine.decoder.structs import LayerArgs, ModelArgs, WeightsArgs
 from engine.linear.packed import unpacked
-from engine.linear.packed_quantized import PackedWeight, fits
+from engine.linear.packed_quantized import fits, packed
 from engine.linear.rounding import group_size, round_to_nearest
 from engine.quantization.weight import CodeFormat
 
@@ -48,4 +48,4 @@ class PartialDescription(NativeModel):
             return whole
         self.num_rounded += 1
         bias = None if whole.bias is None else self._whole.kept(whole.bias)
-        return self.keep_quantized(PackedWeight.of(rounded), bias)
+        return self.keep_quantized(packed(rounded), bias)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine import loader
 from engine.engine import Engine
 from engine.errors import UnsupportedModelError
 from engine.held import hold, holds
-from engine.linear.tiles import tile_on_gpu
 from engine.loader import load_model
 from engine.pool_layout import Group, Segment
 from engine.select_forward import load_packed
@@ -103,6 +103,10 @@ def test_an_engine_takes_a_model_that_was_packed_before(tmp_path: Path) -> None:
         hold([])
 
 
-def test_deterministic_needs_triton_on_a_gpu() -> None:
-    fault = tile_on_gpu(torch.nn.Linear(4, 4), torch.device("cuda"), torch.bfloat16, plain=True)
-    assert fault == "the triton kernel found no cuda device"
+def test_deterministic_needs_triton_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before any weight is read."""
+    write_tiny_llama(tmp_path)
+    monkeypatch.setattr(loader, "choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(loader, "_load_weights", lambda *_: pytest.fail("it reads the weights"))
+    with pytest.raises(ConfigError, match="--deterministic: the triton kernel found no cuda device"):
+        load_model(config_for(tmp_path, dtype="bfloat16", deterministic=True))

@@ -13,8 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.draft import Draft
 from engine.engine import Engine
+from engine.linear import packed_quantized
 from engine.linear.packed import kernel_fault
+from engine.linear.packed_quantized import PackedWeight
 from engine.pool_layout import TARGET
+from engine.quantization.weight import QuantizedWeight
+from engine.select_forward import load_packed
 from engine.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
@@ -183,6 +187,27 @@ def test_the_models_kv_is_what_it_is_without_drafts(
 
 
 # --- what can't draft -------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="no kernels of ours")
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("pays", [True, False])
+def test_inputs_are_rounded_where_that_pays(
+    folders: dict[str, Path], name: str, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups: set[int] = set()
+    pack = PackedWeight.of
+
+    def of(weight: QuantizedWeight) -> PackedWeight:
+        groups.add(weight.input_group)
+        return pack(weight)
+
+    monkeypatch.setattr(PackedWeight, "of", of)
+    monkeypatch.setattr(packed_quantized, "_rounded_inputs_pay", lambda: pays)
+    config = config_of(folders[name], quantization="int8")
+    assert config.speculative_config is not None
+    drafter.SelfDrafter(config.speculative_config, config, load_packed(config))
+    assert groups == {128 if pays else 0}
 
 
 @pytest.mark.parametrize(
