@@ -11,11 +11,13 @@ from protocol.errors import InvalidRequestError
 from router.decoding import decode_object
 from router.messages import plain_messages
 from router.openai_types import ChatBody, TokenizeBody
-from router.parsing.formats import Parsing, reasoning_format, tool_format
-from router.parsing.reasoning import Marks
+from router.parsing.formats import MARKERS, Parsing, reasoning_format, tool_format
+from router.parsing.reasoning import HARMONY, Marks
+from router.structured_outputs import Grammar, requested_grammar
 from router.thinking import ThinkingBudget
 from router.tokenizer import Tokenizer
-from router.tools import may_call, plain_tools
+from router.tool_grammar import Spelling, after_thinking, tool_grammar
+from router.tools import ToolChoice, offers, plain_tools, tool_choice
 
 
 class Chat(NamedTuple):
@@ -24,6 +26,7 @@ class Chat(NamedTuple):
     prompt: str
     parsing: Parsing | None
     thinking: ThinkingBudget | None = None
+    grammar: Grammar | None = None
 
 
 class Chats:
@@ -45,7 +48,8 @@ class Chats:
 
     def read(self, body: ChatBody) -> Chat:
         """Raises `InvalidRequestError`."""
-        with_tools = may_call(body)
+        choice = tool_choice(body)
+        with_tools = choice.may_call
         if with_tools and self._tools is None:
             raise InvalidRequestError(
                 "tools", "the model's chat template shows no known way to call them (--tool-call-parser)"
@@ -56,8 +60,9 @@ class Chats:
         if marks is None and body.thinking_token_budget is not None:
             reason = "the model's chat template shows no known way to think (--reasoning-parser)"
             raise InvalidRequestError("thinking_token_budget", reason)
+        asked = requested_grammar(body, self._tokenizer.special_texts)
         if not with_tools and marks is None:
-            return Chat(prompt, None)
+            return Chat(prompt, None, grammar=asked)
         continued = (messages[-1]["content"] or "") if body.continue_final_message else None
         is_open = marks is not None and marks.are_open(prompt, continued)
         parsing = Parsing(
@@ -71,7 +76,34 @@ class Chats:
         thinking = None
         if marks is not None and body.thinking_token_budget is not None:
             thinking = self._budget(body.thinking_token_budget, marks, is_open)
-        return Chat(prompt, parsing, thinking)
+        return Chat(prompt, parsing, thinking, self._grammar(body, choice, parsing, asked))
+
+    def _grammar(
+        self, body: ChatBody, choice: ToolChoice, parsing: Parsing, asked: Grammar | None
+    ) -> Grammar | None:
+        """What is asked of the answer, or of its calls, behind its thinking."""
+        offered = offers(body.tools or (), choice.name) if choice.may_call else []
+        marks = HARMONY if parsing.is_harmony else parsing.marks
+        spelling = Spelling(MARKERS, self._tokenizer.token_id)
+        if not choice.must_call and not any(offer.strict for offer in offered):
+            if asked is None or marks is None:
+                return asked
+            return asked._replace(text=after_thinking(asked.text, spelling, marks, parsing.is_open))
+        if asked is not None:
+            raise InvalidRequestError(
+                asked.field, "not together with strict functions or a call that must be"
+            )
+        assert self._tools is not None
+        text = tool_grammar(
+            self._tools.form(self._template.source),
+            offered,
+            spelling,
+            demanded=choice.must_call,
+            several=choice.name is None and not parsing.one_call,
+            marks=marks,
+            is_open=parsing.is_open,
+        )
+        return Grammar(text, "tools")
 
     def _budget(self, num_tokens: int, marks: Marks, is_open: bool) -> ThinkingBudget:
         end = self._tokenizer.encode(marks.end, add_special_tokens=False)

@@ -240,7 +240,7 @@ class Function(msgspec.Struct, kw_only=True):
     name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$"), _doc("The function's name.")]
     description: Annotated[str | None, _doc("What it does and when to call it.")] = None
     parameters: Annotated[Object, _json("A JSON schema of the arguments.")] = _absent()
-    strict: Annotated[bool | None, _doc("Not supported yet: true is refused.")] = None
+    strict: Annotated[bool | None, _doc("The arguments always satisfy the schema.")] = None
 
 
 class Tool(msgspec.Struct, kw_only=True):
@@ -291,7 +291,7 @@ class ChatBody(GenerationBody, kw_only=True):
     tools: Annotated[Tools | None, _doc("Functions that the model may call.")] = None
     tool_choice: Annotated[
         str | NamedTool | None,
-        _doc("`auto`, the default beside `tools`, or `none`; to demand a call is not supported yet."),
+        _doc("`auto`, the default beside `tools`, `none`, `required`, or the function that is to be called."),
     ] = None
     parallel_tool_calls: Annotated[
         bool | None, _doc("Whether an answer may have several calls; default: true.")

@@ -102,21 +102,20 @@ class RequestBuilder:
         refuse_unsupported(body)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequestError("top_logprobs", "only allowed with logprobs=true")
+        if body.continue_final_message and body.add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message", "cannot be combined with add_generation_prompt"
+            )
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         output = _output_options(body, num_top)
-        grammar = requested_grammar(body, self._tokenizer.special_texts)
+        text, parsing, thinking, grammar = self._chats.read(body)
+        output = msgspec.structs.replace(output, parsing=parsing)
         try:
             params = self._sampling_params(body, model, num_top, body.prompt_logprobs, grammar)
         except InvalidRequestError as error:
             field = "top_logprobs" if error.field == "logprobs" else error.field
             raise InvalidRequestError(field, error.message) from error
         self._check_number(body, 1)
-        if body.continue_final_message and body.add_generation_prompt:
-            raise InvalidRequestError(
-                "continue_final_message", "cannot be combined with add_generation_prompt"
-            )
-        text, parsing, thinking = self._chats.read(body)
-        output = msgspec.structs.replace(output, parsing=parsing)
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         asked = getattr(body, field)
         kept = _kept(body, asked or 1, model)

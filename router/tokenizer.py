@@ -142,6 +142,10 @@ class Tokenizer:
             return self._all_bytes[token_id]
         return self._fast.decode([token_id], skip_special_tokens=False).encode()
 
+    def token_id(self, text: str) -> int | None:
+        """Of the token that the vocabulary spells so."""
+        return self._fast.token_to_id(text)
+
     def token_string(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it."""
         return self._fast.id_to_token(token_id)

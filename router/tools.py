@@ -3,29 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from protocol.errors import InvalidRequestError
 from router.decoding import decode_object
 from router.openai_types import ChatBody, NamedTool, Tool
+from router.tool_grammar import Offer
 
 
-def may_call(body: ChatBody) -> bool:
-    """Whether the answer may call a function. Raises `InvalidRequestError` for other choices."""
-    choice = body.tool_choice
+class ToolChoice(NamedTuple):
+    """Whether the answer may call functions, and whether it must, then which."""
+
+    may_call: bool
+    must_call: bool = False
+    name: str | None = None
+
+
+def tool_choice(body: ChatBody) -> ToolChoice:
+    """Raises `InvalidRequestError`."""
+    asked = body.tool_choice
     if not body.tools:
-        if choice not in (None, "none", "auto"):
+        if asked not in (None, "none", "auto"):
             raise InvalidRequestError("tool_choice", "only allowed with tools")
-        return False
-    if choice == "none":
-        return False
-    if choice == "required" or isinstance(choice, NamedTool):
-        raise InvalidRequestError(
-            "tool_choice", "to demand a call is not supported: only 'auto' and 'none' are"
+        return ToolChoice(False)
+    if isinstance(asked, NamedTool):
+        name = asked.function.name
+        if all(tool.function.name != name for tool in body.tools):
+            raise InvalidRequestError("tool_choice", f"there is no tool {name!r}")
+        return ToolChoice(True, True, name)
+    if asked not in (None, "none", "auto", "required"):
+        reason = f"must be 'none', 'auto', 'required' or a function, got {asked!r}"
+        raise InvalidRequestError("tool_choice", reason)
+    return ToolChoice(asked != "none", asked == "required")
+
+
+def offers(tools: Sequence[Tool], name: str | None) -> list[Offer]:
+    """What a grammar lets the answer call; with `name` that function alone."""
+    return [
+        Offer(
+            tool.function.name,
+            decode_object(tool.function.parameters, f"tools[{index}].function.parameters"),
+            bool(tool.function.strict),
         )
-    if choice not in (None, "auto"):
-        raise InvalidRequestError("tool_choice", f"must be 'auto' or 'none', got {choice!r}")
-    return True
+        for index, tool in enumerate(tools)
+        if name in (None, tool.function.name)
+    ]
 
 
 def plain_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
@@ -40,8 +62,6 @@ def _plain(tool: Tool, at: str, names: set[str]) -> dict[str, Any]:
         raise InvalidRequestError(f"{at}type", f"must be 'function', got {tool.type!r}")
     if function.name in names:
         raise InvalidRequestError(f"{at}function.name", f"{function.name!r} is there twice")
-    if function.strict:
-        raise InvalidRequestError(f"{at}function.strict", "is not supported")
     names.add(function.name)
     fields: dict[str, Any] = {"name": function.name}
     if function.description is not None:

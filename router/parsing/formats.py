@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection
 
 import msgspec
 
-from router.parsing import deepseek, granite, harmony, hermes, llama3, mistral
+from router.parsing import deepseek, forms, granite, harmony, hermes, llama3, mistral
 from router.parsing.answer import Answer, Parse, Part
+from router.parsing.forms import CallForm
 from router.parsing.reasoning import GRANITE, HARMONY, MISTRAL, THINK, Marks
 
 
@@ -19,12 +20,17 @@ class ToolFormat(msgspec.Struct, frozen=True):
     """None: the whole answer is in Harmony."""
     markers: tuple[str, ...] = ()
     """What may be special tokens, and is needed all the same."""
+    forms: tuple[tuple[str, CallForm], ...] = ()
+    """How a grammar has calls written: the first whose sign is in the template."""
     short_ids: bool = False
     """The template takes ids of nine letters and digits only."""
 
     @property
     def is_harmony(self) -> bool:
         return self.parse is None
+
+    def form(self, template: str) -> CallForm:
+        return next(form for sign, form in self.forms if sign in template)
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True):
@@ -42,15 +48,24 @@ _HARMONY = (harmony.START, harmony.CHANNEL, harmony.CONSTRAIN, harmony.MESSAGE, 
 _DEEPSEEK = (deepseek.OPEN, deepseek.CLOSE, deepseek.CALL, deepseek.SEPARATOR, deepseek.CALL_END)
 
 TOOL_FORMATS = {
-    "openai": ToolFormat((harmony.CHANNEL,), None, _HARMONY),
-    "deepseek_v3": ToolFormat((deepseek.OPEN,), deepseek.parse, _DEEPSEEK),
-    "mistral": ToolFormat(
-        (mistral.OPEN,), mistral.parse, (mistral.OPEN, mistral.CALL_ID, mistral.ARGS), short_ids=True
+    "openai": ToolFormat((harmony.CHANNEL,), None, _HARMONY, (("", forms.HARMONY),)),
+    "deepseek_v3": ToolFormat(
+        (deepseek.OPEN,), deepseek.parse, _DEEPSEEK, (("```json", forms.DEEPSEEK), ("", forms.DEEPSEEK_PLAIN))
     ),
-    "granite": ToolFormat(("<|tool_call|>",), granite.parse, granite.OPEN),
-    "hermes": ToolFormat((hermes.OPEN,), hermes.parse, (hermes.OPEN, hermes.CLOSE)),
+    "mistral": ToolFormat(
+        (mistral.OPEN,),
+        mistral.parse,
+        (mistral.OPEN, mistral.CALL_ID, mistral.ARGS),
+        ((mistral.ARGS, forms.MISTRAL_NAMED), ("", forms.MISTRAL)),
+        short_ids=True,
+    ),
+    "granite": ToolFormat(("<|tool_call|>",), granite.parse, granite.OPEN, (("", forms.GRANITE),)),
+    "hermes": ToolFormat((hermes.OPEN,), hermes.parse, (hermes.OPEN, hermes.CLOSE), (("", forms.HERMES),)),
     "llama3_json": ToolFormat(
-        (llama3.TAG, '{"name": function name, "parameters":'), llama3.parse, (llama3.TAG,)
+        (llama3.TAG, '{"name": function name, "parameters":'),
+        llama3.parse,
+        (llama3.TAG,),
+        (("", forms.LLAMA3),),
     ),
 }
 REASONING_FORMATS = {
@@ -60,6 +75,13 @@ REASONING_FORMATS = {
     "deepseek_r1": ReasoningFormat(THINK.close, THINK),
     "qwen3": ReasoningFormat(THINK.close, THINK),
 }
+MARKERS = frozenset(
+    [
+        *(marker for each in TOOL_FORMATS.values() for marker in each.markers),
+        *(mark for each in REASONING_FORMATS.values() for mark in each.marks.open + each.marks.close),
+    ]
+)
+"""What grammars must spell by tokens where it is one."""
 _OTHER_CALLS = ("<function=",)
 """Signs of formats that look like one of these and are not."""
 

@@ -15,6 +15,8 @@ class Marks(msgspec.Struct, frozen=True):
     close: tuple[str, ...]
     end: str
     """What ends the thinking for a model that does not."""
+    lead: str = ""
+    """What then comes before an answer that is no call."""
 
     def parse(self, answer: Answer, is_open: bool) -> Parse[None]:
         answer.begin()
@@ -43,10 +45,12 @@ GRANITE = Marks(
     ("Here is my response:", "Here's my response:"),
     "\n\nHere is my response: ",
 )
+_NEXT = f"{harmony.END}{harmony.START}assistant"
 HARMONY = Marks(
     (f"{harmony.CHANNEL}analysis{harmony.MESSAGE}",),
-    (f"{harmony.END}{harmony.START}assistant",),
-    f"{harmony.END}{harmony.START}assistant",
+    (_NEXT,),
+    _NEXT,
+    f"{harmony.CHANNEL}final{harmony.MESSAGE}",
 )
 """Its answers have a parser of their own; these are for those who must know when it has thought."""
 MISTRAL = Marks(("[THINK]",), ("[/THINK]",), "[/THINK]")

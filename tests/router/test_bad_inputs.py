@@ -160,14 +160,12 @@ CASES = {
         400,
         "tools[0].function.parameters",
     ),
-    "a strict tool": (
-        *chat(tools=[{"type": "function", "function": {"name": "f", "strict": True}}], tool_choice="none"),
-        400,
-        "tools[0].function.strict",
-    ),
     "a choice without tools": (*chat(tool_choice="required"), 400, "tool_choice"),
-    "a call demanded": (*chat(tools=[TOOL], tool_choice="required"), 400, "tool_choice"),
-    "a certain call demanded": (*chat(tools=[TOOL], tool_choice=TOOL), 400, "tool_choice"),
+    "a call of a function that is not there": (
+        *chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}}),
+        400,
+        "tool_choice",
+    ),
     "an unknown choice": (*chat(tools=[TOOL], tool_choice="perhaps"), 400, "tool_choice"),
     "a choice of the wrong type": (*chat(tools=[TOOL], tool_choice=3), 400, "tool_choice"),
     "a budget for what the model does not do": (

@@ -7,6 +7,7 @@ import json
 import openai
 import pytest
 from conftest import RunningRouter, byte_level_tokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from protocol.config import ServeConfig
 from router.messages import CallArguments
@@ -232,6 +233,69 @@ def test_several_choices_with_details(hermes, stream):
     expected = [*hermes.tokenizer.encode(hermes.says), 0]
     assert token_ids == {0: expected, 1: expected}
     assert logprobs == {0: len(expected), 1: len(expected)}
+
+
+STRICT = [TOOLS[0], {"type": "function", "function": {"name": "now", "strict": True}}]
+NAMED = {"type": "function", "function": {"name": "now"}}
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "takes", "refuses"),
+    [
+        (TOOLS, "required", [WEATHER, f"{NOW}\n{WEATHER}", f"<think>Hm.</think>\n{NOW}"], ["Yes."]),
+        (TOOLS, NAMED, [NOW], ["Yes.", WEATHER, f"{NOW}\n{NOW}"]),
+        (STRICT, "auto", ["Yes.", f"I look. {NOW}"], [NOW.replace("{}", '{"a": 1}')]),
+    ],
+    ids=["required", "named", "strict"],
+)
+def test_a_call_that_must_be_is_a_grammar_of_the_request(hermes, tools, choice, takes, refuses):
+    message, finish_reason = hermes.message(NOW, False, tools=tools, tool_choice=choice)
+    assert functions(message) == [("now", "{}")] and finish_reason == "tool_calls"
+    grammar = hermes.worker.generated[-1].sampling.grammar
+    assert all(takes_whole(hermes, grammar, text) for text in takes)
+    assert not any(takes_whole(hermes, grammar, text) for text in refuses)
+
+
+def takes_whole(hermes, grammar: str, text: str) -> bool:
+    matcher = LLMatcher(LLTokenizer(hermes.tokenizer.as_json()), grammar, log_level=0)
+    token_ids = hermes.tokenizer.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+
+def test_a_structured_answer_comes_behind_its_thinking(hermes):
+    hermes.ask("<think>1</think>{}", response_format={"type": "json_object"})
+    grammar = hermes.worker.generated[-1].sampling.grammar
+    assert takes_whole(hermes, grammar, "{}") and takes_whole(hermes, grammar, "<think>[1</think>\n\n{}")
+    assert not takes_whole(hermes, grammar, "<think>{}")
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"tools": STRICT, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": STRICT, "tool_choice": "required", "extra_body": {"min_tokens": 2}}, "min_tokens"),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {
+                            "name": "f",
+                            "strict": True,
+                            "parameters": {"type": "object", "unevaluatedProperties": False},
+                        },
+                    }
+                ]
+            },
+            "tools",
+        ),
+    ],
+    ids=["two grammars", "a least length", "an unsupported keyword"],
+)
+def test_grammars_that_cannot_be(hermes, options, field):
+    with pytest.raises(openai.BadRequestError) as refused:
+        hermes.ask(NOW, **options)
+    assert refused.value.param == field
 
 
 def test_no_chunk_is_empty(hermes):

@@ -1,0 +1,65 @@
+"""Calls that must be, of a model that writes anything: their arguments fit all the same. fp32."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.serving import HttpServing
+
+TEMPLATE = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}{# <tool_call> </think> #}"
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}},
+    {"type": "function", "function": {"name": "now"}},
+]
+WEATHER: Any = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path) -> Iterator[openai.OpenAI]:
+    template = folder / "tools.jinja"
+    template.write_text(TEMPLATE)
+    with (
+        HttpServing(folder, chat_template=str(template)) as serving,
+        openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("choice", ["required", WEATHER])
+def test_calls_that_must_be(client: openai.OpenAI, choice: Any) -> None:
+    asked: Any = {"model": "model", "messages": [{"role": "user", "content": "?"}], "tools": TOOLS}
+    asked |= {"tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 200}
+    for seed in range(4):
+        answer = client.chat.completions.create(**asked, seed=seed)
+        (told,) = answer.choices
+        assert told.finish_reason == "tool_calls" and not told.message.content
+        assert told.message.tool_calls
+        (call,) = told.message.tool_calls
+        check(call.function.name, call.function.arguments, choice)
+        name, arguments = "", ""
+        for chunk in client.chat.completions.create(**asked, seed=seed, stream=True):
+            for delta in chunk.choices[0].delta.tool_calls or ():
+                name += delta.function.name or ""
+                arguments += delta.function.arguments or ""
+        assert (name, arguments) == (call.function.name, call.function.arguments)
+
+
+def check(name: str, arguments: str, choice: Any) -> None:
+    told = json.loads(arguments)
+    if name == "weather":
+        assert set(told) == {"city", "days"} and told["city"] in ("Paris", "Rome")
+        assert isinstance(told["days"], int) and told["days"] <= 9
+    else:
+        assert (name, told) == ("now", {}) and choice == "required"

@@ -1,0 +1,148 @@
+"""Grammars of calls: what they let a model write, and that the parsers read it."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import byte_level_tokenizer
+from llguidance import LLMatcher, LLTokenizer
+from test_parsing import parsed
+from tokenizers import AddedToken
+
+from router.parsing import forms
+from router.parsing.formats import TOOL_FORMATS, Parsing
+from router.parsing.reasoning import GRANITE, HARMONY, THINK
+from router.tool_grammar import Offer, Spelling, after_thinking, tool_grammar
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+OFFERS = [
+    Offer("get_weather", WEATHER, True),
+    Offer("now", None, False),
+    Offer("any", {"type": "object"}, False),
+]
+PARIS = '{"city": "Paris", "days": 3}'
+MARKERS = frozenset(
+    {marker for each in TOOL_FORMATS.values() for marker in each.markers} | {"<think>", "</think>"}
+)
+FORMS = {
+    "hermes": ("hermes", forms.HERMES),
+    "llama": ("llama3_json", forms.LLAMA3),
+    "granite": ("granite", forms.GRANITE),
+    "mistral": ("mistral", forms.MISTRAL),
+    "mistral by name": ("mistral", forms.MISTRAL_NAMED),
+    "deepseek": ("deepseek_v3", forms.DEEPSEEK),
+    "deepseek 3.1": ("deepseek_v3", forms.DEEPSEEK_PLAIN),
+    "harmony": ("openai", forms.HARMONY),
+}
+
+
+class Model:
+    """A tokenizer whose marks are added tokens, or texts like others."""
+
+    def __init__(self, has_tokens: bool) -> None:
+        self.fast = byte_level_tokenizer(500)
+        if has_tokens:
+            self.fast.add_tokens([AddedToken(text, normalized=False) for text in sorted(MARKERS)])
+        self.ll = LLTokenizer(self.fast.to_str(), eos_token=1)
+        self.spelling = Spelling(MARKERS, self.fast.token_to_id)
+
+    def takes(self, grammar: str, text: str) -> bool:
+        """Whether `text` can be a whole answer."""
+        matcher = LLMatcher(self.ll, grammar, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        token_ids = self.fast.encode(text, add_special_tokens=False).ids
+        return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tokens", "texts"])
+def model(request):
+    return Model(request.param)
+
+
+def block(form: forms.CallForm, *calls: tuple[str, str]) -> str:
+    texts = [form.begin % name + arguments + form.end for name, arguments in calls]
+    return form.trigger + form.open + (form.separator or "").join(texts) + form.close
+
+
+def calls(form: forms.CallForm) -> list[str]:
+    """Answers with one call and, where the form has several, with two."""
+    one = block(form, ("get_weather", PARIS))
+    if form.separator is not None:
+        return [one, block(form, ("get_weather", PARIS), ("now", "{}"))]
+    return [one] if form.between is None else [one, one + form.between + block(form, ("now", "{}"))]
+
+
+def bad(form: forms.CallForm) -> list[str]:
+    of_weather = ['{"city": 3, "days": 3}', '{"city": "Paris"}', '{"city": "Paris", "days": 3, "x": 1}']
+    return [
+        *(block(form, ("get_weather", arguments)) for arguments in of_weather),
+        block(form, ("now", '{"x": 1}')),
+        block(form, ("any", "[]")),
+        block(form, ("other", "{}")),
+    ]
+
+
+def thoughts(kind: str) -> str:
+    marks = HARMONY if kind == "openai" else THINK
+    return f"{marks.open[0]} 1 < 2, {{hm}} {marks.close[0]}"
+
+
+@pytest.mark.parametrize(("kind", "form"), FORMS.values(), ids=FORMS)
+def test_demanded_calls(model, kind, form):
+    marks = HARMONY if kind == "openai" else THINK
+    grammar = tool_grammar(form, OFFERS, model.spelling, demanded=True, several=True, marks=marks)
+    for text in calls(form):
+        assert model.takes(grammar, text)
+        assert model.takes(grammar, thoughts(kind) + text)
+    for text in [*bad(form), "", "hello", thoughts(kind), "hello " + calls(form)[0]]:
+        assert not model.takes(grammar, text)
+
+
+@pytest.mark.parametrize(("kind", "form"), FORMS.values(), ids=FORMS)
+def test_calls_beside_text(model, kind, form):
+    grammar = tool_grammar(form, OFFERS, model.spelling, demanded=False, several=True, marks=None)
+    begin = "I look. " if form.trigger else ""
+    for text in ["", "a < b {x}", *(begin + text for text in calls(form))]:
+        assert model.takes(grammar, text)
+    for text in bad(form):
+        assert not model.takes(grammar, begin + text)
+
+
+@pytest.mark.parametrize(("kind", "form"), FORMS.values(), ids=FORMS)
+def test_one_call(model, kind, form):
+    grammar = tool_grammar(form, OFFERS, model.spelling, demanded=True, several=False)
+    assert model.takes(grammar, calls(form)[0])
+    assert not any(model.takes(grammar, text) for text in calls(form)[1:])
+
+
+@pytest.mark.parametrize(("kind", "form"), FORMS.values(), ids=FORMS)
+def test_the_parser_reads_what_the_grammar_has_written(kind, form):
+    known = frozenset(offer.name for offer in OFFERS)
+    parsing = Parsing(tools=TOOL_FORMATS[kind], known=known, is_harmony=kind == "openai")
+    both = [("get_weather", PARIS), ("now", "{}")]
+    for text in calls(form):
+        _, content, found = parsed(parsing, list(text))
+        assert content == "" and found == both[: len(found)]
+    assert len(found) == len(calls(form))
+
+
+def test_an_answer_behind_thoughts(model):
+    schema = LLMatcher.grammar_from_json_schema({"type": "integer"})
+    grammar = after_thinking(schema, model.spelling, THINK, is_open=False)
+    assert model.takes(grammar, "12") and model.takes(grammar, "<think>is it 3?</think>\n\n12")
+    assert not model.takes(grammar, "<think>12") and not model.takes(grammar, "is it 3?</think>12")
+    grammar = after_thinking(schema, model.spelling, GRANITE, is_open=True)
+    assert model.takes(grammar, "is it 3? Here's my response: 12")
+    assert not model.takes(grammar, "12")
+
+
+def test_keywords_that_cannot_be_kept_to_matter_to_strict_functions_alone(model):
+    schema = {"type": "object", "properties": {}, "unevaluatedProperties": False}
+    for strict in (False, True):
+        offers = [Offer("f", schema, strict)]
+        grammar = tool_grammar(forms.HERMES, offers, model.spelling, demanded=True, several=True)
+        assert LLMatcher(model.ll, grammar, log_level=0).is_error() is strict
