@@ -8,6 +8,7 @@ import openai
 import pytest
 from conftest import RunningRouter, byte_level_tokenizer
 from llguidance import LLMatcher, LLTokenizer
+from pydantic import BaseModel
 
 from protocol.config import ServeConfig
 from router.messages import CallArguments
@@ -34,6 +35,7 @@ TOOLS = [
     },
     {"type": "function", "function": {"name": "now"}},
 ]
+PLACED_ANEW = "tandem_requests_placed_anew_total"
 ASK = [{"role": "user", "content": "Is it raining in Paris?"}]
 PARIS = '{"city": "Paris 🙂"}'
 WEATHER = f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>'
@@ -178,11 +180,13 @@ def test_without_thinking(hermes):
 def test_a_budget_ends_the_thinking(hermes, stream, budget):
     """Wherever steps end: what was made behind the budget is not told, and what follows is behind the end."""
     hermes.worker.generated.clear()
+    num_ended = hermes.router.metric(PLACED_ANEW, reason="thinking")
     options = {"thinking_token_budget": budget, "return_token_ids": True}
     message, finish_reason = hermes.message(
         "<think>" + " fox" * 40, stream, max_tokens=60, logprobs=True, extra_body=options
     )
     first, second = hermes.worker.generated
+    assert hermes.router.metric(PLACED_ANEW, reason="thinking") == num_ended + 1
     end = hermes.tokenizer.encode("\n</think>\n\n")
     said = hermes.tokenizer.encode("<think>" + " fox" * 40)
     assert first.output_token_ids == [] and second.output_token_ids == said[:budget] + end
@@ -233,6 +237,28 @@ def test_several_choices_with_details(hermes, stream):
     expected = [*hermes.tokenizer.encode(hermes.says), 0]
     assert token_ids == {0: expected, 1: expected}
     assert logprobs == {0: len(expected), 1: len(expected)}
+
+
+class Weather(BaseModel):
+    city: str
+
+
+def test_the_clients_own_ways_to_parse(hermes):
+    """They demand strict functions, and check the events' order."""
+    tools = [openai.pydantic_function_tool(Weather, name="get_weather")]
+    hermes.says = f"I look. {WEATHER}"
+    asked = {"model": hermes.router.server.config.model_name, "messages": ASK, "tools": tools}
+    (call,) = hermes.client.chat.completions.parse(**asked).choices[0].message.tool_calls
+    assert call.function.parsed_arguments == Weather(city="Paris 🙂")
+    with hermes.client.chat.completions.stream(**asked) as stream:
+        events = list(stream)
+    (done,) = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert (done.name, done.arguments, done.parsed_arguments) == (
+        "get_weather",
+        PARIS,
+        Weather(city="Paris 🙂"),
+    )
+    assert stream.get_final_completion().choices[0].message.content == "I look."
 
 
 STRICT = [TOOLS[0], {"type": "function", "function": {"name": "now", "strict": True}}]
