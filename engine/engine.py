@@ -448,6 +448,10 @@ class Engine:
         if request.request_id in self._sequences:
             raise InvalidRequestError("request_id", f"{request.request_id} is already running")
         check_request(request, self.vocab_size, self.max_model_len, self.config.max_logprobs)
+        if self._state is not None and request.speculation is not None and request.speculation.method:
+            raise InvalidRequestError(
+                "speculation.method", "not supported for a model with recurrent layers: leave it out"
+            )
         if request.sampling.grammar is not None:
             self._grammars.compile(request.sampling.grammar)
 

@@ -179,7 +179,12 @@ def config_of(model_type: str, **changes: Any) -> PreTrainedConfig:
 
 
 def write_model(model_type: str, folder: Path) -> None:
-    """A model of the type with weights large enough that its greedy tokens vary."""
+    """A model of the type with weights large enough that its greedy tokens vary. States of recurrent layers
+    last for dozens of tokens: as they are initialized, the next one would not see them.
+    """
     torch.manual_seed(11)
-    config = config_of(model_type)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config_of(model_type), dtype=torch.float32)
+    for name, weight in model.named_parameters():
+        if name.endswith("A_log"):
+            weight.data.uniform_(-5, -2)
+    model.save_pretrained(folder)

@@ -57,7 +57,8 @@ def test_answers_go_on_when_the_decode_worker_dies_amid_them(tmp_path: Path) -> 
     batch = prompts([15, 49, 64], seed=2)
     expected = [greedy(reference, prompt, NUM_TOKENS) for prompt in batch]
     with Cluster() as cluster:
-        config = tiny_config(tmp_path, max_num_batched_tokens=CHUNK, max_num_seqs=5)
+        options = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 5}
+        config = tiny_config(tmp_path, kv_transports="tcp", **options)
         prefill = cluster.start("prefill", "prefill-0", config)
         dying = cluster.start("decode", "decode-0", config, "slow:0.05")
         ids = [f"first-{index}" for index in range(len(batch))]

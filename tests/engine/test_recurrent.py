@@ -20,9 +20,9 @@ from engine.recurrent.operators import Span, StepOperators, TorchOperators
 from engine.recurrent.seats import Seats
 from kvtransfer.blocks.layout import conversion_problem
 from protocol.config import ServeConfig
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, InvalidRequestError
 from protocol.outputs import TokenOutput
-from protocol.speculation import SpeculativeConfig
+from protocol.speculation import RequestSpeculation, SpeculativeConfig
 from tests.e2e.architectures import write_model
 from tests.engine.test_engine import ask, prompt_of, run, tokens
 from tests.worker.tiny_model import greedy, load
@@ -183,8 +183,10 @@ def test_a_prompt_that_nobody_took_over_goes_on_here(
     while engine.has_work():
         for output in engine.step().outputs:
             outputs[output.request_id].append(output)
-    engine.add(ask("other", prompt_of(40, 2)))  # takes the seats that they have left
+    for index in range(6):  # take the seats that they have left
+        engine.add(ask(f"other-{index}", prompt_of(40, 2 + index)), prefill_only=index == 0)
     run(engine)
+    engine.abort("other-0")
     for name in prompts:
         engine.resume(name)
     for name, found in run(engine).items():
@@ -227,6 +229,13 @@ def test_what_cannot_be_served_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         make_engine(**options)
+
+
+@needs_seam
+def test_a_request_cannot_choose_drafts(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    with pytest.raises(InvalidRequestError, match=r"speculation\.method"):
+        engine.add(ask("a", prompt_of(9), speculation=RequestSpeculation(method="ngram")))
 
 
 @needs_seam
