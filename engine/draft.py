@@ -46,6 +46,24 @@ class Draft:
     def parent(self, node: int) -> int:
         return node - 1 if self.parents is None else self.parents[node]
 
+    def path(self, node: int) -> list[int]:
+        """The tokens up to a node, its own the last; none for -1."""
+        tokens: list[int] = []
+        while node >= 0:
+            tokens.append(self.token_ids[node])
+            node = self.parent(node)
+        return tokens[::-1]
+
+    def first(self, num_nodes: int) -> Draft:
+        """Its first nodes, which stay in their places, so that KV that was drafted with them does too."""
+        parents, drawn = self.parents, self.distributions
+        return Draft(
+            self.token_ids[:num_nodes],
+            parents[:num_nodes] if parents is not None and num_nodes else None,
+            distributions=None if drawn is None else drawn[:num_nodes],
+            is_blind=self.is_blind,
+        )
+
     def masks(self) -> list[int] | None:
         """For the sequence's last token and each of `token_ids`: the rows that it sees. None for a chain."""
         if self.parents is None and not self.probes:

@@ -231,6 +231,11 @@ REPORTED = (
         "method",
         "position",
     ),
+    _counter(
+        "spec_decode_cut_tokens_total",
+        "Drafted tokens that a grammar forbids: they are not verified.",
+        "method",
+    ),
     _counter("spec_decode_draft_seconds_total", "Time spent on drafting.", "method"),
     _counter("spec_decode_choices_total", "Decisions to draft k tokens for up to 64 steps.", "method", "k"),
     _counter("spec_decode_steps_total", "Steps with drafts to verify (`yes`) and without (`no`).", "drafts"),

@@ -11,6 +11,9 @@ from protocol.speculation import Source
 
 logger = logging.getLogger("tandem.speculation")
 
+Drafted = Source | Literal["grammar"]
+"""Who drafted: a method, or the request's grammar."""
+
 Origin = Literal["computed", "prefix_hit", "handed_over"]
 """Where a prompt's KV comes from: all computed here, partly from the prefix cache, or from another worker."""
 
@@ -23,7 +26,7 @@ class _Totals:
     num_draft_tokens: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
 
-    def counters(self, method: Source) -> dict[str, float]:
+    def counters(self, method: Drafted) -> dict[str, float]:
         label, lengths = f'method="{method}"', self.lengths.copy()
         counters = {f"spec_decode_draft_seconds_total{{{label}}}": self.draft_seconds}
         if lengths:
@@ -44,7 +47,7 @@ class Account:
     """Written by the engine's thread; `counters` may be called from any."""
 
     def __init__(self) -> None:
-        self._methods: dict[Source, _Totals] = {}
+        self._methods: dict[Drafted, _Totals] = {}
         self._choices: Counter[tuple[Source, int]] = Counter()
         self._steps: Counter[str] = Counter()
         """By whether they verified drafts."""
@@ -61,15 +64,19 @@ class Account:
         if verifies:
             self._verify_seconds += seconds
 
-    def drafted(self, method: Source, seconds: float) -> None:
+    def drafted(self, method: Drafted, seconds: float) -> None:
         """A batch of drafts was made."""
         self._of(method).draft_seconds += seconds
 
-    def verified(self, method: Source, num_drafted: int, num_accepted: int) -> None:
+    def verified(self, method: Drafted, num_drafted: int, num_accepted: int) -> None:
         """One request's draft was verified; only tokens that became output count as accepted."""
         totals = self._of(method)
         totals.num_draft_tokens += num_drafted
         totals.lengths[num_accepted] += 1
+
+    def cut(self, method: Source, num_tokens: int) -> None:
+        """Drafted tokens that the request's grammar forbids were not verified."""
+        self._rare[f'spec_decode_cut_tokens_total{{method="{method}"}}'] += num_tokens
 
     def collapsed(self, method: Source, origin: Origin) -> None:
         """The drafts of a class of requests are accepted far less than they used to be."""
@@ -99,7 +106,7 @@ class Account:
             counters[f'spec_decode_choices_total{{method="{method}",k="{num_tokens}"}}'] = count
         return counters
 
-    def _of(self, method: Source) -> _Totals:
+    def _of(self, method: Drafted) -> _Totals:
         totals = self._methods.get(method)
         if totals is None:
             totals = self._methods[method] = _Totals()

@@ -37,6 +37,7 @@ from speculation.control.controller import DraftController
 from speculation.control.request import SpeculatingRequest
 from speculation.custom import problem
 from speculation.drafter import Computed, Drafter
+from speculation.grammar_drafts import forced_tokens, num_allowed
 from speculation.methods import build_drafter, draft_shape, most_drafted
 from speculation.remote import RemoteDrafter
 from speculation.unread import MOST_STEPS, UnreadSteps
@@ -73,6 +74,8 @@ class BatchSpeculator:
         self._rooms: dict[SequenceState, tuple[int, SpeculatingRequest]] = {}
         """The sequences that draft in the current step, the tokens that they have room for, and their
         requests, since those that end with the step are forgotten before it is learnt."""
+        self._forced: set[SequenceState] = set()
+        """Those whose draft in the current step is their grammar's."""
         self._drafted_at = 0.0
         self._account = Account()
         self._watch = CollapseWatch()
@@ -90,6 +93,8 @@ class BatchSpeculator:
 
     def attach(self, loaded: LoadedModel, pool: KVPool, sampler: Sampler) -> None:
         self._pool, self._sampler = pool, sampler
+        assert sampler.grammars is not None
+        self._grammars = sampler.grammars
         prepare(self._options.verification, sampler)
         for drafter in self._drafters.values():
             drafter.attach(loaded, pool)
@@ -160,16 +165,39 @@ class BatchSpeculator:
         for sequence in step.admitted:
             self.begin(sequence)
         self._has_speculating_requests = self._num_speculating > 0
+        self._forced, self._rooms = set(), {}
+        decoding = [sequence for sequence in step.sequences if sequence.is_decoding]
+        self._draft_forced(step, decoding, make_room)
         if not self._has_speculating_requests:
             return False
-        self._rooms = {}
-        decoding = [sequence for sequence in step.sequences if sequence.is_decoding]
         is_due = self._controller.begin_step(len(decoding), num_active - len(decoding))
         if is_due:
             self._plan(decoding)
         if self._controller.drafts and decoding:
             self._draft(step, decoding, make_room)
         return bool(self.hidden_layers) and self._wants_hidden(step)
+
+    def _draft_forced(
+        self, step: ScheduledStep, decoding: Sequence[SequenceState], make_room: MakeRoom
+    ) -> None:
+        """What grammars leave no choice about needs no drafter."""
+        constrained = [sequence for sequence in decoding if sequence.params.grammar is not None]
+        if not constrained:
+            return
+        started = time.perf_counter()
+        for sequence in filter(self._may_draft, constrained):
+            tokens = forced_tokens(self._grammars, sequence)
+            if tokens and (room := make_room(step, sequence, len(tokens))):
+                sequence.draft = Draft(tokens[:room])
+                self._forced.add(sequence)
+        self._account.drafted("grammar", time.perf_counter() - started)
+
+    def _may_draft(self, sequence: SequenceState) -> bool:
+        """Draft workers draft under the grammar themselves, while the target's tokens are on their way."""
+        asked = sequence.request.speculation or RequestSpeculation()
+        fixed = asked.num_speculative_tokens
+        fixed = self._options.fixed_tokens if fixed is None else fixed
+        return asked.enabled and fixed != 0 and self._request(sequence).method != REMOTE
 
     def _plan(self, decoding: Sequence[SequenceState]) -> None:
         requests = [self._request(sequence) for sequence in decoding]
@@ -188,6 +216,8 @@ class BatchSpeculator:
         by_method: dict[Source, list[SequenceState]] = {}
         for sequence in decoding:
             request = self._request(sequence)
+            if sequence in self._forced:
+                continue
             if request.granted and (room := make_room(step, sequence, request.granted)):
                 assert request.method is not None
                 self._rooms[sequence] = room, request
@@ -205,11 +235,25 @@ class BatchSpeculator:
                 drafts = self._runnable(drafts, rooms)
             for sequence, draft in zip(sequences, drafts, strict=True):
                 sequence.draft = draft
+                if draft is not None and sequence.params.grammar is not None:
+                    sequence.draft = self._constrained(sequence, draft, method)
             self._drafted_at = time.perf_counter()
             seconds = self._drafted_at - started
             self._account.drafted(method, seconds)
             requests = [self._rooms[sequence][1] for sequence in sequences]
             self._controller.estimator.drafted(method, requests, rooms, seconds)
+
+    def _constrained(self, sequence: SequenceState, draft: Draft, method: Source) -> Draft:
+        """The draft without the end that the grammar forbids. Where nothing is left of it, its drafter still
+        has to be told that none of its tokens came. What is probed stays, and what is before it.
+        """
+        if draft.probes:
+            return draft
+        num_nodes = num_allowed(self._grammars, sequence, draft)
+        if num_nodes == draft.num_nodes:
+            return draft
+        self._account.cut(method, draft.num_nodes - num_nodes)
+        return draft.first(num_nodes)
 
     def _runnable(self, drafts: Sequence[Draft | None], rooms: Sequence[int]) -> list[Draft | None]:
         """Those that the step can run: another one would end it for all requests."""
@@ -226,7 +270,7 @@ class BatchSpeculator:
 
     def _wants_hidden(self, step: ScheduledStep) -> bool:
         """Capturing hidden states takes time, so only where drafts may read them."""
-        if self._rooms:
+        if self._rooms or (self._forced and self._controller.drafts):
             return True
         if step.only_decodes:
             return self._controller.reads_steps
@@ -243,6 +287,7 @@ class BatchSpeculator:
         return self._controller.reads_prompts(request.method, sum(step.num_tokens))
 
     def finish(self, step: ScheduledStep, hidden: Tensor | None) -> None:
+        self._count_forced(step)
         if not self._has_speculating_requests:
             return
         self._learn(step)
@@ -273,8 +318,17 @@ class BatchSpeculator:
                 for each in found:
                     each.sequence.held.mark_drafted(drafter.num_drafted(each.sequence.request_id))
 
+    def _count_forced(self, step: ScheduledStep) -> None:
+        """To drafters these tokens are as if they had come one by one: they know nothing of such drafts."""
+        if not self._forced:
+            return
+        for sequence, outcome in zip(step.sequences, step.outcomes, strict=True):
+            if sequence in self._forced and outcome.draft is not None:
+                self._account.verified("grammar", outcome.draft.num_nodes, outcome.num_accepted)
+                outcome.draft = outcome.verdict = None
+
     def _learn(self, step: ScheduledStep) -> None:
-        if not step.only_decodes:
+        if not step.only_decodes or self._forced:
             self._controller.estimator.disturb()
         if not self._rooms:
             self._account.stepped(0.0, verifies=False)
@@ -292,7 +346,7 @@ class BatchSpeculator:
         draft, verdict = outcome.draft, outcome.verdict
         method, estimator = request.method, self._controller.estimator
         assert method is not None
-        if draft is None or verdict is None or verdict.failed:
+        if draft is None or not draft.token_ids or verdict is None or verdict.failed:
             estimator.verified(request, room, 0)
             return
         # What lies behind a chain's end is unknown, but behind a tree, which is all that its method has,

@@ -51,6 +51,14 @@ class Grammars:
             matcher = self._matchers[request_id] = Matcher(self.compile(grammar))
         return matcher
 
+    def allows(self, request_id: str, grammar: str, output_token_ids: Sequence[int]) -> bool:
+        return self.matcher(request_id, grammar).follow(output_token_ids)
+
+    def forced(self, request_id: str, grammar: str, output_token_ids: Sequence[int]) -> list[int]:
+        """The tokens of the text that must follow this output, as the tokenizer writes it."""
+        matcher = self.matcher(request_id, grammar)
+        return matcher.forced() if matcher.follow(output_token_ids) else []
+
     def forget(self, request_id: str) -> None:
         self._matchers.pop(request_id, None)
 
@@ -94,6 +102,9 @@ class Matcher:
         num_allowed = self._matcher.try_consume_tokens(list(new)) if new else 0
         known += new[:num_allowed]
         return num_allowed == len(new)
+
+    def forced(self) -> list[int]:
+        return self._matcher.compute_ff_tokens()
 
     def fill(self, words: np.ndarray, output_token_ids: Sequence[int]) -> None:
         """The bits of what may follow. All, behind what the grammar forbids: that is a draft, and will not be

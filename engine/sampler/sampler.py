@@ -69,7 +69,7 @@ class Sampler:
         self._device = torch.device(device)
         self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
         self._penalties = Penalties()
-        self._grammars = grammars
+        self.grammars = grammars
         self._requests: RequestParams | None = None
         self._batch: BatchParams | None = None
         self._native = compiled() if self._device.type == "cpu" else None
@@ -169,7 +169,7 @@ class Sampler:
 
     def masks(self, rows: Sequence[SamplingRow]) -> TokenMasks | None:
         """What grammars let the rows get; None if none has one."""
-        return self._grammars.masks(rows) if self._grammars is not None else None
+        return self.grammars.masks(rows) if self.grammars is not None else None
 
     def logprobs(
         self, logits: Tensor, rows: Sequence[SamplingRow], token_ids: Mapping[int, int]
@@ -196,8 +196,8 @@ class Sampler:
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request that is over. Unknown ids are ignored."""
         self._penalties.forget(request_id)
-        if self._grammars is not None:
-            self._grammars.forget(request_id)
+        if self.grammars is not None:
+            self.grammars.forget(request_id)
 
     def _requests_of(self, rows: Sequence[SamplingRow]) -> tuple[RequestParams, list[int]]:
         """The parameters of the rows' requests, and each row's number among these."""

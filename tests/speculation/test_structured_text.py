@@ -6,10 +6,13 @@ import json
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
+import torch
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
+from engine.draft import Draft
 from engine.engine import Engine
 from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
@@ -73,7 +76,30 @@ def answers(engine: Engine, tokenizer: Tokenizer, method: Method) -> dict[str, T
 def plain(tokenizer: Tokenizer) -> dict[str, list[int]]:
     """Without speculation, one alone after the other."""
     engine, _ = make_engine(TARGET, None)
-    return {r.request_id: run(engine, [r])[r.request_id].token_ids for r in requests(tokenizer)}
+    found = {}
+    for request in requests(tokenizer):
+        alone = msgspec.structs.replace(request, speculation=RequestSpeculation(enabled=False))
+        found |= run(engine, [alone])
+    assert sum(output.drafted_tokens for output in found.values()) == 0
+    return tokens(found)
+
+
+def test_forced_tokens_are_drafted_without_a_method(
+    tokenizer: Tokenizer, plain: dict[str, list[int]]
+) -> None:
+    engine, _ = make_engine(TARGET, None)
+    found = run(engine, requests(tokenizer))
+    assert tokens(found) == plain
+    assert all((output.accepted_tokens > 10) == (name != "r5") for name, output in found.items())
+
+
+def test_the_first_nodes_of_a_draft() -> None:
+    tree = Draft([7, 8, 9, 6], [-1, 0, 0, 2])
+    assert tree.path(3) == [7, 9, 6] and tree.path(-1) == []
+    assert (tree.first(3).token_ids, tree.first(3).parents) == ([7, 8, 9], [-1, 0, 0])
+    chain = Draft([1, 2, 3], distributions=torch.eye(3)).first(2)
+    assert chain.token_ids == [1, 2] and chain.parents is None
+    assert chain.distributions is not None and chain.distributions.tolist() == [[1, 0, 0], [0, 1, 0]]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -81,6 +107,11 @@ def test_texts_are_valid_and_those_without_speculation(
     tokenizer: Tokenizer, plain: dict[str, list[int]], method: str
 ) -> None:
     engine, _ = make_engine(TARGET, DRAFT, num_speculative_tokens=4, **METHODS[method])
-    found = answers(engine, tokenizer, "ngram" if method == "ngram" else "draft_model")
-    assert sum(output.accepted_tokens for output in found.values()) > 0
+    name = "ngram" if method == "ngram" else "draft_model"
+    found = answers(engine, tokenizer, name)
     assert (tokens(found) == plain) == (method != "standard")
+    counters = engine.counters()
+    assert counters['spec_decode_num_accepted_tokens_total{method="grammar"}'] > 50
+    assert counters.get(f'spec_decode_cut_tokens_total{{method="{name}"}}', 0) > 0
+    drafted = sum(counters[f'spec_decode_num_draft_tokens_total{{method="{m}"}}'] for m in (name, "grammar"))
+    assert drafted == sum(output.drafted_tokens for output in found.values())

@@ -61,7 +61,7 @@ def test_masked_rows() -> None:
 
 def with_grammars(samplers: Iterable[Sampler], grammars: Any) -> Iterator[Sampler]:
     for each in samplers:
-        each._grammars = grammars
+        each.grammars = grammars
         yield each
 
 
