@@ -120,7 +120,8 @@ class Sampler:
         if self._kernels is not None:
             return self._kernels(logits, requests, index, positions, self._edit_lists(rows, requests, index))
         batch = self._batch_for(requests, index)
-        values, failed_rows = self._values(logits, rows, batch)
+        values, failed = self._values(logits, rows, batch)
+        failed_rows = failed.nonzero()[:, 0].tolist()
         likeliest = values.argmax(dim=1)
         if batch.all_greedy:
             return Choice.made(likeliest, failed_rows)
@@ -140,15 +141,15 @@ class Sampler:
             logits = self._edited_if_asked(logits, rows, requests, index)
             return self._native.probabilities(logits, requests, index, self.masks(rows))
         batch = self._batch_for(requests, index)
-        values, failed_rows = self._values(logits, rows, batch)
-        greedy = values[batch.greedy_rows].argmax(dim=1)
+        values, failed = self._values(logits, rows, batch)
+        greedy = values[batch.greedy_rows].argmax(dim=1) if batch.greedy_rows else None
         if not batch.all_greedy:
             apply_filters(values, batch.distribution)
             values = values.masked_fill_(values < -NOISE_SPAN, -torch.inf).softmax(dim=1)
-        values[batch.greedy_rows] = 0.0
-        values[batch.greedy_rows, greedy] = 1.0
-        values[failed_rows] = 0.0
-        return values
+        if greedy is not None:
+            values[batch.greedy_rows] = 0.0
+            values[batch.greedy_rows, greedy] = 1.0
+        return values.masked_fill_(failed, 0.0)
 
     def draw_drafts(
         self, logits: Tensor, rows: Sequence[SamplingRow], starts: Sequence[int]
@@ -222,21 +223,20 @@ class Sampler:
 
     def _values(
         self, logits: Tensor, rows: Sequence[SamplingRow], batch: BatchParams
-    ) -> tuple[Tensor, list[int]]:
-        """float32 [n, vocab]: log-probabilities up to a constant per row, each row's maximum at 0; and the
-        rows that fail, which are zeros.
+    ) -> tuple[Tensor, Tensor]:
+        """float32 [n, vocab]: log-probabilities up to a constant per row, each row's maximum at 0; and bool
+        [n, 1], which rows fail: they are zeros.
         """
         values = self._edited(logits, rows, batch)
         masks = self.masks(rows)
         if masks is not None:
             apply_masks(values, masks)
         best = values.amax(dim=1, keepdim=True)
-        failed_rows = (~best.isfinite()).nonzero()[:, 0].tolist()
+        failed = ~best.isfinite()
         values.sub_(best)
         if not batch.all_greedy:
             values.div_(batch.distribution.temperature)
-        values[failed_rows] = 0.0
-        return values, failed_rows
+        return values.masked_fill_(failed, 0.0), failed
 
     def _edited_if_asked(
         self, logits: Tensor, rows: Sequence[SamplingRow], requests: RequestParams, index: list[int]

@@ -53,9 +53,9 @@ def verify(sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler,
     """As `coupled.verify`, for sequences that all have a draft."""
     rows = DraftedRows(sequences)
     target = sampler.probabilities(logits, rows.sampling)
-    failed_rows = (target.amax(dim=1) == 0).nonzero()[:, 0].tolist()
-    target[failed_rows] = 1.0  # something to draw from: the verdicts will say that they failed
-    odds = _odds(rows, target)
+    failed = target.amax(dim=1) == 0
+    target.masked_fill_(failed.unsqueeze(1), 1.0)  # something to draw from: the verdicts tell of them
+    odds, failed_rows = _odds(rows, target, failed)
     stops = rule(odds)
     positions = [sequence.position + len(s.accepted) for sequence, s in zip(sequences, stops, strict=True)]
     keys = noise_keys(sequences, positions, Purpose.RECOVERY, target.device)
@@ -112,7 +112,8 @@ def noise_keys(
     return round_keys(columns[0], columns[1], columns[2], purpose)
 
 
-def _odds(rows: DraftedRows, target: Tensor) -> list[Odds]:
+def _odds(rows: DraftedRows, target: Tensor, failed: Tensor) -> tuple[list[Odds], list[int]]:
+    """And the rows that failed, read from the device with the odds."""
     drafts: list[Draft] = []
     owners: list[SequenceState] = []
     parents: list[int] = []
@@ -129,11 +130,14 @@ def _odds(rows: DraftedRows, target: Tensor) -> list[Odds]:
     keys = noise_keys(owners, positions, Purpose.ACCEPTANCE, target.device)
     p = target[torch.tensor(parents, device=target.device), tokens]
     q = _drawn_with(drafts, tokens)
-    nodes = iter(torch.stack([p.double(), q.double(), uniform_noise(keys, tokens)], dim=1).tolist())
-    return [
+    drawn = torch.stack([p.double(), q.double(), uniform_noise(keys, tokens)], dim=1)
+    told = torch.cat([drawn.flatten(), failed.double()]).tolist()
+    nodes = iter([told[first : first + 3] for first in range(0, drawn.numel(), 3)])
+    odds = [
         Odds(draft, target[span], list(islice(nodes, draft.num_nodes)))
         for draft, span in zip(drafts, rows.spans, strict=True)
     ]
+    return odds, [row for row, fails in enumerate(told[drawn.numel() :]) if fails]
 
 
 def _drawn_with(drafts: list[Draft], tokens: Tensor) -> Tensor:

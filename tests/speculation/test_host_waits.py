@@ -115,6 +115,19 @@ def test_log_probabilities_come_in_a_second_copy() -> None:
     assert times == 2 and line.startswith("/engine/download.py")
 
 
+@pytest.mark.parametrize("draft", [CHAIN, TREE], ids=["chain", "tree"])
+def test_rejection_sampling_reads_the_odds_and_the_last_tokens(draft: Draft) -> None:
+    """What else it waits for are copies to the device."""
+    with absent_gpu() as gpu:
+        sampler = Sampler(512, GPU, [2])
+        sequences = [sequence_with(number, draft, temperature=0.8) for number in range(2)]
+        count = 2 * (1 + len(draft.token_ids))
+        gpu.clear()
+        verify("standard", sequences, torch.empty(count, 512, dtype=torch.bfloat16, device=GPU), sampler)
+        reads = [line for line in gpu.waits.elements() if "its value" in line or "a shape" in line]
+    assert len(reads) == 2, "\n".join(reads)
+
+
 def test_all_that_may_be_launched_is_compiled_at_the_start() -> None:
     with absent_gpu() as gpu:
         Sampler(512, GPU, [2]).warm_up(torch.bfloat16)
