@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -62,6 +63,11 @@ def run(name: str, *arguments: str, given: str = "") -> str:
 
 def test_python_client(server: ServerProcess) -> None:
     assert run("python_client.py", server.url).strip()
+
+
+def test_structured_output(server: ServerProcess) -> None:
+    book = ast.literal_eval(run("structured_output.py", server.url))
+    assert set(book) == {"title", "year", "genre"} and 1900 <= book["year"] <= 2100
 
 
 def test_chat(server: ServerProcess) -> None:
