@@ -40,6 +40,9 @@ tensors have no values, this shows as well that a forward never waits for the de
 fail. CUDA graphs of decode steps are checked by launching in the interpreter again what a step launched,
 on the same memory. `tests/gpu` and `tandem bench gpu` are what is to be run on a GPU.
 
+`coupled` verification waits for the device once a step. `standard` and `block` choose by torch's operators
+and wait several times. Draft models and EAGLE's heads run without graphs, and wait for each drafted token.
+
 `copies` are instructions that copy 128 bits a thread from global to shared memory asynchronously;
 `products` those of the matrix units; `spills` those that put registers aside or bring them back.
 Products of float32 are made without matrix units, as these would round. A coded row has an odd length,
