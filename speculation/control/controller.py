@@ -29,6 +29,8 @@ class DraftController:
         """Requests that decode, and that will soon."""
         self._steps_left = 0
         """For which the present plan stands."""
+        self._fixed_to_come = False
+        """Whether a request with a number of its own may be among those that will decode soon."""
         self._pays: dict[int, bool] = {}
         """Whether typical requests would draft, by the number of bits of how many there are."""
         self.drafts = False
@@ -42,7 +44,9 @@ class DraftController:
         """
         before, self._load = self._load, (num_decoding, num_to_come)
         has_come = num_decoding > before[0] or num_to_come != before[1]
-        if self._steps_left <= 0 or (has_come and self._may_pay()):
+        is_due = self._steps_left <= 0 or (has_come and (self._fixed_to_come or self._may_pay()))
+        self._fixed_to_come &= num_to_come > 0
+        if is_due:
             return num_decoding > 0
         self._steps_left -= 1
         window = self.estimator.window
@@ -59,6 +63,7 @@ class DraftController:
         Where drafting doesn't pay at this load the plan stands: a new request is as likely to draft well as
         any other.
         """
+        self._fixed_to_come |= bool(request.fixed_tokens)
         if request.fixed_tokens is not None or is_read or self._may_pay():
             self._steps_left = 0
 

@@ -234,6 +234,26 @@ def test_where_nothing_pays_the_plan_stands_as_requests_come_and_go() -> None:
     assert made.begin_step(4)
 
 
+def test_fixed_numbers_are_planned_for_once_they_decode() -> None:
+    """Nothing pays here, and another one of them decodes already while this one's prompt is computed."""
+    made = controller(row_seconds=1.0)
+    for size in (1, 2):
+        assert made.begin_step(size)
+        made.plan(requests(made, size))
+    first, second = requests(made, 2, fixed=3)
+    made.join(first, is_read=False)
+    assert not made.begin_step(0, 1)
+    made.join(second, is_read=False)
+    assert made.begin_step(1, 1)
+    made.plan([first])
+    assert not made.begin_step(1, 1)
+    assert made.begin_step(2)
+    made.plan([first, second])
+    assert second.granted == 3
+    assert not made.begin_step(2)
+    assert not made.begin_step(1)
+
+
 def test_requests_to_come_count_as_if_they_were_there() -> None:
     made = controller(row_seconds=1e-3)
     asked = requests(made, 1)

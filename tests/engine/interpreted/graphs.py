@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from engine.attention import transformers_hook
 from engine.attention.triton_kernel import tiles
@@ -39,7 +39,8 @@ SHAPE = {
     "max_position_embeddings": 128,
     "initializer_range": 0.3,
 }
-CONFIGS = {"qwen3": Qwen3Config(**SHAPE), "mistral": MistralConfig(**SHAPE, sliding_window=20)}
+KINDS = ["full_attention", "sliding_attention"]
+CONFIG = Qwen3Config(**SHAPE, layer_types=KINDS, use_sliding_window=True, sliding_window=20)
 BUCKETS = Buckets([1, 3], [1, 3], [2, 6], trees=False)
 TREES = Buckets([2], [1, 4], [6], trees=True)
 
@@ -71,19 +72,18 @@ class Side:
         return ForwardOutput(output.logits.clone(), output.hidden)
 
 
-def made_model(name: str) -> PreTrainedModel:
+def made_model() -> PreTrainedModel:
     transformers_hook.register()
     torch.manual_seed(1)
-    config: PretrainedConfig = CONFIGS[name]
     model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation=transformers_hook.NAME
+        CONFIG, dtype=torch.float32, attn_implementation=transformers_hook.NAME
     )
     return model.eval().requires_grad_(False)
 
 
-def sides(name: str, buckets: Buckets, hidden: bool = False) -> tuple[Side, Side, RecordedGraphs]:
+def sides(buckets: Buckets, hidden: bool = False) -> tuple[Side, Side, RecordedGraphs]:
     graphs = RecordedGraphs()
-    model = made_model(name)
+    model = made_model()
     return Side(model, buckets, None, hidden), Side(model, buckets, graphs, hidden), graphs
 
 
@@ -118,9 +118,8 @@ drafts, and two that fit no bucket.
 """
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_replay_is_what_the_step_computes_when_it_is_launched(name: str) -> None:
-    eager, replayed, graphs = sides(name, BUCKETS)
+def test_a_replay_is_what_the_step_computes_when_it_is_launched() -> None:
+    eager, replayed, graphs = sides(BUCKETS)
     assert len(graphs.graphs) == len(list(BUCKETS)) == 8
     for batch, logit_rows, replays in STEPS:
         before = sum(graph.num_replays for graph in graphs.graphs)
@@ -128,10 +127,9 @@ def test_a_replay_is_what_the_step_computes_when_it_is_launched(name: str) -> No
         assert sum(graph.num_replays for graph in graphs.graphs) - before == replays
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_tokens_that_only_the_device_knows(name: str) -> None:
+def test_tokens_that_only_the_device_knows() -> None:
     """Launched and replayed, each row takes the token that it names, and one that failed takes any."""
-    for side in sides(name, BUCKETS)[:2]:
+    for side in sides(BUCKETS)[:2]:
         named = [chain(0, 10, 2), chain(1, 40, 0)]
         expected = side.run([chain(0, 10, 9), chain(1, 40, 3)], [0, 1]).logits
         kv = side.pool.arenas[0].clone()
@@ -143,7 +141,7 @@ def test_tokens_that_only_the_device_knows(name: str) -> None:
 
 
 def test_hidden_states_are_kept_from_the_next_replay() -> None:
-    eager, replayed, _ = sides("qwen3", BUCKETS, hidden=True)
+    eager, replayed, _ = sides(BUCKETS, hidden=True)
     batch, logit_rows, _ = STEPS[3]
     same(eager, replayed, batch, logit_rows)
     kept = replayed.run(batch, logit_rows).hidden
@@ -154,7 +152,7 @@ def test_hidden_states_are_kept_from_the_next_replay() -> None:
 
 
 def test_trees() -> None:
-    eager, replayed, graphs = sides("qwen3", TREES)
+    eager, replayed, graphs = sides(TREES)
     tree = SequenceRows([5, 6, 7], 20, [[1, 2]], [0b1, 0b11, 0b101])
     for batch in ([tree], [chain(1, 40, 3), tree], [chain(1, 41, 3, 4)]):
         rows = sum(len(each.token_ids) for each in batch)
@@ -164,7 +162,7 @@ def test_trees() -> None:
 
 def test_padding_writes_nowhere_and_changes_no_row() -> None:
     """The bits of a step alone, without padding, and in the largest bucket."""
-    model = made_model("qwen3")
+    model = made_model()
     batch, logit_rows = [chain(0, 30, 3), chain(1, 61, 7)], [0, 1]
     tight = Side(model, Buckets([2], [1], [6], trees=False), None, hidden=False)
     wide = Side(model, Buckets([8], [4], [6], trees=False), RecordedGraphs(), hidden=False)
@@ -186,14 +184,11 @@ ALIKE: list[list[tuple[list[SequenceRows], list[int]]]] = [
 
 
 @pytest.mark.parametrize("steps", ALIKE)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_all_steps_of_a_bucket_launch_the_same(
-    name: str, steps: list[tuple[list[SequenceRows], list[int]]]
-) -> None:
+def test_all_steps_of_a_bucket_launch_the_same(steps: list[tuple[list[SequenceRows], list[int]]]) -> None:
     """The same kernels with the same constants, over memory at the same addresses: so none depends on what
     the host alone knows, and none reads what was made for one step.
     """
-    side = Side(made_model(name), BUCKETS, None, hidden=True)
+    side = Side(made_model(), BUCKETS, None, hidden=True)
     runner: Any = side.runner
     side.run(*steps[0])  # what is made once is there
     recorded = []
