@@ -130,8 +130,14 @@ def all_over_none(document: Any) -> list[float]:
     return [each["all_on"] for each in finding["figures"] if each["name"] == "goodput"]
 
 
+def all_of_both(one: Any, other: Any) -> list[float]:
+    return all_over_none(one) + all_over_none(other)
+
+
 TRANSFER = ("transfer/results.json",)
 FIVE = ("five/results.json",)
+CHATS = ("five-llama-29m/results.json",)
+LONG_PROMPTS = ("five-llama-29m-long-prompts/results.json",)
 QUANTIZE = ("quantize-rounded/results.json",)
 DRAFTS = ("quantize-drafts/results.json",)
 DELAY = ("transfer-delay/results.json",)
@@ -185,6 +191,20 @@ QUOTES = (
         DRAFTS,
         drafted("speedup", *((4, target, "bf16") for target in ("bf16", "int8", "int4"))),
     ),
+    Quote(
+        "multiplies goodput by {:.2f} and quantization by {:.2f}, speculation's {:.2f} shows",
+        FIVE,
+        effects("goodput", "sharing", "quantization", "speculation"),
+    ),
+    Quote("Paged KV costs goodput here ({:.2f})", FIVE, effects("goodput", "paging")),
+    Quote("All five bring {:.2f} times the goodput of none", FIVE, all_over_none),
+    Quote(
+        "gains {:.2f} from prefix sharing and {:.2f} from quantization",
+        CHATS,
+        effects("goodput", "sharing", "quantization"),
+    ),
+    Quote("it gains {:.2f} from quantization", LONG_PROMPTS, effects("goodput", "quantization")),
+    Quote("All five bring {:.2f} and {:.2f}.", CHATS + LONG_PROMPTS, all_of_both),
     Quote("{:.2f} times bf16 without drafts", DRAFTS, drafted("over_plain", (1, "int4", "bf16"))),
 )
 
