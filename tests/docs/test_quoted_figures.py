@@ -137,6 +137,7 @@ def all_of_both(one: Any, other: Any) -> list[float]:
 TRANSFER = ("transfer/results.json",)
 FIVE = ("five/results.json",)
 CHATS = ("five-llama-29m/results.json",)
+LONG_ANSWERS = ("five-llama-29m-long-answers/results.json",)
 LONG_PROMPTS = ("five-llama-29m-long-prompts/results.json",)
 QUANTIZE = ("quantize-rounded/results.json",)
 DRAFTS = ("quantize-drafts/results.json",)
@@ -205,6 +206,12 @@ QUOTES = (
     ),
     Quote("it gains {:.2f} from quantization", LONG_PROMPTS, effects("goodput", "quantization")),
     Quote("All five bring {:.2f} and {:.2f}.", CHATS + LONG_PROMPTS, all_of_both),
+    Quote(
+        "gain {:.2f} from paged KV, {:.2f} from quantization and {:.2f} from speculation",
+        LONG_ANSWERS,
+        effects("goodput", "paging", "quantization", "speculation"),
+    ),
+    Quote("all five bring {:.2f}.", LONG_ANSWERS, all_over_none),
     Quote("{:.2f} times bf16 without drafts", DRAFTS, drafted("over_plain", (1, "int4", "bf16"))),
 )
 
