@@ -23,7 +23,7 @@ from engine.chunk_bound import ChunkBound
 from engine.draft import Outcome, Verdict
 from engine.grammar_tokenizer import load_grammar_tokenizer
 from engine.kv_pool import Allocate, KVPool, pool_blocks
-from engine.launch import Launched, Launcher
+from engine.launch import Launched, StepLauncher
 from engine.loader import LoadedModel
 from engine.outputs import Kept, failure, keep_tokens, token_output
 from engine.pool_layout import PoolLayout
@@ -130,7 +130,7 @@ class Engine:
             seating=self._seating(),
         )
         runs_ahead = self.device.type != "cpu" and self._speculator is None and self._state is None
-        self._launcher = Launcher(
+        self._launcher = StepLauncher(
             self._runner,
             self._sampler,
             self._scheduler,

@@ -92,8 +92,12 @@ class RowsForward(ABC):
         if chosen is not None:
             inputs.take(chosen)
         backend.begin_step(inputs.attention)
-        transformers_hook.set_current_backend(backend)
+        self._begin(batch)
         return self._call(inputs, before)
+
+    def _begin(self, batch: Sequence[SequenceRows]) -> None:
+        """What the layers call is ready for the rows then."""
+        transformers_hook.set_current_backend(self._backend)
 
     @abstractmethod
     def _call(self, inputs: StepInputs, before: Tensor | None) -> ForwardOutput: ...

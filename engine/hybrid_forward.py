@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from engine.attention.interface import AttentionBackend
 from engine.forward import Forward
 from engine.loader import LoadedModel
 from engine.recurrent.native import operators_of
-from engine.recurrent.operators import Span
+from engine.recurrent.operators import RowSpan
 from engine.recurrent.seats import Seats
 from engine.rows import SequenceRows
-from engine.runner import ForwardOutput
-from engine.step_inputs import StepShape
 
 
 class HybridForward(Forward):
@@ -27,13 +23,7 @@ class HybridForward(Forward):
         self._operators = operators_of(seats)
         self.choice = f"eager, recurrent layers by {self._operators.name} operators"
 
-    def _execute(
-        self,
-        batch: Sequence[SequenceRows],
-        logit_rows: list[int],
-        least: StepShape,
-        before: Tensor | None = None,
-    ) -> ForwardOutput:
-        self._operators.begin_step([Span(rows.seat, rows.start, len(rows.token_ids)) for rows in batch])
+    def _begin(self, batch: Sequence[SequenceRows]) -> None:
+        super()._begin(batch)
+        self._operators.begin_step([RowSpan(rows.seat, rows.start, len(rows.token_ids)) for rows in batch])
         self._seam.operators = self._operators
-        return super()._execute(batch, logit_rows, least, before)

@@ -20,7 +20,7 @@ from engine.block_manager import Holdings
 from engine.packing import PackedStep, pack, pack_ahead
 from engine.runner import AheadRunner, Runner
 from engine.sampler import Sampler
-from engine.sampler.choice import Choice
+from engine.sampler.choice import TokenChoice
 from engine.sampler.rows import SamplingRow
 from engine.scheduler import ScheduledStep, Scheduler
 from engine.sequence import SequenceStage, SequenceState
@@ -37,7 +37,7 @@ class Launched:
     logits: Tensor
     hidden: Tensor | None = None
     rows: Sequence[SamplingRow] = ()
-    choice: Choice | None = None
+    choice: TokenChoice | None = None
     kept: list[Holdings] = field(default_factory=list)
     """Of sequences that have ended since, while the device may still write there."""
 
@@ -47,7 +47,7 @@ class Launched:
             holdings.free()
 
 
-class Launcher:
+class StepLauncher:
     def __init__(
         self, runner: Runner, sampler: Sampler, scheduler: Scheduler, ahead_runner: AheadRunner | None
     ) -> None:

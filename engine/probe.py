@@ -29,7 +29,7 @@ from engine.kv_pool import KVPool
 from engine.pool_layout import TARGET, Group, LayerShape, PoolLayout
 from engine.recurrent.layout import RecurrentLayer, StateLayout
 from engine.recurrent.native import operators_of
-from engine.recurrent.operators import Span
+from engine.recurrent.operators import RowSpan
 from engine.recurrent.seam import Seam
 from engine.recurrent.seats import Seats
 from protocol.handoff import MAX_SEGMENTS
@@ -53,14 +53,16 @@ _ATTEMPTS = 3
 """Texts to try, since rounding may swap experts that are nearly tied."""
 
 
-class Kept(NamedTuple):
+class KeptLayout(NamedTuple):
     """What a model keeps of its tokens."""
 
     kv: Group
     state: StateLayout | None = None
 
 
-def probe(model: PreTrainedModel, dtype: torch.dtype, num_layers: int, seam: Seam | None = None) -> Kept:
+def probe(
+    model: PreTrainedModel, dtype: torch.dtype, num_layers: int, seam: Seam | None = None
+) -> KeptLayout:
     """Raises UnsupportedModelError with the architecture and the reason."""
     name = model.config.model_type
     state = None
@@ -76,7 +78,7 @@ def probe(model: PreTrainedModel, dtype: torch.dtype, num_layers: int, seam: Sea
             if seam is not None:
                 state = StateLayout(tuple(recurrent), dtype)
             if not any(
-                _same_logits(model, Kept(group, state), seam, dtype, seed) for seed in range(_ATTEMPTS)
+                _same_logits(model, KeptLayout(group, state), seam, dtype, seed) for seed in range(_ATTEMPTS)
             ):
                 raise UnsupportedModelError(
                     f"{name}: a text in chunks beside another request gets other logits than whole and alone"
@@ -90,7 +92,7 @@ def probe(model: PreTrainedModel, dtype: torch.dtype, num_layers: int, seam: Sea
         model.set_attn_implementation(transformers_hook.NAME)
         if seam is not None:
             seam.operators = None
-    return Kept(group, state)
+    return KeptLayout(group, state)
 
 
 class _AttentionOff:
@@ -196,7 +198,7 @@ def _probe_structure(
 
 
 def _same_logits(
-    model: PreTrainedModel, kept: Kept, seam: Seam | None, dtype: torch.dtype, seed: int
+    model: PreTrainedModel, kept: KeptLayout, seam: Seam | None, dtype: torch.dtype, seed: int
 ) -> bool:
     generator = torch.Generator().manual_seed(seed)
     vocab_size = model.get_input_embeddings().num_embeddings
@@ -228,7 +230,7 @@ def _reference(model: PreTrainedModel, text: Tensor) -> Tensor:
 
 def _served(
     model: PreTrainedModel,
-    kept: Kept,
+    kept: KeptLayout,
     seam: Seam | None,
     dtype: torch.dtype,
     text: Tensor,
@@ -246,7 +248,7 @@ def _served(
         positions = torch.cat([torch.arange(_MATE), torch.arange(start, end)]).to(model.device)
         backend.begin_step(_metadata(start, end, model.device))
         if operators is not None:
-            operators.begin_step([Span(0, 0, _MATE), Span(1, start, end - start)])
+            operators.begin_step([RowSpan(0, 0, _MATE), RowSpan(1, start, end - start)])
         rows = torch.cat([mate, text[start:end]])
         logits.append(_forward(model, transformers_hook.NAME, backend, rows, positions)[_MATE:])
     return torch.cat(logits).float()

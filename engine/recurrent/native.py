@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.recurrent.operators import Span, StepOperators, TorchOperators
+from engine.recurrent.operators import RowSpan, StepOperators, TorchOperators
 from engine.recurrent.seats import Seats
 from engine.recurrent.structs import ConvArgs, LinearArgs, SpansArgs
 from native.build import BuildError, declare, load_library
@@ -55,7 +55,7 @@ class CpuOperators:
         self._weights: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._spans, self._rows = SpansArgs(), np.zeros((0, 3), np.int64)
 
-    def begin_step(self, spans: Sequence[Span]) -> None:
+    def begin_step(self, spans: Sequence[RowSpan]) -> None:
         for span in spans:
             if span.start == 0:
                 self._seats.clear(span.seat)

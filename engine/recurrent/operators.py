@@ -13,7 +13,7 @@ from engine.recurrent.seats import LayerSeats, Seats
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RowSpan:
     """`count` packed rows of one sequence: tokens from position `start` on, its state in `seat`."""
 
     seat: int
@@ -44,7 +44,7 @@ class StepOperators(Operators, Protocol):
 
     name: str
 
-    def begin_step(self, spans: Sequence[Span]) -> None:
+    def begin_step(self, spans: Sequence[RowSpan]) -> None:
         """Each sequence's rows follow those that ran before. One that starts at 0 has no state yet."""
         ...
 
@@ -57,9 +57,9 @@ class TorchOperators:
     def __init__(self, seats: Seats) -> None:
         self._seats = seats
         self._grid = seats.layout.grid
-        self._spans: Sequence[Span] = ()
+        self._spans: Sequence[RowSpan] = ()
 
-    def begin_step(self, spans: Sequence[Span]) -> None:
+    def begin_step(self, spans: Sequence[RowSpan]) -> None:
         self._spans = spans
         for span in spans:
             if span.start == 0:
@@ -77,7 +77,7 @@ class TorchOperators:
             outputs.append(total if bias is None else total + bias.float())
         return torch.cat(outputs)
 
-    def _with_history(self, of: LayerSeats, span: Span, rows: Tensor) -> Tensor:
+    def _with_history(self, of: LayerSeats, span: RowSpan, rows: Tensor) -> Tensor:
         """The rows behind the inputs before them that they reach. Keeps what later rows will reach."""
         reach = of.tail.shape[1]
         done = span.start % self._grid

@@ -23,7 +23,7 @@ from torch import Tensor
 from engine.attention.select import available_backends
 from engine.download import Downloader
 from engine.sampler.batch import BatchParams, RequestParams
-from engine.sampler.choice import Choice
+from engine.sampler.choice import TokenChoice
 from engine.sampler.edits import apply_edits, apply_masks
 from engine.sampler.filters import apply_filters
 from engine.sampler.grammars import Grammars
@@ -99,7 +99,7 @@ class Sampler:
             return SampleOutput([], [])
         return self.finish(self.begin(logits, rows), logits, rows)
 
-    def finish(self, choice: Choice, logits: Tensor, rows: Sequence[SamplingRow]) -> SampleOutput:
+    def finish(self, choice: TokenChoice, logits: Tensor, rows: Sequence[SamplingRow]) -> SampleOutput:
         """What `begin` was asked for, and log-probabilities where they are wanted."""
         chosen, failed_rows = choice.wait()
         token_ids = chosen.tolist()
@@ -110,13 +110,13 @@ class Sampler:
         """The tokens alone, int64 [n], and the rows that failed. There is at least one row."""
         return self.begin(logits, rows).wait()
 
-    def begin(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Choice:
+    def begin(self, logits: Tensor, rows: Sequence[SamplingRow]) -> TokenChoice:
         """As `choose`, without waiting for the device where its kernels choose."""
         requests, index = self._requests_of(rows)
         positions = [row.position for row in rows]
         if self._native is not None:
             logits = self._edited_if_asked(logits, rows, requests, index)
-            return Choice.made(*self._native(logits, requests, index, positions, self.masks(rows)))
+            return TokenChoice.made(*self._native(logits, requests, index, positions, self.masks(rows)))
         if self._kernels is not None:
             return self._kernels(logits, requests, index, positions, self._edit_lists(rows, requests, index))
         batch = self._batch_for(requests, index)
@@ -124,12 +124,12 @@ class Sampler:
         failed_rows = failed.nonzero()[:, 0].tolist()
         likeliest = values.argmax(dim=1)
         if batch.all_greedy:
-            return Choice.made(likeliest, failed_rows)
+            return TokenChoice.made(likeliest, failed_rows)
         apply_filters(values, batch.distribution)
         places = torch.tensor(positions, dtype=torch.int64, device=values.device)
         chosen = race(values, stream_keys(batch.distribution.seeds, places))
         chosen[batch.greedy_rows] = likeliest[batch.greedy_rows]
-        return Choice.made(chosen, failed_rows)
+        return TokenChoice.made(chosen, failed_rows)
 
     def probabilities(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """float32 [n, vocab]: the distributions that `sample` draws from; only zeros in rows that fail.

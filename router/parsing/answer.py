@@ -71,7 +71,7 @@ class _Trimmed:
         return self._held if self._has_begun else ""
 
 
-class Answer:
+class AnswerText:
     """What parsers read from and write to. Nothing that they have read or left is lost or told twice."""
 
     def __init__(self) -> None:

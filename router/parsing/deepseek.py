@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from router.parsing.answer import Answer, Parse
+from router.parsing.answer import AnswerText, Parse
 from router.parsing.json_calls import named, word
 
 OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
 
-def parse(answer: Answer, known: Collection[str]) -> Parse[None]:
+def parse(answer: AnswerText, known: Collection[str]) -> Parse[None]:
     while marker := (yield from answer.until(OPEN)):
         answer.begin(marker)
         while (yield from _call(answer)):
@@ -20,7 +20,7 @@ def parse(answer: Answer, known: Collection[str]) -> Parse[None]:
         yield from answer.accept(CLOSE)
 
 
-def _call(answer: Answer) -> Parse[bool]:
+def _call(answer: AnswerText) -> Parse[bool]:
     yield from answer.skip_space()
     if not (marker := (yield from answer.accept(CALL))):
         return False

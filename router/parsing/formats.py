@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from router.parsing import deepseek, forms, granite, harmony, hermes, llama3, mistral
-from router.parsing.answer import Answer, Parse, Part
+from router.parsing.answer import AnswerText, Parse, Part
 from router.parsing.forms import CallForm
 from router.parsing.reasoning import GRANITE, HARMONY, MISTRAL, THINK, Marks
 
@@ -16,7 +16,7 @@ class ToolFormat(msgspec.Struct, frozen=True):
     """`signs`: texts of which one is in the templates of models that use it."""
 
     signs: tuple[str, ...]
-    parse: Callable[[Answer, Collection[str]], Parse[None]] | None
+    parse: Callable[[AnswerText, Collection[str]], Parse[None]] | None
     """None: the whole answer is in Harmony."""
     markers: tuple[str, ...] = ()
     """What may be special tokens, and is needed all the same."""
@@ -129,7 +129,7 @@ class Parsing(msgspec.Struct, frozen=True, kw_only=True):
             markers.update(self.marks.open, self.marks.close)
         return frozenset(markers)
 
-    def parse(self, answer: Answer) -> Parse[None]:
+    def parse(self, answer: AnswerText) -> Parse[None]:
         if self.is_harmony:
             yield from harmony.parse(answer, self.tools is not None)
             return
@@ -144,7 +144,7 @@ class AnswerParser:
     """Of one choice."""
 
     def __init__(self, parsing: Parsing) -> None:
-        self._answer = Answer()
+        self._answer = AnswerText()
         self._steps = parsing.parse(self._answer)
         next(self._steps, None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from router.parsing.answer import Answer, Parse
+from router.parsing.answer import AnswerText, Parse
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END = "<|end|>"
@@ -15,7 +15,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTION = re.compile(r"to=functions\.([\w.\-]+)")
 
 
-def parse(answer: Answer, has_tools: bool) -> Parse[None]:
+def parse(answer: AnswerText, has_tools: bool) -> Parse[None]:
     """The prompt ends within the first message's head, before its channel."""
     while (yield from answer.peek()):
         answer.begin()
@@ -27,7 +27,7 @@ def parse(answer: Answer, has_tools: bool) -> Parse[None]:
         yield from _body(answer, "".join(head), has_tools)
 
 
-def _body(answer: Answer, head: str, has_tools: bool) -> Parse[None]:
+def _body(answer: AnswerText, head: str, has_tools: bool) -> Parse[None]:
     channel, function = _CHANNEL.search(head), _FUNCTION.search(head)
     write = answer.content
     if function is not None and has_tools:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from router.parsing.answer import Answer, Parse
+from router.parsing.answer import AnswerText, Parse
 from router.parsing.json_calls import calls
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-def parse(answer: Answer, known: Collection[str]) -> Parse[None]:
+def parse(answer: AnswerText, known: Collection[str]) -> Parse[None]:
     while marker := (yield from answer.until(OPEN)):
         answer.begin(marker)
         if (yield from calls(answer)):

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Collection
 
-from router.parsing.answer import Answer, Parse
+from router.parsing.answer import AnswerText, Parse
 
 _IN_STRING = re.compile(r'[^"\\]+')
 _IN_VALUE = re.compile(r'[^"{}\[\]]+')
@@ -14,7 +14,7 @@ _SCALAR = re.compile(r'[^"{}\[\],;\s]+')
 _WORD = re.compile(r"[\w.\-]+")
 
 
-def calls(answer: Answer, known: Collection[str] | None = None, separator: str = ",") -> Parse[bool]:
+def calls(answer: AnswerText, known: Collection[str] | None = None, separator: str = ",") -> Parse[bool]:
     """One call, several, or a list of them. False where the text is none: then it is content.
 
     With `known` a call of another function is none.
@@ -35,7 +35,7 @@ def calls(answer: Answer, known: Collection[str] | None = None, separator: str =
     return True
 
 
-def _call(answer: Answer, known: Collection[str] | None) -> Parse[bool]:
+def _call(answer: AnswerText, known: Collection[str] | None) -> Parse[bool]:
     """An object with `name`, and `arguments` or `parameters`, in any order."""
     if not (yield from answer.accept("{")):
         return False
@@ -74,7 +74,7 @@ def _call(answer: Answer, known: Collection[str] | None) -> Parse[bool]:
     return True
 
 
-def arguments(answer: Answer, write: Callable[[str], object]) -> Parse[bool]:
+def arguments(answer: AnswerText, write: Callable[[str], object]) -> Parse[bool]:
     """A JSON value, passed on as it is; where it is a string that has the JSON, what that says.
 
     False where it is cut off.
@@ -86,7 +86,7 @@ def arguments(answer: Answer, write: Callable[[str], object]) -> Parse[bool]:
     return text is not None
 
 
-def named(answer: Answer, name: str) -> Parse[bool]:
+def named(answer: AnswerText, name: str) -> Parse[bool]:
     """The arguments of a call whose name was told before them; False where no object comes."""
     yield from answer.skip_space()
     if not name or (yield from answer.peek()) != "{":
@@ -96,14 +96,14 @@ def named(answer: Answer, name: str) -> Parse[bool]:
     return (yield from _value(answer, answer.arguments))
 
 
-def word(answer: Answer) -> Parse[str]:
+def word(answer: AnswerText) -> Parse[str]:
     """A function's name, or an id."""
     texts: list[str] = []
     yield from answer.run(_WORD, texts.append)
     return "".join(texts)
 
 
-def _value(answer: Answer, write: Callable[[str], object]) -> Parse[bool]:
+def _value(answer: AnswerText, write: Callable[[str], object]) -> Parse[bool]:
     """Any value. Brackets are counted, not compared."""
     depth = 0
     while next_ := (yield from answer.peek()):
@@ -128,7 +128,7 @@ def _value(answer: Answer, write: Callable[[str], object]) -> Parse[bool]:
     return False
 
 
-def _quoted(answer: Answer, write: Callable[[str], object]) -> Parse[bool]:
+def _quoted(answer: AnswerText, write: Callable[[str], object]) -> Parse[bool]:
     """A string as it is spelled."""
     write((yield from answer.take(1)))
     while True:
@@ -142,7 +142,7 @@ def _quoted(answer: Answer, write: Callable[[str], object]) -> Parse[bool]:
         write((yield from answer.take(2)))
 
 
-def _string(answer: Answer) -> Parse[str | None]:
+def _string(answer: AnswerText) -> Parse[str | None]:
     """What a string says; None where there is none."""
     if (yield from answer.peek()) != '"':
         return None

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from router.parsing.answer import Answer, Parse
+from router.parsing.answer import AnswerText, Parse
 from router.parsing.json_calls import calls
 
 TAG = "<|python_tag|>"
 
 
-def parse(answer: Answer, known: Collection[str]) -> Parse[None]:
+def parse(answer: AnswerText, known: Collection[str]) -> Parse[None]:
     answer.begin()
     yield from answer.skip_space()
     yield from answer.accept(TAG)

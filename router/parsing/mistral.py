@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from router.parsing.answer import Answer, Parse
+from router.parsing.answer import AnswerText, Parse
 from router.parsing.json_calls import calls, named, word
 
 OPEN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
-def parse(answer: Answer, known: Collection[str]) -> Parse[None]:
+def parse(answer: AnswerText, known: Collection[str]) -> Parse[None]:
     while marker := (yield from answer.until(OPEN)):
         answer.begin(marker)
         yield from answer.skip_space()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from router.parsing import harmony
-from router.parsing.answer import Answer, Parse
+from router.parsing.answer import AnswerText, Parse
 
 
 class Marks(msgspec.Struct, frozen=True):
@@ -18,7 +18,7 @@ class Marks(msgspec.Struct, frozen=True):
     lead: str = ""
     """What then comes before an answer that is no call."""
 
-    def parse(self, answer: Answer, is_open: bool) -> Parse[None]:
+    def parse(self, answer: AnswerText, is_open: bool) -> Parse[None]:
         answer.begin()
         yield from answer.skip_space()
         if not (yield from answer.accept(*self.open)) and not is_open:

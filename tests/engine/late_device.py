@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from engine.engine import Engine
-from engine.launch import Launcher
+from engine.launch import StepLauncher
 from engine.rows import SequenceRows
 from engine.runner import ForwardOutput
-from engine.sampler.choice import Choice
+from engine.sampler.choice import TokenChoice
 from engine.sampler.rows import SamplingRow
 
 
@@ -96,7 +96,7 @@ class LateSampler:
         self._device.finish()
         return self._sampler.prompt_logprobs(logits, next_token_ids, num_top)
 
-    def begin(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Choice:
+    def begin(self, logits: Tensor, rows: Sequence[SamplingRow]) -> TokenChoice:
         device, step = self._device, self._device.num_steps - 1
         chosen = torch.full((len(rows),), 1 << 40)
         failed: list[int] = []
@@ -114,7 +114,7 @@ class LateSampler:
             device.reach(end)
             return chosen.clamp_min(0), failed
 
-        return Choice(chosen, wait)
+        return TokenChoice(chosen, wait)
 
 
 def put_on_late_device(engine: Engine, *, ahead: bool) -> LateDevice:
@@ -127,7 +127,7 @@ def put_on_late_device(engine: Engine, *, ahead: bool) -> LateDevice:
     copy = held.copy_block
     held.copy_block = lambda *args: device.put(lambda: copy(*args))  # type: ignore[method-assign]
     engine._sampler = sampler
-    engine._launcher = Launcher(
+    engine._launcher = StepLauncher(
         runner,  # type: ignore[arg-type]
         sampler,
         engine._scheduler,

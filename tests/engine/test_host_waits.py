@@ -21,7 +21,7 @@ from engine.cuda.decoder import CudaDecoder
 from engine.cuda.runner import CudaRunner
 from engine.forward import Forward
 from engine.kv_pool import KVPool
-from engine.launch import Launcher
+from engine.launch import StepLauncher
 from engine.loader import LoadedModel
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.rows import SequenceRows
@@ -173,7 +173,7 @@ def test_the_next_step_is_launched_behind_one_that_nobody_waited_for() -> None:
         greedy = SamplingParams(max_tokens=9, temperature=0.0)
         limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
         scheduler = Scheduler(BlockManager(pool), model="", kv_format="", **limits)
-        launcher = Launcher(runner, sampler, scheduler, runner)
+        launcher = StepLauncher(runner, sampler, scheduler, runner)
         for order in range(2):
             asked = EngineRequest(request_id=str(order), prompt_token_ids=[5 + order] * 16, sampling=greedy)
             scheduler.add_waiting(SequenceState(asked, order))

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.engine import Engine
 from engine.recurrent.layout import RecurrentLayer, StateLayout
 from engine.recurrent.native import CpuOperators
-from engine.recurrent.operators import Span, StepOperators, TorchOperators
+from engine.recurrent.operators import RowSpan, StepOperators, TorchOperators
 from engine.recurrent.seats import Seats
 from kvtransfer.blocks.layout import conversion_problem
 from protocol.config import ServeConfig
@@ -75,7 +75,7 @@ def served(
         counts = [
             LENGTH - done[i] if rng is None else min(rng.randint(1, 20), LENGTH - done[i]) for i in taken
         ]
-        operators.begin_step([Span(i + 1, done[i], count) for i, count in zip(taken, counts, strict=True)])
+        operators.begin_step([RowSpan(i + 1, done[i], count) for i, count in zip(taken, counts, strict=True)])
         chunks = [texts[i].rows(done[i], done[i] + count) for i, count in zip(taken, counts, strict=True)]
         inputs, query, key, value, decay, *beta = (torch.cat(part) for part in zip(*chunks, strict=True))
         conv = operators.causal_conv(0, inputs, WEIGHT, None).split(counts)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.download import Downloader
 from engine.sampler.batch import RequestParams
-from engine.sampler.choice import Choice
+from engine.sampler.choice import TokenChoice
 from engine.sampler.triton_kernel.edits import EditLists
 from engine.sampler.triton_kernel.scan import scan
 from engine.sampler.triton_kernel.settle import settle
@@ -42,7 +42,7 @@ class TritonSampler:
         index: Sequence[int],
         positions: Sequence[int],
         edits: EditLists | None = None,
-    ) -> Choice:
+    ) -> TokenChoice:
         """For rows as `NativeSampler` takes them. Whoever waits does so for the tokens and nothing else."""
         if len(logits) != len(index):
             raise ValueError(f"{len(index)} rows of logits, got {tuple(logits.shape)}")
@@ -67,7 +67,7 @@ class TritonSampler:
             found = arrive()
             return found.clamp_min(0), (found < 0).nonzero()[:, 0].tolist()
 
-        return Choice(chosen, wait)
+        return TokenChoice(chosen, wait)
 
 
 def _asked(requests: RequestParams, index: np.ndarray, positions: Sequence[int]) -> list[np.ndarray]:
