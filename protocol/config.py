@@ -100,6 +100,16 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
         PositiveInt,
         _doc("Unfinished requests above which new ones get 429, or those less urgent that wait."),
     ] = 4096
+    response_store: Annotated[
+        str | None,
+        _doc("File that keeps the answers of /v1/responses, which several routers share; default: memory."),
+    ] = None
+    max_stored_responses: Annotated[
+        int, Meta(ge=0), _doc("How many are kept; the oldest go first. 0 keeps none.")
+    ] = 1000
+    max_stored_response_bytes: Annotated[PositiveInt, _doc("Bytes that all kept ones may take.")] = (
+        256 * 1024 * 1024
+    )
     request_timeout: Annotated[PositiveSeconds, _doc("Seconds after which a request fails.")] = 600.0
     slo_ttft: Annotated[
         PositiveSeconds | None,

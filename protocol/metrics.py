@@ -109,6 +109,11 @@ ROUTER = (
     _counter("http_responses_total", "HTTP responses.", "status"),
     _counter("http_connections_ended_total", "HTTP connections ended for what clients did.", "reason"),
     _counter("api_key_reloads_total", "Times that --api-key-file changed and was read.", "outcome"),
+    _counter(
+        "stored_responses_dropped_total",
+        "Responses that made room for newer ones, or could not be kept.",
+        "reason",
+    ),
     _counter("trace_spans_dropped_total", "Spans that did not reach --otlp-traces-endpoint.", "reason"),
     _histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST),
     _histogram("inter_token_latency_seconds", "Between a sequence's outputs.", _TOKEN),

@@ -16,6 +16,7 @@ from router.api.openapi import Operation, openapi
 from router.api.operate import worker_operations
 from router.api.pages import page_operations
 from router.api.placement import placement_operations
+from router.api.responses import response_operations
 from router.api.tokenize import converter
 from router.browsers import BrowserGuard
 from router.formats import CompletionFormat
@@ -41,6 +42,7 @@ def build_app(state: RouterState) -> Envelope:
     operations = [
         post("/v1/completions", CompletionBody, STREAM, completions),
         post("/v1/chat/completions", ChatBody, STREAM, chat),
+        *response_operations(state, builder),
         post("/tokenize", TokenizeBody, "`count`, `max_model_len`, `tokens`, `token_strs`", tokenize),
         post("/detokenize", DetokenizeBody, "`prompt`", detokenize),
         *admin_operations(state),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,9 +14,6 @@ from protocol.errors import InvalidRequestError
 from router.errors import ApiError
 from router.openai_types import (
     MAX_RAW_BYTES,
-    ChatBody,
-    ChatMessage,
-    CompletionBody,
     GenerationBody,
     Unsupported,
 )
@@ -33,17 +31,15 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "echo": (False,),
     "logits_processors": ([],),
+    "background": (False,),
+    "truncation": ("disabled",),
+    "top_logprobs": (0,),
 }
 """Values of unsupported fields that change nothing."""
 
 _INSTEAD = {
     f"guided_{kind}": f"is not supported; use structured_outputs.{kind}"
     for kind in ("json", "regex", "choice", "grammar", "whitespace_pattern")
-}
-
-_UNSUPPORTED: dict[type, tuple[str, ...]] = {
-    body: tuple(field.name for field in msgspec.structs.fields(body) if field.type is Unsupported)
-    for body in (CompletionBody, ChatBody, ChatMessage)
 }
 
 _AT = re.compile(r" - at (`key` in )?`\$\.?(.*?)`$")
@@ -67,15 +63,20 @@ def decode_object(raw: Raw | bytes, field: str, max_bytes: int = MAX_RAW_BYTES) 
     return fields
 
 
-def refuse_unsupported(body: GenerationBody | ChatMessage, at: str = "") -> None:
+def refuse_unsupported(body: msgspec.Struct, at: str = "") -> None:
     """Raises `InvalidRequestError` for the first field that asks for what this server can't do."""
-    for name in _UNSUPPORTED[type(body)]:
+    for name in _unsupported(type(body)):
         raw = bytes(getattr(body, name))
         if raw and not _is_harmless(name, raw, body):
             raise InvalidRequestError(at + name, _INSTEAD.get(name, "is not supported"))
 
 
-def _is_harmless(name: str, raw: bytes, body: GenerationBody | ChatMessage) -> bool:
+@cache
+def _unsupported(body: type[msgspec.Struct]) -> tuple[str, ...]:
+    return tuple(field.name for field in msgspec.structs.fields(body) if field.type is Unsupported)
+
+
+def _is_harmless(name: str, raw: bytes, body: msgspec.Struct) -> bool:
     if len(raw) > MAX_HARMLESS_BYTES:
         return False
     value = _decoded(raw, Any, name)

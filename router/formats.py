@@ -47,10 +47,6 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True):
         return not (self.keep_details or self.return_timing or self.continuous_usage)
 
 
-def error_event(error: ApiError) -> bytes:
-    return b"data: " + error.body() + b"\n\n"
-
-
 def usage(choices: Sequence[Choice], only_prompt: bool = False) -> dict[str, Any]:
     """Each prompt counts once, however many choices it has.
 
@@ -74,7 +70,30 @@ def usage(choices: Sequence[Choice], only_prompt: bool = False) -> dict[str, Any
     }
 
 
-class Format(abc.ABC):
+class Answer(abc.ABC):
+    """Writes what comes of one request."""
+
+    @abc.abstractmethod
+    def chunk(self, choice: Choice) -> bytes:
+        """Server-sent events for what is new of one choice."""
+
+    @abc.abstractmethod
+    def last_chunk(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
+        """What follows when all choices are complete."""
+
+    @abc.abstractmethod
+    def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
+        """The whole answer."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """What follows where a stream that has begun fails."""
+        return b"data: " + error.body() + b"\n\n"
+
+    async def keep(self) -> None:  # noqa: B027
+        """Store what later requests may ask for. The client sees the answer's end after it."""
+
+
+class Format(Answer):
     """Writes one API's answers."""
 
     stream_object: str
@@ -100,7 +119,6 @@ class Format(abc.ABC):
         self._text_end = self.after_text + self._chunk_end
 
     def chunk(self, choice: Choice) -> bytes:
-        """Server-sent events for what is new of one choice."""
         before_text = self._begun.get(choice.index)
         if before_text and choice.finish_reason is None:
             return before_text + _json(choice.take_text()) + self._text_end
@@ -114,14 +132,12 @@ class Format(abc.ABC):
         """The same with all fields that the choice has now."""
 
     def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
-        """The whole answer."""
         fields = self._whole(choices)
         if timing is not None:
             fields["timing"] = timing
         return _json({**self._head, **fields})
 
     def last_chunk(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
-        """What follows when all choices are complete."""
         fields: dict[str, Any] = {}
         if self._options.include_usage:
             fields["usage"] = usage(choices, self._options.only_prompt)

@@ -63,6 +63,9 @@ class Metrics:
         self.connection_ended: Callable[[ConnectionEnd], None] = self._counting(
             "http_connections_ended_total"
         )
+        self.response_dropped: Callable[[Literal["full", "failed"]], None] = self._counting(
+            "stored_responses_dropped_total"
+        )
         self.keys_reloaded = self._counting("api_key_reloads_total")
         self._seconds = {
             name: self._metrics[f"placement_{name}_seconds_total"]

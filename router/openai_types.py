@@ -92,8 +92,8 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     disable_any_whitespace: Annotated[bool | None, _doc("Accepted and ignored.")] = None
 
 
-class GenerationBody(msgspec.Struct, kw_only=True):
-    """What completions and chat have in common."""
+class SamplingBody(msgspec.Struct, kw_only=True):
+    """What all that generates has in common."""
 
     model: Annotated[str | None, _doc("The model's name; default: the one that is served.")] = None
     frequency_penalty: Annotated[float | None, _doc("-2 to 2, for each time a token occurred.")] = None
@@ -102,19 +102,13 @@ class GenerationBody(msgspec.Struct, kw_only=True):
         Annotated[dict[int, float], Meta(max_length=MAX_LOGIT_BIAS)] | None,
         _doc("Token id to a bias from -100 to 100."),
     ] = None
-    max_tokens: Annotated[
-        int | None, _doc("Most tokens to generate; default: 16, in a chat all that fit.")
-    ] = None
-    n: Annotated[Annotated[int, Meta(ge=1)] | None, _doc("Choices for each prompt.")] = None
     seed: Annotated[int | None, _doc("Equal requests with equal seeds get equal answers.")] = None
     stop: Annotated[
         Word | Annotated[list[Word], Meta(max_length=MAX_STOPS)] | None, _doc("Strings that end the answer.")
     ] = None
     stream: Annotated[bool | None, _doc("Answer with server-sent events, token by token.")] = None
-    stream_options: Annotated[StreamOptions | None, _doc("Only with `stream`.")] = None
     temperature: Annotated[float | None, _doc("0 (greedy) to 100; default: 1.")] = None
     top_p: Annotated[float | None, _doc("Above 0, up to 1: sample from the likeliest with this sum.")] = None
-
     top_k: Annotated[int | None, _doc("Sample from so many of the likeliest; 0 and -1: from all.")] = None
     min_p: Annotated[float | None, _doc("0 to 1: least probability, relative to the likeliest token's.")] = (
         None
@@ -133,25 +127,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     allowed_token_ids: Annotated[
         Annotated[list[int], Meta(max_length=MAX_ALLOWED_TOKEN_IDS)] | None, _doc("Generate only these.")
     ] = None
-    prompt_logprobs: Annotated[int | None, _doc("Likeliest alternatives to tell for each prompt token.")] = (
-        None
-    )
     skip_special_tokens: Annotated[
         bool | None, _doc("Leave special tokens out of the text; default: true.")
-    ] = None
-    spaces_between_special_tokens: Annotated[bool | None, _doc("Accepted and ignored.")] = None
-    add_special_tokens: Annotated[
-        bool | None, _doc("Let the tokenizer add special tokens; default: true, in a chat false.")
-    ] = None
-    return_token_ids: Annotated[
-        bool | None, _doc("Tell the ids of the prompt's and the answer's tokens.")
-    ] = None
-    return_timing: Annotated[
-        bool | None,
-        _doc(
-            "Tell where the time went, as `timing`, with `stream` in the last chunk; and in each choice "
-            "which text was drafted, as `spans` of `text` and `drafted`. Or the header `x-return-timing`."
-        ),
     ] = None
     priority: Annotated[
         Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None,
@@ -167,12 +144,38 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     speculative: Annotated[
         Object, _json("This request's speculation: `enabled`, `method`, `num_speculative_tokens`.")
     ] = _absent()
-
-    response_format: Annotated[
-        ResponseFormat | None, _doc("What the answer must be: JSON, or JSON of a schema.")
-    ] = None
     structured_outputs: Annotated[
         StructuredOutputs | None, _doc("What the answer must be, as vLLM asks for it.")
+    ] = None
+
+
+class GenerationBody(SamplingBody, kw_only=True):
+    """What completions and chat have in common."""
+
+    max_tokens: Annotated[
+        int | None, _doc("Most tokens to generate; default: 16, in a chat all that fit.")
+    ] = None
+    n: Annotated[Annotated[int, Meta(ge=1)] | None, _doc("Choices for each prompt.")] = None
+    stream_options: Annotated[StreamOptions | None, _doc("Only with `stream`.")] = None
+    prompt_logprobs: Annotated[int | None, _doc("Likeliest alternatives to tell for each prompt token.")] = (
+        None
+    )
+    spaces_between_special_tokens: Annotated[bool | None, _doc("Accepted and ignored.")] = None
+    add_special_tokens: Annotated[
+        bool | None, _doc("Let the tokenizer add special tokens; default: true, in a chat false.")
+    ] = None
+    return_token_ids: Annotated[
+        bool | None, _doc("Tell the ids of the prompt's and the answer's tokens.")
+    ] = None
+    return_timing: Annotated[
+        bool | None,
+        _doc(
+            "Tell where the time went, as `timing`, with `stream` in the last chunk; and in each choice "
+            "which text was drafted, as `spans` of `text` and `drafted`. Or the header `x-return-timing`."
+        ),
+    ] = None
+    response_format: Annotated[
+        ResponseFormat | None, _doc("What the answer must be: JSON, or JSON of a schema.")
     ] = None
 
     best_of: Unsupported = _absent()

@@ -97,7 +97,9 @@ class RequestBuilder:
         return Built(self._generation(body, limited, output, arrival), output, grammar)
 
     def chat(self, raw: bytes, model: ModelFacts, arrival: float) -> Built:
-        body = decode_body(raw, ChatBody)
+        return self.chat_of(decode_body(raw, ChatBody), model, arrival)
+
+    def chat_of(self, body: ChatBody, model: ModelFacts, arrival: float) -> Built:
         check_model(self._config, body.model)
         refuse_unsupported(body)
         if body.top_logprobs is not None and not body.logprobs:

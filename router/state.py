@@ -41,6 +41,7 @@ from router.metrics import Metrics
 from router.placement import placement_policy
 from router.placer import Placer
 from router.registry import SWEEP_INTERVAL_S, ModelFacts, Registry, Worker, WorkerKey
+from router.responses.store import ResponseStore, response_store
 from router.restarter import Restarter
 from router.roll_call import RollCall
 from router.scaling.autoscaler import Autoscaler
@@ -82,6 +83,7 @@ class RouterState:
         self.metrics = Metrics(config.model_name, self.registry)
         self.keys = ApiKeys(config, self.metrics)
         self.tracing = _tracing(config, self.metrics)
+        self.responses: ResponseStore | None = response_store(config, self.metrics.response_dropped)
         self.link = WorkerLink(keys, link_host, self.metrics, link_ports)
         shared = (config, self.journal, self.registry, self.metrics, self.link.send)
         self.kv_feed = KvFeed(self.registry, self.metrics, self.link.send)
@@ -118,6 +120,8 @@ class RouterState:
             self.tracing.close()
         self.grammars.close()
         self.tokenizer.close()
+        if self.responses is not None:
+            self.responses.close()
 
     def not_ready(self) -> str | None:
         """Why no request can be taken now; None when one can."""

@@ -74,6 +74,7 @@ def _model_card(state: RouterState) -> dict[str, Any]:
         "capabilities": {
             "completions": True,
             "chat_completions": True,
+            "responses": True,
             "tools": state.chats.has_tools,
             "reasoning": state.chats.has_reasoning,
         },

@@ -1,8 +1,9 @@
-"""`POST /v1/completions` and `/v1/chat/completions`: run a generation and write its answer."""
+"""`POST /v1/completions`, `/v1/chat/completions`, `/v1/responses`: run a generation and write its answer."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable
 from math import inf
@@ -16,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from router.api_keys import ApiKey
 from router.connection import DIRECT_WRITER, DirectWriter
 from router.errors import ApiError
-from router.formats import Format, OutputOptions, error_event
+from router.formats import Answer, OutputOptions
 from router.journal import Generation
 from router.middleware import ANSWER_HEADERS, API_KEY, REQUEST_ID_KEY
 from router.registry import ModelFacts
@@ -48,11 +49,15 @@ class GenerateEndpoint:
         self,
         state: RouterState,
         build: Callable[[bytes, ModelFacts, float], Built],
-        answer_format: Callable[[Tokenizer, str, str, OutputOptions], Format],
+        answer_format: Callable[[Tokenizer, str, str, OutputOptions], Answer],
+        *,
+        waits: bool = False,
     ) -> None:
+        """`waits`: `build` may wait for a disk, so it never runs in the event loop."""
         self._state = state
         self._build = build
         self._format = answer_format
+        self._waits = waits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises `ApiError` when it fails before the answer began. A client that goes away ends it."""
@@ -62,7 +67,8 @@ class GenerateEndpoint:
         key.check()
         async with state.bodies.read(Request(scope, receive)) as raw:
             model = state.require_ready()
-            built = await state.tokenizer.off_loop(len(raw), self._build, raw, model, arrival)
+            size = sys.maxsize if self._waits else len(raw)
+            built = await state.tokenizer.off_loop(size, self._build, raw, model, arrival)
         generation, output, grammar = built
         if grammar is not None:
             await state.grammars.check(grammar)
@@ -94,6 +100,7 @@ class GenerateEndpoint:
                     raise generation.error
                 timing = response_timing(generation) if output.return_timing else None
                 body = answer.response(generation.choices, timing)
+                await answer.keep()
                 response = Response(body, media_type="application/json")
                 await response(scope, receive, send)
         finally:
@@ -149,7 +156,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _writer(generation: Generation, answer: Format, direct: DirectWriter) -> Callable[[], bool] | None:
+def _writer(generation: Generation, answer: Answer, direct: DirectWriter) -> Callable[[], bool] | None:
     """Writes a single choice's events as its tokens come, without a task, while the client reads."""
     choice, *others = generation.choices
 
@@ -164,7 +171,7 @@ def _writer(generation: Generation, answer: Format, direct: DirectWriter) -> Cal
 
 
 async def _stream(
-    send: Send, generation: Generation, answer: Format, with_timing: bool, direct: DirectWriter | None
+    send: Send, generation: Generation, answer: Answer, with_timing: bool, direct: DirectWriter | None
 ) -> None:
     """Server-sent events. `send` waits while the client doesn't read."""
     await generation.wait()
@@ -180,8 +187,9 @@ async def _stream(
             await send({"type": "http.response.body", "body": events, "more_body": True})
         await generation.wait(write)
     if generation.error is not None:
-        events += error_event(generation.error)
+        events += answer.failure(generation.error)
     else:
         timing = response_timing(generation) if with_timing else None
         events += answer.last_chunk(generation.choices, timing)
+        await answer.keep()
     await send({"type": "http.response.body", "body": events, "more_body": False})

@@ -23,9 +23,12 @@ class Operation(NamedTuple):
     summary: str
     answer: str
     body: type[msgspec.Struct] | None = None
+    deletes: bool = False
 
     @property
     def method(self) -> str:
+        if self.deletes:
+            return "DELETE"
         return "GET" if self.body is None else "POST"
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from router import openai_types
 from router.errors import ErrorBody, ErrorDetail
+from router.responses import body as responses
 
 PATHS = {
     "/": "get",
@@ -19,6 +20,7 @@ PATHS = {
     "/openapi.json": "get",
     "/v1/completions": "post",
     "/v1/chat/completions": "post",
+    "/v1/responses": "post",
     "/v1/models": "get",
     "/v1/models/{model_id}": "get",
     "/tokenize": "post",
@@ -37,12 +39,14 @@ PATHS = {
     "/workers/{worker_id}/drain": "post",
     "/workers/{worker_id}/role": "post",
 }
+STORED = "/v1/responses/{response_id}"
 NEED_NO_BODY = {"/workers/{worker_id}/drain": 404, "/restart": 409}
 """But a worker of that name, and a launcher that makes successors."""
+BASES = (openai_types.GenerationBody, openai_types.SamplingBody)
 BODIES = [
     each
-    for each in vars(openai_types).values()
-    if isinstance(each, type) and issubclass(each, msgspec.Struct) and each is not openai_types.GenerationBody
+    for each in {**vars(openai_types), **vars(responses)}.values()
+    if isinstance(each, type) and issubclass(each, msgspec.Struct) and each not in BASES
 ]
 HTML = {"accept": "text/html,application/xhtml+xml"}
 
@@ -62,7 +66,8 @@ def references(value: Any) -> list[str]:
 def test_every_endpoint_is_described_and_there(router, document):
     assert document["openapi"] == "3.1.0"
     assert {path: [*methods] for path, methods in document["paths"].items()} == {
-        path: [method] for path, method in PATHS.items()
+        **{path: [method] for path, method in PATHS.items()},
+        STORED: ["get", "delete"],
     }
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
@@ -70,8 +75,8 @@ def test_every_endpoint_is_described_and_there(router, document):
             named = path.replace("{model_id}", "test-model").replace("{name}", "page.js")
             named = named.replace("/doctor", "/doctor?seconds=0.1")
             answer = router.http.request(method, named)
-            refusal = NEED_NO_BODY.get(path, 400)
-            assert answer.status_code == (200 if method == "get" else refusal)
+            refusal = 404 if path == STORED else NEED_NO_BODY.get(path, 400)
+            assert answer.status_code == (200 if method == "get" and path != STORED else refusal)
             assert ("requestBody" in operation) == (method == "post")
 
 

@@ -6,20 +6,12 @@ import json
 
 import openai
 import pytest
-from conftest import RunningRouter, byte_level_tokenizer
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel
+from scripted import ASK, HERMES, NOW, PARIS, WEATHER, Scripted
 
-from protocol.config import ServeConfig
 from router.messages import CallArguments
 
-HERMES = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}"
-    "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content or '' }}{{ m.content or '' }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments | tojson }}</tool_call>{% endfor %}"
-    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<assistant>"
-    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
-)
 HARMONY = (
     "{{ reasoning_effort }}{% for m in messages %}{{ m.content }}{% endfor %}<|start|>assistant"
     "{# <|channel|> #}"
@@ -36,78 +28,13 @@ TOOLS = [
     {"type": "function", "function": {"name": "now"}},
 ]
 PLACED_ANEW = "tandem_requests_placed_anew_total"
-ASK = [{"role": "user", "content": "Is it raining in Paris?"}]
-PARIS = '{"city": "Paris 🙂"}'
-WEATHER = f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>'
-NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-
-
-class Scripted:
-    """A router whose model says `says`, whatever it is asked, three tokens a step."""
-
-    def __init__(self, folder, template: str) -> None:
-        folder.mkdir()
-        tokenizer = byte_level_tokenizer(500)
-        tokenizer.add_special_tokens(["<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|constrain|>"])
-        tokenizer.save(str(folder / "tokenizer.json"))
-        settings = {"eos_token": "<|end|>", "chat_template": template}
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-        self.router = RunningRouter(ServeConfig(model=str(folder), port=0, placement="least_loaded"))
-        self.says = ""
-        self.tokenizer = self.router.server.state.tokenizer
-        self.worker = self.router.add_worker(
-            script=lambda request: [*self.tokenizer.encode(self.says, add_special_tokens=False), 0],
-            finish_reason="stop",
-            tokens_per_step=3,
-        )
-        self.client = openai.OpenAI(base_url=self.router.url + "/v1", api_key="any", max_retries=0)
-
-    @property
-    def prompt(self) -> str:
-        return self.tokenizer.decode(self.worker.generated[-1].prompt_token_ids, False)
-
-    def ask(self, says: str, **options):
-        self.says = says
-        return self.client.chat.completions.create(
-            **{"model": self.router.server.config.model_name, "messages": ASK, **options}
-        )
-
-    def message(self, says: str, stream: bool, **options):
-        """The only choice's fields and its finish reason; those of a stream are put together."""
-        answer = self.ask(says, stream=stream, **options)
-        if not stream:
-            return answer.choices[0].message.to_dict(), answer.choices[0].finish_reason
-        whole: dict = {"role": None, "content": "", "calls": {}}
-        finish_reason = None
-        for chunk in answer:
-            delta = chunk.choices[0].delta.to_dict()
-            assert finish_reason is None
-            finish_reason = chunk.choices[0].finish_reason
-            for call in delta.pop("tool_calls", ()):
-                add_call(whole["calls"], call)
-            for name, text in delta.items():
-                whole[name] = (whole.get(name) or "") + text
-        calls = list(whole.pop("calls").values())
-        if calls:
-            whole["tool_calls"] = calls
-        return whole, finish_reason
-
-
-def add_call(calls: dict[int, dict], delta: dict) -> None:
-    index = delta.pop("index")
-    if "id" in delta:
-        assert index == len(calls)
-        calls[index] = delta
-    else:
-        calls[index]["function"]["arguments"] += delta["function"]["arguments"]
 
 
 @pytest.fixture(scope="module")
 def hermes(tmp_path_factory):
     scripted = Scripted(tmp_path_factory.mktemp("models") / "hermes", HERMES)
     yield scripted
-    scripted.client.close()
-    scripted.router.close()
+    scripted.close()
 
 
 def functions(message: dict) -> list[tuple[str, str]]:
@@ -345,12 +272,17 @@ def test_marks_that_are_special_tokens(tmp_path):
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "")
     assert (functions(message), finish_reason) == ([("now", "{}")], "tool_calls")
     assert scripted.prompt.startswith("low")
-    scripted.client.close()
-    scripted.router.close()
+    scripted.close()
 
 
 def test_capabilities(hermes, router):
-    expected = {"completions": True, "chat_completions": True, "tools": True, "reasoning": True}
+    expected = {
+        "completions": True,
+        "chat_completions": True,
+        "responses": True,
+        "tools": True,
+        "reasoning": True,
+    }
     (model,) = hermes.client.models.list().data
     assert model.capabilities == expected
     (plain,) = router.http.get("/v1/models").json()["data"]

@@ -1,0 +1,69 @@
+"""One choice's answer as parts: what the parsers find in it, its calls with their ids."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias
+
+from router.choice import Choice
+from router.parsing.answer import Arguments, Call, Content, Reasoning
+from router.parsing.formats import AnswerParser, Parsing
+
+SHORT_ID_CHARACTERS = 9
+
+
+class CallStart(NamedTuple):
+    """The answer's call of this `number` begins."""
+
+    number: int
+    id: str
+    name: str
+
+
+class CallArguments(NamedTuple):
+    """More of its arguments."""
+
+    number: int
+    text: str
+
+
+AnswerPart: TypeAlias = Content | Reasoning | CallStart | CallArguments
+
+
+class AnswerParts:
+    """`parsing` None: the answer is nothing but content."""
+
+    def __init__(self, parsing: Parsing | None, seed: str) -> None:
+        self._parsing = parsing or Parsing()
+        self._parser = None if parsing is None else AnswerParser(parsing)
+        self._seed = seed
+        self.num_calls = 0
+
+    def push(self, choice: Choice, text: str) -> list[AnswerPart]:
+        """What the choice's new text brings, and its end."""
+        if self._parser is None:
+            return [Content(text)] if text else []
+        parts = self._parser.push(text)
+        if choice.finish_reason is not None:
+            parts += self._parser.finish()
+        return [found for part in parts for found in self._found(part)]
+
+    def _found(self, part: Content | Reasoning | Call | Arguments) -> Iterator[AnswerPart]:
+        if isinstance(part, Content | Reasoning):
+            yield part
+            return
+        self.num_calls += isinstance(part, Call)
+        if self._parsing.one_call and self.num_calls > 1:
+            return
+        number = self.num_calls - 1
+        if isinstance(part, Call):
+            yield CallStart(number, self._id(), part.name)
+        else:
+            yield CallArguments(number, part.text)
+
+    def _id(self) -> str:
+        """The same for the same call of the same request."""
+        digest = hashlib.blake2b(f"{self._seed}-{self.num_calls}".encode(), digest_size=12).hexdigest()
+        tools = self._parsing.tools
+        return digest[:SHORT_ID_CHARACTERS] if tools is not None and tools.short_ids else f"call_{digest}"

@@ -1,0 +1,72 @@
+"""`/v1/responses`: generate one, look at it again, delete it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from protocol.errors import InvalidRequestError
+from router.api.generate import GenerateEndpoint
+from router.api.openapi import Operation
+from router.api_keys import ApiKey
+from router.errors import ApiError
+from router.middleware import API_KEY
+from router.request_builder import RequestBuilder
+from router.responses.body import ResponseBody
+from router.responses.turn import Turn
+from router.state import RouterState
+
+
+class ResponsesEndpoint:
+    """An ASGI app: each request has a generation that is a chat's, and an answer that is a response."""
+
+    def __init__(self, state: RouterState, builder: RequestBuilder) -> None:
+        self._state = state
+        self._builder = builder
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        turn = Turn(self._builder, self._state.responses, _owner(scope))
+        await GenerateEndpoint(self._state, turn.build, turn.answer, waits=True)(scope, receive, send)
+
+
+def response_operations(state: RouterState, builder: RequestBuilder) -> list[Operation]:
+    store = state.responses
+
+    async def look(request: Request) -> Response:
+        response_id = request.path_params["response_id"]
+        if request.query_params.get("stream", "false") != "false":
+            raise InvalidRequestError("stream", "is not supported for a response that is complete")
+        found = None
+        if store is not None:
+            found = await asyncio.to_thread(store.get, response_id, _owner(request.scope))
+        if found is None:
+            raise _not_found(response_id)
+        return Response(found.body, media_type="application/json")
+
+    async def delete(request: Request) -> Response:
+        response_id = request.path_params["response_id"]
+        if store is None or not await asyncio.to_thread(store.delete, response_id, _owner(request.scope)):
+            raise _not_found(response_id)
+        fields = {"id": response_id, "object": "response", "deleted": True}
+        return Response(msgspec.json.encode(fields), media_type="application/json")
+
+    path, answer = "/v1/responses", "OpenAI's response, or with `stream` its events"
+    one = path + "/{response_id}"
+    return [
+        Operation(path, ResponsesEndpoint(state, builder), ResponseBody.__doc__ or "", answer, ResponseBody),
+        Operation(one, look, "A response that was stored.", "OpenAI's response"),
+        Operation(one, delete, "Delete a response.", "`id`, `object`, `deleted`", deletes=True),
+    ]
+
+
+def _owner(scope: Scope) -> str:
+    key: ApiKey = scope[API_KEY]
+    return key.entry.name
+
+
+def _not_found(response_id: str) -> ApiError:
+    return ApiError(404, f"there is no response {response_id!r}, or no more")

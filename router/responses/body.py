@@ -1,0 +1,155 @@
+"""What `/v1/responses` takes, as OpenAI defines it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Raw
+
+from router.openai_types import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    FunctionName,
+    Object,
+    SamplingBody,
+    TemplateVariables,
+    Unsupported,
+)
+
+MAX_METADATA = 16
+
+
+def _doc(text: str) -> Meta:
+    return Meta(description=text)
+
+
+def _absent() -> Any:
+    return msgspec.field(default_factory=Raw)
+
+
+class ItemPart(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A part of an item's text."""
+
+    type: Annotated[
+        str, _doc("`input_text`, `output_text`, `reasoning_text`, `summary_text`, `text` or `refusal`.")
+    ]
+    text: Annotated[str | None, _doc("The part's text.")] = None
+    refusal: Annotated[str | None, _doc("Of a `refusal`: its text.")] = None
+
+
+ItemText = str | list[ItemPart]
+
+
+class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """An item of a conversation: a message, reasoning, a call, or its output."""
+
+    type: Annotated[str, _doc("`message`, `reasoning`, `function_call` or `function_call_output`.")] = (
+        "message"
+    )
+    role: Annotated[str | None, _doc("Of a message: `user`, `assistant`, `system` or `developer`.")] = None
+    content: Annotated[ItemText | None, _doc("The text of a message or of reasoning.")] = None
+    summary: Annotated[list[ItemPart] | None, _doc("Of reasoning: read where there is no `content`.")] = None
+    call_id: Annotated[str | None, _doc("Of a call and of its output.")] = None
+    name: Annotated[str | None, _doc("Of a call: the function.")] = None
+    arguments: Annotated[str | None, _doc("Of a call: an object as JSON text.")] = None
+    output: Annotated[ItemText | None, _doc("Of a call's output: what the function returned.")] = None
+    status: Annotated[str | None, _doc("A call that is `incomplete` is left out.")] = None
+
+
+class ResponseTool(msgspec.Struct, kw_only=True):
+    """A function that the model may call."""
+
+    type: Annotated[str, _doc("`function`; others are not supported.")]
+    name: Annotated[
+        Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")] | None, _doc("The function's name.")
+    ] = None
+    description: Annotated[str | None, _doc("What it does and when to call it.")] = None
+    parameters: Annotated[Object, _doc("A JSON schema of the arguments.")] = _absent()
+    strict: Annotated[bool | None, _doc("The arguments always satisfy the schema; default: false.")] = None
+
+
+class ToolName(FunctionName, kw_only=True):
+    """The function that the answer is to call."""
+
+    type: Annotated[str, _doc("`function`.")]
+
+
+class TextFormat(msgspec.Struct, kw_only=True):
+    """What the answer's text must be."""
+
+    type: Annotated[str, _doc("`text`, `json_object` or `json_schema`.")]
+    schema: Annotated[Object, _doc("With the type `json_schema`.")] = _absent()
+    name: Annotated[str | None, _doc("Told back.")] = None
+    description: Annotated[str | None, _doc("Told back.")] = None
+    strict: Annotated[bool | None, _doc("Told back: the answer always satisfies the schema.")] = None
+
+
+class TextOptions(msgspec.Struct, kw_only=True):
+    """How the text is written."""
+
+    format: Annotated[TextFormat | None, _doc("Default: free text.")] = None
+    verbosity: Annotated[str | None, _doc("Only `medium`, which changes nothing.")] = None
+
+
+class ReasoningOptions(msgspec.Struct, kw_only=True):
+    """How the model thinks."""
+
+    effort: Annotated[str | None, _doc("Passed to the chat template.")] = None
+    summary: Annotated[str | None, _doc("Only `auto`: reasoning items have the whole text.")] = None
+
+
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=MAX_METADATA),
+]
+
+
+class ResponseBody(SamplingBody, kw_only=True):
+    """Answer a conversation's items."""
+
+    input: Annotated[
+        str | Annotated[list[Item], Meta(max_length=MAX_MESSAGES)] | None,
+        _doc("What the user says, or items; required."),
+    ] = None
+    instructions: Annotated[str | None, _doc("A system message for this answer alone.")] = None
+    previous_response_id: Annotated[str | None, _doc("The response that this one goes on from.")] = None
+    store: Annotated[
+        bool | None, _doc("Keep the response, so that others can go on from it; default: true.")
+    ] = None
+    max_output_tokens: Annotated[int | None, _doc("Most tokens to generate; default: all that fit.")] = None
+    tools: Annotated[
+        Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None,
+        _doc("Functions that the model may call."),
+    ] = None
+    tool_choice: Annotated[
+        str | ToolName | None, _doc("`auto`, the default, `none`, `required`, or the function to be called.")
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None, _doc("Whether an answer may have several calls; default: true.")
+    ] = None
+    text: Annotated[TextOptions | None, _doc("What the answer's text must be.")] = None
+    reasoning: Annotated[ReasoningOptions | None, _doc("How the model thinks.")] = None
+    include: Annotated[
+        list[str] | None, _doc("Only `reasoning.encrypted_content`: reasoning items have the text itself.")
+    ] = None
+    metadata: Annotated[Metadata | None, _doc("Told back.")] = None
+    user: Annotated[str | None, _doc("Told back.")] = None
+    thinking_token_budget: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        _doc("Where the answer still thinks after so many tokens, its thinking is ended."),
+    ] = None
+    chat_template_kwargs: TemplateVariables = _absent()
+
+    background: Unsupported = _absent()
+    context_management: Unsupported = _absent()
+    conversation: Unsupported = _absent()
+    max_tool_calls: Unsupported = _absent()
+    moderation: Unsupported = _absent()
+    prompt: Unsupported = _absent()
+    top_logprobs: Unsupported = _absent()
+    truncation: Unsupported = _absent()
+    max_tokens: Unsupported = _absent()
+    messages: Unsupported = _absent()
+    n: Unsupported = _absent()
+    response_format: Unsupported = _absent()

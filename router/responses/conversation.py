@@ -1,0 +1,112 @@
+"""From a conversation's items to a chat's messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from protocol.errors import InvalidRequestError
+from router.openai_types import CalledFunction, ChatMessage, ContentPart, ToolCall
+from router.responses.body import Item, ItemPart
+
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
+_FIELD = re.compile(r"messages\[(\d+)\]\.(?:tool_calls\[(\d+)\]\.function\.)?(.*)")
+
+
+class Conversation:
+    """The `messages` of items. What the assistant thinks, says and calls in a row is one message."""
+
+    def __init__(self) -> None:
+        self.messages: list[ChatMessage] = []
+        self._places: list[str] = []
+        """Which field each message is of."""
+        self._call_places: list[list[str]] = []
+
+    def instruct(self, text: str) -> None:
+        self._append(ChatMessage(role="system", content=text), "instructions")
+
+    def add(self, items: Sequence[Item], field: str) -> None:
+        """Raises `InvalidRequestError`."""
+        for index, item in enumerate(items):
+            at = f"{field}[{index}]"
+            match item.type:
+                case "message":
+                    self._add_message(item, at)
+                case "reasoning":
+                    self._add_reasoning(item, at)
+                case "function_call":
+                    self._add_call(item, at)
+                case "function_call_output":
+                    content = _parts(item.output, f"{at}.output")
+                    self._append(ChatMessage(role="tool", content=content, tool_call_id=item.call_id), at)
+                case other:
+                    kinds = "message, reasoning, function_call or function_call_output"
+                    raise InvalidRequestError(f"{at}.type", f"must be {kinds}, got {other!r}")
+
+    def field(self, name: str) -> str:
+        """What the request calls a field of the messages."""
+        match = _FIELD.fullmatch(name)
+        if match is None:
+            return name
+        number, call, rest = int(match[1]), match[2], match[3]
+        at = self._places[number] if call is None else self._call_places[number][int(call)]
+        output = {"tool_call_id": "call_id", "content": "output"}
+        return f"{at}.{output.get(rest, rest) if self.messages[number].role == 'tool' else rest}"
+
+    def _append(self, message: ChatMessage, at: str) -> ChatMessage:
+        self.messages.append(message)
+        self._places.append(at)
+        self._call_places.append([])
+        return message
+
+    def _assistant(self, at: str, is_first: bool) -> ChatMessage:
+        """The assistant's last message, or a new one where what comes is the `is_first` of one."""
+        last = self.messages[-1] if self.messages else None
+        if last is None or last.role != "assistant" or (is_first and (last.content or last.tool_calls)):
+            last = self._append(ChatMessage(role="assistant", content=""), at)
+        return last
+
+    def _add_message(self, item: Item, at: str) -> None:
+        if item.role not in _ROLES:
+            raise InvalidRequestError(f"{at}.role", f"must be one of {', '.join(_ROLES)}; got {item.role!r}")
+        content = _parts(item.content, f"{at}.content")
+        if item.role == "assistant":
+            self._assistant(at, True).content = content
+        else:
+            self._append(ChatMessage(role=item.role, content=content), at)
+
+    def _add_reasoning(self, item: Item, at: str) -> None:
+        message = self._assistant(at, True)
+        content = item.summary if item.content is None else item.content
+        parts = _parts(content or "", f"{at}.content")
+        thought = parts if isinstance(parts, str) else "\n".join(part.text or "" for part in parts)
+        message.reasoning_content = (message.reasoning_content or "") + thought
+
+    def _add_call(self, item: Item, at: str) -> None:
+        if item.status == "incomplete":
+            return
+        for name in ("call_id", "name", "arguments"):
+            if getattr(item, name) is None:
+                raise InvalidRequestError(f"{at}.{name}", "is required")
+        message = self._assistant(at, False)
+        function = CalledFunction(name=item.name or "", arguments=item.arguments or "")
+        message.tool_calls = [*(message.tool_calls or ()), ToolCall(id=item.call_id or "", function=function)]
+        message.content = message.content or None
+        self._call_places[-1].append(at)
+
+
+def _parts(content: str | list[ItemPart] | None, field: str) -> str | list[ContentPart]:
+    if content is None:
+        raise InvalidRequestError(field, "is required")
+    if isinstance(content, str):
+        return content
+    return [_part(part, f"{field}[{index}].") for index, part in enumerate(content)]
+
+
+def _part(part: ItemPart, at: str) -> ContentPart:
+    if part.type == "refusal":
+        return ContentPart(type="text", text=part.refusal)
+    if part.type not in _TEXT_PARTS:
+        raise InvalidRequestError(f"{at}type", f"only text is supported, got {part.type!r}")
+    return ContentPart(type="text", text=part.text)

@@ -1,0 +1,163 @@
+"""From a request of `/v1/responses` to a chat's, and what the response tells of the request."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from protocol.errors import InvalidRequestError
+from protocol.sampling import SamplingParams
+from router.decoding import refuse_unsupported
+from router.errors import ApiError
+from router.openai_types import (
+    ChatBody,
+    Function,
+    JsonSchemaFormat,
+    NamedTool,
+    ResponseFormat,
+    SamplingBody,
+    Tool,
+)
+from router.responses.body import Item, ResponseBody, ResponseTool, TextFormat
+from router.responses.conversation import Conversation
+
+_FIELDS = (
+    (re.compile(r"^messages$"), "input"),
+    (re.compile(r"^max_completion_tokens$"), "max_output_tokens"),
+    (re.compile(r"^reasoning_effort$"), "reasoning.effort"),
+    (re.compile(r"^response_format(\.json_schema)?"), "text.format"),
+    (re.compile(r"^(tools\[\d+\])\.function"), r"\1"),
+)
+_IN_VAIN = "reasoning.encrypted_content"
+
+
+class ChatRequest(NamedTuple):
+    """A chat that asks for the same. `items` are the conversation's: the earlier ones and the new."""
+
+    body: ChatBody
+    items: Sequence[Item]
+    conversation: Conversation
+
+    def field(self, name: str) -> str:
+        """The request's, for the chat's."""
+        for pattern, own in _FIELDS:
+            name = pattern.sub(own, name)
+        return self.conversation.field(name)
+
+    def renamed(self, error: InvalidRequestError | ApiError) -> InvalidRequestError | ApiError:
+        """An error about the chat, as one about the request."""
+        if isinstance(error, InvalidRequestError):
+            return InvalidRequestError(self.field(error.field), error.message)
+        if error.param is not None:
+            field = self.field(error.param)
+            error.message, error.param = field + error.message.removeprefix(error.param), field
+        return error
+
+
+def chat_request(body: ResponseBody, earlier: Sequence[Item]) -> ChatRequest:
+    """Raises `InvalidRequestError`."""
+    refuse_unsupported(body)
+    _check_options(body)
+    if body.input is None:
+        raise InvalidRequestError("input", "is required")
+    new = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    conversation = Conversation()
+    if body.instructions is not None:
+        conversation.instruct(body.instructions)
+    conversation.add(earlier, "previous_response_id")
+    conversation.add(new, "input")
+    text, reasoning = body.text, body.reasoning
+    chat = ChatBody(
+        **{name: getattr(body, name) for name in SamplingBody.__struct_fields__},
+        messages=conversation.messages,
+        max_completion_tokens=body.max_output_tokens,
+        tools=[_tool(tool, index) for index, tool in enumerate(body.tools or ())] or None,
+        tool_choice=_tool_choice(body),
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=None if text is None or text.format is None else _response_format(text.format),
+        reasoning_effort=None if reasoning is None else reasoning.effort,
+        thinking_token_budget=body.thinking_token_budget,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    return ChatRequest(chat, [*earlier, *new], conversation)
+
+
+def told_back(body: ResponseBody, is_stored: bool) -> dict[str, Any]:
+    """A response's fields that are the request's."""
+    text, reasoning, defaults = body.text, body.reasoning, SamplingParams(max_tokens=1)
+    return {
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
+        "store": is_stored,
+        "temperature": defaults.temperature if body.temperature is None else body.temperature,
+        "text": {"format": _told_format(text.format if text is not None else None)},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [
+            {
+                "type": "function",
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": tool.parameters if bytes(tool.parameters) else None,
+                "strict": bool(tool.strict),
+            }
+            for tool in body.tools or ()
+        ],
+        "top_logprobs": 0,
+        "top_p": defaults.top_p if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "user": body.user,
+    }
+
+
+def _check_options(body: ResponseBody) -> None:
+    for index, name in enumerate(body.include or ()):
+        if name != _IN_VAIN:
+            raise InvalidRequestError(f"include[{index}]", f"only {_IN_VAIN!r} is supported, got {name!r}")
+    if body.text is not None and body.text.verbosity not in (None, "medium"):
+        raise InvalidRequestError("text.verbosity", f"only 'medium', got {body.text.verbosity!r}")
+    if body.reasoning is not None and body.reasoning.summary not in (None, "auto"):
+        raise InvalidRequestError("reasoning.summary", f"only 'auto', got {body.reasoning.summary!r}")
+
+
+def _tool(tool: ResponseTool, index: int) -> Tool:
+    if tool.type != "function":
+        raise InvalidRequestError(f"tools[{index}].type", f"must be 'function', got {tool.type!r}")
+    if tool.name is None:
+        raise InvalidRequestError(f"tools[{index}].name", "is required")
+    function = Function(
+        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+    )
+    return Tool(type="function", function=function)
+
+
+def _tool_choice(body: ResponseBody) -> str | NamedTool | None:
+    asked = body.tool_choice
+    if asked is None or isinstance(asked, str):
+        return asked
+    if asked.type != "function":
+        raise InvalidRequestError("tool_choice.type", f"must be 'function', got {asked.type!r}")
+    return NamedTool(type="function", function=asked)
+
+
+def _response_format(wanted: TextFormat) -> ResponseFormat:
+    if wanted.type not in ("text", "json_object", "json_schema"):
+        kinds = "text, json_object or json_schema"
+        raise InvalidRequestError("text.format.type", f"must be {kinds}, got {wanted.type!r}")
+    schema = JsonSchemaFormat(schema=wanted.schema) if wanted.type == "json_schema" else None
+    return ResponseFormat(type=wanted.type, json_schema=schema)
+
+
+def _told_format(wanted: TextFormat | None) -> dict[str, Any]:
+    if wanted is None:
+        return {"type": "text"}
+    fields = msgspec.structs.asdict(wanted)
+    return {name: value for name, value in fields.items() if value not in (None, msgspec.Raw())}

@@ -1,0 +1,125 @@
+"""The responses that clients may come back to: in memory, or in a file that outlives the router.
+
+A response is kept with its whole conversation, so that nothing else has to be there to go on from it. The
+oldest go first where there are too many, or where they take too many bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
+
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError
+from router.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+LOCK_TIMEOUT_S = 5.0
+DropReason = Literal["full", "failed"]
+
+_TABLE = """
+create table if not exists responses (
+    number integer primary key autoincrement, id text unique, owner text, size integer, body blob, items blob
+)"""
+_KEPT = """
+select number, sum(size) over newest as total, row_number() over newest as place
+from responses window newest as (order by number desc)"""
+
+
+class StoredResponse(NamedTuple):
+    """`body` is what clients see, `items` the conversation with the answer; both are JSON."""
+
+    id: str
+    owner: str
+    body: bytes
+    items: bytes
+
+
+class ResponseStore:
+    """One API key never sees another's. Several routers may share a file. Raises `ConfigError`.
+
+    Everything here waits for a disk, or for another router; `get` and `delete` raise `ApiError`.
+    """
+
+    def __init__(self, config: ServeConfig, on_drop: Callable[[DropReason], None]) -> None:
+        self._most = config.max_stored_responses
+        self._most_bytes = config.max_stored_response_bytes
+        self._on_drop = on_drop
+        self._lock = threading.Lock()
+        path = config.response_store
+        try:
+            if path is not None:
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            self._database = sqlite3.connect(path or ":memory:", LOCK_TIMEOUT_S, check_same_thread=False)
+            with self._transaction():
+                self._database.execute("pragma synchronous = normal")
+                self._database.execute("pragma journal_mode = wal")
+                self._database.execute(_TABLE)
+        except (OSError, ApiError) as error:
+            raise ConfigError(f"--response-store: cannot use {path!r}: {error}") from error
+
+    def put(self, response: StoredResponse) -> None:
+        """What cannot be stored is logged and counted: the client has its answer all the same."""
+        size = len(response.body) + len(response.items)
+        if size > self._most_bytes:
+            self._on_drop("full")
+            return
+        row = (response.id, response.owner, size, response.body, response.items)
+        try:
+            with self._transaction():
+                self._database.execute(
+                    "insert into responses (id, owner, size, body, items) values (?, ?, ?, ?, ?)", row
+                )
+                dropped = self._database.execute(
+                    f"delete from responses where number in (select number from ({_KEPT}) "
+                    "where total > ? or place > ?)",
+                    (self._most_bytes, self._most),
+                ).rowcount
+        except ApiError as error:
+            logger.warning("response %s could not be stored: %s", response.id, error)
+            self._on_drop("failed")
+            return
+        for _ in range(dropped):
+            self._on_drop("full")
+
+    def get(self, response_id: str, owner: str) -> StoredResponse | None:
+        with self._transaction():
+            row = self._database.execute(
+                "select id, owner, body, items from responses where id = ? and owner = ?",
+                (response_id, owner),
+            ).fetchone()
+        return None if row is None else StoredResponse(*row)
+
+    def delete(self, response_id: str, owner: str) -> bool:
+        """Whether it was there."""
+        with self._transaction():
+            found = self._database.execute(
+                "delete from responses where id = ? and owner = ?", (response_id, owner)
+            )
+        return found.rowcount > 0
+
+    def close(self) -> None:
+        with self._lock:
+            self._database.close()
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Raises `ApiError`."""
+        try:
+            with self._lock, self._database:
+                yield
+        except sqlite3.Error as error:
+            raise ApiError(503, f"stored responses are out of reach: {error}", retry_after_s=1.0) from error
+
+
+def response_store(config: ServeConfig, on_drop: Callable[[DropReason], None]) -> ResponseStore | None:
+    """None: nothing is kept. Of several routers any may be asked next, so they have to share a file."""
+    if config.max_stored_responses == 0 or (config.router_replicas > 1 and config.response_store is None):
+        return None
+    return ResponseStore(config, on_drop)
