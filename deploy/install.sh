@@ -41,9 +41,9 @@ if [ "$(cat "$stamp" 2>/dev/null)" = "$made_of" ]; then touch "$stamp"; exit 0; 
 if [ ! -x .venv/bin/python ]; then
     echo "install: making .venv"
     if has_gpu && cuda_torch "$PYTHON"; then
-        "$PYTHON" -m venv --system-site-packages .venv
+        "$PYTHON" -m venv --system-site-packages "$(realpath .venv)"
     else
-        "$PYTHON" -m venv .venv
+        "$PYTHON" -m venv "$(realpath .venv)"
     fi
 fi
 

@@ -1,10 +1,11 @@
-"""What `deploy/install.sh` installs on a host with an NVIDIA GPU, told by a pip that only lists it."""
+"""What `deploy/install.sh` installs on a host with an NVIDIA GPU, told by a pip that only lists it; and where."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,20 @@ def test_a_host_on_which_triton_cannot_build_is_told(tmp_path: Path) -> None:
     assert "Triton needs GCC and Python's headers" in installed(tmp_path / "without", CUDA="13.0")[1]
     (tmp_path / "Python.h").touch()
     assert "Triton" not in installed(tmp_path / "with", CUDA="13.0", HEADERS=str(tmp_path))[1]
+
+
+def test_an_environment_beside_the_checkout(tmp_path: Path) -> None:
+    """As on the hosts of a cluster. This interpreter makes it, without pip, so nothing is installed into it."""
+    checkout, environment = tmp_path / "tandem", tmp_path / "tandem-venv"
+    (checkout / "deploy").mkdir(parents=True)
+    shutil.copy(ROOT / "deploy/install.sh", checkout / "deploy")
+    shutil.copy(ROOT / "pyproject.toml", checkout)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/bash\nexec {sys.executable} "$@" --without-pip\n')
+    python.chmod(0o755)
+    variables = {"PATH": os.environ["PATH"], "PYTHON": str(python), "VENV": str(environment)}
+    done = subprocess.run(
+        [checkout / "deploy/install.sh"], env=variables, capture_output=True, text=True, check=False
+    )
+    assert "install: no CPU build of PyTorch" in done.stderr
+    assert (environment / "bin/python").exists() and (checkout / ".venv").resolve() == environment
