@@ -3,6 +3,10 @@
 Pure bookkeeping over block numbers. A block is used (somebody refers to it), cached (nobody does, but its
 content can be found by identity) or free. A *published* block, used or cached, is one that can be found; it
 is never written again. What is evicted may go to a lower tier.
+
+A state of recurrent layers takes several blocks. It is found by the identity of the block of tokens behind
+which it is, and comes and goes as one. Where states are kept, a prefix is of use up to one of them alone: so
+these are logged, and blocks of tokens are not.
 """
 
 from __future__ import annotations
@@ -16,15 +20,26 @@ from protocol.errors import TandemError
 from protocol.ids import BlockIdentity
 from protocol.kv_events import Medium
 
+STATES_SHARE = 0.5
+"""Of the blocks, that kept states may take."""
+
 
 class OutOfBlocksError(TandemError):
     """More blocks are wanted than are free or evictable."""
 
 
+def most_states(num_blocks: int, state_blocks: int) -> int:
+    """That are kept at a time, in an arena of so many blocks."""
+    return int(num_blocks * STATES_SHARE) // state_blocks if state_blocks else 0
+
+
 class Arena:
-    def __init__(self, num_blocks: int, lower: HostTier | None = None) -> None:
+    def __init__(self, num_blocks: int, lower: HostTier | None = None, state_blocks: int = 0) -> None:
+        """A state takes `state_blocks`, 0 where there are none."""
         self.num_blocks = num_blocks
         self.lower = lower
+        self.state_blocks = state_blocks
+        self.most_states = most_states(num_blocks, state_blocks)
         self.log: CacheLog | None = None
         self.drafted = [False] * num_blocks
         """Of each block: whether all of its places hold draft KV too."""
@@ -33,6 +48,8 @@ class Arena:
         self._block_of: dict[BlockIdentity, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._states: OrderedDict[BlockIdentity, list[int]] = OrderedDict()
+        self._state_in: dict[int, BlockIdentity] = {}
 
     @property
     def num_free(self) -> int:
@@ -53,8 +70,10 @@ class Arena:
         return self._block_of.get(identity)
 
     def published(self) -> KeysView[BlockIdentity]:
-        """The identities of all blocks that can be found."""
-        return self._block_of.keys()
+        """The identities of all blocks that can be found; where states are kept, of those behind which one
+        is.
+        """
+        return self._states.keys() if self.state_blocks else self._block_of.keys()
 
     def is_locked(self, block: int) -> bool:
         """Whether it must not be written in place, by whom it may be: it is shared or published."""
@@ -65,12 +84,12 @@ class Arena:
 
         Only if so many are available.
         """
-        from_free = min(count, len(self._free))
-        taken = [self._free.pop() for _ in range(from_free)]
-        evicted = [self._evict() for _ in range(count - from_free)]
+        evicted: list[Evicted] = []
+        while len(self._free) < count:
+            self._evict(evicted)
         if evicted and self.lower is not None:
             self.lower.save(evicted)
-        taken.extend(block for _, block in evicted)
+        taken = [self._free.pop() for _ in range(count)]
         for block in taken:
             self._references[block] = 1
             self.drafted[block] = False
@@ -93,17 +112,71 @@ class Arena:
     def dereference(self, block: int) -> None:
         self._references[block] -= 1
         if self._references[block] == 0:
-            if self._identity_of[block] is None:
+            if self._identity_of[block] is None and block not in self._state_in:
                 self._free.append(block)
             else:
                 self._evictable[block] = None
 
-    def _evict(self) -> Evicted:
+    # --- states -------------------------------------------------------------------------------------
+
+    @property
+    def num_states(self) -> int:
+        return len(self._states)
+
+    def find_state(self, identity: BlockIdentity) -> list[int] | None:
+        """The blocks of the state behind this block."""
+        return self._states.get(identity)
+
+    def publish_state(self, identity: BlockIdentity, blocks: list[int]) -> bool:
+        """The caller's `blocks` hold it; it can be found from now on, unless an equal one can; whether that
+        is new.
+        """
+        if identity in self._states:
+            self.touch_state(identity)
+            return False
+        if len(self._states) >= self.most_states and not self._drop_oldest_state():
+            return False
+        self._states[identity] = list(blocks)
+        self._state_in.update(dict.fromkeys(blocks, identity))
+        return True
+
+    def touch_state(self, identity: BlockIdentity) -> None:
+        """It is of use: others are evicted first."""
+        self._states.move_to_end(identity)
+        for block in self._states[identity]:
+            if block in self._evictable:
+                self._evictable.move_to_end(block)
+
+    def _drop_oldest_state(self) -> bool:
+        """False if all are in use."""
+        unused = (i for i, blocks in self._states.items() if self._references[blocks[0]] == 0)
+        oldest = next(unused, None)
+        if oldest is None:
+            return False
+        self._drop_state(oldest)
+        return True
+
+    def _drop_state(self, identity: BlockIdentity) -> None:
+        for block in self._states.pop(identity):
+            del self._state_in[block]
+            self._evictable.pop(block, None)
+            self._free.append(block)
+        if self.log is not None:
+            self.log.removed(Medium.GPU, identity)
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    def _evict(self, evicted: list[Evicted]) -> None:
+        """The least recently used block, or state, is free from now on."""
         block, _ = self._evictable.popitem(last=False)
+        if block in self._state_in:
+            self._drop_state(self._state_in[block])
+            return
         identity = self._identity_of[block]
         assert identity is not None
         del self._block_of[identity]
         self._identity_of[block] = None
-        if self.log is not None:
+        self._free.append(block)
+        evicted.append(Evicted(identity, block))
+        if self.log is not None and not self.state_blocks:
             self.log.removed(Medium.GPU, identity)
-        return Evicted(identity, block)

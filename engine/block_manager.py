@@ -3,6 +3,9 @@
 Full blocks of committed tokens are found again by their chained identity (`protocol.ids`), as in vLLM's
 automatic prefix caching. A token has its KV in a block of each arena, and counts as held where all have it.
 What is evicted may go to lower tiers, from where a later sequence with the same prefix gets it back.
+
+A model with recurrent layers goes on from a state alone. So a prefix counts up to the last block behind which
+a state is kept, in blocks of the first arena.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ class BlockManager:
         self.least_blocks = 0
         """Of each arena, that a sequence has from its first `grow` on, whatever its length."""
         below = itertools.zip_longest(pool.arenas, tiers)
-        self.arenas = [Arena(len(blocks), tier) for blocks, tier in below]
+        self.state_unit = pool.state_unit
+        """States are kept behind multiples of so many tokens; 0 where there are none."""
+        self.arenas = [Arena(len(blocks), tier, pool.state_blocks) for blocks, tier in below]
         self.log: CacheLog | None = None
 
     def watch(self) -> CacheLog:
@@ -73,13 +78,21 @@ class BlockManager:
         return tuple(arena.num_available for arena in self.arenas)
 
     def start(
-        self, token_ids: Sequence[int], root: BlockIdentity, *, compute_last: bool = True
+        self,
+        token_ids: Sequence[int],
+        root: BlockIdentity,
+        *,
+        compute_last: bool = True,
+        from_state: bool = True,
     ) -> tuple[Holdings, int]:
         """Holdings with the longest cached prefix of `token_ids`, and the position up to which it is covered.
 
         With `compute_last` the last token never counts as covered, because its logits are wanted; when the
         cache holds it all the same, its blocks stay and `grow` copies them before they are written. What
         follows in the lower tiers does not count yet: after `grow`, `fill` brings it.
+
+        Where states are kept it is covered up to one, which is then held too, unless that comes from
+        elsewhere (`from_state` is false).
         """
         held = Holdings(self, root)
         for identity in block_identities(root, token_ids, self.block_size):
@@ -89,32 +102,40 @@ class BlockManager:
                 held.below.append(identity)
         for tier in self.tiers if held.below else ():
             tier.touch(held.below)
+        if self.state_unit and from_state:
+            held.end_at_state(len(token_ids) - (1 if compute_last else 0))
         covered = len(held.identities) * self.block_size
         held.tokens_below = token_ids[covered : covered + len(held.below) * self.block_size]
         return held, min(covered, len(token_ids) - 1) if compute_last and token_ids else covered
 
     def reserve(
-        self, token_ids: Sequence[int], root: BlockIdentity, state_blocks: int = 0
+        self, token_ids: Sequence[int], root: BlockIdentity, *, from_state: bool = True
     ) -> tuple[Holdings, int] | None:
-        """Room for all of `token_ids` and a state, which somebody else writes, and up to where it is filled.
+        """Room for all of `token_ids`, and a state where there are such, which somebody else writes, and up
+        to where it is filled (as `start` says).
 
         None if there is too little.
         """
-        held, covered = self.start(token_ids, root, compute_last=False)
+        held, covered = self.start(token_ids, root, compute_last=False, from_state=from_state)
+        held.drop_state()
         try:
             held.grow(len(token_ids), len(token_ids))
-            held.add_state(state_blocks)
+            held.add_state(self.pool.state_blocks)
         except OutOfBlocksError:
             held.free()
             return None
         return held, held.fill(covered, len(token_ids))
 
     def hold(self, identities: Sequence[BlockIdentity]) -> Holdings:
-        """The leading ones of these blocks that the pool has; they stay until they are freed."""
+        """The leading ones of these blocks that the pool has; they stay until they are freed. Where states
+        are kept they end at one, which is held too.
+        """
         held = Holdings(self, root=b"")
         for identity in identities:
             if not held.reference(identity):
                 break
+        if self.state_unit:
+            held.end_at_state(len(held.identities) * self.block_size)
         return held
 
     def missing(self, token_ids: Sequence[int], root: BlockIdentity) -> Iterator[BlockIdentity]:
@@ -133,8 +154,9 @@ class Holdings:
     `identities` are those of the leading full blocks whose tokens are committed; it may lag behind `blocks`.
     `below` are the next ones, as far as they were found in the lower tiers, and `tokens_below` their tokens.
     `spare` are blocks of each arena that `grow` will use before it takes others. Blocks that are not
-    `shareable` are never published. `state` are blocks, of the first arena, of the state of recurrent layers
-    while that moves from one worker to another.
+    `shareable` are never published. `state` are blocks of the first arena with a state of recurrent layers
+    that is wanted here, or with room for one. `junction` is where the cached blocks ended, if that is behind
+    the last state.
     """
 
     manager: BlockManager
@@ -142,6 +164,7 @@ class Holdings:
     blocks: list[list[int]] = field(init=False)
     spare: list[list[int]] = field(init=False)
     state: list[int] = field(default_factory=list)
+    junction: int = 0
     identities: list[BlockIdentity] = field(default_factory=list)
     below: list[BlockIdentity] = field(default_factory=list)
     tokens_below: Sequence[int] = ()
@@ -162,6 +185,31 @@ class Holdings:
             blocks.append(block)
         self.identities.append(identity)
         return True
+
+    def end_at_state(self, limit: int) -> None:
+        """Of the blocks with the first `limit` tokens keep those before the last state, and hold that."""
+        arena, unit = self.manager.arenas[0], self.manager.state_unit
+        last = limit // self.manager.block_size
+        junction = min(limit, len(self.identities) * self.manager.block_size) // unit * unit
+        places = range(min(last, len(self.identities)), 0, -1)
+        found = (place for place in places if arena.find_state(self.identities[place - 1]) is not None)
+        end = next(found, 0)
+        if end:
+            identity = self.identities[end - 1]
+            arena.touch_state(identity)
+            self.state = list(arena.find_state(identity) or ())
+            for block in self.state:
+                arena.reference(block)
+        if junction > end * self.manager.block_size:
+            self.junction = junction
+        self._drop_behind(end)
+
+    def _drop_behind(self, end: int) -> None:
+        for arena, blocks in zip(self.manager.arenas, self.blocks, strict=True):
+            for block in reversed(blocks[end:]):
+                arena.dereference(block)
+            del blocks[end:]
+        del self.identities[end:]
 
     def needs(self, write_from: int, num_tokens: int) -> list[int]:
         """How many blocks of each arena `grow` would take."""
@@ -230,7 +278,8 @@ class Holdings:
     def publish(self, token_ids: Sequence[int], num_committed: int) -> None:
         """Make the full blocks among the first `num_committed` tokens shareable; their KV must be written.
 
-        Where an equal block is already cached, that one stays and ours remains private.
+        Where an equal block is already cached, that one stays and ours remains private. Where states are
+        kept it takes the place of ours: the prefix of a state that we keep must not age before it.
         """
         size = self.manager.block_size
         full = num_committed // size
@@ -254,6 +303,30 @@ class Holdings:
         full = itertools.takewhile(self.manager.arenas[0].drafted.__getitem__, self.blocks[0])
         return sum(1 for _ in full) * self.manager.block_size
 
+    def publish_state(self, position: int, token_ids: Sequence[int], blocks: list[int]) -> None:
+        """These blocks hold the state behind the first `position` tokens. It can be found from now on if the
+        blocks of the tokens can.
+        """
+        size, place = self.manager.block_size, position // self.manager.block_size
+        if not self.can_keep(position):
+            return
+        identity = self.identities[place - 1]
+        is_new = self.manager.arenas[0].publish_state(identity, blocks)
+        if is_new and self.manager.log is not None:
+            parent = self.identities[place - 2] if place > 1 else self.root
+            tokens = token_ids[position - size : position]
+            self.manager.log.add(CacheEvent("stored", Medium.GPU, identity, self.root, parent, tokens))
+
+    def can_keep(self, position: int) -> bool:
+        """Whether a state behind so many tokens could be found again."""
+        unit = self.manager.state_unit
+        return 0 < position <= len(self.identities) * self.manager.block_size and position % unit == 0
+
+    def has_state(self, position: int) -> bool:
+        """Whether it can be found already."""
+        place = position // self.manager.block_size
+        return self.can_keep(position) and bool(self.manager.arenas[0].find_state(self.identities[place - 1]))
+
     def add_state(self, count: int) -> None:
         """Take as many blocks for a state. Raises `OutOfBlocksError`."""
         arena = self.manager.arenas[0]
@@ -262,6 +335,11 @@ class Holdings:
                 f"{count} blocks are needed for a state, {arena.num_available} are available"
             )
         self.state += arena.take(count)
+
+    def places_behind(self, num_tokens: int, count: int) -> list[int]:
+        """The next `count` blocks behind those of so many tokens, as others address them."""
+        first = num_tokens // self.manager.block_size
+        return (self.blocks[0] + self.state)[first : first + count]
 
     def drop_state(self) -> None:
         for block in self.state:
@@ -280,14 +358,15 @@ class Holdings:
     def free(self) -> None:
         """Drop all references. Safe to repeat.
 
-        The tail becomes evictable before the head, since a block is of no use without those before it.
+        The tail becomes evictable before the head, since a block is of no use without those before it, and a
+        state before both.
         """
+        self.drop_state()
         for arena, blocks, spare in zip(self.manager.arenas, self.blocks, self.spare, strict=True):
             for block in reversed(blocks + spare):
                 arena.dereference(block)
             blocks.clear()
             spare.clear()
-        self.drop_state()
         self.identities.clear()
         self.below.clear()
 
@@ -329,10 +408,15 @@ class Holdings:
 
     def _share(self, identity: BlockIdentity, token_ids: Sequence[int]) -> None:
         """The next full block is `identity` and has these tokens."""
-        place, is_new = len(self.identities), False
+        place, is_new, keeps_states = len(self.identities), False, self.manager.state_unit > 0
         for arena, blocks in zip(self.manager.arenas, self.blocks, strict=True):
             is_new |= arena.publish(identity, blocks[place])
-        if is_new and self.manager.log is not None:
+            known = arena.find(identity)
+            if keeps_states and known is not None and known != blocks[place]:
+                arena.reference(known)
+                arena.dereference(blocks[place])
+                blocks[place] = known
+        if is_new and self.manager.log is not None and not keeps_states:
             event = CacheEvent("stored", Medium.GPU, identity, self.root, self._last_identity, token_ids)
             self.manager.log.add(event)
         self.identities.append(identity)

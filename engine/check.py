@@ -33,8 +33,15 @@ def check_request(request: EngineRequest, vocab_size: int, max_model_len: int, m
         )
 
 
-def check_hybrid(config: ServeConfig, is_parallel: bool) -> None:
-    """Raise `ConfigError`, naming the option that a model with recurrent layers cannot have."""
+def check_hybrid(config: ServeConfig, is_parallel: bool, grid: int) -> None:
+    """Raise `ConfigError`, naming the option that a model with recurrent layers, whose states are kept every
+    `grid` tokens, cannot have.
+    """
+    if grid % config.block_size and config.block_size % grid:
+        raise ConfigError(
+            f"--block-size: {config.block_size}: recurrent layers have states every {grid} tokens, and one "
+            "of the two numbers must divide the other"
+        )
     options = {
         "--speculative-config": config.speculative_config is not None,
         "--prefill-tensor-parallel-size, --decode-tensor-parallel-size": is_parallel,

@@ -81,13 +81,16 @@ class Engine:
         """Tells them from others of the same name."""
         self._state = loaded.recurrent.state if loaded.recurrent is not None else None
         self.kv_format = loaded.kv_group.describe(config.block_size)
+        if self._state is not None:
+            self.kv_format += f" and {self._state.describe()}"
         self.cache_format = CacheFormat(
             model=f"{config.model_name}@{self.weights}",
             kv_format=self.kv_format,
             block_size=config.block_size,
+            has_states=self._state is not None,
         )
-        if loaded.recurrent is not None:
-            check_hybrid(config, make_runner is not runner_of_one_process)
+        if self._state is not None:
+            check_hybrid(config, make_runner is not runner_of_one_process, self._state.grid)
             speculate = None
         self._speculator = speculate(config, loaded) if speculate is not None else None
         hidden_layers = self._speculator.hidden_layers if self._speculator is not None else ()
@@ -103,8 +106,7 @@ class Engine:
         self.pool = KVPool(layout, num_blocks, loaded.device, allocate)
         self.tiers = build_tiers(config, self.pool, bytes.fromhex(self.weights), self._fetched)
         tiers = [self.tiers] if self.tiers is not None else []
-        shares_prefixes = config.enable_prefix_caching and self._state is None
-        self.blocks = BlockManager(self.pool, shares_prefixes, tiers)
+        self.blocks = BlockManager(self.pool, config.enable_prefix_caching, tiers)
         self._runner = make_runner(config, loaded, self.pool, hidden_layers)
         vocabulary = loaded.vocab_size, loaded.eos_token_ids
         self._grammars = Grammars(partial(load_grammar_tokenizer, config, *vocabulary))
@@ -119,6 +121,7 @@ class Engine:
         """When the latest step ended, if there was more to do."""
         bound_s = itl_bound(config.itl_budget, config.slo_tpot or inf)
         self._times = StepTimes(budget, self.pool.token_bytes, bound_s)
+        self._seating = Seating(self.pool.seats, self.blocks) if self.pool.seats is not None else None
         self._scheduler = Scheduler(
             self.blocks,
             model=self.cache_format.model,
@@ -127,7 +130,7 @@ class Engine:
             max_num_batched_tokens=budget,
             fetcher=self.tiers,
             bound=ChunkBound(self._costs_now, bound_s, config.block_size),
-            seating=self._seating(),
+            seating=self._seating,
         )
         runs_ahead = self.device.type != "cpu" and self._speculator is None and self._state is None
         self._launcher = StepLauncher(
@@ -148,11 +151,6 @@ class Engine:
         if self._speculator is not None and self._speculator.kv_group is not None:
             groups.append(self._speculator.kv_group)
         return PoolLayout(tuple(groups), self.config.block_size, self._state, self.config.max_num_seqs)
-
-    def _seating(self) -> Seating | None:
-        if self.pool.seats is None:
-            return None
-        return Seating(self.pool.seats, self.pool.arenas[0], self.pool.state_blocks)
 
     def _profile(self, loaded: LoadedModel, budget: int) -> None:
         """Measure what steps take and what drafts cost, over blocks that are free afterwards."""
@@ -200,7 +198,7 @@ class Engine:
         self._check(request)
         token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         root = self._scheduler.root(request.cache_salt, foreign_format)
-        reserved = self.blocks.reserve(token_ids, root, self.pool.state_blocks)
+        reserved = self.blocks.reserve(token_ids, root, from_state=False)
         if reserved is None:
             return None
         if self.tiers is not None:
@@ -533,6 +531,8 @@ class Engine:
             sequence.held.commit(first_drafted, accepted, sequence.token_ids)
         else:
             sequence.held.publish(sequence.token_ids, min(sequence.num_computed, sequence.num_given))
+        if self._seating is not None:
+            self._seating.stepped(sequence)
         if verdict is None:
             return None
         output = token_output(sequence, kept, outcome)

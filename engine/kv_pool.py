@@ -42,6 +42,7 @@ class KVPool:
         self.segments = layout.describe()
         self.groups = {group.name: group for group in layout.groups}
         self.state_blocks = layout.state_blocks
+        self.state_unit = layout.state_unit
         self.seats = Seats(layout.state, layout.num_seats, device) if layout.state is not None else None
         """Of running sequences' states."""
         self.arenas: list[Tensor] = []

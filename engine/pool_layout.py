@@ -171,8 +171,13 @@ class PoolLayout:
 
     @property
     def state_blocks(self) -> int:
-        """Blocks that hold a state while it moves; they are like all others."""
+        """Blocks that hold a state which is kept or moves; they are like all others."""
         return -(-self.state.state_bytes // self.block_bytes) if self.state is not None else 0
+
+    @property
+    def state_unit(self) -> int:
+        """States are kept at multiples of so many tokens: grid points at which a block ends."""
+        return math.lcm(self.state.grid, self.block_size) if self.state is not None else 0
 
     @property
     def block_bytes(self) -> int:

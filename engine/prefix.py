@@ -22,13 +22,19 @@ class PrefixRoom:
     covered: int
     wanted: list[BlockIdentity]
 
-    def keep(self, num_tokens: int, num_drafted: int = 0) -> None:
-        """The tokens before `num_tokens` have come and go to the prefix cache; the other blocks are free
-        again. The places before `num_drafted` hold the draft's KV too.
+    def keep(self, num_blocks: int, num_drafted: int = 0) -> None:
+        """The first `num_blocks` of those that were wanted have come, where there are states with one behind
+        them, and go to the prefix cache; the others are free again. The places before `num_drafted` hold the
+        draft's KV too.
         """
+        manager = self.holdings.manager
+        num_tokens = self.covered + num_blocks * manager.block_size
         if self.holdings.num_drafted >= self.covered:
             self.holdings.mark_drafted(min(num_tokens, num_drafted))
         self.holdings.publish(self.token_ids, num_tokens)
+        if num_blocks and manager.pool.state_blocks:
+            state = self.holdings.places_behind(num_tokens, manager.pool.state_blocks)
+            self.holdings.publish_state(num_tokens, self.token_ids, state)
         self.holdings.free()
 
 

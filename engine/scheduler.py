@@ -141,6 +141,7 @@ class Scheduler:
         budget = self._max_num_batched_tokens
         while self._has_row and self.waiting and self.waiting[0].holdings is not None:
             self._run(self.waiting[0])
+        self._meet_followers()
         # A stable sort: decode rows before the chunks of prompts that are still being computed.
         running = sorted(self.running, key=lambda running: running.num_uncomputed > 1)
         if self._bound is not None:
@@ -237,12 +238,21 @@ class Scheduler:
             sequence.leader = self._find_leader(sequence)
         return sequence.leader is not None
 
+    def _meet_followers(self) -> None:
+        """Before a prompt is computed beyond what others share with it, plan to keep its state there."""
+        if self._seating is not None:
+            for sequence in self.waiting[: self._max_num_seqs]:
+                self._waits_for_a_leader(sequence)
+
     def _find_leader(self, sequence: SequenceState) -> tuple[SequenceState, int] | None:
         if not self.blocks.enable_prefix_caching or sequence.wants_prompt_logprobs:
             return None
         for other in self.running:
             if other.num_uncomputed > 1 and other.request.cache_salt == sequence.request.cache_salt:
                 num_shared = self._shared_tokens(sequence.token_ids, other.token_ids, other.num_computed)
+                if self._seating is not None:
+                    num_shared = self._seating.meeting_point(num_shared, sequence)
+                    self._seating.keep_at(other, num_shared)
                 if num_shared > other.num_computed:
                     return other, num_shared
         return None
@@ -301,9 +311,12 @@ class Scheduler:
             self._blocked = (sequence.order, self.blocks.available)
             return 0
         held.grow(covered, num_tokens)
-        held.add_state(state_blocks)
         sequence.holdings, sequence.num_computed = held, held.fill(covered, num_tokens - 1)
         self._run(sequence)
+        if self._seating is not None:
+            self._seating.admit(sequence)
+            held.add_state(state_blocks)
+            self._meet_followers()
         step.admitted.append(sequence)
         if sequence.first_scheduled is None:
             sequence.first_scheduled = time.monotonic()
@@ -318,6 +331,8 @@ class Scheduler:
     def _chunk(self, sequence: SequenceState, budget: int) -> int:
         """How many of its tokens this step computes."""
         count = min(budget, sequence.num_uncomputed)
+        if self._seating is not None:
+            count = self._seating.chunk(sequence, count)
         if count > 1 and self._bound is not None:
             count = self._bound.tokens(count, sequence.num_computed)
         return count

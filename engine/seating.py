@@ -1,9 +1,14 @@
-"""Which running sequence has which seat for the state of its recurrent layers, and how states move."""
+"""Which running sequence has which seat for the state of its recurrent layers, and how states move.
+
+A state is kept for later prompts at the last point of a prompt where that can be, where a prompt leaves
+another one's blocks, and when its sequence stops to run.
+"""
 
 from __future__ import annotations
 
-from torch import Tensor
+import bisect
 
+from engine.block_manager import BlockManager
 from engine.recurrent.seats import Seats
 from engine.sequence import SequenceState
 
@@ -11,27 +16,80 @@ from engine.sequence import SequenceState
 class Seating:
     """There is a seat for each sequence that may run at a time. Others have a state in blocks, or none."""
 
-    def __init__(self, seats: Seats, arena: Tensor, state_blocks: int) -> None:
-        """A state that moves takes `state_blocks` blocks of the arena."""
+    def __init__(self, seats: Seats, blocks: BlockManager) -> None:
         self._seats = seats
-        self._arena = arena
-        self._state_blocks = state_blocks
+        self._blocks = blocks
+        self._arena = blocks.arenas[0]
+        self._memory = blocks.pool.arenas[0]
 
     def blocks_for(self, sequence: SequenceState) -> int:
         """That its state will need when its prompt is done."""
-        return self._state_blocks if sequence.prefill_only else 0
+        return self._arena.state_blocks if sequence.prefill_only else 0
+
+    def admit(self, sequence: SequenceState) -> None:
+        """It has blocks for all of its tokens now: plan where its state is to be kept."""
+        sequence.keep_at.clear()
+        last = self.meeting_point(len(sequence.token_ids), sequence)
+        for position in (sequence.held.junction, last):
+            self.keep_at(sequence, position)
+
+    def meeting_point(self, num_tokens: int, sequence: SequenceState) -> int:
+        """Where among so many tokens that it shares with another the sequence could go on from a state."""
+        unit = self._blocks.state_unit
+        return min(num_tokens, len(sequence.token_ids) - 1) // unit * unit
+
+    def keep_at(self, sequence: SequenceState, position: int) -> None:
+        """Its state is to be kept when it comes there, if it has not yet."""
+        is_handed_over = sequence.prefill_only and position == self._point(len(sequence.token_ids))
+        wanted = self._blocks.enable_prefix_caching and position > sequence.num_computed
+        if wanted and not is_handed_over and position not in sequence.keep_at:
+            bisect.insort(sequence.keep_at, position)
+
+    def chunk(self, sequence: SequenceState, count: int) -> int:
+        """At most `count` tokens, so that a step never passes over a state that is to be kept."""
+        grid, start = self._seats.layout.grid, sequence.num_computed
+        for position in sequence.keep_at:
+            if start < position <= start + count - grid:
+                return position - start
+        return count
 
     def sit(self, sequence: SequenceState) -> None:
-        """It runs from now on: from the last grid point, if its prompt is computed."""
+        """It runs from now on: from the state that it has in blocks, if any."""
         sequence.seat = self._seats.take()
         held = sequence.held
-        if held.state and not sequence.prefill_only:
-            self._seats.load(sequence.seat, self._arena, held.state)
+        if held.state:
+            self._seats.load(sequence.seat, self._memory, held.state)
+            sequence.num_computed = self._point(sequence.num_computed)
+            held.publish_state(sequence.num_computed, sequence.token_ids, held.state)
             held.drop_state()
-            sequence.num_computed = self._seats.layout.position(sequence.num_computed)
+
+    def stepped(self, sequence: SequenceState) -> None:
+        """Keep its state if that is one of those to be kept."""
+        position = self._point(sequence.num_computed)
+        if position in sequence.keep_at:
+            sequence.keep_at.remove(position)
+            self._keep(sequence, position)
 
     def rise(self, sequence: SequenceState) -> None:
         """It does not run any more. What is to be handed over keeps its state in its blocks."""
-        if sequence.held.state:
-            self._seats.save(sequence.seat, self._arena, sequence.held.state)
+        held, position = sequence.held, self._point(sequence.num_computed)
+        if held.state:
+            self._seats.save(sequence.seat, self._memory, held.state)
+            held.publish_state(position, sequence.token_ids, held.state)
+        else:
+            self._keep(sequence, position)
         self._seats.give_back(sequence.seat)
+
+    def _point(self, num_tokens: int) -> int:
+        return self._seats.layout.position(num_tokens)
+
+    def _keep(self, sequence: SequenceState, position: int) -> None:
+        """A copy of its state, where there is room."""
+        held, count = sequence.held, self._arena.state_blocks
+        if held.has_state(position) or not held.can_keep(position) or count > self._arena.num_available:
+            return
+        blocks = self._arena.take(count)
+        self._seats.save(sequence.seat, self._memory, blocks)
+        held.publish_state(position, sequence.token_ids, blocks)
+        for block in blocks:
+            self._arena.dereference(block)

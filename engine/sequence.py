@@ -50,6 +50,8 @@ class SequenceState:
     holdings: Holdings | None = None
     seat: int = 0
     """Where the state of recurrent layers is while it runs, if the model has some."""
+    keep_at: list[int] = field(default_factory=list)
+    """The positions behind which that is to be kept, ascending."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     arrival: float = field(default_factory=time.monotonic)
     first_scheduled: float | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from engine.arena import most_states
 from engine.attention.select import select_backend
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
@@ -32,7 +33,7 @@ def describe_start(
         "forward": runner.choice,
         "products": runner.products,
         "kv_pool": f"{size}, KV in {loaded.kv_group.rows}{_expansion(loaded)}",
-        "states": _states(config, loaded),
+        "states": _states(config, loaded, pool),
         "kv_tiers": tiers.describe() if tiers is not None else "none",
         "threads": str(torch.get_num_threads()),
         "load_s": f"{load_s:.1f}",
@@ -50,11 +51,17 @@ def _expansion(loaded: LoadedModel) -> str:
     return f", expanded: {kept} values a token and layer instead of {latent}"
 
 
-def _states(config: ServeConfig, loaded: LoadedModel) -> str:
+def _states(config: ServeConfig, loaded: LoadedModel, pool: KVPool) -> str:
     if loaded.recurrent is None:
         return "none"
-    state = loaded.recurrent.state
-    size = f"{config.max_num_seqs} seats of {state.seat_bytes / 2**20:.1f} MiB"
+    state, count = loaded.recurrent.state, config.max_num_seqs
     return (
-        f"{len(state.layers)} recurrent layers, {size}, grid of {state.grid} tokens; prefixes are not shared"
+        f"{len(state.layers)} recurrent layers, grid of {state.grid} tokens; "
+        f"{count} seats of {_mib(state.seat_bytes)} for running sequences, {_mib(count * state.seat_bytes)}; "
+        f"states of prefixes, of {_mib(state.state_bytes)} each, in {pool.state_blocks} blocks of the pool, "
+        f"at most {most_states(pool.num_blocks, pool.state_blocks)}"
     )
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.3g} MiB"

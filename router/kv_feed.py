@@ -57,7 +57,11 @@ class KvFeed:
         """How many leading tokens of a request each worker has in its pool, by their ids."""
         found: dict[str, int] = {}
         for cache in self.formats:
-            leading = self.index.find(request.block_keys(cache))
+            keys = request.block_keys(cache)
+            if cache.has_states:  # the last token is computed from a state before it
+                leading = self.index.find_ends(keys[: (len(request.token_ids) - 1) // cache.block_size])
+            else:
+                leading = self.index.find(keys)
             found |= {worker_id: num_blocks * cache.block_size for worker_id, num_blocks in leading.items()}
         return found
 

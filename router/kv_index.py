@@ -121,6 +121,17 @@ class KvIndex(Generic[Name]):
             spans.append((middle, halfway, end, left & halfway))
         return found
 
+    def find_ends(self, keys: Sequence[int]) -> dict[Name, int]:
+        """The same of holders that tell of some blocks alone, each of which stands for all before it."""
+        found: dict[Name, int] = {}
+        seen = 0
+        for end in range(len(keys), 0, -1):
+            holders = self._holders(keys[end - 1], Medium.GPU) & ~seen
+            if holders:
+                self._note(found, holders, end)
+                seen |= holders
+        return found
+
     def _holders(self, key: int, lowest: Medium) -> int:
         """The lowest bit of each slot that has the block."""
         tiers = holders = self._shards[key % NUM_SHARDS].get(key, 0)

@@ -4,6 +4,7 @@
     holding -> asking   Lent    (how many of them hold the draft's KV too)
     holding -> asking   those that it has cached, pushed under the lease like a prompt's
 
+With recurrent layers the holder ends at a block behind which it keeps their state, and pushes that last.
 A fetch only saves time: whatever goes wrong with it, the request computes its prefix itself.
 """
 
@@ -74,7 +75,7 @@ class PrefixFetch(StagedRequest[FetchStage]):
     num_drafted: int | None = None
     """Blocks with the draft's KV, once the holder has told."""
     num_received: int | None = None
-    """Once all have come."""
+    """Blocks of tokens, once all have come."""
 
 
 class PrefixFetcher:
@@ -152,7 +153,7 @@ class PrefixFetcher:
         if event.arrival is not None and event.arrival.foreign_formats:
             self._give_up(fetch, "the wire changed the blocks' values")
             return
-        fetch.num_received = event.blocks_received
+        fetch.num_received = max(event.blocks_received - self._engine.pool.state_blocks, 0)
         self._end_if_complete(fetch)
 
     def _end_if_complete(self, fetch: PrefixFetch) -> None:
@@ -205,9 +206,8 @@ class PrefixFetcher:
         """Close the lease; blocks that came go to the prefix cache, unless somebody still writes to them."""
         self.fetches.release_id(fetch)
         if self._receiver.close_lease(fetch.held_lease):
-            covered, size = fetch.room.covered, self._block_size
-            num_drafted = covered + (fetch.num_drafted or 0) * size
-            fetch.room.keep(covered + num_received * size, num_drafted)
+            num_drafted = fetch.room.covered + (fetch.num_drafted or 0) * self._block_size
+            fetch.room.keep(num_received, num_drafted)
             self._finish(fetch)
         else:
             fetch.enter(FetchStage.ABANDONED)
@@ -244,7 +244,7 @@ class PrefixHolder:
         self._lent[message.lease_id] = lent
         self._counters.add("prefix_blocks_lent_total", len(lent.identities))
         first = message.first_block
-        num_tokens = (first + len(lent.identities)) * self._engine.blocks.block_size
+        num_tokens = (first + len(lent.identities) + len(lent.state)) * self._engine.blocks.block_size
         self._sender.push(message.receiver, message.lease_id, lent.extents(), first, num_tokens, final=True)
         num_drafted = lent.num_drafted // self._engine.blocks.block_size
         return Lent(request_id=message.request_id, lease_id=message.lease_id, num_drafted=num_drafted)

@@ -51,6 +51,30 @@ def test_tokens_equal_generate(model_type: str, tmp_path: Path) -> None:
         cluster.wait_empty(prefill, decode)
 
 
+def test_a_conversation_moves_to_another_worker_with_its_state(tmp_path: Path) -> None:
+    write_model("qwen3_next", tmp_path)
+    reference = load(tmp_path)
+    with Cluster() as cluster:
+        config = tiny_config(tmp_path, max_num_batched_tokens=CHUNK)
+        prefill, decode = cluster.start_pair(config)
+        fresh = cluster.start("prefill", "prefill-1", config)
+        [first, added] = prompts([70, 11], seed=3)
+        cluster.generate(prefill, request("turn 1", first, 30), decode.address)
+        cluster.run("turn 1")
+        second = first + cluster.tokens("turn 1") + added
+        for number, prefix in enumerate([decode.address, None, prefill.address]):
+            cluster.generate(fresh, request(f"{number}", second, NUM_TOKENS), decode.address, prefix=prefix)
+            cluster.run(f"{number}")
+            assert cluster.tokens(f"{number}") == greedy(reference, second, NUM_TOKENS)
+        cluster.wait_empty(prefill, decode, fresh)
+        # An answer's last token has no KV, and the last token of a prompt is always computed.
+        found = [cluster.outputs[f"{number}"][0][1].cached_tokens for number in range(3)]
+        assert found == [96, 96, 96]
+        assert fresh.counter("prefix_blocks_fetched_total") == decode.counter("prefix_blocks_lent_total") == 6
+        assert prefill.counter("prefix_blocks_lent_total") == 0
+        assert fresh.counter("kv_blocks_skipped_total") > 0
+
+
 def test_answers_go_on_when_the_decode_worker_dies_amid_them(tmp_path: Path) -> None:
     write_model("qwen3_next", tmp_path)
     reference = load(tmp_path)

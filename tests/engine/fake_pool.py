@@ -9,15 +9,17 @@ from typing import Any
 class FakePool:
     """`num_blocks` of each arena."""
 
-    def __init__(self, block_size: int, *num_blocks: int) -> None:
+    def __init__(self, block_size: int, *num_blocks: int, state_blocks: int = 0, state_unit: int = 0) -> None:
         self.block_size = block_size
+        self.state_blocks, self.state_unit = state_blocks, state_unit
         self.arenas = [range(count) for count in num_blocks]
         self.copies: list[tuple[int, int, int]] = []
         """(arena, source, target)."""
         self.moves: list[tuple[list[list[int]], int, list[int]]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FakePool:
-        return FakePool(self.block_size, *map(len, self.arenas))
+        states = {"state_blocks": self.state_blocks, "state_unit": self.state_unit}
+        return FakePool(self.block_size, *map(len, self.arenas), **states)
 
     def copy_block(self, arena: int, source: int, target: int) -> None:
         self.copies.append((arena, source, target))

@@ -145,7 +145,7 @@ def make_engine(folder: Path) -> Callable[..., Engine]:
 
 
 def assert_empty(engine: Engine) -> None:
-    assert engine.blocks.num_free == engine.blocks.num_blocks
+    assert sum(engine.blocks.available) == engine.blocks.num_blocks
     assert engine.pool.seats is not None
     assert sorted(engine.pool.seats._free) == list(range(engine.config.max_num_seqs))
 
@@ -221,6 +221,7 @@ def test_bfloat16_gives_the_same_bits_in_any_chunks_and_company(make_engine: Cal
         ({"speculative_config": SpeculativeConfig(method="ngram")}, "--speculative-config: not supported"),
         ({"kv_wire_dtype": "int8"}, "--kv-wire-dtype: not supported"),
         ({"kv_offloading_size": 1.0}, "--kv-offloading-size: not supported"),
+        ({"block_size": 24}, "--block-size: 24: .* every 16 tokens"),
         ({"max_num_seqs": 4000}, r"--max-num-seqs: 4000 sequences' states.*; \d+ fit"),
     ],
 )

@@ -130,6 +130,21 @@ def test_the_answer_counts_where_a_request_is_placed_anew(router: Router) -> Non
     assert router.feed.cached_tokens(request) == {"a": 48}
 
 
+def test_where_states_are_kept_a_prefix_counts_up_to_one_of_them(router: Router) -> None:
+    """Such workers tell of the blocks alone behind which they keep a state."""
+    cache = msgspec.structs.replace(CACHE, has_states=True)
+    router.start("a", "b", "c", cache=cache)
+    whole = [*block_identities(cache.root(), tokens(320), 16)]
+    router.tell("a", KvChange("stored", Medium.GPU, whole[3] + whole[11]))
+    router.tell("b", KvChange("stored", Medium.GPU, whole[7]))
+    assert router.found(tokens(320)) == {"a": 192, "b": 128}
+    assert router.found(tokens(320)[:192]) == {"a": 64, "b": 128}, "the last token is computed"
+    assert router.found(tokens(320)[:193]) == {"a": 192, "b": 128}
+    assert router.found(tokens(320)[:100]) == {"a": 64}
+    router.tell("a", KvChange("removed", Medium.GPU, whole[11]))
+    assert router.found(tokens(320)) == {"a": 64, "b": 128}
+
+
 def test_unlike_formats_do_not_mix(router: Router) -> None:
     small = CacheFormat(model="m", kv_format="f/8", block_size=8)
     router.start("a")

@@ -190,7 +190,7 @@ def test_the_bytes_are_those_of_the_format(engine: Engine, closing: contextlib.E
         root = engine.cache_format.root(salt)
         room = find_room(engine.blocks, list(range(token, token + 48)), root)
         assert room is not None
-        room.keep(32)
+        room.keep(2)
     events = [event for event in log.take() if event.kind == "stored" and event.token_ids]
     assert len(events) == 6
     publisher = publisher_of(engine, closing)

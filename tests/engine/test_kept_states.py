@@ -1,0 +1,278 @@
+"""States of recurrent layers that are kept with the prefixes behind which they are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from transformers import PreTrainedModel
+
+from engine.arena import OutOfBlocksError
+from engine.block_manager import BlockManager, Holdings
+from engine.engine import Engine
+from protocol.config import ServeConfig
+from protocol.ids import BlockIdentity, block_identities
+from protocol.kv_events import Medium
+from tests.e2e.architectures import write_model
+from tests.engine.fake_pool import FakePool
+from tests.engine.listener import Listener
+from tests.engine.test_engine import ask, prompt_of, run, tokens
+from tests.engine.test_recurrent import assert_empty, needs_seam
+from tests.worker.tiny_model import greedy, load, write_tiny_llama
+
+ROOT = b"r" * 16
+SIZE, STATE_BLOCKS = 4, 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hybrid")
+    write_model("qwen3_5_text", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> PreTrainedModel:
+    return load(folder)
+
+
+def engine_of(folder: Path, **options: Any) -> Engine:
+    config = ServeConfig(
+        model=str(folder),
+        dtype="float32",
+        device="cpu",
+        compile="off",
+        max_model_len=256,
+        max_num_batched_tokens=64,
+        max_num_seqs=6,
+        kv_cache_memory_bytes=2**22,
+    )
+    return Engine(msgspec.structs.replace(config, **options))
+
+
+@pytest.fixture
+def make_engine(folder: Path) -> Callable[..., Engine]:
+    return lambda **options: engine_of(folder, **options)
+
+
+class Asker:
+    """Asks one prompt after the other, and compares the answers with `generate`."""
+
+    def __init__(self, engine: Engine, reference: PreTrainedModel) -> None:
+        self.engine, self._reference, self._count = engine, reference, 0
+
+    def __call__(self, *prompts: list[int], max_tokens: int = 9) -> int:
+        """How many tokens of these prompts, asked together, were found."""
+        before = self.engine.stats().prefix_hit_tokens
+        for index, prompt in enumerate(prompts):
+            self.engine.add(ask(f"{self._count}-{index}", prompt, max_tokens))
+        outputs = run(self.engine)
+        self.answers = [tokens(outputs[f"{self._count}-{index}"]) for index in range(len(prompts))]
+        assert self.answers == [greedy(self._reference, prompt, max_tokens) for prompt in prompts]
+        self._count += 1
+        assert_empty(self.engine)
+        return self.engine.stats().prefix_hit_tokens - before
+
+
+@needs_seam
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize("budget", [23, 256])
+def test_prompts_go_on_from_the_last_state_that_they_share(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel, block_size: int, budget: int
+) -> None:
+    asked = Asker(make_engine(block_size=block_size, max_num_batched_tokens=budget), reference)
+    unit = max(block_size, 16)
+
+    def point(num_tokens: int) -> int:
+        return num_tokens // unit * unit
+
+    first = prompt_of(70)
+    assert asked(first, max_tokens=30) == 0
+    assert asked(first) == point(69)
+    whole = prompt_of(64, 1)
+    assert (asked(whole), asked(whole)) == (0, point(63)), "the last token is computed, for its logits"
+    if unit == 16:
+        turn = first + asked_again(asked, first, 30) + prompt_of(11, 2)
+        assert asked(turn) == point(99), "an answer's last token has no KV"
+    branches = [prompt_of(70, 3)[:50] + prompt_of(30, seed) for seed in (4, 5, 6)]
+    assert [asked(branch) for branch in branches] == [0, 0, point(50)]
+
+
+def asked_again(asked: Asker, prompt: list[int], max_tokens: int) -> list[int]:
+    asked(prompt, max_tokens=max_tokens)
+    return asked.answers[0]
+
+
+@needs_seam
+def test_prompts_that_arrive_together_share_what_the_first_computes(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel
+) -> None:
+    asked = Asker(make_engine(), reference)
+    preamble = prompt_of(80)
+    assert asked(*[preamble + prompt_of(20, seed) for seed in (1, 2, 3)]) == 2 * 80
+    assert asked(*[prompt_of(83, 9)] * 3) == 2 * 80
+
+
+@needs_seam
+def test_evicted_and_preempted_prompts_get_the_same_tokens(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel
+) -> None:
+    roomy = make_engine().pool
+    assert roomy.seats is not None
+    blocks = 18 + roomy.state_blocks
+    room = 6 * roomy.seats.layout.seat_bytes + blocks * roomy.arenas[0].shape[1]
+    asked = Asker(make_engine(kv_cache_memory_bytes=room), reference)
+    rng = random.Random(1)
+    texts = [prompt_of(75, seed) for seed in range(3)]
+    hits = 0
+    for _ in range(12):
+        prompts = [
+            rng.choice(texts)[: rng.randint(20, 75)] + prompt_of(rng.randint(1, 20), rng.random())
+            for _ in range(rng.randint(1, 5))
+        ]
+        hits += asked(*prompts, max_tokens=rng.randint(1, 40))
+    stats = asked.engine.stats()
+    assert stats.num_preemptions > 0 and hits > 0
+
+
+def chat(engine: Engine, *, chats: int, turns: int) -> float:
+    """The hit rate of conversations with one preamble, in turns."""
+    histories = [prompt_of(40) for _ in range(chats)]
+    for turn in range(turns):
+        for index, history in enumerate(histories):
+            history += prompt_of(23 + index, 100 * turn + index + 1)
+            engine.add(ask(f"{turn}-{index}", list(history), 12))
+        outputs = run(engine)
+        for index, history in enumerate(histories):
+            history += tokens(outputs[f"{turn}-{index}"])
+    stats = engine.stats()
+    return stats.prefix_hit_tokens / stats.prefix_query_tokens
+
+
+@needs_seam
+def test_a_chat_hits_as_often_as_with_a_pure_model(folder: Path, tmp_path: Path) -> None:
+    write_tiny_llama(tmp_path)
+    rates = [chat(engine_of(model), chats=4, turns=4) for model in (folder, tmp_path)]
+    assert rates[0] >= 0.9 * rates[1] > 0.5
+
+
+@needs_seam
+def test_without_prefix_caching_no_state_is_kept(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel
+) -> None:
+    asked = Asker(make_engine(enable_prefix_caching=False), reference)
+    assert (asked(prompt_of(70)), asked(prompt_of(70))) == (0, 0)
+    assert asked.engine.blocks.num_free == asked.engine.blocks.num_blocks
+
+
+class Machine:
+    """Random use of a block manager, with what each block holds: a prefix's tokens, or part of its state."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        pool: Any = FakePool(SIZE, 22, state_blocks=STATE_BLOCKS, state_unit=2 * SIZE)
+        self.manager = BlockManager(pool)
+        self.arena = self.manager.arenas[0]
+        self.content: dict[int, object] = {}
+        self.live: list[tuple[Holdings, list[int]]] = []
+        self.log, self.listener = self.manager.watch(), Listener()
+
+    def step(self) -> None:
+        match self.rng.randrange(4):
+            case 0 | 1:
+                self.begin()
+            case 2 if self.live:
+                self.live.pop(self.rng.randrange(len(self.live)))[0].free()
+            case _:
+                self.lend()
+        self.check()
+
+    def begin(self) -> None:
+        token_ids = [self.rng.randrange(2) for _ in range(self.rng.randrange(1, 30))]
+        held, covered = self.manager.start(token_ids, ROOT)
+        assert covered % (2 * SIZE) == 0 and covered < len(token_ids)
+        self.check_held(held)
+        assert len(held.state) == (STATE_BLOCKS if covered else 0)
+        held.drop_state()
+        try:
+            held.grow(covered, len(token_ids))
+        except OutOfBlocksError:
+            held.free()
+            return
+        identities = list(block_identities(ROOT, token_ids, SIZE))
+        for place, identity in enumerate(identities[covered // SIZE :], covered // SIZE):
+            self.write(held.blocks[0][place], identity)
+        held.publish(token_ids, len(token_ids))
+        for position in range(covered + SIZE, len(token_ids) + 1, SIZE):
+            if self.rng.random() < 0.6 and self.arena.num_available >= STATE_BLOCKS:
+                self.keep(held, position, token_ids, identities)
+        self.live.append((held, token_ids))
+
+    def keep(
+        self, held: Holdings, position: int, token_ids: list[int], identities: Sequence[BlockIdentity]
+    ) -> None:
+        blocks = self.arena.take(STATE_BLOCKS)
+        for part, block in enumerate(blocks):
+            self.write(block, ("state", identities[position // SIZE - 1], part))
+        held.publish_state(position, token_ids, blocks)
+        for block in blocks:
+            self.arena.dereference(block)
+
+    def write(self, block: int, content: object) -> None:
+        assert not self.arena.is_locked(block), "a published block is written"
+        assert block not in [block for held, _ in self.live for block in held.state]
+        self.content[block] = content
+
+    def lend(self) -> None:
+        token_ids = self.rng.choice(self.live)[1] if self.live else [0] * 30
+        held = self.manager.hold(list(block_identities(ROOT, token_ids, SIZE)))
+        assert len(held.state) == (STATE_BLOCKS if held.identities else 0)
+        self.check_held(held)
+        self.live.append((held, token_ids))
+
+    def check_held(self, held: Holdings) -> None:
+        full = held.blocks[0][: len(held.identities)]
+        assert [self.content[block] for block in full] == held.identities
+        if held.state:
+            last = held.identities[-1]
+            assert [self.content[block] for block in held.state] == [
+                ("state", last, part) for part in range(STATE_BLOCKS)
+            ]
+
+    def check(self) -> None:
+        used = {block for held, _ in self.live for block in (*held.blocks[0], *held.state)}
+        assert self.arena.num_available == self.arena.num_blocks - len(used)
+        assert self.arena.num_states <= self.arena.most_states
+        for held, _ in self.live:
+            self.check_held(held)
+        self.listener.hear(self.log.take())
+        assert self.listener.held == {(Medium.GPU, identity) for identity in self.arena.published()}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_block_leaks_or_is_written_while_others_may_read_it(seed: int) -> None:
+    machine = Machine(seed)
+    for _ in range(300):
+        machine.step()
+    for held, _ in machine.live:
+        held.free()
+    assert machine.arena.num_available == machine.arena.num_blocks
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_told_is_there(seed: int) -> None:
+    """Whoever hears of a state may go on behind it, however old it is."""
+    machine = Machine(seed)
+    known: dict[BlockIdentity, list[int]] = {}
+    for _ in range(200):
+        machine.step()
+        for _, token_ids in machine.live:
+            for place, identity in enumerate(block_identities(ROOT, token_ids, SIZE), 1):
+                known[identity] = token_ids[: place * SIZE]
+        for identity in machine.arena.published():
+            before = block_identities(ROOT, known[identity], SIZE)
+            assert all(machine.arena.find(each) is not None for each in before)
