@@ -1,4 +1,6 @@
-"""What `deploy/install.sh` installs on a host with an NVIDIA GPU, told by a pip that only lists it; and where."""
+"""What `deploy/install.sh` installs on a host with an NVIDIA GPU, told by a pip that only lists it, and
+where.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ def test_a_host_on_which_triton_cannot_build_is_told(tmp_path: Path) -> None:
 
 
 def test_an_environment_beside_the_checkout(tmp_path: Path) -> None:
-    """As on the hosts of a cluster. This interpreter makes it, without pip, so nothing is installed into it."""
+    """As on the hosts of a cluster. This interpreter makes it without pip, so nothing is installed."""
     checkout, environment = tmp_path / "tandem", tmp_path / "tandem-venv"
     (checkout / "deploy").mkdir(parents=True)
     shutil.copy(ROOT / "deploy/install.sh", checkout / "deploy")
