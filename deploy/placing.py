@@ -27,6 +27,9 @@ DISTRUST_S = 30.0
 NODES_S = 30.0
 """--min-nodes are waited for no longer, where there is room without them."""
 
+SET_UP_S = 600.0
+"""The same while Ray sets hosts up: it installs packages there."""
+
 
 class Placing:
     """`slots` are the supervisor's own list: who has a node holds a place there. For its thread alone."""
@@ -103,7 +106,8 @@ class Placing:
     def _has_nodes(self, now: float) -> bool:
         """Whether so many have joined as workers are to be spread over."""
         able = sum(node.cores > 0 for node in self.nodes)
-        return able >= self._config.min_nodes or now - self._began > NODES_S
+        longest_s = SET_UP_S if self._cluster.sets_up_nodes else NODES_S
+        return able >= self._config.min_nodes or now - self._began > longest_s
 
     def _group(self, slot: Slot, node: Node, gpus: float) -> Any:
         """A node with roles is for us alone, so they say enough; of another one it takes the part of one of

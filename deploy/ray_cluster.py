@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -75,6 +75,8 @@ class RayCluster:
         self._own_nodes: list[Node] = []
         self.may_grow = False
         """Ray's autoscaler adds nodes to a joined cluster, as far as `nodes` has seen."""
+        self.sets_up_nodes = False
+        """Ray installs what hosts need that are to join, as `nodes` has seen."""
         self._asked: list[dict[str, float]] = []
         self.namespace = f"tandem-{secrets.token_hex(4)}"
 
@@ -172,7 +174,10 @@ class RayCluster:
             return self._own_nodes
         import ray
 
-        self.may_grow = self.may_grow or (not self.is_local and _has_autoscaler())
+        if not self.is_local:
+            report = _autoscaler_report()
+            self.may_grow = self.may_grow or may_grow(report)
+            self.sets_up_nodes = sets_up_nodes(report)
         nodes = [Node.of(each) for each in ray.nodes() if each["Alive"]]
         if self.is_local:
             nodes = [Node(node.node_id, node.address, host_cores(), node.gpus) for node in nodes]
@@ -231,16 +236,24 @@ def object_store_bytes(config: ServeConfig) -> int:
     return _LEAST_STORE_BYTES + workers * (workers - 1) * _STORE_BYTES_PER_PAIR
 
 
-def _has_autoscaler() -> bool:
-    """Whether Ray may add nodes. In a cluster that nobody configured it names a type after each node."""
+def _autoscaler_report() -> dict[str, Any]:
+    """What Ray's autoscaler has said last; empty without one."""
     from ray.experimental.internal_kv import _internal_kv_get
 
     status = _internal_kv_get("__autoscaling_status")
-    report = json.loads(status).get("autoscaler_report") if status else None
-    if report is None:
-        return False
-    types = {name for name in report["node_type_mapping"].values() if not name.startswith("node_")}
+    report: dict[str, Any] = json.loads(status).get("autoscaler_report") if status else {}
+    return report or {}
+
+
+def may_grow(report: Mapping[str, Any]) -> bool:
+    """Whether Ray may add nodes. In a cluster that nobody configured it names a type after each node."""
+    types = {name for name in report.get("node_type_mapping", {}).values() if not name.startswith("node_")}
     return not types <= fixed_types(_BOOTSTRAP)
+
+
+def sets_up_nodes(report: Mapping[str, Any]) -> bool:
+    """Whether it sets a host up: a pending node is its address, its type and what is done there."""
+    return any(pending[-1] in ("syncing-files", "setting-up") for pending in report.get("pending_nodes", ()))
 
 
 @functools.cache

@@ -166,7 +166,10 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     min_nodes: Annotated[
         int,
         Meta(ge=1, le=4096),
-        _doc("Nodes of the Ray cluster to spread workers over, for which a start waits 30 seconds at most."),
+        _doc(
+            "Nodes of the Ray cluster to spread workers over, for which a start waits 30 seconds at most, "
+            "10 minutes while Ray sets hosts up."
+        ),
     ] = 1
     worker_host: Annotated[str | None, _doc("Address that workers bind; default: their node's.")] = None
     worker_ports: Annotated[
