@@ -29,6 +29,7 @@ from engine.outputs import Kept, failure, keep_tokens, token_output
 from engine.pool_layout import PoolLayout
 from engine.prefix import PrefixRoom, find_room
 from engine.profiling import ProfilingRun
+from engine.recurrent.layout import StateLayout
 from engine.results import EngineStats, Reservation, StepResult
 from engine.runner import AheadRunner
 from engine.sampler import Grammars, Sampler
@@ -79,7 +80,10 @@ class Engine:
         self.eos_token_ids = loaded.eos_token_ids
         self.weights = loaded.weights
         """Tells them from others of the same name."""
-        self._state = loaded.recurrent.state if loaded.recurrent is not None else None
+        if loaded.recurrent is not None:
+            check_hybrid(config, make_runner is not runner_of_one_process, loaded.recurrent.state.grid)
+        self._speculator = speculate(config, loaded) if speculate is not None else None
+        self._state = self._state_layout(loaded)
         self.kv_format = loaded.kv_group.describe(config.block_size)
         if self._state is not None:
             self.kv_format += f" and {self._state.describe()}"
@@ -89,10 +93,6 @@ class Engine:
             block_size=config.block_size,
             has_states=self._state is not None,
         )
-        if self._state is not None:
-            check_hybrid(config, make_runner is not runner_of_one_process, self._state.grid)
-            speculate = None
-        self._speculator = speculate(config, loaded) if speculate is not None else None
         hidden_layers = self._speculator.hidden_layers if self._speculator is not None else ()
         self.feature_size = len(hidden_layers) * loaded.hidden_size
         """Values in the hidden state that the drafter reads of one token."""
@@ -144,6 +144,12 @@ class Engine:
         self._sampler.warm_up(loaded.dtype)
         self._profile(loaded, budget)
         self.start_up = describe_start(config, loaded, self.pool, self._runner, self.tiers, load_s, compile_s)
+
+    def _state_layout(self, loaded: LoadedModel) -> StateLayout | None:
+        if loaded.recurrent is None:
+            return None
+        most = self._speculator.most_drafted if self._speculator is not None else 0
+        return loaded.recurrent.state.with_drafts(most)
 
     def _layout(self, loaded: LoadedModel) -> PoolLayout:
         """For the model's KV, and that of the speculator's draft, if it has any."""
@@ -446,10 +452,6 @@ class Engine:
         if request.request_id in self._sequences:
             raise InvalidRequestError("request_id", f"{request.request_id} is already running")
         check_request(request, self.vocab_size, self.max_model_len, self.config.max_logprobs)
-        if self._state is not None and request.speculation is not None and request.speculation.method:
-            raise InvalidRequestError(
-                "speculation.method", "not supported for a model with recurrent layers: leave it out"
-            )
         if request.sampling.grammar is not None:
             self._grammars.compile(request.sampling.grammar)
 
@@ -529,6 +531,8 @@ class Engine:
             return self._fail(sequence, *failure(sequence))
         if sequence.hold_at is None:
             sequence.held.commit(first_drafted, accepted, sequence.token_ids)
+            if self.pool.seats is not None:
+                self.pool.seats.move(sequence.seat, first_drafted, accepted)
         else:
             sequence.held.publish(sequence.token_ids, min(sequence.num_computed, sequence.num_given))
         if self._seating is not None:

@@ -8,16 +8,22 @@ from engine.attention.interface import AttentionBackend
 from engine.forward import Forward
 from engine.loader import LoadedModel
 from engine.recurrent.native import operators_of
-from engine.recurrent.operators import RowSpan
-from engine.recurrent.seats import Seats
+from engine.recurrent.seats import RowSpan, Seats
 from engine.rows import SequenceRows
 
 
 class HybridForward(Forward):
     def __init__(
-        self, loaded: LoadedModel, backend: AttentionBackend, seats: Seats, *, products: str, packed: bool
+        self,
+        loaded: LoadedModel,
+        backend: AttentionBackend,
+        seats: Seats,
+        hidden_layers: tuple[int, ...] = (),
+        *,
+        products: str,
+        packed: bool,
     ) -> None:
-        super().__init__(loaded.model, backend, "off", products=products, packed=packed)
+        super().__init__(loaded.model, backend, "off", hidden_layers, products=products, packed=packed)
         assert loaded.recurrent is not None
         self._seam = loaded.recurrent.seam
         self._operators = operators_of(seats)
@@ -25,5 +31,12 @@ class HybridForward(Forward):
 
     def _begin(self, batch: Sequence[SequenceRows]) -> None:
         super()._begin(batch)
-        self._operators.begin_step([RowSpan(rows.seat, rows.start, len(rows.token_ids)) for rows in batch])
+        self._operators.begin_step([_span(rows) for rows in batch])
         self._seam.operators = self._operators
+
+
+def _span(rows: SequenceRows) -> RowSpan:
+    count = len(rows.token_ids)
+    certain = rows.start + count if rows.certain is None else rows.certain
+    tree_start = rows.start if rows.tree_start is None else rows.tree_start
+    return RowSpan(rows.seat, rows.start, count, certain, rows.masks, tree_start)

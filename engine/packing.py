@@ -43,7 +43,11 @@ def pack(step: ScheduledStep) -> PackedStep:
         if sequence.wants_prompt_logprobs:
             packed.prompts.append((sequence, count))
             prompt_rows.extend(range(row, row + count))
-        packed.batch.append(SequenceRows(token_ids, start, sequence.held.blocks, masks, seat=sequence.seat))
+        packed.batch.append(
+            SequenceRows(
+                token_ids, start, sequence.held.blocks, masks, seat=sequence.seat, certain=start + count
+            )
+        )
         row += len(token_ids)
     packed.num_sampled_rows = len(packed.logit_rows)
     packed.logit_rows += prompt_rows

@@ -29,9 +29,8 @@ from engine.kv_pool import KVPool
 from engine.pool_layout import TARGET, Group, LayerShape, PoolLayout
 from engine.recurrent.layout import RecurrentLayer, StateLayout
 from engine.recurrent.native import operators_of
-from engine.recurrent.operators import RowSpan
 from engine.recurrent.seam import Seam
-from engine.recurrent.seats import Seats
+from engine.recurrent.seats import RowSpan, Seats
 from protocol.handoff import MAX_SEGMENTS
 
 _BLOCK_SIZE = 4
@@ -241,14 +240,16 @@ def _served(
     backend = select_backend(model.device, dtype)[0](pool.layers(TARGET))
     operators = None
     if seam is not None and kept.state is not None:
-        operators = operators_of(Seats(replace(kept.state, grid=_BLOCK_SIZE), 2, model.device))
+        operators = operators_of(
+            Seats(replace(kept.state, grid=_BLOCK_SIZE, window=_BLOCK_SIZE), 2, model.device)
+        )
         seam.operators = operators
     logits = []
     for mate, start, end in ((mates[0], 0, _SPLIT), (mates[1], _SPLIT, len(text))):
         positions = torch.cat([torch.arange(_MATE), torch.arange(start, end)]).to(model.device)
         backend.begin_step(_metadata(start, end, model.device))
         if operators is not None:
-            operators.begin_step([RowSpan(0, 0, _MATE), RowSpan(1, start, end - start)])
+            operators.begin_step([RowSpan(0, 0, _MATE, _MATE), RowSpan(1, start, end - start, end)])
         rows = torch.cat([mate, text[start:end]])
         logits.append(_forward(model, transformers_hook.NAME, backend, rows, positions)[_MATE:])
     return torch.cat(logits).float()

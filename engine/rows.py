@@ -25,6 +25,8 @@ class SequenceRows:
     first_key: int = 0
     seat: int = 0
     """Of the state of recurrent layers, where the model has some."""
+    certain: int | None = None
+    """Leading places whose tokens no later rows replace: None for all. Recurrent layers ask for it."""
 
 
 @dataclass(slots=True, eq=False)

@@ -228,6 +228,8 @@ class Scheduler:
         """Reserve room for up to `wish` drafted tokens of a decoding sequence; returns for how many."""
         left = sequence.params.max_tokens - len(sequence.output_token_ids) - 1
         room = min(wish, left, step.budget_left)
+        if self._seating is not None:
+            room = min(room, self._seating.room(sequence))
         if room <= 0 or not self._grow(sequence, sequence.num_computed, len(sequence.token_ids) + room):
             return 0
         step.budget_left -= room

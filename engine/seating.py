@@ -58,21 +58,25 @@ class Seating:
         sequence.seat = self._seats.take()
         held = sequence.held
         if held.state:
-            self._seats.load(sequence.seat, self._memory, held.state)
-            sequence.num_computed = self._point(sequence.num_computed)
-            held.publish_state(sequence.num_computed, sequence.token_ids, held.state)
+            point = self._seats.load(sequence.seat, self._memory, held.state, sequence.num_computed)
+            held.publish_state(point, sequence.token_ids, held.state)
             held.drop_state()
+            sequence.num_computed = point
+
+    def room(self, sequence: SequenceState) -> int:
+        """For drafted tokens of a decoding one."""
+        return self._seats.layout.room(sequence.num_computed)
 
     def stepped(self, sequence: SequenceState) -> None:
         """Keep its state if that is one of those to be kept."""
-        position = self._point(sequence.num_computed)
+        position = self._seats.position(sequence.seat)
         if position in sequence.keep_at:
             sequence.keep_at.remove(position)
             self._keep(sequence, position)
 
     def rise(self, sequence: SequenceState) -> None:
         """It does not run any more. What is to be handed over keeps its state in its blocks."""
-        held, position = sequence.held, self._point(sequence.num_computed)
+        held, position = sequence.held, self._seats.position(sequence.seat)
         if held.state:
             self._seats.save(sequence.seat, self._memory, held.state)
             held.publish_state(position, sequence.token_ids, held.state)

@@ -67,7 +67,7 @@ def build_runner(
         if loaded.device.type == "cpu":
             dequantize_linears(loaded.model, loaded.dtype)  # torch would do so in every step
         if seats is not None:
-            return HybridForward(loaded, backend, seats, products=fault, packed=False)
+            return HybridForward(loaded, backend, seats, hidden_layers, products=fault, packed=False)
         return Forward(loaded.model, backend, compile, hidden_layers, products=fault)
     loaded = pack_model(loaded, compile, type(backend))
     if loaded.description is not None:
@@ -77,7 +77,7 @@ def build_runner(
     count = sum(isinstance(module, packed_layers) for module in loaded.model.modules())
     packed = f"{count} packed layers, summed alike in every batch"
     if seats is not None:
-        return HybridForward(loaded, backend, seats, products=packed, packed=True)
+        return HybridForward(loaded, backend, seats, hidden_layers, products=packed, packed=True)
     return Forward(loaded.model, backend, compile, hidden_layers, products=packed, packed=True)
 
 

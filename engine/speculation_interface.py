@@ -32,11 +32,13 @@ class Speculator(Protocol):
     In each step the engine calls `prepare`, `verify` if there are drafts, and `finish`. `kv_group` is the
     draft's KV, named `DRAFT`, None if it has none. `hidden_layers` are the hidden states that it reads,
     numbered as in Transformers' `hidden_states`: 0 the embeddings, i the output of layer i, the last one
-    after the final norm.
+    after the final norm. `most_drafted` is the number of tokens for which recurrent layers have room; longer
+    drafts get room for fewer.
     """
 
     kv_group: Group | None
     hidden_layers: tuple[int, ...]
+    most_drafted: int
 
     def attach(self, loaded: LoadedModel, pool: KVPool, sampler: Sampler) -> None:
         """Called once, first: the pool exists now."""

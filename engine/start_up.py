@@ -33,7 +33,7 @@ def describe_start(
         "forward": runner.choice,
         "products": runner.products,
         "kv_pool": f"{size}, KV in {loaded.kv_group.rows}{_expansion(loaded)}",
-        "states": _states(config, loaded, pool),
+        "states": _states(config, pool),
         "kv_tiers": tiers.describe() if tiers is not None else "none",
         "threads": str(torch.get_num_threads()),
         "load_s": f"{load_s:.1f}",
@@ -51,10 +51,10 @@ def _expansion(loaded: LoadedModel) -> str:
     return f", expanded: {kept} values a token and layer instead of {latent}"
 
 
-def _states(config: ServeConfig, loaded: LoadedModel, pool: KVPool) -> str:
-    if loaded.recurrent is None:
+def _states(config: ServeConfig, pool: KVPool) -> str:
+    if pool.seats is None:
         return "none"
-    state, count = loaded.recurrent.state, config.max_num_seqs
+    state, count = pool.seats.layout, config.max_num_seqs
     return (
         f"{len(state.layers)} recurrent layers, grid of {state.grid} tokens; "
         f"{count} seats of {_mib(state.seat_bytes)} for running sequences, {_mib(count * state.seat_bytes)}; "

@@ -21,6 +21,7 @@ from engine.select_forward import build_runner
 from engine.sequence import SequenceStage, SequenceState
 from engine.speculation_interface import MakeRoom
 from protocol.config import ServeConfig
+from protocol.errors import ConfigError
 from protocol.handoff import REBUILD, DraftState
 from protocol.speculation import SpeculationState
 from speculation.native_chain import NativeChain
@@ -31,7 +32,12 @@ contradicts meanwhile is found out after the step."""
 
 
 def run_ahead(config: ServeConfig, loaded: LoadedModel) -> RunAhead:
-    """For `Engine`."""
+    """For `Engine`. Raises `ConfigError` for a draft model that cannot go back to what was certain."""
+    if loaded.recurrent is not None:
+        name = loaded.model.config.model_type
+        raise ConfigError(
+            f"--speculative-config: model: {name}: a draft with recurrent state is not supported"
+        )
     return RunAhead(config)
 
 
@@ -42,6 +48,7 @@ class RunAhead:
 
     kv_group: Group | None = None
     hidden_layers: tuple[int, ...] = ()
+    most_drafted = 0
 
     def __init__(self, config: ServeConfig) -> None:
         self._config = config

@@ -89,6 +89,7 @@ class BatchSpeculator:
             drafter = build_drafter(self._deployed.method, self._options, config, loaded)
             self._drafters[self._deployed.method] = drafter
             self.kv_group, self.hidden_layers = drafter.kv_group, drafter.hidden_layers
+        self.most_drafted = self._most_drafted()
         self._feature_bytes = len(self.hidden_layers) * loaded.hidden_size * loaded.dtype.itemsize
 
     def attach(self, loaded: LoadedModel, pool: KVPool, sampler: Sampler) -> None:
@@ -382,11 +383,13 @@ class BatchSpeculator:
     def counters(self) -> dict[str, float]:
         return self._account.counters()
 
+    def _most_drafted(self) -> int:
+        """By a request that asks for nothing else."""
+        fixed = self._options.fixed_tokens
+        return draft_shape(self._options.method, self._options).max_tokens if fixed is None else fixed
+
     def report(self) -> SpeculationState:
-        most = 0
-        if self._deployed is not None:
-            fixed = self._deployed.fixed_tokens
-            most = draft_shape(self._deployed.method, self._options).max_tokens if fixed is None else fixed
+        most = self.most_drafted if self._deployed is not None else 0
         answers = self._remote.answers.copy() if self._remote is not None else {}
         return msgspec.structs.replace(self._controller.estimator.report(most), draft_answers=answers)
 

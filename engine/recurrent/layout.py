@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -41,11 +41,14 @@ class RecurrentLayer:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """`dtype` is that of the convolutions' inputs."""
+    """`dtype` is that of the convolutions' inputs. A seat has room for those of `window` tokens behind a grid
+    point, drafted ones included; the grid divides it.
+    """
 
     layers: tuple[RecurrentLayer, ...]
     dtype: torch.dtype
     grid: int = GRID
+    window: int = GRID
 
     @property
     def state_bytes(self) -> int:
@@ -62,7 +65,7 @@ class StateLayout:
             for layer in self.layers
         )
         inputs = sum(layer.channels for layer in self.layers)
-        return _aligned(self.grid * (4 * heads + self.dtype.itemsize * inputs))
+        return _aligned(self.window * (4 * heads + self.dtype.itemsize * inputs))
 
     @property
     def seat_bytes(self) -> int:
@@ -72,6 +75,14 @@ class StateLayout:
     def position(self, num_tokens: int) -> int:
         """The last grid point of so many tokens."""
         return num_tokens // self.grid * self.grid
+
+    def with_drafts(self, most: int) -> StateLayout:
+        """With room for so many drafted tokens."""
+        return replace(self, window=self.grid + -(-most // self.grid) * self.grid)
+
+    def room(self, num_tokens: int) -> int:
+        """For drafted tokens, where the state and inputs of so many are kept and one more is to be run."""
+        return self.window - (num_tokens - self.position(num_tokens)) - 1
 
     def describe(self) -> str:
         """Names the format, so that unlike states never meet."""

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.recurrent.operators import RowSpan, StepOperators, TorchOperators
-from engine.recurrent.seats import Seats
-from engine.recurrent.structs import ConvArgs, LinearArgs, SpansArgs
+from engine.recurrent.operators import StepOperators, TorchOperators
+from engine.recurrent.seats import RowSpan, Seats
+from engine.recurrent.structs import ConvArgs, LinearArgs, SpanArgs, SpansArgs
 from native.build import BuildError, declare, load_library
 from native.openmp import gomp_parallel
 
@@ -37,7 +37,7 @@ def operators_of(seats: Seats) -> StepOperators:
 @functools.cache
 def _library() -> tuple[Callable[..., None], Callable[..., None]]:
     """Raises BuildError."""
-    library = load_library(Path(__file__).parent / "recurrent.cpp", SpansArgs, ConvArgs, LinearArgs)
+    library = load_library(Path(__file__).parent / "recurrent.cpp", SpanArgs, SpansArgs, ConvArgs, LinearArgs)
     arguments = ctypes.c_void_p, ctypes.c_void_p
     conv = declare(library, "tandem_causal_conv", None, *arguments)
     return conv, declare(library, "tandem_linear_attention", None, *arguments)
@@ -53,15 +53,23 @@ class CpuOperators:
         self._seats = seats
         self._parallel = gomp_parallel()
         self._weights: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._spans, self._rows = SpansArgs(), np.zeros((0, 3), np.int64)
+        self._spans, self._rows = SpansArgs(), np.zeros(0, np.int64)
+        self._masks: list[np.ndarray | None] = []
 
     def begin_step(self, spans: Sequence[RowSpan]) -> None:
-        for span in spans:
-            if span.start == 0:
-                self._seats.clear(span.seat)
-        self._rows = np.array([(span.seat, span.start, span.count) for span in spans], np.int64)
-        grid, threads = self._seats.layout.grid, torch.get_num_threads()
-        self._spans = SpansArgs(self._rows.ctypes.data, len(spans), grid, threads, self._parallel)
+        self._masks = [None if span.masks is None else np.array(span.masks, np.uint64) for span in spans]
+        rows = [
+            (
+                *(span.seat, self._seats.run(span), span.start, span.count, span.certain, span.tree_start),
+                0 if masks is None else masks.ctypes.data,
+            )
+            for span, masks in zip(spans, self._masks, strict=True)
+        ]
+        self._rows = np.array(rows, np.int64)
+        layout, threads = self._seats.layout, torch.get_num_threads()
+        self._spans = SpansArgs(
+            self._rows.ctypes.data, len(spans), layout.grid, layout.window, threads, self._parallel
+        )
 
     def causal_conv(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         of, inputs = self._seats.layers[layer], inputs.contiguous()

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.recurrent.seats import LayerSeats, Seats
-
-
-@dataclass(frozen=True, slots=True)
-class RowSpan:
-    """`count` packed rows of one sequence: tokens from position `start` on, its state in `seat`."""
-
-    seat: int
-    start: int
-    count: int
+from engine.recurrent.seats import LayerSeats, RowSpan, Seats
 
 
 class Operators(Protocol):
@@ -45,7 +35,9 @@ class StepOperators(Operators, Protocol):
     name: str
 
     def begin_step(self, spans: Sequence[RowSpan]) -> None:
-        """Each sequence's rows follow those that ran before. One that starts at 0 has no state yet."""
+        """Each sequence's rows follow others that ran before, or replace drafted ones. One that starts at 0
+        has no state yet.
+        """
         ...
 
 
@@ -57,40 +49,54 @@ class TorchOperators:
     def __init__(self, seats: Seats) -> None:
         self._seats = seats
         self._grid = seats.layout.grid
-        self._spans: Sequence[RowSpan] = ()
+        self._window = seats.layout.window
+        self._spans: list[tuple[RowSpan, int]] = []
+        """And where their states are."""
 
     def begin_step(self, spans: Sequence[RowSpan]) -> None:
-        self._spans = spans
-        for span in spans:
-            if span.start == 0:
-                self._seats.clear(span.seat)
+        self._spans = [(span, self._seats.run(span)) for span in spans]
 
     def causal_conv(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         of, taps = self._seats.layers[layer], weight.float().t()
-        rows = inputs.split([span.count for span in self._spans])
+        rows = inputs.split([span.count for span, _ in self._spans])
         outputs = []
-        for span, own in zip(self._spans, rows, strict=True):
-            known = self._with_history(of, span, own).float()
-            total = known[: span.count] * taps[0]
+        for (span, base), own in zip(self._spans, rows, strict=True):
+            known, origin = self._with_history(of, span, base, own)
+            reached = self._reached(span, origin, len(taps) - 1)
+            total = known[reached[0]].float() * taps[0]
             for tap in range(1, len(taps)):
-                total = total + known[tap : tap + span.count] * taps[tap]
+                total = total + known[reached[tap]].float() * taps[tap]
             outputs.append(total if bias is None else total + bias.float())
         return torch.cat(outputs)
 
-    def _with_history(self, of: LayerSeats, span: RowSpan, rows: Tensor) -> Tensor:
-        """The rows behind the inputs before them that they reach. Keeps what later rows will reach."""
-        reach = of.tail.shape[1]
-        done = span.start % self._grid
+    def _with_history(self, of: LayerSeats, span: RowSpan, base: int, rows: Tensor) -> tuple[Tensor, int]:
+        """The rows behind the inputs before them, and the place of the first of these. Keeps what later rows
+        will reach.
+        """
         tail, inputs = of.tail[span.seat], of.inputs[span.seat]
-        known = torch.cat([tail, inputs[:done], rows])
-        behind = (span.start + span.count) % self._grid
-        if done + span.count >= self._grid:
-            first = len(known) - behind - reach
-            tail.copy_(known[first : first + reach])
-            inputs[:behind] = known[len(known) - behind :]
-        else:
-            inputs[done:behind] = rows
-        return known[done:]
+        origin, end = base - len(tail), span.start + span.count
+        known = torch.cat([tail, inputs[self._seated(range(base, span.start))], rows])
+        settled = max(base, min(span.certain, end) // self._grid * self._grid)
+        tail.copy_(known[settled - base : settled - base + len(tail)])
+        kept = range(max(settled, span.start), end)
+        inputs[self._seated(kept)] = known[kept.start - origin : end - origin]
+        return known, origin
+
+    def _reached(self, span: RowSpan, origin: int, reach: int) -> list[slice | list[int]]:
+        """For each tap the rows that it reads, `known` from place `origin` on."""
+        first = span.start - origin
+        if span.masks is None:
+            return [slice(first - reach + tap, first - reach + tap + span.count) for tap in range(reach + 1)]
+        places = range(span.start, span.start + span.count)
+        paths = [[*span.path(place, span.tree_start - reach), place] for place in places]
+        return [[path[tap - reach - 1] - origin for path in paths] for tap in range(reach + 1)]
+
+    def _seated(self, places: Sequence[int]) -> slice | list[int]:
+        """Where these, ascending, are in a window."""
+        seated = [place % self._window for place in places]
+        if seated and seated[-1] - seated[0] == len(seated) - 1 == places[-1] - places[0]:
+            return slice(seated[0], seated[-1] + 1)
+        return seated
 
     def linear_attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None
@@ -98,49 +104,76 @@ class TorchOperators:
         of = self._seats.layers[layer]
         out = torch.empty_like(value)
         row = 0
-        for span in self._spans:
+        for span, base in self._spans:
             seat = LayerSeats(*(part[span.seat] for part in of))
-            for position in range(span.start, span.start + span.count):
+            drafted = seat.state
+            passed: list[int] = []
+            end = span.start + span.count
+            for place in range(span.start, end):
+                base = self._settle(seat, base, min(place, span.certain))
+                path = span.path(place, base)
+                left = len(path) % self._grid
+                ahead, behind = path[: len(path) - left], self._seated(path[len(path) - left :])
+                if ahead != passed:
+                    drafted, passed = self._ahead(seat, ahead), ahead
+                here = seat._replace(state=drafted)
                 strength = None if beta is None else beta[row]
-                place = position % self._grid
-                out[row] = _read_and_add(seat, place, query[row], key[row], value[row], decay[row], strength)
-                if place == self._grid - 1:
-                    _advance(seat)
+                rows = query[row], key[row], value[row], decay[row], strength
+                out[row] = _read_and_add(here, place % self._window, behind, *rows)
                 row += 1
+            self._settle(seat, base, min(end, span.certain))
         return out
+
+    def _settle(self, seat: LayerSeats, base: int, end: int) -> int:
+        """Bring the state from `base` to the last grid point of so many tokens; returns that."""
+        while base + self._grid <= end:
+            _advance(seat.state, seat, self._seated(range(base, base + self._grid)))
+            base += self._grid
+        return base
+
+    def _ahead(self, seat: LayerSeats, path: Sequence[int]) -> Tensor:
+        """The state behind these drafted tokens, whole grids of them."""
+        state = seat.state.clone() if path else seat.state
+        for first in range(0, len(path), self._grid):
+            _advance(state, seat, self._seated(path[first : first + self._grid]))
+        return state
 
 
 def _read_and_add(
     seat: LayerSeats,
     place: int,
+    behind: slice | list[int],
     query: Tensor,
     key: Tensor,
     value: Tensor,
     decay: Tensor,
     beta: Tensor | None,
 ) -> Tensor:
-    """One row, `place` tokens behind the grid point."""
-    total = decay if place == 0 else seat.decays[place - 1] + decay
-    weights = (total - seat.decays[:place]).exp()
+    """One row, which goes to a place of the window: it reads the state, and what lies `behind` that."""
+    decays, keys, deltas = seat.decays[behind], seat.keys[behind], seat.deltas[behind]
+    total = decays[-1] + decay if len(decays) else decay
+    weights = (total - decays).exp()
     kept = total.exp()[:, None]
     group = len(value) // len(key)
 
     def read(rows: Tensor) -> Tensor:
-        scores = (seat.keys[:place] * rows).sum(-1).repeat_interleave(group, 1) * weights
-        recent = (scores[..., None] * seat.deltas[:place]).sum(0)
+        scores = (keys * rows).sum(-1).repeat_interleave(group, 1) * weights
+        recent = (scores[..., None] * deltas).sum(0)
         return kept * (rows.repeat_interleave(group, 0)[..., None] * seat.state).sum(1) + recent
 
     delta = value if beta is None else beta[:, None] * (value - read(key))
+    out = read(query) + (query * key).sum(-1).repeat_interleave(group)[:, None] * delta
     seat.keys[place], seat.deltas[place], seat.decays[place] = key, delta, total
-    return read(query) + (query * key).sum(-1).repeat_interleave(group)[:, None] * delta
+    return out
 
 
-def _advance(seat: LayerSeats) -> None:
-    """From the state at a grid point to that at the next one."""
-    total = seat.decays[-1]
-    weights = (total - seat.decays).exp()
-    seat.state.mul_(total.exp()[:, None, None])
-    group = seat.deltas.shape[1] // seat.keys.shape[1]
-    for key, delta, weight in zip(seat.keys, seat.deltas, weights, strict=True):
+def _advance(state: Tensor, seat: LayerSeats, places: slice | list[int]) -> None:
+    """A state from a grid point to the next one, by what these places of the window add."""
+    decays, keys, deltas = seat.decays[places], seat.keys[places], seat.deltas[places]
+    total = decays[-1]
+    weights = (total - decays).exp()
+    state.mul_(total.exp()[:, None, None])
+    group = deltas.shape[1] // keys.shape[1]
+    for key, delta, weight in zip(keys, deltas, weights, strict=True):
         weighted = key.repeat_interleave(group, 0) * weight[:, None]
-        seat.state.add_(weighted[..., None] * delta[:, None])
+        state.add_(weighted[..., None] * delta[:, None])

@@ -2,7 +2,9 @@
 //
 // A unit of work is one sequence and one head, or one block of a convolution's channels: its rows run one after the
 // other, and each sum has its terms in an order that the row's position decides. So bits depend neither on chunks,
-// company nor threads.
+// company nor threads. Nor do they on drafts: a state only ever holds tokens that are certain, and what drafts leave in
+// a window is written again before it is read.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -10,15 +12,19 @@
 
 #include "../../native/parallel.h"
 
-// Packed rows of one sequence, whose state is in a seat, from a position on.
+// Packed rows of one sequence, from place `start` on. Its state is in a seat, and at grid point `base`; the tokens of
+// the places below `certain` are its own, those behind them may be others in the next step. With `masks`, one for each
+// row, they are rows of a tree: bit i is place `tree_start` + i, and the bits are the path to the row, its own the last.
 struct Span {
-    int64_t seat, start, count;
+    int64_t seat, base, start, count, certain, tree_start;
+    const uint64_t* masks;
 };
 
-// Spans follow each other. Steps of seats are in bytes.
+// Spans follow each other. A seat has the inputs of `window` places, each at its number modulo that. Steps of seats are
+// in bytes.
 struct Spans {
     const Span* spans;
-    int64_t num_spans, grid, threads;
+    int64_t num_spans, grid, window, threads;
     Parallel parallel;
 };
 
@@ -56,22 +62,43 @@ inline float as_float(uint16_t x) {
     return value;
 }
 
+// The places of the tokens before a row, from position `first` on, in order of their positions.
+void find_path(const Span& span, int64_t place, int64_t first, std::vector<int64_t>& path) {
+    path.clear();
+    int64_t position = first;
+    const int64_t root = span.masks ? span.tree_start : place;
+    for (; position < root; position++) path.push_back(position);
+    if (!span.masks) return;
+    position = root;
+    for (uint64_t bits = span.masks[place - span.start]; bits & (bits - 1); bits &= bits - 1)
+        if (position++ >= first) path.push_back(root + __builtin_ctzll(bits));
+}
+
+// The grid point of a span's state once its rows have run.
+int64_t next_base(const Span& span, int64_t grid) {
+    return std::max(std::min(span.certain, span.start + span.count) / grid * grid, span.base);
+}
+
 // One block of channels of a sequence's convolution.
-template <class Word> void convolve(const Conv& conv, const Span& span, int64_t row, int64_t grid, int64_t first) {
+template <class Word> void convolve(const Conv& conv, const Span& span, int64_t row, const Spans& of, int64_t first) {
     const int64_t channels = conv.channels, reach = conv.taps - 1, count = std::min(CHANNELS, channels - first);
     const Word* inputs = (const Word*)conv.inputs + row * channels + first;
     Word* tail = (Word*)(conv.tail + span.seat * conv.tail_step) + first;
     Word* recent = (Word*)(conv.recent + span.seat * conv.recent_step) + first;
-    const int64_t origin = span.start / grid * grid, end = span.start + span.count;
-    auto at = [&](int64_t position) -> const Word* {
-        if (position >= span.start) return inputs + (position - span.start) * channels;
-        if (position >= origin) return recent + (position - origin) * channels;
-        return tail + (position - origin + reach) * channels;
+    const int64_t end = span.start + span.count;
+    auto at = [&](int64_t place) -> const Word* {
+        if (place >= span.start) return inputs + (place - span.start) * channels;
+        if (place >= span.base) return recent + place % of.window * channels;
+        return tail + (place - span.base + reach) * channels;
     };
-    for (int64_t position = span.start; position < end; position++) {
-        float* out = conv.out + (row + position - span.start) * channels + first;
+    std::vector<int64_t> path;
+    for (int64_t place = span.start; place < end; place++) {
+        find_path(span, place, (span.masks ? span.tree_start : place) - reach, path);
+        path.push_back(place);
+        const int64_t* places = path.data() + path.size() - conv.taps;
+        float* out = conv.out + (row + place - span.start) * channels + first;
         for (int64_t tap = 0; tap <= reach; tap++) {
-            const Word* input = at(position - reach + tap);
+            const Word* input = at(places[tap]);
             const float* weight = conv.weight + tap * channels + first;
             if (tap == 0)
                 for (int64_t c = 0; c < count; c++) out[c] = weight[c] * as_float(input[c]);
@@ -81,12 +108,12 @@ template <class Word> void convolve(const Conv& conv, const Span& span, int64_t 
         if (conv.bias)
             for (int64_t c = 0; c < count; c++) out[c] += conv.bias[first + c];
     }
-    const int64_t next = end / grid * grid;
-    if (next > origin)
+    const int64_t next = next_base(span, of.grid);
+    if (next > span.base)
         for (int64_t place = 0; place < reach; place++)
             memcpy(tail + place * channels, at(next - reach + place), count * sizeof(Word));
-    for (int64_t position = std::max(next, span.start); position < end; position++)
-        memcpy(recent + (position - next) * channels, at(position), count * sizeof(Word));
+    for (int64_t place = std::max(next, span.start); place < end; place++)
+        memcpy(recent + place % of.window * channels, at(place), count * sizeof(Word));
 }
 
 inline float dot(const float* a, const float* b, int64_t count) {
@@ -127,45 +154,70 @@ template <bool two> void read(const float* state, int64_t keys, int64_t values, 
 // One head of a sequence.
 class Head {
   public:
-    Head(const Linear& linear, const Span& span, int64_t row, int64_t grid, int64_t head)
-        : of(linear), span(span), row(row), grid(grid), head(head), key_head(head / (linear.heads / linear.key_heads)),
+    Head(const Linear& linear, const Spans& spans, const Span& span, int64_t row, int64_t head)
+        : of(linear), span(span), row(row), grid(spans.grid), window(spans.window), head(head),
+          key_head(head / (linear.heads / linear.key_heads)), base(span.base),
           state((float*)(of.state + span.seat * of.state_step) + head * of.key_dim * of.value_dim),
           keys((float*)(of.keys + span.seat * of.keys_step) + key_head * of.key_dim),
           deltas((float*)(of.deltas + span.seat * of.deltas_step) + head * of.value_dim),
           decays((float*)(of.decays + span.seat * of.decays_step) + head), seen(of.value_dim), lacks(of.value_dim) {}
 
     void run() {
-        for (int64_t position = span.start; position < span.start + span.count; position++) {
-            attend(position);
-            if ((position + 1) % grid == 0) advance(position);
+        const int64_t end = span.start + span.count;
+        for (int64_t place = span.start; place < end; place++) {
+            settle(place);
+            find_path(span, place, base, path);
+            const int64_t left = path.size() % grid, whole = path.size() - left;
+            attend(place, whole ? ahead(whole) : state, path.data() + whole, left);
         }
+        settle(end);
     }
 
   private:
     const Linear& of;
     const Span& span;
-    const int64_t row, grid, head, key_head;
+    const int64_t row, grid, window, head, key_head;
+    int64_t base;
     float *state, *keys, *deltas, *decays;
-    std::vector<float> seen, lacks;
+    std::vector<float> seen, lacks, drafted;
+    std::vector<int64_t> path, passed;
 
-    float* delta_at(int64_t place) { return deltas + place * of.heads * of.value_dim; }
+    float* delta_at(int64_t place) { return deltas + place % window * of.heads * of.value_dim; }
 
-    float& decay_at(int64_t place) { return decays[place * of.heads]; }
+    float& decay_at(int64_t place) { return decays[place % window * of.heads]; }
 
     // Keys of this step are read where they are: several heads share them, and the seat gets them in the end.
-    const float* key_at(int64_t position) const {
-        if (position < span.start) return keys + position % grid * of.key_heads * of.key_dim;
-        return of.key + ((row + position - span.start) * of.key_heads + key_head) * of.key_dim;
+    const float* key_at(int64_t place) const {
+        if (place < span.start) return keys + place % window * of.key_heads * of.key_dim;
+        return of.key + ((row + place - span.start) * of.key_heads + key_head) * of.key_dim;
     }
 
-    void attend(int64_t position) {
-        const int64_t at = row + position - span.start, place = position % grid, dim = of.value_dim;
+    // Brings the state to the last grid point of what is certain of the places before this one.
+    void settle(int64_t place) {
+        for (; base + grid <= std::min(place, span.certain); base += grid) {
+            find_path(span, base + grid, base, path);
+            advance(state, path.data());
+        }
+    }
+
+    // The state behind so many drafted tokens of the path: rows of a chain, and most of a tree, share it.
+    const float* ahead(int64_t count) {
+        if (int64_t(passed.size()) > count || !std::equal(passed.begin(), passed.end(), path.begin())) passed.clear();
+        if (passed.empty()) drafted.assign(state, state + of.key_dim * of.value_dim);
+        for (int64_t first = passed.size(); first < count; first += grid) advance(drafted.data(), path.data() + first);
+        passed.assign(path.begin(), path.begin() + count);
+        return drafted.data();
+    }
+
+    // One row, behind a state and the `count` places after it.
+    void attend(int64_t place, const float* state, const int64_t* places, int64_t count) {
+        const int64_t at = row + place - span.start, dim = of.value_dim;
         const float* query = of.query + (at * of.key_heads + key_head) * of.key_dim;
-        const float* key = key_at(position);
+        const float* key = key_at(place);
         const float* value = of.value + (at * of.heads + head) * dim;
         float* out = of.out + (at * of.heads + head) * dim;
         float* delta = delta_at(place);
-        const float total = of.decay[at * of.heads + head] + (place ? decay_at(place - 1) : 0);
+        const float total = of.decay[at * of.heads + head] + (count ? decay_at(places[count - 1]) : 0);
         const float kept = std::exp(total);
         if (of.beta)
             read<true>(state, of.key_dim, dim, query, key, seen.data(), lacks.data());
@@ -174,10 +226,10 @@ class Head {
         for (int64_t v = 0; v < dim; v++) seen[v] *= kept;
         if (of.beta)
             for (int64_t v = 0; v < dim; v++) lacks[v] *= kept;
-        for (int64_t other = 0; other < place; other++) {
-            const float* known = key_at(position - place + other);
-            const float* added = delta_at(other);
-            const float weight = std::exp(total - decay_at(other));
+        for (int64_t other = 0; other < count; other++) {
+            const float* known = key_at(places[other]);
+            const float* added = delta_at(places[other]);
+            const float weight = std::exp(total - decay_at(places[other]));
             const float by_query = dot(query, known, of.key_dim) * weight;
             for (int64_t v = 0; v < dim; v++) seen[v] += by_query * added[v];
             if (!of.beta) continue;
@@ -195,14 +247,14 @@ class Head {
         for (int64_t v = 0; v < dim; v++) out[v] = seen[v] + own * delta[v];
     }
 
-    // To the state at the grid point behind `position`.
-    void advance(int64_t position) {
-        const float total = decay_at(grid - 1), kept = std::exp(total);
+    // A state from a grid point to the next one, by the places between them.
+    void advance(float* state, const int64_t* places) {
+        const float total = decay_at(places[grid - 1]), kept = std::exp(total);
         for (int64_t i = 0; i < of.key_dim * of.value_dim; i++) state[i] *= kept;
-        for (int64_t place = 0; place < grid; place++) {
-            const float* key = key_at(position - grid + 1 + place);
-            const float* delta = delta_at(place);
-            const float weight = std::exp(total - decay_at(place));
+        for (int64_t other = 0; other < grid; other++) {
+            const float* key = key_at(places[other]);
+            const float* delta = delta_at(places[other]);
+            const float weight = std::exp(total - decay_at(places[other]));
             for (int64_t k = 0; k < of.key_dim; k++) {
                 const float scaled = key[k] * weight;
                 float* cells = state + k * of.value_dim;
@@ -224,26 +276,26 @@ template <class Work> void for_each(const Spans& of, int64_t parts, const Work& 
 
 extern "C" {
 
-extern const int64_t tandem_sizes[] = {sizeof(Spans), sizeof(Conv), sizeof(Linear)};
+extern const int64_t tandem_sizes[] = {sizeof(Span), sizeof(Spans), sizeof(Conv), sizeof(Linear)};
 
 void tandem_causal_conv(const Spans* spans, const Conv* conv) {
     const int64_t parts = (conv->channels + CHANNELS - 1) / CHANNELS;
     for_each(*spans, parts, [&](const Span& span, int64_t row, int64_t part) {
         auto run = conv->is_bf16 ? convolve<uint16_t> : convolve<float>;
-        run(*conv, span, row, spans->grid, part * CHANNELS);
+        run(*conv, span, row, *spans, part * CHANNELS);
     });
 }
 
 void tandem_linear_attention(const Spans* spans, const Linear* linear) {
-    const int64_t grid = spans->grid, width = linear->key_heads * linear->key_dim;
+    const int64_t width = linear->key_heads * linear->key_dim;
     for_each(*spans, linear->heads, [&](const Span& span, int64_t row, int64_t head) {
-        Head(*linear, span, row, grid, head).run();
+        Head(*linear, *spans, span, row, head).run();
     });
     for_each(*spans, 1, [&](const Span& span, int64_t row, int64_t) {
         float* keys = (float*)(linear->keys + span.seat * linear->keys_step);
         const int64_t end = span.start + span.count;
-        for (int64_t position = std::max(end / grid * grid, span.start); position < end; position++)
-            memcpy(keys + position % grid * width, linear->key + (row + position - span.start) * width, width * sizeof(float));
+        for (int64_t place = std::max(next_base(span, spans->grid), span.start); place < end; place++)
+            memcpy(keys + place % spans->window * width, linear->key + (row + place - span.start) * width, width * sizeof(float));
     });
 }
 

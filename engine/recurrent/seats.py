@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,10 +14,38 @@ from engine.host_memory import host_zeros
 from engine.recurrent.layout import StateLayout
 
 
+@dataclass(frozen=True, slots=True)
+class RowSpan:
+    """`count` packed rows of one sequence from place `start` on, its state in `seat`. The tokens of places
+    below `certain` are its own, those behind are drafted. With `masks`, as `SequenceRows` has them, they are
+    rows of a tree from place `tree_start` on.
+    """
+
+    seat: int
+    start: int
+    count: int
+    certain: int
+    masks: Sequence[int] | None = None
+    tree_start: int = 0
+
+    def path(self, place: int, first: int) -> list[int]:
+        """The places of the tokens before the row at this one, from position `first` on, in order of their
+        positions.
+        """
+        root = place if self.masks is None else self.tree_start
+        places = [*range(first, root)]
+        if self.masks is not None:
+            mask = self.masks[place - self.start]
+            path = [root + bit for bit in range(mask.bit_length() - 1) if mask >> bit & 1]
+            places += path[max(first - root, 0) :]
+        return places
+
+
 class LayerSeats(NamedTuple):
-    """One layer's part of all seats. `state` and `tail` are those of the last grid point, the others belong
-    to the tokens behind it: the convolution's `inputs`, and of linear attention the keys, what is added to
-    the state under each of them, and the logarithms of the decay since the grid point, that token included.
+    """One layer's part of all seats. `state` and `tail` are those of a grid point, the others belong to the
+    places behind it, each at its number modulo the window: the convolution's `inputs`, and of linear
+    attention the keys, what is added to the state under each of them, and the logarithms of the decay since
+    the last grid point, that token included.
     """
 
     state: Tensor
@@ -24,27 +53,33 @@ class LayerSeats(NamedTuple):
     tail: Tensor
     """[seats, taps - 1, channels]"""
     inputs: Tensor
-    """[seats, grid, channels]"""
+    """[seats, window, channels]"""
     keys: Tensor
-    """float32 [seats, grid, key heads, key_dim]"""
+    """float32 [seats, window, key heads, key_dim]"""
     deltas: Tensor
-    """float32 [seats, grid, heads, value_dim]"""
+    """float32 [seats, window, heads, value_dim]"""
     decays: Tensor
-    """float32 [seats, grid, heads]"""
+    """float32 [seats, window, heads]"""
 
 
 class Seats:
+    """A state is at a grid point of tokens that are certain, at the last one or, where drafts were accepted
+    since, before it: so a draft is rolled back by forgetting it.
+    """
+
     def __init__(self, layout: StateLayout, count: int, device: torch.device) -> None:
         self.layout = layout
         self._states = _zeros(count * layout.state_bytes, device).view(count, layout.state_bytes)
         self._windows = _zeros(count * layout.window_bytes, device).view(count, layout.window_bytes)
         self._free = list(range(count - 1, -1, -1))
+        self._bases = [0] * count
+        """The grid point of each state."""
         states, windows = _Views(self._states), _Views(self._windows)
         held = [states.take(torch.float32, layer.state_shape) for layer in layout.layers]
         tails = [states.take(layout.dtype, layer.tail_shape) for layer in layout.layers]
         recent = [
             [
-                windows.take(torch.float32, (layout.grid, *shape))
+                windows.take(torch.float32, (layout.window, *shape))
                 for shape in (
                     (layer.num_key_heads, layer.key_dim),
                     (layer.num_heads, layer.value_dim),
@@ -53,7 +88,7 @@ class Seats:
             ]
             for layer in layout.layers
         ]
-        inputs = [windows.take(layout.dtype, (layout.grid, layer.channels)) for layer in layout.layers]
+        inputs = [windows.take(layout.dtype, (layout.window, layer.channels)) for layer in layout.layers]
         parts = zip(held, tails, inputs, recent, strict=True)
         self.layers = [LayerSeats(*first, *others) for *first, others in parts]
 
@@ -62,14 +97,42 @@ class Seats:
         return self._states.device.type == "cpu"
 
     def take(self) -> int:
-        return self._free.pop()
+        """For a sequence without tokens, until a state is loaded."""
+        seat = self._free.pop()
+        self._bases[seat] = 0
+        return seat
+
+    def position(self, seat: int) -> int:
+        """Where its state is."""
+        return self._bases[seat]
 
     def give_back(self, seat: int) -> None:
         self._free.append(seat)
 
-    def clear(self, seat: int) -> None:
-        """The state of a sequence without tokens."""
-        self._states[seat].zero_()
+    def run(self, span: RowSpan) -> int:
+        """The rows are about to run. Returns where the state is until they have: then it is at the last grid
+        point of what is certain of them.
+        """
+        if span.start == 0:
+            self._states[span.seat].zero_()
+            self._bases[span.seat] = 0
+        base = self._bases[span.seat]
+        if not 0 <= span.start - base <= self.layout.window:  # a made-up sequence: so is its state
+            base = self.layout.position(span.start)
+        certain = min(span.certain, span.start + span.count)
+        self._bases[span.seat] = max(base, self.layout.position(certain))
+        return base
+
+    def move(self, seat: int, first: int, places: Sequence[int]) -> None:
+        """The inputs at place `first + places[i]`, of a draft's accepted tokens, go to `first + i`."""
+        if not places or places[-1] < len(places):
+            return
+        window = self.layout.window
+        sources = [(first + place) % window for place in places]
+        targets = [(first + index) % window for index in range(len(places))]
+        for layer in self.layers:
+            for rows in (layer.inputs, layer.keys, layer.deltas, layer.decays):
+                rows[seat, targets] = rows[seat, sources]
 
     def save(self, seat: int, arena: Tensor, blocks: Sequence[int]) -> None:
         """Copy the seat's state to blocks of the pool, uint8 [blocks, block_bytes]."""
@@ -77,10 +140,12 @@ class Seats:
         for block, part in zip(blocks, state.split(arena.shape[1]), strict=True):
             arena[block, : len(part)] = part
 
-    def load(self, seat: int, arena: Tensor, blocks: Sequence[int]) -> None:
-        """The reverse."""
+    def load(self, seat: int, arena: Tensor, blocks: Sequence[int], num_tokens: int) -> int:
+        """The reverse, of the last grid point of so many tokens: returns that."""
         for block, part in zip(blocks, self._states[seat].split(arena.shape[1]), strict=True):
             part.copy_(arena[block, : len(part)])
+        self._bases[seat] = self.layout.position(num_tokens)
+        return self._bases[seat]
 
 
 class _Views:

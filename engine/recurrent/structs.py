@@ -5,10 +5,17 @@ from __future__ import annotations
 from ctypes import Structure, c_int64, c_void_p
 
 
+class SpanArgs(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("seat", "base", "start", "count", "certain", "tree_start")),
+        ("masks", c_void_p),
+    )
+
+
 class SpansArgs(Structure):
     _fields_ = (
         ("spans", c_void_p),
-        *((name, c_int64) for name in ("num_spans", "grid", "threads")),
+        *((name, c_int64) for name in ("num_spans", "grid", "window", "threads")),
         ("parallel", c_void_p),
     )
 

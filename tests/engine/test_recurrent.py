@@ -16,13 +16,13 @@ from torch import Tensor
 from engine.engine import Engine
 from engine.recurrent.layout import RecurrentLayer, StateLayout
 from engine.recurrent.native import CpuOperators
-from engine.recurrent.operators import RowSpan, StepOperators, TorchOperators
-from engine.recurrent.seats import Seats
+from engine.recurrent.operators import StepOperators, TorchOperators
+from engine.recurrent.seats import RowSpan, Seats
 from kvtransfer.blocks.layout import conversion_problem
 from protocol.config import ServeConfig
-from protocol.errors import ConfigError, InvalidRequestError
+from protocol.errors import ConfigError
 from protocol.outputs import TokenOutput
-from protocol.speculation import RequestSpeculation, SpeculativeConfig
+from protocol.speculation import SpeculativeConfig
 from tests.e2e.architectures import write_model
 from tests.engine.test_engine import ask, prompt_of, run, tokens
 from tests.worker.tiny_model import greedy, load
@@ -75,7 +75,9 @@ def served(
         counts = [
             LENGTH - done[i] if rng is None else min(rng.randint(1, 20), LENGTH - done[i]) for i in taken
         ]
-        operators.begin_step([RowSpan(i + 1, done[i], count) for i, count in zip(taken, counts, strict=True)])
+        operators.begin_step(
+            [RowSpan(i + 1, done[i], count, done[i] + count) for i, count in zip(taken, counts, strict=True)]
+        )
         chunks = [texts[i].rows(done[i], done[i] + count) for i, count in zip(taken, counts, strict=True)]
         inputs, query, key, value, decay, *beta = (torch.cat(part) for part in zip(*chunks, strict=True))
         conv = operators.causal_conv(0, inputs, WEIGHT, None).split(counts)
@@ -117,6 +119,68 @@ def test_rows_are_right_and_have_the_same_bits_in_any_chunks_and_company(
     for seed in range(4):
         crowd = served(kind, texts, random.Random(seed))[0]
         assert all(torch.equal(one, other) for one, other in zip(alone, crowd, strict=True))
+
+
+def rows_of(text: Text, noise: Text, places: list[int | None]) -> list[Tensor]:
+    """The text's rows at these places, and others for None."""
+    chosen = [
+        text.rows(place, place + 1) if place is not None else noise.rows(index, index + 1)
+        for index, place in enumerate(places)
+    ]
+    return [torch.cat(part) for part in zip(*chosen, strict=True)]
+
+
+@pytest.mark.parametrize("kind", [TorchOperators, CpuOperators])
+@pytest.mark.parametrize("delta_rule", [True, False])
+@pytest.mark.parametrize("trees", [False, True])
+def test_drafted_rows_have_the_bits_of_certain_ones_and_leave_nothing_behind(
+    kind: type[StepOperators], delta_rule: bool, trees: bool
+) -> None:
+    """Drafts across two grid points, right for a while and then wrong; some of what is right is kept."""
+    text, noise = Text(0, delta_rule, torch.bfloat16), Text(1, delta_rule, torch.bfloat16)
+    whole = served(kind, [text], None)[0]
+    num_accepted = 0
+    for seed in range(6):
+        rng = random.Random(seed)
+        layout = StateLayout((LAYER,), torch.bfloat16).with_drafts(40)
+        seats = Seats(layout, 2, torch.device("cpu"))
+        operators = kind(seats)
+        done = 0
+        while done < LENGTH:
+            certain = done + rng.randint(1, min(6, LENGTH - done))
+            drafted: list[int | None] = []
+            masks, last = [1], 1
+            nodes: list[int] = []
+            for place in range(certain, min(certain + rng.randint(0, 20), LENGTH)):
+                siblings: list[int | None] = rng.choice(
+                    [[place], [place, None], [None, place]][: 1 + 2 * trees]
+                )
+                for sibling in siblings:
+                    drafted.append(sibling)
+                    masks.append(last | 1 << len(masks))
+                    nodes += [len(masks) - 2] if sibling is not None else []
+                last = masks[nodes[-1] + 1]
+            if not trees:
+                drafted += [None] * rng.randint(0, 40 - len(drafted))
+            start = certain - 1 if trees else done  # a tree's root is the last certain token
+            if trees and start > done:
+                inputs, *others = text.rows(done, start)
+                operators.begin_step([RowSpan(1, done, start - done, start)])
+                operators.causal_conv(0, inputs, WEIGHT, None)
+                operators.linear_attention(0, *others[:4], others[4] if delta_rule else None)
+            places = [*range(start, certain), *drafted]
+            inputs, *others = rows_of(text, noise, places)
+            operators.begin_step([RowSpan(1, start, len(places), certain, masks if trees else None, start)])
+            conv = operators.causal_conv(0, inputs, WEIGHT, None)
+            out = operators.linear_attention(0, *others[:4], others[4] if delta_rule else None)
+            known = [index for index, place in enumerate(places) if place is not None]
+            for got, exact in zip((conv, out), whole, strict=True):
+                assert torch.equal(got[known], exact[[places[index] for index in known]])
+            accepted = nodes[: rng.randint(0, len(nodes))]
+            seats.move(1, certain, accepted)
+            num_accepted += len(accepted)
+            done = certain + len(accepted)
+    assert num_accepted > 100
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +282,10 @@ def test_bfloat16_gives_the_same_bits_in_any_chunks_and_company(make_engine: Cal
     ("options", "reason"),
     [
         ({"compile": "on"}, "--compile: on: not supported for a model with recurrent layers"),
-        ({"speculative_config": SpeculativeConfig(method="ngram")}, "--speculative-config: not supported"),
+        (
+            {"speculative_config": SpeculativeConfig(method="self_speculative")},
+            "--speculative-config: self_speculative: not supported",
+        ),
         ({"kv_wire_dtype": "int8"}, "--kv-wire-dtype: not supported"),
         ({"kv_offloading_size": 1.0}, "--kv-offloading-size: not supported"),
         ({"block_size": 24}, "--block-size: 24: .* every 16 tokens"),
@@ -230,13 +297,6 @@ def test_what_cannot_be_served_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         make_engine(**options)
-
-
-@needs_seam
-def test_a_request_cannot_choose_drafts(make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine()
-    with pytest.raises(InvalidRequestError, match=r"speculation\.method"):
-        engine.add(ask("a", prompt_of(9), speculation=RequestSpeculation(method="ngram")))
 
 
 @needs_seam
