@@ -1,0 +1,192 @@
+"""Programs written for OpenAI's API run unchanged, against a model that writes anything. fp32.
+
+`litellm` (200 MB) and `instructor` (which wants other versions than `openai` does) are no part of the test
+extra: install them beside it, and their tests run too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel, ConfigDict, Field
+
+from tests.e2e.serving import HttpServing
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    "{# tools <tool_call> #}"
+)
+ASK: Any = [{"role": "developer", "content": "Be short."}, {"role": "user", "content": "When do we meet?"}]
+COMMON: Any = {"model": "model", "temperature": 1.0}
+
+
+class Event(BaseModel):
+    """A meeting. Without more fields, which this model would think of."""
+
+    model_config = ConfigDict(extra="forbid")
+    day: Literal["Monday", "Friday"]
+    guests: list[Literal["Alice", "Bob"]] = Field(max_length=2)
+    hour: int = Field(ge=8, le=18)
+
+
+class Weather(BaseModel):
+    """Tells the weather."""
+
+    model_config = ConfigDict(extra="forbid")
+    city: Literal["Paris", "Rome"]
+
+
+TOOL: Any = openai.pydantic_function_tool(Weather, name="weather")
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    template = folder / "tools.jinja"
+    template.write_text(TEMPLATE)
+    with HttpServing(folder, chat_template=str(template)) as serving:
+        yield f"{serving.url}/v1"
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_chats_whole_and_streamed(client: openai.OpenAI) -> None:
+    asked = {**COMMON, "messages": ASK, "max_tokens": 24, "seed": 1}
+    answer = client.chat.completions.create(**asked)
+    text = answer.choices[0].message.content
+    assert text and answer.usage and answer.usage.completion_tokens == 24
+    chunks = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
+    assert chunks[-1].usage and chunks[-1].usage.total_tokens == answer.usage.total_tokens
+    with client.chat.completions.stream(**asked) as stream:
+        assert "".join(event.delta for event in stream if event.type == "content.delta") == text
+    answers = client.chat.completions.create(**asked, n=2, logprobs=True, top_logprobs=2)
+    assert len(answers.choices) == 2 and answers.choices[0].message.content == text
+
+
+def test_completions_and_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["model"]
+    answer = client.completions.create(model="model", prompt="Say this", max_tokens=5, seed=1)
+    chunks = client.completions.create(model="model", prompt="Say this", max_tokens=5, seed=1, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == answer.choices[0].text
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="other", messages=ASK)
+
+
+def test_the_async_client(url: str) -> None:
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            asked = {**COMMON, "input": "Hello", "max_output_tokens": 8, "extra_body": {"seed": 3}}
+            answer = await client.responses.create(**asked)
+            stream = await client.responses.create(**asked, stream=True)
+            deltas = [event.delta async for event in stream if event.type == "response.output_text.delta"]
+        return [answer.output_text, "".join(deltas)]
+
+    whole, streamed = asyncio.run(ask())
+    assert whole == streamed
+
+
+def test_structured_outputs(client: openai.OpenAI) -> None:
+    for seed in range(3):
+        answer = client.chat.completions.parse(**COMMON, messages=ASK, response_format=Event, seed=seed)
+        assert isinstance(answer.choices[0].message.parsed, Event)
+        response = client.responses.parse(**COMMON, input=ASK, text_format=Event, extra_body={"seed": seed})
+        assert response.output_parsed == answer.choices[0].message.parsed, "one path, one answer"
+    with client.chat.completions.stream(**COMMON, messages=ASK, response_format=Event) as stream:
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Event)
+    with client.responses.stream(**COMMON, input=ASK, text_format=Event) as events:
+        assert isinstance(events.get_final_response().output_parsed, Event)
+
+
+def test_a_tool_is_called_and_answers(client: openai.OpenAI) -> None:
+    messages = list(ASK)
+    asked: Any = {**COMMON, "tools": [TOOL]}
+    answer = client.chat.completions.parse(
+        **asked, messages=messages, tool_choice="required", parallel_tool_calls=False
+    )
+    message = answer.choices[0].message
+    assert message.tool_calls and answer.choices[0].finish_reason == "tool_calls"
+    (call,) = message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Weather)
+    messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+    last = client.chat.completions.create(**asked, messages=messages, max_tokens=8, tool_choice="none")
+    assert last.choices[0].message.content
+
+
+def test_responses_with_a_tool(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", **TOOL["function"]}
+    asked: Any = {**COMMON, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    first = client.responses.create(**asked, input="Is it raining?", instructions="Be short.")
+    (call,) = first.output
+    assert call.type == "function_call" and Weather.model_validate_json(call.arguments)
+    output: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"}]
+    second = client.responses.create(
+        **COMMON, input=output, previous_response_id=first.id, max_output_tokens=8, extra_body={"seed": 5}
+    )
+    items: Any = [{"role": "user", "content": "Is it raining?"}, *first.output, *output]
+    again = client.responses.create(**COMMON, input=items, max_output_tokens=8, extra_body={"seed": 5})
+    assert second.output_text == again.output_text and second.status == "incomplete"
+    assert client.responses.retrieve(second.id).output_text == second.output_text
+    client.responses.delete(second.id)
+
+
+def test_langchain(url: str) -> None:
+    langchain = pytest.importorskip("langchain_openai")
+    options = {"model": "model", "base_url": url, "api_key": "none", "max_retries": 0, "seed": 1}
+    chat = langchain.ChatOpenAI(**options, max_tokens=8)
+    answer = chat.invoke("Hello")
+    assert answer.content and answer.usage_metadata["output_tokens"] == 8
+    assert "".join(chunk.content for chunk in chat.stream("Hello")) == answer.content
+    roomy = langchain.ChatOpenAI(**options, max_tokens=200)
+    (call,) = roomy.bind_tools([Weather], tool_choice="Weather").invoke("Is it raining?").tool_calls
+    assert call["name"] == "Weather" and Weather(**call["args"])
+    for method in ("json_schema", "function_calling"):
+        assert isinstance(roomy.with_structured_output(Event, method=method).invoke("When?"), Event)
+    del options["seed"]
+    response = langchain.ChatOpenAI(**options, max_tokens=200, use_responses_api=True)
+    assert isinstance(response.with_structured_output(Event).invoke("When?"), Event)
+    (call,) = response.bind_tools([Weather], tool_choice="Weather").invoke("Is it raining?").tool_calls
+    assert Weather(**call["args"])
+    texts = [chunk.text for chunk in response.bind(max_output_tokens=8).stream("Hello")]
+    assert "".join(texts)
+
+
+@pytest.mark.filterwarnings("ignore")  # of its own models
+def test_litellm(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    litellm = pytest.importorskip("litellm")
+    for provider in ("openai", "hosted_vllm"):
+        asked: Any = {"model": f"{provider}/model", "api_base": url, "api_key": "none", "seed": 1}
+        answer = litellm.completion(**asked, messages=ASK, max_tokens=8)
+        text = answer.choices[0].message.content
+        assert text and answer.usage.completion_tokens == 8
+        chunks = litellm.completion(**asked, messages=ASK, max_tokens=8, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+        called = litellm.completion(**asked, messages=ASK, tools=[TOOL], tool_choice="required")
+        assert Weather.model_validate_json(called.choices[0].message.tool_calls[0].function.arguments)
+        formed = litellm.completion(**asked, messages=ASK, response_format=Event)
+        assert Event.model_validate_json(formed.choices[0].message.content)
+    response = litellm.responses(
+        model="openai/model", api_base=url, api_key="none", input="Hello", max_output_tokens=8
+    )
+    assert response.output[0].content[0].text
+
+
+def test_instructor(client: openai.OpenAI) -> None:
+    instructor = pytest.importorskip("instructor")
+    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+        patched = instructor.from_openai(client, mode=mode)
+        event = patched.chat.completions.create(**COMMON, messages=ASK, response_model=Event, max_retries=0)
+        assert isinstance(event, Event) and json.loads(event.model_dump_json())
