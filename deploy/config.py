@@ -14,9 +14,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from deploy.tensor_parallel import check_ranks
+from deploy.tensor_parallel import check_ranks, refuse_ranks
 from messaging.tls import http_tls, tls_files
 from models.bundled import BUNDLED_FOLDER, DRAFTS, bundled_path, is_bundled_model
+from protocol.adapters import parse_lora_modules
 from protocol.config import (
     DEFAULT_MODEL,
     KV_TRANSPORTS,
@@ -38,7 +39,7 @@ logger = logging.getLogger("tandem.config")
 ENV_PREFIX = "TANDEM_"
 _SECRET_FIELDS = ("api_key",)
 """What no message shows."""
-_PARSED_FIELDS = ("speculative_config", "kv_events_config", "autoscale")
+_PARSED_FIELDS = ("speculative_config", "kv_events_config", "autoscale", "lora_modules")
 """They are more than a value of a type."""
 
 
@@ -82,6 +83,8 @@ def load_config(
         values["kv_events_config"] = parse_kv_events_config(values["kv_events_config"], flag)
     if values.get("autoscale") is not None:
         values["autoscale"] = parse_autoscale(values["autoscale"], sources["autoscale"])
+    if values.get("lora_modules") is not None:
+        values["lora_modules"] = parse_lora_modules(values["lora_modules"], sources["lora_modules"])
     config = msgspec.convert(values, ServeConfig, strict=False)
     _check_together(config)
     return config
@@ -139,6 +142,7 @@ def _check_together(config: ServeConfig) -> None:
     _check_kv_events(config)
     _check_draft_workers(config)
     check_ranks(config)
+    _check_adapters(config)
     _check_autoscale(config)
     if config.max_num_batched_tokens is not None and config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigError(
@@ -213,6 +217,13 @@ def _check_kv_events(config: ServeConfig) -> None:
                 f"--kv-events-config: replay_endpoint: {taken} from each of {ports['endpoint']} and "
                 f"{ports['replay_endpoint']} on"
             )
+
+
+def _check_adapters(config: ServeConfig) -> None:
+    if config.serves_adapters:
+        refuse_ranks(config, "with --enable-lora or --lora-modules: adapters are not divided among ranks")
+    if config.model_name in (config.lora_modules or {}):
+        raise ConfigError(f"--lora-modules: {config.model_name}: is the model's own name")
 
 
 def _check_autoscale(config: ServeConfig) -> None:

@@ -30,6 +30,8 @@ def _parameter(field: str, annotation: Any, doc: str, default: Any) -> inspect.P
     else:
         option = typer.Option(None, flag, help=shown, show_default=False, metavar=_metavar(annotation))
     kind: Any = bool | None if annotation is bool else str | None
+    if annotation == dict[str, str] | None:  # each time one pair
+        kind = list[str] | None
     return inspect.Parameter(field, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from engine.lora.files import AdapterError
+from engine.lora.table import Adapters
+from protocol.adapters import Adapter
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.requests import EngineRequest
@@ -31,6 +34,16 @@ def check_request(request: EngineRequest, vocab_size: int, max_model_len: int, m
             f"{len(request.prompt_token_ids)} prompt tokens and {request.sampling.max_tokens} new ones "
             f"exceed the limit of {max_model_len} tokens",
         )
+
+
+def check_adapter(adapter: Adapter, adapters: Adapters | None) -> None:
+    """Raise `InvalidRequestError` where it cannot be used here; one that is not loaded is loaded now."""
+    if adapters is None:
+        raise InvalidRequestError("model", f"{adapter.name}: adapters need --enable-lora")
+    try:
+        adapters.require(adapter)
+    except AdapterError as error:
+        raise InvalidRequestError("model", f"{adapter.name}: {error}") from error
 
 
 def check_hybrid(config: ServeConfig, is_parallel: bool, grid: int) -> None:

@@ -18,13 +18,14 @@ from torch import Tensor
 from engine.activations import activation_bytes
 from engine.block_manager import BlockManager
 from engine.calibration import measure_steps
-from engine.check import check_hybrid, check_request
+from engine.check import check_adapter, check_hybrid, check_request
 from engine.chunk_bound import ChunkBound
 from engine.draft import Outcome, Verdict
 from engine.grammar_tokenizer import load_grammar_tokenizer
 from engine.kv_pool import Allocate, KVPool, pool_blocks
 from engine.launch import Launched, StepLauncher
 from engine.loader import LoadedModel
+from engine.lora.files import AdapterError
 from engine.outputs import Kept, failure, keep_tokens, token_output
 from engine.pool_layout import PoolLayout
 from engine.prefix import PrefixRoom, find_room
@@ -43,7 +44,7 @@ from engine.step_times import StepTimes, work_of
 from engine.tiers.build import build_tiers
 from protocol.config import ServeConfig
 from protocol.costs import StepCosts, itl_bound
-from protocol.errors import InvalidRequestError
+from protocol.errors import ConfigError, InvalidRequestError
 from protocol.handoff import REBUILD, DraftState, Extent, SegmentInfo
 from protocol.kv_events import CacheFormat
 from protocol.outputs import ErrorKind, TokenOutput
@@ -80,6 +81,9 @@ class Engine:
         self.eos_token_ids = loaded.eos_token_ids
         self.weights = loaded.weights
         """Tells them from others of the same name."""
+        self.adapters = loaded.adapters
+        """What requests may name; None without `--enable-lora`."""
+        self._load_adapters()
         if loaded.recurrent is not None:
             check_hybrid(config, make_runner is not runner_of_one_process, loaded.recurrent.state.grid)
         self._speculator = speculate(config, loaded) if speculate is not None else None
@@ -145,6 +149,14 @@ class Engine:
         self._profile(loaded, budget)
         self.start_up = describe_start(config, loaded, self.pool, self._runner, self.tiers, load_s, compile_s)
 
+    def _load_adapters(self) -> None:
+        for name, path in (self.config.lora_modules or {}).items():
+            assert self.adapters is not None
+            try:
+                self.adapters.load(name, path)
+            except AdapterError as error:
+                raise ConfigError(f"--lora-modules: {name}: {error}") from error
+
     def _state_layout(self, loaded: LoadedModel) -> StateLayout | None:
         if loaded.recurrent is None:
             return None
@@ -192,7 +204,7 @@ class Engine:
         """
         self._check(request)
         sequence = SequenceState(request, next(self._order), prefill_only, drafts_elsewhere, hold_at)
-        self._sequences[request.request_id] = sequence
+        self._take(sequence)
         self._scheduler.add_waiting(sequence)
 
     def reserve(self, request: EngineRequest, foreign_format: str = "") -> Reservation | None:
@@ -203,7 +215,7 @@ class Engine:
         """
         self._check(request)
         token_ids = [*request.prompt_token_ids, *request.output_token_ids]
-        root = self._scheduler.root(request.cache_salt, foreign_format)
+        root = self._scheduler.root(request, foreign_format)
         reserved = self.blocks.reserve(token_ids, root, from_state=False)
         if reserved is None:
             return None
@@ -222,7 +234,7 @@ class Engine:
         if not self.blocks.enable_prefix_caching or request.sampling.prompt_logprobs is not None:
             return None
         token_ids = [*request.prompt_token_ids, *request.output_token_ids]
-        room = find_room(self.blocks, token_ids, self._scheduler.root(request.cache_salt))
+        room = find_room(self.blocks, token_ids, self._scheduler.root(request))
         if self.tiers is not None:
             self.tiers.finish()
         return room
@@ -244,7 +256,7 @@ class Engine:
         """
         request = reservation.request
         sequence = SequenceState(request, next(self._order), arrival=reservation.since)
-        self._sequences[request.request_id] = sequence
+        self._take(sequence)
         sequence.holdings = reservation.holdings
         sequence.holdings.shareable = shareable
         sequence.num_computed = num_computed
@@ -448,10 +460,17 @@ class Engine:
         if self.on_fetched is not None:
             self.on_fetched()
 
+    def _take(self, sequence: SequenceState) -> None:
+        if self.adapters is not None:
+            sequence.adapter = self.adapters.acquire(sequence.request.adapter)
+        self._sequences[sequence.request_id] = sequence
+
     def _check(self, request: EngineRequest) -> None:
         if request.request_id in self._sequences:
             raise InvalidRequestError("request_id", f"{request.request_id} is already running")
         check_request(request, self.vocab_size, self.max_model_len, self.config.max_logprobs)
+        if request.adapter is not None:
+            check_adapter(request.adapter, self.adapters)
         if request.sampling.grammar is not None:
             self._grammars.compile(request.sampling.grammar)
 
@@ -462,6 +481,8 @@ class Engine:
         if self._speculator is not None:
             self._speculator.forget(sequence)
         del self._sequences[sequence.request_id]
+        if self.adapters is not None:
+            self.adapters.release(sequence.adapter)
 
     def _expire(self) -> list[TokenOutput]:
         now = time.monotonic()

@@ -19,6 +19,8 @@ from transformers import PreTrainedModel
 
 from engine.attention import transformers_hook
 from engine.attention.interface import AttentionBackend
+from engine.lora.layers import begin_step, groups_of
+from engine.lora.table import Adapters
 from engine.rows import SequenceRows
 from engine.runner import ForwardOutput
 from engine.step_inputs import StepInputs, StepShape, step_inputs
@@ -50,11 +52,14 @@ class RowsForward(ABC):
         *,
         products: str,
         packed: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
-        """`packed`: the linear layers are ours (`engine.linear`)."""
+        """`packed`: the linear layers are ours (`engine.linear`). Rows' `adapters` are attached to them."""
         self.products = products
         self._backend = backend
+        self._adapters = adapters
         self._min_rows = MIN_ROWS if packed else ONEDNN_MIN_ROWS
+        self._device = device
         self._upload = upload_to(device)
         self._mode = mode
         self.compiled, self.choice = _choose(mode, device)
@@ -98,6 +103,8 @@ class RowsForward(ABC):
     def _begin(self, batch: Sequence[SequenceRows]) -> None:
         """What the layers call is ready for the rows then."""
         transformers_hook.set_current_backend(self._backend)
+        adapters = self._adapters
+        begin_step(groups_of(batch, adapters, self._device) if adapters is not None else ())
 
     @abstractmethod
     def _call(self, inputs: StepInputs, before: Tensor | None) -> ForwardOutput: ...
@@ -137,9 +144,10 @@ class Forward(RowsForward):
         *,
         products: str,
         packed: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
         """`hidden_layers` are captured, numbered as in Transformers' `hidden_states`."""
-        super().__init__(backend, model.device, mode, products=products, packed=packed)
+        super().__init__(backend, model.device, mode, products=products, packed=packed, adapters=adapters)
         self._model = model
         self._hidden_layers = hidden_layers
         self._can_capture = not hidden_layers

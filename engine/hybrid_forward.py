@@ -23,7 +23,15 @@ class HybridForward(Forward):
         products: str,
         packed: bool,
     ) -> None:
-        super().__init__(loaded.model, backend, "off", hidden_layers, products=products, packed=packed)
+        super().__init__(
+            loaded.model,
+            backend,
+            "off",
+            hidden_layers,
+            products=products,
+            packed=packed,
+            adapters=loaded.adapters,
+        )
         assert loaded.recurrent is not None
         self._seam = loaded.recurrent.seam
         self._operators = operators_of(seats)

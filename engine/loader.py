@@ -20,6 +20,7 @@ from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import pack_quantized_linears
 from engine.linear.rounding import round_head, round_linears
 from engine.linear.tiles import tile_fault, tile_on_gpu
+from engine.lora.table import Adapters, adaptable
 from engine.pool_layout import Group
 from engine.probe import probe
 from engine.quantization.weight import CodeFormat
@@ -60,6 +61,8 @@ class LoadedModel:
     """Tells them from others of the same name; taken before they are packed."""
     description: NativeModel | None = None
     recurrent: Recurrent | None = None
+    adapters: Adapters | None = None
+    """What it can run beside its own weights; None without `--enable-lora`."""
 
     @property
     def hidden_size(self) -> int:
@@ -86,6 +89,9 @@ def load_model(config: ServeConfig) -> LoadedModel:
     if config.quantize_lm_head:
         round_head(model)
     weights = model_fingerprint(model).hex()
+    adapters = None
+    if config.serves_adapters:
+        adapters = Adapters(adaptable(model), device, dtype, config.max_lora_rank)
     if has_kernel:
         pack_quantized_linears(model)
         join_experts(model)
@@ -104,6 +110,7 @@ def load_model(config: ServeConfig) -> LoadedModel:
         eos_token_ids=_eos_token_ids(model, text_config),
         weights=weights,
         recurrent=Recurrent(seam, kept.state) if seam is not None and kept.state is not None else None,
+        adapters=adapters,
     )
 
 

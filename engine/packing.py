@@ -45,7 +45,13 @@ def pack(step: ScheduledStep) -> PackedStep:
             prompt_rows.extend(range(row, row + count))
         packed.batch.append(
             SequenceRows(
-                token_ids, start, sequence.held.blocks, masks, seat=sequence.seat, certain=start + count
+                token_ids,
+                start,
+                sequence.held.blocks,
+                masks,
+                seat=sequence.seat,
+                certain=start + count,
+                adapter=sequence.adapter,
             )
         )
         row += len(token_ids)
@@ -58,6 +64,9 @@ def pack(step: ScheduledStep) -> PackedStep:
 def pack_ahead(sequences: Sequence[SequenceState], before: PackedStep) -> PackedStep:
     """The tokens that `before` chooses for these sequences: a row's token is its place among them."""
     places = {sequence: place for place, sequence in enumerate(before.sampled)}
-    batch = [SequenceRows([places[each]], each.position, each.held.blocks) for each in sequences]
+    batch = [
+        SequenceRows([places[each]], each.position, each.held.blocks, adapter=each.adapter)
+        for each in sequences
+    ]
     count = len(batch)
     return PackedStep(batch, [*sequences], [], [*range(count)], count, count)

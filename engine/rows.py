@@ -27,6 +27,8 @@ class SequenceRows:
     """Of the state of recurrent layers, where the model has some."""
     certain: int | None = None
     """Leading places whose tokens no later rows replace: None for all. Recurrent layers ask for it."""
+    adapter: int = 0
+    """The slot of its adapter; 0: none."""
 
 
 @dataclass(slots=True, eq=False)

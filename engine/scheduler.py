@@ -88,15 +88,16 @@ class Scheduler:
         self._bound = bound
         self._seating = seating
 
-    def root(self, cache_salt: str, foreign_format: str = "") -> BlockIdentity:
+    def root(self, request: EngineRequest, foreign_format: str = "") -> BlockIdentity:
         """Parent identity of the first block of a tenant's sequences.
 
         Blocks that hold other values than would be computed here, as their `foreign_format` says, have
         identities of their own: a request must not depend on who computed its prefix.
         """
         kv_format = f"{self._kv_format} from {foreign_format}" if foreign_format else self._kv_format
-        if cache_salt:
-            return root_identity(self._model, kv_format, cache_salt)
+        cache_salt, adapter = request.tenant
+        if cache_salt or adapter:
+            return root_identity(self._model, kv_format, cache_salt, adapter)
         if kv_format not in self._roots:
             self._roots[kv_format] = root_identity(self._model, kv_format)
         return self._roots[kv_format]
@@ -250,7 +251,7 @@ class Scheduler:
         if not self.blocks.enable_prefix_caching or sequence.wants_prompt_logprobs:
             return None
         for other in self.running:
-            if other.num_uncomputed > 1 and other.request.cache_salt == sequence.request.cache_salt:
+            if other.num_uncomputed > 1 and other.request.tenant == sequence.request.tenant:
                 num_shared = self._shared_tokens(sequence.token_ids, other.token_ids, other.num_computed)
                 if self._seating is not None:
                     num_shared = self._seating.meeting_point(num_shared, sequence)
@@ -263,7 +264,7 @@ class Scheduler:
         if self._fetcher is None or sequence.wants_prompt_logprobs:
             return False
         if sequence.fetch is None:
-            root = self.root(sequence.request.cache_salt)
+            root = self.root(sequence.request)
             sequence.fetch = self._fetcher.fetch(self.blocks.missing(sequence.token_ids, root))
         return self._fetcher.is_pending(sequence.fetch)
 
@@ -305,7 +306,7 @@ class Scheduler:
         num_tokens = len(sequence.token_ids)
         # A cached prompt has no logits, so one that wants log-probabilities shares nothing.
         shared = sequence.token_ids[:1] if sequence.wants_prompt_logprobs else sequence.token_ids
-        held, covered = self.blocks.start(shared, self.root(sequence.request.cache_salt))
+        held, covered = self.blocks.start(shared, self.root(sequence.request))
         # A spare block for each running sequence keeps a newcomer from being preempted at once.
         state_blocks = self._seating.blocks_for(sequence) if self._seating is not None else 0
         if not held.fits(covered, num_tokens, spare=len(self.running) + state_blocks):

@@ -20,6 +20,7 @@ from engine.linear.packed import PackedLinear, kernel_fault, pack_linears
 from engine.linear.packed_quantized import PackedQuantizedLinear, dequantize_linears
 from engine.linear.routed import RoutedLinear, RoutedQuantizedLinear
 from engine.loader import LoadedModel, load_model
+from engine.lora.layers import attach
 from engine.pool_layout import TARGET
 from engine.recurrent.seats import Seats
 from engine.runner import Runner
@@ -44,7 +45,8 @@ def runner_of_one_process(
 ) -> Runner:
     backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
     attention = backend(pool.layers(TARGET), loaded.kv_group.arena, loaded.kv_group.rows)
-    if backend.name == "triton" and config.compile == "auto" and unfit(loaded.model) is None:
+    is_plain = loaded.adapters is None  # which graphs and our decoder on CUDA know nothing of
+    if is_plain and backend.name == "triton" and config.compile == "auto" and unfit(loaded.model) is None:
         cuda = importlib.import_module("engine.cuda.runner")
         runner: Runner | None = cuda.runner_of(config, loaded, attention, hidden_layers)
         if runner is not None:
@@ -66,19 +68,41 @@ def build_runner(
     if fault is not None:
         if loaded.device.type == "cpu":
             dequantize_linears(loaded.model, loaded.dtype)  # torch would do so in every step
-        if seats is not None:
-            return HybridForward(loaded, backend, seats, hidden_layers, products=fault, packed=False)
-        return Forward(loaded.model, backend, compile, hidden_layers, products=fault)
+        return _forward_of(loaded, backend, compile, hidden_layers, seats, products=fault, packed=False)
     loaded = pack_model(loaded, compile, type(backend))
     if loaded.description is not None:
         assert isinstance(backend, CpuBackend)
-        return DecoderForward(loaded.description, backend, hidden_layers)
+        return DecoderForward(loaded.description, backend, hidden_layers, loaded.adapters)
     packed_layers = PackedLinear, PackedQuantizedLinear, RoutedLinear, RoutedQuantizedLinear
     count = sum(isinstance(module, packed_layers) for module in loaded.model.modules())
     packed = f"{count} packed layers, summed alike in every batch"
+    return _forward_of(loaded, backend, compile, hidden_layers, seats, products=packed, packed=True)
+
+
+def _forward_of(
+    loaded: LoadedModel,
+    backend: AttentionBackend,
+    compile: str,
+    hidden_layers: tuple[int, ...],
+    seats: Seats | None,
+    *,
+    products: str,
+    packed: bool,
+) -> Forward:
+    """The model's own forward, whose layers are those that stay."""
+    if loaded.adapters is not None:
+        attach(loaded.model, loaded.adapters)
     if seats is not None:
-        return HybridForward(loaded, backend, seats, hidden_layers, products=packed, packed=True)
-    return Forward(loaded.model, backend, compile, hidden_layers, products=packed, packed=True)
+        return HybridForward(loaded, backend, seats, hidden_layers, products=products, packed=packed)
+    return Forward(
+        loaded.model,
+        backend,
+        compile,
+        hidden_layers,
+        products=products,
+        packed=packed,
+        adapters=loaded.adapters,
+    )
 
 
 def pack_model(loaded: LoadedModel, compile: str, backend: type[AttentionBackend]) -> LoadedModel:

@@ -52,6 +52,8 @@ class SequenceState:
     """Where the state of recurrent layers is while it runs, if the model has some."""
     keep_at: list[int] = field(default_factory=list)
     """The positions behind which that is to be kept, ascending."""
+    adapter: int = 0
+    """The slot of its adapter, which it holds until it ends; 0: none."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     arrival: float = field(default_factory=time.monotonic)
     first_scheduled: float | None = None

@@ -70,6 +70,14 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
         bool,
         _doc("Round the output head's weights to int8 at load, and a draft model's; embeddings stay."),
     ] = False
+    enable_lora: Annotated[
+        bool, _doc("Take LoRA adapters: --lora-modules, and those loaded while the server runs.")
+    ] = False
+    lora_modules: Annotated[
+        dict[str, str] | None,
+        _doc("A LoRA adapter's name in the API and its folder, as in sql=/adapters/sql; may be given again."),
+    ] = None
+    max_lora_rank: Annotated[int, Meta(ge=1, le=1024), _doc("Highest rank of a LoRA adapter.")] = 64
     max_model_len: Annotated[
         PositiveInt | None, _doc("Longest sequence, prompt and output; default: the model's.")
     ] = None
@@ -320,6 +328,10 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     def num_ranks(self, role: RoleSpec) -> int:
         """Of how many processes each worker of a role consists."""
         return int(getattr(self, role.ranks)) if role.ranks else 1
+
+    @property
+    def serves_adapters(self) -> bool:
+        return self.enable_lora or bool(self.lora_modules)
 
     @property
     def api_keys(self) -> tuple[str, ...]:

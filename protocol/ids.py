@@ -33,14 +33,14 @@ def router_of(request_id: str) -> str:
     return request_id.partition(".")[0]
 
 
-def root_identity(model: str, kv_format: str, cache_salt: str = "") -> BlockIdentity:
+def root_identity(model: str, kv_format: str, cache_salt: str = "", adapter: str = "") -> BlockIdentity:
     """The parent identity of a sequence's first block.
 
-    It binds the chain to the model, to the format of its KV and to the tenant's salt, so that blocks
-    which must not be shared never collide.
+    It binds the chain to the model, to the format of its KV, to the tenant's salt and to the adapter's
+    digest, so that blocks which must not be shared never collide.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for part in (model, kv_format, cache_salt):
+    for part in (model, kv_format, cache_salt, *([adapter] if adapter else [])):
         raw = part.encode()
         digest.update(struct.pack("<I", len(raw)))
         digest.update(raw)

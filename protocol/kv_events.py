@@ -34,7 +34,7 @@ class Medium(enum.IntEnum):
 
 
 class CacheFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker's block identities depend on beside tokens and salt.
+    """What a worker's block identities depend on beside tokens, salt and adapter.
 
     With `has_states` it tells of the blocks alone behind which it keeps a state of recurrent layers. It has
     all those before such a block.
@@ -45,8 +45,8 @@ class CacheFormat(msgspec.Struct, frozen=True, kw_only=True):
     block_size: Annotated[int, Meta(ge=1, le=2**16)]
     has_states: bool = False
 
-    def root(self, cache_salt: str = "") -> BlockIdentity:
-        return root_identity(self.model, self.kv_format, cache_salt)
+    def root(self, cache_salt: str = "", adapter: str = "") -> BlockIdentity:
+        return root_identity(self.model, self.kv_format, cache_salt, adapter)
 
 
 class KvChange(msgspec.Struct, frozen=True, array_like=True):

@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from protocol.adapters import Adapter
 from protocol.bounded import Id, Seconds, TokenIds
 from protocol.peers import PeerAddress
 from protocol.sampling import SamplingParams
@@ -40,5 +41,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: Seconds = 600.0
     slo_tpot_s: Annotated[float, Meta(gt=0)] = inf
     cache_salt: Annotated[str, Meta(max_length=256)] = ""
+    adapter: Adapter | None = None
     speculation: RequestSpeculation | None = None
     draft_plan: DraftPlan | None = None
+
+    @property
+    def tenant(self) -> tuple[str, str]:
+        """Only requests of the same salt and the same adapter share KV."""
+        return self.cache_salt, self.adapter.digest if self.adapter is not None else ""

@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from protocol.adapters import AdapterName, AdapterPath
 from protocol.bounded import Count, Id, ShortText
 from protocol.peers import PeerAddress
 from protocol.requests import DraftPlan, EngineRequest
@@ -128,6 +129,25 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
     incarnation: Id
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="load_adapter"):
+    """Keep the adapter in this folder under this name. Answered by `AdapterLoaded`.
+
+    With a `digest` it must be the one with that content.
+    """
+
+    incarnation: Id
+    name: AdapterName
+    path: AdapterPath
+    digest: Annotated[str, Meta(max_length=32)] = ""
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="unload_adapter"):
+    """Forget the adapter of this name, once no request here has it. Unknown names are ignored."""
+
+    incarnation: Id
+    name: AdapterName
+
+
 RouterToWorker = (
     Registered
     | Refused
@@ -143,4 +163,6 @@ RouterToWorker = (
     | Prefetch
     | PrepareToLeave
     | Leave
+    | LoadAdapter
+    | UnloadAdapter
 )

@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from protocol.adapters import MAX_ADAPTERS, Adapter, AdapterName
 from protocol.bounded import Count, Id, Seconds, ShortText, TokenIds
 from protocol.costs import StepCosts
 from protocol.kv_events import CacheFormat, KvChange
@@ -88,6 +89,7 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
     eos_token_ids: TokenIds
     state: WorkerState
     cache: CacheFormat | None = None
+    adapters: Annotated[list[Adapter], Meta(max_length=MAX_ADAPTERS)] = []
     start_up: dict[Id, ShortText] = {}
     protocol: Count = PROTOCOL
     release: ShortText = msgspec.field(default_factory=version)
@@ -155,6 +157,16 @@ class Prefetched(msgspec.Struct, frozen=True, kw_only=True, tag="prefetched"):
     complete: bool
 
 
+class AdapterLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="adapter_loaded"):
+    """A `LoadAdapter` is done, or failed with an `error`."""
+
+    worker_id: Id
+    incarnation: Id
+    name: AdapterName
+    digest: Annotated[str, Meta(max_length=32)] = ""
+    error: ShortText = ""
+
+
 class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag="leaving"):
     """The worker was told to end, or to go on in another role. The router takes its requests elsewhere, then
     answers `Leave`.
@@ -167,5 +179,13 @@ class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag="leaving"):
 
 
 WorkerToRouter = (
-    Register | WorkerState | StepOutput | KvEvents | HandoverFailed | Absent | Prefetched | Leaving
+    Register
+    | WorkerState
+    | StepOutput
+    | KvEvents
+    | HandoverFailed
+    | Absent
+    | Prefetched
+    | AdapterLoaded
+    | Leaving
 )

@@ -9,6 +9,7 @@ import msgspec
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
+from router.api.adapters import adapter_operations
 from router.api.admin import admin_operations
 from router.api.doctor import doctor_operations
 from router.api.generate import GenerateEndpoint
@@ -31,7 +32,9 @@ STREAM = "JSON, or with `stream` server-sent events"
 
 def build_app(state: RouterState) -> Envelope:
     """All endpoints over the given state."""
-    builder = RequestBuilder(state.config, state.tokenizer, state.chats, lambda: state.kv_feed.formats)
+    builder = RequestBuilder(
+        state.config, state.tokenizer, state.chats, state.adapters.find, lambda: state.kv_feed.formats
+    )
 
     def post(path: str, body: type[msgspec.Struct], answer: str, endpoint: Any) -> Operation:
         return Operation(path, endpoint, body.__doc__ or "", answer, body)
@@ -45,6 +48,7 @@ def build_app(state: RouterState) -> Envelope:
         *response_operations(state, builder),
         post("/tokenize", TokenizeBody, "`count`, `max_model_len`, `tokens`, `token_strs`", tokenize),
         post("/detokenize", DetokenizeBody, "`prompt`", detokenize),
+        *adapter_operations(state),
         *admin_operations(state),
         *placement_operations(state),
         *doctor_operations(state),

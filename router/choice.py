@@ -9,6 +9,7 @@ from operator import itemgetter
 
 import msgspec
 
+from protocol.adapters import Adapter
 from protocol.kv_events import CacheFormat
 from protocol.outputs import TokenLogprobs, TokenOutput
 from router.detokenizer import Detokenizer
@@ -21,14 +22,14 @@ class Prompt(msgspec.Struct, frozen=True):
 
     token_ids: list[int]
     text: str | None = None
-    chains: dict[tuple[CacheFormat, str], HashedBlocks] = msgspec.field(default_factory=dict)
+    chains: dict[CacheFormat, HashedBlocks] = msgspec.field(default_factory=dict)
 
-    def blocks(self, cache: CacheFormat, cache_salt: str) -> HashedBlocks:
-        """Its full blocks in a format; hashed once."""
-        chain = self.chains.get((cache, cache_salt))
+    def blocks(self, cache: CacheFormat, cache_salt: str, adapter: Adapter | None) -> HashedBlocks:
+        """Its full blocks in a format; hashed once, as all its requests have one salt and one adapter."""
+        chain = self.chains.get(cache)
         if chain is None:
-            chain = hash_blocks(cache.root(cache_salt), self.token_ids, cache.block_size)
-            self.chains[cache, cache_salt] = chain
+            root = cache.root(cache_salt, adapter.digest if adapter is not None else "")
+            chain = self.chains[cache] = hash_blocks(root, self.token_ids, cache.block_size)
         return chain
 
 

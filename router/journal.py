@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from protocol.adapters import Adapter
 from protocol.ids import new_request_id
 from protocol.kv_events import CacheFormat
 from protocol.outputs import FinishReason, RequestTiming, TokenOutput
@@ -101,7 +102,7 @@ class LiveRequest:
 
     def block_keys(self, cache: CacheFormat) -> list[int]:
         """The index' keys of its full blocks in a format; of the answer too, where that has begun."""
-        chain = self.choice.prompt.blocks(cache, self.generation.cache_salt)
+        chain = self.choice.prompt.blocks(cache, self.generation.cache_salt, self.generation.adapter)
         if not self.output_token_ids:
             return chain.keys
         rest = self.token_ids[len(chain.keys) * cache.block_size :]
@@ -217,6 +218,7 @@ class LiveRequest:
             timeout_s=timeout_s,
             slo_tpot_s=self.generation.slo_tpot_s,
             cache_salt=self.generation.cache_salt,
+            adapter=self.generation.adapter,
             speculation=self.generation.speculation,
             draft_plan=self.draft_plan,
         )
@@ -233,6 +235,7 @@ class Generation:
         timeout_s: float,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: Adapter | None = None,
         speculation: RequestSpeculation | None = None,
         session: str = "",
         thinking: ThinkingBudget | None = None,
@@ -248,6 +251,7 @@ class Generation:
         self.deadline = arrival + timeout_s
         self.priority = priority
         self.cache_salt = cache_salt
+        self.adapter = adapter
         self.speculation = speculation
         self.thinking = thinking
         self.requests = [LiveRequest(self, choice, sampling) for choice, sampling in choices]

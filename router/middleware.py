@@ -29,11 +29,17 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 _OPEN = ("/", "/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json")
 _OPEN_FOLDER = "/page/"
 _OF_CLIENTS = ("/v1/", "/tokenize", "/detokenize")
+_OF_OPERATORS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
 def needs_key(path: str) -> bool:
     """As in vLLM, health and metrics need no API key, nor do the pages, which say nothing of requests."""
     return path not in _OPEN and not path.startswith(_OPEN_FOLDER)
+
+
+def is_for_operators(path: str) -> bool:
+    """Whether it changes or shows what is not the client's own."""
+    return path in _OF_OPERATORS or not path.startswith(_OF_CLIENTS)
 
 
 class Envelope:
@@ -82,7 +88,7 @@ class Envelope:
                     code="invalid_api_key",
                     headers={"www-authenticate": "Bearer"},
                 )
-            if not key.entry.operator and not path.startswith(_OF_CLIENTS):
+            if not key.entry.operator and is_for_operators(path):
                 raise ApiError(403, f"{path} is for operators, which the API key {key.entry.name} is not")
             scope[API_KEY] = key
 

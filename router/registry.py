@@ -48,6 +48,8 @@ class Worker:
         self.host, self.pid = register.host, register.pid
         self.start_up = register.start_up
         self.cache = register.cache
+        self.adapters = register.adapters
+        """Those that it had when it registered."""
         self.state = register.state
         self.since = time.monotonic()
         self.silence_s = 0.0

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from protocol.adapters import Adapter
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 from protocol.kv_events import CacheFormat
@@ -59,7 +60,8 @@ class Built(NamedTuple):
 class RequestBuilder:
     """Checks every limit. Raises `ApiError` or `InvalidRequestError`, which name the field.
 
-    `formats` tells how the workers identify blocks, so that prompts are hashed here, not in the event loop.
+    `find` tells what a request's `model` means, as `AdapterTable.find`; `formats` how the workers identify
+    blocks, so that prompts are hashed here, not in the event loop.
     """
 
     def __init__(
@@ -67,16 +69,18 @@ class RequestBuilder:
         config: ServeConfig,
         tokenizer: Tokenizer,
         chats: Chats,
+        find: Callable[[str | None], Adapter | None],
         formats: Callable[[], Collection[CacheFormat]] = tuple,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self._find = find
         self._formats = formats
         self._chats = chats
 
     def completion(self, raw: bytes, model: ModelFacts, arrival: float) -> Built:
         body = decode_body(raw, CompletionBody)
-        check_model(self._config, body.model)
+        adapter = self._find(body.model)
         refuse_unsupported(body)
         only_prompt = bool(body.echo) and body.max_tokens == 0
         output = _output_options(body, body.logprobs, echo=bool(body.echo), only_prompt=only_prompt)
@@ -94,13 +98,13 @@ class RequestBuilder:
             (prompt, _limited(params, asked, DEFAULT_MAX_TOKENS, prompt, "max_tokens", model))
             for prompt in prompts
         ]
-        return Built(self._generation(body, limited, output, arrival), output, grammar)
+        return Built(self._generation(body, limited, output, arrival, adapter), output, grammar)
 
     def chat(self, raw: bytes, model: ModelFacts, arrival: float) -> Built:
         return self.chat_of(decode_body(raw, ChatBody), model, arrival)
 
     def chat_of(self, body: ChatBody, model: ModelFacts, arrival: float) -> Built:
-        check_model(self._config, body.model)
+        adapter = self._find(body.model)
         refuse_unsupported(body)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequestError("top_logprobs", "only allowed with logprobs=true")
@@ -123,11 +127,11 @@ class RequestBuilder:
         kept = _kept(body, asked or 1, model)
         prompt = self._prompt(text, bool(body.add_special_tokens), "messages", kept, model)
         limited = [(prompt, _limited(params, asked, None, prompt, field, model))]
-        return Built(self._generation(body, limited, output, arrival, thinking), output, grammar)
+        return Built(self._generation(body, limited, output, arrival, adapter, thinking), output, grammar)
 
     def tokenize(self, raw: bytes, model: ModelFacts) -> bytes:
         body = decode_body(raw, TokenizeBody)
-        check_model(self._config, body.model)
+        self._find(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("prompt", "either prompt or messages is required, not both")
         field, text, special = "prompt", body.prompt or "", body.add_special_tokens is not False
@@ -148,7 +152,7 @@ class RequestBuilder:
 
     def detokenize(self, raw: bytes, model: ModelFacts) -> bytes:
         body = decode_body(raw, DetokenizeBody)
-        check_model(self._config, body.model)
+        self._find(body.model)
         if len(body.tokens) > model.max_model_len:
             raise InvalidRequestError("tokens", f"at most {model.max_model_len}, got {len(body.tokens)}")
         check_token_ids("tokens", body.tokens, model)
@@ -227,6 +231,7 @@ class RequestBuilder:
         prompts: Sequence[tuple[Prompt, SamplingParams]],
         output: OutputOptions,
         arrival: float,
+        adapter: Adapter | None,
         thinking: ThinkingBudget | None = None,
     ) -> Generation:
         """`n` choices of each prompt, with the seeds that the prompt would get alone."""
@@ -237,7 +242,7 @@ class RequestBuilder:
         choices: list[tuple[Choice, SamplingParams]] = []
         for prompt, params in prompts:
             for cache in self._formats():
-                prompt.blocks(cache, body.cache_salt or "")
+                prompt.blocks(cache, body.cache_salt or "", adapter)
             offset = 0
             if output.echo and output.keep_details:
                 offset = len(prompt.text or self._tokenizer.decode(prompt.token_ids, skip))
@@ -260,19 +265,9 @@ class RequestBuilder:
             timeout_s=self._config.request_timeout,
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
+            adapter=adapter,
             speculation=speculation,
             thinking=thinking,
-        )
-
-
-def check_model(config: ServeConfig, name: str | None) -> None:
-    """Raises `ApiError` 404 for a model that isn't served."""
-    if name is not None and name != config.model_name:
-        raise ApiError(
-            404,
-            f"the model {name!r} does not exist; this server has {config.model_name!r}",
-            param="model",
-            code="model_not_found",
         )
 
 

@@ -18,6 +18,7 @@ from protocol.router_to_worker import Peers, Refused, Registered, Unregistered
 from protocol.version import protocol_problem
 from protocol.worker_to_router import (
     Absent,
+    AdapterLoaded,
     HandoverFailed,
     Introduced,
     KvEvents,
@@ -28,6 +29,7 @@ from protocol.worker_to_router import (
     WorkerState,
     WorkerToRouter,
 )
+from router.adapters import AdapterTable
 from router.api_keys import ApiKeys
 from router.bodies import Bodies
 from router.chats import Chats
@@ -91,6 +93,7 @@ class RouterState:
         self.placer = Placer(*shared, policy, self.kv_feed)
         self.dispatcher = Dispatcher(*shared, self.placer)
         self.drainer = Drainer(*shared, self.placer, self.dispatcher)
+        self.adapters = AdapterTable(config, self.registry, self.link.send)
         self.turns = Turns(router_id)
         self.scaler = Scaler(config, self.registry, self.drainer, self.turns)
         self.restarter = Restarter(config, self.registry, self.drainer, self.scaler, self.turns)
@@ -153,6 +156,8 @@ class RouterState:
                 self.roll_call.absent(message)
             case Prefetched():
                 self.drainer.prefetched(message)
+            case AdapterLoaded():
+                self.adapters.answered(message)
             case Leaving():
                 self.drainer.leaving(message)
             case WorkerState():
@@ -178,6 +183,7 @@ class RouterState:
         """Confirm a registration, and have workers connect before the first request needs them to."""
         self.kv_feed.add(worker)
         self.link.send(worker, Registered(incarnation=worker.key.incarnation, router=self.incarnation))
+        self.adapters.greet(worker)
         live = self.registry.live()
         receivers = [other.address for other in live if other.role.name in worker.role.pushes_to]
         if receivers:
@@ -195,6 +201,7 @@ class RouterState:
         self.dispatcher.worker_lost(worker, reason)
         self.placer.drafts.lost(worker)
         self.drainer.lost(worker)
+        self.adapters.lost(worker)
 
     def _sweep(self) -> None:
         if self._loop is not None:

@@ -36,7 +36,9 @@ _READ_AT_ONCE = 2048
 
 
 def draft_config(config: ServeConfig, options: SpeculativeConfig, target_dtype: torch.dtype) -> ServeConfig:
-    """The configuration that a target's draft model is loaded with. Its KV is kept as it computes it."""
+    """The configuration that a target's draft model is loaded with. Its KV is kept as it computes it, and the
+    target's adapters are not for it.
+    """
     return msgspec.structs.replace(
         config,
         model=options.model,
@@ -45,6 +47,8 @@ def draft_config(config: ServeConfig, options: SpeculativeConfig, target_dtype: 
         revision=None,
         max_model_len=None,
         kv_cache_dtype="auto",
+        enable_lora=False,
+        lora_modules=None,
     )
 
 

@@ -73,7 +73,7 @@ class WorkerLoop(RoleWork):
         self._stop = threading.Event()
         self.departure = Departure(parts, links, self.stop)
         self.router_messages = RouterMessages(
-            self, self.sender, self._fetcher, self._kv_events, self.departure
+            self, self.sender, self._fetcher, self._kv_events, self.departure, engine.adapters
         )
         self._advancing = True
         """False after a step that had nothing to run: then the loop waits for a message in its poll."""

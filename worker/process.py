@@ -166,6 +166,7 @@ def _registration(parts: WorkerParts, engine: Engine, address: PeerAddress) -> R
         eos_token_ids=list(engine.eos_token_ids),
         state=parts.state(),
         cache=engine.cache_format if parts.tells_of_cache else None,
+        adapters=engine.adapters.listed() if engine.adapters is not None else [],
         start_up={
             **engine.start_up,
             "host": parts.host,

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from engine.lora.files import AdapterError
+from engine.lora.table import Adapters
 from kvtransfer.sender import Sender
 from protocol.errors import InvalidRequestError, TandemError
 from protocol.ids import peer_identity
@@ -17,6 +19,7 @@ from protocol.router_to_worker import (
     CallRoll,
     Generate,
     Leave,
+    LoadAdapter,
     PeerGone,
     Peers,
     Prefetch,
@@ -27,9 +30,10 @@ from protocol.router_to_worker import (
     Replan,
     ReplayKvEvents,
     RouterToWorker,
+    UnloadAdapter,
     Unregistered,
 )
-from protocol.worker_to_router import Absent, Prefetched
+from protocol.worker_to_router import Absent, AdapterLoaded, Prefetched
 from worker.departure import Departure
 from worker.fetch import PrefixFetcher
 from worker.kv_events import KvEventSender
@@ -49,7 +53,9 @@ class RouterMessages:
         fetcher: PrefixFetcher,
         kv_events: KvEventSender | None,
         departure: Departure,
+        adapters: Adapters | None,
     ) -> None:
+        """`adapters` are the engine's."""
         self._role = role
         self._sender = sender
         self._fetcher = fetcher
@@ -58,6 +64,7 @@ class RouterMessages:
         self._parts = role.parts
         self._counters = role.counters
         self._links = role.links
+        self._adapters = adapters
 
     def take(self, message: RouterToWorker, link: RouterLink) -> None:
         """`link` is the line that it came by."""
@@ -93,6 +100,11 @@ class RouterMessages:
                 self._departure.prepare(message)
             case Leave():
                 self._departure.let_go(link)
+            case LoadAdapter():
+                link.send(self._load_adapter(message))
+            case UnloadAdapter():
+                if self._adapters is not None:
+                    self._adapters.unload(message.name)
 
     def abort_all(self, request_ids: Iterable[str]) -> None:
         """Forget these requests, and what is being fetched for them. Unknown ids are ignored."""
@@ -184,6 +196,22 @@ class RouterMessages:
             self._counters.add("duplicate_messages_total")
         else:
             link.confirmed(message.router)
+
+    def _load_adapter(self, message: LoadAdapter) -> AdapterLoaded:
+        digest = error = ""
+        try:
+            if self._adapters is None:
+                raise AdapterError("this worker takes no adapters: --enable-lora")
+            digest = self._adapters.load(message.name, message.path, message.digest).digest
+        except AdapterError as wrong:
+            error = str(wrong)[:4096]
+        return AdapterLoaded(
+            worker_id=self._parts.worker_id,
+            incarnation=self._parts.incarnation,
+            name=message.name,
+            digest=digest,
+            error=error,
+        )
 
     def _warm_up(self, peers: Iterable[PeerAddress]) -> None:
         """First contact costs time that no request should wait for."""

@@ -35,6 +35,7 @@ class Decoder {
         x.resize(room * hidden), normed.resize(room * hidden);
         attended.resize(room * queries);
         threads = n * m.products < SERIAL_PRODUCTS ? 1 : most_threads;
+        group(rows, nullptr, n);
         if (m.entry) {
             enter(*m.entry, rows);
         } else {
@@ -50,6 +51,7 @@ class Decoder {
             product.resize(room * std::max(hidden, qkv));
             if (layer.input_norm) norm(layer.input_norm, n);
             multiply(normed.data(), layer.qkv, product.data(), n);
+            adapt(l, QKV, normed.data(), hidden, product.data(), qkv);
             each_row(n, [&](int64_t r) { place_heads(layer, queries + keys, &product[r * qkv], rows.positions[r] - (m.entry ? 1 : 0)); });
             const bf16* q = product.data();
             const Call call{q, q + queries, q + queries + keys, attended.data(), qkv, m.head_dim, qkv, m.head_dim,
@@ -59,13 +61,15 @@ class Decoder {
             if (l + 1 == layers.size() && captured == rows.num_hidden && rows.logit_rows) {
                 if (!rows.num_logits) return;
                 narrows = true, n = rows.num_logits;
+                group(rows, rows.logit_rows, n);
                 keep_rows(rows, x, hidden), keep_rows(rows, attended, queries);
             }
             gather(attended, n, layer.qkv.first, queries, layer.output.in);
             multiply_whole(attended.data(), layer.output, product.data(), n, hidden);
+            adapt(l, OUTPUT, attended.data(), layer.output.in, product.data(), hidden);
             add_product(n);
             norm(layer.mlp_norm, n);
-            feed_forward(layer, n);
+            feed_forward(l, n);
             add_product(n);
         }
         if (captured < rows.num_hidden) {  // the last hidden state is taken after the final norm
@@ -230,6 +234,24 @@ class Decoder {
         m.linear(in, w.values, w.bias, out, n, w.in, w.out, threads, m.parallel);
     }
 
+    // Finds the rows of each adapter, among the `kept` ones (null: all).
+    void group(const Rows& rows, const int64_t* kept, int64_t n) {
+        groups.resize(rows.num_adapters), adapted.resize(rows.num_adapters);
+        for (auto& group : groups) group.clear();
+        for (int64_t i = 0; rows.num_adapters && i < n; i++)
+            if (const int32_t owner = rows.owners[kept ? kept[i] : i]; owner >= 0) groups[owner].push_back(i);
+        adapters = rows.adapters;
+    }
+
+    // Adds what rows' adapters have beside one of a layer's products; inputs and outputs are so wide.
+    void adapt(size_t l, Product which, const bf16* in, int64_t in_width, bf16* out, int64_t width) {
+        if (groups.empty()) return;
+        const int64_t first = l * PARTS + which, next = which == QKV ? OUTPUT : which == GATE_UP ? DOWN : which + 1;
+        for (size_t i = 0; i < groups.size(); i++)
+            adapted[i] = {adapters[i] + first, next - which, groups[i].data(), int64_t(groups[i].size())};
+        m.adapt(in, in_width, out, width, adapted.data(), adapted.size(), threads, m.parallel);
+    }
+
     // Computes all `width` outputs of each row, of which a rank's weights have some.
     void multiply_whole(const bf16* in, const Weights& w, bf16* out, int64_t n, int64_t width) {
         if (w.out == width) return multiply(in, w, out, n);
@@ -260,16 +282,19 @@ class Decoder {
         }
     }
 
-    void feed_forward(const Layer& layer, int64_t n) {
+    void feed_forward(size_t l, int64_t n) {
+        const Layer& layer = layers[l];
         const int64_t width = layer.gate_up.out / 2;
         gated.resize(n * 2 * width), active.resize(n * width);
         multiply(normed.data(), layer.gate_up, gated.data(), n);
+        adapt(l, GATE_UP, normed.data(), m.hidden, gated.data(), 2 * width);
         each_row(n, [&](int64_t r) {
             const bf16* gate = &gated[r * 2 * width];
             gate_row(gate, gate + width, width, &active[r * width]);
         });
         gather(active, n, layer.gate_up.first, width, layer.down.in);
         multiply_whole(active.data(), layer.down, product.data(), n, m.hidden);
+        adapt(l, DOWN, active.data(), layer.down.in, product.data(), m.hidden);
     }
 
     // The sequence's drafted token of this number, from its logits.
@@ -322,6 +347,9 @@ class Decoder {
     std::vector<int64_t> last_tokens, positions, slots, last_rows;
     std::vector<int32_t> query_start, context_len;
     int64_t most_threads = 1, threads = 1;
+    std::vector<std::vector<int64_t>> groups;  // the rows of each adapter
+    std::vector<Adapted> adapted;
+    const Part* const* adapters = nullptr;
 };
 
 }  // namespace

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.cpu_kernel.backend import CpuBackend
+from engine.decoder.adapters import NativeAdapters
 from engine.decoder.description import NativeModel
 from engine.decoder.structs import (
     BatchArgs,
@@ -25,6 +26,8 @@ from engine.decoder.structs import (
 )
 from engine.linear import packed_quantized
 from engine.linear.packed import kernel_address
+from engine.lora.layers import kernel_address as adapt_address
+from engine.lora.table import Adapters
 from engine.rows import RowArrays, SequenceRows
 from engine.runner import ForwardOutput
 from engine.step_inputs import StepShape, are_chains, step_inputs
@@ -57,7 +60,9 @@ class NativeDecoder:
     products = "packed weights, summed alike in every batch"
     any_threads = True
 
-    def __init__(self, description: NativeModel, backend: CpuBackend) -> None:
+    def __init__(
+        self, description: NativeModel, backend: CpuBackend, adapters: Adapters | None = None
+    ) -> None:
         self._library = library()
         self._description = description  # the decoder reads its memory
         self._backend = backend
@@ -70,6 +75,10 @@ class NativeDecoder:
         model.linear, model.parallel = kernel_address(), parallel()
         backend.parallel = model.parallel
         model.quantized_linear = packed_quantized.kernel_address()
+        self._adapters: NativeAdapters | None = None
+        if adapters is not None:
+            self._adapters = NativeAdapters(adapters, model.num_layers)
+            model.adapt = adapt_address()
         self._decoder: int = self._library.tandem_decoder_create(ctypes.byref(model))
         weakref.finalize(self, self._library.tandem_decoder_destroy, self._decoder)
 
@@ -118,6 +127,7 @@ class NativeDecoder:
             None if before is None else before.data_ptr(),
             None if before is None else hidden.data_ptr(),
         )
+        _placed = self._adapters.place(batch, fields) if self._adapters is not None else None
         rows, threads = ctypes.byref(fields), torch.get_num_threads()
         if chains is not None:
             described = ctypes.byref(self._batch(chains))
@@ -186,10 +196,14 @@ class DecoderForward(NativeDecoder):
     """Runs a whole model, as `engine.forward.Forward`."""
 
     def __init__(
-        self, description: NativeModel, backend: CpuBackend, hidden_layers: tuple[int, ...] = ()
+        self,
+        description: NativeModel,
+        backend: CpuBackend,
+        hidden_layers: tuple[int, ...] = (),
+        adapters: Adapters | None = None,
     ) -> None:
         """`hidden_layers` are captured, as by `engine.forward.Forward`."""
-        super().__init__(description, backend)
+        super().__init__(description, backend, adapters)
         self._order = sorted(hidden_layers)
         self._asked = [self._order.index(layer) for layer in hidden_layers]
         self._hidden_layers = torch.tensor(self._order)

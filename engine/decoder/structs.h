@@ -6,6 +6,7 @@
 
 #include "../../native/parallel.h"
 #include "../attention/cpu_kernel/step.h"
+#include "../lora/adapt.h"
 #include "../sampler/choice.h"
 
 namespace {
@@ -59,7 +60,12 @@ struct Model {
     const Entry* entry;  // null for a whole model
     Gather gather;       // of a rank; it does nothing once a rank is lost
     void* ranks;
+    Adapt adapt;
 };
+
+// Where a layer's parts of an adapter begin: those of queries, keys and values, of the attention's output, of the gate
+// and what it opens, and of the way down.
+enum Product : int64_t { QKV = 0, OUTPUT = 3, GATE_UP = 4, DOWN = 6, PARTS = 7 };
 
 struct Rows {
     const int64_t *token_ids, *positions;
@@ -72,6 +78,9 @@ struct Rows {
     bf16* hidden;  // [count, num_hidden, hidden]
     const bf16* before;  // for a head, [count, hidden]: the hidden states before the tokens
     bf16* after;         // out, [num_logits, hidden]: the hidden states for the next rows; may be `before`
+    const int32_t* owners;         // of each row, the number of its adapter; -1: it has none
+    const Part* const* adapters;  // of each, its parts: PARTS of every layer
+    int64_t num_adapters;
 };
 
 // Rows without trees: of each sequence the positions [starts, ends). Their KV is written to its blocks.

@@ -45,7 +45,7 @@ class ModelArgs(Structure):
         ("norm_epsilon", c_double),
         ("attention_scale", c_double),
         *((name, c_void_p) for name in ("attention", "linear", "quantized_linear", "begin", "attend")),
-        *((name, c_void_p) for name in ("parallel", "entry", "gather", "ranks")),
+        *((name, c_void_p) for name in ("parallel", "entry", "gather", "ranks", "adapt")),
     )
 
 
@@ -62,6 +62,9 @@ class RowsArgs(Structure):
         ("hidden", c_void_p),
         ("before", c_void_p),
         ("after", c_void_p),
+        ("owners", c_void_p),
+        ("adapters", c_void_p),
+        ("num_adapters", c_int64),
     )
 
 

@@ -10,10 +10,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
+from protocol.adapters import Adapter
 from protocol.version import version
 from router.api.openapi import Operation
 from router.registry import Worker
-from router.request_builder import check_model
 from router.state import RouterState
 
 
@@ -21,11 +21,11 @@ def admin_operations(state: RouterState) -> list[Operation]:
     """Everything that tells of the server's state."""
 
     async def models(request: Request) -> Response:
-        return _json({"object": "list", "data": [_model_card(state)]})
+        cards = [_model_card(state), *(_model_card(state, each) for each in state.adapters.named.values())]
+        return _json({"object": "list", "data": cards})
 
     async def model(request: Request) -> Response:
-        check_model(state.config, request.path_params["model_id"])
-        return _json(_model_card(state))
+        return _json(_model_card(state, state.adapters.find(request.path_params["model_id"])))
 
     async def health(request: Request) -> Response:
         return _json({"status": "ok"})
@@ -47,7 +47,12 @@ def admin_operations(state: RouterState) -> list[Operation]:
         return _json({"router": router, "workers": [_worker(worker) for worker in state.registry]})
 
     return [
-        Operation("/v1/models", models, "The models; there is one.", "OpenAI's list of models"),
+        Operation(
+            "/v1/models",
+            models,
+            "The model, and its adapters with it as their `parent`.",
+            "OpenAI's list of models",
+        ),
         Operation("/v1/models/{model_id:path}", model, "One model.", "OpenAI's model, with `max_model_len`"),
         Operation("/health", health, "Whether the router lives.", "`status`"),
         Operation("/ready", ready, "Whether requests are served; 503 with a `reason` if not.", "`status`"),
@@ -61,15 +66,15 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def _model_card(state: RouterState) -> dict[str, Any]:
-    facts = state.registry.model
+def _model_card(state: RouterState, adapter: Adapter | None = None) -> dict[str, Any]:
+    facts, base = state.registry.model, state.config.model_name
     return {
-        "id": state.config.model_name,
+        "id": base if adapter is None else adapter.name,
         "object": "model",
         "created": state.created,
         "owned_by": "tandem",
-        "root": state.config.model,
-        "parent": None,
+        "root": state.config.model if adapter is None else adapter.path,
+        "parent": None if adapter is None else base,
         "max_model_len": facts.max_model_len if facts is not None else state.config.max_model_len,
         "capabilities": {
             "completions": True,

@@ -81,7 +81,9 @@ class GenerateEndpoint:
             output = msgspec.structs.replace(output, return_timing=True)
             for choice in generation.choices:
                 choice.keep_spans = True
-        answer = self._format(state.tokenizer, state.config.model_name, generation.http_id, output)
+        adapter = generation.adapter
+        name = state.config.model_name if adapter is None else adapter.name
+        answer = self._format(state.tokenizer, name, generation.http_id, output)
         trace = None
         if state.tracing is not None:
             trace = state.tracing.begin(headers, arrival)

@@ -62,12 +62,12 @@ class SelfDrafter(Drafter):
             described = PartialDescription(target.description, self._kept, self._format)
             if self._format is not None and not described.num_rounded:
                 raise ConfigError(f"{FIELD}: {self._format.value} fits none of the model's layers")
-            return replace(target, description=described)
+            return replace(target, description=described, adapters=None)
         model = with_layers(target.model, self._kept)
         if self._format is not None:
             _unpack(model)
             round_draft(model, self._format, target, model.get_output_embeddings())
-        return replace(target, model=model)
+        return replace(target, model=model, adapters=None)
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
         self._runner = self._build_runner(pool)

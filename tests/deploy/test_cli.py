@@ -59,6 +59,7 @@ def test_help_imports_neither_torch_nor_ray() -> None:
         (["--max-num-batched-tokens", "8"], "--max-num-batched-tokens: "),
         (["--model", "a", "b"], "--model: given twice"),
         (["--config", "/nowhere.yaml"], "--config: "),
+        (["--lora-modules", "a=/x", "--lora-modules", "b"], "--lora-modules: must be names with folders"),
         (["/no/such/folder"], "--model: "),
         (["--speculative-config", "ngram"], "--speculative-config: must be JSON"),
         (["--speculative-config", '{"method": "magic"}'], "--speculative-config: method: must be one of "),

@@ -1,6 +1,7 @@
 """Flags, environment and file make one configuration; what is wrong is named where it was said."""
 
 import math
+import re
 
 import msgspec
 import pytest
@@ -210,3 +211,38 @@ def test_a_mistyped_variable_is_told(caplog):
     assert [record.message for record in caplog.records] == [
         "TANDEM_MAX_NUM_SEQ is no option; is TANDEM_MAX_NUM_SEQS meant?"
     ]
+
+
+@pytest.mark.parametrize(
+    "value", [["a=/x/a", "b=/x/b=c"], "a=/x/a,b=/x/b=c", {"a": "/x/a", "b": "/x/b=c"}], ids=type
+)
+def test_adapters_are_names_with_folders(value):
+    config = load_config({"lora_modules": value}, {})
+    assert config.lora_modules == {"a": "/x/a", "b": "/x/b=c"}
+    assert config.serves_adapters
+
+
+def test_an_adapters_folder_is_one_of_where_the_server_starts(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert load_config({"lora_modules": ["a=here"]}, {}).lora_modules == {"a": f"{tmp_path}/here"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"lora_modules": "a"}, "must be names with folders, as in sql=/adapters/sql, got 'a'"),
+        ({"lora_modules": []}, "must be from 1 to 4096 adapters, got 0"),
+        ({"lora_modules": ["a=/x", "a=/y"]}, "a: is given twice"),
+        ({"lora_modules": {"": "/x"}}, "a name must have 1 to 256 characters"),
+        ({"lora_modules": ["tandem-code-10m=/x"]}, "tandem-code-10m: is the model's own name"),
+    ],
+)
+def test_adapters_that_are_none_are_refused(flags, message):
+    with pytest.raises(ConfigError, match="--lora-modules: " + re.escape(message)):
+        load_config(flags, {})
+
+
+def test_adapters_are_not_for_several_ranks():
+    flags = {"enable_lora": True, "decode_tensor_parallel_size": 2}
+    with pytest.raises(ConfigError, match=r"--decode-tensor-parallel-size: .* --enable-lora"):
+        load_config(flags, {})

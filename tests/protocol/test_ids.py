@@ -67,8 +67,11 @@ def test_everything_that_must_tell_blocks_apart_does():
         root_identity("mf", ""),
         root_identity("", "mf"),
         root_identity("m", "", "f"),
+        root_identity("m", "f", adapter="s"),
+        root_identity("m", "f", "s", adapter="a"),
+        root_identity("m", "f", "s", adapter="b"),
     }
-    assert len(roots) == 7
+    assert len(roots) == 10
     root = root_identity("m", "f")
     assert child_identity(root, [1, 2]) != child_identity(root, [2, 1])
     assert child_identity(root, [1, 2]) != child_identity(child_identity(root, [1]), [2])

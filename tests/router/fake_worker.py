@@ -11,6 +11,7 @@ import msgspec
 import zmq
 
 from messaging.sockets import ClusterKeys, connect_dealer
+from protocol.adapters import Adapter
 from protocol.codec import encode, router_to_worker
 from protocol.costs import UNKNOWN_COSTS, StepCosts
 from protocol.ids import new_incarnation
@@ -22,17 +23,20 @@ from protocol.router_to_worker import (
     CallRoll,
     Generate,
     Leave,
+    LoadAdapter,
     PeerGone,
     Prefetch,
     PrepareToLeave,
     Redirect,
     Registered,
     Replan,
+    UnloadAdapter,
     Unregistered,
 )
 from protocol.speculation import SpeculationState
 from protocol.worker_to_router import (
     Absent,
+    AdapterLoaded,
     HandoverFailed,
     Leaving,
     PairState,
@@ -98,6 +102,7 @@ class FakeWorker:
         costs: StepCosts = UNKNOWN_COSTS,
         stall_after: int = 2**31,
         speculation: SpeculationState | None = None,
+        adapters: list[Adapter] | None = None,
     ) -> None:
         self.worker_id, self.role = worker_id, role
         self.incarnation = new_incarnation()
@@ -111,6 +116,12 @@ class FakeWorker:
         self.pairs = pairs or []
         self.costs = costs
         self.speculation = speculation
+        self.adapters = {adapter.name: adapter.digest for adapter in adapters or []}
+        self.first_adapters = adapters or []
+        self.adapter_error: str | None = ""
+        """Why it can't load any; None: it does not answer."""
+        self.adapter_digest = "a" * 32
+        """Of those it loads."""
         self.eos_token_id = 0
         self.hold = threading.Event()
         self.mute = threading.Event()
@@ -219,6 +230,7 @@ class FakeWorker:
             eos_token_ids=[self.eos_token_id],
             state=self.state(),
             start_up={"attention": "fake"},
+            adapters=self.first_adapters,
         )
 
     def _connect(self, identity: str) -> list[zmq.Socket[bytes]]:
@@ -313,9 +325,28 @@ class FakeWorker:
             case Replan():
                 assert message.incarnation == self.incarnation
                 self.replans.append(message)
+            case LoadAdapter():
+                self._load_adapter(message, line)
+            case UnloadAdapter():
+                self.adapters.pop(message.name, None)
             case PeerGone():
                 assert message.incarnation == self.incarnation
                 self.gone.append((message.worker_id, message.gone))
+
+    def _load_adapter(self, message: LoadAdapter, line: int) -> None:
+        if self.adapter_error is None:
+            return
+        digest = "" if self.adapter_error else message.digest or self.adapter_digest
+        if digest:
+            self.adapters[message.name] = digest
+        answer = AdapterLoaded(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            name=message.name,
+            digest=digest,
+            error=self.adapter_error,
+        )
+        self._sockets[line].send(encode(answer))
 
     def prefetch_answer(self, complete: bool) -> Prefetched:
         """To the newest `Prefetch`."""

@@ -29,6 +29,8 @@ PATHS = {
     "/ready": "get",
     "/version": "get",
     "/metrics": "get",
+    "/v1/load_lora_adapter": "post",
+    "/v1/unload_lora_adapter": "post",
     "/workers": "get",
     "/decisions": "get",
     "/doctor": "get",

@@ -1,0 +1,110 @@
+"""Adapters beside a Transformers model's linear layers: each layer's output gets its rows' products added."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine.linear.packed import kernel_fault
+from engine.lora.structs import AdaptedArgs, PartArgs
+from engine.lora.table import Adapters, Weights
+from engine.rows import SequenceRows
+from native.build import declare, load_library
+from native.openmp import gomp_parallel
+
+
+@functools.cache
+def kernel() -> Callable[..., None]:
+    """Raises BuildError."""
+    library = load_library(Path(__file__).parent / "adapt.cpp", PartArgs, AdaptedArgs)
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    kinds = pointer, number, pointer, number, pointer, number, number, pointer
+    return declare(library, "tandem_adapt", None, *kinds)
+
+
+def kernel_address() -> int:
+    """Of the kernel's function, for native callers. Raises BuildError."""
+    return ctypes.cast(kernel(), ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+
+
+class Group(NamedTuple):
+    """The packed rows of one adapter, int64."""
+
+    weights: Weights
+    rows: Tensor
+
+
+def groups_of(batch: Sequence[SequenceRows], adapters: Adapters, device: torch.device) -> list[Group]:
+    """In the order of their first rows."""
+    rows: dict[int, list[int]] = defaultdict(list)
+    start = 0
+    for each in batch:
+        end = start + len(each.token_ids)
+        if each.adapter:
+            rows[each.adapter].extend(range(start, end))
+        start = end
+    return [Group(adapters.weights(slot), torch.tensor(own, device=device)) for slot, own in rows.items()]
+
+
+_current: Sequence[Group] = ()
+
+
+def begin_step(groups: Sequence[Group]) -> None:
+    """What the layers add from now on, whatever model they belong to."""
+    global _current
+    _current = groups
+
+
+def attach(model: PreTrainedModel, adapters: Adapters) -> None:
+    """Have the model's layers add what `begin_step` says. A layer that is replaced later does not."""
+    for path in adapters.linears:
+        model.get_submodule(path).register_forward_hook(functools.partial(_hook, path))
+
+
+def _hook(path: str, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    _add_adapters(output, inputs[0], path)
+
+
+def _run(out: Tensor, x: Tensor, path: str) -> None:
+    for weights, rows in _current:
+        product = weights.products.get(path)
+        if product is None:
+            continue
+        if _has_kernel(out.device, out.dtype):
+            _run_kernel(out, x, product.down, product.up, rows)
+            continue
+        own = x.reshape(-1, x.shape[-1]).index_select(0, rows)
+        out.view(-1, out.shape[-1]).index_add_(0, rows, own @ product.down.T @ product.up)
+
+
+@functools.cache
+def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    return kernel_fault(device, dtype) is None
+
+
+def _run_kernel(out: Tensor, x: Tensor, down: Tensor, up: Tensor, rows: Tensor) -> None:
+    x, whole = x.contiguous(), out.view(-1, out.shape[-1])
+    part = PartArgs(down.data_ptr(), up.data_ptr(), len(down), down.shape[1], up.shape[1], 0)
+    adapted = AdaptedArgs(ctypes.addressof(part), 1, rows.data_ptr(), len(rows))
+    threads, parallel = torch.get_num_threads(), gomp_parallel()
+    stride = whole.stride(0)
+    kernel()(x.data_ptr(), x.shape[-1], out.data_ptr(), stride, ctypes.byref(adapted), 1, threads, parallel)
+
+
+def _run_meta(out: Tensor, x: Tensor, path: str) -> None:
+    return None
+
+
+_library = torch.library.Library("tandem", "FRAGMENT")
+_library.define("add_adapters(Tensor(a!) out, Tensor x, str path) -> ()")
+_library.impl("add_adapters", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("tandem::add_adapters", _run_meta, lib=_library)
+_add_adapters = torch.ops.tandem.add_adapters.default

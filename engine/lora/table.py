@@ -1,0 +1,133 @@
+"""The adapters that a model can run beside its own weights."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from engine.linear.quantized import QuantizedLinear
+from engine.lora.files import AdapterError, LinearShape, Product, read_adapter
+from protocol.adapters import MAX_ADAPTERS, Adapter
+
+logger = logging.getLogger("tandem.engine")
+
+RANKS = 4
+"""Ranks are padded to whole multiples, as the kernel sums so many side by side."""
+
+
+def adaptable(model: PreTrainedModel) -> dict[str, LinearShape]:
+    """The linear layers that rows of the batch go through as they are, by their paths: not the head, which
+    sees some of them, nor experts.
+    """
+    head, shapes = model.get_output_embeddings(), {}
+    for path, module in model.named_modules():
+        if module is head or ".experts." in path:
+            continue
+        if isinstance(module, Conv1D):
+            shapes[path] = LinearShape(*reversed(module.weight.shape))
+        elif type(module) is nn.Linear or isinstance(module, QuantizedLinear):
+            shapes[path] = LinearShape(module.out_features, module.in_features)
+    return shapes
+
+
+@dataclass(eq=False)
+class Weights:
+    """Of a loaded adapter. `products` are [rank, in] and [rank, out], in the model's dtype, by the paths of
+    the linear layers.
+    """
+
+    products: dict[str, Product]
+    digest: str
+    named: dict[str, Adapter] = field(default_factory=dict)
+    num_users: int = 0
+
+
+class Adapters:
+    """By their content, each in a slot: a number that no other adapter ever has; 0 is none.
+
+    One stays as long as it has a name, or somebody uses it.
+    """
+
+    def __init__(
+        self, linears: Mapping[str, LinearShape], device: torch.device, dtype: torch.dtype, max_rank: int
+    ) -> None:
+        self.linears = linears
+        self._device, self._dtype, self._max_rank = device, dtype, max_rank
+        self._slots: dict[str, int] = {}
+        self._weights: dict[int, Weights] = {}
+        self._numbers = itertools.count(1)
+
+    def load(self, name: str, path: str, digest: str = "") -> Adapter:
+        """Keep the folder's adapter under a name, until `unload`. Raises `AdapterError`; also where its
+        content is another than the `digest` says.
+        """
+        slot = self._slots.get(digest) or self._read(path, digest)
+        weights = self._weights[slot]
+        adapter = weights.named[name] = Adapter(name=name, path=path, digest=weights.digest)
+        return adapter
+
+    def unload(self, name: str) -> None:
+        """Who uses it goes on. Unknown names are ignored."""
+        for slot, weights in list(self._weights.items()):
+            if weights.named.pop(name, None) is not None:
+                self._drop_unused(slot)
+
+    def listed(self) -> list[Adapter]:
+        """Those with a name."""
+        return [adapter for weights in self._weights.values() for adapter in weights.named.values()]
+
+    def require(self, adapter: Adapter) -> int:
+        """Its slot. It is loaded now if it isn't there. Raises `AdapterError`."""
+        return self._slots.get(adapter.digest) or self._read(adapter.path, adapter.digest)
+
+    def acquire(self, adapter: Adapter | None) -> int:
+        """Its slot, until `release`. Raises as `require`."""
+        if adapter is None:
+            return 0
+        slot = self.require(adapter)
+        self._weights[slot].num_users += 1
+        return slot
+
+    def release(self, slot: int) -> None:
+        if slot:
+            self._weights[slot].num_users -= 1
+            self._drop_unused(slot)
+
+    def weights(self, slot: int) -> Weights:
+        return self._weights[slot]
+
+    def _drop_unused(self, slot: int) -> None:
+        weights = self._weights[slot]
+        if not weights.named and not weights.num_users:
+            del self._weights[slot], self._slots[weights.digest]
+
+    def _read(self, path: str, digest: str) -> int:
+        files = read_adapter(path, self.linears, self._max_rank)
+        if digest not in ("", files.digest):
+            raise AdapterError(f"{path}: its files are not those that were loaded under this name before")
+        if files.digest in self._slots:
+            return self._slots[files.digest]
+        if len(self._slots) >= MAX_ADAPTERS:
+            raise AdapterError(f"{path}: at most {MAX_ADAPTERS} adapters can be loaded at one time")
+        products = {layer: self._prepared(product) for layer, product in files.products.items()}
+        slot = self._slots[files.digest] = next(self._numbers)
+        self._weights[slot] = Weights(products, files.digest)
+        num_bytes = sum(tensor.nbytes for product in products.values() for tensor in product)
+        logger.info("adapter %s: %d layers, %.1f MB", path, len(products), num_bytes / 1e6)
+        return slot
+
+    def _prepared(self, product: Product) -> Product:
+        missing = -len(product.down) % RANKS
+        return Product(self._placed(product.down, missing), self._placed(product.up.T, missing))
+
+    def _placed(self, tensor: Tensor, missing: int) -> Tensor:
+        padded = pad(tensor, (0, 0, 0, missing))
+        return padded.to(self._device, self._dtype).contiguous()

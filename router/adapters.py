@@ -1,0 +1,157 @@
+"""The LoRA adapters that requests may name. All workers of the model have all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from protocol.adapters import MAX_ADAPTERS, Adapter
+from protocol.config import ServeConfig
+from protocol.errors import InvalidRequestError
+from protocol.router_to_worker import LoadAdapter, UnloadAdapter
+from protocol.worker_to_router import AdapterLoaded
+from router.errors import ApiError, unavailable
+from router.placer import Send
+from router.registry import Registry, Worker
+
+logger = logging.getLogger(__name__)
+
+_AT_START = "name adapters at the start, by --lora-modules"
+
+
+class AdapterTable:
+    """Runs on the event loop alone, but for `find`.
+
+    The first worker says what `--lora-modules` brought. From then on this table is what holds: a worker that
+    registers is told what it lacks, before any request, and what it has beyond that.
+    """
+
+    def __init__(self, config: ServeConfig, registry: Registry, send: Send) -> None:
+        self._config = config
+        self._registry = registry
+        self._send = send
+        self._named: dict[str, Adapter] | None = None
+        self._waiting: dict[tuple[Worker, str], asyncio.Future[AdapterLoaded]] = {}
+        self._lock = asyncio.Lock()
+
+    @property
+    def named(self) -> Mapping[str, Adapter]:
+        return self._named or {}
+
+    def find(self, name: str | None) -> Adapter | None:
+        """What a request's `model` means: an adapter, or None for the model itself. Raises `ApiError` 404."""
+        if name is None or name == self._config.model_name:
+            return None
+        adapter = self.named.get(name)
+        if adapter is None:
+            known = ", ".join([self._config.model_name, *self.named])
+            raise ApiError(
+                404,
+                f"the model {name!r} does not exist; this server has {known}",
+                param="model",
+                code="model_not_found",
+            )
+        return adapter
+
+    # --- workers ----------------------------------------------------------------------------------
+
+    def greet(self, worker: Worker) -> None:
+        if worker.role.holds_draft:
+            return
+        if self._named is None:
+            self._named = {adapter.name: adapter for adapter in worker.adapters}
+        for adapter in worker.adapters:
+            if self._named.get(adapter.name) != adapter:
+                self._tell_to_unload(worker, adapter.name)
+        for adapter in self._named.values():
+            if adapter not in worker.adapters:
+                self._tell_to_load(worker, adapter.name, adapter.path, adapter.digest)
+
+    def answered(self, message: AdapterLoaded) -> None:
+        worker = self._registry.current(message.worker_id, message.incarnation)
+        waiting = self._waiting.pop((worker, message.name), None) if worker is not None else None
+        if waiting is not None:
+            waiting.set_result(message)
+        elif message.error:
+            logger.error("worker %s has no adapter %s: %s", message.worker_id, message.name, message.error)
+
+    def lost(self, worker: Worker) -> None:
+        """What it was asked for is told its next incarnation."""
+        for key, waiting in list(self._waiting.items()):
+            if key[0] is worker:
+                del self._waiting[key]
+                waiting.cancel()
+
+    # --- what operators ask for -------------------------------------------------------------------
+
+    async def load(self, name: str, path: str) -> None:
+        """On every worker, or on none. Raises `ApiError` or `InvalidRequestError`."""
+        self._check_can_change()
+        async with self._lock:
+            self._check_new(name)
+            workers = [each for each in self._registry if each.live and not each.role.holds_draft]
+            if self._named is None or not workers:
+                raise unavailable("no worker is ready")
+            answers = await self._ask(workers, name, path)
+            errors = [answer.error for answer in answers if answer.error]
+            if not errors and len({answer.digest for answer in answers}) > 1:
+                errors = ["the workers' hosts have different files there"]
+            if errors or not answers:
+                self._forget(name)
+                raise InvalidRequestError("lora_path", errors[0] if errors else "every worker was lost")
+            adapter = self._named[name] = Adapter(name=name, path=path, digest=answers[0].digest)
+            for worker in self._registry:  # who came meanwhile
+                if worker not in workers and not worker.role.holds_draft:
+                    self._tell_to_load(worker, name, path, adapter.digest)
+
+    async def unload(self, name: str) -> None:
+        """Requests that have it go on. Raises `ApiError`."""
+        self._check_can_change()
+        async with self._lock:
+            if self._named is None or name not in self._named:
+                raise ApiError(404, f"lora_name: there is no adapter {name!r}", param="lora_name")
+            del self._named[name]
+            self._forget(name)
+
+    def _check_can_change(self) -> None:
+        if not self._config.serves_adapters:
+            raise ApiError(400, "adapters are not served: start the server with --enable-lora")
+        if self._config.router_replicas > 1:
+            raise ApiError(400, f"not with --router-replicas {self._config.router_replicas}: {_AT_START}")
+
+    def _check_new(self, name: str) -> None:
+        if name == self._config.model_name or name in self.named:
+            raise InvalidRequestError("lora_name", f"{name!r} is served already: unload it first")
+        if len(self.named) >= MAX_ADAPTERS:
+            raise InvalidRequestError("lora_name", f"at most {MAX_ADAPTERS} adapters, all are loaded")
+
+    async def _ask(self, workers: list[Worker], name: str, path: str) -> list[AdapterLoaded]:
+        """The answers of those that live on. Raises `ApiError` where one does not come in time."""
+        loop, waiting = asyncio.get_running_loop(), []
+        for worker in workers:
+            if self._tell_to_load(worker, name, path):
+                self._waiting[worker, name] = loop.create_future()
+                waiting.append(self._waiting[worker, name])
+        if not waiting:
+            return []
+        _, late = await asyncio.wait(waiting, timeout=self._config.request_timeout)
+        if late:
+            for worker in workers:
+                self._waiting.pop((worker, name), None)
+            self._forget(name)
+            limit = self._config.request_timeout
+            raise ApiError(504, f"lora_path: {len(late)} workers have not loaded it within {limit:g} s")
+        return [each.result() for each in waiting if not each.cancelled()]
+
+    def _forget(self, name: str) -> None:
+        for worker in self._registry:
+            if not worker.role.holds_draft:
+                self._tell_to_unload(worker, name)
+
+    def _tell_to_load(self, worker: Worker, name: str, path: str, digest: str = "") -> bool:
+        incarnation = worker.key.incarnation
+        return self._send(worker, LoadAdapter(incarnation=incarnation, name=name, path=path, digest=digest))
+
+    def _tell_to_unload(self, worker: Worker, name: str) -> None:
+        self._send(worker, UnloadAdapter(incarnation=worker.key.incarnation, name=name))

@@ -1,0 +1,107 @@
+"""Adapters over HTTP: hand-offs, deaths, drafts and unloading change no token of their requests. fp32."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.speculation import parse_speculative_config
+from tests.e2e.architectures import VOCAB_SIZE
+from tests.e2e.serving import PAIR, HttpServing
+from tests.engine.adapter_files import merge, write_adapter
+from tests.worker.tiny_model import greedy, load
+
+NAMES = ("one", "other")
+NUM_TOKENS = 24
+KILLED = {"prefill-0": "slow:0.02", "decode-0": "KILL:after:after_step:7", "decode-1": ""}
+REQUESTS = [(name, length) for length in (70, 33) for name in ("model", *NAMES)]
+
+
+@pytest.fixture(scope="module")
+def modules(folder: Path) -> dict[str, str]:
+    return {name: str(write_adapter(folder, folder / name, seed)) for seed, name in enumerate(NAMES)}
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, modules: dict[str, str]) -> list[list[int]]:
+    """By Transformers, with each adapter merged into the weights."""
+    models = {name: merge(load(folder), Path(path), lambda _: 2.0) for name, path in modules.items()}
+    models["model"] = load(folder)
+    return [greedy(models[name], prompt(length), NUM_TOKENS) for name, length in REQUESTS]
+
+
+def prompt(length: int) -> list[int]:
+    return random.Random(length).choices(range(3, VOCAB_SIZE), k=length)
+
+
+def ask(serving: HttpServing, name: str, length: int, **fields: Any) -> list[int]:
+    body = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True, "temperature": 0}
+    body |= {"model": name, "prompt": prompt(length)} | fields
+    answer = serving.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == name
+    found: list[int] = answer.json()["choices"][0]["token_ids"]
+    return found
+
+
+def ask_all(serving: HttpServing) -> list[list[int]]:
+    with ThreadPoolExecutor(len(REQUESTS)) as pool:
+        return list(pool.map(lambda request: ask(serving, *request), REQUESTS))
+
+
+def load_adapter(serving: HttpServing, name: str, path: str) -> Any:
+    return serving.http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path})
+
+
+VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "split": dict,
+    "killed": lambda: {"workers": KILLED},
+    "speculating": lambda: {
+        "speculative_config": parse_speculative_config({"method": "ngram", "num_speculative_tokens": 3})
+    },
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_are_those_of_merged_weights(
+    folder: Path, modules: dict[str, str], expected: list[list[int]], variant: str
+) -> None:
+    options = {"workers": PAIR} | VARIANTS[variant]()
+    with HttpServing(folder, lora_modules=modules, **options) as serving:
+        assert ask_all(serving) == expected
+        if variant == "killed":
+            assert serving.metric("tandem_requests_placed_anew_total") > 0
+        serving.wait_empty()
+        assert ask_all(serving) == expected  # now with what the prefix caches hold
+        serving.wait_empty()
+        assert serving.metric("tandem_request_failures_total") == 0
+
+
+def test_adapters_come_and_go_while_the_server_runs(
+    folder: Path, modules: dict[str, str], expected: list[list[int]]
+) -> None:
+    with HttpServing(folder, {"prefill-0": "", "decode-0": "slow:0.02"}, enable_lora=True) as serving:
+        answer = load_adapter(serving, "one", str(folder / "nothing"))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_path")
+        assert "adapter_config.json: cannot be read" in answer.text
+        assert load_adapter(serving, "one", modules["one"]).status_code == 200
+        serving.add("decode-1")  # who comes later has it too
+        assert load_adapter(serving, "other", modules["other"]).status_code == 200
+        with ThreadPoolExecutor() as pool:
+            asked = [pool.submit(ask, serving, *request) for request in REQUESTS]
+            serving.wait(lambda: serving.metric("tandem_placements_total") >= len(REQUESTS))
+            answer = serving.http.post("/v1/unload_lora_adapter", json={"lora_name": "one"})
+            assert answer.status_code == 200
+            assert [each.result() for each in asked] == expected
+        gone = serving.http.post("/v1/completions", json={"model": "one", "prompt": "x"})
+        assert gone.status_code == 404
+        assert ask(serving, "other", 33) == expected[REQUESTS.index(("other", 33))]
+        assert load_adapter(serving, "one", modules["other"]).status_code == 200  # the name is free
+        assert ask(serving, "one", 33) == expected[REQUESTS.index(("other", 33))]
+        serving.wait_empty()
+        assert serving.metric("tandem_request_failures_total") == 0

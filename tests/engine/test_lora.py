@@ -1,0 +1,412 @@
+"""LoRA adapters in the engine: merged or separate, alone or in a crowd, and whose KV is whose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from engine.engine import Engine
+from engine.linear.packed import kernel_fault
+from engine.lora.files import AdapterError, Product
+from engine.lora.layers import Group, begin_step
+from engine.lora.table import Adapters, Weights
+from engine.rows import SequenceRows
+from protocol.adapters import Adapter
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError, InvalidRequestError
+from tests.e2e.architectures import write_model
+from tests.engine.adapter_files import merge, read, write, write_adapter
+from tests.engine.test_engine import ask, assert_empty, prompt_of, run, tokens
+from tests.worker.tiny_model import greedy, load
+
+MODELS = ("llama", "gpt2")
+NO_KERNEL = kernel_fault(torch.device("cpu"), torch.bfloat16)
+needs_kernel = pytest.mark.skipif(NO_KERNEL is not None, reason=str(NO_KERNEL))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of each model, with two adapters below: one of all layers, one of some with several ranks."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in MODELS}
+    some = {"llama": ("q_proj", "v_proj", "down_proj"), "gpt2": ("c_attn",)}
+    for name, folder in folders.items():
+        write_model(name, folder)
+        write_adapter(folder, folder / "one", 1)
+        pattern = {"v_proj": 6, "c_attn": 6}
+        write_adapter(
+            folder,
+            folder / "other",
+            2,
+            targets=some[name],
+            ranks=lambda path: 6 if path.endswith(("v_proj", "c_attn")) else 4,
+            rank_pattern=pattern,
+            alpha_pattern={"layers.1.self_attn.q_proj": 3.0},
+            use_rslora=True,
+        )
+    return folders
+
+
+SCALES: dict[str, Callable[[str], float]] = {
+    "one": lambda path: 2.0,
+    "other": lambda path: (
+        (3.0 if path.endswith("layers.1.self_attn.q_proj") else 8.0)
+        / math.sqrt(6 if path.endswith(("v_proj", "c_attn")) else 4)
+    ),
+}
+
+
+def make_engine(folder: Path, **options: Any) -> Engine:
+    config = ServeConfig(
+        model=str(folder),
+        dtype="float32",
+        device="cpu",
+        compile="off",
+        max_model_len=256,
+        max_num_seqs=8,
+        kv_cache_memory_bytes=2**22,
+        lora_modules={name: str(folder / name) for name in SCALES},
+    )
+    return Engine(msgspec.structs.replace(config, **options))
+
+
+def adapters_of(engine: Engine) -> Adapters:
+    assert engine.adapters is not None
+    return engine.adapters
+
+
+def named(engine: Engine, name: str) -> Adapter | None:
+    folder = Path(engine.config.model)
+    return adapters_of(engine).load(name, str(folder / name)) if name else None
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_merged_and_separate_weights_give_equal_tokens(name: str, folders: dict[str, Path]) -> None:
+    folder = folders[name]
+    engine = make_engine(folder)
+    expected = {"": load(folder)} | {
+        adapter: merge(load(folder), folder / adapter, scale) for adapter, scale in SCALES.items()
+    }
+    prompt = prompt_of(40)
+    for number, adapter in enumerate(["", "one", "other", "one", ""]):
+        engine.add(ask(f"{number} {adapter}", prompt[: 40 - number], 12, adapter=named(engine, adapter)))
+    texts = set()
+    for request_id, outputs in run(engine).items():
+        number, adapter = request_id.split(" ")
+        found = tokens(outputs)
+        assert found == greedy(expected[adapter], prompt[: 40 - int(number)], 12), request_id
+        texts.add(tuple(found))
+    assert len(texts) > 3  # the adapters say something of their own
+    assert_empty(engine)
+
+
+@pytest.mark.slow
+def test_a_compiled_forward_adds_adapters(folders: dict[str, Path]) -> None:
+    folder = folders["gpt2"]
+    engine = make_engine(folder, compile="on")
+    assert engine.start_up["forward"].startswith("torch.compile")
+    prompt = prompt_of(20)
+    for adapter in ("", *SCALES):
+        engine.add(ask(adapter or "base", prompt, adapter=named(engine, adapter)))
+    outputs = run(engine)
+    assert tokens(outputs["base"]) == greedy(load(folder), prompt, 8)
+    for adapter, scale in SCALES.items():
+        merged = merge(load(folder), folder / adapter, scale)
+        assert tokens(outputs[adapter]) == greedy(merged, prompt, 8)
+
+
+def logits_of(engine: Engine, batch: list[SequenceRows]) -> list[Tensor]:
+    """Of each sequence's last row."""
+    ends, end = [], 0
+    for rows in batch:
+        end += len(rows.token_ids)
+        ends.append(end - 1)
+    return list(engine._runner.run(batch, ends).logits.clone())
+
+
+@needs_kernel
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("name", "compile"), [("llama", "auto"), ("llama", "off"), ("gpt2", "off")])
+def test_a_row_has_the_same_bits_alone_and_in_a_crowd(
+    name: str, compile: str, threads: int, folders: dict[str, Path]
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        engine = make_engine(folders[name], dtype="bfloat16", compile=compile)
+        assert (engine.start_up["forward"] == "native decoder") == (compile == "auto")
+        one, other = (adapters_of(engine).acquire(named(engine, adapter)) for adapter in SCALES)
+        slots = [0, one, other, one, one, 0, one, one, other]
+        lengths = [1, 1, 7, 1, 33, 5, 1, 1, 2]
+        batch = [
+            SequenceRows(
+                prompt_of(length, index), 0, [[4 * index, 4 * index + 1, 4 * index + 2]], adapter=slot
+            )
+            for index, (slot, length) in enumerate(zip(slots, lengths, strict=True))
+        ]
+        crowd = logits_of(engine, batch)
+        for rows, found in zip(batch, crowd, strict=True):
+            (alone,) = logits_of(engine, [rows])
+            assert torch.equal(alone, found)
+            if rows.adapter:
+                (plain,) = logits_of(engine, [SequenceRows(rows.token_ids, 0, rows.tables)])
+                assert not torch.equal(plain, found)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernel
+def test_the_native_decoder_adds_what_the_modules_add(folders: dict[str, Path]) -> None:
+    native, modules = (
+        make_engine(folders["llama"], dtype="bfloat16", compile=compile) for compile in ("auto", "off")
+    )
+    batches = []
+    for engine in (native, modules):
+        one, other = (adapters_of(engine).acquire(named(engine, adapter)) for adapter in SCALES)
+        batches.append(
+            [
+                SequenceRows(prompt_of(20), 0, [[0, 1]], adapter=other),
+                SequenceRows(prompt_of(9), 0, [[2]]),
+                SequenceRows(prompt_of(9), 0, [[3]], adapter=one),
+            ]
+        )
+    for ours, theirs in zip(logits_of(native, batches[0]), logits_of(modules, batches[1]), strict=True):
+        assert (ours.float() - theirs.float()).abs().mean() < 0.02 * theirs.float().abs().mean()
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_adapters_stand_beside_quantized_weights(format: str, folders: dict[str, Path]) -> None:
+    """In float32, where torch multiplies by the rounded weights."""
+    engine = make_engine(folders["llama"], quantization=format)
+    rounded = load(folders["llama"])
+    own = engine._runner._model  # type: ignore[attr-defined]
+    rounded.load_state_dict(own.state_dict(), strict=False)
+    prompt = prompt_of(20)
+    engine.add(ask("one", prompt, adapter=named(engine, "one")))
+    merged = merge(rounded, folders["llama"] / "one", SCALES["one"])
+    assert tokens(run(engine)["one"]) == greedy(merged, prompt, 8)
+
+
+@pytest.mark.parametrize("strides", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_of_any_width_get_their_products(dtype: torch.dtype, strides: bool) -> None:
+    """Also where no whole vectors fit, and rows of the outputs lie apart."""
+    if dtype is torch.bfloat16 and NO_KERNEL is not None:
+        pytest.skip(NO_KERNEL)
+    generator = torch.Generator().manual_seed(5)
+    for inputs, outputs, rank in ((7, 5, 4), (64, 96, 8), (50, 150, 12)):
+        x = torch.randn(1, 6, inputs, generator=generator).to(dtype)
+        down, up = (torch.randn(rank, width, generator=generator).to(dtype) for width in (inputs, outputs))
+        whole = torch.randn(1, 6, outputs + 16, generator=generator).to(dtype)
+        out = whole[..., :outputs] if strides else whole[..., :outputs].contiguous()
+        before, rows = out.clone(), torch.tensor([0, 2, 3, 4, 5])
+        begin_step([Group(Weights({"path": Product(down, up)}, ""), rows)])
+        try:
+            torch.ops.tandem.add_adapters(out, x, "path")
+        finally:
+            begin_step(())
+        expected = before.float()
+        expected[0, rows] += x[0, rows].float() @ down.float().T @ up.float()
+        assert torch.equal(out[0, 1], before[0, 1])
+        torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=0.1)
+
+
+def test_adapters_share_no_kv_with_each_other_or_the_base(folders: dict[str, Path]) -> None:
+    engine = make_engine(folders["llama"])
+    prompt = prompt_of(64)
+    answers = {}
+    for adapter in ("", "one", "other"):
+        engine.add(ask(f"first {adapter}", prompt, adapter=named(engine, adapter)))
+        (first, *rest) = run(engine)[f"first {adapter}"]
+        assert first.cached_tokens == 0
+        answers[adapter] = tokens([first, *rest])
+    for adapter in ("", "one", "other"):
+        engine.add(ask(f"again {adapter}", prompt, adapter=named(engine, adapter)))
+        (first, *rest) = run(engine)[f"again {adapter}"]
+        assert first.cached_tokens == 63
+        assert tokens([first, *rest]) == answers[adapter]
+    reserved = engine.reserve(ask("reserved", prompt, adapter=named(engine, "other")))
+    assert reserved is not None and reserved.covered == 64
+
+
+def test_a_waiting_request_follows_none_of_another_adapter(folders: dict[str, Path]) -> None:
+    engine = make_engine(folders["llama"], max_num_batched_tokens=16)
+    prompt = prompt_of(64)
+    for adapter in ("", "one", "one"):
+        engine.add(ask(f"{engine.num_waiting}", prompt, adapter=named(engine, adapter)))
+    cached = {request_id: outputs[0].cached_tokens for request_id, outputs in run(engine).items()}
+    assert cached["0"] == cached["1"] == 0 and cached["2"]
+
+
+def test_the_same_content_is_loaded_once_whatever_it_is_called(folders: dict[str, Path]) -> None:
+    table = adapters_of(make_engine(folders["llama"]))
+    path = str(folders["llama"] / "one")
+    one, alias = table.load("one", path), table.load("alias", path)
+    assert one.digest == alias.digest
+    slot = table.acquire(one)
+    assert table.acquire(alias) == slot
+    table.release(slot)
+    table.release(slot)
+
+
+def test_one_that_is_unloaded_serves_those_who_use_it(folders: dict[str, Path]) -> None:
+    engine = make_engine(folders["llama"])
+    table, prompt = adapters_of(engine), prompt_of(20)
+    one = named(engine, "one")
+    engine.add(ask("before", prompt, adapter=one))
+    expected = tokens(run(engine)["before"])
+    engine.add(ask("during", prompt, adapter=one))
+    engine.step()
+    slot = next(iter(engine._sequences.values())).adapter
+    table.unload("one")
+    table.weights(slot)
+    assert len(tokens(run(engine)["during"])) == 7  # the first one was there
+    with pytest.raises(KeyError):
+        table.weights(slot)
+    engine.add(ask("after", prompt, adapter=one))  # as a request that another worker began brings it
+    assert tokens(run(engine)["after"]) == expected
+
+
+def test_an_adapter_that_changed_on_the_disk_is_not_taken_for_the_one_before(tmp_path: Path) -> None:
+    write_model("llama", tmp_path)
+    write_adapter(tmp_path, tmp_path / "one", 1)
+    engine = make_engine(tmp_path, lora_modules={"one": str(tmp_path / "one")})
+    one = named(engine, "one")
+    adapters_of(engine).unload("one")
+    write_adapter(tmp_path, tmp_path / "one", 2)
+    with pytest.raises(InvalidRequestError, match=r"model: one: .* not those that were loaded"):
+        engine.add(ask("late", prompt_of(5), adapter=one))
+    assert_empty(engine)
+
+
+def test_without_the_option_requests_name_no_adapter(folders: dict[str, Path]) -> None:
+    engine = make_engine(folders["llama"], lora_modules=None)
+    adapter = Adapter(name="one", path=str(folders["llama"] / "one"), digest="0" * 32)
+    with pytest.raises(InvalidRequestError, match="model: one: adapters need --enable-lora"):
+        engine.add(ask("a", prompt_of(5), adapter=adapter))
+
+
+@pytest.fixture(scope="module")
+def table(folders: dict[str, Path]) -> Adapters:
+    return adapters_of(make_engine(folders["llama"]))
+
+
+LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
+CONFIGS = {
+    "peft_type": ("IA3", "adapter_config.json: peft_type: must be LORA, got 'IA3'"),
+    "use_dora": (True, "adapter_config.json: use_dora: not supported"),
+    "bias": ("all", "adapter_config.json: bias: must be none, got 'all'"),
+    "modules_to_save": (["lm_head"], "adapter_config.json: modules_to_save: not supported"),
+    "lora_bias": (True, "adapter_config.json: lora_bias: not supported"),
+    "r": (65, "adapter_config.json: r: must be from 1 to --max-lora-rank 64, got 65"),
+    "lora_alpha": ("much", "adapter_config.json: lora_alpha: must be"),
+    "rank_pattern": ({"(": 4}, r"adapter_config.json: pattern '\('"),
+}
+
+
+@pytest.mark.parametrize("field", CONFIGS)
+def test_what_a_configuration_asks_for_in_vain_is_named(
+    field: str, table: Adapters, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    value, message = CONFIGS[field]
+    config, tensors = read(folders["llama"] / "one")
+    assert_refused(table, write(tmp_path, config | {field: value}, tensors), message)
+
+
+def rank_of_8(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{LAYER}.lora_A.weight"] = torch.zeros(8, 64)
+
+
+def another_width(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{LAYER}.lora_B.weight"] = torch.zeros(128, 4)
+
+
+def integers(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{LAYER}.lora_A.weight"] = torch.zeros(4, 64, dtype=torch.int8)
+
+
+def one_side(tensors: dict[str, Tensor]) -> None:
+    del tensors[f"{LAYER}.lora_B.weight"]
+
+
+def of_the_head(tensors: dict[str, Tensor]) -> None:
+    tensors["base_model.model.lm_head.lora_A.weight"] = torch.zeros(4, 64)
+
+
+def of_a_layer_too_many(tensors: dict[str, Tensor]) -> None:
+    tensors["base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight"] = torch.zeros(4, 64)
+
+
+def a_bias(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{LAYER}.lora_B.bias"] = torch.zeros(64)
+
+
+def nothing(tensors: dict[str, Tensor]) -> None:
+    tensors.clear()
+
+
+TENSORS = {
+    rank_of_8: rf"{LAYER}.lora_A.weight: must have the shape \[4, 64\], got \[8, 64\]",
+    another_width: rf"{LAYER}.lora_B.weight: must have the shape \[64, 4\], got \[128, 4\]",
+    integers: f"{LAYER}.lora_A.weight: the dtype must be one of float32, bfloat16, float16, got int8",
+    one_side: f"{LAYER}.lora_B.weight: is missing",
+    of_the_head: "lm_head.lora_A.weight: the model has no such linear layer",
+    of_a_layer_too_many: "layers.9.self_attn.q_proj.lora_A.weight: the model has no such linear layer",
+    a_bias: f"{LAYER}.lora_B.bias: not supported",
+    nothing: "adapter_model.safetensors: has no tensor",
+}
+
+
+@pytest.mark.parametrize("change", TENSORS)
+def test_a_tensor_that_does_not_fit_is_named(
+    change: Callable[[dict[str, Tensor]], None],
+    table: Adapters,
+    folders: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    config, tensors = read(folders["llama"] / "one")
+    change(tensors)
+    assert_refused(table, write(tmp_path, config, tensors), TENSORS[change])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("adapter_config.json", None, "adapter_config.json: cannot be read"),
+        ("adapter_config.json", b"[" * 100_000, "adapter_config.json: is no JSON"),
+        ("adapter_config.json", b"[]", "adapter_config.json: is no object"),
+        ("adapter_config.json", b'{"peft_type": "LORA"}', "adapter_config.json: r: is required"),
+        ("adapter_model.safetensors", None, "adapter_model.safetensors: cannot be read"),
+        ("adapter_model.safetensors", b"\xff" * 64, "adapter_model.safetensors: is no safetensors file"),
+        ("adapter_model.safetensors", bytes(2**23), "adapter_model.safetensors: has more than the"),
+    ],
+)
+def test_files_that_are_none_are_named(
+    file: str,
+    content: bytes | None,
+    message: str,
+    table: Adapters,
+    folders: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    folder = write(tmp_path, *read(folders["llama"] / "one"))
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_bytes(content)
+    assert_refused(table, folder, message)
+
+
+def assert_refused(table: Adapters, adapter: Path, message: str) -> None:
+    with pytest.raises(AdapterError, match=message):
+        table.load("bad", str(adapter))
+
+
+def test_an_adapter_that_cannot_be_served_is_named_at_the_start(folders: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"--lora-modules: sql: adapter_config.json: cannot be read"):
+        make_engine(folders["llama"], lora_modules={"sql": str(folders["llama"] / "sql")})
