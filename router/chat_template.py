@@ -15,6 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from protocol.errors import ConfigError, InvalidRequestError
+from router.messages import CallArguments
 
 DEFAULT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
@@ -22,6 +23,16 @@ DEFAULT_TEMPLATE = (
 )
 """For models without a template of their own."""
 
+_PROBED = "PROBED_FUNCTION"
+_PROBED_CALL = {"name": _PROBED, "arguments": CallArguments()}
+_PROBE: list[dict[str, Any]] = [
+    {"role": "user", "content": "?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "abcdefghi", "type": "function", "function": _PROBED_CALL}],
+    },
+]
 _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -55,6 +66,8 @@ class ChatTemplate:
             raise ConfigError(f"the chat template does not compile: {error}") from error
         self.source = source
         self._special_tokens = dict(special_tokens)
+        self._null = None if self._shows_calls_beside_null() else ""
+        """What the template gets for a content that is null: some want text, some look for none."""
 
     def render(
         self,
@@ -66,15 +79,26 @@ class ChatTemplate:
     ) -> str:
         """The prompt's text. Raises `InvalidRequestError` with the template's own complaint."""
         chat = [dict(message) for message in messages]
+        for message in chat:
+            if message["content"] is None:
+                message["content"] = self._null
         if continue_final_message:
             chat[-1]["content"] = (chat[-1]["content"] or "") + _CONTINUE_MARK
-        names = {"tools": None, "documents": None, **self._special_tokens, **(variables or {})}
-        names.update(messages=chat, add_generation_prompt=add_generation_prompt)
         try:
-            text = self._template.render(names)
+            text = self._text(chat, add_generation_prompt, variables or {})
         except Exception as error:  # a template can raise anything
             raise InvalidRequestError("messages", f"the chat template refused them: {error}") from error
         return _cut_at_mark(text) if continue_final_message else text
+
+    def _text(self, chat: Sequence[Mapping[str, Any]], generates: bool, variables: Mapping[str, Any]) -> str:
+        names = {"tools": None, "documents": None, **self._special_tokens, **variables}
+        return self._template.render(names, messages=chat, add_generation_prompt=generates)
+
+    def _shows_calls_beside_null(self) -> bool:
+        try:
+            return _PROBED in self._text(_PROBE, False, {})
+        except Exception:
+            return False
 
 
 def _cut_at_mark(text: str) -> str:
