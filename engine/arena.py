@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import KeysView
+from dataclasses import dataclass
 
 from engine.cache_events import CacheLog
 from engine.tiers.host import Evicted, HostTier
@@ -20,17 +21,16 @@ from protocol.errors import TandemError
 from protocol.ids import BlockIdentity
 from protocol.kv_events import Medium
 
-STATES_SHARE = 0.5
-"""Of the blocks, that kept states may take."""
-
 
 class OutOfBlocksError(TandemError):
     """More blocks are wanted than are free or evictable."""
 
 
-def most_states(num_blocks: int, state_blocks: int) -> int:
-    """That are kept at a time, in an arena of so many blocks."""
-    return int(num_blocks * STATES_SHARE) // state_blocks if state_blocks else 0
+@dataclass
+class KeptState:
+    blocks: list[int]
+    num_users: int
+    """Sequences that went on from it; where two prompts part, these two to begin with."""
 
 
 class Arena:
@@ -39,7 +39,6 @@ class Arena:
         self.num_blocks = num_blocks
         self.lower = lower
         self.state_blocks = state_blocks
-        self.most_states = most_states(num_blocks, state_blocks)
         self.log: CacheLog | None = None
         self.drafted = [False] * num_blocks
         """Of each block: whether all of its places hold draft KV too."""
@@ -48,7 +47,7 @@ class Arena:
         self._block_of: dict[BlockIdentity, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()
-        self._states: OrderedDict[BlockIdentity, list[int]] = OrderedDict()
+        self._states: dict[BlockIdentity, KeptState] = {}
         self._state_in: dict[int, BlockIdentity] = {}
 
     @property
@@ -74,6 +73,9 @@ class Arena:
         is.
         """
         return self._states.keys() if self.state_blocks else self._block_of.keys()
+
+    def num_references(self, block: int) -> int:
+        return self._references[block]
 
     def is_locked(self, block: int) -> bool:
         """Whether it must not be written in place, by whom it may be: it is shared or published."""
@@ -123,41 +125,38 @@ class Arena:
     def num_states(self) -> int:
         return len(self._states)
 
-    def find_state(self, identity: BlockIdentity) -> list[int] | None:
-        """The blocks of the state behind this block."""
+    def find_state(self, identity: BlockIdentity) -> KeptState | None:
+        """The state behind this block."""
         return self._states.get(identity)
 
-    def publish_state(self, identity: BlockIdentity, blocks: list[int]) -> bool:
+    def publish_state(self, identity: BlockIdentity, blocks: list[int], *, at_junction: bool = False) -> bool:
         """The caller's `blocks` hold it; it can be found from now on, unless an equal one can; whether that
         is new.
         """
         if identity in self._states:
-            self.touch_state(identity)
             return False
-        if len(self._states) >= self.most_states and not self._drop_oldest_state():
-            return False
-        self._states[identity] = list(blocks)
+        self._states[identity] = KeptState(list(blocks), 2 if at_junction else 0)
         self._state_in.update(dict.fromkeys(blocks, identity))
         return True
 
-    def touch_state(self, identity: BlockIdentity) -> None:
-        """It is of use: others are evicted first."""
-        self._states.move_to_end(identity)
-        for block in self._states[identity]:
+    def use_state(self, identity: BlockIdentity) -> list[int]:
+        """Its blocks, for a sequence that goes on from it: they are evicted late."""
+        state = self._states[identity]
+        state.num_users += 1
+        for block in state.blocks:
             if block in self._evictable:
                 self._evictable.move_to_end(block)
+        return list(state.blocks)
 
-    def _drop_oldest_state(self) -> bool:
-        """False if all are in use."""
-        unused = (i for i, blocks in self._states.items() if self._references[blocks[0]] == 0)
-        oldest = next(unused, None)
-        if oldest is None:
-            return False
-        self._drop_state(oldest)
-        return True
+    def age_state(self, identity: BlockIdentity) -> None:
+        """There is one further on: it is evicted first, unless several went on from it."""
+        state = self._states.get(identity)
+        for block in state.blocks if state is not None and state.num_users <= 1 else ():
+            if block in self._evictable:
+                self._evictable.move_to_end(block, last=False)
 
     def _drop_state(self, identity: BlockIdentity) -> None:
-        for block in self._states.pop(identity):
+        for block in self._states.pop(identity).blocks:
             del self._state_in[block]
             self._evictable.pop(block, None)
             self._free.append(block)

@@ -155,8 +155,8 @@ class Holdings:
     `below` are the next ones, as far as they were found in the lower tiers, and `tokens_below` their tokens.
     `spare` are blocks of each arena that `grow` will use before it takes others. Blocks that are not
     `shareable` are never published. `state` are blocks of the first arena with a state of recurrent layers
-    that is wanted here, or with room for one. `junction` is where the cached blocks ended, if that is behind
-    the last state.
+    that is wanted here, or with room for one. `passed` are the kept states that it began from or left behind.
+    `junctions` are where other prompts part from it.
     """
 
     manager: BlockManager
@@ -164,7 +164,8 @@ class Holdings:
     blocks: list[list[int]] = field(init=False)
     spare: list[list[int]] = field(init=False)
     state: list[int] = field(default_factory=list)
-    junction: int = 0
+    passed: list[BlockIdentity] = field(default_factory=list)
+    junctions: set[int] = field(default_factory=set)
     identities: list[BlockIdentity] = field(default_factory=list)
     below: list[BlockIdentity] = field(default_factory=list)
     tokens_below: Sequence[int] = ()
@@ -195,13 +196,12 @@ class Holdings:
         found = (place for place in places if arena.find_state(self.identities[place - 1]) is not None)
         end = next(found, 0)
         if end:
-            identity = self.identities[end - 1]
-            arena.touch_state(identity)
-            self.state = list(arena.find_state(identity) or ())
+            self.state = arena.use_state(self.identities[end - 1])
+            self.passed.append(self.identities[end - 1])
             for block in self.state:
                 arena.reference(block)
         if junction > end * self.manager.block_size:
-            self.junction = junction
+            self.junctions.add(junction)
         self._drop_behind(end)
 
     def _drop_behind(self, end: int) -> None:
@@ -215,9 +215,12 @@ class Holdings:
         """How many blocks of each arena `grow` would take."""
         return [self._needs(index, *lack) for index, lack in enumerate(self._lacks(write_from, num_tokens))]
 
-    def fits(self, write_from: int, num_tokens: int, spare: int = 0) -> bool:
-        """Whether every arena has what `grow` would take, and `spare` blocks more."""
+    def fits(self, write_from: int, num_tokens: int, spare: int = 0, state_blocks: int = 0) -> bool:
+        """Whether every arena has what `grow` would take, and `spare` blocks more; and, once the state that
+        is held has been read, so many for another one.
+        """
         needed = self.needs(write_from, num_tokens)
+        spare += max(state_blocks - self._own_state_blocks, 0)
         return all(
             count + spare <= arena.num_available
             for count, arena in zip(needed, self.manager.arenas, strict=True)
@@ -310,8 +313,9 @@ class Holdings:
         size, place = self.manager.block_size, position // self.manager.block_size
         if not self.can_keep(position):
             return
-        identity = self.identities[place - 1]
-        is_new = self.manager.arenas[0].publish_state(identity, blocks)
+        identity, at_junction = self.identities[place - 1], position in self.junctions
+        is_new = self.manager.arenas[0].publish_state(identity, blocks, at_junction=at_junction)
+        self.passed.append(identity)
         if is_new and self.manager.log is not None:
             parent = self.identities[place - 2] if place > 1 else self.root
             tokens = token_ids[position - size : position]
@@ -325,7 +329,13 @@ class Holdings:
     def has_state(self, position: int) -> bool:
         """Whether it can be found already."""
         place = position // self.manager.block_size
-        return self.can_keep(position) and bool(self.manager.arenas[0].find_state(self.identities[place - 1]))
+        found = self.can_keep(position) and self.manager.arenas[0].find_state(self.identities[place - 1])
+        return bool(found)
+
+    def age_states(self) -> None:
+        """Those that were passed before the last of them are hardly of use any more."""
+        for identity in self.passed[:-1]:
+            self.manager.arenas[0].age_state(identity)
 
     def add_state(self, count: int) -> None:
         """Take as many blocks for a state. Raises `OutOfBlocksError`."""
@@ -362,12 +372,14 @@ class Holdings:
         state before both.
         """
         self.drop_state()
+        self.age_states()
         for arena, blocks, spare in zip(self.manager.arenas, self.blocks, self.spare, strict=True):
             for block in reversed(blocks + spare):
                 arena.dereference(block)
             blocks.clear()
             spare.clear()
         self.identities.clear()
+        self.passed.clear()
         self.below.clear()
 
     def _lacks(self, write_from: int, num_tokens: int) -> list[tuple[list[int], int]]:
@@ -383,6 +395,12 @@ class Holdings:
             locked = [index for index in touched if arena.is_locked(blocks[index])]
             lacks.append((locked, max(0, wanted - len(blocks))))
         return lacks
+
+    @property
+    def _own_state_blocks(self) -> int:
+        """That nobody else holds."""
+        arena = self.manager.arenas[0]
+        return len(self.state) if all(arena.num_references(block) == 1 for block in self.state) else 0
 
     @property
     def _has_least(self) -> bool:

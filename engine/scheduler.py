@@ -254,8 +254,7 @@ class Scheduler:
             if other.num_uncomputed > 1 and other.request.tenant == sequence.request.tenant:
                 num_shared = self._shared_tokens(sequence.token_ids, other.token_ids, other.num_computed)
                 if self._seating is not None:
-                    num_shared = self._seating.meeting_point(num_shared, sequence)
-                    self._seating.keep_at(other, num_shared)
+                    num_shared = self._seating.meet(other, sequence, num_shared)
                 if num_shared > other.num_computed:
                     return other, num_shared
         return None
@@ -309,7 +308,7 @@ class Scheduler:
         held, covered = self.blocks.start(shared, self.root(sequence.request))
         # A spare block for each running sequence keeps a newcomer from being preempted at once.
         state_blocks = self._seating.blocks_for(sequence) if self._seating is not None else 0
-        if not held.fits(covered, num_tokens, spare=len(self.running) + state_blocks):
+        if not held.fits(covered, num_tokens, len(self.running), state_blocks):
             held.free()
             self._blocked = (sequence.order, self.blocks.available)
             return 0

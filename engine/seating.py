@@ -29,16 +29,22 @@ class Seating:
     def admit(self, sequence: SequenceState) -> None:
         """It has blocks for all of its tokens now: plan where its state is to be kept."""
         sequence.keep_at.clear()
-        last = self.meeting_point(len(sequence.token_ids), sequence)
-        for position in (sequence.held.junction, last):
-            self.keep_at(sequence, position)
+        for position in (*sequence.held.junctions, self._last_point(len(sequence.token_ids), sequence)):
+            self._keep_at(sequence, position)
 
-    def meeting_point(self, num_tokens: int, sequence: SequenceState) -> int:
-        """Where among so many tokens that it shares with another the sequence could go on from a state."""
+    def meet(self, leader: SequenceState, follower: SequenceState, num_shared: int) -> int:
+        """Where the follower is to go on from the leader's state, of so many tokens that they share."""
+        position = self._last_point(num_shared, follower)
+        leader.held.junctions.add(position)
+        self._keep_at(leader, position)
+        return position
+
+    def _last_point(self, num_tokens: int, sequence: SequenceState) -> int:
+        """Among so many tokens, where the sequence could go on from a state."""
         unit = self._blocks.state_unit
         return min(num_tokens, len(sequence.token_ids) - 1) // unit * unit
 
-    def keep_at(self, sequence: SequenceState, position: int) -> None:
+    def _keep_at(self, sequence: SequenceState, position: int) -> None:
         """Its state is to be kept when it comes there, if it has not yet."""
         is_handed_over = sequence.prefill_only and position == self._point(len(sequence.token_ids))
         wanted = self._blocks.enable_prefix_caching and position > sequence.num_computed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from engine.arena import most_states
 from engine.attention.select import select_backend
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
@@ -58,8 +57,7 @@ def _states(config: ServeConfig, pool: KVPool) -> str:
     return (
         f"{len(state.layers)} recurrent layers, grid of {state.grid} tokens; "
         f"{count} seats of {_mib(state.seat_bytes)} for running sequences, {_mib(count * state.seat_bytes)}; "
-        f"states of prefixes, of {_mib(state.state_bytes)} each, in {pool.state_blocks} blocks of the pool, "
-        f"at most {most_states(pool.num_blocks, pool.state_blocks)}"
+        f"states of prefixes in the pool, each {pool.state_blocks} of its blocks, {_mib(state.state_bytes)}"
     )
 
 

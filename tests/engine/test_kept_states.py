@@ -139,6 +139,27 @@ def test_evicted_and_preempted_prompts_get_the_same_tokens(
     assert stats.num_preemptions > 0 and hits > 0
 
 
+@needs_seam
+def test_a_hit_fits_where_its_prompt_just_fitted(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel
+) -> None:
+    """The state that it goes on from gives room to the one that it hands over."""
+    roomy = make_engine(max_model_len=128).pool
+    assert roomy.seats is not None
+    blocks = 128 // 16 + 1 + roomy.state_blocks
+    room = 6 * roomy.seats.layout.seat_bytes + blocks * roomy.arenas[0].shape[1]
+    engine = make_engine(max_model_len=128, kv_cache_memory_bytes=room)
+    assert engine.blocks.num_blocks == blocks
+    prompt, found = prompt_of(127), []
+    for name in ("first", "again"):
+        engine.add(ask(name, prompt, 1), prefill_only=True)
+        outputs = [output for _ in range(9) for output in engine.step().outputs]
+        found += [output.cached_tokens for output in outputs]
+        engine.abort(name)
+        assert_empty(engine)
+    assert found == [0, 112]
+
+
 def chat(engine: Engine, *, chats: int, turns: int) -> float:
     """The hit rate of conversations with one preamble, in turns."""
     histories = [prompt_of(40) for _ in range(chats)]
@@ -246,7 +267,6 @@ class Machine:
     def check(self) -> None:
         used = {block for held, _ in self.live for block in (*held.blocks[0], *held.state)}
         assert self.arena.num_available == self.arena.num_blocks - len(used)
-        assert self.arena.num_states <= self.arena.most_states
         for held, _ in self.live:
             self.check_held(held)
         self.listener.hear(self.log.take())
@@ -263,12 +283,39 @@ def test_no_block_leaks_or_is_written_while_others_may_read_it(seed: int) -> Non
     assert machine.arena.num_available == machine.arena.num_blocks
 
 
+def test_states_that_were_passed_go_first_and_those_of_many_last() -> None:
+    """Two turns of a chat, and another chat with its preamble, in a pool that holds little more."""
+    machine = Machine(0)
+    manager, preamble = machine.manager, [0] * 8
+    other, chat, third = [*preamble, *[1] * 4], [*preamble, *[2] * 16], [*preamble, *[3] * 12]
+
+    def kept(token_ids: list[int]) -> list[int]:
+        identities = enumerate(block_identities(ROOT, token_ids, SIZE), 1)
+        return [place * SIZE for place, identity in identities if identity in machine.arena.published()]
+
+    for token_ids, positions in ((other, ()), (third, (8, 16)), (chat[:17], (16,)), (chat, (24,))):
+        held, covered = manager.start(token_ids, ROOT)
+        held.drop_state()
+        held.grow(covered, len(token_ids))
+        held.publish(token_ids, len(token_ids))
+        for position in positions:
+            machine.keep(held, position, token_ids, list(block_identities(ROOT, token_ids, SIZE)))
+        held.free()
+    assert kept(chat) == [8, 16, 24] and kept(third) == [8, 16]
+    crowd = manager.start([], ROOT)[0]
+    for chats_states, thirds_states in (([8, 24], [8, 16]), ([8, 24], [8])):
+        before = kept(chat), kept(third)
+        while (kept(chat), kept(third)) == before:
+            crowd.grow(0, (len(crowd.blocks[0]) + 1) * SIZE)
+        assert (kept(chat), kept(third)) == (chats_states, thirds_states)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_told_is_there(seed: int) -> None:
     """Whoever hears of a state may go on behind it, however old it is."""
     machine = Machine(seed)
     known: dict[BlockIdentity, list[int]] = {}
-    for _ in range(200):
+    for _ in range(400):
         machine.step()
         for _, token_ids in machine.live:
             for place, identity in enumerate(block_identities(ROOT, token_ids, SIZE), 1):
