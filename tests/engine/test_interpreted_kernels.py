@@ -13,13 +13,14 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 ROOT = Path(__file__).parents[2]
 KINDS = ("attention", "decoder", "graphs", "products", "sampler")
 FILES = [f"tests/engine/interpreted/{kind}.py" for kind in KINDS]
+FASTER = "tests.engine.interpreted.patched_once"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_interpreted_kernels_compute_the_same() -> None:
     """In a process of its own: Triton is another one from its import on where it interprets."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *FILES]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", FASTER, *FILES]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

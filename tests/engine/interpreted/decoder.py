@@ -42,13 +42,13 @@ SHAPE = {
 }
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
-    "mistral": MistralConfig(**SHAPE, sliding_window=8),
+    "mistral": MistralConfig(**SHAPE, sliding_window=4),
     "qwen2": Qwen2Config(**SHAPE | {"head_dim": 12}),
     "qwen3": Qwen3Config(**SHAPE),
 }
 STEPS = [
-    [SequenceRows([7, 3, 9, 1, 2, 8, 4, 11, 12, 5], 0, [[3, 1]]), SequenceRows([4, 5], 0, [[2, 5]])],
-    [SequenceRows([9], 10, [[3, 1]]), SequenceRows([1, 2, 3], 2, [[2, 5]], [1, 3, 5])],
+    [SequenceRows([7, 3, 9, 1, 2, 8], 0, [[3, 1]]), SequenceRows([4, 5], 0, [[2, 5]])],
+    [SequenceRows([9], 6, [[3, 1]]), SequenceRows([1, 2, 3], 2, [[2, 5]], [1, 3, 5])],
 ]
 
 

@@ -23,7 +23,7 @@ from tests.engine.test_grammars import Fixed, masked_rows
 from tests.engine.test_sampler_native import FILTERS, make_rows
 
 CPU = torch.device("cpu")
-reproducible = settings(max_examples=12, deadline=None, derandomize=True, database=None)
+reproducible = settings(max_examples=9, deadline=None, derandomize=True, database=None)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -48,7 +48,7 @@ def samplers(vocab_size: int) -> tuple[Sampler, Sampler, Sampler]:
 def test_masked_rows() -> None:
     vocab_size = 333
     torch.manual_seed(6)
-    rows = masked_rows(vocab_size)[:24]
+    rows = masked_rows(vocab_size)[:16]
     logits = 3 * torch.randn(len(rows), vocab_size, dtype=torch.bfloat16)
     found, *others = (
         Sampler.choose(each, logits, rows) for each in with_grammars(samplers(vocab_size), Fixed(vocab_size))
@@ -90,9 +90,8 @@ def test_batches(case: Case) -> None:
         assert token.tolist() == [found[number]] and failed == [0] * (number in failed_rows)
 
 
-@pytest.mark.parametrize("edited", [False, True], ids=["plain", "edited"])
-def test_rows_of_all_filters(edited: bool) -> None:
-    names = list(EDITS) if edited else ["none"]
+def test_rows_of_all_filters_and_edits() -> None:
+    names = list(EDITS)
     edits = tuple(names[number % len(names)] for number in range(len(FILTERS)))
     choose(*Case(tuple(FILTERS), edits, 300, torch.bfloat16, 3.0, -math.inf, 1).batch())
 
@@ -102,19 +101,19 @@ def test_a_vocabulary_of_several_whole_tiles(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(chooser, "_GROUP", 64)
     monkeypatch.setattr(chooser, "_WIDTH", 16)
     torch.manual_seed(2)
-    rows = make_rows(6, random.Random(2), ["none", "top-k, top-p", "top-p", "all", "greedy", "min-p, top-k"])
-    choose(2 * torch.randn(6, 10_000, dtype=torch.bfloat16), rows)
+    rows = make_rows(3, random.Random(2), ["none", "top-k, top-p", "top-p"])
+    choose(2 * torch.randn(3, 10_000, dtype=torch.bfloat16), rows)
 
 
 def test_rows_that_fail() -> None:
     torch.manual_seed(3)
-    rows = make_rows(12, random.Random(3), ["none", "top-k, top-p"])
+    rows = make_rows(6, random.Random(3), ["none", "top-k, top-p"])
     for params in ({}, {"temperature": 0.0}):
         rows.append(make_row(seed=1, allowed_token_ids=[7], banned_token_sequences=[[7]], **params))
-    logits = torch.randn(14, 150)
+    logits = torch.randn(8, 150)
     logits[1, 77], logits[2, 0], logits[3, 149], logits[4, 80] = math.nan, -math.nan, math.inf, -math.inf
     logits[5] = -math.inf
-    assert choose(logits, rows)[1] == [1, 2, 3, 5, 12, 13]
+    assert choose(logits, rows)[1] == [1, 2, 3, 5, 6, 7]
 
 
 def test_a_forbidden_logit_may_be_nan() -> None:
@@ -150,11 +149,11 @@ def test_a_nucleus_ends_where_it_has_just_top_p() -> None:
         rows = [
             make_row(seed=seed, top_k=2, top_p=top_p)
             for top_p in (1 / total, 1 / total * (1 + 1e-14))
-            for seed in range(6)
+            for seed in range(4)
         ]
         found, _ = choose(logits.expand(len(rows), -1).contiguous(), rows)
-        assert found[:6] == [0] * 6
-        if num_exact == 4:
+        assert found[:4] == [0] * 4
+        if num_exact == 2:
             return
     raise AssertionError("no such logits")
 
