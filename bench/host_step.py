@@ -26,7 +26,7 @@ from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
 from engine.runner import Runner
 from engine.step_inputs import StepInputs
-from engine.upload import Uploader
+from engine.upload import Pinned, Uploader
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
@@ -41,17 +41,16 @@ class _Event:
 
     def record(self) -> None: ...
 
-    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
 
 
 class _HostUploader(Uploader):
     """Copies as the host does, into memory that is not pinned."""
 
-    def reserve(self, nbytes: int) -> None:
-        if nbytes > len(self._bytes):
-            self._bytes = torch.empty(nbytes, dtype=torch.uint8)
-            buffer = torch.empty(nbytes, dtype=torch.uint8)
-            self._pinned: list[Any] = [(buffer, buffer.numpy(), _Event())] * 3
+    def _new_buffer(self, nbytes: int) -> Pinned:
+        event: Any = _Event()
+        return Pinned(torch.empty(nbytes, dtype=torch.uint8), event)
 
 
 class _Nothing:

@@ -78,9 +78,16 @@ class RowsForward(ABC):
         logits, hidden = self._execute(batch, logit_rows, least, before)
         return ForwardOutput(logits[: len(logit_rows)], hidden if wants_hidden else None)
 
-    def run_ahead(self, batch: Sequence[SequenceRows], logit_rows: list[int], chosen: Tensor) -> Tensor:
+    def run_ahead(
+        self,
+        batch: Sequence[SequenceRows],
+        logit_rows: list[int],
+        chosen: Tensor,
+        *,
+        before: Tensor | None = None,
+    ) -> ForwardOutput:
         """As `AheadRunner.run_ahead`."""
-        return self._execute(batch, logit_rows, StepShape(), chosen=chosen).logits
+        return self._execute(batch, logit_rows, StepShape(), before, chosen)
 
     @torch.inference_mode()
     def _execute(

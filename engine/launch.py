@@ -94,7 +94,7 @@ class StepLauncher:
             return
         packed = pack_ahead(step.sequences, launched.packed)
         chosen = launched.choice.token_ids
-        logits = self._ahead_runner.run_ahead(packed.batch, packed.logit_rows, chosen)
+        logits, _ = self._ahead_runner.run_ahead(packed.batch, packed.logit_rows, chosen)
         rows = [sequence.row_after_next() for sequence in step.sequences]
         self._ahead = Launched(step, packed, logits, None, rows, self._sampler.begin(logits, rows))
 

@@ -49,6 +49,15 @@ class Runner(Protocol):
 class AheadRunner(Protocol):
     """A `Runner` that can run tokens which the host does not know yet."""
 
-    def run_ahead(self, batch: Sequence[SequenceRows], logit_rows: list[int], chosen: Tensor) -> Tensor:
-        """The logits, as of `run`. In the rows stand places in `chosen`, the tokens on the device."""
+    def run_ahead(
+        self,
+        batch: Sequence[SequenceRows],
+        logit_rows: list[int],
+        chosen: Tensor,
+        *,
+        before: Tensor | None = None,
+    ) -> ForwardOutput:
+        """As `run`. In the rows stand places in `chosen`, the tokens on the device. Of the step before nobody
+        reads the results any more but the device; these hold until the next call.
+        """
         ...

@@ -45,13 +45,32 @@ def runner_of_one_process(
 ) -> Runner:
     backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
     attention = backend(pool.layers(TARGET), loaded.kv_group.arena, loaded.kv_group.rows)
+    runner = _cuda_runner(config, loaded, attention, hidden_layers)
+    return runner or build_runner(loaded, attention, config.compile, hidden_layers, pool.seats)
+
+
+def runner_of_drafts(config: ServeConfig, loaded: LoadedModel, attention: AttentionBackend) -> Runner:
+    """For a model that drafts chains."""
+    runner = _cuda_runner(config, loaded, attention, drafts=True)
+    return runner or build_runner(loaded, attention, config.compile)
+
+
+def _cuda_runner(
+    config: ServeConfig,
+    loaded: LoadedModel,
+    attention: AttentionBackend,
+    hidden_layers: tuple[int, ...] = (),
+    drafts: bool = False,
+) -> Runner | None:
+    """None where the CUDA decoder does not fit."""
     is_plain = loaded.adapters is None  # which graphs and our decoder on CUDA know nothing of
-    if is_plain and backend.name == "triton" and config.compile == "auto" and unfit(loaded.model) is None:
-        cuda = importlib.import_module("engine.cuda.runner")
-        runner: Runner | None = cuda.runner_of(config, loaded, attention, hidden_layers)
-        if runner is not None:
-            return runner
-    return build_runner(loaded, attention, config.compile, hidden_layers, pool.seats)
+    if not is_plain or attention.name != "triton" or config.compile != "auto":
+        return None
+    if unfit(loaded.model) is not None:
+        return None
+    cuda = importlib.import_module("engine.cuda.runner")
+    runner: Runner | None = cuda.runner_of(config, loaded, attention, hidden_layers, drafts)
+    return runner
 
 
 def build_runner(

@@ -31,6 +31,8 @@ class StepShape:
     """Of a sequence, with as many as its keys need. Those behind them are left out."""
     trees: bool = False
     """Whether there are masks, even of chains alone."""
+    first_keys: bool = False
+    """Whether there are first keys, even where all of them are seen."""
 
 
 class StepInputs(NamedTuple):
@@ -85,8 +87,9 @@ def step_inputs(
     }
     if least.trees or not are_chains(batch):
         arrays["visible"], arrays["tree_start"] = _trees(batch, positions, sequences)
-    if rows.first_keys is not None:
-        arrays["first_key"] = _padded(rows.first_keys, sequences)
+    if least.first_keys or rows.first_keys is not None:
+        first_keys = np.zeros(len(batch), np.int32) if rows.first_keys is None else rows.first_keys
+        arrays["first_key"] = _padded(first_keys, sequences)
     step_tensors = upload([token_ids, positions, wanted, *arrays.values()])
     metadata = AttentionMetadata(
         **dict(zip(arrays, step_tensors[3:], strict=True)),  # type: ignore[arg-type]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,11 +13,6 @@ from torch import Tensor
 Upload = Callable[[Sequence[np.ndarray]], list[Tensor]]
 
 _ALIGNMENT = 16
-
-_TURNS = 3
-"""Buffers of pinned memory, so that a step's copy may be under way, behind its forward, while those of the
-next ones are prepared.
-"""
 
 
 def upload_to(device: torch.device) -> Upload:
@@ -27,6 +24,12 @@ def _views_of(arrays: Sequence[np.ndarray]) -> list[Tensor]:
     return [torch.from_numpy(array) for array in arrays]
 
 
+class Pinned(NamedTuple):
+    buffer: Tensor
+    copied: torch.cuda.Event
+    """Recorded behind its latest copy."""
+
+
 class Uploader:
     """The tensors lie at the same addresses whenever arrays of the same sizes are uploaded, and hold until
     the next upload.
@@ -35,14 +38,13 @@ class Uploader:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
-        self._turn = 0
+        self._pinned: deque[Pinned] = deque()
 
     def __call__(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         ends = np.cumsum([-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]).tolist()
         self.reserve(ends[-1])
-        pinned, host, copied = self._pinned[self._turn]
-        self._turn = (self._turn + 1) % _TURNS
-        copied.synchronize()
+        pinned, copied = self._free_buffer()
+        host = pinned.numpy()
         tensors = []
         for array, start in zip(arrays, [0, *ends], strict=False):
             part = slice(start, start + array.nbytes)
@@ -57,5 +59,14 @@ class Uploader:
         """Have room for so much in every upload: while that suffices, addresses stay."""
         if nbytes > len(self._bytes):
             self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(_TURNS)]
-            self._pinned = [(buffer, buffer.numpy(), torch.cuda.Event()) for buffer in buffers]
+            self._pinned.clear()
+
+    def _free_buffer(self) -> Pinned:
+        """One whose copy is not under way. There are as many as steps are ever launched ahead."""
+        if not self._pinned or not self._pinned[0].copied.query():
+            self._pinned.appendleft(self._new_buffer(len(self._bytes)))
+        self._pinned.rotate(-1)
+        return self._pinned[-1]
+
+    def _new_buffer(self, nbytes: int) -> Pinned:
+        return Pinned(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())

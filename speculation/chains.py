@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 from engine.decoder.forward import DecoderForward
 from engine.draft import Draft
 from engine.rows import SequenceRows
-from engine.runner import Runner
+from engine.runner import ForwardOutput, Runner
 from engine.sampler import Sampler
 from engine.sequence import SequenceState
 from protocol.speculation import Verification
+from speculation.chains_ahead import chains_ahead
 from speculation.drawing import Chain, Drawing
 from speculation.native_chain import NativeChain
 
@@ -21,10 +23,18 @@ from speculation.native_chain import NativeChain
 class ChainDrafting:
     """`vocab_size` is the target's: `runner` may have more logits. `sampler` must forget requests."""
 
-    def __init__(self, runner: Runner, vocab_size: int, verification: Verification, sampler: Sampler) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        vocab_size: int,
+        verification: Verification,
+        sampler: Sampler,
+        device: torch.device,
+    ) -> None:
         self._runner = runner
         self._vocab_size = vocab_size
         self._drawing = Drawing(sampler, verification)
+        self._ahead = chains_ahead(runner, self._drawing, device, _drafted_row)
         self._native: NativeChain | None = None
         if isinstance(runner, DecoderForward):
             self._native = NativeChain(runner, vocab_size, verification)
@@ -35,21 +45,31 @@ class ChainDrafting:
         """`rows` are those of each sequence, up to its last token, that have yet to be run; `counts` fall."""
         if self._native is not None and self._native.can_draft(sequences):
             return self._native.draft(sequences, rows, counts)
+        if self._ahead is not None and self._ahead.can_draft(sequences):
+            return self._ahead.draft(sequences, counts, self._run(rows), self._whole)
         growing = chains = [Chain(sequence) for sequence in sequences]
         wanted = dict(zip(sequences, counts, strict=True))
         batch = [*rows]
         while growing:
             self._drawing.extend(growing, self.logits(batch))
             growing = [chain for chain in growing if len(chain.token_ids) < wanted[chain.sequence]]
-            batch = [_newest_row(chain) for chain in growing]
+            batch = [
+                _drafted_row(chain.sequence, chain.token_ids[-1], len(chain.token_ids) - 1)
+                for chain in growing
+            ]
         return [chain.draft() for chain in chains]
 
     def logits(self, batch: Sequence[SequenceRows]) -> Tensor:
         """After each sequence's last row, [sequences, vocab_size]."""
+        return self._whole(self._run(batch).logits)
+
+    def _run(self, batch: Sequence[SequenceRows]) -> ForwardOutput:
         ends = [end - 1 for end in accumulate(len(rows.token_ids) for rows in batch)]
-        return self._runner.run(batch, ends).logits[:, : self._vocab_size]
+        return self._runner.run(batch, ends, wants_hidden=False)
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        return logits[:, : self._vocab_size]
 
 
-def _newest_row(chain: Chain) -> SequenceRows:
-    place = len(chain.sequence.token_ids) + len(chain.token_ids) - 1
-    return SequenceRows(chain.token_ids[-1:], place, chain.sequence.held.blocks)
+def _drafted_row(sequence: SequenceState, token_id: int, place: int) -> SequenceRows:
+    return SequenceRows([token_id], len(sequence.token_ids) + place, sequence.held.blocks)

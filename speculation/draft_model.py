@@ -21,7 +21,7 @@ from engine.loader import LoadedModel, ModelShape, load_model
 from engine.pool_layout import DRAFT
 from engine.rows import SequenceRows
 from engine.sampler import Sampler
-from engine.select_forward import build_runner
+from engine.select_forward import runner_of_drafts
 from engine.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
@@ -91,10 +91,10 @@ class DraftModel(Drafter):
         device = self._loaded.device
         backend_class, _ = select_backend(device, self._loaded.dtype, self._config.attention_backend)
         backend = backend_class(pool.layers(DRAFT), pool.groups[DRAFT].arena)
-        self._runner = build_runner(self._loaded, backend, self._config.compile)
+        self._runner = runner_of_drafts(self._config, self._loaded, backend)
         self._sampler = Sampler(self._vocab_size, device, loaded.eos_token_ids)
         self._drafting = ChainDrafting(
-            self._runner, self._vocab_size, self._options.verification, self._sampler
+            self._runner, self._vocab_size, self._options.verification, self._sampler, device
         )
 
     def warm_up(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,15 @@ class Chain:
         return Draft(self.token_ids[:room], distributions=distributions)
 
 
+class Drawn(NamedTuple):
+    """Where the logits lie: int64 [n], and float32 [n, vocab_size] if some were drawn by chance alone. What
+    could not be chosen may be negative.
+    """
+
+    token_ids: Tensor
+    distributions: Tensor | None
+
+
 class Drawing:
     """For one drafter; `sampler` is its own, so that it must `forget` requests there."""
 
@@ -46,6 +56,11 @@ class Drawing:
     def extend(self, chains: Sequence[Chain], logits: Tensor) -> None:
         """Add a token to each chain, by the draft's `logits` [chains, vocab_size] after what it has."""
         self._draw(chains, [chain.sequence.sampling_row(chain.token_ids) for chain in chains], logits)
+
+    def draw(self, sequences: Sequence[SequenceState], logits: Tensor, place: int) -> Drawn:
+        """For each sequence a token behind `place` drafted ones, which its choice does not look at."""
+        rows = [sequence.sampling_row([0] * place) for sequence in sequences]
+        return self._choose(sequences, rows, logits)
 
     def extend_at_once(self, chains: Sequence[Chain], logits: Tensor) -> None:
         """Add several tokens to each chain, which are empty, by `logits` [chains, count, vocab_size] that do
@@ -59,13 +74,16 @@ class Drawing:
 
     def _draw(self, chains: Sequence[Chain], rows: list[SamplingRow], logits: Tensor) -> None:
         """A token for each of the rows' places."""
-        if self._shares_noise or all(row.params.is_greedy for row in rows):
-            tokens, _ = self._sampler.choose(logits, rows)
-        else:
-            starts = [chain.sequence.position for chain in chains]
-            tokens, probabilities = self._sampler.draw_drafts(logits, rows, starts)
+        tokens, probabilities = self._choose([chain.sequence for chain in chains], rows, logits)
+        if probabilities is not None:
             for chain, distribution in zip(chains, probabilities, strict=True):
                 if not chain.sequence.params.is_greedy:
                     chain.distributions.append(distribution)
         for chain, token in zip(chains, tokens.tolist(), strict=True):
-            chain.token_ids.append(token)
+            chain.token_ids.append(max(token, 0))
+
+    def _choose(self, sequences: Sequence[SequenceState], rows: list[SamplingRow], logits: Tensor) -> Drawn:
+        if self._shares_noise or all(row.params.is_greedy for row in rows):
+            return Drawn(self._sampler.tokens(logits, rows), None)
+        starts = [sequence.position for sequence in sequences]
+        return Drawn(*self._sampler.draw_drafts(logits, rows, starts))

@@ -21,13 +21,21 @@ class Buckets:
     """By sequences, rows of each, and keys. A step takes the least of each that it fits."""
 
     def __init__(
-        self, sequences: Sequence[int], rows_each: Sequence[int], blocks: Sequence[int], trees: bool
+        self,
+        sequences: Sequence[int],
+        rows_each: Sequence[int],
+        blocks: Sequence[int],
+        trees: bool,
+        first_keys: bool = False,
     ) -> None:
-        """All rising. With `trees` several rows of a sequence may be a tree."""
+        """All rising. With `trees` several rows of a sequence may be a tree; with `first_keys` rows may not
+        look at the first keys.
+        """
         self._sequences = sequences
         self._rows_each = rows_each
         self._blocks = blocks
         self._trees = trees
+        self._first_keys = first_keys
 
     @classmethod
     def of(cls, config: ServeConfig, max_model_len: int) -> Buckets:
@@ -39,6 +47,19 @@ class Buckets:
             trees,
         )
 
+    @classmethod
+    def of_drafts(cls, config: ServeConfig, max_model_len: int) -> Buckets:
+        """For a model that drafts chains: of what was verified, one or two tokens are new to it."""
+        sequences = _sequences(min(config.max_num_seqs, MOST_ROWS))
+        return cls(sequences, [1, 2], _blocks(max_model_len, config.block_size), trees=False)
+
+    @classmethod
+    def of_heads(cls, config: ServeConfig, max_model_len: int) -> Buckets:
+        """For a head that drafts chains: it reads what was verified, but for the text's first token."""
+        sequences = _sequences(min(config.max_num_seqs, MOST_ROWS))
+        rows_each = [1 + count for count in _drafted(config)[0]]
+        return cls(sequences, rows_each, _blocks(max_model_len, config.block_size), False, first_keys=True)
+
     def __iter__(self) -> Iterator[StepShape]:
         """The largest first."""
         for blocks in reversed(self._blocks):
@@ -49,7 +70,9 @@ class Buckets:
 
     def shape_of(self, batch: Sequence[SequenceRows], num_logits: int, block_size: int) -> StepShape | None:
         """None where the step fits none."""
-        if any(rows.first_key for rows in batch) or not (self._trees or are_chains(batch)):
+        if not self._first_keys and any(rows.first_key for rows in batch):
+            return None
+        if not (self._trees or are_chains(batch)):
             return None
         longest = max(len(rows.token_ids) for rows in batch)
         keys = max(rows.start + len(rows.token_ids) for rows in batch)
@@ -65,7 +88,8 @@ class Buckets:
 
     def _shape(self, sequences: int, rows_each: int, blocks: int) -> StepShape:
         rows = sequences * rows_each
-        return StepShape(rows, rows, sequences, rows_each, blocks, self._trees and rows_each > 1)
+        trees = self._trees and rows_each > 1
+        return StepShape(rows, rows, sequences, rows_each, blocks, trees, self._first_keys)
 
 
 def _next(rising: Sequence[int], least: int) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,23 +23,30 @@ from engine.upload import Uploader
 from protocol.config import ServeConfig
 
 
+class Decoder(Protocol):
+    def forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
+        """Logits of the rows asked for, and hidden states, if any. The backend has begun its step."""
+        ...
+
+
 class CudaRunner:
     """Steps that fit a bucket have its shape, and their inputs lie at its addresses. With `graphs` they are
     replayed: padding changes no row, and the bucket's kernels are those that run eagerly.
     """
 
     any_threads = False
+    name = "CUDA decoder"
 
     def __init__(
         self,
-        decoder: CudaDecoder,
+        decoder: Decoder,
         backend: TritonBackend,
         device: torch.device,
         products: str,
         buckets: Buckets,
         graphs: Graphs | None = None,
     ) -> None:
-        self.choice = "CUDA decoder, eager"
+        self.choice = f"{self.name}, eager"
         self.products = products
         self._decoder = decoder
         self._backend = backend
@@ -61,7 +69,7 @@ class CudaRunner:
         self._kept = logits, hidden
         self._captured = capture_all(shapes, partial(self._capture, self._graphs), self._graphs)
         if self._captured:
-            self.choice = f"CUDA decoder, {len(self._captured)} graphs"
+            self.choice = f"{self.name}, {len(self._captured)} graphs"
         return time.monotonic() - started
 
     def _capture(self, graphs: Graphs, shape: StepShape) -> Graph:
@@ -89,10 +97,17 @@ class CudaRunner:
         return ForwardOutput(logits, hidden.clone() if is_kept else hidden)
 
     @torch.inference_mode()
-    def run_ahead(self, batch: Sequence[SequenceRows], logit_rows: list[int], chosen: Tensor) -> Tensor:
-        """As `AheadRunner.run_ahead`; behind a step whose logits nobody reads any more but the device."""
-        logits, _, _ = self._run(batch, logit_rows, chosen)
-        return logits
+    def run_ahead(
+        self,
+        batch: Sequence[SequenceRows],
+        logit_rows: list[int],
+        chosen: Tensor,
+        *,
+        before: Tensor | None = None,
+    ) -> ForwardOutput:
+        """As `AheadRunner.run_ahead`."""
+        logits, hidden, _ = self._run(batch, logit_rows, chosen)
+        return ForwardOutput(logits, hidden)
 
     def _run(
         self, batch: Sequence[SequenceRows], logit_rows: Sequence[int], chosen: Tensor | None = None
@@ -129,13 +144,20 @@ class CudaRunner:
 
 
 def runner_of(
-    config: ServeConfig, loaded: LoadedModel, backend: TritonBackend, hidden_layers: tuple[int, ...] = ()
+    config: ServeConfig,
+    loaded: LoadedModel,
+    backend: TritonBackend,
+    hidden_layers: tuple[int, ...] = (),
+    drafts: bool = False,
 ) -> CudaRunner | None:
-    """None where layers of one input are multiplied in several ways."""
+    """None where layers of one input are multiplied in several ways. `drafts`: it drafts chains."""
     if not can_join(loaded.model):
         return None
     decoder = CudaDecoder(loaded.model, backend, loaded.max_model_len, hidden_layers)
     products = describe(loaded.model, loaded.dtype)
-    buckets = Buckets.of(config, loaded.max_model_len)
-    graphs = None if config.enforce_eager else CudaGraphs(loaded.device)
-    return CudaRunner(decoder, backend, loaded.device, products, buckets, graphs)
+    buckets = (Buckets.of_drafts if drafts else Buckets.of)(config, loaded.max_model_len)
+    return CudaRunner(decoder, backend, loaded.device, products, buckets, graphs_for(config, loaded.device))
+
+
+def graphs_for(config: ServeConfig, device: torch.device) -> Graphs | None:
+    return None if config.enforce_eager else CudaGraphs(device)

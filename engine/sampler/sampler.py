@@ -131,6 +131,17 @@ class Sampler:
         chosen[batch.greedy_rows] = likeliest[batch.greedy_rows]
         return TokenChoice.made(chosen, failed_rows)
 
+    def tokens(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        """Those of `choose`, where the logits lie. What a row that fails has there means nothing, and may be
+        negative.
+        """
+        if self._kernels is None:
+            return self.begin(logits, rows).token_ids
+        requests, index = self._requests_of(rows)
+        positions = [row.position for row in rows]
+        edits = self._edit_lists(rows, requests, index)
+        return self._kernels.tokens(logits, requests, index, positions, edits)
+
     def probabilities(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """float32 [n, vocab]: the distributions that `sample` draws from; only zeros in rows that fail.
 

@@ -22,10 +22,12 @@ from engine.loader import LoadedModel
 from engine.pool_layout import DRAFT, Group, Segment
 from engine.quantization.weight import CodeFormat
 from engine.rows import SequenceRows
+from engine.runner import ForwardOutput
 from engine.sampler import Sampler
 from engine.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
+from speculation.chains_ahead import chains_ahead
 from speculation.drafter import Computed, Drafter, HiddenRows
 from speculation.drawing import Chain, Drawing
 from speculation.eagle.native import NativeHead
@@ -81,13 +83,14 @@ class EagleDrafter(Drafter):
         device, dtype = loaded.device, loaded.dtype
         backend_class, _ = select_backend(device, dtype, self._config.attention_backend)
         backend = backend_class(pool.layers(DRAFT), pool.groups[DRAFT].arena)
-        self._runner = build_runner(self._loaded, loaded, backend, self._config.compile)
+        self._runner = build_runner(self._config, self._loaded, loaded, backend)
         self._native: NativeChain | None = None
         if isinstance(self._runner, NativeHead):
             self._native = NativeChain(self._runner, loaded.vocab_size, self._options.verification)
             self._mixes_natively = self._runner.mixes
         self._sampler = Sampler(loaded.vocab_size, device, loaded.eos_token_ids)
         self._drawing = Drawing(self._sampler, self._options.verification)
+        self._ahead = chains_ahead(self._runner, self._drawing, device, self._drafted_row)
         self._vocab_size = loaded.vocab_size
         feature_size = self._loaded.head.shape.feature_size
         self._no_feature = HiddenRows(torch.zeros((1, feature_size), dtype=dtype, device=device), range(1))
@@ -109,22 +112,27 @@ class EagleDrafter(Drafter):
             before = features if self._mixes_natively else self._combine(features)
             return [*self._native.draft(sequences, rows, counts, before)]
         logits, hidden = self._run(rows, self._combine(features))
+        if self._ahead is not None and self._ahead.can_draft(sequences):
+            return [*self._ahead.draft(sequences, counts, ForwardOutput(logits, hidden), self._whole)]
         chains = [Chain(sequence) for sequence in sequences]
         wanted = dict(zip(sequences, counts, strict=True))
         self._drawing.extend(chains, self._whole(logits))
         growing = chains
         while still := [i for i, each in enumerate(growing) if len(each.token_ids) < wanted[each.sequence]]:
             growing, hidden = [growing[i] for i in still], hidden[still]
-            logits, hidden = self._run([self._drafted_row(each) for each in growing], hidden)
+            batch = [
+                self._drafted_row(each.sequence, each.token_ids[-1], len(each.token_ids) - 1)
+                for each in growing
+            ]
+            logits, hidden = self._run(batch, hidden)
             self._drawing.extend(growing, self._whole(logits))
         return [chain.draft() for chain in chains]
 
-    def _drafted_row(self, chain: Chain) -> SequenceRows:
-        """Of its newest token."""
-        sequence = chain.sequence
-        place = len(sequence.token_ids) + len(chain.token_ids) - 1
+    def _drafted_row(self, sequence: SequenceState, token_id: int, place: int) -> SequenceRows:
         first = self._known[sequence.request_id].first
-        return SequenceRows(chain.token_ids[-1:], place, sequence.held.blocks, first_key=first)
+        return SequenceRows(
+            [token_id], len(sequence.token_ids) + place, sequence.held.blocks, first_key=first
+        )
 
     def _trees(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         with_noise = self._options.verification == "coupled"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 
 from torch import nn
@@ -13,6 +14,7 @@ from engine.linear.packed_quantized import PackedQuantizedLinear
 from engine.loader import LoadedModel
 from engine.runner import Runner
 from native.build import BuildError
+from protocol.config import ServeConfig
 from speculation.eagle.native import NativeHead, unfit
 from speculation.eagle.paged import HeadForward, PagedHead
 from speculation.eagle.weights import LoadedHead
@@ -20,12 +22,14 @@ from speculation.eagle.weights import LoadedHead
 logger = logging.getLogger("tandem.speculation")
 
 
-def build_runner(loaded: LoadedHead, target: LoadedModel, backend: AttentionBackend, compile: str) -> Runner:
-    """`compile` is the option's value: "auto" prefers the native decoder."""
+def build_runner(
+    config: ServeConfig, loaded: LoadedHead, target: LoadedModel, backend: AttentionBackend
+) -> Runner:
+    """`--compile auto` prefers the native decoder, and on CUDA devices graphs."""
     fault = kernel_fault(target.device, target.dtype)
     embedding, lm_head = _tables(loaded, target)
     native = None
-    if compile == "auto" and fault is None and isinstance(backend, CpuBackend):
+    if config.compile == "auto" and fault is None and isinstance(backend, CpuBackend):
         native = _native(loaded, embedding, lm_head, backend)
     head = PagedHead(loaded.head, embedding, lm_head)
     if fault is None:
@@ -33,7 +37,11 @@ def build_runner(loaded: LoadedHead, target: LoadedModel, backend: AttentionBack
     if native is not None:
         return native
     products = fault or "packed weights"
-    return HeadForward(head, backend, target.device, compile, products=products, packed=fault is None)
+    if backend.name == "triton" and config.compile == "auto":
+        graphed = importlib.import_module("speculation.eagle.graphed")
+        runner: Runner = graphed.runner_of(config, head, target, backend, products)
+        return runner
+    return HeadForward(head, backend, target.device, config.compile, products=products, packed=fault is None)
 
 
 def _tables(loaded: LoadedHead, target: LoadedModel) -> tuple[nn.Module, nn.Module]:

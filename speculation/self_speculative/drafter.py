@@ -73,7 +73,7 @@ class SelfDrafter(Drafter):
         self._runner = self._build_runner(pool)
         sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
         verification = self._options.verification
-        self._drafting = ChainDrafting(self._runner, loaded.vocab_size, verification, sampler)
+        self._drafting = ChainDrafting(self._runner, loaded.vocab_size, verification, sampler, loaded.device)
         self._sampler = sampler
 
     def _build_runner(self, pool: KVPool) -> Runner:

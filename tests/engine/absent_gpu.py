@@ -143,6 +143,9 @@ def absent_gpu() -> Iterator[AbsentGpu]:
             if self._after > gpu.num_done:
                 gpu.wait("an event", self._after)
 
+        def query(self) -> bool:
+            return self._after <= gpu.num_done
+
     def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
         gpu.launch(kernel.fn.__name__)
 

@@ -61,8 +61,10 @@ class LateRunner:
     def run(self, batch: Sequence[SequenceRows], logit_rows: list[int], **options: Any) -> ForwardOutput:
         return ForwardOutput(self._launch(self._runner.run, batch, logit_rows), None)
 
-    def run_ahead(self, batch: Sequence[SequenceRows], logit_rows: list[int], chosen: Tensor) -> Tensor:
-        return self._launch(self._runner.run_ahead, batch, logit_rows, chosen)
+    def run_ahead(
+        self, batch: Sequence[SequenceRows], logit_rows: list[int], chosen: Tensor
+    ) -> ForwardOutput:
+        return ForwardOutput(self._launch(self._runner.run_ahead, batch, logit_rows, chosen), None)
 
     def _launch(
         self, run: Callable[..., Any], batch: Sequence[SequenceRows], logit_rows: list[int], *chosen: Tensor
@@ -74,9 +76,9 @@ class LateRunner:
         logits = self._kept[: len(logit_rows)]
 
         def compute() -> None:
-            output = run(rows, logit_rows, *chosen)
+            computed = run(rows, logit_rows, *chosen).logits
             self._kept.fill_(torch.nan)
-            logits.copy_(output.logits if isinstance(output, ForwardOutput) else output)
+            logits.copy_(computed)
 
         self._device.log.append(("launch", self._device.num_steps))
         self._device.num_steps += 1

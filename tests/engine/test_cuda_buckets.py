@@ -42,6 +42,18 @@ def test_each_shape_takes_the_steps_that_fill_it() -> None:
             assert shape(of, filled) == each
 
 
+def test_drafters_have_buckets_of_their_own() -> None:
+    options = SpeculativeConfig(method="ngram", num_speculative_tokens=5)
+    config = ServeConfig(max_num_seqs=4, block_size=BLOCK, speculative_config=options)
+    of = Buckets.of_drafts(config, 100)
+    assert {(each.sequences, each.rows_each) for each in of} == {(s, r) for s in (1, 2, 4) for r in (1, 2)}
+    heads = Buckets.of_heads(config, 100)
+    assert {each.rows_each for each in heads} == {1, 2, 3, 6}
+    assert all(each.first_keys for each in heads)
+    expected = StepShape(2, 2, 2, 1, 7, first_keys=True)
+    assert shape(heads, step(1, 1)) == shape(heads, step(1, 1, first_key=9)) == expected
+
+
 @pytest.mark.parametrize(
     ("batch", "expected"),
     [

@@ -106,6 +106,10 @@ def test_which_models_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         graphed, eager = (runner(max_num_seqs=2, enforce_eager=eager) for eager in (False, True))
         assert graphed.warm_up() > 0.0
         assert eager.warm_up() == 0.0
+        attention = TritonBackend(pool.layers(TARGET))
+        drafting = select_forward.runner_of_drafts(ServeConfig(max_num_seqs=2), loaded, attention)
+        assert drafting.warm_up() > 0.0
+    assert drafting.choice == "CUDA decoder, 4 graphs"
     assert graphed.choice == "CUDA decoder, 2 graphs"
     assert eager.choice == "CUDA decoder, eager"
     assert isinstance(runner(compile="off"), Forward)

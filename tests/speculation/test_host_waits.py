@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,18 +12,29 @@ import torch
 pytest.importorskip("triton", reason="Triton is for Linux")
 
 from engine.attention.triton_kernel.backend import TritonBackend
+from engine.cuda.buckets import Buckets
 from engine.cuda.decoder import CudaDecoder
+from engine.cuda.runner import CudaRunner
 from engine.draft import Draft
-from engine.pool_layout import TARGET
+from engine.kv_pool import KVPool
+from engine.loader import LoadedModel
+from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.rows import SequenceRows
 from engine.sampler import Sampler
 from engine.sampler import sampler as choosing
 from engine.sequence import SequenceState
+from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
+from protocol.speculation import SpeculativeConfig
+from speculation.chains import ChainDrafting
+from speculation.eagle import drafter as eagle_drafter
+from speculation.eagle import graphed
+from speculation.eagle.drafter import EagleDrafter
 from speculation.verification.verify import verify
 from tests.engine.absent_gpu import GPU, AbsentGpu, absent_gpu
-from tests.engine.test_host_waits import pool_of, qwen3, runner_of
+from tests.engine.test_host_waits import CountedGraphs, pool_of, qwen3, runner_of
+from tests.speculation import eagle_files
 
 CHAIN = Draft([5, 6, 7])
 TREE = Draft([5, 6, 7, 8], [-1, -1, 1, 1])
@@ -126,6 +139,63 @@ def test_rejection_sampling_reads_the_odds_and_the_last_tokens(draft: Draft) -> 
         verify("standard", sequences, torch.empty(count, 512, dtype=torch.bfloat16, device=GPU), sampler)
         reads = [line for line in gpu.waits.elements() if "its value" in line or "a shape" in line]
     assert len(reads) == 2, "\n".join(reads)
+
+
+def drafting_sequences() -> list[SequenceState]:
+    sequences = [sequence_with(0, None, temperature=0.0), sequence_with(1, None, top_p=0.9)]
+    for number, sequence in enumerate(sequences):
+        sequence.holdings = SimpleNamespace(blocks=[[1 + number]])  # type: ignore[assignment]
+    return sequences
+
+
+def waits_for_the_tokens(gpu: AbsentGpu) -> bool:
+    ((line, times),) = gpu.waits.items()
+    return times == 1 and line.startswith("/engine/download.py") and line.endswith("an event")
+
+
+def test_a_chain_of_a_model_is_a_replay_a_token_and_waits_once() -> None:
+    with absent_gpu() as gpu:
+        backend = TritonBackend(pool_of().layers(TARGET))
+        buckets = Buckets([2], [1, 2], [4], trees=False)
+        decoder = CudaDecoder(qwen3(), backend, 64)
+        runner = CudaRunner(decoder, backend, GPU, "", buckets, CountedGraphs(gpu))
+        runner.warm_up()
+        drafting = ChainDrafting(runner, 512, "coupled", Sampler(512, GPU, [2]), GPU)
+        sequences = drafting_sequences()
+        for _ in range(2):  # the first one makes what is made once
+            gpu.clear()
+            drafts = drafting.draft(sequences, [rows_of(each, 1) for each in sequences], [5, 3])
+    assert [len(draft.token_ids) for draft in drafts] == [5, 3]
+    assert gpu.launches["graph"] == gpu.launches["settle"] == 5
+    assert gpu.launches["attend"] == 0
+    assert waits_for_the_tokens(gpu)
+
+
+def test_a_chain_of_a_head_is_a_replay_a_token_and_waits_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eagle_drafter, "select_backend", lambda *_: (TritonBackend, ""))
+    head = eagle_files.eagle3().write(tmp_path / "head")
+    config = ServeConfig(max_num_seqs=2)
+    with absent_gpu() as gpu:
+        monkeypatch.setattr(graphed, "graphs_for", lambda *_: CountedGraphs(gpu))
+        shape = {"hidden_size": eagle_files.WIDTH, "vocab_size": eagle_files.VOCAB}
+        group = Group.uniform(TARGET, Segment(8, 2, 16, torch.bfloat16))
+        target = LoadedModel(qwen3(8, **shape), GPU, torch.bfloat16, group, eagle_files.VOCAB, 512, [], "")
+        drafter = EagleDrafter(SpeculativeConfig(method="eagle", model=str(head)), config, target)
+        assert drafter.kv_group is not None
+        drafter.attach(target, KVPool(PoolLayout((group, drafter.kv_group), 16), 64, GPU, None))
+        drafter.warm_up()
+        sequences = drafting_sequences()
+        for sequence in sequences:
+            drafter.begin(sequence, 0, None)
+        for _ in range(2):
+            gpu.clear()
+            drafts = drafter.propose(sequences, [5, 3])
+    assert [len(draft.token_ids) for draft in drafts if draft is not None] == [5, 3]
+    assert gpu.launches["graph"] == gpu.launches["settle"] == 5
+    assert gpu.launches["attend"] == 0
+    assert waits_for_the_tokens(gpu), "\n".join(gpu.waits)
 
 
 def test_all_that_may_be_launched_is_compiled_at_the_start() -> None:

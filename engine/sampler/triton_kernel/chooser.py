@@ -44,6 +44,24 @@ class TritonSampler:
         edits: EditLists | None = None,
     ) -> TokenChoice:
         """For rows as `NativeSampler` takes them. Whoever waits does so for the tokens and nothing else."""
+        chosen = self.tokens(logits, requests, index, positions, edits)
+        arrive = self._download.begin(chosen)
+
+        def wait() -> tuple[Tensor, list[int]]:
+            found = arrive()
+            return found.clamp_min(0), (found < 0).nonzero()[:, 0].tolist()
+
+        return TokenChoice(chosen, wait)
+
+    def tokens(
+        self,
+        logits: Tensor,
+        requests: RequestParams,
+        index: Sequence[int],
+        positions: Sequence[int],
+        edits: EditLists | None = None,
+    ) -> Tensor:
+        """The same on the device, -1 where none has a finite score."""
         if len(logits) != len(index):
             raise ValueError(f"{len(index)} rows of logits, got {tuple(logits.shape)}")
         if logits.stride(1) != 1:
@@ -61,13 +79,7 @@ class TritonSampler:
                 bounds, tokens, amounts, factors, masked, masks = listed
                 some = EditLists(bounds[rows], tokens, amounts, factors[rows], masked[rows], masks)
             choose(logits[rows], integers[:, rows], numbers[:, rows], some, chosen[rows], is_greedy)
-        arrive = self._download.begin(chosen)
-
-        def wait() -> tuple[Tensor, list[int]]:
-            found = arrive()
-            return found.clamp_min(0), (found < 0).nonzero()[:, 0].tolist()
-
-        return TokenChoice(chosen, wait)
+        return chosen
 
 
 def _asked(requests: RequestParams, index: np.ndarray, positions: Sequence[int]) -> list[np.ndarray]:

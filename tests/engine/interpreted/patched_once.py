@@ -1,5 +1,5 @@
-"""A plugin for pytest that makes Triton's interpreter faster. It puts its own operators in the place of
-Triton's at each call of a function from a kernel, though they are there since the launch: a third of its time.
+"""A plugin for pytest that makes Triton's interpreter faster. At each call of a function in a kernel it puts
+its own operators in the place of Triton's, where they are since the launch: a third of its time.
 """
 
 from __future__ import annotations

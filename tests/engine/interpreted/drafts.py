@@ -1,0 +1,137 @@
+"""Chains that are drafted on the device, whose steps are replayed, against those that the host draws token by
+token with steps that are launched anew. `test_interpreted_kernels.py` runs it in a process of its own.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.attention.triton_kernel.backend import TritonBackend
+from engine.cuda.buckets import Buckets
+from engine.draft import Draft
+from engine.kv_pool import KVPool
+from engine.pool_layout import TARGET, Group, PoolLayout, Segment
+from engine.rows import SequenceRows
+from engine.runner import ForwardOutput, Runner
+from engine.sampler import Sampler
+from engine.sequence import SequenceState
+from protocol.requests import EngineRequest
+from protocol.sampling import SamplingParams
+from protocol.speculation import Verification
+from speculation.chains import ChainDrafting, _drafted_row
+from speculation.chains_ahead import ChainsAhead
+from speculation.eagle.graphed import FedHead, HeadRunner
+from speculation.eagle.head import Head, HeadShape
+from speculation.eagle.paged import HeadForward, PagedHead
+from tests.engine.interpreted.graphs import BLOCK, CPU, NUM_BLOCKS, sides, small_tiles
+from tests.engine.interpreted.recorder import RecordedGraphs
+
+__all__ = ["small_tiles"]
+COUNTS = [4, 4, 2]
+PARAMS: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_p": 0.9}, {"logit_bias": {5: 2.0}}]
+
+
+def sequences_with(params: list[dict[str, Any]]) -> list[SequenceState]:
+    sequences = []
+    for number, options in enumerate(params):
+        sampling = SamplingParams(max_tokens=50, seed=number, **options)
+        prompt = [7 * number + place for place in range(5 + 9 * number)]
+        sequence = SequenceState(EngineRequest(str(number), prompt, sampling), number)
+        sequence.holdings = SimpleNamespace(blocks=[list(range(6 * number, 6 * number + 2))])  # type: ignore[assignment]
+        sequences.append(sequence)
+    return sequences
+
+
+@pytest.mark.parametrize("verification", ["coupled", "standard"])
+def test_a_chain_of_a_model(verification: Verification) -> None:
+    sequences = sequences_with(PARAMS)
+    rows = [
+        SequenceRows(each.token_ids[-unread:], len(each.token_ids) - unread, each.held.blocks)
+        for each, unread in zip(sequences, (1, 2, 1), strict=True)
+    ]
+    eager, replayed, graphs = sides(Buckets([3], [1, 2], [2], trees=False))
+    drafts: list[list[Draft]] = []
+    for side in (eager, replayed):
+        drafting = ChainDrafting(side.runner, 60, verification, Sampler(60, CPU, []), CPU)
+        if side is replayed:
+            drafting._ahead = ChainsAhead(side.runner, drafting._drawing, CPU, _drafted_row)
+        drafts.append(drafting.draft(sequences, rows, COUNTS))
+    for expected, found, count in zip(*drafts, COUNTS, strict=True):
+        assert found.token_ids == expected.token_ids and len(found.token_ids) == count
+        assert (found.distributions is None) == (expected.distributions is None)
+        if found.distributions is not None and expected.distributions is not None:
+            assert torch.equal(found.distributions, expected.distributions)
+    assert (drafts[0][1].distributions is None) == (verification == "coupled")
+    assert sum(graph.num_replays for graph in graphs.graphs) == 4
+    assert torch.equal(replayed.pool.arenas[0], eager.pool.arenas[0])
+
+
+def test_what_looks_at_the_tokens_before_is_drawn_by_the_host() -> None:
+    assert ChainsAhead.can_draft(sequences_with(PARAMS))
+    assert not ChainsAhead.can_draft(sequences_with([*PARAMS, {"presence_penalty": 0.5}]))
+
+
+SHAPE = HeadShape(
+    is_eagle3=True,
+    captured=(0, 1),
+    feature_size=48,
+    hidden_size=24,
+    intermediate_size=32,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    max_positions=128,
+    rope={"rope_type": "default", "rope_theta": 5000.0},
+)
+
+
+def test_steps_of_a_head() -> None:
+    """Launched and replayed, fed with rows of any number, those of the step before among them."""
+    torch.manual_seed(1)
+    head = PagedHead(Head(SHAPE), nn.Embedding(60, 24), nn.Linear(24, 60, bias=False)).eval()
+    graphs = RecordedGraphs()
+    group = Group.uniform(TARGET, Segment(1, 1, 16, torch.float32))
+    pools = [KVPool(PoolLayout((group,), BLOCK), NUM_BLOCKS, CPU, None) for _ in range(2)]
+    backends = [TritonBackend(pool.layers(TARGET)) for pool in pools]
+    plain = HeadForward(head, backends[0], CPU, "off", products="", packed=False)
+    fed = FedHead(head, backends[1], CPU, torch.float32)
+    buckets = Buckets([2], [1, 3], [2], trees=False, first_keys=True)
+    replayed = HeadRunner(fed, backends[1], CPU, "", buckets, graphs)
+    replayed.warm_up()
+    blocks = [[[3, 1]], [[2, 5]]]
+    steps: list[tuple[list[SequenceRows], list[int]]] = [
+        ([SequenceRows([4, 5, 6], 1, blocks[0], first_key=1), SequenceRows([9], 20, blocks[1])], [2, 3]),
+        (
+            [SequenceRows([7], 4, blocks[0], first_key=1), SequenceRows([8], 21, blocks[1], first_key=19)],
+            [0, 1],
+        ),
+        ([SequenceRows([3], 5, blocks[0], first_key=1)], [0]),
+        ([SequenceRows(list(range(8)), 6, blocks[0], first_key=2)], [7]),
+    ]
+    runners: list[Runner] = [plain, replayed]
+    for batch, rows in steps:
+        before = torch.randn(sum(len(each.token_ids) for each in batch), 24)
+        same(*(runner.run(batch, rows, before=before) for runner in runners))
+    assert sum(graph.num_replays for graph in graphs.graphs) == 3
+    last = [runner.run(*steps[1], before=torch.ones(2, 24)) for runner in (plain, replayed)]
+    named = [SequenceRows([1 - number], 22, blocks[number], first_key=1) for number in range(2)]
+    chosen = torch.tensor([11, 12])
+    ahead = [
+        runner.run_ahead(named, [0, 1], chosen, before=output.hidden)
+        for runner, output in zip((plain, replayed), last, strict=True)
+    ]
+    same(*ahead)
+    known = [SequenceRows([12 - number], 22, blocks[number], first_key=1) for number in range(2)]
+    same(plain.run(known, [0, 1], before=last[0].hidden), ahead[1])
+    same(*last)
+
+
+def same(expected: ForwardOutput, found: ForwardOutput) -> None:
+    for theirs, ours in zip(expected, found, strict=True):
+        assert isinstance(theirs, Tensor) and isinstance(ours, Tensor)
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
