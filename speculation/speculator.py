@@ -96,7 +96,7 @@ class BatchSpeculator:
         self._pool, self._sampler = pool, sampler
         assert sampler.grammars is not None
         self._grammars = sampler.grammars
-        prepare(self._options.verification, sampler)
+        prepare(self._options.verification, sampler, loaded.dtype)
         for drafter in self._drafters.values():
             drafter.attach(loaded, pool)
 

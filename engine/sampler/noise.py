@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,8 +53,17 @@ def round_keys(seeds: Tensor, starts: Tensor, positions: Tensor, purpose: Purpos
     and what came of one of them may tell of its noise there, so that the next needs its own. All are int64
     [n].
     """
+    return stream_keys(_round_streams(seeds, starts, purpose), positions)
+
+
+def round_seeds(seeds: np.ndarray, starts: np.ndarray, purpose: Purpose) -> np.ndarray:
+    """With these in the place of seeds `stream_keys` gives `round_keys`."""
+    return _round_streams(torch.from_numpy(seeds), torch.from_numpy(starts), purpose).numpy()
+
+
+def _round_streams(seeds: Tensor, starts: Tensor, purpose: Purpose) -> Tensor:
     purposes = stream_keys(seeds, torch.full_like(seeds, -1 - purpose))  # at positions that no token has
-    return stream_keys(stream_keys(purposes, starts), positions)
+    return stream_keys(purposes, starts)
 
 
 def uniform_noise(keys: Tensor, token_ids: Tensor) -> Tensor:

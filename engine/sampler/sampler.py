@@ -30,7 +30,7 @@ from engine.sampler.grammars import Grammars
 from engine.sampler.logprobs import token_logprobs
 from engine.sampler.masks import TokenMasks
 from engine.sampler.native import compiled
-from engine.sampler.noise import NOISE_SPAN, Purpose, round_keys, stream_keys
+from engine.sampler.noise import NOISE_SPAN, Purpose, round_keys, round_seeds, stream_keys
 from engine.sampler.penalties import Penalties
 from engine.sampler.race import draw, race
 from engine.sampler.rows import SamplingRow
@@ -65,16 +65,21 @@ class Sampler:
         eos_token_ids: Sequence[int],
         grammars: Grammars | None = None,
     ) -> None:
-        self._vocab_size = vocab_size
-        self._device = torch.device(device)
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
         self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
         self._penalties = Penalties()
         self.grammars = grammars
         self._requests: RequestParams | None = None
         self._batch: BatchParams | None = None
-        self._native = compiled() if self._device.type == "cpu" else None
-        self._kernels = _kernels_for(self._device)
-        self._upload, self._download = upload_to(self._device), Downloader(self._device)
+        self._native = compiled() if self.device.type == "cpu" else None
+        self._kernels = _kernels_for(self.device)
+        self.upload, self.download = upload_to(self.device), Downloader(self.device)
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels choose on the device."""
+        return self._kernels is not None
 
     @property
     def is_native(self) -> bool:
@@ -85,7 +90,7 @@ class Sampler:
         """Compile what chooses from logits of this dtype, so that no request waits for it."""
         if self._kernels is None:
             return
-        logits = torch.zeros(1, self._vocab_size, dtype=dtype, device=self._device)
+        logits = torch.zeros(1, self.vocab_size, dtype=dtype, device=self.device)
         for params in (
             SamplingParams(max_tokens=1, temperature=0.0),
             SamplingParams(max_tokens=1),
@@ -151,6 +156,8 @@ class Sampler:
         if self._native is not None:
             logits = self._edited_if_asked(logits, rows, requests, index)
             return self._native.probabilities(logits, requests, index, self.masks(rows))
+        if self._kernels is not None:
+            return self.weighed(logits, rows)[1]
         batch = self._batch_for(requests, index)
         values, failed = self._values(logits, rows, batch)
         greedy = values[batch.greedy_rows].argmax(dim=1) if batch.greedy_rows else None
@@ -161,6 +168,15 @@ class Sampler:
             values[batch.greedy_rows] = 0.0
             values[batch.greedy_rows, greedy] = 1.0
         return values.masked_fill_(failed, 0.0)
+
+    def weighed(self, logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor]:
+        """By kernels, `tokens` and `probabilities`."""
+        assert self._kernels is not None
+        requests, index = self._requests_of(rows)
+        positions = [row.position for row in rows]
+        return self._kernels.weighed(
+            logits, requests, index, positions, self._edit_lists(rows, requests, index)
+        )
 
     def draw_drafts(
         self, logits: Tensor, rows: Sequence[SamplingRow], starts: Sequence[int]
@@ -173,8 +189,12 @@ class Sampler:
         if self._native is not None:
             logits = self._edited_if_asked(logits, rows, requests, index)
             return self._native.draw_drafts(logits, requests, index, positions, starts, self.masks(rows))
-        probabilities = self.probabilities(logits, rows)
         seeds = [row.params.seed for row in rows]
+        if self._kernels is not None:
+            edits = self._edit_lists(rows, requests, index)
+            keys = round_seeds(np.array(seeds), np.array(starts), Purpose.DRAFT)
+            return self._kernels.weighed(logits, requests, index, positions, edits, keys)
+        probabilities = self.probabilities(logits, rows)
         columns = torch.tensor([seeds, [*starts], positions], dtype=torch.int64, device=logits.device)
         keys = round_keys(columns[0], columns[1], columns[2], Purpose.DRAFT)
         return draw(probabilities, keys), probabilities
@@ -192,7 +212,7 @@ class Sampler:
             return {}
         num_top = [rows[row].params.logprobs or 0 for row in wanted]
         if len(wanted) < len(rows):
-            logits = logits[self._upload([np.array(wanted)])[0]]
+            logits = logits[self.upload([np.array(wanted)])[0]]
         found = self._token_logprobs(logits, [token_ids[row] for row in wanted], num_top)
         return dict(zip(wanted, found, strict=True))
 
@@ -203,7 +223,7 @@ class Sampler:
     def _token_logprobs(
         self, logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
     ) -> list[TokenLogprobs]:
-        return token_logprobs(logits, token_ids, num_top, self._upload, self._download)
+        return token_logprobs(logits, token_ids, num_top, self.upload, self.download)
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request that is over. Unknown ids are ignored."""
@@ -224,7 +244,7 @@ class Sampler:
     def params_of(self, params: Sequence[SamplingParams]) -> RequestParams:
         """Kept until others are asked for."""
         if self._requests is None or not self._requests.describes(params):
-            self._requests = RequestParams(params, self._vocab_size, self._device)
+            self._requests = RequestParams(params, self.vocab_size, self.device)
         return self._requests
 
     def _batch_for(self, requests: RequestParams, index: list[int]) -> BatchParams:

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from engine.draft import Verdict
 from engine.sampler import Sampler
 from engine.sequence import SequenceState
 from protocol.speculation import Verification
-from speculation.verification import block, chains, coupled, rejection, standard
+from speculation.verification import block, chains, coupled, on_device, rejection, standard
 from speculation.verification.rows import num_rows
 
 Judge = Callable[[Sequence[SequenceState], Tensor, Sampler], list[Verdict]]
@@ -21,12 +22,18 @@ _BY_CHANCE: dict[Verification, Judge] = {
     "standard": partial(rejection.verify, rule=standard.decide),
     "block": partial(rejection.verify, rule=block.decide),
 }
+_ON_DEVICE: dict[Verification, Judge] = {
+    "standard": on_device.verify,
+    "block": partial(on_device.verify, as_blocks=True),
+}
 _STANDARD_CHAINS = partial(chains.verify, is_coupled=False)
 
 
-def prepare(verification: Verification, sampler: Sampler) -> None:
-    """Build what is compiled, so that no request waits for it."""
+def prepare(verification: Verification, sampler: Sampler, dtype: torch.dtype) -> None:
+    """Build what is compiled, so that no request waits for it. `dtype` is that of logits."""
     _is_native(verification, sampler)
+    if sampler.has_kernels and verification in _ON_DEVICE:
+        on_device.warm_up(sampler, dtype, as_blocks=verification == "block")
 
 
 def verify(
@@ -44,7 +51,7 @@ def verify(
     row = 0
     for sequence in sequences:
         first, row = row, row + num_rows(sequence)
-        part = parts.setdefault(_judge_of(sequence, verification, is_native), _Part())
+        part = parts.setdefault(_judge_of(sequence, verification, sampler, is_native), _Part())
         part.sequences.append(sequence)
         part.rows.extend(range(first, row))
     if len(parts) == 1:
@@ -70,8 +77,12 @@ def _is_native(verification: Verification, sampler: Sampler) -> bool:
     return verification != "block" and sampler.is_native and chains.compiled() is not None
 
 
-def _judge_of(sequence: SequenceState, verification: Verification, is_native: bool) -> Judge:
+def _judge_of(
+    sequence: SequenceState, verification: Verification, sampler: Sampler, is_native: bool
+) -> Judge:
     """It depends on the sequence alone, so that this gets the same tokens in any batch."""
+    if sampler.has_kernels and on_device.can_verify(sequence):
+        return _ON_DEVICE[verification]
     if is_native and chains.can_verify(sequence):
         return _STANDARD_CHAINS
     return _BY_CHANCE[verification] if _is_left_to_chance(sequence) else coupled.verify

@@ -10,9 +10,8 @@ triton = pytest.importorskip("triton", reason="Triton is for Linux")
 
 from tests.docs import gpu_table  # noqa: E402
 from tests.docs.gpu_table import (  # noqa: E402
-    DECODER_KERNELS,
+    KERNELS,
     PRODUCT_ROWS,
-    SAMPLER_KERNELS,
     VARIANTS,
     code_of,
     head,
@@ -29,6 +28,7 @@ SAMPLES = [
     ("norms of heads, rotation, KV's writing in fp8", 90),
     ("greatest logits, with edits", 89),
     ("what may be chosen", 90),
+    ("block: a draw of each tile", 80),
     ("int4, groups of 128, zero points, 8 rows", 90),
 ]
 
@@ -52,7 +52,8 @@ def test_every_kernel_is_listed_for_every_gpu_and_fits_it() -> None:
     devices = [(capability, each) for capability, each in DEVICES.items()]
     expected = [
         (name, f"{each.name} (sm_{number})")
-        for name in (*VARIANTS, *DECODER_KERNELS, *SAMPLER_KERNELS, *PRODUCT_ROWS)
+        for names in KERNELS
+        for name in names
         for number, each in devices
     ]
     assert listed == expected

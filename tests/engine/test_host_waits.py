@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
@@ -30,6 +31,7 @@ from engine.sampler import Sampler
 from engine.sampler.triton_kernel.chooser import TritonSampler
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
+from engine.upload import Uploader
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
@@ -194,6 +196,21 @@ def test_the_next_step_is_launched_behind_one_that_nobody_waited_for() -> None:
             for sequence, count in zip(launched.step.sequences, launched.step.num_tokens, strict=True):
                 sequence.append(0)
                 sequence.num_computed += count
+
+
+def test_pinned_memory_is_left_alone_while_it_is_copied() -> None:
+    with absent_gpu() as gpu:
+        upload = Uploader(GPU)
+        for _ in range(3):
+            gpu.launch("a step before the copy")
+            upload([np.zeros(4)])
+        used = [each.buffer.data_ptr() for each in upload._pinned]
+        assert len(set(used)) == 3
+        gpu.num_done = gpu.num_queued
+        for _ in range(2):
+            upload([np.zeros(3)])
+        assert [each.buffer.data_ptr() for each in upload._pinned] == [used[2], *used[:2]]
+    assert not gpu.waits
 
 
 def test_what_waits_is_named() -> None:

@@ -97,6 +97,15 @@ def test_graphs_give_the_tokens_of_steps_that_are_launched(drafted: int | None, 
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=["greedy", "sampled"])
+def test_drafted_chains_change_no_token(sampling: dict[str, Any], tmp_path: Path) -> None:
+    write_model("qwen3", tmp_path)
+    batch = prompts(LENGTHS)
+    drafts = SpeculativeConfig(method="draft_model", model=str(tmp_path), num_speculative_tokens=4)
+    plain, drafted = engine_of(tmp_path), engine_of(tmp_path, speculative_config=drafts)
+    assert generate(drafted, batch, **sampling) == generate(plain, batch, **sampling)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=["greedy", "sampled"])
 def test_steps_ahead_give_the_tokens_of_one_after_another(sampling: dict[str, Any], tmp_path: Path) -> None:
     write_model("qwen3", tmp_path)
     ahead, apart = engine_of(tmp_path), engine_of(tmp_path)

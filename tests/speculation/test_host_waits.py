@@ -26,12 +26,12 @@ from engine.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
-from protocol.speculation import SpeculativeConfig
+from protocol.speculation import SpeculativeConfig, Verification
 from speculation.chains import ChainDrafting
 from speculation.eagle import drafter as eagle_drafter
 from speculation.eagle import graphed
 from speculation.eagle.drafter import EagleDrafter
-from speculation.verification.verify import verify
+from speculation.verification.verify import prepare, verify
 from tests.engine.absent_gpu import GPU, AbsentGpu, absent_gpu
 from tests.engine.test_host_waits import CountedGraphs, pool_of, qwen3, runner_of
 from tests.speculation import eagle_files
@@ -128,17 +128,51 @@ def test_log_probabilities_come_in_a_second_copy() -> None:
     assert times == 2 and line.startswith("/engine/download.py")
 
 
-@pytest.mark.parametrize("draft", [CHAIN, TREE], ids=["chain", "tree"])
-def test_rejection_sampling_reads_the_odds_and_the_last_tokens(draft: Draft) -> None:
-    """What else it waits for are copies to the device."""
+@pytest.mark.parametrize(
+    ("rule", "kernels"),
+    [
+        ("standard", [*SAMPLED, "weigh", "recover", "conclude"]),
+        ("block", [*SAMPLED, "weigh", "exceed", "recover", "conclude"]),
+    ],
+)
+def test_rejection_sampling_waits_once(rule: Verification, kernels: list[str]) -> None:
     with absent_gpu() as gpu:
         sampler = Sampler(512, GPU, [2])
-        sequences = [sequence_with(number, draft, temperature=0.8) for number in range(2)]
-        count = 2 * (1 + len(draft.token_ids))
+        drawn = Draft(CHAIN.token_ids, distributions=torch.empty(3, 512, device=GPU))
+        drafts = (CHAIN, TREE, drawn, None, Draft([5, 6], probes=[0b101]))
+        sequences = [sequence_with(number, draft, temperature=0.8) for number, draft in enumerate(drafts)]
+        sequences.append(sequence_with(5, CHAIN, temperature=0.0))
+        logits = torch.empty(4 + 5 + 4 + 1 + 3 + 4, 512, dtype=torch.bfloat16, device=GPU)
+        for _ in range(2):
+            gpu.clear()
+            assert len(verify(rule, sequences, logits, sampler)) == len(sequences)
+    assert waits_for_the_tokens(gpu), "\n".join(gpu.waits)
+    launched = [name for name in gpu.launches if name != "cat"]  # the tokens after probes
+    assert launched == kernels and set(gpu.launches.values()) == {1}
+
+
+def test_a_chain_that_is_drawn_by_chance_waits_once() -> None:
+    with absent_gpu() as gpu:
+        backend = TritonBackend(pool_of().layers(TARGET))
+        runner = runner_of(CudaDecoder(qwen3(), backend, 64), backend)
+        drafting = ChainDrafting(runner, 512, "standard", Sampler(512, GPU, [2]), GPU)
+        sequences = drafting_sequences()
+        for _ in range(2):
+            gpu.clear()
+            drafts = drafting.draft(sequences, [rows_of(each, 1) for each in sequences], [4, 3])
+    assert [draft.distributions is None for draft in drafts] == [True, False]
+    assert drafts[1].distributions is not None and drafts[1].distributions.shape == (3, 512)
+    assert gpu.launches["weigh"] == 3  # the last token is drawn for the greedy one alone
+    assert waits_for_the_tokens(gpu), "\n".join(gpu.waits)
+
+
+def test_verification_is_compiled_at_the_start() -> None:
+    with absent_gpu() as gpu:
+        prepare("block", Sampler(512, GPU, [2]), torch.bfloat16)
+        assert [gpu.launches[name] for name in ("weigh", "exceed", "recover", "conclude")] == [1, 1, 1, 1]
         gpu.clear()
-        verify("standard", sequences, torch.empty(count, 512, dtype=torch.bfloat16, device=GPU), sampler)
-        reads = [line for line in gpu.waits.elements() if "its value" in line or "a shape" in line]
-    assert len(reads) == 2, "\n".join(reads)
+        prepare("coupled", Sampler(512, GPU, [2]), torch.bfloat16)
+    assert not gpu.launches
 
 
 def drafting_sequences() -> list[SequenceState]:

@@ -1,4 +1,6 @@
-"""Chooses the tokens of a batch on a CUDA device, in three kernels, or two where all rows are greedy."""
+"""Chooses the tokens of a batch on a CUDA device, in three kernels, or two where all rows are greedy. One
+more writes down what they are drawn from.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from engine.sampler.triton_kernel.edits import EditLists
 from engine.sampler.triton_kernel.scan import scan
 from engine.sampler.triton_kernel.settle import settle
 from engine.sampler.triton_kernel.sift import sift
+from engine.sampler.triton_kernel.weigh import weigh
 from engine.upload import upload_to
 
 TILE = 4096
@@ -62,12 +65,40 @@ class TritonSampler:
         edits: EditLists | None = None,
     ) -> Tensor:
         """The same on the device, -1 where none has a finite score."""
+        return self._chosen(logits, requests, index, positions, requests.seeds[np.array(index)], edits, None)
+
+    def weighed(
+        self,
+        logits: Tensor,
+        requests: RequestParams,
+        index: Sequence[int],
+        positions: Sequence[int],
+        edits: EditLists | None = None,
+        seeds: np.ndarray | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """And float32 [n, vocab], what they are drawn from: only zeros where none has a finite score. Without
+        `seeds` of the rows' noise it is that of their requests.
+        """
+        seeds = requests.seeds[np.array(index)] if seeds is None else seeds
+        shares = torch.empty(logits.shape, device=logits.device)
+        return self._chosen(logits, requests, index, positions, seeds, edits, shares), shares
+
+    def _chosen(
+        self,
+        logits: Tensor,
+        requests: RequestParams,
+        index: Sequence[int],
+        positions: Sequence[int],
+        seeds: np.ndarray,
+        edits: EditLists | None,
+        shares: Tensor | None,
+    ) -> Tensor:
         if len(logits) != len(index):
             raise ValueError(f"{len(index)} rows of logits, got {tuple(logits.shape)}")
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         integers, numbers, *listed = self._upload(
-            [*_asked(requests, np.array(index), positions), *(edits or ())]
+            [*_asked(requests, np.array(index), positions, seeds), *(edits or ())]
         )
         is_greedy = bool(requests.greedy.all())
         chosen = torch.empty(len(index), dtype=torch.int64, device=logits.device)
@@ -78,17 +109,20 @@ class TritonSampler:
             if edits is not None:
                 bounds, tokens, amounts, factors, masked, masks = listed
                 some = EditLists(bounds[rows], tokens, amounts, factors[rows], masked[rows], masks)
-            choose(logits[rows], integers[:, rows], numbers[:, rows], some, chosen[rows], is_greedy)
+            own = None if shares is None else shares[rows]
+            choose(logits[rows], integers[:, rows], numbers[:, rows], some, chosen[rows], is_greedy, own)
         return chosen
 
 
-def _asked(requests: RequestParams, index: np.ndarray, positions: Sequence[int]) -> list[np.ndarray]:
+def _asked(
+    requests: RequestParams, index: np.ndarray, positions: Sequence[int], seeds: np.ndarray
+) -> list[np.ndarray]:
     """What `read_row` reads: int64 and float64 [3, n]."""
     temperature = np.where(requests.greedy, 0.0, requests.temperature).astype(np.float32)
     floor = requests.min_p_floor.astype(np.float32)
     top_p = np.where(requests.is_nucleus, requests.top_p, 1.0)
     return [
-        np.array([requests.seeds[index], positions, requests.top_k[index]]),
+        np.array([seeds, positions, requests.top_k[index]]),
         np.array([temperature[index], floor[index], top_p[index]], np.float64),
     ]
 
@@ -100,8 +134,11 @@ def choose(
     edits: EditLists | None,
     chosen: Tensor,
     is_greedy: bool,
+    shares: Tensor | None = None,
 ) -> None:
-    """`chosen`, int64 [n], gets each row's token, -1 where none has a finite score."""
+    """`chosen`, int64 [n], gets each row's token, -1 where none has a finite score. `shares` [n, vocab], if
+    they are there, get what they are drawn from.
+    """
     count, size = logits.shape
     tiles = -(-size // TILE)
     padded = 1 << (tiles - 1).bit_length()
@@ -132,6 +169,11 @@ def choose(
     )
     logits = logits if edited is None else edited
     lists: tuple[Tensor | None, ...] = (None, None, None, None)
+    weighs = shares is not None and not is_greedy
+    floors, totals = (
+        torch.empty(count, dtype=dtype, device=logits.device) if weighs else None
+        for dtype in (torch.float32, torch.float64)
+    )
     if not is_greedy:
         lists = (
             kept(torch.int32),
@@ -151,6 +193,7 @@ def choose(
             SIZE=size,
             GROUP=_GROUP,
             PADDED=padded,
+            WEIGHED=weighs,
             **shape,
             **options,
         )
@@ -160,9 +203,26 @@ def choose(
         *asked,
         *lists,
         chosen,
+        floors,
+        totals,
         integers.stride(0),
         PADDED=padded,
         WIDTH=_WIDTH,
         **shape,
         **options,
     )
+    if shares is not None:
+        weigh[(tiles, count)](
+            logits,
+            tops,
+            firsts,
+            numbers,
+            floors,
+            totals,
+            shares,
+            logits.stride(0),
+            SIZE=size,
+            PADDED=padded,
+            **shape,
+            **options,
+        )

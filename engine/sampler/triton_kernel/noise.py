@@ -5,11 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.sampler.noise import NOISE_SPAN
+
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = tl.constexpr(0x94D049BB133111EB)
 _SLACK = tl.constexpr(1e-6)
 """What bounds of float32 may be off by."""
+SPAN = tl.constexpr(NOISE_SPAN)
 LEAST = tl.constexpr(-0x7F800001)
 """The `order` of -inf."""
 
@@ -39,10 +42,15 @@ def noise_bits(key, tokens):
 
 
 @triton.jit
+def uniform(bits):
+    """float64 in (0, 1) of `noise_bits`."""
+    return (bits.to(tl.float64) + 2147483648.5) * 2.3283064365386963e-10  # 2**-32
+
+
+@triton.jit
 def gumbel(bits):
     """float32 of `noise_bits`; logarithms are in float64, which is slow on many devices."""
-    uniform = (bits.to(tl.float64) + 2147483648.5) * 2.3283064365386963e-10  # 2**-32
-    return (-tl.log(-tl.log(uniform))).to(tl.float32)
+    return (-tl.log(-tl.log(uniform(bits)))).to(tl.float32)
 
 
 @triton.jit

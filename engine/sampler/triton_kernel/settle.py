@@ -59,6 +59,17 @@ def _floor(
 
 
 @triton.jit
+def _least(floor, values, lists, lengths, longest, PADDED: tl.constexpr, WIDTH: tl.constexpr):
+    """The least listed value from `floor` on; those that are not listed may be, too."""
+    least = tl.zeros([PADDED, WIDTH], tl.float32)
+    for first in range(0, longest, WIDTH):
+        at = first + tl.arange(0, WIDTH)
+        value = tl.load(values + lists[:, None] + at[None, :], mask=at[None, :] < lengths[:, None], other=0.0)
+        least = tl.minimum(least, tl.where(value >= floor, value, 0.0))
+    return tl.min(tl.min(least, 1), 0)
+
+
+@triton.jit
 def _race(
     key,
     best,
@@ -103,6 +114,8 @@ def settle(
     values,
     places,
     chosen,
+    floors,
+    totals,
     num_rows,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
@@ -110,7 +123,8 @@ def settle(
     WIDTH: tl.constexpr,
 ):
     """Program: row. `chosen` gets its token, -1 where none has a finite score. Without `counts` all rows are
-    greedy.
+    greedy. If they are there, `floors` gets the least value that may be chosen and `totals` what all of these
+    weigh.
     """
     row = tl.program_id(0).to(tl.int64)
     _, best = likeliest(tops, firsts, row, TILES, PADDED)
@@ -136,5 +150,15 @@ def settle(
                 floor = _floor(
                     top_p * mass, floor, count, values, lists, lengths, longest, True, PADDED, WIDTH
                 )
+            if floors is not None:
+                if (top_k > 0) | (top_p < 1):
+                    floor = _least(floor, values, lists, lengths, longest, PADDED, WIDTH)
+                    # 0, the greatest value, is not above -0, which is next to it in order.
+                    below = at_order(tl.maximum(tl.minimum(order(floor) - 1, -2), LEAST))
+                    count, total = _above(below, values, lists, lengths, longest, True, PADDED, WIDTH)
+                else:
+                    total = tl.sum(tl.load(masses + row * TILES + tiles, mask=tiles < TILES, other=0.0), 0)
+                tl.store(floors + row, floor)
+                tl.store(totals + row, total)
             best = _race(key, best, floor, values, places, lists, lengths, longest, TILE, PADDED, WIDTH)
     tl.store(chosen + row, best.to(tl.int64))

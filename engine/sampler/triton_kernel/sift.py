@@ -7,6 +7,7 @@ import triton.language as tl
 
 from engine.sampler.triton_kernel.noise import (
     LEAST,
+    SPAN,
     at_order,
     gumbel,
     may_reach,
@@ -88,10 +89,12 @@ def sift(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
+    WEIGHED: tl.constexpr,
 ):
     """Programs: tile, row. Lists in `values` and `places` [rows, TILES, TILE] what may be chosen of the tile,
     in the order of tokens: with top-k or top-p all that these may leave, else what its noise may lift over
-    the likeliest token. `counts` [rows, TILES] says how many, `masses` what min-p leaves, if top-p needs it.
+    the likeliest token. `counts` [rows, TILES] says how many, `masses` what min-p leaves, if top-p needs it
+    or it is WEIGHED without top-k.
     """
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     key, top_k, temperature, min_p_floor, top_p = read_row(integers, numbers, row, num_rows)
@@ -108,6 +111,10 @@ def sift(
     if (top_k <= 0) & (top_p >= 1):
         bar = gumbel(noise_bits(key, best)) - _ROUNDING
         listed = listed & may_reach(value, noise_bits(key, tokens), bar)
+        if WEIGHED:
+            least = tl.maximum(min_p_floor, -SPAN)
+            mass = tl.sum(tl.where(value >= least, tl.exp(value.to(tl.float64)), 0.0), 0)
+            tl.store(masses + row * TILES + tile, mass)
     elif top_k <= 0:
         mass = tl.sum(tl.where(value >= min_p_floor, tl.exp(value.to(tl.float64)), 0.0), 0)
         tl.store(masses + row * TILES + tile, mass)

@@ -7,7 +7,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +21,6 @@ from engine.sampler import Sampler
 from engine.sequence import SequenceState
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
-from protocol.speculation import Verification
 from speculation.chains import ChainDrafting, _drafted_row
 from speculation.chains_ahead import ChainsAhead
 from speculation.eagle.graphed import FedHead, HeadRunner
@@ -32,8 +30,8 @@ from tests.engine.interpreted.graphs import BLOCK, CPU, NUM_BLOCKS, sides, small
 from tests.engine.interpreted.recorder import RecordedGraphs
 
 __all__ = ["small_tiles"]
-COUNTS = [4, 4, 2]
-PARAMS: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_p": 0.9}, {"logit_bias": {5: 2.0}}]
+COUNTS = [3, 2]
+PARAMS: list[dict[str, Any]] = [{"temperature": 0.8, "logit_bias": {5: 2.0}}, {"temperature": 0.0}]
 
 
 def sequences_with(params: list[dict[str, Any]]) -> list[SequenceState]:
@@ -41,33 +39,31 @@ def sequences_with(params: list[dict[str, Any]]) -> list[SequenceState]:
     for number, options in enumerate(params):
         sampling = SamplingParams(max_tokens=50, seed=number, **options)
         prompt = [7 * number + place for place in range(5 + 9 * number)]
-        sequence = SequenceState(EngineRequest(str(number), prompt, sampling), number)
+        request = EngineRequest(request_id=str(number), prompt_token_ids=prompt, sampling=sampling)
+        sequence = SequenceState(request, number)
         sequence.holdings = SimpleNamespace(blocks=[list(range(6 * number, 6 * number + 2))])  # type: ignore[assignment]
         sequences.append(sequence)
     return sequences
 
 
-@pytest.mark.parametrize("verification", ["coupled", "standard"])
-def test_a_chain_of_a_model(verification: Verification) -> None:
+def test_a_chain_of_a_model() -> None:
     sequences = sequences_with(PARAMS)
     rows = [
         SequenceRows(each.token_ids[-unread:], len(each.token_ids) - unread, each.held.blocks)
-        for each, unread in zip(sequences, (1, 2, 1), strict=True)
+        for each, unread in zip(sequences, (1, 2), strict=True)
     ]
-    eager, replayed, graphs = sides(Buckets([3], [1, 2], [2], trees=False))
+    eager, replayed, graphs = sides(Buckets([2], [1, 2], [2], trees=False))
     drafts: list[list[Draft]] = []
     for side in (eager, replayed):
-        drafting = ChainDrafting(side.runner, 60, verification, Sampler(60, CPU, []), CPU)
+        drafting = ChainDrafting(side.runner, 60, "standard", Sampler(60, CPU, []), CPU)
         if side is replayed:
             drafting._ahead = ChainsAhead(side.runner, drafting._drawing, CPU, _drafted_row)
         drafts.append(drafting.draft(sequences, rows, COUNTS))
     for expected, found, count in zip(*drafts, COUNTS, strict=True):
         assert found.token_ids == expected.token_ids and len(found.token_ids) == count
-        assert (found.distributions is None) == (expected.distributions is None)
-        if found.distributions is not None and expected.distributions is not None:
-            assert torch.equal(found.distributions, expected.distributions)
-    assert (drafts[0][1].distributions is None) == (verification == "coupled")
-    assert sum(graph.num_replays for graph in graphs.graphs) == 4
+        assert found.distributions is None or torch.equal(found.distributions, expected.distributions)
+    assert [each.distributions is None for each in drafts[1]] == [False, True]
+    assert sum(graph.num_replays for graph in graphs.graphs) == 3
     assert torch.equal(replayed.pool.arenas[0], eager.pool.arenas[0])
 
 
@@ -97,6 +93,8 @@ def test_steps_of_a_head() -> None:
     graphs = RecordedGraphs()
     group = Group.uniform(TARGET, Segment(1, 1, 16, torch.float32))
     pools = [KVPool(PoolLayout((group,), BLOCK), NUM_BLOCKS, CPU, None) for _ in range(2)]
+    for pool in pools:
+        pool.arenas[0].view(torch.float32).fill_(0.5)
     backends = [TritonBackend(pool.layers(TARGET)) for pool in pools]
     plain = HeadForward(head, backends[0], CPU, "off", products="", packed=False)
     fed = FedHead(head, backends[1], CPU, torch.float32)
@@ -128,7 +126,8 @@ def test_steps_of_a_head() -> None:
     same(*ahead)
     known = [SequenceRows([12 - number], 22, blocks[number], first_key=1) for number in range(2)]
     same(plain.run(known, [0, 1], before=last[0].hidden), ahead[1])
-    same(*last)
+    assert last[0].hidden is not None and last[1].hidden is not None
+    torch.testing.assert_close(last[1].hidden, last[0].hidden)  # kept from the next replay
 
 
 def same(expected: ForwardOutput, found: ForwardOutput) -> None:

@@ -72,9 +72,9 @@ class RecordedGraph:
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         name, result = func.overloadpacket.__name__, func(*args, **kwargs)
-        if func.is_view or name == "_unsafe_view":
-            return result
         writes = func._schema.is_mutable
+        if not writes and _addresses(result) & _addresses((args, kwargs)):
+            return result  # a view
         if not writes:
             self._made += [each for each in tree_flatten(result)[0] if isinstance(each, Tensor)]
         if name not in _EMPTY:
@@ -96,16 +96,18 @@ class RecordedGraph:
         self.listed.append((name, described))
 
 
+def _addresses(given: Any) -> set[int]:
+    return {each.untyped_storage().data_ptr() for each in tree_flatten(given)[0] if isinstance(each, Tensor)}
+
+
 class _Operators(TorchDispatchMode):
     def __init__(self, graph: RecordedGraph) -> None:
         super().__init__()
         self._graph = graph
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            func is transformers_hook.paged_attention
-        ):  # what it launches is launched again, not what chooses it
-            with self:
+        if func is transformers_hook.paged_attention:
+            with self:  # what it launches is launched again
                 return transformers_hook._run(*args, **(kwargs or {}))
         return self._graph.operator(func, args, kwargs or {})
 

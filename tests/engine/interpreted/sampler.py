@@ -23,7 +23,7 @@ from tests.engine.test_grammars import Fixed, masked_rows
 from tests.engine.test_sampler_native import FILTERS, make_rows
 
 CPU = torch.device("cpu")
-reproducible = settings(max_examples=8, deadline=None, derandomize=True, database=None)
+reproducible = settings(max_examples=6, deadline=None, derandomize=True, database=None)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -93,7 +93,7 @@ def test_batches(case: Case) -> None:
 def test_rows_of_all_filters_and_edits() -> None:
     names = list(EDITS)
     edits = tuple(names[number % len(names)] for number in range(len(FILTERS)))
-    choose(*Case(tuple(FILTERS), edits, 300, torch.bfloat16, 3.0, -math.inf, 1).batch())
+    choose(*Case(tuple(FILTERS), edits, 150, torch.bfloat16, 3.0, -math.inf, 1).batch())
 
 
 def test_a_vocabulary_of_several_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +156,25 @@ def test_a_nucleus_ends_where_it_has_just_top_p() -> None:
         if num_exact == 2:
             return
     raise AssertionError("no such logits")
+
+
+def test_distributions_and_drafts() -> None:
+    """As torch has them; drafts are drawn with the compiled choice's noise."""
+    vocab_size = 150
+    names = ["none", "hottest", "greedy", "top-k 1", "top-p of many", "min-p", "top-k, top-p", "all"]
+    rows = make_rows(len(names), random.Random(8), names)
+    rows.append(make_row(seed=1, allowed_token_ids=[7], banned_token_sequences=[[7]]))
+    rows.append(make_row(seed=2, frequency_penalty=0.5, output=(1, 1, 2), logit_bias={3: 4.0}))
+    logits = 2 * torch.randn(len(rows), vocab_size, generator=torch.Generator().manual_seed(8))
+    logits[0, 5] = -40.0
+    kernels, plain, _ = samplers(vocab_size)
+    starts = [row.position - number % 3 for number, row in enumerate(rows)]
+    tokens, found = kernels.draw_drafts(logits, rows, starts)
+    expected_tokens, expected = plain.draw_drafts(logits, rows, starts)
+    torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-5)
+    assert torch.equal(found > 0, expected > 0)
+    assert tokens[-2] == -1 and not found[-2].any()
+    assert torch.equal(tokens[[*range(len(names)), -1]], expected_tokens[[*range(len(names)), -1]])
 
 
 def test_more_rows_than_are_launched_together(monkeypatch: pytest.MonkeyPatch) -> None:

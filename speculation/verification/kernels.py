@@ -1,0 +1,281 @@
+"""Where drafts stop, and the tokens after them, by the rules of `standard.py` and `block.py`: in Triton.
+
+A program that needs it finds out by itself where a sequence's draft stops: that takes a few numbers a node.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from engine.sampler.noise import Purpose
+from engine.sampler.triton_kernel.noise import gumbel, noise_bits, stream_key, uniform
+from speculation.verification.rules import RULES
+
+OWN, STANDARD, BLOCK = map(tl.constexpr, RULES)
+SPAN_FIELDS = tl.constexpr(7)
+NODE_FIELDS = tl.constexpr(3)
+_ACCEPTANCE, _RECOVERY = tl.constexpr(int(Purpose.ACCEPTANCE)), tl.constexpr(int(Purpose.RECOVERY))
+_TINY = tl.constexpr(1.1754943508222875e-38)
+
+
+@triton.jit
+def _round_key(seed, start, position, PURPOSE: tl.constexpr):
+    """As `engine.sampler.noise.round_keys`."""
+    purposes = stream_key(seed, tl.full([], -1 - PURPOSE, tl.int64)).to(tl.int64, bitcast=True)
+    return stream_key(stream_key(purposes, start).to(tl.int64, bitcast=True), position)
+
+
+@triton.jit
+def _read_span(spans, sequence):
+    """A sequence's first row, first node, number of nodes, seed, position, rule, and where its distributions
+    lie, 0 if it has none.
+    """
+    spans += sequence * SPAN_FIELDS
+    return (
+        tl.load(spans),
+        tl.load(spans + 1),
+        tl.load(spans + 2),
+        tl.load(spans + 3),
+        tl.load(spans + 4),
+        tl.load(spans + 5),
+        tl.load(spans + 6),
+    )
+
+
+@triton.jit
+def _odds(node, token, row, drawn, shares, SIZE: tl.constexpr):
+    """The probability that the target gives a node's token, and the one that it was drawn with."""
+    p = tl.load(shares + row * SIZE + token).to(tl.float64)
+    at = drawn.to(tl.pointer_type(tl.float32)) + node * SIZE + token
+    q = tl.load(at, mask=drawn != 0, other=1.0)
+    return p, tl.maximum(q, _TINY).to(tl.float64)
+
+
+@triton.jit
+def _walk(spans, nodes, chosen, shares, sequence, SIZE: tl.constexpr):
+    """By `standard.walk`, or while nodes are the target's own tokens: bits of the accepted nodes, the last of
+    them (-1 for none), how many they are, and bits of those rejected behind it.
+    """
+    first_row, first_node, count, seed, position, rule, drawn = _read_span(spans, sequence)
+    accepted, rejected = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    last, depth, mass = tl.full([], -1, tl.int64), tl.full([], 0, tl.int64), tl.full([], 1.0, tl.float64)
+    for node in range(count):
+        token = tl.load(nodes + (first_node + node) * NODE_FIELDS)
+        parent = tl.load(nodes + (first_node + node) * NODE_FIELDS + 1)
+        row = first_row + 1 + last
+        own = tl.load(chosen + row)
+        p, q = _odds(node, token, row, drawn, shares, SIZE)
+        key = _round_key(seed, position, position + depth, _ACCEPTANCE)
+        by_chance = uniform(noise_bits(key, token)) * q * mass < p
+        is_next = (parent == last) & (own >= 0)
+        wins = is_next & tl.where(rule == OWN, own == token, by_chance)
+        loses = is_next & (wins == 0)
+        bit = tl.full([], 1, tl.int64) << node
+        accepted = tl.where(wins, accepted | bit, accepted)
+        rejected = tl.where(wins, 0, tl.where(loses, rejected | bit, rejected))
+        mass = tl.where(wins, 1.0, tl.where(loses & (drawn == 0), mass - p, mass))
+        last = tl.where(wins, node, last)
+        depth += wins.to(tl.int64)
+    return accepted, last, depth, rejected
+
+
+@triton.jit
+def _share_before(spans, nodes, shares, sequence, end, SIZE: tl.constexpr):
+    """As `block._shares`: how far the first `end` tokens are as likely as they were drawn."""
+    first_row, first_node, _, _, _, _, drawn = _read_span(spans, sequence)
+    share = tl.full([], 1.0, tl.float64)
+    for node in range(end):
+        token = tl.load(nodes + (first_node + node) * NODE_FIELDS)
+        p, q = _odds(node, token, first_row + node, drawn, shares, SIZE)
+        share = tl.minimum(share * p / q, 1.0)
+    return share
+
+
+@triton.jit
+def _excess(masses, node, TILES: tl.constexpr, PADDED: tl.constexpr):
+    tiles = tl.arange(0, PADDED)
+    return tl.sum(tl.load(masses + node * TILES + tiles, mask=tiles < TILES, other=0.0), 0)
+
+
+@triton.jit
+def _judge_block(
+    spans,
+    nodes,
+    chosen,
+    shares,
+    masses,
+    sequence,
+    SIZE: tl.constexpr,
+    TILES: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """By `block.decide`, up to a row that fails: as `_walk`, and the share of the target's distribution that
+    is left at the end.
+    """
+    first_row, first_node, count, seed, position, _, drawn = _read_span(spans, sequence)
+    end = count
+    for node in range(count):
+        end = tl.where(tl.load(chosen + first_row + node) < 0, tl.minimum(end, node), end)
+    share, kept = tl.full([], 1.0, tl.float64), tl.full([], 1.0, tl.float64)
+    length = tl.full([], 0, tl.int64)
+    for node in range(end):
+        token = tl.load(nodes + (first_node + node) * NODE_FIELDS)
+        p, q = _odds(node, token, first_row + node, drawn, shares, SIZE)
+        share = tl.minimum(share * p / q, 1.0)
+        chance = share
+        if node + 1 < end:
+            following = tl.load(nodes + (first_node + node + 1) * NODE_FIELDS)
+            mass = share * (1.0 - tl.load(shares + (first_row + node + 1) * SIZE + following).to(tl.float64))
+            if drawn != 0:
+                mass = _excess(masses, first_node + node + 1, TILES, PADDED).to(tl.float64)
+            chance = tl.where(mass > 0, mass / (mass + 1.0 - share), 0.0)
+        key = _round_key(seed, position, position + node, _ACCEPTANCE)
+        keeps = uniform(noise_bits(key, token)) < chance
+        length = tl.where(keeps, node + 1, length)
+        kept = tl.where(keeps, share, kept)
+    one = tl.full([], 1, tl.int64)
+    rejected = tl.where(length < end, one << length, 0)
+    return (one << length) - 1, length - 1, length, rejected, kept
+
+
+@triton.jit
+def _judge(
+    spans,
+    nodes,
+    chosen,
+    shares,
+    masses,
+    sequence,
+    SIZE: tl.constexpr,
+    TILES: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Bits of the accepted nodes, the last of them, how many they are, bits of those rejected behind it, and
+    the share of the target's distribution that is left there.
+    """
+    accepted, last, depth, rejected = _walk(spans, nodes, chosen, shares, sequence, SIZE)
+    share = tl.full([], 1.0, tl.float64)
+    if masses is not None:
+        _, _, _, _, _, rule, _ = _read_span(spans, sequence)
+        if rule == BLOCK:
+            accepted, last, depth, rejected, share = _judge_block(
+                spans, nodes, chosen, shares, masses, sequence, SIZE, TILES, PADDED
+            )
+    return accepted, last, depth, rejected, share
+
+
+@triton.jit
+def exceed(spans, nodes, shares, masses, SIZE: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr):
+    """Programs: tile, node. `masses` [nodes, TILES] get what the target gives more than the node was drawn
+    with, of a chain that is judged as a block.
+    """
+    tile, node = tl.program_id(0), tl.program_id(1)
+    sequence = tl.load(nodes + node * NODE_FIELDS + 2)
+    first_row, first_node, _, _, _, rule, drawn = _read_span(spans, sequence)
+    if (rule != BLOCK) | (drawn == 0):
+        return
+    own = node - first_node
+    share = _share_before(spans, nodes, shares, sequence, own, SIZE)
+    tokens = tile * TILE + tl.arange(0, TILE)
+    inside = tokens < SIZE
+    target = tl.load(shares + (first_row + own) * SIZE + tokens, mask=inside, other=0.0)
+    taken = tl.load(drawn.to(tl.pointer_type(tl.float32)) + own * SIZE + tokens, mask=inside, other=0.0)
+    more = tl.maximum(share.to(tl.float32) * target - taken, 0.0)
+    tl.store(masses + node * TILES + tile, tl.sum(more, 0))
+
+
+@triton.jit
+def _best(weights, tokens, noise, SIZE: tl.constexpr):
+    """The greatest logarithm + noise and the first token that has it."""
+    scores = tl.where(weights > 0, tl.log(weights) + noise, float("-inf"))
+    best = tl.max(scores, 0)
+    return best, tl.min(tl.where(scores == best, tokens, SIZE), 0)
+
+
+@triton.jit
+def recover(
+    spans,
+    nodes,
+    chosen,
+    shares,
+    masses,
+    scores,
+    tokens_of,
+    SIZE: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Programs: tile, sequence. Draws from what the rejected nodes left of the target's distribution, and, as
+    that may be nothing, from all of it: `scores` and `tokens_of` [sequences, 2, TILES] get the tile's best.
+    """
+    tile, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first_row, first_node, count, seed, position, rule, drawn = _read_span(spans, sequence)
+    if rule == OWN:
+        return
+    _, last, depth, rejected, share = _judge(
+        spans, nodes, chosen, shares, masses, sequence, SIZE, TILES, PADDED
+    )
+    tokens = tile * TILE + tl.arange(0, TILE)
+    inside = tokens < SIZE
+    target = tl.load(shares + (first_row + 1 + last) * SIZE + tokens, mask=inside, other=0.0)
+    left = target * share.to(tl.float32)
+    for node in range(last + 1, count):
+        if (rejected >> node) & 1 != 0:
+            if drawn != 0:
+                at = drawn.to(tl.pointer_type(tl.float32)) + node * SIZE + tokens
+                left = tl.maximum(left - tl.load(at, mask=inside, other=0.0), 0.0)
+            else:
+                token = tl.load(nodes + (first_node + node) * NODE_FIELDS)
+                left = tl.where(tokens == token, 0.0, left)
+    key = _round_key(seed, position, position + depth, _RECOVERY)
+    noise = gumbel(noise_bits(key, tokens))
+    place = sequence * 2 * TILES + tile
+    score, token = _best(left, tokens, noise, SIZE)
+    tl.store(scores + place, score)
+    tl.store(tokens_of + place, token.to(tl.int64))
+    score, token = _best(target, tokens, noise, SIZE)
+    tl.store(scores + place + TILES, score)
+    tl.store(tokens_of + place + TILES, token.to(tl.int64))
+
+
+@triton.jit
+def _winner(scores, tokens_of, place, TILES: tl.constexpr, PADDED: tl.constexpr):
+    tiles = tl.arange(0, PADDED)
+    of_tiles = tl.load(scores + place + tiles, mask=tiles < TILES, other=float("-inf"))
+    best = tl.max(of_tiles, 0)
+    wins = (tiles < TILES) & (of_tiles == best)
+    tokens = tl.load(tokens_of + place + tiles, mask=wins, other=9223372036854775807)
+    return best, tl.min(tokens, 0)
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def conclude(
+    spans,
+    nodes,
+    chosen,
+    shares,
+    masses,
+    scores,
+    tokens_of,
+    out,
+    num_sequences,
+    SIZE: tl.constexpr,
+    TILES: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Program: sequence. `out` [2, sequences] gets bits of the accepted nodes, and the token after them, -1
+    where none has a finite score.
+    """
+    sequence = tl.program_id(0).to(tl.int64)
+    first_row, _, _, _, _, rule, _ = _read_span(spans, sequence)
+    accepted, last, _, _, _ = _judge(spans, nodes, chosen, shares, masses, sequence, SIZE, TILES, PADDED)
+    token = tl.load(chosen + first_row + 1 + last)
+    if (rule != OWN) & (token >= 0):
+        place = sequence * 2 * TILES
+        best, token = _winner(scores, tokens_of, place, TILES, PADDED)
+        if best == float("-inf"):  # rounding may leave nothing
+            best, token = _winner(scores, tokens_of, place + TILES, TILES, PADDED)
+    tl.store(out + sequence, accepted)
+    tl.store(out + num_sequences + sequence, token)

@@ -1,0 +1,124 @@
+"""Verification by kernels: the host waits once, for what is accepted and the tokens behind it.
+
+The noise is that of `rejection.py`, whose rules these are; probabilities may differ in their last bits. What
+is left to torch: trees that were drawn by chance, and chains of more nodes than an integer has bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.draft import Draft, Verdict
+from engine.sampler import Sampler
+from engine.sequence import SequenceState
+from protocol.requests import EngineRequest
+from protocol.sampling import SamplingParams
+from speculation.verification.rows import Decision, DraftedRows
+from speculation.verification.rules import BLOCK, OWN, STANDARD
+
+_TILE = 4096
+_MOST_NODES = 63
+_WARPS = 8
+
+
+def can_verify(sequence: SequenceState) -> bool:
+    draft = sequence.draft
+    if draft is None:
+        return True
+    is_drawn_tree = draft.parents is not None and draft.distributions is not None
+    return draft.num_nodes <= _MOST_NODES and not is_drawn_tree
+
+
+def warm_up(sampler: Sampler, dtype: torch.dtype, *, as_blocks: bool) -> None:
+    """Compile what verifies by logits of this dtype."""
+    sampling = SamplingParams(max_tokens=1)
+    sequence = SequenceState(EngineRequest(request_id="", prompt_token_ids=[0], sampling=sampling), 0)
+    sequence.draft = Draft([0])
+    logits = torch.zeros((2, sampler.vocab_size), dtype=dtype, device=sampler.device)
+    verify([sequence], logits, sampler, as_blocks=as_blocks)
+
+
+def verify(
+    sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler, *, as_blocks: bool = False
+) -> list[Verdict]:
+    """As `coupled.verify`, for sequences that `can_verify`. Those that are greedy or have no draft get the
+    target's own tokens.
+    """
+    rows = DraftedRows(sequences)
+    chosen, shares = sampler.weighed(logits, rows.sampling)
+    drawn = [_distributions(sequence.draft, shares) for sequence in sequences]
+    spans, nodes = sampler.upload([_spans(rows, drawn, as_blocks), _nodes(sequences)])
+    stops = stops_of(spans, nodes, chosen, shares, as_blocks=as_blocks)
+    has_probes = any(sequence.draft is not None and sequence.draft.probes for sequence in sequences)
+    told = sampler.download(torch.cat([stops.flatten(), chosen]) if has_probes else stops.flatten()).tolist()
+    count = len(sequences)
+    decisions, failed_rows = [], []
+    for number, (sequence, span) in enumerate(zip(sequences, rows.spans, strict=True)):
+        bits, last_token = told[number], told[count + number]
+        num_nodes = sequence.draft.num_nodes if sequence.draft is not None else 0
+        accepted = [node for node in range(num_nodes) if bits >> node & 1]
+        if last_token < 0:
+            failed_rows.append(span.start + 1 + (accepted[-1] if accepted else -1))
+        probed = told[2 * count :][span][1 + num_nodes :] if has_probes else []
+        decisions.append(Decision(accepted, max(last_token, 0), probed))
+    return rows.conclude(decisions, logits, failed_rows, sampler)
+
+
+def stops_of(spans: Tensor, nodes: Tensor, chosen: Tensor, shares: Tensor, *, as_blocks: bool) -> Tensor:
+    """int64 [2, sequences], as `kernels.conclude` says. `chosen` and `shares` are `Sampler.weighed`'s."""
+    from speculation.verification import kernels
+
+    count, size = len(spans), shares.shape[1]
+    tiles = -(-size // _TILE)
+    shape = {"SIZE": size, "TILES": tiles}
+    padded = {"PADDED": 1 << (tiles - 1).bit_length()}
+    options = {"num_warps": _WARPS, "enable_fp_fusion": False}
+    masses = torch.empty((len(nodes), tiles), device=shares.device) if as_blocks else None
+    if masses is not None:
+        kernels.exceed[(tiles, len(nodes))](spans, nodes, shares, masses, TILE=_TILE, **shape, **options)
+    given = spans, nodes, chosen, shares, masses
+    scores = torch.empty((count, 2, tiles), device=shares.device)
+    tokens = torch.empty((count, 2, tiles), dtype=torch.int64, device=shares.device)
+    kernels.recover[(tiles, count)](*given, scores, tokens, TILE=_TILE, **shape, **padded, **options)
+    stops = torch.empty((2, count), dtype=torch.int64, device=shares.device)
+    kernels.conclude[(count,)](*given, scores, tokens, stops, count, **shape, **padded, **options)
+    return stops
+
+
+def _spans(rows: DraftedRows, drawn: Sequence[Tensor | None], as_blocks: bool) -> np.ndarray:
+    """What `kernels._read_span` reads."""
+    spans, first_node = [], 0
+    for sequence, span, distributions in zip(rows.sequences, rows.spans, drawn, strict=True):
+        draft, params = sequence.draft, sequence.params
+        num_nodes = draft.num_nodes if draft is not None else 0
+        rule = OWN
+        if draft is not None and num_nodes and not params.is_greedy:
+            rule = BLOCK if as_blocks and draft.parents is None else STANDARD
+        at = 0 if distributions is None else distributions.data_ptr()
+        spans.append([span.start, first_node, num_nodes, params.seed, sequence.position, rule, at])
+        first_node += num_nodes
+    return np.array(spans, np.int64)
+
+
+def _nodes(sequences: Sequence[SequenceState]) -> np.ndarray:
+    """int64 [nodes, 3]: token, parent, and the sequence's number."""
+    nodes = [
+        [draft.token_ids[node], draft.parent(node), number]
+        for number, draft in enumerate(sequence.draft for sequence in sequences)
+        if draft is not None
+        for node in range(draft.num_nodes)
+    ]
+    return np.array(nodes, np.int64).reshape(-1, 3)
+
+
+def _distributions(draft: Draft | None, shares: Tensor) -> Tensor | None:
+    """As they lie in the device's memory, [nodes, vocab_size] as `shares`."""
+    if draft is None or draft.distributions is None:
+        return None
+    if draft.distributions.shape != (draft.num_nodes, shares.shape[1]):
+        raise ValueError(f"a distribution for each of {draft.num_nodes} tokens: {draft.distributions.shape}")
+    return draft.distributions.to(shares).contiguous()

@@ -1,0 +1,186 @@
+"""Verification's kernels in Triton's interpreter against torch's operators, verdict for verdict.
+`test_interpreted_kernels.py` runs it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.draft import Draft, Verdict
+from engine.sampler import Sampler
+from engine.sampler.rows import SamplingRow
+from engine.sampler.triton_kernel import chooser
+from engine.sampler.triton_kernel.chooser import TritonSampler
+from engine.sequence import SequenceState
+from protocol.requests import EngineRequest
+from protocol.sampling import SamplingParams
+from protocol.speculation import Verification
+from speculation.verification import on_device
+from speculation.verification.verify import verify
+
+VOCAB = 100
+CPU = torch.device("cpu")
+RULES: list[Verification] = ["standard", "block"]
+TREE = [-1, -1, -1, 1, 1, 2, 3]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tiles() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chooser, "TILE", 64)
+        patch.setattr(chooser, "_GROUP", 16)
+        patch.setattr(chooser, "_WIDTH", 8)
+        patch.setattr(on_device, "_TILE", 64)
+        torch.set_num_threads(1)
+        yield
+
+
+class Weighed(Sampler):
+    """With torch's operators; only the verification is by kernels."""
+
+    @property
+    def has_kernels(self) -> bool:
+        return True
+
+    def weighed(self, logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor]:
+        tokens, failed = self.choose(logits, rows)
+        tokens[failed] = -1
+        return tokens, self.probabilities(logits, rows)
+
+
+def sampler_of(cls: type[Sampler], kernels: TritonSampler | None = None) -> Sampler:
+    sampler = cls(VOCAB, CPU, [0])
+    sampler._native, sampler._kernels = None, kernels
+    return sampler
+
+
+class Batch:
+    """Sequences of all kinds, and logits by which some of what is drafted is accepted."""
+
+    def __init__(self, seed: int) -> None:
+        self._random, self._generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.sequences: list[SequenceState] = []
+        self._logits: list[Tensor] = []
+        self.add({"temperature": 0.0}, 2)
+        self.add({}, 4, drawn=0.5)
+        self.add({"temperature": 1.5, "top_p": 0.9}, 3)
+        self.add({}, 0)
+        self.add({"top_k": 20}, 1, drawn=0.5)
+        self.add({}, len(TREE), parents=TREE, probes=[0b10000001])
+        self.add({"temperature": 0.0}, len(TREE), parents=TREE)
+
+    @classmethod
+    def of_chains(cls, seed: int) -> Batch:
+        """Drawn alone, much and little like the target."""
+        batch = cls(seed)
+        batch.sequences, batch._logits = [], []
+        for drawn in (0.3, 0.6, 0.9, 1.2, 1.5, 2.0):
+            batch.add({}, 5, drawn=drawn)
+        return batch
+
+    @property
+    def logits(self) -> Tensor:
+        return torch.cat(self._logits)
+
+    def add(
+        self,
+        params: dict[str, Any],
+        count: int,
+        drawn: float = 0.0,
+        parents: list[int] | None = None,
+        probes: Sequence[int] = (),
+    ) -> None:
+        number = len(self.sequences)
+        sampling = SamplingParams(max_tokens=50, seed=self._random.getrandbits(40), **params)
+        request = EngineRequest(
+            request_id=str(number), prompt_token_ids=[1] * (3 + number), sampling=sampling
+        )
+        sequence = SequenceState(request, number)
+        logits = 1.5 * torch.randn(1 + count + len(probes), VOCAB, generator=self._generator)
+        q = (logits[:count] + drawn * torch.randn(count, VOCAB, generator=self._generator)).softmax(dim=1)
+        if drawn:
+            tokens = q.multinomial(1, generator=self._generator)[:, 0].tolist()
+        else:  # siblings differ
+            tokens = [
+                int(logits[1 + (parents[i] if parents else i - 1)].topk(9).indices[i]) for i in range(count)
+            ]
+        if count:
+            tokens += [7] * len(probes)
+            sequence.draft = Draft(tokens, parents, list(probes), q if drawn else None)
+        self.sequences.append(sequence)
+        self._logits.append(logits)
+
+
+def told(verdicts: Sequence[Verdict]) -> list[Any]:
+    return [(each.token_ids, each.accepted, each.probed, each.failed) for each in verdicts]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_verdicts(rule: Verification) -> None:
+    lengths = set()
+    for seed in range(4):
+        batch = Batch(seed)
+        expected = told(verify(rule, batch.sequences, batch.logits, sampler_of(Sampler)))
+        found = told(verify(rule, batch.sequences, batch.logits, sampler_of(Weighed)))
+        assert found == expected
+        lengths |= {(number, len(each[1])) for number, each in enumerate(found)}
+    assert all(len({length for each, length in lengths if each == number}) > 1 for number in (1, 5))
+
+
+def test_a_chain_is_judged_as_a_block() -> None:
+    for seed in range(3):
+        batch = Batch.of_chains(seed)
+        expected = told(verify("block", batch.sequences, batch.logits, sampler_of(Sampler)))
+        assert told(verify("block", batch.sequences, batch.logits, sampler_of(Weighed))) == expected
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rows_that_fail(rule: Verification) -> None:
+    batch = Batch(2)
+    logits, starts = batch.logits, [0]
+    for sequence in batch.sequences:
+        starts.append(starts[-1] + 1 + (len(sequence.draft.token_ids) if sequence.draft else 0))
+    for number in (0, 1, 3):
+        logits[starts[number]] = torch.nan
+    logits[starts[2] + 3] = torch.nan  # seen by whoever accepts all
+    found = verify(rule, batch.sequences, logits, sampler_of(Weighed))
+    expected = verify(rule, batch.sequences, logits, sampler_of(Sampler))
+    assert [each.failed for each in found] == [each.failed for each in expected]
+    assert [each.failed for each in found][:2] == [True, True] and not found[4].failed
+
+
+def test_what_is_rejected_may_leave_nothing() -> None:
+    """Rounding aside, a token that is rejected was likelier drawn than the target has it."""
+    sequence = SequenceState(
+        EngineRequest(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(max_tokens=9, seed=3)), 0
+    )
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
+    drawn = logits[:1].softmax(dim=1)
+    drawn[0, 5] = 1e9
+    sequence.draft = Draft([5], distributions=drawn.clamp_min(1e9))
+    for rule in RULES:
+        expected = verify(rule, [sequence], logits, sampler_of(Sampler))
+        found = verify(rule, [sequence], logits, sampler_of(Weighed))
+        assert told(found) == told(expected) and not found[0].accepted
+
+
+def test_kernels_from_logits_to_verdicts() -> None:
+    batch = Batch(1)
+    kernels = sampler_of(Sampler, TritonSampler(CPU))
+    expected = verify("block", batch.sequences, batch.logits, sampler_of(Sampler))
+    assert told(verify("block", batch.sequences, batch.logits, kernels)) == told(expected)
+
+
+def test_what_is_left_to_torch() -> None:
+    (sequence,) = Batch(0).sequences[1:2]
+    assert on_device.can_verify(sequence) and sequence.draft is not None
+    sequence.draft.parents = [-1, -1, 0, 0]
+    assert not on_device.can_verify(sequence)
+    sequence.draft = Draft([1] * 64)
+    assert not on_device.can_verify(sequence)
