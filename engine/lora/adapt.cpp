@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t MOST_ROWS = 4;  // that share the weights which are read
 constexpr int RANKS = 4;          // that are summed side by side
 constexpr int VECTORS = 4;        // of outputs, likewise
-constexpr int64_t SERIAL_WEIGHTS = 1 << 15;
+constexpr int64_t SERIAL_PRODUCTS = 1 << 18;  // below so many multiplications, threads don't pay
 
 #if defined(BF16_PAIRS)
 constexpr int64_t STEP = 2 * LANES;
@@ -126,13 +126,13 @@ void tandem_adapt(const uint16_t* x, int64_t in, uint16_t* out, int64_t stride, 
         int64_t count;
     };
     std::vector<Tile> tiles;
-    int64_t weights = 0;
+    int64_t products = 0;
     for (const Adapted* a = adapted; a < adapted + num_adapted; a++) {
-        weights += num_weights(*a) * a->count;
+        products += num_weights(*a) * a->count;
         for (int64_t first = 0; first < a->count; first += MOST_ROWS)
             tiles.push_back({a, a->rows + first, std::min(MOST_ROWS, a->count - first)});
     }
-    if (weights < SERIAL_WEIGHTS) threads = 1;
+    if (products < SERIAL_PRODUCTS) threads = 1;
     share_out(int64_t(tiles.size()), std::min<int64_t>(threads, tiles.size()), parallel, [&](int64_t number) {
         const Tile& tile = tiles[number];
         switch (tile.count) {

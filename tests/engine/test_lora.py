@@ -200,7 +200,7 @@ def test_layers_of_any_width_get_their_products(dtype: torch.dtype, strides: boo
     if dtype is torch.bfloat16 and NO_KERNEL is not None:
         pytest.skip(NO_KERNEL)
     generator = torch.Generator().manual_seed(5)
-    for inputs, outputs, rank in ((7, 5, 4), (64, 96, 8), (50, 150, 12)):
+    for inputs, outputs, rank in ((7, 5, 4), (64, 96, 8), (50, 150, 12), (4096, 4096, 16)):
         x = torch.randn(1, 6, inputs, generator=generator).to(dtype)
         down, up = (torch.randn(rank, width, generator=generator).to(dtype) for width in (inputs, outputs))
         whole = torch.randn(1, 6, outputs + 16, generator=generator).to(dtype)
@@ -214,7 +214,7 @@ def test_layers_of_any_width_get_their_products(dtype: torch.dtype, strides: boo
         expected = before.float()
         expected[0, rows] += x[0, rows].float() @ down.float().T @ up.float()
         assert torch.equal(out[0, 1], before[0, 1])
-        torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=0.1)
+        torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=0.1 if inputs < 1000 else 4.0)
 
 
 def test_adapters_share_no_kv_with_each_other_or_the_base(folders: dict[str, Path]) -> None:
@@ -236,12 +236,17 @@ def test_adapters_share_no_kv_with_each_other_or_the_base(folders: dict[str, Pat
 
 
 def test_a_waiting_request_follows_none_of_another_adapter(folders: dict[str, Path]) -> None:
-    engine = make_engine(folders["llama"], max_num_batched_tokens=16)
-    prompt = prompt_of(64)
-    for adapter in ("", "one", "one"):
-        engine.add(ask(f"{engine.num_waiting}", prompt, adapter=named(engine, adapter)))
+    """But one of its own, whose prefix it shares when that is computed."""
+    engine = make_engine(folders["llama"], max_num_batched_tokens=64, itl_budget=0.0)
+    prompt = prompt_of(100)
+    engine.add(ask("base", prompt))
+    engine.step()
+    for number in range(2):
+        engine.add(ask(f"one {number}", prompt, adapter=named(engine, "one")))
+    engine.step()
+    assert [sequence.request_id for sequence in engine._scheduler.running] == ["base", "one 0"]
     cached = {request_id: outputs[0].cached_tokens for request_id, outputs in run(engine).items()}
-    assert cached["0"] == cached["1"] == 0 and cached["2"]
+    assert cached["one 0"] == 0 and cached["one 1"] == 96
 
 
 def test_the_same_content_is_loaded_once_whatever_it_is_called(folders: dict[str, Path]) -> None:
