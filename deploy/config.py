@@ -143,6 +143,8 @@ def _check_together(config: ServeConfig) -> None:
     _check_draft_workers(config)
     check_ranks(config)
     _check_adapters(config)
+    if config.enable_embeddings and config.speculative_config is not None:
+        raise ConfigError("--enable-embeddings: not together with --speculative-config")
     _check_autoscale(config)
     if config.max_num_batched_tokens is not None and config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigError(

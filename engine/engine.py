@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from engine.calibration import measure_steps
 from engine.check import check_adapter, check_hybrid, check_request
 from engine.chunk_bound import ChunkBound
 from engine.draft import Outcome, Verdict
+from engine.embeddings import embeddings, wants_embedding
 from engine.grammar_tokenizer import load_grammar_tokenizer
 from engine.kv_pool import Allocate, KVPool, pool_blocks
 from engine.launch import Launched, StepLauncher
@@ -100,6 +102,8 @@ class Engine:
         hidden_layers = self._speculator.hidden_layers if self._speculator is not None else ()
         self.feature_size = len(hidden_layers) * loaded.hidden_size
         """Values in the hidden state that the drafter reads of one token."""
+        if config.enable_embeddings:
+            hidden_layers = (loaded.num_layers,)
         budget = _token_budget(config, loaded.device)
         layout, kept_free = self._layout(loaded), 0
         is_sized_by_gpu = loaded.device.type == "cuda" and config.kv_cache_memory_bytes is None
@@ -365,12 +369,15 @@ class Engine:
         result.num_tokens = packed.num_tokens
         self._collect_prompt_logprobs(packed.prompts, launched.logits[packed.num_sampled_rows :])
         verdicts = dict(zip(packed.sampled, self._verify(launched), strict=True))
+        vectors = embeddings(launched) if self.config.enable_embeddings else {}
         for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
             output = self._commit(sequence, count, verdicts.get(sequence), step)
             if output is not None:
+                if sequence in vectors:
+                    output = msgspec.structs.replace(output, embedding=vectors[sequence])
                 result.outputs.append(output)
         if self._speculator is not None:
-            self._speculator.finish(step, launched.hidden)
+            self._speculator.finish(step, launched.hidden if self.feature_size else None)
         launched.free_kept()
         ended = time.perf_counter()
         self._times.observe(work, ended - self._started_at, step.outcomes, self._spread)
@@ -469,6 +476,8 @@ class Engine:
         if request.request_id in self._sequences:
             raise InvalidRequestError("request_id", f"{request.request_id} is already running")
         check_request(request, self.vocab_size, self.max_model_len, self.config.max_logprobs)
+        if request.sampling.embeds and not self.config.enable_embeddings:
+            raise InvalidRequestError("embeds", "needs --enable-embeddings")
         if request.adapter is not None:
             check_adapter(request.adapter, self.adapters)
         if request.sampling.grammar is not None:
@@ -515,6 +524,8 @@ class Engine:
         if self._speculator is not None:
             scheduler = self._scheduler
             wants_hidden = self._speculator.prepare(step, scheduler.num_active, scheduler.make_room)
+        if self.config.enable_embeddings:
+            wants_hidden = any(map(wants_embedding, step.sequences))
         return self._launcher.launch(step, wants_hidden)
 
     def _verify(self, launched: Launched) -> list[Verdict]:

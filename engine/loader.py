@@ -65,6 +65,10 @@ class LoadedModel:
     """What it can run beside its own weights; None without `--enable-lora`."""
 
     @property
+    def num_layers(self) -> int:
+        return self.model.config.get_text_config(decoder=True).num_hidden_layers
+
+    @property
     def hidden_size(self) -> int:
         return self.model.config.get_text_config(decoder=True).hidden_size
 

@@ -108,6 +108,9 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
         PositiveInt,
         _doc("Unfinished requests above which new ones get 429, or those less urgent that wait."),
     ] = 4096
+    enable_embeddings: Annotated[
+        bool, _doc("Serve /v1/embeddings and /score: a text is the last token's state, of length one.")
+    ] = False
     response_store: Annotated[
         str | None,
         _doc("File that keeps the answers of /v1/responses, which several routers share; default: memory."),

@@ -58,7 +58,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """What one step made for one request.
 
     `position` tokens of the answer come before its own. `cached_tokens` comes with a sequence's first token.
-    Of the `drafted_tokens` that the step verified `accepted_tokens` are among its tokens.
+    Of the `drafted_tokens` that the step verified `accepted_tokens` are among its tokens. `embedding` is the
+    prompt's, float32 in little-endian order.
     """
 
     request_id: Id
@@ -72,5 +73,6 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     timing: RequestTiming | None = None
     drafted_tokens: Count = 0
     accepted_tokens: Count = 0
+    embedding: Annotated[bytes, Meta(max_length=2**20)] | None = None
     error_kind: ErrorKind | None = None
     error: ShortText | None = None

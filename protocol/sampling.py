@@ -25,7 +25,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     together with the token's position, so that it alone fixes the answer. `logprobs` counts the alternatives
     wanted with each token (0: only the chosen token's own); None wants none. `banned_token_sequences` are
     never completed. The tokens spell a text of `grammar`, written as llguidance reads it, and the end of the
-    sequence comes where that text is complete.
+    sequence comes where that text is complete. `embeds`: the prompt's embedding is wanted, with one token.
     """
 
     max_tokens: int
@@ -46,6 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    embeds: bool = False
 
     @property
     def is_greedy(self) -> bool:

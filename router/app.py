@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from router.api.adapters import adapter_operations
 from router.api.admin import admin_operations
 from router.api.doctor import doctor_operations
-from router.api.generate import GenerateEndpoint
+from router.api.generate import GenerateEndpoint, TurnEndpoint
 from router.api.openapi import Operation, openapi
 from router.api.operate import worker_operations
 from router.api.pages import page_operations
@@ -24,6 +24,8 @@ from router.formats import CompletionFormat
 from router.middleware import Envelope
 from router.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.parsed_chat import chat_format
+from router.pooling.body import EmbeddingBody, ScoreBody
+from router.pooling.turns import EmbeddingTurn, ScoreTurn
 from router.request_builder import RequestBuilder
 from router.state import RouterState
 
@@ -41,11 +43,15 @@ def build_app(state: RouterState) -> Envelope:
 
     completions = GenerateEndpoint(state, builder.completion, CompletionFormat)
     chat = GenerateEndpoint(state, builder.chat, chat_format)
+    embeddings = TurnEndpoint(state, lambda scope: EmbeddingTurn(builder))
+    scores = TurnEndpoint(state, lambda scope: ScoreTurn(builder))
     tokenize, detokenize = converter(state, builder.tokenize), converter(state, builder.detokenize)
     operations = [
         post("/v1/completions", CompletionBody, STREAM, completions),
         post("/v1/chat/completions", ChatBody, STREAM, chat),
         *response_operations(state, builder),
+        post("/v1/embeddings", EmbeddingBody, "`data` of `embedding`, `usage`", embeddings),
+        post("/score", ScoreBody, "`data` of `score`, `usage`", scores),
         post("/tokenize", TokenizeBody, "`count`, `max_model_len`, `tokens`, `token_strs`", tokenize),
         post("/detokenize", DetokenizeBody, "`prompt`", detokenize),
         *adapter_operations(state),

@@ -78,6 +78,8 @@ class Choice:
     keep_spans: bool = False
     has_news: bool = False
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    embedding: bytes | None = None
+    """The prompt's, where that is asked for."""
     _matcher: StopStringMatcher | None = field(init=False)
     _length: int = field(init=False)
     _token_ids: list[int] = field(default_factory=list)
@@ -119,6 +121,7 @@ class Choice:
             self._drafted += [position < output.accepted_tokens for position in range(num_new)]
         if output.prompt_logprobs:
             self.prompt_logprobs.extend(output.prompt_logprobs)
+        self.embedding = output.embedding or self.embedding
         self.has_news = True
 
     def take(self) -> Delta:

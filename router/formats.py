@@ -74,26 +74,30 @@ class Answer(abc.ABC):
     """Writes what comes of one request."""
 
     @abc.abstractmethod
-    def chunk(self, choice: Choice) -> bytes:
-        """Server-sent events for what is new of one choice."""
-
-    @abc.abstractmethod
-    def last_chunk(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
-        """What follows when all choices are complete."""
-
-    @abc.abstractmethod
     def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
         """The whole answer."""
-
-    def failure(self, error: ApiError) -> bytes:
-        """What follows where a stream that has begun fails."""
-        return b"data: " + error.body() + b"\n\n"
 
     async def keep(self) -> None:  # noqa: B027
         """Store what later requests may ask for. The client sees the answer's end after it."""
 
 
-class Format(Answer):
+class StreamedAnswer(Answer):
+    """Also as server-sent events."""
+
+    @abc.abstractmethod
+    def chunk(self, choice: Choice) -> bytes:
+        """Events for what is new of one choice."""
+
+    @abc.abstractmethod
+    def last_chunk(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
+        """What follows when all choices are complete."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """What follows where a stream that has begun fails."""
+        return b"data: " + error.body() + b"\n\n"
+
+
+class Format(StreamedAnswer):
     """Writes one API's answers."""
 
     stream_object: str

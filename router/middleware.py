@@ -28,7 +28,7 @@ API_KEY = "tandem.api_key"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 _OPEN = ("/", "/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json")
 _OPEN_FOLDER = "/page/"
-_OF_CLIENTS = ("/v1/", "/tokenize", "/detokenize")
+_OF_CLIENTS = ("/v1/", "/score", "/tokenize", "/detokenize")
 _OF_OPERATORS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 

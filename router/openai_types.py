@@ -44,7 +44,7 @@ Unsupported = Annotated[Raw, _json("Not supported: only a value that changes not
 _TEXT = {"type": "string"}
 _OBJECT_OR_TEXT = [{"type": "object"}, _TEXT]
 _TOKENS = {"type": "array", "items": {"type": "integer"}}
-_PROMPTS = [_TEXT, _TOKENS, {"type": "array", "items": _TEXT}, {"type": "array", "items": _TOKENS}]
+PROMPTS = [_TEXT, _TOKENS, {"type": "array", "items": _TEXT}, {"type": "array", "items": _TOKENS}]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -192,7 +192,7 @@ class GenerationBody(SamplingBody, kw_only=True):
 class CompletionBody(GenerationBody, kw_only=True):
     """Continue a text."""
 
-    prompt: Annotated[Raw, _json("A text, a list of token ids, or a list of either.", anyOf=_PROMPTS)] = (
+    prompt: Annotated[Raw, _json("A text, a list of token ids, or a list of either.", anyOf=PROMPTS)] = (
         _absent()
     )
     echo: Annotated[bool | None, _doc("Begin the answer with the prompt.")] = None
@@ -200,6 +200,25 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     suffix: Unsupported = _absent()
     prompt_embeds: Unsupported = _absent()
+
+
+class PoolingBody(msgspec.Struct, kw_only=True):
+    """What embeddings and scores have in common."""
+
+    model: Annotated[str | None, _doc("The model's name; default: the one that is served.")] = None
+    truncate_prompt_tokens: Annotated[
+        int | None, _doc("Keep so many tokens of each text's end; -1: as many as the model takes.")
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None, _doc("Let the tokenizer add special tokens; default: true.")
+    ] = None
+    priority: Annotated[
+        Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None, _doc("Lower values are scheduled first.")
+    ] = None
+    cache_salt: Annotated[
+        Annotated[str, Meta(max_length=256)] | None,
+        _doc("Share cached prefixes only with requests of equal salt."),
+    ] = None
 
 
 class ContentPart(msgspec.Struct, kw_only=True):

@@ -14,7 +14,9 @@ from router.registry import ModelFacts
 _LIST_START = re.compile(rb"\[\s*(.)")
 
 
-def decode_prompts(raw: bytes, check_number: Callable[[int], object]) -> list[str] | list[list[int]]:
+def decode_prompts(
+    raw: bytes, check_number: Callable[[int], object], field: str = "prompt"
+) -> list[str] | list[list[int]]:
     """A text, a list of token ids, or a list of either.
 
     The JSON text tells how many there are, so that a million lists are refused before they are made.
@@ -24,15 +26,15 @@ def decode_prompts(raw: bytes, check_number: Callable[[int], object]) -> list[st
     if start is not None and start[1] == b'"':
         plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")
         check_number(plain.count(b'"') // 2)
-        prompts = decode_field(raw, "prompt", list[str])
+        prompts = decode_field(raw, field, list[str])
     elif start is not None and start[1] == b"[":
         check_number(raw.count(b"[") - 1)
-        prompts = decode_field(raw, "prompt", list[list[int]])
+        prompts = decode_field(raw, field, list[list[int]])
     else:
         check_number(1)
-        prompts = [decode_field(raw, "prompt", str if start is None else list[int])]
+        prompts = [decode_field(raw, field, str if start is None else list[int])]
     if prompts == [None]:
-        raise InvalidRequestError("prompt", "is required")
+        raise InvalidRequestError(field, "is required")
     return prompts
 
 

@@ -31,6 +31,7 @@ from router.openai_types import (
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
+    PoolingBody,
     TokenizeBody,
 )
 from router.prompts import check_prompt, check_token_ids, decode_prompts
@@ -128,6 +129,28 @@ class RequestBuilder:
         prompt = self._prompt(text, bool(body.add_special_tokens), "messages", kept, model)
         limited = [(prompt, _limited(params, asked, None, prompt, field, model))]
         return Built(self._generation(body, limited, output, arrival, adapter, thinking), output, grammar)
+
+    def embeddings(
+        self,
+        body: PoolingBody,
+        sources: Sequence[tuple[str, str | list[int]]],
+        model: ModelFacts,
+        arrival: float,
+    ) -> Built:
+        """`sources` are texts or tokens, each with the field that it is of."""
+        if not self._config.enable_embeddings:
+            raise InvalidRequestError("model", "this server gives no embeddings (--enable-embeddings)")
+        asked = CompletionBody(
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+        )
+        adapter, kept = self._find(body.model), _kept(asked, 1, model)
+        special = body.add_special_tokens is not False
+        params = SamplingParams(max_tokens=1, temperature=0.0, embeds=True)
+        prompts = [(self._prompt(source, special, field, kept, model), params) for field, source in sources]
+        output = OutputOptions()
+        return Built(self._generation(asked, prompts, output, arrival, adapter), output)
 
     def tokenize(self, raw: bytes, model: ModelFacts) -> bytes:
         body = decode_body(raw, TokenizeBody)

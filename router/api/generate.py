@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from math import inf
+from typing import Protocol
 
 import msgspec
 from starlette.datastructures import Headers
@@ -17,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from router.api_keys import ApiKey
 from router.connection import DIRECT_WRITER, DirectWriter
 from router.errors import ApiError
-from router.formats import Answer, OutputOptions
+from router.formats import Answer, OutputOptions, StreamedAnswer
 from router.journal import Generation
 from router.middleware import ANSWER_HEADERS, API_KEY, REQUEST_ID_KEY
 from router.registry import ModelFacts
@@ -40,6 +41,28 @@ _STREAM_START = {
         (b"x-accel-buffering", b"no"),
     ],
 }
+
+
+class Turn(Protocol):
+    """What is to be known of one request when its answer is written."""
+
+    def build(self, raw: bytes, model: ModelFacts, arrival: float) -> Built: ...
+
+    def answer(self, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions) -> Answer: ...
+
+
+class TurnEndpoint:
+    """An ASGI app: `begin` makes a turn of each request's scope; `waits` as of `GenerateEndpoint`."""
+
+    def __init__(self, state: RouterState, begin: Callable[[Scope], Turn], *, waits: bool = False) -> None:
+        self._state = state
+        self._begin = begin
+        self._waits = waits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        turn = self._begin(scope)
+        run = GenerateEndpoint(self._state, turn.build, turn.answer, waits=self._waits)
+        await run(scope, receive, send)
 
 
 class GenerateEndpoint:
@@ -94,6 +117,7 @@ class GenerateEndpoint:
         try:
             state.dispatcher.start(generation)
             if output.stream:
+                assert isinstance(answer, StreamedAnswer)
                 await _stream(send, generation, answer, output.return_timing, _direct_writer(scope))
             else:
                 while not generation.is_over:
@@ -158,7 +182,9 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _writer(generation: Generation, answer: Answer, direct: DirectWriter) -> Callable[[], bool] | None:
+def _writer(
+    generation: Generation, answer: StreamedAnswer, direct: DirectWriter
+) -> Callable[[], bool] | None:
     """Writes a single choice's events as its tokens come, without a task, while the client reads."""
     choice, *others = generation.choices
 
@@ -173,7 +199,7 @@ def _writer(generation: Generation, answer: Answer, direct: DirectWriter) -> Cal
 
 
 async def _stream(
-    send: Send, generation: Generation, answer: Answer, with_timing: bool, direct: DirectWriter | None
+    send: Send, generation: Generation, answer: StreamedAnswer, with_timing: bool, direct: DirectWriter | None
 ) -> None:
     """Server-sent events. `send` waits while the client doesn't read."""
     await generation.wait()

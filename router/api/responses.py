@@ -7,10 +7,10 @@ import asyncio
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope
 
 from protocol.errors import InvalidRequestError
-from router.api.generate import GenerateEndpoint
+from router.api.generate import TurnEndpoint
 from router.api.openapi import Operation
 from router.api_keys import ApiKey
 from router.errors import ApiError
@@ -21,20 +21,11 @@ from router.responses.turn import Turn
 from router.state import RouterState
 
 
-class ResponsesEndpoint:
-    """An ASGI app: each request has a generation that is a chat's, and an answer that is a response."""
-
-    def __init__(self, state: RouterState, builder: RequestBuilder) -> None:
-        self._state = state
-        self._builder = builder
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        turn = Turn(self._builder, self._state.responses, _owner(scope))
-        await GenerateEndpoint(self._state, turn.build, turn.answer, waits=True)(scope, receive, send)
-
-
 def response_operations(state: RouterState, builder: RequestBuilder) -> list[Operation]:
     store = state.responses
+
+    def begin(scope: Scope) -> Turn:
+        return Turn(builder, store, _owner(scope))
 
     async def look(request: Request) -> Response:
         response_id = request.path_params["response_id"]
@@ -57,7 +48,9 @@ def response_operations(state: RouterState, builder: RequestBuilder) -> list[Ope
     path, answer = "/v1/responses", "OpenAI's response, or with `stream` its events"
     one = path + "/{response_id}"
     return [
-        Operation(path, ResponsesEndpoint(state, builder), ResponseBody.__doc__ or "", answer, ResponseBody),
+        Operation(
+            path, TurnEndpoint(state, begin, waits=True), ResponseBody.__doc__ or "", answer, ResponseBody
+        ),
         Operation(one, look, "A response that was stored.", "OpenAI's response"),
         Operation(one, delete, "Delete a response.", "`id`, `object`, `deleted`", deletes=True),
     ]

@@ -13,7 +13,7 @@ import msgspec
 from router.answer_parts import AnswerParts
 from router.choice import Choice
 from router.errors import ApiError
-from router.formats import Answer, OutputOptions, usage
+from router.formats import OutputOptions, StreamedAnswer, usage
 from router.responses.items import Fields, OutputItems
 from router.timing import ResponseTiming
 from router.tokenizer import Tokenizer
@@ -21,7 +21,7 @@ from router.tokenizer import Tokenizer
 _json = msgspec.json.Encoder().encode
 
 
-class ResponseAnswer(Answer):
+class ResponseAnswer(StreamedAnswer):
     """`fields` are what the response tells of its request; `store` keeps the response and its items."""
 
     def __init__(

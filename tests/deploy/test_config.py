@@ -135,6 +135,10 @@ def test_messages_name_the_limit_and_the_value():
         ),
         ({"kv_disk_path": "x", "kv_disk_size": 1}, "--kv-disk-path: .*--kv-offloading-size"),
         ({"kv_disk_path": "x", "kv_offloading_size": 1}, "--kv-disk-size: "),
+        (
+            {"enable_embeddings": True, "speculative_config": '{"method": "ngram"}'},
+            "--enable-embeddings: .*--speculative-config",
+        ),
         ({"kv_cache_dtype": "int4"}, "--kv-cache-dtype: .*'int4'"),
         ({"kv_cache_dtype": "fp8", "kv_wire_dtype": "int8"}, "--kv-wire-dtype: int8 .*--kv-cache-dtype fp8"),
         ({"kv_disk_size": 1, "kv_offloading_size": 1}, "--kv-disk-size: .*--kv-disk-path"),

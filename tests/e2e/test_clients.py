@@ -14,7 +14,9 @@ from typing import Any, Literal
 
 import openai
 import pytest
+import torch
 from pydantic import BaseModel, ConfigDict, Field
+from transformers import AutoTokenizer, PreTrainedModel
 
 from tests.e2e.serving import HttpServing
 
@@ -50,7 +52,7 @@ TOOL: Any = openai.pydantic_function_tool(Weather, name="weather")
 def url(folder: Path) -> Iterator[str]:
     template = folder / "tools.jinja"
     template.write_text(TEMPLATE)
-    with HttpServing(folder, chat_template=str(template)) as serving:
+    with HttpServing(folder, chat_template=str(template), enable_embeddings=True) as serving:
         yield f"{serving.url}/v1"
 
 
@@ -142,7 +144,27 @@ def test_responses_with_a_tool(client: openai.OpenAI) -> None:
     client.responses.delete(second.id)
 
 
-def test_langchain(url: str) -> None:
+TEXTS = ["the quick brown fox", "def main():"]
+
+
+@pytest.fixture(scope="module")
+def vectors(client: openai.OpenAI, reference: PreTrainedModel, folder: Path) -> list[list[float]]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = []
+    for text in TEXTS:
+        with torch.inference_mode():
+            output = reference(torch.tensor([tokenizer(text).input_ids]), output_hidden_states=True)
+        found.append(torch.nn.functional.normalize(output.hidden_states[-1][0, -1], dim=0).tolist())
+    return found
+
+
+def test_embeddings(client: openai.OpenAI, vectors: list[list[float]]) -> None:
+    answer = client.embeddings.create(model="model", input=TEXTS)
+    for each, vector in zip(answer.data, vectors, strict=True):
+        assert each.embedding == pytest.approx(vector, abs=1e-4)
+
+
+def test_langchain(url: str, vectors: list[list[float]]) -> None:
     langchain = pytest.importorskip("langchain_openai")
     options = {"model": "model", "base_url": url, "api_key": "none", "max_retries": 0, "seed": 1}
     chat = langchain.ChatOpenAI(**options, max_tokens=8)
@@ -159,12 +181,17 @@ def test_langchain(url: str) -> None:
     assert isinstance(response.with_structured_output(Event).invoke("When?"), Event)
     (call,) = response.bind_tools([Weather], tool_choice="Weather").invoke("Is it raining?").tool_calls
     assert Weather(**call["args"])
+    embedder = langchain.OpenAIEmbeddings(
+        model="model", base_url=url, api_key="none", check_embedding_ctx_length=False
+    )
+    found = embedder.embed_documents(TEXTS)
+    assert found == [pytest.approx(vector, abs=1e-4) for vector in vectors]
     texts = [chunk.text for chunk in response.bind(max_output_tokens=8).stream("Hello")]
     assert "".join(texts)
 
 
 @pytest.mark.filterwarnings("ignore")  # of its own models
-def test_litellm(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_litellm(url: str, vectors: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     litellm = pytest.importorskip("litellm")
     for provider in ("openai", "hosted_vllm"):
@@ -182,6 +209,8 @@ def test_litellm(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         model="openai/model", api_base=url, api_key="none", input="Hello", max_output_tokens=8
     )
     assert response.output[0].content[0].text
+    found = litellm.embedding(model="openai/model", api_base=url, api_key="none", input=TEXTS)
+    assert [each["embedding"] for each in found.data] == [pytest.approx(each, abs=1e-4) for each in vectors]
 
 
 def test_instructor(client: openai.OpenAI) -> None:

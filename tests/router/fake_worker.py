@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 import threading
 import time
 from collections import defaultdict
@@ -53,6 +55,12 @@ def echo_script(request: EngineRequest) -> list[int]:
     """The prompt, again and again."""
     prompt = request.prompt_token_ids
     return [prompt[i % len(prompt)] for i in range(request.sampling.max_tokens)]
+
+
+def embedding_of(token_ids: list[int]) -> bytes:
+    """The first and the last token, as two values of a vector of length one."""
+    ends = token_ids[0], token_ids[-1]
+    return struct.pack("<2f", *(end / math.hypot(*ends) for end in ends))
 
 
 class Job:
@@ -429,6 +437,7 @@ class FakeWorker:
             finish_reason=job.finish_reason if finished else None,
             stop_token_id=stop_token_id,
             logprobs=logprobs,
+            embedding=embedding_of(job.request.prompt_token_ids) if sampling.embeds else None,
             prompt_logprobs=prompt_logprobs,
             cached_tokens=self.cached_tokens if first else None,
             timing=RequestTiming(queue_s=0.001, prefill_s=0.002) if first else None,

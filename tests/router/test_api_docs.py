@@ -11,6 +11,7 @@ import pytest
 
 from router import openai_types
 from router.errors import ErrorBody, ErrorDetail
+from router.pooling import body as pooling
 from router.responses import body as responses
 
 PATHS = {
@@ -21,6 +22,8 @@ PATHS = {
     "/v1/completions": "post",
     "/v1/chat/completions": "post",
     "/v1/responses": "post",
+    "/v1/embeddings": "post",
+    "/score": "post",
     "/v1/models": "get",
     "/v1/models/{model_id}": "get",
     "/tokenize": "post",
@@ -44,10 +47,10 @@ PATHS = {
 STORED = "/v1/responses/{response_id}"
 NEED_NO_BODY = {"/workers/{worker_id}/drain": 404, "/restart": 409}
 """But a worker of that name, and a launcher that makes successors."""
-BASES = (openai_types.GenerationBody, openai_types.SamplingBody)
+BASES = (openai_types.GenerationBody, openai_types.SamplingBody, openai_types.PoolingBody)
 BODIES = [
     each
-    for each in {**vars(openai_types), **vars(responses)}.values()
+    for each in {**vars(openai_types), **vars(pooling), **vars(responses)}.values()
     if isinstance(each, type) and issubclass(each, msgspec.Struct) and each not in BASES
 ]
 HTML = {"accept": "text/html,application/xhtml+xml"}
@@ -110,6 +113,7 @@ def test_only_what_needs_the_key_says_so(make_router, document):
     protected = {path for path, method in PATHS.items() if "security" in paths[path][method]}
     with_key = (
         "/v1",
+        "/score",
         "/tokenize",
         "/detokenize",
         "/decisions",

@@ -277,6 +277,7 @@ def test_marks_that_are_special_tokens(tmp_path):
 
 def test_capabilities(hermes, router):
     expected = {
+        "embeddings": False,
         "completions": True,
         "chat_completions": True,
         "responses": True,

@@ -1,0 +1,28 @@
+"""A text as a vector: the state that the model has at its last token, of length one."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.launch import Launched
+from engine.sequence import SequenceState
+
+
+def wants_embedding(sequence: SequenceState) -> bool:
+    return sequence.params.embeds
+
+
+def embeddings(launched: Launched) -> dict[SequenceState, bytes]:
+    """Of the prompts whose last token was computed in this step, which captured the last layer's states."""
+    packed, rows, end = launched.packed, {}, 0
+    sampled = set(packed.sampled)
+    for sequence, each in zip(launched.step.sequences, packed.batch, strict=True):
+        end += len(each.token_ids)
+        if wants_embedding(sequence) and sequence in sampled:
+            rows[sequence] = end - 1
+    if not rows:
+        return {}
+    assert launched.hidden is not None
+    states = launched.hidden[[*rows.values()]].float()
+    vectors = torch.nn.functional.normalize(states, dim=-1).cpu().numpy().astype("<f4")
+    return {sequence: vector.tobytes() for sequence, vector in zip(rows, vectors, strict=True)}

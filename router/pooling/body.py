@@ -1,0 +1,42 @@
+"""What `/v1/embeddings` and `/score` take, as OpenAI and vLLM define them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Raw
+
+from router.openai_types import PROMPTS, PoolingBody, Unsupported
+
+MAX_INPUTS = 2048
+Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
+
+
+def _doc(text: str) -> Meta:
+    return Meta(description=text)
+
+
+def _absent() -> Any:
+    return msgspec.field(default_factory=Raw)
+
+
+class EmbeddingBody(PoolingBody, kw_only=True):
+    """Turn texts into vectors of length one."""
+
+    input: Annotated[
+        Raw,
+        Meta(
+            description="A text, a list of token ids, or a list of either, at most 2048.",
+            extra_json_schema={"anyOf": PROMPTS},
+        ),
+    ] = _absent()
+    encoding_format: Annotated[str | None, _doc("`float`, the default, or `base64`: float32's bytes.")] = None
+    dimensions: Unsupported = _absent()
+
+
+class ScoreBody(PoolingBody, kw_only=True):
+    """Tell how near texts are: the cosine of the angle between their vectors."""
+
+    text_1: Annotated[Texts, _doc("One for all of `text_2`, or as many.")]
+    text_2: Annotated[Texts, _doc("One or several.")]

@@ -1,0 +1,120 @@
+"""Requests for embeddings and scores: their texts, and what is told of them."""
+
+from __future__ import annotations
+
+import base64
+import sys
+import time
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from protocol.errors import InvalidRequestError
+from router.choice import Choice
+from router.decoding import decode_body, refuse_unsupported
+from router.formats import Answer, OutputOptions, usage
+from router.pooling.body import MAX_INPUTS, EmbeddingBody, ScoreBody
+from router.prompts import decode_prompts
+from router.registry import ModelFacts
+from router.request_builder import Built, RequestBuilder
+from router.timing import ResponseTiming
+from router.tokenizer import Tokenizer
+
+
+class PoolingTurn(Answer, ABC):
+    """One request, and its answer."""
+
+    def __init__(self, builder: RequestBuilder) -> None:
+        self._builder = builder
+        self._head: dict[str, Any] = {}
+
+    @abstractmethod
+    def build(self, raw: bytes, model: ModelFacts, arrival: float) -> Built:
+        """Raises `ApiError` or `InvalidRequestError`."""
+
+    def answer(self, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions) -> Answer:
+        self._head = {"id": request_id, "object": "list", "created": int(time.time()), "model": model}
+        return self
+
+    def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
+        used = usage(choices, only_prompt=True)
+        fields: dict[str, Any] = {
+            "data": self._data([choice.embedding or b"" for choice in choices]),
+            "usage": {name: used[name] for name in ("prompt_tokens", "total_tokens")},
+        }
+        if timing is not None:
+            fields["timing"] = timing
+        return msgspec.json.encode({**self._head, **fields})
+
+    @abstractmethod
+    def _data(self, vectors: Sequence[bytes]) -> list[dict[str, Any]]:
+        """Of the texts' vectors."""
+
+
+class EmbeddingTurn(PoolingTurn):
+    """`/v1/embeddings`."""
+
+    _as_base64 = False
+
+    def build(self, raw: bytes, model: ModelFacts, arrival: float) -> Built:
+        body = decode_body(raw, EmbeddingBody)
+        refuse_unsupported(body)
+        if body.encoding_format not in (None, "float", "base64"):
+            raise InvalidRequestError(
+                "encoding_format", f"must be 'float' or 'base64', got {body.encoding_format!r}"
+            )
+        self._as_base64 = body.encoding_format == "base64"
+        sources = decode_prompts(bytes(body.input), _check_number, "input")
+        return self._builder.embeddings(body, [("input", source) for source in sources], model, arrival)
+
+    def _data(self, vectors: Sequence[bytes]) -> list[dict[str, Any]]:
+        return [
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": base64.b64encode(vector).decode() if self._as_base64 else _values(vector),
+            }
+            for index, vector in enumerate(vectors)
+        ]
+
+
+class ScoreTurn(PoolingTurn):
+    """`/score`."""
+
+    _number = 0
+    """Of the first texts."""
+
+    def build(self, raw: bytes, model: ModelFacts, arrival: float) -> Built:
+        body = decode_body(raw, ScoreBody)
+        first, second = ([given] if isinstance(given, str) else given for given in (body.text_1, body.text_2))
+        if len(first) not in (1, len(second)):
+            limits = f"one text, or as many as text_2, {len(second)}; got {len(first)}"
+            raise InvalidRequestError("text_1", limits)
+        self._number = len(first)
+        sources = [("text_1", text) for text in first] + [("text_2", text) for text in second]
+        return self._builder.embeddings(body, sources, model, arrival)
+
+    def _data(self, vectors: Sequence[bytes]) -> list[dict[str, Any]]:
+        values = [_values(vector) for vector in vectors]
+        first, second = values[: self._number], values[self._number :]
+        if len(first) == 1:
+            first *= len(second)
+        return [
+            {"object": "score", "index": index, "score": sum(a * b for a, b in zip(*pair, strict=True))}
+            for index, pair in enumerate(zip(first, second, strict=True))
+        ]
+
+
+def _check_number(number: int) -> None:
+    if number > MAX_INPUTS:
+        raise InvalidRequestError("input", f"at most {MAX_INPUTS} texts, got {number}")
+
+
+def _values(vector: bytes) -> list[float]:
+    values = array("f", vector)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()

@@ -1,0 +1,110 @@
+"""`/v1/embeddings` and `/score`, asked of workers that give each text a vector of two values."""
+
+from __future__ import annotations
+
+import math
+
+import openai
+import pytest
+from conftest import RunningRouter
+
+from protocol.config import ServeConfig
+
+TEXTS = ["the quick brown fox", "a lazy dog", "numbers 0 1 2"]
+
+
+@pytest.fixture(scope="module")
+def embedder(model_folder):
+    config = ServeConfig(model=str(model_folder), port=0, placement="least_loaded", enable_embeddings=True)
+    router = RunningRouter(config)
+    router.worker = router.add_worker()
+    yield router
+    router.close()
+
+
+@pytest.fixture(scope="module")
+def client(embedder):
+    with openai.OpenAI(base_url=embedder.url + "/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+def vector(token_ids: list[int]) -> list[float]:
+    """As the fake worker gives it."""
+    length = math.hypot(token_ids[0], token_ids[-1])
+    return [token_ids[0] / length, token_ids[-1] / length]
+
+
+def ids(embedder, text: str) -> list[int]:
+    return embedder.server.state.tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("encoding", [{}, {"encoding_format": "float"}, {"encoding_format": "base64"}])
+def test_texts_and_tokens(embedder, client, encoding):
+    """Without a format the client asks for base64 and decodes it."""
+    for given in (TEXTS, [ids(embedder, text) for text in TEXTS]):
+        answer = client.embeddings.create(model="test-model", input=given, **encoding)
+        assert [each.index for each in answer.data] == [0, 1, 2] and answer.model == "test-model"
+        for each, text in zip(answer.data, TEXTS, strict=True):
+            if encoding.get("encoding_format") == "base64":
+                assert isinstance(each.embedding, str)
+                continue
+            assert each.embedding == pytest.approx(vector(ids(embedder, text)), abs=1e-6)
+        num_tokens = sum(len(ids(embedder, text)) for text in TEXTS)
+        assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (num_tokens, num_tokens)
+    sampling = embedder.worker.generated[-1].sampling
+    assert sampling.embeds and sampling.max_tokens == 1
+
+
+def test_one_text_its_end_and_many(embedder, client):
+    (one,) = client.embeddings.create(model="test-model", input=TEXTS[0]).data
+    assert one.embedding == pytest.approx(vector(ids(embedder, TEXTS[0])), abs=1e-6)
+    cut = client.embeddings.create(
+        model="test-model", input=TEXTS[0], extra_body={"truncate_prompt_tokens": 2}
+    )
+    assert cut.data[0].embedding == pytest.approx(vector(ids(embedder, TEXTS[0])[-2:]), abs=1e-6)
+    assert len(client.embeddings.create(model="test-model", input=["x"] * 300).data) == 300
+
+
+def score(embedder, **fields):
+    return embedder.http.post("/score", json=fields)
+
+
+def test_scores(embedder):
+    vectors = [vector(ids(embedder, text)) for text in TEXTS]
+    near = [sum(a * b for a, b in zip(vectors[0], other, strict=True)) for other in vectors]
+    for first in (TEXTS[0], [TEXTS[0]]):
+        answer = score(embedder, text_1=first, text_2=TEXTS).json()
+        assert [each["score"] for each in answer["data"]] == pytest.approx(near, abs=1e-6)
+    pairs = score(embedder, text_1=TEXTS, text_2=TEXTS).json()
+    assert [each["score"] for each in pairs["data"]] == pytest.approx([1, 1, 1], abs=1e-6)
+    assert pairs["usage"]["prompt_tokens"] == 2 * sum(len(ids(embedder, text)) for text in TEXTS)
+    (alone,) = score(embedder, text_1=TEXTS[1], text_2=TEXTS[1]).json()["data"]
+    assert alone["object"] == "score" and alone["score"] == pytest.approx(1)
+
+
+BAD = {
+    "no input": ("/v1/embeddings", {}, "input"),
+    "an empty text": ("/v1/embeddings", {"input": ["x", ""]}, "input"),
+    "too long": ("/v1/embeddings", {"input": "a b " * 1000}, "input"),
+    "too many": ("/v1/embeddings", {"input": ["x"] * 2049}, "input"),
+    "unknown tokens": ("/v1/embeddings", {"input": [5, 600]}, "input"),
+    "a format": ("/v1/embeddings", {"input": "x", "encoding_format": "hex"}, "encoding_format"),
+    "dimensions": ("/v1/embeddings", {"input": "x", "dimensions": 1}, "dimensions"),
+    "no end": ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    "no second text": ("/score", {"text_1": "x"}, "text_2"),
+    "no text": ("/score", {"text_1": "x", "text_2": []}, "text_2"),
+    "pairs that do not match": ("/score", {"text_1": ["x", "y"], "text_2": ["x"]}, "text_1"),
+    "an empty second text": ("/score", {"text_1": "x", "text_2": ""}, "text_2"),
+}
+
+
+@pytest.mark.parametrize(("path", "body", "field"), BAD.values(), ids=BAD)
+def test_bad_input_names_the_field(embedder, path, body, field):
+    answer = embedder.http.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
+
+
+def test_a_server_that_gives_none_says_so(router):
+    for path, body in (("/v1/embeddings", {"input": "x"}), ("/score", {"text_1": "x", "text_2": "y"})):
+        answer = router.http.post(path, json=body)
+        assert answer.status_code == 400 and "--enable-embeddings" in answer.json()["error"]["message"]
