@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from test_tool_grammar import Model
 
 from protocol.errors import InvalidRequestError
 from router.chat_template import ChatTemplate
@@ -21,6 +22,7 @@ from router.parsing.formats import (
     reasoning_format,
     tool_format,
 )
+from router.tool_grammar import Offer, tool_grammar
 
 FOLDER = Path(__file__).parent / "chat_templates"
 CALLS = [("get_weather", '{"city": "Paris \\"ô\\" {[", "days": [1, null]}'), ("add", '{"a": 1, "b": -2.5}')]
@@ -116,27 +118,52 @@ def test_parsers_are_told_by_the_template(name):
     assert reasoning_format("auto", source) == reasoning
 
 
+def answer_with(name: str, num_calls: int) -> tuple[str, Parsing]:
+    """What the model says to make calls, as its template writes them, and how that is read.
+
+    Beside a content that is null, as answers have it: some templates want text there, some want none.
+    """
+    expected, written = MODELS[name], template(name)
+    prompt = written.render(messages(1, None)[:1], variables={"tools": TOOLS})
+    chat = written.render(messages(num_calls, None), add_generation_prompt=False, variables={"tools": TOOLS})
+    begin = chat.index(expected.begins, chat.rindex(QUESTION))
+    end = chat.rindex(expected.ends) if chat.endswith(expected.ends) else len(chat)
+    parser = parsing(written.source, prompt)
+    thought = f"Hm.{parser.marks.end}" if parser.is_open and parser.marks is not None else ""
+    return thought + chat[begin:end], parser
+
+
 @pytest.mark.parametrize(
     ("name", "num_calls"),
     [(name, number) for name, expected in MODELS.items() for number in range(1, expected.most_calls + 1)],
 )
 def test_calls_that_the_template_writes_are_read_again(name, num_calls):
-    """Beside a content that is null, as answers have it: some templates want text there, some want none."""
-    expected, written = MODELS[name], template(name)
-    asked = {"tools": TOOLS}
-    prompt = written.render(messages(1, None)[:1], variables=asked)
-    chat = written.render(messages(num_calls, None), add_generation_prompt=False, variables=asked)
-    begin = chat.index(expected.begins, chat.rindex(QUESTION))
-    end = chat.rindex(expected.ends) if chat.endswith(expected.ends) else len(chat)
-    said, parser = chat[begin:end], parsing(written.source, prompt)
-    if parser.is_open:
-        assert parser.marks is not None
-        said = f"Hm.{parser.marks.end}{said}"
+    said, parser = answer_with(name, num_calls)
     thought, content, calls = read(parser, said)
     assert (thought, content) == ("Hm." if parser.is_open else "", "")
     assert [(called, json.loads(arguments)) for called, arguments in calls] == [
         (called, json.loads(arguments)) for called, arguments in CALLS[:num_calls]
     ]
+
+
+@pytest.mark.parametrize("num_calls", [1, 2])
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "granite-4.0", "deepseek-v3.1"])
+def test_a_call_that_must_be_is_written_as_the_template_writes_it(name, num_calls):
+    """To the letter. Mistral's and gpt-oss' templates write past calls in another way than their models."""
+    said, parser = answer_with(name, num_calls)
+    assert parser.tools is not None
+    model = Model(has_tokens=False)
+    offers = [Offer(called, {"type": "object"}, True) for called, _ in CALLS]
+    grammar = tool_grammar(
+        parser.tools.form(template(name).source),
+        offers,
+        model.spelling,
+        demanded=True,
+        several=True,
+        marks=parser.marks,
+        is_open=parser.is_open,
+    )
+    assert model.takes(grammar, said) and not model.takes(grammar, said[:-2])
 
 
 @pytest.mark.parametrize("name", MODELS)

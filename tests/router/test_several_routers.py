@@ -223,3 +223,16 @@ def test_rows_of_others_count_where_there_are_others(shared):
     registry.named("w").outstanding_context = 200
     registry.update(state)
     assert (load.rows, load.context_tokens) == ((6, 640) if shared else (2, 200))
+
+
+def test_routers_share_stored_responses(model_folder, tmp_path):
+    """By a file: a client may come back to any of them."""
+    with TwoRouters(model_folder, response_store=str(tmp_path / "responses")) as two:
+        two.add_worker("decode-0")
+        one, other = (router.http for router in two.routers)
+        first = one.post("/v1/responses", json={"input": "x", "max_output_tokens": 2}).json()
+        assert other.get(f"/v1/responses/{first['id']}").json() == first
+        following = {"input": "y", "max_output_tokens": 2, "previous_response_id": first["id"]}
+        assert other.post("/v1/responses", json=following).status_code == 200
+        assert other.delete(f"/v1/responses/{first['id']}").json()["deleted"]
+        assert one.post("/v1/responses", json=following).status_code == 400
