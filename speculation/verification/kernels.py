@@ -55,7 +55,7 @@ def _odds(node, token, row, drawn, shares, SIZE: tl.constexpr):
 @triton.jit
 def _walk(spans, nodes, chosen, shares, sequence, SIZE: tl.constexpr):
     """By `standard.walk`, or while nodes are the target's own tokens: bits of the accepted nodes, the last of
-    them (-1 for none), how many they are, and bits of those rejected behind it.
+    them (-1 for none), how many they are, and bits of those rejected, before and behind it.
     """
     first_row, first_node, count, seed, position, rule, drawn = _read_span(spans, sequence)
     accepted, rejected = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
@@ -73,7 +73,7 @@ def _walk(spans, nodes, chosen, shares, sequence, SIZE: tl.constexpr):
         loses = is_next & (wins == 0)
         bit = tl.full([], 1, tl.int64) << node
         accepted = tl.where(wins, accepted | bit, accepted)
-        rejected = tl.where(wins, 0, tl.where(loses, rejected | bit, rejected))
+        rejected = tl.where(loses, rejected | bit, rejected)
         mass = tl.where(wins, 1.0, tl.where(loses & (drawn == 0), mass - p, mass))
         last = tl.where(wins, node, last)
         depth += wins.to(tl.int64)
@@ -102,7 +102,6 @@ def _excess(masses, node, TILES: tl.constexpr, PADDED: tl.constexpr):
 def _judge_block(
     spans,
     nodes,
-    chosen,
     shares,
     masses,
     sequence,
@@ -110,21 +109,18 @@ def _judge_block(
     TILES: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """By `block.decide`, up to a row that fails: as `_walk`, and the share of the target's distribution that
-    is left at the end.
+    """By `block.decide`: as `_walk`, and the share of the target's distribution that is left at the end. Rows
+    that fail give no token a chance.
     """
     first_row, first_node, count, seed, position, _, drawn = _read_span(spans, sequence)
-    end = count
-    for node in range(count):
-        end = tl.where(tl.load(chosen + first_row + node) < 0, tl.minimum(end, node), end)
     share, kept = tl.full([], 1.0, tl.float64), tl.full([], 1.0, tl.float64)
     length = tl.full([], 0, tl.int64)
-    for node in range(end):
+    for node in range(count):
         token = tl.load(nodes + (first_node + node) * NODE_FIELDS)
         p, q = _odds(node, token, first_row + node, drawn, shares, SIZE)
         share = tl.minimum(share * p / q, 1.0)
         chance = share
-        if node + 1 < end:
+        if node + 1 < count:
             following = tl.load(nodes + (first_node + node + 1) * NODE_FIELDS)
             mass = share * (1.0 - tl.load(shares + (first_row + node + 1) * SIZE + following).to(tl.float64))
             if drawn != 0:
@@ -135,7 +131,7 @@ def _judge_block(
         length = tl.where(keeps, node + 1, length)
         kept = tl.where(keeps, share, kept)
     one = tl.full([], 1, tl.int64)
-    rejected = tl.where(length < end, one << length, 0)
+    rejected = tl.where(length < count, one << length, 0)
     return (one << length) - 1, length - 1, length, rejected, kept
 
 
@@ -151,8 +147,8 @@ def _judge(
     TILES: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Bits of the accepted nodes, the last of them, how many they are, bits of those rejected behind it, and
-    the share of the target's distribution that is left there.
+    """Bits of the accepted nodes, the last of them, how many they are, bits of those rejected, and the share
+    of the target's distribution that is left at the end.
     """
     accepted, last, depth, rejected = _walk(spans, nodes, chosen, shares, sequence, SIZE)
     share = tl.full([], 1.0, tl.float64)
@@ -160,7 +156,7 @@ def _judge(
         _, _, _, _, _, rule, _ = _read_span(spans, sequence)
         if rule == BLOCK:
             accepted, last, depth, rejected, share = _judge_block(
-                spans, nodes, chosen, shares, masses, sequence, SIZE, TILES, PADDED
+                spans, nodes, shares, masses, sequence, SIZE, TILES, PADDED
             )
     return accepted, last, depth, rejected, share
 

@@ -134,6 +134,8 @@ def test_among_equal_scores_the_lowest_id_wins() -> None:
             num_equal += 1
             assert choose(logits, [make_row(seed=seed)])[0] == [3]
     assert num_equal > 5
+    greedy = make_row(temperature=0.0)
+    assert choose(torch.zeros(1, 200), [greedy])[0] == [0]
 
 
 def test_a_nucleus_ends_where_it_has_just_top_p() -> None:
