@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from engine.cache_events import CacheLog
 from engine.tiers.host import Evicted, HostTier
 from protocol.errors import TandemError
-from protocol.ids import BlockIdentity
+from protocol.ids import BlockIdentity, state_identities
 from protocol.kv_events import Medium
 
 
@@ -155,21 +155,13 @@ class Arena:
             if block in self._evictable:
                 self._evictable.move_to_end(block, last=False)
 
-    def _drop_state(self, identity: BlockIdentity) -> None:
-        for block in self._states.pop(identity).blocks:
-            del self._state_in[block]
-            self._evictable.pop(block, None)
-            self._free.append(block)
-        if self.log is not None:
-            self.log.removed(Medium.GPU, identity)
-
     # --- inside -------------------------------------------------------------------------------------
 
     def _evict(self, evicted: list[Evicted]) -> None:
         """The least recently used block, or state, is free from now on."""
         block, _ = self._evictable.popitem(last=False)
         if block in self._state_in:
-            self._drop_state(self._state_in[block])
+            self._evict_state(self._state_in[block], evicted)
             return
         identity = self._identity_of[block]
         assert identity is not None
@@ -178,4 +170,14 @@ class Arena:
         self._free.append(block)
         evicted.append(Evicted(identity, block))
         if self.log is not None and not self.state_blocks:
+            self.log.removed(Medium.GPU, identity)
+
+    def _evict_state(self, identity: BlockIdentity, evicted: list[Evicted]) -> None:
+        blocks = self._states.pop(identity).blocks
+        for part, block in zip(state_identities(identity, len(blocks)), blocks, strict=True):
+            del self._state_in[block]
+            self._evictable.pop(block, None)
+            self._free.append(block)
+            evicted.append(Evicted(part, block))
+        if self.log is not None:
             self.log.removed(Medium.GPU, identity)

@@ -48,7 +48,7 @@ class BlockManager:
         self.log = CacheLog(self.contents())
         for arena in self.arenas:
             arena.log = self.log
-        for tier in self.tiers:
+        for tier in self.tiers if not self.state_unit else ():
             tier.watch(self.log)
         return self.log
 
@@ -56,7 +56,8 @@ class BlockManager:
         """The events that lead from nothing known to what the prefix cache holds."""
         everywhere = functools.reduce(operator.and_, (arena.published() for arena in self.arenas))
         stored = [(Medium.GPU, identity) for identity in everywhere]
-        stored.extend(itertools.chain.from_iterable(tier.contents() for tier in self.tiers))
+        if not self.state_unit:
+            stored.extend(itertools.chain.from_iterable(tier.contents() for tier in self.tiers))
         return [CacheEvent("cleared"), *(CacheEvent("stored", *block) for block in stored)]
 
     @property
@@ -91,8 +92,8 @@ class BlockManager:
         cache holds it all the same, its blocks stay and `grow` copies them before they are written. What
         follows in the lower tiers does not count yet: after `grow`, `fill` brings it.
 
-        Where states are kept it is covered up to one, which is then held too, unless that comes from
-        elsewhere (`from_state` is false).
+        Where states are kept it is covered up to one in the pool, which is then held too, unless that comes
+        from elsewhere (`from_state` is false).
         """
         held = Holdings(self, root)
         for identity in block_identities(root, token_ids, self.block_size):
@@ -191,7 +192,8 @@ class Holdings:
         """Of the blocks with the first `limit` tokens keep those before the last state, and hold that."""
         arena, unit = self.manager.arenas[0], self.manager.state_unit
         last = limit // self.manager.block_size
-        junction = min(limit, len(self.identities) * self.manager.block_size) // unit * unit
+        num_found = len(self.identities) + len(self.below)
+        junction = min(limit, num_found * self.manager.block_size) // unit * unit
         places = range(min(last, len(self.identities)), 0, -1)
         found = (place for place in places if arena.find_state(self.identities[place - 1]) is not None)
         end = next(found, 0)
@@ -202,9 +204,11 @@ class Holdings:
                 arena.reference(block)
         if junction > end * self.manager.block_size:
             self.junctions.add(junction)
-        self._drop_behind(end)
+        self.drop_behind(end)
 
-    def _drop_behind(self, end: int) -> None:
+    def drop_behind(self, end: int) -> None:
+        """Keep the first `end` of the blocks that were found."""
+        del self.below[max(end - len(self.identities), 0) :]
         for arena, blocks in zip(self.manager.arenas, self.blocks, strict=True):
             for block in reversed(blocks[end:]):
                 arena.dereference(block)

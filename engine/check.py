@@ -60,7 +60,6 @@ def check_hybrid(config: ServeConfig, is_parallel: bool, grid: int) -> None:
         "--speculative-config: self_speculative": asked is not None and asked.method == "self_speculative",
         "--prefill-tensor-parallel-size, --decode-tensor-parallel-size": is_parallel,
         "--compile: on": config.compile == "on",
-        "--kv-offloading-size": config.kv_offloading_size > 0,
         "--kv-wire-dtype": config.kv_wire_dtype != "auto",
     }
     for option, is_given in options.items():

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from engine.block_manager import BlockManager, Holdings
+from engine.lower_states import bring_up
 from protocol.ids import BlockIdentity, block_identities
 
 
@@ -45,6 +46,8 @@ def find_room(blocks: BlockManager, token_ids: list[int], root: BlockIdentity) -
     """
     size = blocks.block_size
     shared = token_ids[: (len(token_ids) - 1) // size * size]
+    if blocks.tiers and blocks.state_unit:
+        bring_up(blocks, token_ids, root)
     reserved = blocks.reserve(shared, root)
     if reserved is None:
         return None

@@ -63,6 +63,11 @@ def block_identities(
         yield identity
 
 
+def state_identities(block: BlockIdentity, count: int) -> list[BlockIdentity]:
+    """Of the `count` blocks with the state of recurrent layers behind a block."""
+    return [child_identity(b"state" + block, [index]) for index in range(count)]
+
+
 def token_ids_digest(token_ids: Sequence[int]) -> bytes:
     """128-bit digest of a token list, to compare two processes' view of it."""
     return child_identity(b"", token_ids)

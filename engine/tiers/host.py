@@ -104,6 +104,10 @@ class HostTier:
         """Whether `load` would find the block now."""
         return identity in self._slot_of
 
+    def knows(self, identity: BlockIdentity) -> bool:
+        """Whether the block is here or on the disk."""
+        return identity in self._slot_of or (self._disk is not None and self._disk.holds(identity))
+
     def touch(self, identities: Sequence[BlockIdentity]) -> None:
         """Mark blocks that will soon be loaded as recently used; the first one is evicted last."""
         for identity in reversed(identities):

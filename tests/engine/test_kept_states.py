@@ -160,6 +160,56 @@ def test_a_hit_fits_where_its_prompt_just_fitted(
     assert found == [0, 112]
 
 
+@needs_seam
+def test_what_the_pool_evicts_comes_back_with_its_state(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel, tmp_path: Path
+) -> None:
+    """From the host memory, and after a restart from the disk."""
+    roomy = make_engine(max_model_len=128).pool
+    assert roomy.seats is not None
+    block_bytes = roomy.arenas[0].shape[1]
+    blocks = 128 // 16 + 1 + roomy.state_blocks
+    options = {
+        "max_model_len": 128,
+        "kv_cache_memory_bytes": 6 * roomy.seats.layout.seat_bytes + blocks * block_bytes,
+        "kv_offloading_size": 60 * block_bytes / 2**30,
+        "kv_disk_path": str(tmp_path),
+        "kv_disk_size": 400 * block_bytes / 2**30,
+    }
+    prompts = [prompt_of(length, length) for length in (97, 64, 110)]
+    asked = Asker(make_engine(**options), reference)
+    assert [asked(prompt) for prompt in prompts] == [0, 0, 0]
+    assert [asked(prompt) for prompt in prompts] == [96, 48, 96]
+    preamble = prompts[0][:40]
+    assert [asked(preamble + prompt_of(20, seed)) for seed in (1, 2)] == [0, 32]
+    asked.engine.close()
+    again = Asker(make_engine(**options), reference)
+    assert again.engine.tiers is not None and again.engine.tiers.num_blocks == 0
+    assert [again(prompt) for prompt in prompts] == [96, 48, 96]
+    again.engine.close()
+
+
+@needs_seam
+def test_random_prompts_over_small_tiers_get_the_same_tokens(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel
+) -> None:
+    roomy = make_engine(max_model_len=128).pool
+    assert roomy.seats is not None
+    block_bytes = roomy.arenas[0].shape[1]
+    engine = make_engine(
+        max_model_len=128,
+        kv_cache_memory_bytes=6 * roomy.seats.layout.seat_bytes + 14 * block_bytes,
+        kv_offloading_size=13 * block_bytes / 2**30,
+    )
+    asked, rng, hits = Asker(engine, reference), random.Random(2), 0
+    texts = [prompt_of(100, seed) for seed in range(2)]
+    for _ in range(14):
+        starts = [rng.choice(texts)[: rng.randint(20, 100)] for _ in range(rng.randint(1, 3))]
+        hits += asked(*[start + prompt_of(rng.randint(1, 9), rng.randrange(99)) for start in starts])
+    totals = engine.counters()
+    assert hits > 0 and totals["kv_host_hit_blocks_total"] > 0 and totals["kv_host_evicted_blocks_total"] > 0
+
+
 def chat(engine: Engine, *, chats: int, turns: int) -> float:
     """The hit rate of conversations with one preamble, in turns."""
     histories = [prompt_of(40) for _ in range(chats)]

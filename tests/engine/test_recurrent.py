@@ -287,7 +287,6 @@ def test_bfloat16_gives_the_same_bits_in_any_chunks_and_company(make_engine: Cal
             "--speculative-config: self_speculative: not supported",
         ),
         ({"kv_wire_dtype": "int8"}, "--kv-wire-dtype: not supported"),
-        ({"kv_offloading_size": 1.0}, "--kv-offloading-size: not supported"),
         ({"block_size": 24}, "--block-size: 24: .* every 16 tokens"),
         ({"max_num_seqs": 4000}, r"--max-num-seqs: 4000 sequences' states.*; \d+ fit"),
     ],
