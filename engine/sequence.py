@@ -98,11 +98,9 @@ class SequenceState:
 
     def sampling_row(self, drafted: Sequence[int] = ()) -> SamplingRow:
         """For the token that comes next, or for the one after `drafted` ones."""
-        output = self.output_token_ids
-        if drafted and needs_history(self.params):
-            output = [*output, *drafted]
+        prompt, output = self.prompt_token_ids, self.output_token_ids
         position = self.position + len(drafted)
-        return SamplingRow(self.params, self.prompt_token_ids, output, position, self.request_id)
+        return SamplingRow(self.params, prompt, output, position, self.request_id, drafted)
 
     def row_after_next(self) -> SamplingRow:
         """For the token after the one that comes next, which nobody knows: see `may_run_ahead`."""
@@ -173,7 +171,8 @@ class SequenceState:
         self.num_given += len(token_ids)
         if agreed < len(token_ids):
             wrong = len(drafted) - agreed
-            del self.token_ids[start + agreed :], self.output_token_ids[len(self.output_token_ids) - wrong :]
+            del self.token_ids[start + agreed :]
+            self.output_token_ids = self.output_token_ids[: len(self.output_token_ids) - wrong]
             self.num_computed = min(self.num_computed, start + agreed)
             for token_id in token_ids[agreed:]:
                 self.append(token_id)

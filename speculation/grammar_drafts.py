@@ -12,19 +12,14 @@ MAX_FORCED = 16
 
 def forced_tokens(grammars: Grammars, sequence: SequenceState) -> list[int]:
     """Tokens that must follow. The model may write the same text in others, so they are drafts."""
-    assert sequence.params.grammar is not None
-    return grammars.forced(sequence.request_id, sequence.params.grammar, sequence.output_token_ids)[
-        :MAX_FORCED
-    ]
+    return grammars.forced(sequence.sampling_row())[:MAX_FORCED]
 
 
 def num_allowed(grammars: Grammars, sequence: SequenceState, draft: Draft) -> int:
     """How many of the draft's nodes come before those of its end that the grammar forbids."""
-    assert sequence.params.grammar is not None
+    row = sequence.sampling_row()
     allowed: set[int] = {-1}
     for node in range(draft.num_nodes):
-        if draft.parent(node) in allowed:
-            output = [*sequence.output_token_ids, *draft.path(node)]
-            if grammars.allows(sequence.request_id, sequence.params.grammar, output):
-                allowed.add(node)
+        if draft.parent(node) in allowed and grammars.allows(row, draft.path(node)):
+            allowed.add(node)
     return max(allowed) + 1

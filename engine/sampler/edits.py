@@ -45,7 +45,7 @@ def forbidden_tokens(row: SamplingRow, eos_token_ids: Sequence[int]) -> list[int
     prompt begun or not.
     """
     params, forbidden = row.params, []
-    if len(row.output_token_ids) < params.min_tokens:
+    if len(row.output_token_ids) + len(row.drafted) < params.min_tokens:
         forbidden += params.stop_token_ids
         if not params.ignore_eos:
             forbidden += eos_token_ids
@@ -56,7 +56,7 @@ def forbidden_tokens(row: SamplingRow, eos_token_ids: Sequence[int]) -> list[int
 
 
 def _ends_with(row: SamplingRow, suffix: list[int]) -> bool:
-    output = row.output_token_ids
+    output = row.history
     if len(output) >= len(suffix):
         return output[-len(suffix) :] == suffix
     from_prompt = len(suffix) - len(output)

@@ -1,7 +1,8 @@
 """Which tokens each request's grammar lets come next. llguidance does the grammar work.
 
 The place in a grammar is a function of the request's output: a matcher follows that wherever the request
-goes, as the penalties' counts do.
+goes, as the penalties' counts do. Most of what masks cost is to find the tokens of a text that must follow,
+so these are found once for each such text.
 """
 
 from __future__ import annotations
@@ -51,13 +52,21 @@ class Grammars:
             matcher = self._matchers[request_id] = Matcher(self.compile(grammar))
         return matcher
 
-    def allows(self, request_id: str, grammar: str, output_token_ids: Sequence[int]) -> bool:
-        return self.matcher(request_id, grammar).follow(output_token_ids)
+    def allows(self, row: SamplingRow, token_ids: Sequence[int]) -> bool:
+        """Whether these tokens may follow, of which the last one may be the end."""
+        matcher = self._matcher_of(row)
+        assert self._tokenizer is not None
+        ends = token_ids[-1] in self._tokenizer.eos_tokens
+        output, behind = row.output_token_ids, [*row.drafted, *(token_ids[:-1] if ends else token_ids)]
+        is_behind = matcher.follow(output, behind) == len(output) + len(behind)
+        return is_behind and (not ends or matcher.may_end())
 
-    def forced(self, request_id: str, grammar: str, output_token_ids: Sequence[int]) -> list[int]:
-        """The tokens of the text that must follow this output, as the tokenizer writes it."""
-        matcher = self.matcher(request_id, grammar)
-        return matcher.forced() if matcher.follow(output_token_ids) else []
+    def forced(self, row: SamplingRow) -> list[int]:
+        """The tokens that must follow: those of a text that the grammar leaves no choice about, as the
+        tokenizer writes it.
+        """
+        matcher = self._matcher_of(row)
+        return matcher.forced() if matcher.is_behind(row) else []
 
     def forget(self, request_id: str) -> None:
         self._matchers.pop(request_id, None)
@@ -67,54 +76,105 @@ class Grammars:
         constrained = [row for row, each in enumerate(rows) if each.params.grammar is not None]
         if not constrained:
             return None
-        words: np.ndarray | None = None
-        for number, row in enumerate(constrained):
-            of_row = rows[row]
-            assert of_row.params.grammar is not None
-            matcher = self.matcher(of_row.request_id, of_row.params.grammar)
-            if words is None:
-                assert self._tokenizer is not None
-                words = np.empty((len(constrained), -(-self._tokenizer.vocab_size // 32)), np.int32)
-            matcher.fill(words[number], of_row.output_token_ids)
-        assert words is not None
+        matchers = [self._matcher_of(rows[row]) for row in constrained]
+        assert self._tokenizer is not None
+        words = np.empty((len(constrained), -(-self._tokenizer.vocab_size // 32)), np.int32)
+        for of_row, matcher, row in zip(words, matchers, constrained, strict=True):
+            matcher.fill(of_row, rows[row])
         return TokenMasks(words, constrained, len(rows))
+
+    def _matcher_of(self, row: SamplingRow) -> Matcher:
+        assert row.params.grammar is not None
+        return self.matcher(row.request_id, row.params.grammar)
 
 
 class Matcher:
-    """One request's place in its grammar."""
+    """One request's place in its grammar: behind the first tokens of an output, and some `ahead` of those."""
 
     def __init__(self, start: LLMatcher) -> None:
         self._start = start
-        self._matcher = start.deep_copy()
-        self._known: list[int] = []
+        self._begin()
 
-    def follow(self, output_token_ids: Sequence[int]) -> bool:
-        """Go behind this output: usually a longer one, after rejected drafts another one. False if the
-        grammar forbids it.
+    def _begin(self) -> None:
+        self._matcher = self._start.deep_copy()
+        self._output: list[int] = []
+        self._ahead: list[int] = []
+        self._place = 0
+        """Tokens before it, those `ahead` among them."""
+        self._runs: list[tuple[int, list[int]]] = []
+        """Where a text begins that must follow, and its tokens. They are found once, at its first place: what
+        llguidance finds in the middle of it may be other ones.
         """
-        known = self._known
-        common = len(known)
-        if output_token_ids[:common] != known:
-            common = common_prefix(known, output_token_ids)
-            self._matcher.rollback(len(known) - common)
-            del known[common:]
-        new = output_token_ids[common:]
-        num_allowed = self._matcher.try_consume_tokens(list(new)) if new else 0
-        known += new[:num_allowed]
-        return num_allowed == len(new)
+        self._free_at = -1
+        """The last place at which no text was found."""
+
+    def follow(self, output: list[int], behind: Sequence[int] = ()) -> int:
+        """Go behind the output, and what is drafted `behind` it, up to the first token that the grammar
+        forbids. Returns the tokens before that. Of an output that has grown only what is new is looked at.
+        """
+        if not behind and not self._ahead and output is self._output and self._place == len(output):
+            return self._place
+        if output is not self._output:
+            self._ahead = [*self._output[: self._place - len(self._ahead)], *self._ahead]
+            self._output = output
+        start = self._place - len(self._ahead)
+        wanted = output[start:]
+        wanted += behind
+        self._back_to(start + common_prefix(self._ahead, wanted))
+        for token in wanted[self._place - start :]:
+            if not self._consume(token):
+                break
+        self._ahead = wanted[len(output) - start : self._place - start]
+        return self._place
+
+    def is_behind(self, row: SamplingRow) -> bool:
+        """Go behind what precedes the row's token; False if the grammar forbids that."""
+        return self.follow(row.output_token_ids, row.drafted) == len(row.output_token_ids) + len(row.drafted)
 
     def forced(self) -> list[int]:
-        return self._matcher.compute_ff_tokens()
+        """The tokens that must come at this place, if there are such."""
+        if self._runs:
+            start, tokens = self._runs[-1]
+            if self._place < start + len(tokens):
+                return tokens[self._place - start :]
+        if self._free_at == self._place:
+            return []
+        tokens = self._matcher.compute_ff_tokens()
+        if tokens:
+            self._runs.append((self._place, tokens))
+        else:
+            self._free_at = self._place
+        return tokens
 
-    def fill(self, words: np.ndarray, output_token_ids: Sequence[int]) -> None:
-        """The bits of what may follow. All, behind what the grammar forbids: that is a draft, and will not be
-        accepted. None, where the grammar cannot go on.
+    def may_end(self) -> bool:
+        return not self.forced() and self._matcher.is_accepting()
+
+    def fill(self, words: np.ndarray, row: SamplingRow) -> None:
+        """The bits of what may follow. All, behind a draft that the grammar forbids: it will not be accepted.
+        None, where the grammar cannot go on.
         """
-        if not self.follow(output_token_ids):
-            words.fill(-1)
-            return
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if not self.is_behind(row):
+            words.fill(-1 if self._place >= len(row.output_token_ids) else 0)
+        elif tokens := self.forced():
+            words.fill(0)
+            words.view(np.uint32)[tokens[0] >> 5] = 1 << (tokens[0] & 31)
+        else:
+            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():  # for good
             words.fill(0)
-            self._matcher = self._start.deep_copy()
-            self._known.clear()
+            self._begin()
+
+    def _consume(self, token: int) -> bool:
+        forced = self.forced()
+        if (forced and forced[0] != token) or not self._matcher.try_consume_tokens([token]):
+            return False
+        self._place += 1
+        return True
+
+    def _back_to(self, place: int) -> None:
+        if place == self._place:
+            return
+        self._matcher.rollback(self._place - place)
+        self._place, self._free_at = place, -1
+        while self._runs and self._runs[-1][0] > place:
+            self._runs.pop()

@@ -104,6 +104,6 @@ class Penalties:
         if counts is None:
             prompt = row.prompt_token_ids if row.params.repetition_penalty != 1.0 else []
             counts = self._counts[row.request_id] = TokenCounts(prompt)
-        counts.follow(row.output_token_ids)
+        counts.follow(row.history)
         token_ids, output_counts = counts.entries()
         return token_ids.copy(), output_counts.copy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protocol.sampling import SamplingParams
@@ -11,8 +12,9 @@ from protocol.sampling import SamplingParams
 class SamplingRow:
     """One token to choose: `position` is its absolute position in prompt + output.
 
-    Several rows may belong to one request, each with the output that would precede its token (or with less
-    of it where `needs_history` says that it does not matter).
+    Several rows may belong to one request, each with the `drafted` tokens that would precede its own behind
+    the output (or with less of them where `needs_history` says that it does not matter). The output is the
+    request's own list, which only grows.
     """
 
     params: SamplingParams
@@ -20,6 +22,12 @@ class SamplingRow:
     output_token_ids: list[int]
     position: int
     request_id: str
+    drafted: Sequence[int] = ()
+
+    @property
+    def history(self) -> list[int]:
+        """The output and what is drafted behind it."""
+        return [*self.output_token_ids, *self.drafted] if self.drafted else self.output_token_ids
 
 
 def needs_history(params: SamplingParams) -> bool:

@@ -23,6 +23,7 @@ from tests.engine.test_sampler_native import FILTERS, make_rows
 
 MODEL = Path(__file__).parents[2] / "models" / "tandem-code-10m"
 ANY_LIST = 'start: "[" item ("," item)* "]"\nitem: /[a-z]{1,6}/'
+LIST_AND_TEXT = ANY_LIST.replace('"]"', '"] is a list of words"')
 
 
 class Fixed:
@@ -88,21 +89,61 @@ def tokenizer() -> LLTokenizer:
     return LLTokenizer((MODEL / "tokenizer.json").read_text())
 
 
+def fresh_words(tokenizer: LLTokenizer, row: SamplingRow) -> np.ndarray:
+    masks = Grammars(lambda: tokenizer).masks([row])
+    assert masks is not None
+    return masks.words
+
+
 def test_a_place_in_a_grammar_is_a_function_of_the_output(tokenizer: LLTokenizer) -> None:
-    """In whatever order outputs are asked for: longer ones, others after rejected drafts, forbidden ones, and
-    those that are complete.
+    """In whatever order outputs are asked for: longer ones, others after rejected drafts, forbidden drafts,
+    those that are complete, and the middle of a text that must follow.
     """
-    texts = ["", "[", "[ab", "[ab,", "[ab,c", "[a]", "[ab,c]", "]", "[ab,,", "[1", "[abcdefghij"]
+    texts = ["", "[", "[ab", "[ab,", "[ab,c", "[a]", "[ab,c]"]
+    texts += ["[a] is", "[ab,c] is a list", "[a] is a list of words"]
     outputs = [tokenizer.tokenize_str(text) for text in texts]
-    outputs.append([*tokenizer.tokenize_str("[a]"), tokenizer.eos_token])
+    forbidden = [tokenizer.tokenize_str(text) for text in ("]", "[ab,,", "[1", "[abcdefghij", "[a] was")]
     asked = Grammars(lambda: tokenizer)
     rng = random.Random(0)
-    for output in rng.choices(outputs, k=200):
-        row = make_row("r", output=output, grammar=ANY_LIST)
-        found, fresh = asked.masks([row]), Grammars(lambda: tokenizer).masks([row])
-        assert found is not None and fresh is not None
-        assert (found.words == fresh.words).all(), output
+    for output in rng.choices(outputs + forbidden, k=300):
+        split = 0 if output in forbidden else rng.randint(0, len(output))
+        row = make_row("r", output=output[:split], grammar=LIST_AND_TEXT)
+        row.drafted = output[split:]
+        found = asked.masks([row])
+        assert found is not None
+        assert (found.words == fresh_words(tokenizer, row)).all(), output
         assert found.words.any()
+        assert (found.words == -1).all() == (output in forbidden)
+        assert asked.allows(row, [tokenizer.eos_token]) == (output == outputs[-1])
+        assert output in forbidden or (found.words[0, 0] & 1) == (output == outputs[-1])
+
+
+def test_a_place_follows_an_output_that_grows(tokenizer: LLTokenizer) -> None:
+    """Token by token, with drafts in between that are not kept."""
+    asked, row = Grammars(lambda: tokenizer), make_row("r", grammar=LIST_AND_TEXT)
+    for token in tokenizer.tokenize_str("[ab,c] is a list of words"):
+        asked.allows(row, tokenizer.tokenize_str("abc,d]"))
+        found = asked.masks([row])
+        assert found is not None and (found.words == fresh_words(tokenizer, row)).all()
+        assert asked.allows(row, [token])
+        row.output_token_ids.append(token)
+    assert asked.forced(row) == [] and asked.allows(row, [tokenizer.eos_token])
+
+
+def test_texts_that_must_follow_are_the_only_ones_allowed(tokenizer: LLTokenizer) -> None:
+    """What is forced at a place is what llguidance's own mask has there; elsewhere there is a choice."""
+    grammars, forced = Grammars(lambda: tokenizer), 0
+    output = tokenizer.tokenize_str("[ab,c] is a list of words")
+    matcher = grammars.compile(LIST_AND_TEXT).deep_copy()
+    for place, token in enumerate(output):
+        row = make_row("r", output=output[:place], grammar=LIST_AND_TEXT)
+        tokens = np.flatnonzero(
+            np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        )
+        assert grammars.forced(row)[:1] == (tokens.tolist() if len(tokens) == 1 else [])
+        forced += len(tokens) == 1
+        matcher.consume_token(token)
+    assert forced > 4
 
 
 def test_grammars_are_kept_while_they_are_used(
