@@ -13,12 +13,11 @@ def wants_embedding(sequence: SequenceState) -> bool:
 
 
 def embeddings(launched: Launched) -> dict[SequenceState, bytes]:
-    """Of the prompts whose last token was computed in this step, which captured the last layer's states."""
+    """Of the step's prompts, as far as they are computed, by the last layer's states that it captured."""
     packed, rows, end = launched.packed, {}, 0
-    sampled = set(packed.sampled)
     for sequence, each in zip(launched.step.sequences, packed.batch, strict=True):
         end += len(each.token_ids)
-        if wants_embedding(sequence) and sequence in sampled:
+        if wants_embedding(sequence):
             rows[sequence] = end - 1
     if not rows:
         return {}
