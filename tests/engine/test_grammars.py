@@ -146,6 +146,21 @@ def test_texts_that_must_follow_are_the_only_ones_allowed(tokenizer: LLTokenizer
     assert forced > 4
 
 
+def test_where_llguidance_fails_no_token_may_follow(tokenizer: LLTokenizer) -> None:
+    """As when a grammar comes to a bound of the work it may cause: also in the middle of a draft."""
+    asked, row = (
+        Grammars(lambda: tokenizer),
+        make_row("r", output=tokenizer.tokenize_str("["), grammar=ANY_LIST),
+    )
+    for drafted in ([], tokenizer.tokenize_str("ab,")):
+        row.drafted = drafted
+        asked.matcher("r", ANY_LIST)._matcher.consume_token(tokenizer.eos_token)
+        found = asked.masks([row])
+        assert found is not None and not found.words.any()
+        again = asked.masks([row])
+        assert again is not None and (again.words == fresh_words(tokenizer, row)).all()
+
+
 def test_grammars_are_kept_while_they_are_used(
     tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
