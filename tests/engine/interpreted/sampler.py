@@ -96,6 +96,19 @@ def test_rows_of_all_filters_and_edits() -> None:
     choose(*Case(tuple(FILTERS), edits, 150, torch.bfloat16, 3.0, -math.inf, 1).batch())
 
 
+def test_edits_of_tokens_that_win() -> None:
+    for seed in range(4):
+        choose(*Case(("greedy",) * len(EDITS), tuple(EDITS), 6, torch.float32, 1.0, 0.0, seed).batch())
+    logits = torch.zeros(1, 10)
+    logits[0, 9], logits[0, 5] = 2.0, torch.tensor(2.0) / 1.3
+    row = make_row("equal", output=(9,), temperature=0.0, repetition_penalty=1.3)
+    assert choose(logits, [row])[0] == [5]
+    logits = torch.full((1, 10), 0.5)
+    logits[0, 1] = 1.0  # of the prompt alone
+    row = make_row("prompt", temperature=0.0, repetition_penalty=1.01, presence_penalty=0.7)
+    assert choose(logits, [row])[0] == [1]
+
+
 def test_a_vocabulary_of_several_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chooser, "TILE", 4096)
     monkeypatch.setattr(chooser, "_GROUP", 64)
@@ -165,6 +178,7 @@ def test_distributions_and_drafts() -> None:
     vocab_size = 150
     names = ["none", "hottest", "greedy", "top-k 1", "top-p of many", "min-p", "top-k, top-p", "all"]
     rows = make_rows(len(names), random.Random(8), names)
+    rows.append(make_row(seed=3, min_p=0.2, top_p=0.7, temperature=1.5))
     rows.append(make_row(seed=1, allowed_token_ids=[7], banned_token_sequences=[[7]]))
     rows.append(make_row(seed=2, frequency_penalty=0.5, output=(1, 1, 2), logit_bias={3: 4.0}))
     logits = 2 * torch.randn(len(rows), vocab_size, generator=torch.Generator().manual_seed(8))
@@ -176,7 +190,8 @@ def test_distributions_and_drafts() -> None:
     torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-5)
     assert torch.equal(found > 0, expected > 0)
     assert tokens[-2] == -1 and not found[-2].any()
-    assert torch.equal(tokens[[*range(len(names)), -1]], expected_tokens[[*range(len(names)), -1]])
+    sound = [*range(len(names) + 1), -1]
+    assert torch.equal(tokens[sound], expected_tokens[sound])
 
 
 def test_more_rows_than_are_launched_together(monkeypatch: pytest.MonkeyPatch) -> None:
