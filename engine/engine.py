@@ -172,7 +172,9 @@ class Engine:
         groups = [loaded.kv_group]
         if self._speculator is not None and self._speculator.kv_group is not None:
             groups.append(self._speculator.kv_group)
-        return PoolLayout(tuple(groups), self.config.block_size, self._state, self.config.max_num_seqs)
+        draft_state = self._speculator.state_layout if self._speculator is not None else None
+        count, size = self.config.max_num_seqs, self.config.block_size
+        return PoolLayout(tuple(groups), size, self._state, count, draft_state)
 
     def _profile(self, loaded: LoadedModel, budget: int) -> None:
         """Measure what steps take and what drafts cost, over blocks that are free afterwards."""

@@ -43,7 +43,10 @@ class KVPool:
         self.groups = {group.name: group for group in layout.groups}
         self.state_blocks = layout.state_blocks
         self.state_unit = layout.state_unit
-        self.seats = Seats(layout.state, layout.num_seats, device) if layout.state is not None else None
+        self.seats, self.draft_seats = (
+            Seats(state, layout.num_seats, device) if state is not None else None
+            for state in (layout.state, layout.draft_state)
+        )
         """Of running sequences' states."""
         self.arenas: list[Tensor] = []
         self._segments: list[dict[str, Tensor]] = []
@@ -124,7 +127,7 @@ def pool_blocks(
     nbytes = layout.block_bytes
     # One more than its tokens take: a prompt found whole in the cache goes on in a copy of its last block.
     per_sequence = math.ceil(max_model_len / config.block_size) + 1 + layout.state_blocks
-    seat_bytes = layout.state.seat_bytes if layout.state is not None else 0
+    seat_bytes = layout.seat_bytes
     budget, reason = _pool_budget(
         config, device, max_model_len, per_sequence * nbytes + seat_bytes, kept_free
     )

@@ -158,16 +158,24 @@ class Group:
 
 @dataclass(frozen=True)
 class PoolLayout:
-    """Beside the blocks there are `num_seats` seats for the `state` of recurrent layers, if there are any."""
+    """Beside the blocks there are `num_seats` seats for the `state` of recurrent layers, and for that of the
+    draft's, if there are any.
+    """
 
     groups: tuple[Group, ...]
     block_size: int
     state: StateLayout | None = None
     num_seats: int = 0
+    draft_state: StateLayout | None = None
+
+    @property
+    def seat_bytes(self) -> int:
+        """Of one sequence."""
+        return sum(state.seat_bytes for state in (self.state, self.draft_state) if state is not None)
 
     @property
     def seats_bytes(self) -> int:
-        return self.num_seats * self.state.seat_bytes if self.state is not None else 0
+        return self.num_seats * self.seat_bytes
 
     @property
     def state_blocks(self) -> int:

@@ -49,10 +49,12 @@ def runner_of_one_process(
     return runner or build_runner(loaded, attention, config.compile, hidden_layers, pool.seats)
 
 
-def runner_of_drafts(config: ServeConfig, loaded: LoadedModel, attention: AttentionBackend) -> Runner:
+def runner_of_drafts(
+    config: ServeConfig, loaded: LoadedModel, attention: AttentionBackend, seats: Seats | None = None
+) -> Runner:
     """For a model that drafts chains."""
     runner = _cuda_runner(config, loaded, attention, drafts=True)
-    return runner or build_runner(loaded, attention, config.compile)
+    return runner or build_runner(loaded, attention, config.compile, seats=seats)
 
 
 def _cuda_runner(

@@ -15,6 +15,7 @@ from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
 from engine.pool_layout import Group
 from engine.profiling import ProfilingRun
+from engine.recurrent.layout import StateLayout
 from engine.sampler import Sampler
 from engine.scheduler import ScheduledStep
 from engine.sequence import SequenceState
@@ -30,13 +31,15 @@ class Speculator(Protocol):
     """One per engine, for the engine's thread; `counters` and `report` may be called from any thread.
 
     In each step the engine calls `prepare`, `verify` if there are drafts, and `finish`. `kv_group` is the
-    draft's KV, named `DRAFT`, None if it has none. `hidden_layers` are the hidden states that it reads,
+    draft's KV, named `DRAFT`, None if it has none, and `state_layout` what its recurrent layers keep of a
+    sequence, None if it has none. `hidden_layers` are the hidden states that it reads,
     numbered as in Transformers' `hidden_states`: 0 the embeddings, i the output of layer i, the last one
     after the final norm. `most_drafted` is the number of tokens for which recurrent layers have room; longer
     drafts get room for fewer.
     """
 
     kv_group: Group | None
+    state_layout: StateLayout | None
     hidden_layers: tuple[int, ...]
     most_drafted: int
 

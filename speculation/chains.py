@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
@@ -19,6 +19,9 @@ from speculation.chains_ahead import chains_ahead
 from speculation.drawing import Chain, Drawing
 from speculation.native_chain import NativeChain
 
+SeatOf = Callable[[SequenceState], int]
+"""Where the state of the runner's recurrent layers is, if it has some."""
+
 
 class ChainDrafting:
     """`vocab_size` is the target's: `runner` may have more logits. `sampler` must forget requests."""
@@ -30,11 +33,13 @@ class ChainDrafting:
         verification: Verification,
         sampler: Sampler,
         device: torch.device,
+        seat_of: SeatOf = lambda sequence: 0,
     ) -> None:
         self._runner = runner
+        self._seat_of = seat_of
         self._vocab_size = vocab_size
         self._drawing = Drawing(sampler, verification)
-        self._ahead = chains_ahead(runner, self._drawing, device, _drafted_row)
+        self._ahead = chains_ahead(runner, self._drawing, device, self._drafted_row)
         self._native: NativeChain | None = None
         if isinstance(runner, DecoderForward):
             self._native = NativeChain(runner, vocab_size, verification)
@@ -54,7 +59,7 @@ class ChainDrafting:
             self._drawing.extend(growing, self.logits(batch))
             growing = [chain for chain in growing if len(chain.token_ids) < wanted[chain.sequence]]
             batch = [
-                _drafted_row(chain.sequence, chain.token_ids[-1], len(chain.token_ids) - 1)
+                self._drafted_row(chain.sequence, chain.token_ids[-1], len(chain.token_ids) - 1)
                 for chain in growing
             ]
         return [chain.draft() for chain in chains]
@@ -70,6 +75,7 @@ class ChainDrafting:
     def _whole(self, logits: Tensor) -> Tensor:
         return logits[:, : self._vocab_size]
 
-
-def _drafted_row(sequence: SequenceState, token_id: int, place: int) -> SequenceRows:
-    return SequenceRows([token_id], len(sequence.token_ids) + place, sequence.held.blocks)
+    def _drafted_row(self, sequence: SequenceState, token_id: int, place: int) -> SequenceRows:
+        certain = len(sequence.token_ids)
+        blocks, seat = sequence.held.blocks, self._seat_of(sequence)
+        return SequenceRows([token_id], certain + place, blocks, seat=seat, certain=certain)

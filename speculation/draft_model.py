@@ -27,8 +27,10 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.chains import ChainDrafting
+from speculation.draft_seats import DraftSeats
 from speculation.drafter import Computed, Drafter
 from speculation.ranking import rank_drafted
+from speculation.shapes import default_drafted
 from speculation.tree import TREE_WIDTH, DraftTrees, TreeRows
 
 _READ_AT_ONCE = 2048
@@ -76,25 +78,30 @@ class DraftModel(Drafter):
         except (ConfigError, UnsupportedModelError) as error:
             reason = str(error).removeprefix("--model: ").removeprefix("--")
             raise ConfigError(f"--speculative-config: model: {reason}") from error
-        if self._loaded.recurrent is not None:
-            name = self._loaded.model.config.model_type
-            raise ConfigError(
-                f"--speculative-config: model: {name}: a draft with recurrent state is not supported"
-            )
         check_draft(self._loaded, target)
+        if self._loaded.recurrent is not None:
+            if options.prefill == "carry":
+                raise ConfigError(
+                    "--speculative-config: prefill: the state of a draft model with recurrent layers is not "
+                    "carried to decode workers: must be auto or rebuild"
+                )
+            self.state_layout = self._loaded.recurrent.state.with_drafts(default_drafted(options))
         self._vocab_size = target.vocab_size
         self.kv_group = replace(self._loaded.kv_group, name=DRAFT)
         self._computed: dict[str, int] = {}
-        """By request: leading places that have the draft model's KV."""
+        """By request: leading places that have the draft model's KV, and are in its state if it has one."""
+        self._seats: DraftSeats | None = None
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
         device = self._loaded.device
         backend_class, _ = select_backend(device, self._loaded.dtype, self._config.attention_backend)
         backend = backend_class(pool.layers(DRAFT), pool.groups[DRAFT].arena)
-        self._runner = runner_of_drafts(self._config, self._loaded, backend)
+        self._runner = runner_of_drafts(self._config, self._loaded, backend, pool.draft_seats)
+        if pool.draft_seats is not None:
+            self._seats = DraftSeats(pool.draft_seats)
         self._sampler = Sampler(self._vocab_size, device, loaded.eos_token_ids)
         self._drafting = ChainDrafting(
-            self._runner, self._vocab_size, self._options.verification, self._sampler, device
+            self._runner, self._vocab_size, self._options.verification, self._sampler, device, self._seat
         )
 
     def warm_up(self) -> None:
@@ -102,6 +109,7 @@ class DraftModel(Drafter):
 
     def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         drafts: list[Draft | None] = [None] * len(sequences)
+        counts = self._take_seats(sequences, counts)
         ready = self._read_up(sequences)
         if ready:
             ask = self._trees if self._options.tree else self._chains
@@ -109,6 +117,18 @@ class DraftModel(Drafter):
             for index, draft in zip(ready, found, strict=True):
                 drafts[index] = draft
         return drafts
+
+    def _take_seats(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> Sequence[int]:
+        """Returns how many tokens they have room for there."""
+        if self._seats is None:
+            return counts
+        for request_id in self._seats.sit(sequence.request_id for sequence in sequences):
+            self._computed[request_id] = 0
+        layout = self._seats.seats.layout
+        return [min(count, layout.window - layout.grid) for count in counts]
+
+    def _seat(self, sequence: SequenceState) -> int:
+        return self._seats[sequence.request_id] if self._seats is not None else 0
 
     def _read_up(self, sequences: Sequence[SequenceState]) -> list[int]:
         """Those of the sequences of which little is still unread: that is done with the first draft.
@@ -152,7 +172,10 @@ class DraftModel(Drafter):
             if rows.token_ids:
                 root = len(sequence.token_ids) - 1
                 start, tables = root + rows.first, sequence.held.blocks
-                batch.append(SequenceRows(rows.token_ids, start, tables, rows.masks, root))
+                seat, certain = self._seat(sequence), root + 1
+                batch.append(
+                    SequenceRows(rows.token_ids, start, tables, rows.masks, root, seat=seat, certain=certain)
+                )
                 self._computed[sequence.request_id] = start + len(rows.token_ids)
         every = range(sum(len(rows.token_ids) for rows in batch))
         return self._runner.run(batch, list(every)).logits[:, : self._vocab_size]
@@ -160,7 +183,7 @@ class DraftModel(Drafter):
     def _unread_rows(self, sequences: Sequence[SequenceState]) -> list[SequenceRows]:
         starts = [self._computed.get(sequence.request_id, 0) for sequence in sequences]
         return [
-            SequenceRows(sequence.token_ids[start:], start, sequence.held.blocks)
+            SequenceRows(sequence.token_ids[start:], start, sequence.held.blocks, seat=self._seat(sequence))
             for sequence, start in zip(sequences, starts, strict=True)
         ]
 
@@ -169,19 +192,20 @@ class DraftModel(Drafter):
         start = self._computed.get(sequence.request_id, 0)
         while start < end:
             tokens = sequence.token_ids[start : min(end, start + _READ_AT_ONCE)]
-            self._runner.run([SequenceRows(tokens, start, sequence.held.blocks)], [0])
+            rows = SequenceRows(tokens, start, sequence.held.blocks, seat=self._seat(sequence))
+            self._runner.run([rows], [0])
             start += len(tokens)
         self._computed[sequence.request_id] = start
 
     def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
-        self._computed[sequence.request_id] = num_drafted
+        self._computed[sequence.request_id] = 0 if self._seats is not None else num_drafted
 
     def num_drafted(self, request_id: str) -> int:
         return self._computed.get(request_id, 0)
 
     def observe(self, computed: Sequence[Computed]) -> None:
         """What was drafted and not accepted holds the KV of other tokens. Prompts that are computed for
-        another worker are read along, unless it does that itself.
+        another worker are read along, unless it does that itself; a state would not come there.
         """
         for each in computed:
             request_id, first_drafted = each.sequence.request_id, each.start + 1
@@ -189,9 +213,15 @@ class DraftModel(Drafter):
                 num_run = self._computed[request_id] - first_drafted
                 kept = sum(node < num_run for node in each.accepted)
                 self._computed[request_id] = first_drafted + kept
+                if self._seats is not None:
+                    self._seats.seats.move(self._seats[request_id], first_drafted, each.accepted[:kept])
+            elif self._seats is not None:
+                continue
             elif each.sequence.prefill_only and not each.sequence.drafts_elsewhere:
                 self._read(each.sequence, each.start + each.num_tokens)
 
     def forget(self, request_id: str) -> None:
         self._computed.pop(request_id, None)
+        if self._seats is not None:
+            self._seats.forget(request_id)
         self._sampler.forget(request_id)

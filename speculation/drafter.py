@@ -12,6 +12,7 @@ from engine.draft import Draft, Outcome
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
 from engine.pool_layout import Group
+from engine.recurrent.layout import StateLayout
 from engine.sequence import SequenceState
 
 _FEW_ROWS = 256
@@ -89,13 +90,14 @@ class Computed:
 class Drafter(ABC):
     """Proposes tokens for the sequences of a batch, all at once. For one thread.
 
-    `kv_group` and `hidden_layers` are as in `engine.speculation_interface.Speculator`. It keeps what it knows
-    of a request by its id until `forget`; a request may come back from far behind (preempted) or go to
-    another worker, so that whatever it lacks it must be able to make anew from the sequence's tokens, or do
-    without.
+    `kv_group`, `state_layout` and `hidden_layers` are as in `engine.speculation_interface.Speculator`. It
+    keeps what it knows of a request by its id until `forget`; a request may come back from far behind
+    (preempted) or go to another worker, so that whatever it lacks it must be able to make anew from the
+    sequence's tokens, or do without.
     """
 
     kv_group: Group | None = None
+    state_layout: StateLayout | None = None
     hidden_layers: tuple[int, ...] = ()
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:  # noqa: B027

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from engine.loader import LoadedModel
 from protocol.config import ServeConfig
-from protocol.speculation import METHODS, Method, Source, SpeculativeConfig
-from speculation.control.request import Shape
+from protocol.speculation import Method, SpeculativeConfig
 from speculation.drafter import Drafter
 
 
@@ -47,17 +46,3 @@ def build_drafter(
             from speculation.custom import custom_drafter
 
             return custom_drafter(options, config, loaded)
-
-
-def draft_shape(method: Source, options: SpeculativeConfig) -> Shape:
-    """What the controller can choose from for a request of this method."""
-    if method == "lookahead":
-        return Shape(options.lookahead_rows, whole=True)
-    if options.tree and method == options.method:
-        return Shape(options.tree_nodes, whole=True)
-    return Shape(options.max_speculative_tokens)
-
-
-def most_drafted(options: SpeculativeConfig) -> int:
-    """Tokens that a request's draft has at most, by whatever method it asks for."""
-    return max(draft_shape(method, options).max_tokens for method in METHODS)

@@ -14,6 +14,7 @@ from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
 from engine.pool_layout import TARGET, Group
 from engine.profiling import ProfilingRun
+from engine.recurrent.layout import StateLayout
 from engine.rows import SequenceRows
 from engine.sampler import Sampler
 from engine.scheduler import ScheduledStep
@@ -36,7 +37,8 @@ def run_ahead(config: ServeConfig, loaded: LoadedModel) -> RunAhead:
     if loaded.recurrent is not None:
         name = loaded.model.config.model_type
         raise ConfigError(
-            f"--speculative-config: model: {name}: a draft with recurrent state is not supported"
+            f"--speculative-config: model: {name}: a draft with recurrent state is not supported on draft "
+            "workers"
         )
     return RunAhead(config)
 
@@ -47,6 +49,7 @@ class RunAhead:
     """
 
     kv_group: Group | None = None
+    state_layout: StateLayout | None = None
     hidden_layers: tuple[int, ...] = ()
     most_drafted = 0
 

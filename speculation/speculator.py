@@ -14,6 +14,7 @@ from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
 from engine.pool_layout import Group
 from engine.profiling import ProfilingRun
+from engine.recurrent.layout import StateLayout
 from engine.sampler import Sampler
 from engine.scheduler import ScheduledStep
 from engine.sequence import SequenceState
@@ -38,8 +39,9 @@ from speculation.control.request import SpeculatingRequest
 from speculation.custom import problem
 from speculation.drafter import Computed, Drafter
 from speculation.grammar_drafts import forced_tokens, num_allowed
-from speculation.methods import build_drafter, draft_shape, most_drafted
+from speculation.methods import build_drafter
 from speculation.remote import RemoteDrafter
+from speculation.shapes import default_drafted, draft_shape, most_drafted
 from speculation.unread import MOST_STEPS, UnreadSteps
 from speculation.verification.verify import prepare, verify
 
@@ -81,6 +83,7 @@ class BatchSpeculator:
         self._watch = CollapseWatch()
         self._controller = DraftController(config.max_num_seqs, most_drafted(self._options))
         self.kv_group: Group | None = None
+        self.state_layout: StateLayout | None = None
         self.hidden_layers: tuple[int, ...] = ()
         self._remote = remote
         if remote is not None:
@@ -89,7 +92,8 @@ class BatchSpeculator:
             drafter = build_drafter(self._deployed.method, self._options, config, loaded)
             self._drafters[self._deployed.method] = drafter
             self.kv_group, self.hidden_layers = drafter.kv_group, drafter.hidden_layers
-        self.most_drafted = self._most_drafted()
+            self.state_layout = drafter.state_layout
+        self.most_drafted = default_drafted(self._options)
         self._feature_bytes = len(self.hidden_layers) * loaded.hidden_size * loaded.dtype.itemsize
 
     def attach(self, loaded: LoadedModel, pool: KVPool, sampler: Sampler) -> None:
@@ -382,11 +386,6 @@ class BatchSpeculator:
 
     def counters(self) -> dict[str, float]:
         return self._account.counters()
-
-    def _most_drafted(self) -> int:
-        """By a request that asks for nothing else."""
-        fixed = self._options.fixed_tokens
-        return draft_shape(self._options.method, self._options).max_tokens if fixed is None else fixed
 
     def report(self) -> SpeculationState:
         most = self.most_drafted if self._deployed is not None else 0

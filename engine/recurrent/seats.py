@@ -96,6 +96,10 @@ class Seats:
     def is_on_cpu(self) -> bool:
         return self._states.device.type == "cpu"
 
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
     def take(self) -> int:
         """For a sequence without tokens, until a state is loaded."""
         seat = self._free.pop()

@@ -5,12 +5,15 @@ worker, and resumed after a death.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
 
+from protocol.speculation import SpeculativeConfig
 from tests.e2e.architectures import HYBRIDS, write_model
 from tests.e2e.test_token_equality import prompts, run_all
+from tests.speculation.small_engine import write_noisy
 from tests.worker.harness import Cluster, request, tiny_config
 from tests.worker.tiny_model import greedy, load
 
@@ -75,19 +78,33 @@ def test_a_conversation_moves_to_another_worker_with_its_state(tmp_path: Path) -
         assert fresh.counter("kv_blocks_skipped_total") > 0
 
 
-def test_answers_go_on_when_the_decode_worker_dies_amid_them(tmp_path: Path) -> None:
-    write_model("qwen3_next", tmp_path)
-    reference = load(tmp_path)
+@pytest.mark.parametrize("drafts", [None, "chains", "trees"])
+def test_answers_go_on_when_the_decode_worker_dies_amid_them(tmp_path: Path, drafts: str | None) -> None:
+    """With drafts too, of a model that has recurrent layers as well."""
+    model = tmp_path / "model"
+    write_model("qwen3_next", model)
+    write_noisy(model, tmp_path / "draft")
+    reference = load(model)
+    speculative = SpeculativeConfig(
+        method="draft_model",
+        model=str(tmp_path / "draft"),
+        num_speculative_tokens=4 if drafts == "chains" else 9,
+        max_speculative_tokens=4,
+        tree=drafts == "trees",
+    )
+    num_tokens = 5 * NUM_TOKENS if drafts else NUM_TOKENS
     batch = prompts([15, 49, 64], seed=2)
-    expected = [greedy(reference, prompt, NUM_TOKENS) for prompt in batch]
+    expected = [greedy(reference, prompt, num_tokens) for prompt in batch]
     with Cluster() as cluster:
-        options = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 5}
-        config = tiny_config(tmp_path, kv_transports="tcp", **options)
+        options: dict[str, Any] = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 5}
+        if drafts:
+            options["speculative_config"] = speculative
+        config = tiny_config(model, kv_transports="tcp", **options)
         prefill = cluster.start("prefill", "prefill-0", config)
         dying = cluster.start("decode", "decode-0", config, "slow:0.05")
         ids = [f"first-{index}" for index in range(len(batch))]
         for request_id, prompt in zip(ids, batch, strict=True):
-            cluster.generate(prefill, request(request_id, prompt, NUM_TOKENS), dying.address)
+            cluster.generate(prefill, request(request_id, prompt, num_tokens), dying.address)
         cluster.wait(lambda: all(len(cluster.outputs[request_id]) > 3 for request_id in ids))
         dying.kill()
         other = cluster.start("decode", "decode-1", config)
@@ -95,12 +112,14 @@ def test_answers_go_on_when_the_decode_worker_dies_amid_them(tmp_path: Path) -> 
             [token for _, output in cluster.outputs[request_id] for token in output.token_ids]
             for request_id in ids
         ]
-        assert all(0 < len(tokens) < NUM_TOKENS for tokens in known)
+        assert all(0 < len(tokens) < num_tokens for tokens in known)
         cluster.abort(*ids)  # as the router does, at the prefill worker
         for request_id, prompt, tokens in zip(ids, batch, known, strict=True):
-            resumed = request(f"again-{request_id}", prompt, NUM_TOKENS)
+            resumed = request(f"again-{request_id}", prompt, num_tokens)
             resumed.output_token_ids.extend(tokens)
             cluster.generate(prefill, resumed, other.address)
         cluster.run(*(f"again-{request_id}" for request_id in ids), timeout_s=60)
         for request_id, tokens, whole in zip(ids, known, expected, strict=True):
             assert tokens + cluster.tokens(f"again-{request_id}") == whole
+        outputs = [output for parts in cluster.outputs.values() for _, output in parts]
+        assert any(output.accepted_tokens for output in outputs) == (drafts is not None)

@@ -14,19 +14,10 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 
-RECURRENT: dict[str, dict[str, Any]] = {
-    "mamba2": {"hidden_size": 32, "head_dim": 16, "num_heads": 4, "n_groups": 1, "state_size": 16},
-    "qwen3_next": {
-        "head_dim": 16,
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-    },
-}
+RECURRENT: dict[str, Any] = {"head_dim": 16, "num_heads": 4, "n_groups": 1, "state_size": 16}
 
 _BY_TYPE: list[tuple[str, dict[str, Any], str]] = [
-    ("mamba2", RECURRENT["mamba2"], "mamba2"),
+    ("mamba2", RECURRENT, "mamba2"),
     ("bloom", {"n_layer": 2, "n_head": 2}, "bloom"),
     ("t5", {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}, "encoder-decoder"),
     (

@@ -15,6 +15,7 @@ from engine.engine import Engine
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
 from engine.pool_layout import Group
+from engine.recurrent.layout import StateLayout
 from engine.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
@@ -35,6 +36,7 @@ class ScriptedDrafter:
     """
 
     kv_group: Group | None = None
+    state_layout: StateLayout | None = None
     hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, script: Script) -> None:

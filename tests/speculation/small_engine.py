@@ -27,6 +27,11 @@ CHUNK = 64
 def write_pair(target: Path, draft: Path, difference: float = 0.02) -> None:
     """A tiny Llama, and the same with noise in its weights: they often agree, but not always."""
     write_tiny_llama(target)
+    write_noisy(target, draft, difference)
+
+
+def write_noisy(target: Path, draft: Path, difference: float = 0.02) -> None:
+    """The model with noise in its weights."""
     model = load(target)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

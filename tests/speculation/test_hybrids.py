@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
 import torch
 import transformers
 
+from engine.draft import Draft
 from engine.engine import Engine
+from engine.recurrent.layout import RecurrentLayer, StateLayout
+from engine.recurrent.seats import Seats
+from engine.sequence import SequenceState
 from protocol.config import ServeConfig
+from protocol.errors import ConfigError
 from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
+from protocol.speculation import SpeculativeConfig
+from speculation.draft_model import DraftModel
+from speculation.draft_seats import DraftSeats
+from speculation.speculator import BatchSpeculator, speculate
 from tests.e2e.architectures import write_model
 from tests.speculation import scripted
 from tests.speculation.scripted import Answers, Script, ScriptedDrafter
-from tests.speculation.small_engine import VOCAB_SIZE, ask, prompt_of, run, tokens
+from tests.speculation.small_engine import VOCAB_SIZE, ask, prompt_of, run, tokens, write_noisy
 from tests.speculation.test_token_equality import ALLOWED, CRAMPED, METHODS, Given
 from tests.speculation.test_token_equality import requests as sampled_requests
 from tests.worker.tiny_model import greedy, load
@@ -160,3 +171,79 @@ def test_bfloat16_gives_the_same_bits_with_drafts_and_without(model: Path) -> No
             drafted = served(engine, num_requests)
             assert drafted.drafted_tokens > 0
             assert (drafted.token_ids, drafted.logprobs) == (alone.token_ids, alone.logprobs), name
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """A hybrid target with a draft much like it, and a pure one. Both drafts are hybrids."""
+    folder = tmp_path_factory.mktemp("drafts")
+    for name in ("qwen3_next", "llama"):
+        write_model(name, folder / name)
+    write_noisy(folder / "qwen3_next", folder / "draft")
+    return {name: (folder / name, folder / "draft") for name in ("qwen3_next", "llama")}
+
+
+Proposals = dict[tuple[int, ...], tuple[list[int], list[int] | None]]
+
+
+def proposals(engine: Engine, asked: list[EngineRequest], num_tokens: int) -> tuple[Proposals, Answers]:
+    """What is drafted after which text, where there is room for so many tokens, and the answers."""
+    assert isinstance(engine._speculator, BatchSpeculator)
+    drafter = engine._speculator._drafters["draft_model"]
+    found: Proposals = {}
+
+    def recording(sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
+        drafted = DraftModel.propose(drafter, sequences, counts)  # type: ignore[arg-type]
+        for sequence, draft, count in zip(sequences, drafted, counts, strict=True):
+            if draft is not None and count == num_tokens:
+                found[(*sequence.token_ids,)] = draft.token_ids, draft.parents
+        return drafted
+
+    with mock.patch.object(drafter, "propose", recording):
+        return found, tokens(run(engine, asked))
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("target", ["qwen3_next", "llama"])
+def test_a_draft_with_recurrent_layers_goes_back_to_what_is_certain(
+    drafts: dict[str, tuple[Path, Path]], target: str, tree: bool
+) -> None:
+    """Whatever was rejected before, it drafts what it would after reading the text at once."""
+    model, draft = drafts[target]
+    num_tokens = 9 if tree else 5
+    options: dict[str, Any] = {"tree": True, "tree_nodes": num_tokens} if tree else {}
+    asked = SpeculativeConfig(
+        method="draft_model", model=str(draft), num_speculative_tokens=num_tokens, **options
+    )
+    config = config_of(model, max_model_len=160, max_num_batched_tokens=512)
+    drafting = msgspec.structs.replace(config, speculative_config=asked)
+    engine = Engine(drafting, speculate=speculate)
+    found, answers = proposals(engine, requests(), num_tokens)
+    assert answers == tokens(run(Engine(config), requests()))
+    again, _ = proposals(engine, requests(), num_tokens)  # with prefixes that the cache has
+    assert {text: again[text] for text in found.keys() & again.keys()} == found
+    texts = sorted(found, key=len)[:: max(len(found) // 12, 1)]
+    assert len(texts) >= 8
+    anew = [ask(f"a{i}", [*text[:-1]], 2 * num_tokens, ignore_eos=True) for i, text in enumerate(texts)]
+    fresh, _ = proposals(Engine(drafting, speculate=speculate), anew, num_tokens)
+    assert {text: fresh[text] for text in texts} == {text: found[text] for text in texts}
+
+
+def test_a_request_without_a_seat_takes_that_of_one_that_does_not_draft() -> None:
+    layout = StateLayout((RecurrentLayer(channels=4, taps=2),), torch.float32)
+    seats = DraftSeats(Seats(layout, 2, torch.device("cpu")))
+    assert seats.sit(["a", "b"]) == []
+    assert seats.sit(["a"]) == []
+    assert seats.sit(["c", "a"]) == ["b"]
+    assert seats["a"] != seats["c"]
+    seats.forget("a")
+    seats.forget("b")
+    assert seats.sit(["d", "c"]) == []
+
+
+def test_a_state_is_not_carried(drafts: dict[str, tuple[Path, Path]]) -> None:
+    model, draft = drafts["llama"]
+    asked = SpeculativeConfig(method="draft_model", model=str(draft), prefill="carry")
+    config = config_of(model, speculative_config=asked)
+    with pytest.raises(ConfigError, match=r"prefill: .* must be auto or rebuild"):
+        Engine(config, speculate=speculate)
