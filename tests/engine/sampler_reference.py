@@ -27,19 +27,20 @@ def processed(logits: Tensor, row: SamplingRow, eos_token_ids: list[int]) -> Ten
         kept = torch.full_like(values, -math.inf)
         kept[params.allowed_token_ids] = values[params.allowed_token_ids]
         values = kept
-    history = row.prompt_token_ids + row.output_token_ids
+    output = row.history
+    history = row.prompt_token_ids + output
     for sequence in params.banned_token_sequences:
         if history[len(history) - len(sequence) + 1 :] == sequence[:-1]:
             values[sequence[-1]] = -math.inf
-    if len(row.output_token_ids) < params.min_tokens:
+    if len(output) < params.min_tokens:
         values[params.stop_token_ids] = -math.inf
         if not params.ignore_eos:
             values[eos_token_ids] = -math.inf
     for token in set(history):
         factor = params.repetition_penalty
         values[token] = values[token] / factor if values[token] > 0 else values[token] * factor
-    for token in set(row.output_token_ids):
-        count = row.output_token_ids.count(token)
+    for token in set(output):
+        count = output.count(token)
         values[token] -= params.frequency_penalty * count + params.presence_penalty
     return values
 

@@ -120,7 +120,7 @@ def test_blocks_wait_for_the_last_write(light: LightLoop, engine: Engine, how: s
 
 
 def lend(light: LightLoop, engine: Engine, incarnation: str = OURS) -> None:
-    root = engine._scheduler.root("")
+    root = engine._scheduler.root(request())
     message = Fetch(
         incarnation=incarnation,
         request_id="theirs",
@@ -175,7 +175,9 @@ def test_the_drafts_kv_comes_along(light: LightLoop, engine: Engine, come_first:
 def test_the_holder_tells_which_blocks_hold_the_drafts_kv(light: LightLoop, engine: Engine) -> None:
     light.generate(request())
     light.run()
-    with_draft = engine.blocks.hold(list(block_identities(engine._scheduler.root(""), list(PROMPT), 16)))
+    with_draft = engine.blocks.hold(
+        list(block_identities(engine._scheduler.root(request()), list(PROMPT), 16))
+    )
     with_draft.mark_drafted(3 * 16)
     with_draft.free()
     lend(light, engine)
