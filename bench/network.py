@@ -82,7 +82,10 @@ class Network:
         _ip("-n", self._router, "link", "set", self._port(network), "down")
 
     def plug_in(self, network: str) -> None:
+        """Nobody remembers that neighbours did not answer, or packets would be refused for a second more."""
         _ip("-n", self._router, "link", "set", self._port(network), "up")
+        for host in (self._router, network):
+            _ip("-n", host, "neigh", "flush", "all")
 
     @contextlib.contextmanager
     def slowed(self, rate: str) -> Iterator[None]:
