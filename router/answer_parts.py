@@ -21,14 +21,14 @@ class CallStart(NamedTuple):
     name: str
 
 
-class CallArguments(NamedTuple):
+class MoreArguments(NamedTuple):
     """More of its arguments."""
 
     number: int
     text: str
 
 
-AnswerPart: TypeAlias = Content | Reasoning | CallStart | CallArguments
+AnswerPart: TypeAlias = Content | Reasoning | CallStart | MoreArguments
 
 
 class AnswerParts:
@@ -60,7 +60,7 @@ class AnswerParts:
         if isinstance(part, Call):
             yield CallStart(number, self._id(), part.name)
         else:
-            yield CallArguments(number, part.text)
+            yield MoreArguments(number, part.text)
 
     def _id(self) -> str:
         """The same for the same call of the same request."""

@@ -70,7 +70,7 @@ def usage(choices: Sequence[Choice], only_prompt: bool = False) -> dict[str, Any
     }
 
 
-class Answer(abc.ABC):
+class AnswerWriter(abc.ABC):
     """Writes what comes of one request."""
 
     @abc.abstractmethod
@@ -81,7 +81,7 @@ class Answer(abc.ABC):
         """Store what later requests may ask for. The client sees the answer's end after it."""
 
 
-class StreamedAnswer(Answer):
+class StreamedAnswer(AnswerWriter):
     """Also as server-sent events."""
 
     @abc.abstractmethod

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from router.answer_parts import AnswerPart, AnswerParts, CallArguments, CallStart
+from router.answer_parts import AnswerPart, AnswerParts, CallStart, MoreArguments
 from router.choice import Choice, Delta
 from router.formats import ChatFormat, Format, OutputOptions, usage
 from router.parsing.answer import Content, Reasoning
@@ -37,7 +37,7 @@ def _fields(parts: Sequence[AnswerPart]) -> dict[str, Any]:
     return fields
 
 
-def _add(calls: list[dict[str, Any]], part: CallStart | CallArguments) -> None:
+def _add(calls: list[dict[str, Any]], part: CallStart | MoreArguments) -> None:
     if isinstance(part, CallStart):
         function = {"name": part.name, "arguments": ""}
         calls.append({"index": part.number, "id": part.id, "type": "function", "function": function})

@@ -35,14 +35,14 @@ def kernel_address() -> int:
     return ctypes.cast(kernel(), ctypes.c_void_p).value or 0  # type: ignore[arg-type]
 
 
-class Group(NamedTuple):
+class AdaptedRows(NamedTuple):
     """The packed rows of one adapter, int64."""
 
     weights: Weights
     rows: Tensor
 
 
-def groups_of(batch: Sequence[SequenceRows], adapters: Adapters, device: torch.device) -> list[Group]:
+def groups_of(batch: Sequence[SequenceRows], adapters: Adapters, device: torch.device) -> list[AdaptedRows]:
     """In the order of their first rows."""
     rows: dict[int, list[int]] = defaultdict(list)
     start = 0
@@ -51,13 +51,15 @@ def groups_of(batch: Sequence[SequenceRows], adapters: Adapters, device: torch.d
         if each.adapter:
             rows[each.adapter].extend(range(start, end))
         start = end
-    return [Group(adapters.weights(slot), torch.tensor(own, device=device)) for slot, own in rows.items()]
+    return [
+        AdaptedRows(adapters.weights(slot), torch.tensor(own, device=device)) for slot, own in rows.items()
+    ]
 
 
-_current: Sequence[Group] = ()
+_current: Sequence[AdaptedRows] = ()
 
 
-def begin_step(groups: Sequence[Group]) -> None:
+def begin_step(groups: Sequence[AdaptedRows]) -> None:
     """What the layers add from now on, whatever model they belong to."""
     global _current
     _current = groups

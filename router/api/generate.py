@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from router.api_keys import ApiKey
 from router.connection import DIRECT_WRITER, DirectWriter
 from router.errors import ApiError
-from router.formats import Answer, OutputOptions, StreamedAnswer
+from router.formats import AnswerWriter, OutputOptions, StreamedAnswer
 from router.journal import Generation
 from router.middleware import ANSWER_HEADERS, API_KEY, REQUEST_ID_KEY
 from router.registry import ModelFacts
@@ -48,7 +48,9 @@ class Turn(Protocol):
 
     def build(self, raw: bytes, model: ModelFacts, arrival: float) -> Built: ...
 
-    def answer(self, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions) -> Answer: ...
+    def answer(
+        self, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions
+    ) -> AnswerWriter: ...
 
 
 class TurnEndpoint:
@@ -72,7 +74,7 @@ class GenerateEndpoint:
         self,
         state: RouterState,
         build: Callable[[bytes, ModelFacts, float], Built],
-        answer_format: Callable[[Tokenizer, str, str, OutputOptions], Answer],
+        answer_format: Callable[[Tokenizer, str, str, OutputOptions], AnswerWriter],
         *,
         waits: bool = False,
     ) -> None:

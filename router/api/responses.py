@@ -17,15 +17,15 @@ from router.errors import ApiError
 from router.middleware import API_KEY
 from router.request_builder import RequestBuilder
 from router.responses.body import ResponseBody
-from router.responses.turn import Turn
+from router.responses.turn import ResponseTurn
 from router.state import RouterState
 
 
 def response_operations(state: RouterState, builder: RequestBuilder) -> list[Operation]:
     store = state.responses
 
-    def begin(scope: Scope) -> Turn:
-        return Turn(builder, store, _owner(scope))
+    def begin(scope: Scope) -> ResponseTurn:
+        return ResponseTurn(builder, store, _owner(scope))
 
     async def look(request: Request) -> Response:
         response_id = request.path_params["response_id"]

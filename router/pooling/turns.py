@@ -15,7 +15,7 @@ import msgspec
 from protocol.errors import InvalidRequestError
 from router.choice import Choice
 from router.decoding import decode_body, refuse_unsupported
-from router.formats import Answer, OutputOptions, usage
+from router.formats import AnswerWriter, OutputOptions, usage
 from router.pooling.body import MAX_INPUTS, EmbeddingBody, ScoreBody
 from router.prompts import decode_prompts
 from router.registry import ModelFacts
@@ -24,7 +24,7 @@ from router.timing import ResponseTiming
 from router.tokenizer import Tokenizer
 
 
-class PoolingTurn(Answer, ABC):
+class PoolingTurn(AnswerWriter, ABC):
     """One request, and its answer."""
 
     def __init__(self, builder: RequestBuilder) -> None:
@@ -35,7 +35,9 @@ class PoolingTurn(Answer, ABC):
     def build(self, raw: bytes, model: ModelFacts, arrival: float) -> Built:
         """Raises `ApiError` or `InvalidRequestError`."""
 
-    def answer(self, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions) -> Answer:
+    def answer(
+        self, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions
+    ) -> AnswerWriter:
         self._head = {"id": request_id, "object": "list", "created": int(time.time()), "model": model}
         return self
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from router.answer_parts import AnswerPart, CallArguments, CallStart
+from router.answer_parts import AnswerPart, CallStart, MoreArguments
 from router.parsing.answer import Content, Reasoning
 
 Fields = dict[str, Any]
@@ -33,7 +33,7 @@ class OutputItems:
             case CallStart(_, call_id, name):
                 yield from self.close("completed")
                 yield self._begin("function_call", {"call_id": call_id, "name": name, "arguments": ""})
-            case CallArguments(_, text):
+            case MoreArguments(_, text):
                 self._pieces.append(text)
                 yield self._event("response.function_call_arguments.delta", {"delta": text})
 

@@ -24,7 +24,7 @@ _NOTHING_KEPT = (
 )
 
 
-class Turn:
+class ResponseTurn:
     """`store` None: no responses are kept. Those that are belong to the `owner`."""
 
     def __init__(self, builder: RequestBuilder, store: ResponseStore | None, owner: str) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.engine import Engine
 from engine.linear.packed import kernel_fault
 from engine.lora.files import AdapterError, Product
-from engine.lora.layers import Group, begin_step
+from engine.lora.layers import AdaptedRows, begin_step
 from engine.lora.table import Adapters, Weights
 from engine.rows import SequenceRows
 from protocol.adapters import Adapter
@@ -206,7 +206,7 @@ def test_layers_of_any_width_get_their_products(dtype: torch.dtype, strides: boo
         whole = torch.randn(1, 6, outputs + 16, generator=generator).to(dtype)
         out = whole[..., :outputs] if strides else whole[..., :outputs].contiguous()
         before, rows = out.clone(), torch.tensor([0, 2, 3, 4, 5])
-        begin_step([Group(Weights({"path": Product(down, up)}, ""), rows)])
+        begin_step([AdaptedRows(Weights({"path": Product(down, up)}, ""), rows)])
         try:
             torch.ops.tandem.add_adapters(out, x, "path")
         finally:
