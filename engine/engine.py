@@ -30,7 +30,8 @@ from engine.loader import LoadedModel
 from engine.lora.files import AdapterError
 from engine.outputs import Kept, failure, keep_tokens, token_output
 from engine.pool_layout import PoolLayout
-from engine.prefix import PrefixRoom, find_room
+from engine.prefix_cache import reserve_blocks
+from engine.prefix_room import PrefixRoom, find_room
 from engine.profiling import ProfilingRun
 from engine.recurrent.layout import StateLayout
 from engine.results import EngineStats, Reservation, StepResult
@@ -222,7 +223,7 @@ class Engine:
         self._check(request)
         token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         root = self._scheduler.root(request, foreign_format)
-        reserved = self.blocks.reserve(token_ids, root, from_state=False)
+        reserved = reserve_blocks(self.blocks, token_ids, root, from_state=False)
         if reserved is None:
             return None
         if self.tiers is not None:

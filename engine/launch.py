@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from engine.block_manager import Holdings
+from engine.holdings import Holdings
 from engine.packing import PackedStep, pack, pack_ahead
 from engine.runner import AheadRunner, Runner
 from engine.sampler import Sampler

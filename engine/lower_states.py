@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 
 from engine.arena import OutOfBlocksError
 from engine.block_manager import BlockManager
+from engine.prefix_cache import find_prefix
 from protocol.ids import BlockIdentity, block_identities, state_identities
 
 
 def bring_up(blocks: BlockManager, token_ids: Sequence[int], root: BlockIdentity) -> None:
     """From the host memory, as much as a sequence of these tokens could go on from."""
-    held, covered = blocks.start(token_ids, root, compute_last=False, from_state=False)
+    held, covered = find_prefix(blocks, token_ids, root, compute_last=False, from_state=False)
     tier, num_here = blocks.tiers[0], len(held.identities)
     found = [*held.identities, *held.below][: (len(token_ids) - 1) // blocks.block_size]
     end, parts = _last_state(blocks, found, tier.holds)
@@ -35,7 +36,9 @@ def bring_up(blocks: BlockManager, token_ids: Sequence[int], root: BlockIdentity
     held.free()
 
 
-def missing(blocks: BlockManager, token_ids: Sequence[int], root: BlockIdentity) -> list[BlockIdentity]:
+def missing_with_state(
+    blocks: BlockManager, token_ids: Sequence[int], root: BlockIdentity
+) -> list[BlockIdentity]:
     """What the pool lacks of such a prefix, on the disk too: its blocks and those of its state."""
     known = []
     for identity in block_identities(root, token_ids[: len(token_ids) - 1], blocks.block_size):

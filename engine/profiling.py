@@ -7,6 +7,7 @@ from types import TracebackType
 from engine.arena import OutOfBlocksError
 from engine.block_manager import BlockManager
 from engine.packing import pack
+from engine.prefix_cache import find_prefix
 from engine.runner import ForwardOutput, Runner
 from engine.scheduler import ScheduledStep
 from engine.sequence import SequenceStage, SequenceState
@@ -45,7 +46,7 @@ class ProfilingRun:
             return None
         for index in range(count):
             sequence = _made_up(index, num_tokens)
-            sequence.holdings, _ = self._blocks.start([], root=b"")
+            sequence.holdings, _ = find_prefix(self._blocks, [], root=b"")
             self._sequences.append(sequence)
             try:
                 sequence.held.grow(0, num_tokens + room)

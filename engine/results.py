@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.block_manager import Holdings
+from engine.holdings import Holdings
 from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
 

@@ -15,14 +15,14 @@ import bisect
 import operator
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from math import inf
 
 from engine.arena import OutOfBlocksError
 from engine.block_manager import BlockManager
 from engine.chunk_bound import ChunkBound
 from engine.draft import Outcome
-from engine.lower_states import bring_up, missing
+from engine.lower_states import bring_up, missing_with_state
+from engine.prefix_cache import find_prefix, missing_blocks
 from engine.seating import Seating
 from engine.sequence import SequenceStage, SequenceState
 from engine.tiers.host import HostTier
@@ -266,8 +266,8 @@ class Scheduler:
             return False
         if sequence.fetch is None:
             root = self.root(sequence.request)
-            look_up = self.blocks.missing if self._seating is None else partial(missing, self.blocks)
-            sequence.fetch = self._fetcher.fetch(look_up(sequence.token_ids, root))
+            look_up = missing_blocks if self._seating is None else missing_with_state
+            sequence.fetch = self._fetcher.fetch(look_up(self.blocks, sequence.token_ids, root))
         return self._fetcher.is_pending(sequence.fetch)
 
     def _shared_tokens(self, ours: list[int], theirs: list[int], computed: int) -> int:
@@ -311,7 +311,7 @@ class Scheduler:
         root = self.root(sequence.request)
         if self._seating is not None and self.blocks.tiers:
             bring_up(self.blocks, shared, root)
-        held, covered = self.blocks.start(shared, root)
+        held, covered = find_prefix(self.blocks, shared, root)
         # A spare block for each running sequence keeps a newcomer from being preempted at once.
         state_blocks = self._seating.blocks_for(sequence) if self._seating is not None else 0
         if not held.fits(covered, num_tokens, len(self.running), state_blocks):

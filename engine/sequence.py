@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.block_manager import Holdings
 from engine.draft import Draft
+from engine.holdings import Holdings
 from engine.sampler.penalties import common_prefix
 from engine.sampler.rows import SamplingRow, needs_history
 from engine.tiers.host import DiskFetch

@@ -18,10 +18,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from engine.block_manager import Holdings
 from engine.engine import Engine
+from engine.holdings import Holdings
 from engine.pool_layout import DRAFT
-from engine.prefix import PrefixRoom
+from engine.prefix_cache import hold_blocks
+from engine.prefix_room import PrefixRoom
 from kvtransfer.interface import Closed, Completed, Failed, Progress, ReceiveEvent, SendEvent, TransferError
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
@@ -240,7 +241,7 @@ class PrefixHolder:
             return refused(message, str(error))
         if self._sender.wire_dtype(message.receiver) != "auto":
             return refused(message, "the wire between us quantizes")
-        lent = self._engine.blocks.hold(message.identities)
+        lent = hold_blocks(self._engine.blocks, message.identities)
         self._lent[message.lease_id] = lent
         self._counters.add("prefix_blocks_lent_total", len(lent.identities))
         first = message.first_block

@@ -4,10 +4,11 @@ import copy
 from collections.abc import Sequence
 
 from engine.block_manager import BlockManager
+from engine.prefix_cache import find_prefix
 from protocol.ids import BlockIdentity
 
 
 def cached_prefix(manager: BlockManager, token_ids: Sequence[int], root: BlockIdentity) -> int:
     """How many leading tokens are cached."""
-    _, covered = copy.deepcopy(manager).start(token_ids, root, compute_last=False)
+    _, covered = find_prefix(copy.deepcopy(manager), token_ids, root, compute_last=False)
     return covered

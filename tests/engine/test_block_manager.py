@@ -4,6 +4,7 @@ import pytest
 
 from engine.arena import OutOfBlocksError
 from engine.block_manager import BlockManager
+from engine.prefix_cache import find_prefix
 from protocol.ids import root_identity
 from tests.engine.cached_prefix import cached_prefix
 from tests.engine.fake_pool import FakePool
@@ -14,7 +15,7 @@ ROOT = root_identity("model", "fp32")
 
 def computed(manager: BlockManager, token_ids: list[int]):
     """A table whose tokens are all written and published."""
-    table, covered = manager.start(token_ids, ROOT)
+    table, covered = find_prefix(manager, token_ids, ROOT)
     table.grow(covered, len(token_ids))
     table.publish(token_ids, len(token_ids))
     return table
@@ -31,7 +32,7 @@ def test_a_fresh_pool_is_all_free():
 
 def test_grow_takes_blocks_only_when_needed():
     manager = BlockManager(FakePool(BLOCK_SIZE, 8))
-    table, covered = manager.start(list(range(6)), ROOT)
+    table, covered = find_prefix(manager, list(range(6)), ROOT)
     assert (table.blocks[0], covered) == ([], 0)
     assert table.needs(0, 6) == [2]
     table.grow(0, 6)
@@ -45,10 +46,10 @@ def test_grow_takes_blocks_only_when_needed():
 
 def test_new_blocks_are_adjacent_where_they_can_be():
     manager = BlockManager(FakePool(BLOCK_SIZE, 16))
-    first, _ = manager.start([0] * 20, ROOT)
+    first, _ = find_prefix(manager, [0] * 20, ROOT)
     first.grow(0, 20)
     first.free()
-    second, _ = manager.start([0] * 40, ROOT)
+    second, _ = find_prefix(manager, [0] * 40, ROOT)
     second.grow(0, 40)
     assert second.blocks[0] == list(range(10))
 
@@ -56,7 +57,7 @@ def test_new_blocks_are_adjacent_where_they_can_be():
 def test_full_blocks_of_an_equal_prefix_are_shared():
     manager = BlockManager(FakePool(BLOCK_SIZE, 8))
     first = computed(manager, list(range(10)))
-    second, covered = manager.start([*range(8), 77, 78], ROOT)
+    second, covered = find_prefix(manager, [*range(8), 77, 78], ROOT)
     assert covered == 8
     assert second.blocks[0] == first.blocks[0][:2]
     assert cached_prefix(manager, [*range(8), 77, 78], ROOT) == 8
@@ -80,7 +81,7 @@ def test_equal_blocks_after_different_prefixes_differ():
 def test_a_wholly_cached_prompt_copies_its_last_block_on_write():
     manager = BlockManager(FakePool(BLOCK_SIZE, 8))
     first = computed(manager, list(range(8)))
-    second, covered = manager.start(list(range(8)), ROOT)
+    second, covered = find_prefix(manager, list(range(8)), ROOT)
     assert covered == 7
     assert second.blocks[0] == first.blocks[0]
     assert second.needs(7, 8) == [1]
@@ -89,7 +90,7 @@ def test_a_wholly_cached_prompt_copies_its_last_block_on_write():
     assert second.blocks[0][1] != first.blocks[0][1]
     assert second.blocks[0][0] == first.blocks[0][0]
     second.publish(list(range(8)), 8)
-    third, _ = manager.start(list(range(8)), ROOT, compute_last=False)
+    third, _ = find_prefix(manager, list(range(8)), ROOT, compute_last=False)
     assert third.blocks[0] == first.blocks[0], "the earlier copy stays the cached one"
 
 
@@ -101,7 +102,7 @@ def test_a_copied_block_holds_the_draft_kv_that_its_source_holds(is_drafted):
     first = computed(manager, tokens)
     if is_drafted:
         first.mark_drafted(8)
-    table, covered = manager.start(tokens, ROOT)
+    table, covered = find_prefix(manager, tokens, ROOT)
     table.grow(covered, 8)
     assert len(manager.pool.copies) == 1
     assert table.num_drafted == (8 if is_drafted else 0)
@@ -110,7 +111,7 @@ def test_a_copied_block_holds_the_draft_kv_that_its_source_holds(is_drafted):
 def test_without_compute_last_everything_cached_counts():
     manager = BlockManager(FakePool(BLOCK_SIZE, 8))
     computed(manager, list(range(8))).free()
-    table, covered = manager.start(list(range(8)), ROOT, compute_last=False)
+    table, covered = find_prefix(manager, list(range(8)), ROOT, compute_last=False)
     assert covered == 8
     assert counts(manager) == (6, 0, 2)
     table.grow(8, 9)
@@ -119,7 +120,7 @@ def test_without_compute_last_everything_cached_counts():
 
 def test_an_empty_sequence_covers_nothing():
     manager = BlockManager(FakePool(BLOCK_SIZE, 8))
-    assert manager.start([], ROOT)[1] == 0
+    assert find_prefix(manager, [], ROOT)[1] == 0
 
 
 def test_the_partial_block_is_never_published():
@@ -132,7 +133,7 @@ def test_the_partial_block_is_never_published():
 
 def test_uncommitted_tokens_are_not_published():
     manager = BlockManager(FakePool(BLOCK_SIZE, 8))
-    table, _ = manager.start(list(range(12)), ROOT)
+    table, _ = find_prefix(manager, list(range(12)), ROOT)
     table.grow(0, 12)
     table.publish(list(range(12)), 7)
     assert cached_prefix(manager, list(range(12)), ROOT) == 4
@@ -152,7 +153,7 @@ def test_a_published_block_is_copied_even_by_its_only_holder():
 def test_out_of_blocks_changes_nothing():
     manager = BlockManager(FakePool(BLOCK_SIZE, 3))
     computed(manager, list(range(8)))
-    other, _ = manager.start(list(range(8)), ROOT)
+    other, _ = find_prefix(manager, list(range(8)), ROOT)
     before = (list(other.blocks[0]), list(other.identities), counts(manager))
     with pytest.raises(OutOfBlocksError, match="2 KV blocks are needed, 1 are available"):
         other.grow(7, 9)
@@ -165,9 +166,9 @@ def test_eviction_takes_the_least_recently_used_tail_first():
     old, young = [1] * 8, [2] * 8
     computed(manager, old).free()
     computed(manager, young).free()
-    manager.start(old, ROOT)[0].free()
+    find_prefix(manager, old, ROOT)[0].free()
     assert counts(manager) == (0, 4, 0)
-    table, _ = manager.start([3] * 4, ROOT)
+    table, _ = find_prefix(manager, [3] * 4, ROOT)
     cached = []
     for num_tokens in (4, 8, 12, 16):
         table.grow(num_tokens - 4, num_tokens)

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.arena import OutOfBlocksError
-from engine.block_manager import BlockManager, Holdings
+from engine.block_manager import BlockManager
+from engine.holdings import Holdings
+from engine.prefix_cache import find_prefix
 from protocol.ids import block_identities, root_identity
 from tests.engine.cached_prefix import cached_prefix
 from tests.engine.fake_pool import FakePool
@@ -100,7 +102,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         expected = self.cached_blocks(root, token_ids)
         covered = len(expected) * self.block_size
         assert cached_prefix(self.manager, token_ids, ROOTS[root]) == covered
-        real, num_covered = self.manager.start(token_ids, ROOTS[root], compute_last=compute_last)
+        real, num_covered = find_prefix(self.manager, token_ids, ROOTS[root], compute_last=compute_last)
         assert num_covered == (min(covered, len(token_ids) - 1) if compute_last else covered)
         table = ModelTable(root, token_ids, real, expected, num_covered, len(expected))
         self.live.append(table)

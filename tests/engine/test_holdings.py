@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from engine.arena import OutOfBlocksError
-from engine.block_manager import BlockManager, Holdings
+from engine.block_manager import BlockManager
 from engine.cache_events import CacheLog
+from engine.holdings import Holdings
 from engine.kv_pool import KVPool
 from engine.pool_layout import TARGET, Group, LayerPlace, PoolLayout, Segment
+from engine.prefix_cache import find_prefix, reserve_blocks
 from protocol.handoff import Extent
 from protocol.ids import block_identities, root_identity
 from protocol.kv_events import Medium
@@ -22,7 +24,7 @@ TOKENS = list(range(12))
 
 
 def started(manager: BlockManager, token_ids: list[int]) -> tuple[Holdings, int]:
-    held, covered = manager.start(token_ids, ROOT)
+    held, covered = find_prefix(manager, token_ids, ROOT)
     held.grow(covered, len(token_ids))
     return held, covered
 
@@ -31,13 +33,13 @@ def test_room_is_taken_in_every_arena_or_in_none() -> None:
     manager = BlockManager(FakePool(SIZE, 8, 3))
     first, _ = started(manager, TOKENS[:5])
     assert first.blocks == [[0, 1], [0, 1]]
-    second, _ = manager.start([], ROOT)
+    second, _ = find_prefix(manager, [], ROOT)
     assert second.needs(0, 5) == [2, 2]
     assert second.fits(0, 4) and not second.fits(0, 5) and not second.fits(0, 4, spare=1)
     with pytest.raises(OutOfBlocksError, match="2 KV blocks are needed, 1 are available"):
         second.grow(0, 5)
     assert second.blocks == [[], []] and manager.available == (6, 1)
-    assert manager.reserve([7] * 5, ROOT) is None
+    assert reserve_blocks(manager, [7] * 5, ROOT) is None
     second.grow(0, 4)
     assert second.extents() == [Extent(0, [2]), Extent(1, [2])]
     first.free()
@@ -52,7 +54,7 @@ def test_a_position_is_covered_where_every_arena_has_its_blocks() -> None:
     held.free()
     _, covered = started(manager, [50] * 8)  # the second arena gives up the last block of the three
     assert covered == 0 and manager.available == (10, 2)
-    again, covered = manager.start(TOKENS, ROOT)
+    again, covered = find_prefix(manager, TOKENS, ROOT)
     assert covered == 8 and [len(blocks) for blocks in again.blocks] == [2, 2]
 
 
@@ -97,7 +99,7 @@ def test_lower_tiers_bring_what_all_of_them_hold() -> None:
     identities = list(block_identities(ROOT, TOKENS, SIZE))
     tiers = [FakeTier(identities), FakeTier(identities[:2], lost=1)]
     manager = BlockManager(FakePool(SIZE, 8, 8), tiers=tiers)
-    held, covered = manager.start(TOKENS, ROOT)
+    held, covered = find_prefix(manager, TOKENS, ROOT)
     assert covered == 0 and held.below == identities[:2]
     held.grow(0, 12)
     assert held.fill(0, 11) == 4

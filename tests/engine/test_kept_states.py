@@ -12,8 +12,10 @@ import pytest
 from transformers import PreTrainedModel
 
 from engine.arena import OutOfBlocksError
-from engine.block_manager import BlockManager, Holdings
+from engine.block_manager import BlockManager
 from engine.engine import Engine
+from engine.holdings import Holdings
+from engine.prefix_cache import find_prefix, hold_blocks
 from protocol.config import ServeConfig
 from protocol.ids import BlockIdentity, block_identities
 from protocol.kv_events import Medium
@@ -264,7 +266,7 @@ class Machine:
 
     def begin(self) -> None:
         token_ids = [self.rng.randrange(2) for _ in range(self.rng.randrange(1, 30))]
-        held, covered = self.manager.start(token_ids, ROOT)
+        held, covered = find_prefix(self.manager, token_ids, ROOT)
         assert covered % (2 * SIZE) == 0 and covered < len(token_ids)
         self.check_held(held)
         assert len(held.state) == (STATE_BLOCKS if covered else 0)
@@ -300,7 +302,7 @@ class Machine:
 
     def lend(self) -> None:
         token_ids = self.rng.choice(self.live)[1] if self.live else [0] * 30
-        held = self.manager.hold(list(block_identities(ROOT, token_ids, SIZE)))
+        held = hold_blocks(self.manager, list(block_identities(ROOT, token_ids, SIZE)))
         assert len(held.state) == (STATE_BLOCKS if held.identities else 0)
         self.check_held(held)
         self.live.append((held, token_ids))
@@ -344,7 +346,7 @@ def test_states_that_were_passed_go_first_and_those_of_many_last() -> None:
         return [place * SIZE for place, identity in identities if identity in machine.arena.published()]
 
     for token_ids, positions in ((other, ()), (third, (8, 16)), (chat[:17], (16,)), (chat, (24,))):
-        held, covered = manager.start(token_ids, ROOT)
+        held, covered = find_prefix(manager, token_ids, ROOT)
         held.drop_state()
         held.grow(covered, len(token_ids))
         held.publish(token_ids, len(token_ids))
@@ -352,7 +354,7 @@ def test_states_that_were_passed_go_first_and_those_of_many_last() -> None:
             machine.keep(held, position, token_ids, list(block_identities(ROOT, token_ids, SIZE)))
         held.free()
     assert kept(chat) == [8, 16, 24] and kept(third) == [8, 16]
-    crowd = manager.start([], ROOT)[0]
+    crowd = find_prefix(manager, [], ROOT)[0]
     for chats_states, thirds_states in (([8, 24], [8, 16]), ([8, 24], [8])):
         before = kept(chat), kept(third)
         while (kept(chat), kept(third)) == before:

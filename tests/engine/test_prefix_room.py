@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from engine.block_manager import BlockManager
-from engine.prefix import find_room
+from engine.prefix_cache import find_prefix, hold_blocks
+from engine.prefix_room import find_room
 from protocol.ids import block_identities
 from tests.engine.fake_pool import FakePool
 
@@ -12,7 +13,7 @@ TOKENS = list(range(70))
 
 
 def published(blocks: BlockManager, num_tokens: int) -> None:
-    table, _ = blocks.start(TOKENS, ROOT)
+    table, _ = find_prefix(blocks, TOKENS, ROOT)
     table.grow(0, num_tokens)
     table.publish(TOKENS, num_tokens)
     table.free()
@@ -26,13 +27,13 @@ def test_received_blocks_are_found_by_the_next_sequence() -> None:
     assert room.wanted == list(block_identities(ROOT, TOKENS, 8))[2:]
     room.keep(3)
     assert sum(blocks.available) == blocks.num_blocks and blocks.num_cached == 5
-    table, covered = blocks.start(TOKENS, ROOT)
+    table, covered = find_prefix(blocks, TOKENS, ROOT)
     assert covered == 40
     assert table.blocks[0][2:] == room_blocks(blocks)[2:5]
 
 
 def room_blocks(blocks: BlockManager) -> list[int]:
-    return blocks.hold(list(block_identities(ROOT, TOKENS, 8))).blocks[0]
+    return hold_blocks(blocks, list(block_identities(ROOT, TOKENS, 8))).blocks[0]
 
 
 def test_the_block_of_the_last_token_is_not_wanted() -> None:
@@ -58,11 +59,11 @@ def test_held_blocks_stay_until_they_are_given_back() -> None:
     blocks = BlockManager(FakePool(8, 8))
     published(blocks, 64)
     identities = list(block_identities(ROOT, TOKENS, 8))
-    held = blocks.hold([*identities[:3], b"x" * 16, identities[3]])
+    held = hold_blocks(blocks, [*identities[:3], b"x" * 16, identities[3]])
     assert len(held.blocks[0]) == 3
-    other, _ = blocks.start([1000], b"o" * 16)
+    other, _ = find_prefix(blocks, [1000], b"o" * 16)
     other.grow(0, 5 * 8)
     assert sum(blocks.available) == 0
-    assert blocks.hold(identities).blocks[0] == held.blocks[0]
+    assert hold_blocks(blocks, identities).blocks[0] == held.blocks[0]
     held.free()
     assert blocks.num_blocks - sum(blocks.available) == 8

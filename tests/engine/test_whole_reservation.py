@@ -9,6 +9,7 @@ import pytest
 from engine.arena import OutOfBlocksError
 from engine.block_manager import BlockManager
 from engine.engine import Engine
+from engine.prefix_cache import find_prefix, reserve_blocks
 from protocol.config import ServeConfig
 from protocol.ids import root_identity
 from tests.engine.fake_pool import FakePool
@@ -28,7 +29,7 @@ def manager_of(*num_blocks: int) -> BlockManager:
 
 def test_the_first_token_takes_all_that_the_longest_sequence_needs() -> None:
     manager = manager_of(8, 6)
-    held, covered = manager.start([1, 2, 3], ROOT)
+    held, covered = find_prefix(manager, [1, 2, 3], ROOT)
     assert held.needs(covered, 3) == [LEAST, LEAST] and not held.fits(covered, 3, spare=2)
     held.grow(covered, 3)
     assert manager.available == (8 - LEAST, 6 - LEAST)
@@ -46,10 +47,10 @@ def test_the_first_token_takes_all_that_the_longest_sequence_needs() -> None:
 def test_a_shared_prefix_is_part_of_what_is_reserved() -> None:
     manager = manager_of(12)
     prompt = list(range(2 * SIZE))
-    first, covered = manager.start(prompt, ROOT)
+    first, covered = find_prefix(manager, prompt, ROOT)
     first.grow(covered, len(prompt))
     first.publish(prompt, len(prompt))
-    reserved = manager.reserve(prompt, ROOT)
+    reserved = reserve_blocks(manager, prompt, ROOT)
     assert reserved is not None
     second, covered = reserved
     assert covered == len(prompt) and second.blocks == first.blocks
@@ -60,11 +61,11 @@ def test_a_shared_prefix_is_part_of_what_is_reserved() -> None:
 
 def test_too_few_blocks_for_the_longest_sequence_change_nothing() -> None:
     manager = manager_of(LEAST - 1)
-    held, covered = manager.start([1], ROOT)
+    held, covered = find_prefix(manager, [1], ROOT)
     with pytest.raises(OutOfBlocksError, match="5 KV blocks are needed, 4 are available"):
         held.grow(covered, 1)
     assert manager.available == (LEAST - 1,) and held.blocks == [[]]
-    assert manager.reserve([1], ROOT) is None
+    assert reserve_blocks(manager, [1], ROOT) is None
 
 
 def test_requests_wait_for_room_that_pages_would_leave(tmp_path: Path) -> None:

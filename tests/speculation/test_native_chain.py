@@ -12,9 +12,9 @@ import torch
 from scipy import stats
 from transformers import AutoTokenizer
 
-from engine.block_manager import Holdings
 from engine.draft import Draft
 from engine.engine import Engine
+from engine.holdings import Holdings
 from engine.linear.packed import kernel_fault
 from engine.rows import SequenceRows
 from engine.sampler import Purpose, draw, uniform_noise

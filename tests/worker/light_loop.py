@@ -13,6 +13,7 @@ import msgspec
 
 import worker.loop
 from engine.engine import Engine
+from engine.prefix_cache import find_prefix
 from kvtransfer.interface import Closed, Completed, Failed, ReceiveEvent, SendEvent, TransferError
 from protocol.handoff import Extent
 from protocol.peers import PeerAddress, TransferOffer
@@ -51,7 +52,7 @@ def small_engine(model_folder: Path, num_blocks: int, **changes: Any) -> Engine:
 def forget_cached_blocks(engine: Engine) -> None:
     """Empty the prefix cache, so that nothing depends on what ran before."""
     blocks = engine.blocks
-    everything, _ = blocks.start([], b"")
+    everything, _ = find_prefix(blocks, [], b"")
     everything.grow(0, sum(blocks.available) * blocks.block_size)
     everything.free()
 

@@ -15,6 +15,7 @@ import zmq
 
 import worker.kv_events
 from engine.engine import Engine
+from engine.prefix_cache import find_prefix
 from messaging.sockets import ClusterKeys, bind_router, start_authenticator
 from protocol.codec import encode, worker_to_router
 from protocol.kv_events import MAX_BLOCKS_PER_BATCH, Medium
@@ -193,7 +194,7 @@ def test_what_is_found_is_what_the_engine_finds(wire: Wire) -> None:
     wire.run(prompt)
     wire.deliver()
     root = wire.engine.cache_format.root()
-    held, _ = wire.engine.blocks.start(prompt, root)
+    held, _ = find_prefix(wire.engine.blocks, prompt, root)
     assert len(held.identities) == len(prompt) // 16
     found = wire.feed.index.find(block_keys(b"".join(held.identities)))
     assert list(found.values()) == [len(held.identities)]

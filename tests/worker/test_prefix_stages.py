@@ -9,6 +9,7 @@ import pytest
 
 from decode_worker.loop import DecodeLoop
 from engine.engine import Engine
+from engine.prefix_cache import hold_blocks
 from kvtransfer.interface import Arrival, Completed, Failed, Progress
 from protocol.ids import block_identities
 from protocol.requests import DraftPlan, EngineRequest
@@ -175,8 +176,8 @@ def test_the_drafts_kv_comes_along(light: LightLoop, engine: Engine, come_first:
 def test_the_holder_tells_which_blocks_hold_the_drafts_kv(light: LightLoop, engine: Engine) -> None:
     light.generate(request())
     light.run()
-    with_draft = engine.blocks.hold(
-        list(block_identities(engine._scheduler.root(request()), list(PROMPT), 16))
+    with_draft = hold_blocks(
+        engine.blocks, list(block_identities(engine._scheduler.root(request()), list(PROMPT), 16))
     )
     with_draft.mark_drafted(3 * 16)
     with_draft.free()

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import islice
 
-from engine.block_manager import BlockManager, Holdings
+from engine.block_manager import BlockManager
+from engine.holdings import Holdings
 from engine.lower_states import bring_up
+from engine.prefix_cache import reserve_blocks
 from protocol.ids import BlockIdentity, block_identities
 
 
@@ -48,7 +50,7 @@ def find_room(blocks: BlockManager, token_ids: list[int], root: BlockIdentity) -
     shared = token_ids[: (len(token_ids) - 1) // size * size]
     if blocks.tiers and blocks.state_unit:
         bring_up(blocks, token_ids, root)
-    reserved = blocks.reserve(shared, root)
+    reserved = reserve_blocks(blocks, shared, root)
     if reserved is None:
         return None
     holdings, covered = reserved
