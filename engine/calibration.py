@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-
-from torch import Tensor
 
 from engine.profiling import ProfilingRun
-from engine.sequence import SequenceState
+from engine.sampler import Sampler
 from engine.step_times import StepWork, work_of
 
 _SHORT, _LONG = 64, 1024
@@ -20,24 +17,22 @@ _RUNS = 3
 _QUICK_S = 0.03
 """A step that takes longer is run twice only."""
 
-Sample = Callable[[Sequence[SequenceState], Tensor], object]
-
 
 def measure_steps(
-    profiling: ProfilingRun, sample: Sample, max_sequences: int, max_chunk: int
+    profiling: ProfilingRun, sampler: Sampler, max_sequences: int, max_chunk: int
 ) -> list[tuple[StepWork, float]]:
     """Steps that decode few or many sequences, and chunks of prompts, with little or much before them."""
     many = min(_ROWS, max_sequences)
     wanted = [(1, _SHORT, 1), (many, _SHORT, 1), (many, _LONG, 1)]
     wanted += [(1, 0, _CHUNKS[0]), (1, 0, _CHUNKS[1]), (1, _LONG, _CHUNKS[1])]
     found = [
-        _measure(profiling, sample, rows, before, min(count, max_chunk)) for rows, before, count in wanted
+        _measure(profiling, sampler, rows, before, min(count, max_chunk)) for rows, before, count in wanted
     ]
     return [measured for measured in found if measured is not None]
 
 
 def _measure(
-    profiling: ProfilingRun, sample: Sample, rows: int, before: int, count: int
+    profiling: ProfilingRun, sampler: Sampler, rows: int, before: int, count: int
 ) -> tuple[StepWork, float] | None:
     sequences = profiling.sequences(rows, before + count, 1)
     while sequences is None and before + count > 2:
@@ -50,7 +45,10 @@ def _measure(
     best = float("inf")
     for run in range(_RUNS):
         started = time.perf_counter()
-        sample(sequences, profiling.forward(sequences, wants_hidden=False).logits)
+        logits = profiling.forward(sequences, wants_hidden=False).logits
+        sampler.sample(logits, [sequence.sampling_row() for sequence in sequences])
+        for sequence in sequences:
+            sampler.forget(sequence.request_id)
         seconds = time.perf_counter() - started
         best = min(best, seconds)
         if run and seconds > _QUICK_S:

@@ -8,16 +8,12 @@ from engine.launch import Launched
 from engine.sequence import SequenceState
 
 
-def wants_embedding(sequence: SequenceState) -> bool:
-    return sequence.params.embeds
-
-
 def embeddings(launched: Launched) -> dict[SequenceState, bytes]:
     """Of the step's prompts, as far as they are computed, by the last layer's states that it captured."""
     packed, rows, end = launched.packed, {}, 0
     for sequence, each in zip(launched.step.sequences, packed.batch, strict=True):
         end += len(each.token_ids)
-        if wants_embedding(sequence):
+        if sequence.params.embeds:
             rows[sequence] = end - 1
     if not rows:
         return {}

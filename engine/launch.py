@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from engine.draft import Verdict
 from engine.holdings import Holdings
 from engine.packing import PackedStep, pack, pack_ahead
 from engine.runner import AheadRunner, Runner
@@ -24,6 +25,7 @@ from engine.sampler.choice import TokenChoice
 from engine.sampler.rows import SamplingRow
 from engine.scheduler import ScheduledStep, Scheduler
 from engine.sequence import SequenceStage, SequenceState
+from engine.speculation_interface import Speculator
 
 
 @dataclass(eq=False)
@@ -49,13 +51,24 @@ class Launched:
 
 class StepLauncher:
     def __init__(
-        self, runner: Runner, sampler: Sampler, scheduler: Scheduler, ahead_runner: AheadRunner | None
+        self,
+        runner: Runner,
+        sampler: Sampler,
+        scheduler: Scheduler,
+        *,
+        runs_ahead: bool,
+        embeds: bool = False,
+        speculator: Speculator | None = None,
     ) -> None:
-        """`ahead_runner` is the same runner, where steps are to be launched ahead."""
+        """With `runs_ahead` the next step is launched behind one, if the runner can. With `embeds` requests
+        may ask for hidden states.
+        """
         self._runner = runner
-        self._ahead_runner = ahead_runner
+        self._ahead_runner = runner if runs_ahead and isinstance(runner, AheadRunner) else None
         self._sampler = sampler
         self._scheduler = scheduler
+        self._embeds = embeds
+        self._speculator = speculator
         self._ahead: Launched | None = None
 
     @property
@@ -76,7 +89,11 @@ class StepLauncher:
         launched, self._ahead = self._ahead, None
         return launched
 
-    def launch(self, step: ScheduledStep, wants_hidden: bool) -> Launched:
+    def launch(self, step: ScheduledStep) -> Launched:
+        wants_hidden = self._embeds and any(sequence.params.embeds for sequence in step.sequences)
+        if self._speculator is not None:
+            scheduler = self._scheduler
+            wants_hidden = self._speculator.prepare(step, scheduler.num_active, scheduler.make_room)
         packed = pack(step)
         logits, hidden = self._runner.run(packed.batch, packed.logit_rows, wants_hidden=wants_hidden)
         launched = Launched(step, packed, logits, hidden)
@@ -97,6 +114,35 @@ class StepLauncher:
         logits, _ = self._ahead_runner.run_ahead(packed.batch, packed.logit_rows, chosen)
         rows = [sequence.row_after_next() for sequence in step.sequences]
         self._ahead = Launched(step, packed, logits, None, rows, self._sampler.begin(logits, rows))
+
+    def verdicts(self, launched: Launched) -> list[Verdict]:
+        """What each of the sequences that sample in this step gets; waits for its tokens."""
+        sampled = launched.packed.sampled
+        if not sampled:
+            return []
+        logits = launched.logits[: launched.packed.num_sampled_rows]
+        if launched.choice is None:
+            assert self._speculator is not None
+            return self._speculator.verify(sampled, logits)
+        output = self._sampler.finish(launched.choice, logits, launched.rows)
+        failed = set(output.failed_rows)
+        return [
+            Verdict([token_id], [], [logprobs], failed=index in failed)
+            for index, (token_id, logprobs) in enumerate(zip(output.token_ids, output.logprobs, strict=True))
+        ]
+
+    def collect_prompt_logprobs(self, launched: Launched) -> None:
+        """Of the step's chunks of prompts."""
+        logits = launched.logits[launched.packed.num_sampled_rows :]
+        for sequence, count in launched.packed.prompts:
+            if not sequence.prompt_logprobs:
+                sequence.prompt_logprobs.append(None)
+            first = sequence.num_computed + 1
+            targets = sequence.prompt_token_ids[first : first + count]
+            num_top = sequence.params.prompt_logprobs or 0
+            rows = self._sampler.prompt_logprobs(logits[: len(targets)], targets, num_top)
+            sequence.prompt_logprobs.extend(rows)
+            logits = logits[count:]
 
     def keep(self, sequence: SequenceState) -> None:
         """The blocks of a sequence that ends, for as long as the device may write there."""

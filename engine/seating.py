@@ -7,6 +7,7 @@ another one's blocks, and when its sequence stops to run.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 
 from engine.block_manager import BlockManager
 from engine.recurrent.seats import Seats
@@ -73,8 +74,9 @@ class Seating:
         """For drafted tokens of a decoding one."""
         return self._seats.layout.room(sequence.num_computed)
 
-    def stepped(self, sequence: SequenceState) -> None:
-        """Keep its state if that is one of those to be kept."""
+    def stepped(self, sequence: SequenceState, first_drafted: int, accepted: Sequence[int]) -> None:
+        """The `accepted` tokens of its draft follow; keep its state if that is one of those to be kept."""
+        self._seats.move(sequence.seat, first_drafted, accepted)
         position = self._seats.position(sequence.seat)
         if position in sequence.keep_at:
             sequence.keep_at.remove(position)

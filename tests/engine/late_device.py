@@ -133,6 +133,7 @@ def put_on_late_device(engine: Engine, *, ahead: bool) -> LateDevice:
         runner,  # type: ignore[arg-type]
         sampler,
         engine._scheduler,
-        runner if ahead else None,
+        runs_ahead=ahead,
     )
+    engine._sequences.sampler, engine._sequences.launcher = sampler, engine._launcher
     return device

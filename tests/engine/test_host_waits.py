@@ -179,12 +179,12 @@ def test_the_next_step_is_launched_behind_one_that_nobody_waited_for() -> None:
         greedy = SamplingParams(max_tokens=9, temperature=0.0)
         limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
         scheduler = Scheduler(BlockManager(pool), model="", kv_format="", **limits)
-        launcher = StepLauncher(runner, sampler, scheduler, runner)
+        launcher = StepLauncher(runner, sampler, scheduler, runs_ahead=True)
         for order in range(2):
             asked = EngineRequest(request_id=str(order), prompt_token_ids=[5 + order] * 16, sampling=greedy)
             scheduler.add_waiting(SequenceState(asked, order))
         for _ in range(2):  # the first one makes what is made once
-            launched = launcher.take_ahead() or launcher.launch(scheduler.schedule(), False)
+            launched = launcher.take_ahead() or launcher.launch(scheduler.schedule())
             gpu.clear()
             launcher.launch_behind(launched)
             assert launcher.is_ahead and gpu.launches["attend"] == LAYERS

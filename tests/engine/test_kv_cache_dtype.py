@@ -151,7 +151,9 @@ def test_more_tokens_fit_and_the_format_has_a_name_of_its_own(make_engine: Make,
     engine, plain = make_engine(kv_cache_dtype=kv_cache_dtype), make_engine()
     # A head's 16 values are 32 bytes, or 16 and a scale.
     assert engine.blocks.num_blocks == plain.blocks.num_blocks * 32 // 20
-    assert engine.kv_format == plain.kv_format.replace("bfloat16", f"bfloat16:{kv_cache_dtype}_rows")
+    assert engine.cache_format.kv_format == plain.cache_format.kv_format.replace(
+        "bfloat16", f"bfloat16:{kv_cache_dtype}_rows"
+    )
     for each in (engine, plain):
         each.add(ask(0))
         run(each)

@@ -150,13 +150,13 @@ def test_tokens_are_those_of_one_step_after_another(
 def watch_committed(engine: Engine) -> Callable[[], None]:
     """What is published are tokens of prompts and answers alone, and their KV is that of these tokens."""
     log, known = engine.blocks.watch(), []
-    forget = engine._forget
+    forget = engine._sequences.forget
 
     def remember(sequence: Any) -> None:
         known.append([*sequence.token_ids])
         forget(sequence)
 
-    engine._forget = remember  # type: ignore[method-assign]
+    engine._sequences.forget = remember  # type: ignore[method-assign]
 
     def check() -> None:
         texts = {b"": [[]]}

@@ -1,0 +1,106 @@
+"""What an engine is made of, by its configuration and its model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from engine.activations import activation_bytes
+from engine.check import check_hybrid
+from engine.kv_pool import Allocate, KVPool, pool_blocks
+from engine.loader import LoadedModel
+from engine.lora.files import AdapterError
+from engine.pool_layout import PoolLayout
+from engine.recurrent.layout import StateLayout
+from engine.runner import Runner
+from engine.select_forward import MakeRunner, load_packed, runner_of_one_process
+from engine.speculation_interface import Speculator
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError
+from protocol.kv_events import CacheFormat
+
+
+def load_served(config: ServeConfig, *, in_one_process: bool) -> LoadedModel:
+    """The packed model, with the adapters that are named at the start. Raises as `load_model`."""
+    loaded = load_packed(config)
+    for name, path in (config.lora_modules or {}).items():
+        assert loaded.adapters is not None
+        try:
+            loaded.adapters.load(name, path)
+        except AdapterError as error:
+            raise ConfigError(f"--lora-modules: {name}: {error}") from error
+    if loaded.recurrent is not None:
+        check_hybrid(config, not in_one_process, loaded.recurrent.state.grid)
+    return loaded
+
+
+@dataclass(frozen=True)
+class Assembly:
+    config: ServeConfig
+    loaded: LoadedModel
+    speculator: Speculator | None
+    make_runner: MakeRunner
+
+    @cached_property
+    def token_budget(self) -> int:
+        """Tokens in one step. Small steps bring first tokens sooner, and cost a CPU no throughput."""
+        if self.config.max_num_batched_tokens is not None:
+            return self.config.max_num_batched_tokens
+        return max(512 if self.loaded.device.type == "cpu" else 2048, self.config.max_num_seqs)
+
+    @cached_property
+    def drafters_layers(self) -> tuple[int, ...]:
+        """Whose hidden states the drafter reads."""
+        return self.speculator.hidden_layers if self.speculator is not None else ()
+
+    @cached_property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Whose hidden states the runner captures."""
+        return (self.loaded.num_layers,) if self.config.enable_embeddings else self.drafters_layers
+
+    @cached_property
+    def state(self) -> StateLayout | None:
+        """What recurrent layers keep of a sequence."""
+        if self.loaded.recurrent is None:
+            return None
+        most = self.speculator.most_drafted if self.speculator is not None else 0
+        return self.loaded.recurrent.state.with_drafts(most)
+
+    @cached_property
+    def layout(self) -> PoolLayout:
+        """For the model's KV, and that of the speculator's draft, if it has any."""
+        groups, draft_state = [self.loaded.kv_group], None
+        if self.speculator is not None:
+            groups += [self.speculator.kv_group] if self.speculator.kv_group is not None else []
+            draft_state = self.speculator.state_layout
+        size, count = self.config.block_size, self.config.max_num_seqs
+        return PoolLayout(tuple(groups), size, self.state, count, draft_state)
+
+    @cached_property
+    def cache_format(self) -> CacheFormat:
+        kv_format = self.loaded.kv_group.describe(self.config.block_size)
+        if self.state is not None:
+            kv_format += f" and {self.state.describe()}"
+        return CacheFormat(
+            model=f"{self.config.model_name}@{self.loaded.weights}",
+            kv_format=kv_format,
+            block_size=self.config.block_size,
+            has_states=self.state is not None,
+        )
+
+    def make_pool(self, allocate: Allocate | None) -> KVPool:
+        device, longest = self.loaded.device, self.loaded.max_model_len
+        num_blocks = pool_blocks(self.config, self.layout, device, longest, self._kept_free())
+        return KVPool(self.layout, num_blocks, device, allocate)
+
+    def runner(self, pool: KVPool) -> Runner:
+        return self.make_runner(self.config, self.loaded, pool, self.hidden_layers)
+
+    def _kept_free(self) -> int:
+        """Bytes of a GPU whose memory decides how large the pool is. Ranks would have to take part."""
+        device = self.loaded.device
+        is_sized_by_gpu = device.type == "cuda" and self.config.kv_cache_memory_bytes is None
+        if not is_sized_by_gpu or self.make_runner is not runner_of_one_process:
+            return 0
+        budget, rows = self.token_budget, self.config.max_num_seqs
+        return activation_bytes(self.runner, self.layout, device, budget, rows)
