@@ -21,27 +21,18 @@ from engine.sequence import SequenceState
 from engine.speculation_interface import MakeRoom
 from protocol.config import ServeConfig
 from protocol.handoff import REBUILD, DraftState
-from protocol.speculation import (
-    CUSTOM,
-    REMOTE,
-    WEIGHTLESS,
-    RequestClass,
-    RequestSpeculation,
-    Source,
-    SpeculationState,
-    SpeculativeConfig,
-)
-from speculation.account import Account, Origin
+from protocol.speculation import CUSTOM, REMOTE, Source, SpeculationState, SpeculativeConfig
+from speculation.account import Account
 from speculation.collapse import CollapseWatch
 from speculation.control.calibration import measure_reading, measure_target
 from speculation.control.controller import DraftController
 from speculation.control.request import SpeculatingRequest
 from speculation.custom import problem
 from speculation.drafter import Computed, Drafter
-from speculation.grammar_drafts import forced_tokens, num_allowed
-from speculation.methods import build_drafter
+from speculation.grammar_drafts import GrammarDrafts
 from speculation.remote import RemoteDrafter
-from speculation.shapes import default_drafted, draft_shape, most_drafted
+from speculation.shapes import default_drafted, most_drafted
+from speculation.sources import DraftSources
 from speculation.unread import MOST_STEPS, UnreadSteps
 from speculation.verification.verify import prepare, verify
 
@@ -66,7 +57,6 @@ class BatchSpeculator:
         self._loaded = loaded
         self._deployed = config.speculative_config
         self._options = self._deployed or SpeculativeConfig(method="ngram")
-        self._drafters: dict[Source, Drafter] = {}
         self._requests: dict[str, SpeculatingRequest] = {}
         self._num_speculating = 0
         """Requests that have a method. Without any, the speculator skips steps."""
@@ -76,33 +66,29 @@ class BatchSpeculator:
         self._rooms: dict[SequenceState, tuple[int, SpeculatingRequest]] = {}
         """The sequences that draft in the current step, the tokens that they have room for, and their
         requests, since those that end with the step are forgotten before it is learnt."""
-        self._forced: set[SequenceState] = set()
-        """Those whose draft in the current step is their grammar's."""
         self._drafted_at = 0.0
         self._account = Account()
         self._watch = CollapseWatch()
         self._controller = DraftController(config.max_num_seqs, most_drafted(self._options))
+        self._remote = remote
+        estimator = self._controller.estimator
+        self._sources = DraftSources(config, loaded, remote, self._account, estimator)
+        self._drafters = self._sources.drafters
         self.kv_group: Group | None = None
         self.state_layout: StateLayout | None = None
         self.hidden_layers: tuple[int, ...] = ()
-        self._remote = remote
-        if remote is not None:
-            self._drafters[REMOTE] = remote
-        if self._deployed is not None and self._deployed.decode_workers_draft:
-            drafter = build_drafter(self._deployed.method, self._options, config, loaded)
-            self._drafters[self._deployed.method] = drafter
-            self.kv_group, self.hidden_layers = drafter.kv_group, drafter.hidden_layers
-            self.state_layout = drafter.state_layout
+        if (own := self._sources.own) is not None:
+            self.kv_group, self.state_layout = own.kv_group, own.state_layout
+            self.hidden_layers = own.hidden_layers
         self.most_drafted = default_drafted(self._options)
         self._feature_bytes = len(self.hidden_layers) * loaded.hidden_size * loaded.dtype.itemsize
 
     def attach(self, loaded: LoadedModel, pool: KVPool, sampler: Sampler) -> None:
-        self._pool, self._sampler = pool, sampler
+        self._sampler = sampler
         assert sampler.grammars is not None
-        self._grammars = sampler.grammars
+        self._grammar_drafts = GrammarDrafts(sampler.grammars, self._account)
         prepare(self._options.verification, sampler, loaded.dtype)
-        for drafter in self._drafters.values():
-            drafter.attach(loaded, pool)
+        self._sources.attach(pool)
 
     def warm_up(self, profiling: ProfilingRun) -> None:
         estimator = self._controller.estimator
@@ -112,19 +98,9 @@ class BatchSpeculator:
             estimator.set_target_times(measure_target(profiling, self.verify, max_sequences))
         for method, drafter in self._drafters.items():
             drafter.warm_up()
-            self._add_method(method, drafter)
+            self._sources.tell_estimator(method)
             if measures and drafter.kv_group is not None and drafter.hidden_layers:
                 estimator.methods[method].time.per_read = measure_reading(profiling, drafter)
-
-    def _add_method(self, method: Source, drafter: Drafter) -> None:
-        has_kv = drafter.kv_group is not None
-        self._controller.estimator.add_method(
-            method,
-            draft_shape(method, self._options),
-            self._options.max_speculative_tokens,
-            reads_text=has_kv,
-            reads_prompts=has_kv and bool(drafter.hidden_layers),
-        )
 
     def begin(self, sequence: SequenceState, state: DraftState = REBUILD) -> None:
         """The sequence has its blocks: at first, after a preemption, or by a hand-off with this `state`."""
@@ -170,7 +146,8 @@ class BatchSpeculator:
         for sequence in step.admitted:
             self.begin(sequence)
         self._has_speculating_requests = self._num_speculating > 0
-        self._forced, self._rooms = set(), {}
+        self._rooms = {}
+        self._grammar_drafts.forced.clear()
         decoding = [sequence for sequence in step.sequences if sequence.is_decoding]
         self._draft_forced(step, decoding, make_room)
         if not self._has_speculating_requests:
@@ -185,24 +162,11 @@ class BatchSpeculator:
     def _draft_forced(
         self, step: ScheduledStep, decoding: Sequence[SequenceState], make_room: MakeRoom
     ) -> None:
-        """What grammars leave no choice about needs no drafter."""
         constrained = [sequence for sequence in decoding if sequence.params.grammar is not None]
-        if not constrained:
-            return
-        started = time.perf_counter()
-        for sequence in filter(self._may_draft, constrained):
-            tokens = forced_tokens(self._grammars, sequence)
-            if tokens and (room := make_room(step, sequence, len(tokens))):
-                sequence.draft = Draft(tokens[:room])
-                self._forced.add(sequence)
-        self._account.drafted("grammar", time.perf_counter() - started)
-
-    def _may_draft(self, sequence: SequenceState) -> bool:
-        """Draft workers draft under the grammar themselves, while the target's tokens are on their way."""
-        asked = sequence.request.speculation or RequestSpeculation()
-        fixed = asked.num_speculative_tokens
-        fixed = self._options.fixed_tokens if fixed is None else fixed
-        return asked.enabled and fixed != 0 and self._request(sequence).method != REMOTE
+        if constrained:
+            may_draft = self._sources.may_draft_here
+            drafting = [each for each in constrained if may_draft(each, self._request(each).method)]
+            self._grammar_drafts.draft(step, drafting, make_room)
 
     def _plan(self, decoding: Sequence[SequenceState]) -> None:
         requests = [self._request(sequence) for sequence in decoding]
@@ -221,7 +185,7 @@ class BatchSpeculator:
         by_method: dict[Source, list[SequenceState]] = {}
         for sequence in decoding:
             request = self._request(sequence)
-            if sequence in self._forced:
+            if sequence in self._grammar_drafts.forced:
                 continue
             if request.granted and (room := make_room(step, sequence, request.granted)):
                 assert request.method is not None
@@ -241,24 +205,12 @@ class BatchSpeculator:
             for sequence, draft in zip(sequences, drafts, strict=True):
                 sequence.draft = draft
                 if draft is not None and sequence.params.grammar is not None:
-                    sequence.draft = self._constrained(sequence, draft, method)
+                    sequence.draft = self._grammar_drafts.constrain(sequence, draft, method)
             self._drafted_at = time.perf_counter()
             seconds = self._drafted_at - started
             self._account.drafted(method, seconds)
             requests = [self._rooms[sequence][1] for sequence in sequences]
             self._controller.estimator.drafted(method, requests, rooms, seconds)
-
-    def _constrained(self, sequence: SequenceState, draft: Draft, method: Source) -> Draft:
-        """The draft without the end that the grammar forbids. Where nothing is left of it, its drafter still
-        has to be told that none of its tokens came. What is probed stays, and what is before it.
-        """
-        if draft.probes:
-            return draft
-        num_nodes = num_allowed(self._grammars, sequence, draft)
-        if num_nodes == draft.num_nodes:
-            return draft
-        self._account.cut(method, draft.num_nodes - num_nodes)
-        return draft.first(num_nodes)
 
     def _runnable(self, drafts: Sequence[Draft | None], rooms: Sequence[int]) -> list[Draft | None]:
         """Those that the step can run: another one would end it for all requests."""
@@ -275,7 +227,7 @@ class BatchSpeculator:
 
     def _wants_hidden(self, step: ScheduledStep) -> bool:
         """Capturing hidden states takes time, so only where drafts may read them."""
-        if self._rooms or (self._forced and self._controller.drafts):
+        if self._rooms or (self._grammar_drafts.forced and self._controller.drafts):
             return True
         if step.only_decodes:
             return self._controller.reads_steps
@@ -292,7 +244,8 @@ class BatchSpeculator:
         return self._controller.reads_prompts(request.method, sum(step.num_tokens))
 
     def finish(self, step: ScheduledStep, hidden: Tensor | None) -> None:
-        self._count_forced(step)
+        if self._grammar_drafts.forced:
+            self._grammar_drafts.count(step)
         if not self._has_speculating_requests:
             return
         self._learn(step)
@@ -323,17 +276,8 @@ class BatchSpeculator:
                 for each in found:
                     each.sequence.held.mark_drafted(drafter.num_drafted(each.sequence.request_id))
 
-    def _count_forced(self, step: ScheduledStep) -> None:
-        """To drafters these tokens are as if they had come one by one: they know nothing of such drafts."""
-        if not self._forced:
-            return
-        for sequence, outcome in zip(step.sequences, step.outcomes, strict=True):
-            if sequence in self._forced and outcome.draft is not None:
-                self._account.verified("grammar", outcome.draft.num_nodes, outcome.num_accepted)
-                outcome.draft = outcome.verdict = None
-
     def _learn(self, step: ScheduledStep) -> None:
-        if not step.only_decodes or self._forced:
+        if not step.only_decodes or self._grammar_drafts.forced:
             self._controller.estimator.disturb()
         if not self._rooms:
             self._account.stepped(0.0, verifies=False)
@@ -395,8 +339,7 @@ class BatchSpeculator:
     def _request(self, sequence: SequenceState) -> SpeculatingRequest:
         request = self._requests.get(sequence.request_id)
         if request is None:
-            request = self._requests[sequence.request_id] = self._new_request(sequence)
-            request.origin = _origin(sequence)
+            request = self._requests[sequence.request_id] = self._sources.new_request(sequence)
             self._num_speculating += request.method is not None
         return request
 
@@ -404,74 +347,16 @@ class BatchSpeculator:
         before = self._requests.get(sequence.request_id)
         if before is None:
             return  # not begun yet
-        source = self._source(sequence)
+        source = self._sources.source(sequence)
         if source is None and before.method is None:
             return
-        if source == before.method and (source != REMOTE or self._keeps_its_worker(sequence)):
-            self._limit(before, sequence)
+        if source == before.method and self._sources.keeps_its_worker(source, sequence):
+            self._sources.limit(before, sequence)
             self._controller.join(before, is_read=True)
             return
         self._end(sequence, before)
         if sequence.holdings is not None:
             self.begin(sequence)
-
-    def _keeps_its_worker(self, sequence: SequenceState) -> bool:
-        assert self._remote is not None and sequence.draft_plan is not None
-        return self._remote.is_made_by(sequence.request_id, sequence.draft_plan.at)
-
-    def _limit(self, request: SpeculatingRequest, sequence: SequenceState) -> None:
-        """Set how many tokens it drafts: those that it asks for, and no more than its plan allows."""
-        asked, plan = sequence.request.speculation, sequence.draft_plan
-        fixed = asked.num_speculative_tokens if asked is not None else None
-        if fixed is None:
-            fixed = self._options.fixed_tokens
-        request.most = plan.max_tokens if plan is not None else None
-        if request.method == "lookahead" and fixed:
-            fixed = self._options.lookahead_rows  # it takes all of them or none
-        elif fixed is not None and request.most is not None:
-            fixed = min(fixed, request.most)
-        request.fixed_tokens = fixed
-
-    def _source(self, sequence: SequenceState) -> Source | None:
-        """Where the sequence's drafts come from, by its plan, or else by its own and the deployment's choice.
-
-        A plan that names what this worker lacks is as one without drafts.
-        """
-        asked, plan = sequence.request.speculation or RequestSpeculation(), sequence.draft_plan
-        if not asked.enabled:
-            return None
-        source: Source | None
-        if plan is None:
-            source = asked.method or (self._deployed.method if self._deployed is not None else None)
-        else:
-            source = REMOTE if plan.at is not None else plan.method
-        if source is None or source in self._drafters or source in WEIGHTLESS:
-            return source
-        if plan is not None:
-            self._account.lost_draft(sequence.request_id, f"the plan was {source}, which this worker lacks")
-        return None
-
-    def _new_request(self, sequence: SequenceState) -> SpeculatingRequest:
-        source, asked = self._source(sequence), sequence.request.speculation
-        fixed = asked.num_speculative_tokens if asked is not None else None
-        if source is None or (self._options.fixed_tokens if fixed is None else fixed) == 0:
-            return self._controller.estimator.new_request(None, 0)
-        if source not in self._drafters:
-            assert source != REMOTE  # which is there, if it is anybody's source
-            drafter = build_drafter(source, self._options, self._config, self._loaded)
-            drafter.attach(self._loaded, self._pool)
-            self._drafters[source] = drafter
-            self._add_method(source, drafter)
-        request_class: RequestClass = "greedy" if sequence.request.sampling.is_greedy else "sampled"
-        request = self._controller.estimator.new_request(source, None, request_class)
-        self._limit(request, sequence)
-        return request
-
-
-def _origin(sequence: SequenceState) -> Origin:
-    if sequence.handed_over:
-        return "handed_over"
-    return "prefix_hit" if sequence.num_cached else "computed"
 
 
 def _unread(sequence: SequenceState, drafter: Drafter) -> int:

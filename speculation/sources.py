@@ -1,0 +1,144 @@
+"""Where a request's drafts come from, and how many tokens it may draft."""
+
+from __future__ import annotations
+
+from engine.kv_pool import KVPool
+from engine.loader import LoadedModel
+from engine.sequence import SequenceState
+from protocol.config import ServeConfig
+from protocol.speculation import (
+    REMOTE,
+    WEIGHTLESS,
+    RequestClass,
+    RequestSpeculation,
+    Source,
+    SpeculativeConfig,
+)
+from speculation.account import Account, Origin
+from speculation.control.estimator import Estimator
+from speculation.control.request import SpeculatingRequest
+from speculation.drafter import Drafter
+from speculation.methods import build_drafter
+from speculation.remote import RemoteDrafter
+from speculation.shapes import draft_shape
+
+
+class DraftSources:
+    """The deployment's method is loaded at once. Those that need no weights are made when a request first
+    asks. `remote` has the drafts of draft workers, where there are any.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        loaded: LoadedModel,
+        remote: RemoteDrafter | None,
+        account: Account,
+        estimator: Estimator,
+    ) -> None:
+        self._config = config
+        self._loaded = loaded
+        self._deployed = config.speculative_config
+        self._options = self._deployed or SpeculativeConfig(method="ngram")
+        self._remote = remote
+        self._account = account
+        self._estimator = estimator
+        self.drafters: dict[Source, Drafter] = {}
+        if remote is not None:
+            self.drafters[REMOTE] = remote
+        self.own: Drafter | None = None
+        """The deployment's, if decode workers draft by it."""
+        if self._deployed is not None and self._deployed.decode_workers_draft:
+            self.own = build_drafter(self._deployed.method, self._options, config, loaded)
+            self.drafters[self._deployed.method] = self.own
+
+    def attach(self, pool: KVPool) -> None:
+        self._pool = pool
+        for drafter in self.drafters.values():
+            drafter.attach(self._loaded, pool)
+
+    def tell_estimator(self, method: Source) -> None:
+        """The drafter is ready: what it may draft, and what it reads."""
+        drafter = self.drafters[method]
+        has_kv = drafter.kv_group is not None
+        self._estimator.add_method(
+            method,
+            draft_shape(method, self._options),
+            self._options.max_speculative_tokens,
+            reads_text=has_kv,
+            reads_prompts=has_kv and bool(drafter.hidden_layers),
+        )
+
+    def new_request(self, sequence: SequenceState) -> SpeculatingRequest:
+        source, asked = self.source(sequence), sequence.request.speculation
+        fixed = asked.num_speculative_tokens if asked is not None else None
+        if source is None or (self._options.fixed_tokens if fixed is None else fixed) == 0:
+            request = self._estimator.new_request(None, 0)
+        else:
+            if source not in self.drafters:
+                self._add(source)
+            request_class: RequestClass = "greedy" if sequence.request.sampling.is_greedy else "sampled"
+            request = self._estimator.new_request(source, None, request_class)
+            self.limit(request, sequence)
+        request.origin = _origin(sequence)
+        return request
+
+    def _add(self, source: Source) -> None:
+        assert source != REMOTE  # which is there, if it is anybody's source
+        self.drafters[source] = build_drafter(source, self._options, self._config, self._loaded)
+        self.drafters[source].attach(self._loaded, self._pool)
+        self.tell_estimator(source)
+
+    def source(self, sequence: SequenceState) -> Source | None:
+        """Where the sequence's drafts come from, by its plan, or else by its own and the deployment's choice.
+
+        A plan that names what this worker lacks is as one without drafts.
+        """
+        asked, plan = sequence.request.speculation or RequestSpeculation(), sequence.draft_plan
+        if not asked.enabled:
+            return None
+        source: Source | None
+        if plan is None:
+            source = asked.method or (self._deployed.method if self._deployed is not None else None)
+        else:
+            source = REMOTE if plan.at is not None else plan.method
+        if source is None or source in self.drafters or source in WEIGHTLESS:
+            return source
+        if plan is not None:
+            self._account.lost_draft(sequence.request_id, f"the plan was {source}, which this worker lacks")
+        return None
+
+    def may_draft_here(self, sequence: SequenceState, source: Source | None) -> bool:
+        """Whether this worker may draft for it beside the `source`. Draft workers draft under the grammar
+        themselves, while the target's tokens are on their way.
+        """
+        asked = sequence.request.speculation or RequestSpeculation()
+        fixed = asked.num_speculative_tokens
+        fixed = self._options.fixed_tokens if fixed is None else fixed
+        return asked.enabled and fixed != 0 and source != REMOTE
+
+    def keeps_its_worker(self, source: Source | None, sequence: SequenceState) -> bool:
+        """Whether the sequence's plan names the worker that makes its drafts now, if one does."""
+        if source != REMOTE:
+            return True
+        assert self._remote is not None and sequence.draft_plan is not None
+        return self._remote.is_made_by(sequence.request_id, sequence.draft_plan.at)
+
+    def limit(self, request: SpeculatingRequest, sequence: SequenceState) -> None:
+        """Set how many tokens it drafts: those that it asks for, and no more than its plan allows."""
+        asked, plan = sequence.request.speculation, sequence.draft_plan
+        fixed = asked.num_speculative_tokens if asked is not None else None
+        if fixed is None:
+            fixed = self._options.fixed_tokens
+        request.most = plan.max_tokens if plan is not None else None
+        if request.method == "lookahead" and fixed:
+            fixed = self._options.lookahead_rows  # it takes all of them or none
+        elif fixed is not None and request.most is not None:
+            fixed = min(fixed, request.most)
+        request.fixed_tokens = fixed
+
+
+def _origin(sequence: SequenceState) -> Origin:
+    if sequence.handed_over:
+        return "handed_over"
+    return "prefix_hit" if sequence.num_cached else "computed"
