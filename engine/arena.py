@@ -121,10 +121,6 @@ class Arena:
 
     # --- states -------------------------------------------------------------------------------------
 
-    @property
-    def num_states(self) -> int:
-        return len(self._states)
-
     def find_state(self, identity: BlockIdentity) -> KeptState | None:
         """The state behind this block."""
         return self._states.get(identity)
