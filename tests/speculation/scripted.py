@@ -79,7 +79,7 @@ def engine_with(config: ServeConfig, drafter: ScriptedDrafter, num_tokens: int, 
     asked = SpeculativeConfig(method="ngram", num_speculative_tokens=num_tokens, **options)
 
     def speculate(config: ServeConfig, loaded: LoadedModel) -> BatchSpeculator:
-        with mock.patch("speculation.speculator.build_drafter", return_value=drafter):
+        with mock.patch("speculation.sources.build_drafter", return_value=drafter):
             return BatchSpeculator(config, loaded)
 
     engine = Engine(msgspec.structs.replace(config, speculative_config=asked), speculate=speculate)
