@@ -93,6 +93,7 @@ class Engine:
         self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids, self._grammars)
         self._order = itertools.count()
         self._own_threads = torch.get_num_threads()
+        self._kept_cores: Callable[[], bool] | None = None
         self._steps = 0
         self._started_at = 0.0
         self._ended_at: float | None = None
@@ -335,7 +336,8 @@ class Engine:
             self._speculator.finish(step, launched.hidden if self.feature_size else None)
         launched.free_kept()
         ended = time.perf_counter()
-        self._times.observe(work, ended - self._started_at, step.outcomes, self._spread)
+        if self._kept_cores is None or self._kept_cores():
+            self._times.observe(work, ended - self._started_at, step.outcomes, self._spread)
         self._ended_at = ended if self.has_work() else None
         return result
 
@@ -402,6 +404,13 @@ class Engine:
         """Let the disk tier finish what it was given. Idempotent."""
         if self.tiers is not None:
             self.tiers.close()
+
+    def borrow(self, kept: Callable[[], bool]) -> None:
+        """From now on idle workers lend it cores. `kept` tells after a step whether it had the same cores as
+        the one before, to its end: what others took does not count as its own time.
+        """
+        self._kept_cores = kept
+        self._times.borrows = True
 
     @property
     def _spread(self) -> float:

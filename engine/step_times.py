@@ -77,6 +77,8 @@ class StepTimes:
         self._decode, self._prefill = NonNegativeFit(MEMORY), NonNegativeFit(MEMORY)
         self._decode_scaling, self._prefill_scaling = _Scaling(DECODE_SCALING), _Scaling(PREFILL_SCALING)
         self._pending: deque[_Step] = deque(maxlen=_MOST_PENDING)
+        self.borrows = False
+        """Whether idle workers lend it cores."""
         self._accepted = self._rows = 0.0
         self._error = self._judged = 0.0
         self._lock = threading.Lock()
@@ -113,8 +115,8 @@ class StepTimes:
                 chunk_s=chunk_s,
                 token_s=token_s,
                 attention_s=attention_s,
-                decode_scaling=self._decode_scaling.learned,
-                prefill_scaling=self._prefill_scaling.learned,
+                decode_scaling=self._decode_scaling.value if self.borrows else 0.0,
+                prefill_scaling=self._prefill_scaling.value if self.borrows else 0.0,
                 tokens_per_row=1.0 + (self._accepted / self._rows if self._rows else 0.0),
                 error=self._error / self._judged if self._judged else 0.0,
             )
@@ -157,16 +159,10 @@ class _Scaling:
     """How much sooner steps end on more cores: they take spread ** -scaling as long."""
 
     def __init__(self, first: float) -> None:
-        self._scaling = first
-        self._is_known = False
-
-    @property
-    def learned(self) -> float:
-        """0 before there was any step on lent cores."""
-        return self._scaling if self._is_known else 0.0
+        self.value = first
 
     def share(self, spread: np.ndarray) -> np.ndarray:
-        share: np.ndarray = spread**-self._scaling
+        share: np.ndarray = spread**-self.value
         return share
 
     def learn(self, spread: np.ndarray, seconds: np.ndarray, on_own_cores: np.ndarray) -> None:
@@ -176,8 +172,7 @@ class _Scaling:
         if count:
             found = np.log(on_own_cores[useful] / seconds[useful]) / np.log(spread[useful])
             fade = (1 - 1 / SCALING_MEMORY) ** count
-            self._scaling = fade * self._scaling + (1 - fade) * float(np.clip(np.median(found), 0, 1))
-            self._is_known = True
+            self.value = fade * self.value + (1 - fade) * float(np.clip(np.median(found), 0, 1))
 
 
 def _seconds(steps: Sequence[_Step]) -> np.ndarray:

@@ -78,7 +78,7 @@ class SharedCores:
         self._set_threads = set_threads
         self._own = self._threads = own
         self._cores = cores
-        self._is_busy = False
+        self._is_busy = self._has_changed = False
         self._board.write(self._number, is_busy=False)
 
     def idle(self) -> None:
@@ -88,12 +88,20 @@ class SharedCores:
     def begin_step(self) -> bool:
         """Have the step use as many threads as there are cores for the worker now. Whether some are lent."""
         self._write(is_busy=True)
-        _, busy = self._board.count()
-        threads = max(self._cores // max(busy, 1), 1)
-        if threads != self._threads:
+        threads = self._share()
+        self._has_changed = threads != self._threads
+        if self._has_changed:
             self._set_threads(threads)
             self._threads = threads
         return threads > self._own
+
+    def were_kept(self) -> bool:
+        """Whether the step that ends had as many cores as the one before, to its end."""
+        return not self._has_changed and self._share() == self._threads
+
+    def _share(self) -> int:
+        _, busy = self._board.count()
+        return max(self._cores // max(busy, 1), 1)
 
     def _write(self, *, is_busy: bool) -> None:
         if is_busy != self._is_busy:

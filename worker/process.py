@@ -86,6 +86,7 @@ def run_worker(
         engine.on_fetched = parts.wake.set
         if launch.shares_cores and place is not None and engine.runs_on_any_threads:
             parts.cores = SharedCores(place, torch.get_num_threads(), host_cores(), torch.set_num_threads)
+            engine.borrow(parts.cores.were_kept)
         gc.collect()
         gc.freeze()  # or the collector would go through the libraries again and again, for milliseconds
         while (left := _serve(parts, engine, links, stop, carrier)).next_role is not None:

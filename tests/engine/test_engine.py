@@ -561,3 +561,16 @@ def test_says_how_many_values_expanded_latents_take(tmp_path: Path) -> None:
     engine = Engine(ServeConfig(model=str(tmp_path), **options))  # type: ignore[arg-type]
     latents = "expanded: 160 values a token and layer instead of 24"  # 4 heads of 24 + 16; 16 + 8
     assert engine.start_up["kv_pool"].endswith(latents)
+
+
+def test_a_step_that_did_not_keep_its_lent_cores_tells_nothing_of_costs(make_engine: Callable[..., Engine]):
+    engine = make_engine()
+    engine.borrow(lambda: False)
+    first = engine.costs()
+    engine.add(ask("disturbed", prompt_of(40)))
+    run(engine)
+    assert engine.costs() == first
+    engine.borrow(lambda: True)
+    engine.add(ask("undisturbed", prompt_of(40, seed=1)))
+    run(engine)
+    assert engine.costs() != first

@@ -98,7 +98,10 @@ def run_lending(times: StepTimes, costs: StepCosts, count: int, *, lent_share: f
 
 def test_how_steps_gain_from_lent_cores_is_learned() -> None:
     times = seeded(TRUE)
-    assert times.costs().decode_scaling == times.costs().prefill_scaling == 0.0, "none were lent"
+    assert times.costs().decode_scaling == times.costs().prefill_scaling == 0.0, "none are lent"
+    times.borrows = True
+    told = times.costs()
+    assert (told.decode_scaling, told.prefill_scaling) == (DECODE_SCALING, PREFILL_SCALING), "none were yet"
     really = msgspec.structs.replace(TRUE, decode_scaling=0.3, prefill_scaling=0.7)
     run_lending(times, really, 3000, lent_share=0.5)
     found = times.costs()
@@ -116,6 +119,7 @@ def test_steps_on_lent_cores_tell_about_the_own_ones() -> None:
     """Measured at the start on a busy machine, and never again without lent cores."""
     slow = StepCosts(**{name: 3 * getattr(TRUE, name) for name in WEIGHTS})
     times = seeded(slow)
+    times.borrows = True
     scaled = msgspec.structs.replace(TRUE, decode_scaling=DECODE_SCALING, prefill_scaling=PREFILL_SCALING)
     run_lending(times, scaled, 4000, lent_share=1.0)
     for work in (StepWork(8, 2000), StepWork(8, 2000, 64, 6400)):

@@ -59,6 +59,17 @@ def test_who_joins_later_with_a_smaller_share_gets_as_much_as_the_first() -> Non
     assert threads == [2, 2]
 
 
+def test_a_step_keeps_its_cores_from_the_step_before_to_its_end() -> None:
+    workers = Workers(2)
+    first, second = workers.cores
+    assert workers.step(0) == 4 and not first.were_kept(), "the first on lent cores"
+    assert workers.step(0) == 4 and first.were_kept()
+    assert workers.step(0) == 4
+    assert workers.step(1) == 2 and not first.were_kept(), "their owner took them in its midst"
+    assert workers.step(0) == 2 and not first.were_kept()
+    assert workers.step(0) == 2 and first.were_kept() and second.were_kept()
+
+
 def test_threads_are_set_only_where_they_change() -> None:
     calls: list[int] = []
     board = CoreBoard()
