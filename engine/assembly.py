@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from engine.activations import activation_bytes
@@ -18,6 +18,7 @@ from engine.speculation_interface import Speculator
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.kv_events import CacheFormat
+from protocol.window import Window
 
 
 def load_served(config: ServeConfig, *, in_one_process: bool) -> LoadedModel:
@@ -69,12 +70,19 @@ class Assembly:
     @cached_property
     def layout(self) -> PoolLayout:
         """For the model's KV, and that of the speculator's draft, if it has any."""
-        groups, draft_state = [self.loaded.kv_group], None
+        kv = self.loaded.kv_group
+        if kv.window >= self.loaded.max_model_len or not self.config.paged_kv:
+            kv = replace(kv, window=0)
+        groups, draft_state = [kv], None
         if self.speculator is not None:
             groups += [self.speculator.kv_group] if self.speculator.kv_group is not None else []
             draft_state = self.speculator.state_layout
         size, count = self.config.block_size, self.config.max_num_seqs
         return PoolLayout(tuple(groups), size, self.state, count, draft_state)
+
+    @property
+    def window(self) -> Window | None:
+        return Window(self.layout.window, self.config.block_size) if self.layout.window else None
 
     @cached_property
     def cache_format(self) -> CacheFormat:
@@ -86,11 +94,14 @@ class Assembly:
             kv_format=kv_format,
             block_size=self.config.block_size,
             has_states=self.state is not None,
+            window=self.layout.window,
         )
 
     def make_pool(self, allocate: Allocate | None) -> KVPool:
         device, longest = self.loaded.device, self.loaded.max_model_len
-        num_blocks = pool_blocks(self.config, self.layout, device, longest, self._kept_free())
+        window = self.window
+        span = window.span() + window.span(self.token_budget) if window is not None else 0
+        num_blocks = pool_blocks(self.config, self.layout, device, longest, self._kept_free(), span)
         return KVPool(self.layout, num_blocks, device, allocate)
 
     def runner(self, pool: KVPool) -> Runner:

@@ -17,15 +17,24 @@ from engine.kv_pool import KVPool
 from engine.tiers.host import HostTier
 from protocol.ids import BlockIdentity
 from protocol.kv_events import Medium
+from protocol.window import Window
 
 
 class BlockManager:
     """`tiers` are those below the pool's arenas, all or none."""
 
     def __init__(
-        self, pool: KVPool, enable_prefix_caching: bool = True, tiers: Sequence[HostTier] = ()
+        self,
+        pool: KVPool,
+        enable_prefix_caching: bool = True,
+        tiers: Sequence[HostTier] = (),
+        window: Window | None = None,
+        most_rows: int = 0,
     ) -> None:
         self.pool = pool
+        self.window = window
+        """If all layers attend within one. A step computes `most_rows` of a sequence at most."""
+        self.most_rows = most_rows
         self.block_size = pool.block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.tiers = tiers
@@ -75,3 +84,7 @@ class BlockManager:
     def has(self, identity: BlockIdentity) -> bool:
         """Whether all arenas have this block."""
         return all(arena.find(identity) is not None for arena in self.arenas)
+
+    def has_below(self, identity: BlockIdentity) -> bool:
+        """Whether all tiers below them have it."""
+        return bool(self.tiers) and all(tier.holds(identity) for tier in self.tiers)

@@ -86,7 +86,9 @@ class Engine:
         self.pool = assembly.make_pool(allocate)
         self.tiers = build_tiers(config, self.pool, bytes.fromhex(self.weights), self._fetched)
         tiers = [self.tiers] if self.tiers is not None else []
-        self.blocks = BlockManager(self.pool, config.enable_prefix_caching, tiers)
+        self.blocks = BlockManager(
+            self.pool, config.enable_prefix_caching, tiers, assembly.window, assembly.token_budget
+        )
         self._runner = assembly.runner(self.pool)
         vocabulary = loaded.vocab_size, loaded.eos_token_ids
         self._grammars = Grammars(partial(load_grammar_tokenizer, config, *vocabulary))
@@ -99,7 +101,8 @@ class Engine:
         self._ended_at: float | None = None
         """When the latest step ended, if there was more to do."""
         bound_s = itl_bound(config.itl_budget, config.slo_tpot or inf)
-        self._times = StepTimes(assembly.token_budget, self.pool.token_bytes, bound_s)
+        kv_window = assembly.layout.window
+        self._times = StepTimes(assembly.token_budget, self.pool.token_bytes, bound_s, kv_window)
         self._seating = Seating(self.pool.seats, self.blocks) if self.pool.seats is not None else None
         self._scheduler = Scheduler(
             self.blocks,
@@ -139,7 +142,9 @@ class Engine:
                 self._speculator.warm_up(profiling)
         if not config.paged_kv:
             self.blocks.least_blocks = -(-self.max_model_len // config.block_size)
-        self.start_up = describe_start(config, loaded, self.pool, self._runner, self.tiers, load_s, compile_s)
+        self.start_up = describe_start(
+            config, loaded, self.blocks, self._runner, self.tiers, load_s, compile_s
+        )
 
     @property
     def runs_on_any_threads(self) -> bool:
@@ -182,9 +187,10 @@ class Engine:
         if self.tiers is not None:
             self.tiers.finish()
         holdings, covered = reserved
+        reservation = Reservation(request, holdings, covered, time.monotonic())
         self._scheduler.prefix_query_tokens += len(token_ids)
-        self._scheduler.prefix_hit_tokens += covered
-        return Reservation(request, holdings, covered, time.monotonic())
+        self._scheduler.prefix_hit_tokens += reservation.num_cached
+        return reservation
 
     def room_for_prefix(self, request: EngineRequest) -> PrefixRoom | None:
         """Blocks to bring what the request's prefix cache lacks from elsewhere, before `add`; None if there
@@ -220,7 +226,7 @@ class Engine:
         sequence.holdings = reservation.holdings
         sequence.holdings.shareable = shareable
         sequence.num_computed = num_computed
-        sequence.num_cached = reservation.covered
+        sequence.num_cached = reservation.num_cached
         sequence.handed_over = True
         sequence.holdings.publish(sequence.token_ids, num_computed)
         sequence.append(first_token)

@@ -16,6 +16,9 @@ from protocol.handoff import Extent
 from protocol.ids import BlockIdentity, child_identity
 from protocol.kv_events import Medium
 
+NO_BLOCK = 0
+"""Of a place that nobody reads; kernels want the number of some block there."""
+
 
 @dataclass(eq=False)
 class Holdings:
@@ -27,6 +30,9 @@ class Holdings:
     `shareable` are never published. `state` are blocks of the first arena with a state of recurrent layers
     that is wanted here, or with room for one. `passed` are the kept states that it began from or left behind.
     `junctions` are where other prompts part from it.
+
+    Behind a sliding window there are no blocks: the first `num_left` places have `NO_BLOCK`. `num_wanted`
+    blocks are what the tokens take that it began with.
     """
 
     manager: BlockManager
@@ -40,6 +46,8 @@ class Holdings:
     below: list[BlockIdentity] = field(default_factory=list)
     tokens_below: Sequence[int] = ()
     shareable: bool = True
+    num_left: int = 0
+    num_wanted: int = 0
 
     def __post_init__(self) -> None:
         self.blocks = [[] for _ in self.manager.arenas]
@@ -56,6 +64,12 @@ class Holdings:
             blocks.append(block)
         self.identities.append(identity)
         return True
+
+    def skip(self, identities: Sequence[BlockIdentity]) -> None:
+        """Its blocks come behind these, which it does not have."""
+        self.num_left, self.identities = len(identities), list(identities)
+        for blocks in self.blocks:
+            blocks[:0] = [NO_BLOCK] * len(identities)
 
     def end_at_state(self, limit: int) -> None:
         """Of the blocks with the first `limit` tokens keep those before the last state, and hold that."""
@@ -98,6 +112,40 @@ class Holdings:
             count + spare <= arena.num_available
             for count, arena in zip(needed, self.manager.arenas, strict=True)
         )
+
+    def room_to_begin(self, covered: int, num_tokens: int) -> int:
+        """Up to where a sequence of so many tokens needs room when it begins at `covered`: all of it, or with
+        a window what it has at a time, beside what others may still read. `leave` moves that room on.
+        """
+        window = self.manager.window
+        if window is None:
+            return num_tokens
+        self.num_wanted = -(-num_tokens // self.manager.block_size)
+        return min(num_tokens, covered + window.span(self.manager.most_rows))
+
+    def leave(self, position: int) -> None:
+        """Rows before `position` do not come again: blocks that later ones do not read go, and until all that
+        is wanted has its place as many take places at the end.
+        """
+        window = self.manager.window
+        if window is None:
+            return
+        first = window.first_place(position)
+        if first <= self.num_left:
+            return
+        for arena, blocks in zip(self.manager.arenas, self.blocks, strict=True):
+            left = blocks[self.num_left : first]
+            num_own = sum(arena.num_references(block) == 1 for block in left)
+            for block in left:
+                arena.dereference(block)
+            blocks[self.num_left : first] = [NO_BLOCK] * len(left)
+            blocks.extend(arena.take(max(min(num_own, self.num_wanted - len(blocks)), 0)))
+        self.num_left = first
+
+    def reads_back_from(self, position: int) -> bool:
+        """Whether it has all that rows from there on read."""
+        window = self.manager.window
+        return window is None or window.first_place(position) >= self.num_left
 
     def grow(self, write_from: int, num_tokens: int) -> None:
         """Make room for `num_tokens` tokens, of which the caller writes those from `write_from` on.
@@ -150,6 +198,7 @@ class Holdings:
         if accepted and accepted[-1] >= len(accepted):
             self.manager.pool.move_tokens(self.blocks, first, accepted)
         self.publish(token_ids, first + len(accepted))
+        self.leave(first + len(accepted))
 
     def publish(self, token_ids: Sequence[int], num_committed: int) -> None:
         """Make the full blocks among the first `num_committed` tokens shareable; their KV must be written.
@@ -247,10 +296,11 @@ class Holdings:
         self.drop_state()
         self.age_states()
         for arena, blocks, spare in zip(self.manager.arenas, self.blocks, self.spare, strict=True):
-            for block in reversed(blocks + spare):
+            for block in reversed(blocks[self.num_left :] + spare):
                 arena.dereference(block)
             blocks.clear()
             spare.clear()
+        self.num_left = 0
         self.identities.clear()
         self.passed.clear()
         self.below.clear()

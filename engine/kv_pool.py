@@ -119,14 +119,23 @@ class KVPool:
 
 
 def pool_blocks(
-    config: ServeConfig, layout: PoolLayout, device: torch.device, max_model_len: int, kept_free: int = 0
+    config: ServeConfig,
+    layout: PoolLayout,
+    device: torch.device,
+    max_model_len: int,
+    kept_free: int = 0,
+    window_span: int = 0,
 ) -> int:
     """How many blocks fit in each arena, where a GPU has `kept_free` bytes for other things. Raises
-    `ConfigError` when not even one sequence of `max_model_len` does.
+    `ConfigError` when not even one sequence of `max_model_len` does, of which a sliding window leaves
+    `window_span` tokens at a time.
     """
     nbytes = layout.block_bytes
+    most, what = max_model_len, f"--max-model-len ({max_model_len})"
+    if 0 < window_span < max_model_len:
+        most, what = window_span, f"the window and step of a sequence ({window_span})"
     # One more than its tokens take: a prompt found whole in the cache goes on in a copy of its last block.
-    per_sequence = math.ceil(max_model_len / config.block_size) + 1 + layout.state_blocks
+    per_sequence = math.ceil(most / config.block_size) + 1 + layout.state_blocks
     seat_bytes = layout.seat_bytes
     budget, reason = _pool_budget(
         config, device, max_model_len, per_sequence * nbytes + seat_bytes, kept_free
@@ -143,7 +152,7 @@ def pool_blocks(
     if num_blocks < per_sequence:
         raise ConfigError(
             f"--kv-cache-memory-bytes: a KV pool of {budget} bytes ({reason}) holds "
-            f"{num_blocks * config.block_size} tokens, fewer than --max-model-len ({max_model_len}), "
+            f"{num_blocks * config.block_size} tokens, fewer than {what}, "
             f"which needs {per_sequence * nbytes} bytes"
         )
     pool = f"{num_blocks} blocks of {config.block_size} tokens, {num_blocks * nbytes / 2**20:.0f} MiB"

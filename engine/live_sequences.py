@@ -63,7 +63,7 @@ class LiveSequences(dict[str, SequenceState]):
         if sequence.hold_at is None:
             sequence.held.commit(first_drafted, accepted, sequence.token_ids)
         else:
-            sequence.held.publish(sequence.token_ids, min(sequence.num_computed, sequence.num_given))
+            sequence.held.commit(min(sequence.num_computed, sequence.num_given), [], sequence.token_ids)
         if self._seating is not None:
             self._seating.stepped(sequence, first_drafted, accepted)
         if verdict is None:

@@ -15,7 +15,7 @@ import torch
 
 from engine.kv_rows import KvRows
 from engine.recurrent.layout import StateLayout
-from protocol.handoff import SegmentInfo
+from protocol.handoff import PAGED, WINDOWED, SegmentInfo
 
 TARGET, DRAFT = "target", "draft"
 
@@ -92,6 +92,8 @@ class Group:
     segments: tuple[Segment, ...]
     layers: tuple[LayerPlace, ...]
     arena: int = 0
+    window: int = 0
+    """Tokens that rows see at most, their own among them; 0 where some layer sees all."""
 
     @classmethod
     def uniform(cls, name: str, segment: Segment) -> Group:
@@ -99,7 +101,9 @@ class Group:
         return cls(name, (segment,), tuple(LayerPlace(0, index) for index in range(segment.num_layers)))
 
     @classmethod
-    def of_layers(cls, name: str, layers: Sequence[LayerShape | int | None], dtype: torch.dtype) -> Group:
+    def of_layers(
+        cls, name: str, layers: Sequence[LayerShape | int | None], dtype: torch.dtype, window: int = 0
+    ) -> Group:
         """Layers of one shape lie together. A number stands for the KV of an earlier layer, which this one
         shares. None is a layer without KV: it has a place by name alone, which nobody reads or writes.
         """
@@ -121,7 +125,7 @@ class Group:
             first, unlike = firsts[layer], layer.key_dim != layer.value_dim
             places.append(LayerPlace(first, taken[layer], first + 1 if unlike else None))
             taken[layer] += 1
-        return cls(name, tuple(segments), tuple(places))
+        return cls(name, tuple(segments), tuple(places), window=window)
 
     @property
     def num_values(self) -> int:
@@ -169,6 +173,14 @@ class PoolLayout:
     draft_state: StateLayout | None = None
 
     @property
+    def window(self) -> int:
+        """Only the last so many tokens of a sequence keep their KV; 0: all do, as a draft, which may have to
+        catch up, and a state, which lags behind its tokens, ask for.
+        """
+        alone = len(self.groups) == 1 and self.state is None
+        return self.groups[0].window if alone else 0
+
+    @property
     def seat_bytes(self) -> int:
         """Of one sequence."""
         return sum(state.seat_bytes for state in (self.state, self.draft_state) if state is not None)
@@ -208,6 +220,7 @@ class PoolLayout:
                 name=name,
                 dtype=segment.dtype_name,
                 shape=segment.block_shape(size),
+                kind=WINDOWED if self.window else PAGED,
                 arena=arena,
                 quantization=segment.quantization,
             )

@@ -5,17 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import islice
 
+from engine.arena import OutOfBlocksError
 from engine.block_manager import BlockManager
 from engine.holdings import Holdings
 from engine.lower_states import bring_up
-from engine.prefix_cache import reserve_blocks
+from engine.prefix_cache import find_prefix, reserve_blocks
 from protocol.ids import BlockIdentity, block_identities
+from protocol.window import Window
 
 
 @dataclass(eq=False)
 class PrefixRoom:
     """Room for a prompt's prefix. What lies before `covered` is there, `wanted` names the blocks after it, if
     any.
+
+    With a sliding window there is room for one: whoever has some of the blocks that are wanted, all of the
+    prompt's, sends those that a row behind them reads.
 
     It ends with `keep`, or when its `holdings` are freed.
     """
@@ -25,13 +30,14 @@ class PrefixRoom:
     covered: int
     wanted: list[BlockIdentity]
 
-    def keep(self, num_blocks: int, num_drafted: int = 0) -> None:
-        """The first `num_blocks` of those that were wanted have come, where there are states with one behind
-        them, and go to the prefix cache; the others are free again. The places before `num_drafted` hold the
-        draft's KV too.
+    def keep(self, num_blocks: int, num_drafted: int = 0, num_skipped: int = 0) -> None:
+        """Of those that were wanted the first `num_blocks` behind `num_skipped` have come, where there are
+        states with one behind them, and go to the prefix cache; the others are free again. The places before
+        `num_drafted` hold the draft's KV too.
         """
         manager = self.holdings.manager
-        num_tokens = self.covered + num_blocks * manager.block_size
+        num_tokens = self.covered + (num_skipped + num_blocks) * manager.block_size
+        self.holdings.skip(self.wanted[:num_skipped])
         if self.holdings.num_drafted >= self.covered:
             self.holdings.mark_drafted(min(num_tokens, num_drafted))
         self.holdings.publish(self.token_ids, num_tokens)
@@ -48,6 +54,8 @@ def find_room(blocks: BlockManager, token_ids: list[int], root: BlockIdentity) -
     """
     size = blocks.block_size
     shared = token_ids[: (len(token_ids) - 1) // size * size]
+    if blocks.window is not None:
+        return _find_window_room(blocks, blocks.window, shared, root)
     if blocks.tiers and blocks.state_unit:
         bring_up(blocks, token_ids, root)
     reserved = reserve_blocks(blocks, shared, root)
@@ -56,3 +64,18 @@ def find_room(blocks: BlockManager, token_ids: list[int], root: BlockIdentity) -
     holdings, covered = reserved
     wanted = islice(block_identities(root, shared, size), covered // size, None)
     return PrefixRoom(shared, holdings, covered, list(wanted))
+
+
+def _find_window_room(
+    blocks: BlockManager, window: Window, shared: list[int], root: BlockIdentity
+) -> PrefixRoom | None:
+    held, covered = find_prefix(blocks, shared, root, compute_last=False)
+    held.free()
+    wanted: list[BlockIdentity] = []
+    if covered < len(shared):
+        wanted = list(block_identities(root, shared, blocks.block_size))
+        try:
+            held.grow(0, min(len(shared), window.span()))
+        except OutOfBlocksError:
+            return None
+    return PrefixRoom(shared, held, 0, wanted)

@@ -11,7 +11,7 @@ from protocol.requests import EngineRequest
 
 @dataclass(frozen=True, eq=False)
 class Reservation:
-    """Room for a prompt that another worker computes. The tokens before `covered` are there already.
+    """Room for a prompt that another worker computes. The tokens before `covered` are there, or not needed.
 
     Whoever reserved it owns it, until `Engine.activate` or until it frees the `holdings`. The request's time
     limit counts from `since` (monotonic seconds).
@@ -21,6 +21,12 @@ class Reservation:
     holdings: Holdings
     covered: int
     since: float
+
+    @property
+    def num_cached(self) -> int:
+        """Those of them that were found. Behind a sliding window nobody looked."""
+        found = self.covered > self.holdings.num_left * self.holdings.manager.block_size
+        return self.covered if found else 0
 
 
 @dataclass

@@ -287,19 +287,21 @@ class Scheduler:
             return 0
         while not self._grow(sequence, sequence.num_computed, sequence.num_computed + count):
             victim = self._last_to_run()
+            if victim is None:
+                return 0
             self._preempt(victim, step)
             if victim is sequence:
                 return 0
         self._append(sequence, count, step)
         return count
 
-    def _last_to_run(self) -> SequenceState:
+    def _last_to_run(self) -> SequenceState | None:
         """Of those that have blocks. Those of a prompt that is being handed over may be on the wire: they are
-        never taken away.
+        never taken away. With a sliding window it may lack some while another one still reads what it left.
         """
         ready = [waiting for waiting in self.waiting if waiting.holdings is not None]
         running = (running for running in self.running if not running.prefill_only)
-        return ready[-1] if ready else max(running, key=lambda running: running.queue_key)
+        return ready[-1] if ready else max(running, key=lambda running: running.queue_key, default=None)
 
     def _admit(self, sequence: SequenceState, budget: int, step: ScheduledStep) -> int:
         """Take a waiting sequence up if all of it fits; returns its tokens in this step."""
@@ -312,14 +314,19 @@ class Scheduler:
         if self._seating is not None and self.blocks.tiers:
             bring_up(self.blocks, shared, root)
         held, covered = find_prefix(self.blocks, shared, root)
+        room = held.room_to_begin(covered, num_tokens)
         # A spare block for each running sequence keeps a newcomer from being preempted at once.
         state_blocks = self._seating.blocks_for(sequence) if self._seating is not None else 0
-        if not held.fits(covered, num_tokens, len(self.running), state_blocks):
+        if not held.fits(covered, room, len(self.running), state_blocks):
             held.free()
             self._blocked = (sequence.order, self.blocks.available)
             return 0
-        held.grow(covered, num_tokens)
-        sequence.holdings, sequence.num_computed = held, held.fill(covered, num_tokens - 1)
+        held.grow(covered, room)
+        covered = held.fill(covered, num_tokens - 1)
+        if not held.reads_back_from(covered):  # what was found below is lost meanwhile: look again
+            held.free()
+            return 0
+        sequence.holdings, sequence.num_computed = held, covered
         self._run(sequence)
         if self._seating is not None:
             self._seating.admit(sequence)

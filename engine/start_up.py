@@ -5,23 +5,26 @@ from __future__ import annotations
 import torch
 
 from engine.attention.select import select_backend
+from engine.block_manager import BlockManager
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
 from engine.runner import Runner
 from engine.tiers.host import HostTier
 from protocol.config import ServeConfig
+from protocol.window import Window
 
 
 def describe_start(
     config: ServeConfig,
     loaded: LoadedModel,
-    pool: KVPool,
+    blocks: BlockManager,
     runner: Runner,
     tiers: HostTier | None,
     load_s: float,
     compile_s: float,
 ) -> dict[str, str]:
     """By what it is about, as `GET /workers` shows it."""
+    pool = blocks.pool
     backend, why = select_backend(loaded.device, loaded.dtype, config.attention_backend)
     weights = f", weights in {config.quantization}" if config.quantization else ""
     head = ", head in int8" if config.quantize_lm_head else ""
@@ -31,7 +34,7 @@ def describe_start(
         "attention": f"{backend.name} ({why})",
         "forward": runner.choice,
         "products": runner.products,
-        "kv_pool": f"{size}, KV in {loaded.kv_group.rows}{_expansion(loaded)}",
+        "kv_pool": f"{size}, KV in {loaded.kv_group.rows}{_expansion(loaded)}{_kept(blocks.window)}",
         "states": _states(config, pool),
         "kv_tiers": tiers.describe() if tiers is not None else "none",
         "threads": str(torch.get_num_threads()),
@@ -48,6 +51,10 @@ def _expansion(loaded: LoadedModel) -> str:
         return ""
     kept, latent = loaded.kv_group.num_values // len(loaded.kv_group.layers), rank + config.qk_rope_head_dim
     return f", expanded: {kept} values a token and layer instead of {latent}"
+
+
+def _kept(window: Window | None) -> str:
+    return f"; a sequence keeps its last {window.size} tokens" if window is not None else ""
 
 
 def _states(config: ServeConfig, pool: KVPool) -> str:

@@ -70,8 +70,12 @@ class _Step(NamedTuple):
 class StepTimes:
     """`observe` belongs to the engine's thread; `costs` is for any."""
 
-    def __init__(self, chunk_tokens: int, kv_bytes: int, itl_budget_s: float = 0.0) -> None:
-        self._constants = StepCosts(chunk_tokens=chunk_tokens, kv_bytes=kv_bytes, itl_budget_s=itl_budget_s)
+    def __init__(
+        self, chunk_tokens: int, kv_bytes: int, itl_budget_s: float = 0.0, kv_window: int = 0
+    ) -> None:
+        self._constants = StepCosts(
+            chunk_tokens=chunk_tokens, kv_bytes=kv_bytes, kv_window=kv_window, itl_budget_s=itl_budget_s
+        )
         self.latest = self._constants
         """What `costs` last answered; costs nothing to read."""
         self._decode, self._prefill = NonNegativeFit(MEMORY), NonNegativeFit(MEMORY)

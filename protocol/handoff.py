@@ -42,13 +42,14 @@ MAX_SEGMENTS = 32
 """Of a pool: layers with KV of another shape, or of another model, have one of their own, or two."""
 
 
-STATE = "state"
+PAGED, WINDOWED, STATE = "paged", "windowed", "state"
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One segment of the blocks of an arena: `shape` is that of a single block, without the block dimension.
 
-    `kind`: what a block holds. "paged": the KV of as many tokens as `shape` says. "state": the state of
+    `kind`: what a block holds. "paged": the KV of as many tokens as `shape` says. "windowed": the same, of
+    layers that attend within a sliding window, so that blocks behind it are not there. "state": the state of
     recurrent layers at a grid point; its `shape` is the grid and the bytes, which lie in whole blocks behind
     those of the prompt's tokens. `dtype` is that of the values; `quantization` says how they are stored, if
     not as they are.
@@ -57,7 +58,7 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     name: Annotated[str, Meta(min_length=1, max_length=64)]
     dtype: Annotated[str, Meta(max_length=32)]
     shape: Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...], Meta(max_length=8)]
-    kind: Annotated[str, Meta(max_length=32)] = "paged"
+    kind: Annotated[str, Meta(max_length=32)] = PAGED
     arena: ArenaIndex = 0
     quantization: Annotated[str, Meta(max_length=32)] = "none"
 

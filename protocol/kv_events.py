@@ -37,13 +37,14 @@ class CacheFormat(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker's block identities depend on beside tokens, salt and adapter.
 
     With `has_states` it tells of the blocks alone behind which it keeps a state of recurrent layers. It has
-    all those before such a block.
+    all those before such a block. With a `window` layers attend to the last so many tokens alone.
     """
 
     model: Annotated[str, Meta(max_length=4096)]
     kv_format: Annotated[str, Meta(max_length=4096)]
     block_size: Annotated[int, Meta(ge=1, le=2**16)]
     has_states: bool = False
+    window: Annotated[int, Meta(ge=0, lt=2**31)] = 0
 
     def root(self, cache_salt: str = "", adapter: str = "") -> BlockIdentity:
         return root_identity(self.model, self.kv_format, cache_salt, adapter)

@@ -11,6 +11,7 @@ import msgspec
 
 from protocol.kv_events import IDENTITY_BYTES, CacheFormat, KvChange
 from protocol.router_to_worker import ReplayKvEvents
+from protocol.window import Window
 from protocol.worker_to_router import KvEvents, WorkerState
 from router.journal import LiveRequest
 from router.kv_index import KvIndex, block_keys
@@ -60,6 +61,8 @@ class KvFeed:
             keys = request.block_keys(cache)
             if cache.has_states:  # the last token is computed from a state before it
                 leading = self.index.find_ends(keys[: (len(request.token_ids) - 1) // cache.block_size])
+            elif cache.window:
+                leading = self.index.find_windows(keys, Window(cache.window, cache.block_size))
             else:
                 leading = self.index.find(keys)
             found |= {worker_id: num_blocks * cache.block_size for worker_id, num_blocks in leading.items()}

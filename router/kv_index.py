@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import compress
 from typing import Generic, TypeVar
 
 from protocol.kv_events import IDENTITY_BYTES, Medium
+from protocol.window import Window
 
 KEY_BITS = (1 << 60) - 1
 """Integers below this take 32 bytes, larger ones 48."""
@@ -132,6 +133,24 @@ class KvIndex(Generic[Name]):
                 seen |= holders
         return found
 
+    def find_windows(self, keys: Sequence[int], window: Window) -> dict[Name, int]:
+        """The same of holders that need no more of a prefix than what a row behind it reads."""
+        found: dict[Name, int] = {}
+        ends: dict[int, int] = {}
+        """Where the blocks end that follow each other; by the lowest bit of who has them."""
+        seen = 0
+        for place in range(len(keys) - 1, -1, -1):
+            holders = self._holders(keys[place], Medium.GPU) & ~seen
+            for holder in [holder for holder in ends if not holder & holders]:
+                del ends[holder]
+            for holder in _lowest_bits(holders):
+                end = ends.setdefault(holder, place + 1)
+                if place <= window.first_place(end * window.block_size):
+                    self._note(found, holder, end)
+                    seen |= holder
+                    del ends[holder]
+        return found
+
     def _holders(self, key: int, lowest: Medium) -> int:
         """The lowest bit of each slot that has the block."""
         tiers = holders = self._shards[key % NUM_SHARDS].get(key, 0)
@@ -190,6 +209,13 @@ class KvIndex(Generic[Name]):
         self._dead ^= swept
         self._shared.clear()
         self._free.extend(compress(range(len(self._names)), _flags(swept)))
+
+
+def _lowest_bits(holders: int) -> Iterator[int]:
+    while holders:
+        lowest = holders & -holders
+        yield lowest
+        holders ^= lowest
 
 
 def _flags(bits: int) -> bytes:

@@ -73,10 +73,14 @@ class PrefixFetch(StagedRequest[FetchStage]):
     stage: FetchStage = FetchStage.ASKED
     lease_id: str | None = None
     deadline: float | None = None
-    num_drafted: int | None = None
-    """Blocks with the draft's KV, once the holder has told."""
+    lent: Lent | None = None
+    """What the holder told."""
     num_received: int | None = None
     """Blocks of tokens, once all have come."""
+
+    @property
+    def num_skipped(self) -> int:
+        return self.lent.num_skipped if self.lent is not None else 0
 
 
 class PrefixFetcher:
@@ -94,7 +98,10 @@ class PrefixFetcher:
         self._engine = engine
         self._receiver = receiver
         self._block_size = engine.blocks.block_size
-        self._has_draft_kv = any(segment.name == DRAFT for segment in engine.pool.segments)
+        has_draft_kv = any(segment.name == DRAFT for segment in engine.pool.segments)
+        self._may_skip = engine.blocks.window is not None
+        self._needs_lent = has_draft_kv or self._may_skip
+        """Before blocks are of use."""
         self._peers = peers
         self._counters = counters
         self.fetches: RequestTable[PrefixFetch] = RequestTable()
@@ -159,18 +166,22 @@ class PrefixFetcher:
 
     def _end_if_complete(self, fetch: PrefixFetch) -> None:
         received = fetch.num_received
-        if received is None or (fetch.num_drafted is None and self._has_draft_kv):
+        if received is None or (fetch.lent is None and self._needs_lent):
             return
         self._counters.add("prefix_blocks_fetched_total", received)
         self._counters.add("prefix_fetch_seconds_total", time.monotonic() - fetch.started)
         self._end(fetch, received)
-        fetch.on_end(fetch.request, received == len(fetch.room.wanted))
+        fetch.on_end(fetch.request, fetch.num_skipped + received == len(fetch.room.wanted))
 
     def on_lent(self, message: Lent) -> None:
         fetch = self.fetches.get(message.request_id)
-        if fetch is not None and fetch.lease_id == message.lease_id:
-            fetch.num_drafted = message.num_drafted
-            self._end_if_complete(fetch)
+        if fetch is None or fetch.lease_id != message.lease_id:
+            return
+        if message.num_skipped > (len(fetch.room.wanted) if self._may_skip else 0):
+            self._give_up(fetch, f"num_skipped: {message.num_skipped} of {len(fetch.room.wanted)} blocks")
+            return
+        fetch.lent = message
+        self._end_if_complete(fetch)
 
     def on_refused(self, request_id: str, lease_id: str, reason: str) -> None:
         fetch = self.fetches.get(request_id)
@@ -207,8 +218,9 @@ class PrefixFetcher:
         """Close the lease; blocks that came go to the prefix cache, unless somebody still writes to them."""
         self.fetches.release_id(fetch)
         if self._receiver.close_lease(fetch.held_lease):
-            num_drafted = fetch.room.covered + (fetch.num_drafted or 0) * self._block_size
-            fetch.room.keep(num_received, num_drafted)
+            num_drafted = fetch.lent.num_drafted if fetch.lent is not None else 0
+            first = fetch.room.covered
+            fetch.room.keep(num_received, first + num_drafted * self._block_size, fetch.num_skipped)
             self._finish(fetch)
         else:
             fetch.enter(FetchStage.ABANDONED)
@@ -243,12 +255,18 @@ class PrefixHolder:
             return refused(message, "the wire between us quantizes")
         lent = hold_blocks(self._engine.blocks, message.identities)
         self._lent[message.lease_id] = lent
-        self._counters.add("prefix_blocks_lent_total", len(lent.identities))
-        first = message.first_block
-        num_tokens = (first + len(lent.identities) + len(lent.state)) * self._engine.blocks.block_size
-        self._sender.push(message.receiver, message.lease_id, lent.extents(), first, num_tokens, final=True)
-        num_drafted = lent.num_drafted // self._engine.blocks.block_size
-        return Lent(request_id=message.request_id, lease_id=message.lease_id, num_drafted=num_drafted)
+        first, size, skipped = message.first_block, self._engine.blocks.block_size, lent.num_left
+        num_blocks = len(lent.identities) - skipped
+        self._counters.add("prefix_blocks_lent_total", num_blocks)
+        num_tokens = (first + num_blocks + len(lent.state)) * size
+        extents = lent.extents(skipped)
+        self._sender.push(message.receiver, message.lease_id, extents, first, num_tokens, final=True)
+        return Lent(
+            request_id=message.request_id,
+            lease_id=message.lease_id,
+            num_drafted=lent.num_drafted // size,
+            num_skipped=skipped,
+        )
 
     def on_event(self, event: SendEvent) -> bool:
         """Whether the event was about a lease of ours."""

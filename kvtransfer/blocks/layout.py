@@ -25,7 +25,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from protocol.handoff import ROW_QUANTIZATIONS, SCALE_BYTES, STATE, SegmentInfo
+from protocol.handoff import PAGED, ROW_QUANTIZATIONS, SCALE_BYTES, STATE, WINDOWED, SegmentInfo
+from protocol.window import TILE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CACHE_DTYPES = {name: flag for flag, name in ROW_QUANTIZATIONS.items()}
@@ -187,11 +188,15 @@ def conversion_problem(wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo])
         if problem := _layout_problem(side):
             return problem
     for their, our in zip(wire, ours, strict=True):
+        if their.kind != our.kind:
+            return "kind", f"{our.name}: {_unlike(their.kind, our.kind)}"
         if reason := _unlike_quantization(their, our):
             return "quantization", f"{our.name}: {reason}"
         for name, there, here in zip(_DIMENSIONS, their.shape, our.shape, strict=True):
             if name != "block_size" and there != here:
                 return name, f"{our.name}: {_unlike(there, here)}"
+        if reason := _unlike_windows(their, our):
+            return "block_size", f"{our.name}: {reason}"
     return None
 
 
@@ -215,8 +220,8 @@ def _layout_problem(segments: Sequence[SegmentInfo]) -> tuple[str, str] | None:
 
 def _segment_problem(segment: SegmentInfo) -> tuple[str, str] | None:
     name, shape = segment.name, segment.shape
-    if segment.kind != "paged":
-        return "kind", f"{name}: {segment.kind!r} is not 'paged'"
+    if segment.kind not in (PAGED, WINDOWED):
+        return "kind", f"{name}: {segment.kind!r} is neither {PAGED!r} nor {WINDOWED!r}"
     if segment.arena != 0:
         return "arena", f"{name}: it lies in arena {segment.arena}, not in the first one"
     if segment.dtype not in DTYPES:
@@ -231,6 +236,14 @@ def _segment_problem(segment: SegmentInfo) -> tuple[str, str] | None:
     if math.prod(shape) % _ALIGNMENT:
         return "shape", f"{name}: {math.prod(shape)} values in a block are not a multiple of {_ALIGNMENT}"
     return None
+
+
+def _unlike_windows(their: SegmentInfo, our: SegmentInfo) -> str:
+    """Why the sender may lack tokens of our first block; empty if both begin at the same token."""
+    there, here = (side.shape[2] for side in (their, our))
+    if our.kind != WINDOWED or there == here or not (TILE % there or TILE % here):
+        return ""
+    return f"behind a sliding window unlike block sizes must divide {TILE}: {_unlike(there, here)}"
 
 
 def _unlike_quantization(their: SegmentInfo, our: SegmentInfo) -> str:

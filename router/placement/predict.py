@@ -132,8 +132,9 @@ def handoff_seconds(prefill: PrefillCost, decode: DecodeCost, num_tokens: int) -
     """
     costs = prefill.worker.costs
     link = prefill.worker.links.get(decode.worker.worker_id, _NO_LINK)
-    whole_s = link.seconds(num_tokens * costs.kv_bytes)
-    last_s = link.seconds(min(num_tokens, costs.chunk_tokens) * costs.kv_bytes)
+    moved = costs.kept_tokens(num_tokens)
+    whole_s = link.seconds(moved * costs.kv_bytes)
+    last_s = link.seconds(min(moved, costs.chunk_tokens) * costs.kv_bytes)
     there = decode.worker
     return max(last_s, whole_s - prefill.prefill_s) + there.costs_now.decode_s(
         there.rows, there.context_tokens
@@ -161,7 +162,7 @@ def fetch_seconds(worker: WorkerSnapshot, holder: WorkerSnapshot, tokens: int) -
     """To bring so many tokens' KV: both workers look at their messages between two steps."""
     link = holder.links.get(worker.worker_id, _NO_LINK)
     wait_s = sum(each.costs_now.decode_s(each.rows, each.context_tokens) for each in (worker, holder))
-    return wait_s + link.seconds(tokens * holder.costs.kv_bytes)
+    return wait_s + link.seconds(holder.costs.kept_tokens(tokens) * holder.costs.kv_bytes)
 
 
 def cached_on(request: RequestFacts, worker: WorkerSnapshot) -> int:
@@ -188,5 +189,6 @@ def _room_share(worker: WorkerSnapshot, tokens: float) -> float:
     """What must be freed for so many tokens, as a share of what runs there."""
     if worker.kv_tokens <= 0 or worker.context_tokens <= 0:
         return 0.0
-    used = max(worker.kv_usage * worker.kv_tokens, worker.context_tokens)
-    return min(max(used + tokens - worker.kv_tokens, 0.0) / worker.context_tokens, 1.0)
+    held = worker.costs.kept_tokens(worker.context_tokens, worker.rows)
+    used, added = max(worker.kv_usage * worker.kv_tokens, held), worker.costs.kept_tokens(tokens)
+    return min(max(used + added - worker.kv_tokens, 0.0) / worker.context_tokens, 1.0)

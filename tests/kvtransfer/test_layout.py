@@ -105,6 +105,7 @@ def test_what_converts(changes: dict[str, object]) -> None:
     [
         ({"name": "draft"}, "segments"),
         ({"kind": "state"}, "kind"),
+        ({"kind": "windowed"}, "kind"),
         ({"arena": 1}, "arena"),
         ({"dtype": "float64"}, "dtype"),
         ({"dtype": "int8"}, "dtype"),
@@ -132,6 +133,16 @@ def test_what_does_not_convert_is_refused_by_name(changes: dict[str, object], fi
 def test_other_segments_are_refused(theirs: tuple[SegmentInfo, ...]) -> None:
     problem = conversion_problem(theirs, (TARGET,))
     assert problem is not None and problem[0] == "segments"
+
+
+@pytest.mark.parametrize(("there", "here", "fits"), [(16, 32, True), (128, 128, True), (16, 128, False)])
+def test_within_a_window_block_sizes_divide_a_tile(there: int, here: int, fits: bool) -> None:
+    """So that both sides begin at the same token."""
+    theirs, ours = (
+        msgspec.structs.replace(TARGET, kind="windowed", shape=(3, 2, size, 2, 8)) for size in (there, here)
+    )
+    problem = conversion_problem([theirs], [ours])
+    assert problem is None if fits else problem is not None and problem[0] == "block_size"
 
 
 def test_a_long_list_of_names_makes_a_short_reason() -> None:

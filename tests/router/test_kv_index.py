@@ -8,10 +8,13 @@ from collections import defaultdict
 import pytest
 
 from protocol.kv_events import Medium
+from protocol.window import Window
 from router import kv_index
 from router.kv_index import KvIndex, block_keys
 
 SHARED, CHAIN = 20, 60
+SHARES = {f"worker {number}": 1 - number / 60 for number in range(30)}
+"""Of a prompt's blocks that each worker has."""
 
 
 def chain(seed: int, length: int = CHAIN) -> list[int]:
@@ -85,3 +88,24 @@ def test_a_gap_that_is_looked_at_ends_a_prefix() -> None:
     index.evict(1, Medium.GPU, chain(1)[CHAIN // 2 :][:1])
     index.evict(2, Medium.GPU, chain(1)[CHAIN // 4 :][:1])
     assert index.find(chain(1)) == {"a": CHAIN, "b": CHAIN // 2, "c": CHAIN // 4, "d": CHAIN // 3}
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_within_a_window_a_prefix_needs_its_last_blocks_alone(block_size: int) -> None:
+    rng, window = random.Random(block_size), Window(100, block_size)
+    index: KvIndex[str] = KvIndex()
+    keys = chain(1)
+    held = {name: {place for place in range(CHAIN) if rng.random() < share} for name, share in SHARES.items()}
+    for name, places in held.items():
+        index.store(index.add(name), Medium.GPU, [keys[place] for place in places])
+
+    def longest(places: set[int], limit: int) -> int:
+        ends = range(limit, 0, -1)
+        return next(
+            (end for end in ends if places >= set(range(window.first_place(end * block_size), end))), 0
+        )
+
+    for limit in (0, 1, 5, CHAIN // 2, CHAIN):
+        expected = {name: end for name, places in held.items() if (end := longest(places, limit))}
+        assert index.find_windows(keys[:limit], window) == expected
+    assert len({longest(places, CHAIN) for places in held.values()}) > 3

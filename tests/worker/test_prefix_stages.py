@@ -153,7 +153,7 @@ def test_lent_blocks_are_given_back(light: LightLoop, engine: Engine, how: str) 
 def test_the_drafts_kv_comes_along(light: LightLoop, engine: Engine, come_first: str) -> None:
     """Nothing is used before it is known which blocks hold it."""
     fetcher, drafted = light.loop._fetcher, engine.blocks.arenas[0].drafted
-    fetcher._has_draft_kv = True
+    fetcher._needs_lent = True
     lease = fetch(light)
     [waiting] = fetcher.fetches
     blocks = waiting.room.holdings.blocks[0][:NUM_FULL]

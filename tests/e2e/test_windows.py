@@ -1,0 +1,101 @@
+"""Models whose layers all attend within a sliding window, through real workers: what moves is the window."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from protocol.speculation import SpeculativeConfig
+from protocol.window import Window
+from tests.e2e.architectures import SLIDING_WINDOW, write_model
+from tests.e2e.test_token_equality import prompts, run_all
+from tests.worker.harness import Cluster, request, tiny_config
+from tests.worker.tiny_model import greedy, load
+
+CHUNK = 50
+NUM_TOKENS = 90
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_conversation_moves_to_another_worker(tmp_path: Path, transport: str) -> None:
+    write_model("mistral", tmp_path)
+    reference = load(tmp_path)
+    with Cluster() as cluster:
+        config = tiny_config(tmp_path, max_num_batched_tokens=CHUNK, kv_transports=transport)
+        prefill, decode = cluster.start_pair(config)
+        fresh = cluster.start("prefill", "prefill-1", config)
+        [first, added] = prompts([230, 11], seed=3)
+        cluster.generate(prefill, request("turn 1", first, NUM_TOKENS), decode.address)
+        cluster.run("turn 1")
+        needed = 15 - Window(SLIDING_WINDOW, 16).first_place(230)
+        assert prefill.counter("kv_blocks_pushed_total") == needed
+        second = first + cluster.tokens("turn 1") + added
+        cluster.generate(fresh, request("turn 2", second, NUM_TOKENS), decode.address, prefix=decode.address)
+        cluster.run("turn 2")
+        for name, prompt in (("turn 1", first), ("turn 2", second)):
+            assert cluster.tokens(name) == greedy(reference, prompt, NUM_TOKENS)
+        cluster.wait_empty(prefill, decode, fresh)
+        held = (len(second) - len(added) - 1) // 16 * 16
+        assert cluster.outputs["turn 2"][0][1].cached_tokens == held
+        moved = held // 16 - Window(SLIDING_WINDOW, 16).first_place(held)
+        assert (
+            fresh.counter("prefix_blocks_fetched_total")
+            == decode.counter("prefix_blocks_lent_total")
+            == moved
+        )
+
+
+def test_answers_go_on_when_the_decode_worker_dies_amid_them(tmp_path: Path) -> None:
+    """With drafts, and preempted in a pool that is too small for all."""
+    write_model("mistral", tmp_path)
+    reference = load(tmp_path)
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=8)
+    pattern = prompts([12], seed=5)[0]
+    batch = [*prompts([15, 120, 230], seed=2), pattern * 9, pattern * 3]
+    expected = [greedy(reference, prompt, NUM_TOKENS) for prompt in batch]
+    block_bytes = 3 * 2 * 16 * 2 * 16 * 4
+    with Cluster() as cluster:
+        config = tiny_config(
+            tmp_path,
+            max_num_batched_tokens=CHUNK,
+            speculative_config=speculative,
+            max_model_len=400,
+            kv_cache_memory_bytes=26 * block_bytes,
+            kv_transports="tcp",
+        )
+        prefill = cluster.start("prefill", "prefill-0", config)
+        dying = cluster.start("decode", "decode-0", config, "slow:0.05")
+        ids = [f"first-{index}" for index in range(len(batch))]
+        for request_id, prompt in zip(ids, batch, strict=True):
+            cluster.generate(prefill, request(request_id, prompt, NUM_TOKENS), dying.address)
+        cluster.wait(lambda: sum(len(cluster.outputs[request_id]) > 3 for request_id in ids) > 2)
+        dying.kill()
+        other = cluster.start("decode", "decode-1", config)
+        known = [
+            [token for _, output in cluster.outputs[request_id] for token in output.token_ids]
+            for request_id in ids
+        ]
+        cluster.abort(*ids)  # as the router does, at the prefill worker
+        again = [f"again-{request_id}" for request_id in ids]
+        for request_id, prompt, tokens in zip(again, batch, known, strict=True):
+            resumed = request(request_id, prompt, NUM_TOKENS)
+            resumed.output_token_ids.extend(tokens)
+            cluster.generate(prefill, resumed, other.address)
+        cluster.run(*again, timeout_s=60)
+        for request_id, tokens, whole in zip(again, known, expected, strict=True):
+            assert tokens + cluster.tokens(request_id) == whole
+        cluster.wait_empty(prefill, other)
+        assert any(output.drafted_tokens for parts in cluster.outputs.values() for _, output in parts)
+
+
+def test_all_of_an_answer_is_the_same_at_an_unlike_block_size(tmp_path: Path) -> None:
+    write_model("starcoder2", tmp_path)
+    reference = load(tmp_path)
+    batch = prompts([100, 230], seed=4)
+    with Cluster() as cluster:
+        prefill = cluster.start("prefill", "prefill-0", tiny_config(tmp_path, max_num_batched_tokens=CHUNK))
+        decode = cluster.start("decode", "decode-0", tiny_config(tmp_path, block_size=32))
+        expected = [greedy(reference, prompt, 20) for prompt in batch]
+        assert run_all(cluster, prefill, decode, "r", batch) == expected
+        cluster.wait_empty(prefill, decode)
