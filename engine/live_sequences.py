@@ -59,7 +59,8 @@ class LiveSequences(dict[str, SequenceState]):
         outcome = Outcome(start, count + len(accepted), num_rows, len(accepted), draft, verdict)
         step.outcomes.append(outcome)
         if verdict is not None and verdict.failed:
-            return self._fail(sequence, *failure(sequence))
+            problem = self.sampler.problem(sequence.request_id)
+            return self._fail(sequence, *failure(sequence, problem))
         if sequence.hold_at is None:
             sequence.held.commit(first_drafted, accepted, sequence.token_ids)
         else:

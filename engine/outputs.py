@@ -46,11 +46,12 @@ def _finish_reason(
     return None, None
 
 
-def failure(sequence: SequenceState) -> tuple[ErrorKind, str]:
-    """Why no token has a finite score."""
+def failure(sequence: SequenceState, problem: str) -> tuple[ErrorKind, str]:
+    """Why no token has a finite score; `problem` is what its grammar failed at."""
     if sequence.params.grammar is not None:
         place = len(sequence.output_token_ids)
-        return "grammar", f"the structured output cannot go on: no token may follow its {place} tokens"
+        reason = f"the structured output cannot go on: no token may follow its {place} tokens"
+        return "grammar", f"{reason} ({problem})" if problem else reason
     return "internal", "no token has a finite score (every token forbidden, or the model computed NaN)"
 
 

@@ -124,6 +124,11 @@ class Choice:
         self.embedding = output.embedding or self.embedding
         self.has_news = True
 
+    def fail(self) -> None:
+        """It gets no more tokens, and what has come is not the whole answer."""
+        if self.finish_reason is None:
+            self.add(TokenOutput(request_id="", token_ids=[], finish_reason="error"))
+
     def take(self) -> Delta:
         """What is new since the last call."""
         delta = Delta()

@@ -121,6 +121,8 @@ class Dispatcher:
         if generation.is_over:
             return
         generation.error = error
+        for choice in generation.choices:
+            choice.fail()
         self._metrics.failed(error.code)
         self._log.failed(generation, error)
         self._placer.withdraw(generation.requests)

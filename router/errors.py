@@ -80,14 +80,17 @@ class ApiError(TandemError):
         if retry_after_s is not None:
             self.headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
 
-    def body(self) -> bytes:
-        detail = ErrorDetail(
+    @property
+    def detail(self) -> ErrorDetail:
+        return ErrorDetail(
             message=_cut(self.message),
             type=_TYPES.get(self.status, "server_error"),
             param=self.param if self.param is None else _cut(self.param),
             code=self.code,
         )
-        return msgspec.json.encode(ErrorBody(detail))
+
+    def body(self) -> bytes:
+        return msgspec.json.encode(ErrorBody(self.detail))
 
     def response(self) -> Response:
         return Response(self.body(), self.status, self.headers, "application/json")

@@ -77,6 +77,10 @@ class AnswerWriter(abc.ABC):
     def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
         """The whole answer."""
 
+    def failed(self, choices: Sequence[Choice], error: ApiError) -> bytes:
+        """Why there is none."""
+        return error.body()
+
     async def keep(self) -> None:  # noqa: B027
         """Store what later requests may ask for. The client sees the answer's end after it."""
 
@@ -140,6 +144,11 @@ class Format(StreamedAnswer):
         if timing is not None:
             fields["timing"] = timing
         return _json({**self._head, **fields})
+
+    def failed(self, choices: Sequence[Choice], error: ApiError) -> bytes:
+        """And what came of it, which is no whole answer: its `finish_reason` is "error"."""
+        head = {**self._head, "object": self.whole_object}
+        return _json({**head, **self._whole(choices), "error": error.detail})
 
     def last_chunk(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
         fields: dict[str, Any] = {}

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from engine.sampler.masks import TokenMasks
 from engine.sampler.penalties import common_prefix
@@ -20,6 +20,8 @@ from protocol.errors import InvalidRequestError
 
 MAX_COMPILED = 256
 """Grammars that are kept for further requests, those used last."""
+MAX_PROBLEM = 400
+_LIMITS = LLParserLimits(verbose_errors=False)
 
 
 class Grammars:
@@ -37,7 +39,7 @@ class Grammars:
         if compiled is None:
             if self._tokenizer is None:
                 self._tokenizer = self._load_tokenizer()
-            compiled = LLMatcher(self._tokenizer, grammar, log_level=0)
+            compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
             if compiled.is_error():
                 raise InvalidRequestError("grammar", compiled.get_error())
             self._compiled[grammar] = compiled
@@ -68,6 +70,11 @@ class Grammars:
         matcher = self._matcher_of(row)
         return matcher.forced() if matcher.is_behind(row) else []
 
+    def problem(self, request_id: str) -> str:
+        """Why no token may follow, where that is a bound of llguidance's."""
+        matcher = self._matchers.get(request_id)
+        return "" if matcher is None else matcher.problem
+
     def forget(self, request_id: str) -> None:
         self._matchers.pop(request_id, None)
 
@@ -93,6 +100,8 @@ class Matcher:
 
     def __init__(self, start: LLMatcher) -> None:
         self._start = start
+        self.problem = ""
+        """What llguidance failed at."""
         self._begin()
 
     def _begin(self) -> None:
@@ -162,6 +171,7 @@ class Matcher:
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():  # for good
             words.fill(0)
+            self.problem = self._matcher.get_error().partition("\n")[0][:MAX_PROBLEM]
             self._begin()
 
     def _consume(self, token: int) -> bool:

@@ -225,6 +225,10 @@ class Sampler:
     ) -> list[TokenLogprobs]:
         return token_logprobs(logits, token_ids, num_top, self.upload, self.download)
 
+    def problem(self, request_id: str) -> str:
+        """What the request's grammar failed at; "" if nothing."""
+        return self.grammars.problem(request_id) if self.grammars is not None else ""
+
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request that is over. Unknown ids are ignored."""
         self._penalties.forget(request_id)

@@ -118,14 +118,18 @@ class GenerateEndpoint:
         watcher.add_done_callback(lambda _: state.dispatcher.cancel(generation))
         try:
             state.dispatcher.start(generation)
-            if output.stream:
+            while not generation.is_over:
+                await generation.wait()
+                if output.stream:
+                    break
+            if (error := generation.error) is not None:
+                body = answer.failed(generation.choices, error)
+                response = Response(body, error.status, error.headers, "application/json")
+                await response(scope, receive, send)
+            elif output.stream:
                 assert isinstance(answer, StreamedAnswer)
                 await _stream(send, generation, answer, output.return_timing, _direct_writer(scope))
             else:
-                while not generation.is_over:
-                    await generation.wait()
-                if generation.error is not None:
-                    raise generation.error
                 timing = response_timing(generation) if output.return_timing else None
                 body = answer.response(generation.choices, timing)
                 await answer.keep()
@@ -203,10 +207,7 @@ def _writer(
 async def _stream(
     send: Send, generation: Generation, answer: StreamedAnswer, with_timing: bool, direct: DirectWriter | None
 ) -> None:
-    """Server-sent events. `send` waits while the client doesn't read."""
-    await generation.wait()
-    if generation.error is not None:
-        raise generation.error
+    """Server-sent events, from the first news on. `send` waits while the client doesn't read."""
     await send(dict(_STREAM_START))
     write = None if direct is None else _writer(generation, answer, direct)
     while True:

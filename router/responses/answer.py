@@ -62,6 +62,11 @@ class ResponseAnswer(StreamedAnswer):
             deque(events, maxlen=0)
         return _json(self._response)
 
+    def failed(self, choices: Sequence[Choice], error: ApiError) -> bytes:
+        for events in (self._take(choices[0]), self._output.close("incomplete")):
+            deque(events, maxlen=0)
+        return _json({**self._response, "status": "failed", "error": error.detail})
+
     def failure(self, error: ApiError) -> bytes:
         events = self._written(self._output.close("incomplete"))
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"

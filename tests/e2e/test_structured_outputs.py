@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,11 @@ SCHEMA = {
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
 SEEDS = [1, 2, 3]
+RULES = [f"r{number}" for number in range(100)]
+AMBIGUOUS = "\n".join(
+    [f'start: "[" ({" | ".join(RULES)}) "]"', *(f'{rule}: "a" {rule} | "a"' for rule in RULES)]
+)
+"""With each token it takes more work, until that is more than is allowed."""
 KILLED = {"prefill-0": "slow:0.02", "decode-0": "KILL:after:after_step:7", "decode-1": ""}
 
 
@@ -52,22 +57,74 @@ def answers(serving: HttpServing) -> list[tuple[list[int], str]]:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> list[tuple[list[int], str]]:
-    """Of one worker that does it all, one after the other."""
+def alone(folder: Path) -> Iterator[HttpServing]:
+    """One worker that does it all."""
     with HttpServing(folder, {"decode-0": ""}) as serving:
-        found = [ask(serving, seed) for seed in SEEDS]
-        stuck = {
-            "prompt": "x",
-            "max_tokens": 9,
-            "structured_outputs": {"regex": "ab"},
-            "bad_words": ["b", "ab"],
-        }
-        answer = serving.http.post("/v1/completions", json=stuck)
-        assert answer.status_code == 422, answer.text
-        assert answer.json()["error"]["code"] == "grammar"
-        serving.wait_empty()
+        yield serving
+
+
+@pytest.fixture(scope="module")
+def expected(alone: HttpServing) -> list[tuple[list[int], str]]:
+    """One after the other."""
+    found = [ask(alone, seed) for seed in SEEDS]
+    alone.wait_empty()
     assert len({text for _, text in found}) == len(SEEDS)
     return found
+
+
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+STUCK: dict[str, dict[str, Any]] = {
+    "at its first token": {"structured_outputs": {"regex": "ab"}, "bad_words": ["a", "ab"]},
+    "in the middle": {"structured_outputs": {"regex": "ab"}, "bad_words": ["b", "ab"]},
+    "at a bound of the work": {"structured_outputs": {"grammar": AMBIGUOUS}, "bad_words": ["]"], "seed": 1},
+}
+
+
+def question(path: str, fields: dict[str, Any], stream: bool) -> dict[str, Any]:
+    name = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(path)
+    asked = {name: "x"} if name else {"messages": [{"role": "user", "content": "x"}]}
+    most = "max_output_tokens" if name == "input" else "max_tokens"
+    return {**asked, most: 300, "stream": stream, **fields}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("case", STUCK)
+def test_an_answer_that_cannot_go_on_is_an_error(alone: HttpServing, path: str, case: str) -> None:
+    answer = alone.http.post(path, json=question(path, STUCK[case], stream=False))
+    assert answer.status_code == 422, answer.text
+    found = answer.json()
+    assert found["error"]["code"] == "grammar"
+    assert "no token may follow its" in found["error"]["message"]
+    assert ("items" in found["error"]["message"]) == (case == "at a bound of the work")
+    if path == "/v1/responses":
+        assert (found["status"], found["usage"]) == ("failed", None)
+    else:
+        assert [choice["finish_reason"] for choice in found["choices"]] == ["error"]
+    alone.wait_empty()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("case", STUCK)
+def test_a_stream_that_cannot_go_on_ends_with_an_error(alone: HttpServing, path: str, case: str) -> None:
+    with alone.http.stream("POST", path, json=question(path, STUCK[case], stream=True)) as response:
+        lines = list(response.iter_lines())
+    if case == "at its first token":
+        assert response.status_code == 422
+        found = json.loads("".join(lines))
+        assert found["error"]["code"] == "grammar"
+        assert path == "/v1/responses" or found["choices"][0]["finish_reason"] == "error"
+        return
+    assert response.status_code == 200
+    *_, last, failure = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    if path == "/v1/responses":
+        assert (failure["type"], failure["response"]["status"]) == ("response.failed", "failed")
+        assert "no token may follow its" in failure["response"]["error"]["message"]
+        assert failure["response"]["output"][0]["status"] == "incomplete"
+    else:
+        assert last["choices"][0]["finish_reason"] == "error"
+        assert failure["error"]["code"] == "grammar"
+    assert "data: [DONE]" not in lines
+    alone.wait_empty()
 
 
 @pytest.mark.parametrize("workers", [{"prefill-0": "", "decode-0": ""}, KILLED], ids=["split", "killed"])
