@@ -525,7 +525,7 @@ def snapshots(draw):
     )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     st.lists(snapshots(), max_size=6),
     st.builds(
