@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.dashboards import DASHBOARDS, FOLDER, render
+from deploy.dashboards import FOLDER, render
+from deploy.panels import DASHBOARDS
 from protocol.metrics import PAIR_COUNTERS, PAIR_STATE, PREFIX, REPORTED, ROUTER, WORKER
 from tests.deploy.record_series import recorded
 
