@@ -23,7 +23,7 @@ def rescale(
 ) -> ScaleAnswer:
     """Write down who leaves and who is to start. `may_grow`: further nodes may come. For any thread."""
     targets = request.targets
-    field, refusal = refused(slots, targets, config, nodes, may_grow)
+    field, refusal = why_refused(slots, targets, config, nodes, may_grow)
     if refusal:
         return ScaleAnswer(refusal=refusal, field=field)
     started: list[str] = []
@@ -55,7 +55,7 @@ def _added(role: RoleSpec, slots: Sequence[Slot]) -> Slot:
     return Slot(next(name for name in names if name not in taken), role, start_at=now, added_at=now)
 
 
-def refused(
+def why_refused(
     slots: Sequence[Slot],
     targets: Mapping[str, int],
     config: ServeConfig,

@@ -113,7 +113,7 @@ class _Calibration:
             link=link,
             kv_tokens=min(worker["kv"]["tokens"] for worker in looks[-1]["workers"]),
             request_s=request_s,
-            handoff_s=handoff_seconds(costs, link, alone),
+            handoff_s=measured_handoff_s(costs, link, alone),
             prefill_beside=times_as_long((pace.first_s for pace in beside.values()), first_s.values()),
             decode_beside=asyncio.run(self._decode_beside(longest)),
             speculation=self._drafts(),
@@ -229,7 +229,7 @@ def times_as_long(beside: Iterable[float], alone: Iterable[float]) -> float:
     return max(beside_s / alone_s, 1.0) if alone_s > 0 else 1.0
 
 
-def handoff_seconds(costs: StepCosts, link: LinkProfile, alone: Mapping[int, Pace]) -> float:
+def measured_handoff_s(costs: StepCosts, link: LinkProfile, alone: Mapping[int, Pace]) -> float:
     """What passes from a lone prompt's first token to its second, beside the wire and a step."""
     wire = LinkSpeed(link.latency_s, link.bytes_per_s)
     rest = [

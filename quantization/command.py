@@ -26,7 +26,7 @@ from quantization.evaluation import HeldOut, TextQuality, predict
 from quantization.recipe import Method, Recipe
 from quantization.source import Source
 from quantization.unfinished import Block, Unfinished, check_output
-from training.data import encode, read_texts
+from training.data import encode_texts, read_texts
 
 HELD_OUT_SHARE = 0.05
 HELD_OUT_WINDOWS = 64
@@ -230,10 +230,10 @@ def _texts(
     options: QuantizeOptions, data: Path, samples: int, length: int, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Tensor, HeldOut]:
     """Windows to calibrate with, int64 [samples, length], and those to measure on."""
-    stream = encode(read_texts(data), tokenizer)
+    stream = encode_texts(read_texts(data), tokenizer)
     given = len(stream)
     if options.held_out is not None:
-        held_out = encode(read_texts(options.held_out, "--held-out"), tokenizer)
+        held_out = encode_texts(read_texts(options.held_out, "--held-out"), tokenizer)
     else:
         kept = len(stream) - max(length, int(len(stream) * HELD_OUT_SHARE))
         stream, held_out = stream[: max(0, kept)], stream[max(0, kept) :]

@@ -11,7 +11,7 @@ from protocol.config import ServeConfig
 from protocol.outputs import ErrorKind, TokenOutput
 from protocol.router_to_worker import Abort, Redirect
 from protocol.worker_to_router import HandoverFailed, StepOutput
-from router.errors import ApiError, client_gone, failed_generation, refused, unavailable
+from router.errors import ApiError, client_gone, failed_generation, not_placed, unavailable
 from router.journal import Generation, Journal, LiveRequest
 from router.metrics import Metrics, RefusalReason
 from router.placer import Placer, Send
@@ -63,7 +63,7 @@ class Dispatcher:
             refusal = self._placer.place(request, checks_slo=request is generation.requests[0])
             if refusal is not None:
                 self._placer.meter.refused(refusal, self._registry.live())
-                self._refuse(generation, refusal.missed or "no_worker", refused(refusal))
+                self._refuse(generation, refusal.missed or "no_worker", not_placed(refusal))
         for other in gives_way:
             self._metrics.refused("shed")
             self.fail(other, self._queue_is_full("a more urgent one came, and "))

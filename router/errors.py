@@ -115,7 +115,7 @@ def unavailable(reason: str) -> ApiError:
     return ApiError(503, reason, retry_after_s=1.0)
 
 
-def refused(refusal: Refusal) -> ApiError:
+def not_placed(refusal: Refusal) -> ApiError:
     """429 where another time is better, 503 where no worker can do it."""
     status = 429 if refusal.waiting_helps else 503
     return ApiError(status, refusal.reason, code=refusal.missed, retry_after_s=refusal.retry_after_s)

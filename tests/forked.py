@@ -12,12 +12,12 @@ import msgspec
 import torch
 
 from engine.engine import Engine
-from kvtransfer.transports.ucx.bindings import preload
+from kvtransfer.transports.ucx.bindings import preload_nixl
 from protocol.config import ServeConfig
 from protocol.roles import ROLES
 from tests.worker.harness import tiny_config
 from tests.worker.tiny_model import write_tiny_llama
-from worker.setup import build_kernels, set_up_logging
+from worker.setup import build_kernels, set_up_worker_logging
 
 _IMPORTED = (
     "bench.transfer.sides",
@@ -30,7 +30,7 @@ _IMPORTED = (
 
 for module in (*_IMPORTED, *(role.loop.partition(":")[0] for role in ROLES.values())):
     importlib.import_module(module)
-preload()
+preload_nixl()
 
 
 def try_out() -> None:
@@ -38,7 +38,7 @@ def try_out() -> None:
     torch.set_num_threads(1)  # a fork would not take more of them along
     with TemporaryDirectory() as folder:
         config = msgspec.convert(msgspec.to_builtins(tiny_config(Path(folder))), ServeConfig)
-        set_up_logging(config, "fork server")
+        set_up_worker_logging(config, "fork server")
         write_tiny_llama(Path(folder))
         build_kernels()
         Engine(config).close()

@@ -66,7 +66,7 @@ def _text_of(line: str, where: str) -> str:
     return text
 
 
-def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Tensor:
+def encode_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """All texts' tokens, int32, each text begun and ended as the tokenizer and its model are used to."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     pieces = []

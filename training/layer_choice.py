@@ -21,7 +21,7 @@ from engine.loader import choose_device, choose_dtype
 from protocol.errors import ConfigError
 from protocol.speculation import SELF
 from speculation.self_speculative.layers import with_layers
-from training.data import encode, read_texts
+from training.data import encode_texts, read_texts
 
 MOST_DRAFTED = 8
 """Tokens in a row for which a choice is judged."""
@@ -128,7 +128,7 @@ def _speed_up(agreement: float, cost: float) -> float:
 
 def _windows(options: ChooseOptions) -> Tensor:
     """Spread evenly over the text, int64 [windows, length]."""
-    tokens = encode(read_texts(options.data), _load(AutoTokenizer, options.model))
+    tokens = encode_texts(read_texts(options.data), _load(AutoTokenizer, options.model))
     whole = tokens[: len(tokens) // options.length * options.length].view(-1, options.length)
     if not len(whole):
         raise ConfigError(

@@ -250,9 +250,9 @@ class PrefixHolder:
         try:
             self._sender.connect(message.receiver)
         except TransferError as error:
-            return refused(message, str(error))
+            return fetch_refused(message, str(error))
         if self._sender.wire_dtype(message.receiver) != "auto":
-            return refused(message, "the wire between us quantizes")
+            return fetch_refused(message, "the wire between us quantizes")
         lent = hold_blocks(self._engine.blocks, message.identities)
         self._lent[message.lease_id] = lent
         first, size, skipped = message.first_block, self._engine.blocks.block_size, lent.num_left
@@ -279,5 +279,5 @@ class PrefixHolder:
         return True
 
 
-def refused(message: Fetch, reason: str) -> FetchRefused:
+def fetch_refused(message: Fetch, reason: str) -> FetchRefused:
     return FetchRefused(request_id=message.request_id, lease_id=message.lease_id, reason=reason[:4096])

@@ -18,7 +18,7 @@ from protocol.errors import TandemError
 from protocol.peers import PeerAddress
 from protocol.worker_to_worker import Fetch, FetchRefused, Lent
 from worker.departure import Departure
-from worker.fetch import PrefixFetcher, PrefixHolder, refused
+from worker.fetch import PrefixFetcher, PrefixHolder, fetch_refused
 from worker.kv_events import KvEventSender
 from worker.link import RouterLinks
 from worker.parts import WorkerParts
@@ -166,7 +166,7 @@ class WorkerLoop(RoleWork):
     def _on_fetch(self, identity: bytes, message: Fetch) -> None:
         if message.incarnation != self.parts.incarnation:
             self.counters.add("stale_messages_total")
-            self.inbox.reply(identity, refused(message, "it was restarted"))
+            self.inbox.reply(identity, fetch_refused(message, "it was restarted"))
         elif (answer := self._holder.lend(message)) is not None:
             self.inbox.reply(identity, answer)
 

@@ -17,7 +17,7 @@ from worker.setup import build_kernels
 log = logging.getLogger(__name__)
 
 
-def preload(config: ServeConfig) -> bool:
+def preload_models(config: ServeConfig) -> bool:
     """Load and pack the model of a configuration, and its draft model, unless they are here already.
 
     Whether anything was loaded. What cannot be loaded is left to the workers, which say why.

@@ -33,7 +33,7 @@ from worker.link import RouterLinks
 from worker.loop import WorkerLoop
 from worker.parts import WorkerParts
 from worker.ranks import end_process
-from worker.setup import build_engine, open_wires, remote_drafter, set_up_logging, set_up_threads
+from worker.setup import build_engine, open_wires, remote_drafter, set_up_threads, set_up_worker_logging
 from worker.stop import StopHandle
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def run_worker(
     worker's other ranks are those of its `leader`.
     """
     config = launch.config
-    set_up_logging(config, launch.worker_id)
+    set_up_worker_logging(config, launch.worker_id)
     set_up_threads(config)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     router_host = urlsplit(launch.router_endpoints[0]).hostname

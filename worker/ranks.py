@@ -13,7 +13,7 @@ from engine.parallel.follower import follow
 from engine.parallel.group import Ranks
 from engine.parallel.leader import Leader
 from worker.launch import Launch
-from worker.setup import build_kernels, set_up_logging, set_up_threads
+from worker.setup import build_kernels, set_up_threads, set_up_worker_logging
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def _be_rank(launch: Launch, on_fork: Callable[[str], None], ranks: Ranks, link:
         signal.signal(number, signal.SIG_IGN)
     name = f"{launch.worker_id}/{ranks.rank}"
     on_fork(name)
-    set_up_logging(launch.config, name)
+    set_up_worker_logging(launch.config, name)
     set_up_threads(launch.config)
     build_kernels()
     follow(launch.config, ranks, link)

@@ -36,7 +36,7 @@ _ROOT = Path(__file__).parents[1]
 log = logging.getLogger(__name__)
 
 
-def set_up_logging(config: ServeConfig, name: str) -> None:
+def set_up_worker_logging(config: ServeConfig, name: str) -> None:
     """Log lines to stderr, each with the process' name."""
     log_to_stderr(config.log_level, config.log_format, name)
     disable_progress_bar()

@@ -83,9 +83,9 @@ class Template:
         loops = (role.loop.partition(":")[0] for role in ROLES.values())
         for module in (*_IMPORTED, *loops):
             importlib.import_module(module)
-        from kvtransfer.transports.ucx.bindings import preload
+        from kvtransfer.transports.ucx.bindings import preload_nixl
 
-        preload()
+        preload_nixl()
         adopt_orphans()  # the ranks of a worker that was killed
         _settle()
         self._waker.setblocking(False)
@@ -154,15 +154,15 @@ class Template:
                     _send(client, Ended(pid, status))
 
     def _spawn(self, client: socket.socket, data: bytes, fds: list[int]) -> int:
-        from worker.preload import preload
-        from worker.setup import set_up_logging
+        from worker.preload import preload_models
+        from worker.setup import set_up_worker_logging
 
         request = template_request.decode(data)
         launch = _launch.decode(request.launch)
         if not fds:
             raise ProtocolError("a worker's control socket is missing")
-        set_up_logging(launch.config, "template")
-        if preload(launch.config):
+        set_up_worker_logging(launch.config, "template")
+        if preload_models(launch.config):
             _settle()
         place = self._places.first_free()
         pid = os.fork()

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from engine.engine import Engine
-from models.training.corpus import encode, training_texts
+from models.training.corpus import encode_documents, training_texts
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
-    prompts = beginnings(encode(tokenizer, training_texts()), arguments.count, arguments.seed)
+    prompts = beginnings(encode_documents(tokenizer, training_texts()), arguments.count, arguments.seed)
     with arguments.output.open("w", encoding="utf-8") as file:
         for text in tqdm(continued(arguments.model, prompts), total=len(prompts)):
             file.write(json.dumps({"text": tokenizer.decode(text)}) + "\n")

@@ -61,7 +61,7 @@ def held_out_files() -> list[SourceFile]:
     return [file for file in source_files() if file.held_out]
 
 
-class Windows:
+class DocumentWindows:
     """An endless, seeded stream of batches of token windows over the training files.
 
     Each epoch joins the files in a new order, with the end-of-text token between them, cuts the whole at a
@@ -95,6 +95,6 @@ class Windows:
         return self.tokens[chosen[:, None] + np.arange(length + 1)].astype(np.int64)
 
 
-def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
+def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
     """Each text's token ids, uint16."""
     return [np.array(encoding.ids, dtype=np.uint16) for encoding in tokenizer.encode_batch(texts)]

@@ -11,7 +11,7 @@ Loss = Callable[[torch.Tensor], torch.Tensor]
 """Of tokens [windows, length + 1], a mean in nats."""
 
 
-class Batches(Protocol):
+class BatchOf(Protocol):
     """`batches(step)`: int64 [windows, length + 1]."""
 
     def __call__(self, step: int) -> torch.Tensor: ...
@@ -28,7 +28,7 @@ class ModelLearner:
         self,
         model: PreTrainedModel,
         loss: Loss,
-        batches: Batches,
+        batches: BatchOf,
         *,
         learning_rate: float,
         batch_tokens: int,

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from models.training.corpus import Windows, encode, training_texts
+from models.training.corpus import DocumentWindows, encode_documents, training_texts
 from models.training.learner import Loss, ModelLearner
 from models.training.shapes import CONTEXT, END_OF_TEXT_ID
 from training.data import read_texts
@@ -45,7 +45,7 @@ def window_shape(step: int, arguments: argparse.Namespace) -> tuple[int, int]:
 class Batches:
     """The batch of each step, asked for in order; a resumed run passes over those before its first."""
 
-    def __init__(self, windows: Windows, arguments: argparse.Namespace) -> None:
+    def __init__(self, windows: DocumentWindows, arguments: argparse.Namespace) -> None:
         self._windows = windows
         self._arguments = arguments
         self._next = 0
@@ -60,10 +60,10 @@ class Batches:
 
 def run(model: LlamaForCausalLM, loss: Loss, tokenizer: Tokenizer, arguments: argparse.Namespace) -> None:
     """Train the bf16 `model` in place on `loss(tokens [windows, length + 1])`, a mean in nats."""
-    documents = encode(
+    documents = encode_documents(
         tokenizer, read_texts(arguments.texts, "--texts") if arguments.texts else training_texts()
     )
-    windows = Windows(documents, END_OF_TEXT_ID, arguments.seed)
+    windows = DocumentWindows(documents, END_OF_TEXT_ID, arguments.seed)
     learner = ModelLearner(
         model,
         loss,

@@ -31,7 +31,7 @@ from speculation.chains_ahead import chains_ahead
 from speculation.drafter import Computed, Drafter, HiddenRows
 from speculation.drawing import Chain, Drawing
 from speculation.eagle.native import NativeHead
-from speculation.eagle.select import build_runner
+from speculation.eagle.select import build_head_runner
 from speculation.eagle.weights import load_head
 from speculation.native_chain import NativeChain
 from speculation.ranking import rank_drafted
@@ -83,7 +83,7 @@ class EagleDrafter(Drafter):
         device, dtype = loaded.device, loaded.dtype
         backend_class, _ = select_backend(device, dtype, self._config.attention_backend)
         backend = backend_class(pool.layers(DRAFT), pool.groups[DRAFT].arena)
-        self._runner = build_runner(self._config, self._loaded, loaded, backend)
+        self._runner = build_head_runner(self._config, self._loaded, loaded, backend)
         self._native: NativeChain | None = None
         if isinstance(self._runner, NativeHead):
             self._native = NativeChain(self._runner, loaded.vocab_size, self._options.verification)

@@ -99,7 +99,7 @@ class HeadRunner(CudaRunner):
         return logits, hidden[: len(logit_rows)]
 
 
-def runner_of(
+def head_runner_of(
     config: ServeConfig, head: PagedHead, target: LoadedModel, backend: TritonBackend, products: str
 ) -> HeadRunner:
     fed = FedHead(head, backend, target.device, target.dtype)

@@ -17,7 +17,7 @@ from engine.runner import ForwardOutput
 from speculation.eagle.head import Head
 
 
-def unfit(head: Head) -> str | None:
+def unfit_head(head: Head) -> str | None:
     """Why the native decoder can't run the head; None if it can."""
     if head.shape.hidden_act not in ("silu", "swish"):
         return f"its activation is {head.shape.hidden_act}"

@@ -15,14 +15,14 @@ from engine.loader import LoadedModel
 from engine.runner import Runner
 from native.build import BuildError
 from protocol.config import ServeConfig
-from speculation.eagle.native import NativeHead, unfit
+from speculation.eagle.native import NativeHead, unfit_head
 from speculation.eagle.paged import HeadForward, PagedHead
 from speculation.eagle.weights import LoadedHead
 
 logger = logging.getLogger("tandem.speculation")
 
 
-def build_runner(
+def build_head_runner(
     config: ServeConfig, loaded: LoadedHead, target: LoadedModel, backend: AttentionBackend
 ) -> Runner:
     """`--compile auto` prefers the native decoder, and on CUDA devices graphs."""
@@ -39,7 +39,7 @@ def build_runner(
     products = fault or "packed weights"
     if backend.name == "triton" and config.compile == "auto":
         graphed = importlib.import_module("speculation.eagle.graphed")
-        runner: Runner = graphed.runner_of(config, head, target, backend, products)
+        runner: Runner = graphed.head_runner_of(config, head, target, backend, products)
         return runner
     return HeadForward(head, backend, target.device, config.compile, products=products, packed=fault is None)
 
@@ -58,7 +58,7 @@ def _native(
     loaded: LoadedHead, embedding: nn.Module, lm_head: nn.Module, backend: CpuBackend
 ) -> NativeHead | None:
     fits = isinstance(lm_head, nn.Linear | PackedQuantizedLinear)
-    if unfit(loaded.head) is not None or type(embedding) is not nn.Embedding or not fits:
+    if unfit_head(loaded.head) is not None or type(embedding) is not nn.Embedding or not fits:
         return None  # among others a target that scales its embeddings, or whose LM head is packed already
     try:
         return NativeHead(loaded.head, embedding.weight, lm_head, loaded.draft_ids, backend)

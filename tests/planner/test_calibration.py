@@ -13,7 +13,7 @@ from planner.calibration import (
     Pace,
     decode_costs,
     drafts_of,
-    handoff_seconds,
+    measured_handoff_s,
     times_as_long,
     with_prompts,
 )
@@ -62,8 +62,8 @@ def test_a_hand_off_costs_what_neither_the_wire_nor_the_step_takes():
     costs = decode_costs([told("decode", step_s=2e-3, row_s=1e-3, context_s=0.0, kv_bytes=1000)])
     link = LinkProfile(latency_s=1e-3, bytes_per_s=1e8)
     alone = {100: Pace(0.1, 1e-3 + 1e-3 + 3e-3 + 4e-3), 200: Pace(0.2, 1e-3 + 2e-3 + 3e-3 + 4e-3)}
-    assert handoff_seconds(costs, link, alone) == pytest.approx(4e-3)
-    assert handoff_seconds(costs, link, {100: Pace(0.1, 2e-3)}) == 0.0
+    assert measured_handoff_s(costs, link, alone) == pytest.approx(4e-3)
+    assert measured_handoff_s(costs, link, {100: Pace(0.1, 2e-3)}) == 0.0
 
 
 def test_drafts_are_those_of_who_has_drafted_without_what_ran_at_that_moment():

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from protocol.errors import ConfigError
 from tests.speculation.tiny_trained import END, write_tiny_model
-from training.data import Windows, encode, read_texts
+from training.data import Windows, encode_texts, read_texts
 
 
 def test_a_file_a_folder_and_lines_of_json(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_bad_files(tmp_path: Path, name: str, content: bytes, said: str) -> None
 def test_texts_are_ended(tmp_path: Path) -> None:
     write_tiny_model(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    stream = encode(["ab", "c"], tokenizer)
+    stream = encode_texts(["ab", "c"], tokenizer)
     assert stream.dtype == torch.int32
     assert stream.tolist() == [*tokenizer("ab").input_ids, END, *tokenizer("c").input_ids, END]
 

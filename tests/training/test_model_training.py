@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models.training import loop
-from models.training.corpus import SourceFile, Windows, source_files
+from models.training.corpus import DocumentWindows, SourceFile, source_files
 from models.training.distill import distillation_loss
 from models.training.loop import run, window_shape
 from models.training.shapes import export
@@ -51,7 +51,7 @@ def documents() -> list[np.ndarray]:
 
 
 def test_windows_repeat_with_the_seed_and_never_within_an_epoch() -> None:
-    first, second, other = (Windows(documents(), 0, seed) for seed in (1, 1, 2))
+    first, second, other = (DocumentWindows(documents(), 0, seed) for seed in (1, 1, 2))
     batches = [first.next(2, 32) for _ in range(9)]
     assert first.epoch == 1
     assert all(np.array_equal(batch, second.next(2, 32)) for batch in batches)
@@ -95,7 +95,9 @@ def tiny() -> LlamaForCausalLM:
 
 def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "training_texts", list)
-    monkeypatch.setattr(loop, "encode", lambda tokenizer, texts: [d for d in documents() for _ in range(4)])
+    monkeypatch.setattr(
+        loop, "encode_documents", lambda tokenizer, texts: [d for d in documents() for _ in range(4)]
+    )
     unbroken, broken, resumed = tiny(), tiny(), tiny()
     tokenizer = Tokenizer.from_str('{"model": {"type": "BPE", "vocab": {}, "merges": []}}')
     before = unbroken.lm_head.weight.clone()
@@ -120,7 +122,7 @@ def test_a_run_may_learn_from_texts_of_a_file(tmp_path: Path, monkeypatch: pytes
         seen.append(texts)
         return [d for d in documents() for _ in range(4)]
 
-    monkeypatch.setattr(loop, "encode", encoded)
+    monkeypatch.setattr(loop, "encode_documents", encoded)
     path = tmp_path / "texts.jsonl"
     write(path, ["one\n", "two\u2028 lines"])
     model, tokenizer = tiny(), Tokenizer.from_str('{"model": {"type": "BPE", "vocab": {}, "merges": []}}')

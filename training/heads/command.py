@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from engine.loader import choose_device, choose_dtype
 from protocol.errors import ConfigError
-from training.data import Windows, encode, read_texts
+from training.data import Windows, encode_texts, read_texts
 from training.heads import card
 from training.heads.contract import HeadOptions, Target, TrainableHead
 from training.heads.eagle import build_eagle3
@@ -103,9 +103,9 @@ def _load(kind: Any, model: str, **options: Any) -> Any:
 
 def _streams(options: TrainOptions, tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
     """The tokens to train on, and those held out: another text's, or a part of the same."""
-    stream = encode(read_texts(options.data), tokenizer)
+    stream = encode_texts(read_texts(options.data), tokenizer)
     if options.held_out is not None:
-        return stream, encode(read_texts(options.held_out, "--held-out"), tokenizer)
+        return stream, encode_texts(read_texts(options.held_out, "--held-out"), tokenizer)
     kept = len(stream) - int(len(stream) * HELD_OUT_SHARE)
     return stream[:kept], stream[kept:]
 

@@ -62,7 +62,7 @@ def _load(package: str) -> ModuleType | None:
     return module
 
 
-def preload() -> None:
+def preload_nixl() -> None:
     """Load NIXL's libraries, if they are installed, in a process that forks the ones that use them."""
     with contextlib.suppress(TransferError):
         package = Path(bindings().__file__).parent
