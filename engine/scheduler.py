@@ -145,14 +145,15 @@ class Scheduler:
         while self._has_row and self.waiting and self.waiting[0].holdings is not None:
             self._run(self.waiting[0])
         self._meet_followers()
-        # A stable sort: decode rows before the chunks of prompts that are still being computed.
-        running = sorted(self.running, key=lambda running: running.num_uncomputed > 1)
+        rows: list[SequenceState] = []
+        prompts: list[SequenceState] = []
+        for sequence in self.running:
+            (prompts if sequence.num_uncomputed > 1 else rows).append(sequence)
         if self._bound is not None:
-            rows = [sequence for sequence in running if sequence.num_uncomputed == 1]
             context = sum([sequence.num_computed for sequence in rows])
             strictest_s = min([sequence.request.slo_tpot_s for sequence in rows], default=inf)
             self._bound.begin(len(rows), context, strictest_s)
-        for sequence in running:
+        for sequence in rows + prompts:
             if budget == 0:
                 break
             if sequence.stage is not SequenceStage.RUNNING:

@@ -35,6 +35,8 @@ class SequenceState:
 
     request: EngineRequest
     order: int
+    request_id: str = field(init=False)
+    params: SamplingParams = field(init=False)
     prefill_only: bool = False
     drafts_elsewhere: bool = False
     hold_at: int | None = None
@@ -70,6 +72,7 @@ class SequenceState:
     """Where its own drafts are made."""
 
     def __post_init__(self) -> None:
+        self.request_id, self.params = self.request.request_id, self.request.sampling
         self.prompt_token_ids = self.request.prompt_token_ids
         self.output_token_ids = list(self.request.output_token_ids)
         self.token_ids = self.prompt_token_ids + self.output_token_ids
@@ -78,18 +81,10 @@ class SequenceState:
         self.draft_plan = self.request.draft_plan
 
     @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
     def held(self) -> Holdings:
         """Its blocks, while it has some."""
         assert self.holdings is not None
         return self.holdings
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.sampling
 
     @property
     def position(self) -> int:
@@ -99,7 +94,7 @@ class SequenceState:
     def sampling_row(self, drafted: Sequence[int] = ()) -> SamplingRow:
         """For the token that comes next, or for the one after `drafted` ones."""
         prompt, output = self.prompt_token_ids, self.output_token_ids
-        position = self.position + len(drafted)
+        position = len(self.token_ids) + len(drafted)
         return SamplingRow(self.params, prompt, output, position, self.request_id, drafted)
 
     def row_after_next(self) -> SamplingRow:
