@@ -45,14 +45,24 @@ def check(manifest: HandoffManifest) -> None:
     check_manifest(manifest, known, vocab_size=300, feature_size=2)
 
 
+def refused_field(manifest: HandoffManifest) -> str | None:
+    try:
+        check(manifest)
+    except ManifestMismatchError as error:
+        return error.field
+    return None
+
+
 def test_one_that_fits_passes():
-    check(MANIFEST)
-    check(msgspec.msgpack.decode(msgspec.msgpack.encode(MANIFEST), type=HandoffManifest))
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(MANIFEST), type=HandoffManifest)
+    assert received == MANIFEST
+    assert refused_field(received) is None
 
 
 @pytest.mark.parametrize("changes", [{}, {"feature": b""}, {"feature": b"12345678"}, {"method": "medusa"}])
 def test_a_draft_that_could_have_been_made_passes(changes):
-    check(msgspec.structs.replace(MANIFEST, draft=msgspec.structs.replace(CARRIED, **changes)))
+    carried = msgspec.structs.replace(CARRIED, **changes)
+    assert refused_field(msgspec.structs.replace(MANIFEST, draft=carried)) is None
 
 
 @pytest.mark.parametrize(
@@ -94,6 +104,4 @@ def test_each_field_that_differs_is_named(field, change):
 
 def test_the_version_is_looked_at_first():
     changed = msgspec.structs.replace(MANIFEST, version=99, extents=[], decode_incarnation="x")
-    with pytest.raises(ManifestMismatchError) as caught:
-        check(changed)
-    assert caught.value.field == "version"
+    assert refused_field(changed) == "version"

@@ -241,3 +241,5 @@ def test_a_method_without_its_weights_is_refused_by_name(deployed: SpeculativeCo
 def test_the_deployments_own_method_may_be_named() -> None:
     deployed = SpeculativeConfig(method="medusa", model="m")
     check_request_speculation(RequestSpeculation(method="medusa"), deployed)
+    with pytest.raises(InvalidRequestError, match="'eagle' needs weights"):
+        check_request_speculation(RequestSpeculation(method="eagle"), deployed)
