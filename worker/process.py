@@ -74,21 +74,7 @@ def run_worker(
     heartbeat.start()
     told_to_leave = False
     try:
-        parts.remote_drafts = remote_drafter(config)
-        engine, parts.pool = build_engine(
-            config, parts.remote_drafts, holds_draft=launch.role.holds_draft, leader=leader
-        )
-        parts.engine = engine
-        if leader is not None:
-            leader.on_lost = end_process
-        if not parts.role.holds_draft:
-            parts.kv_publisher = open_publisher(config, parts.worker_id, engine.cache_format)
-        engine.on_fetched = parts.wake.set
-        if launch.shares_cores and place is not None and engine.runs_on_any_threads:
-            parts.cores = SharedCores(place, torch.get_num_threads(), host_cores(), torch.set_num_threads)
-            engine.borrow(parts.cores.were_kept)
-        gc.collect()
-        gc.freeze()  # or the collector would go through the libraries again and again, for milliseconds
+        engine = _load(parts, launch, place, leader)
         while (left := _serve(parts, engine, links, stop, carrier)).next_role is not None:
             parts.begin_anew(*left.next_role)
             log.warning("this worker is a %s worker from now on", parts.role.name)
@@ -106,6 +92,27 @@ def run_worker(
         parts.wake.close()
     if told_to_leave:
         _die_by_sigterm()
+
+
+def _load(parts: WorkerParts, launch: Launch, place: CorePlace | None, leader: Leader | None) -> Engine:
+    """The engine, and what needs to know it."""
+    config = launch.config
+    parts.remote_drafts = remote_drafter(config)
+    engine, parts.pool = build_engine(
+        config, parts.remote_drafts, holds_draft=launch.role.holds_draft, leader=leader
+    )
+    parts.engine = engine
+    if leader is not None:
+        leader.on_lost = end_process
+    if not parts.role.holds_draft:
+        parts.kv_publisher = open_publisher(config, parts.worker_id, engine.cache_format)
+    engine.on_fetched = parts.wake.set
+    if launch.shares_cores and place is not None and engine.runs_on_any_threads:
+        parts.cores = SharedCores(place, torch.get_num_threads(), host_cores(), torch.set_num_threads)
+        engine.borrow(parts.cores.were_kept)
+    gc.collect()
+    gc.freeze()  # or the collector would go through the libraries again and again, for milliseconds
+    return engine
 
 
 def _serve(
