@@ -1,0 +1,49 @@
+"""`tandem key`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from deploy.commands.common import failures
+
+keys = typer.Typer(help="API keys.", no_args_is_help=True)
+
+
+@keys.callback()
+def _keys() -> None:
+    """Keeps `add` a command of its own while there is no other."""
+
+
+@keys.command("add")
+def add_key(
+    name: Annotated[str, typer.Argument(help="Whose it is, as metrics and logs show it.")],
+    api_key_file: Annotated[
+        str, typer.Option(metavar="FILE", envvar="TANDEM_API_KEY_FILE", help="It is made if it is not there.")
+    ],
+    requests_per_minute: Annotated[int | None, typer.Option(help="Default: no limit.")] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(help="Of prompts and answers. Default: no limit.")
+    ] = None,
+    concurrent_requests: Annotated[int | None, typer.Option(help="Default: no limit.")] = None,
+    priority: Annotated[
+        int | None, typer.Option(help="Of its requests; the lowest come first. Default: 0.")
+    ] = None,
+    operator: Annotated[
+        bool, typer.Option("--operator", help="It may also drain workers and the like.")
+    ] = False,
+) -> None:
+    """Make an API key, print it, and write its hash to a file for `tandem serve --api-key-file`.
+
+    Nothing else has the key. Remove its line from the file to have it refused; a server sees that at once.
+    """
+    from router.key_file import add_key as add
+
+    limits = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "concurrent_requests": concurrent_requests,
+    }
+    with failures():
+        typer.echo(add(api_key_file, name=name, priority=priority, operator=operator, **limits))

@@ -1,0 +1,57 @@
+"""Commands that measure a server, or simulate one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from deploy.commands.common import fail, failures
+
+
+def bench(context: typer.Context) -> None:
+    """Measure a server: `tandem bench serve --help`."""
+    try:
+        from bench.cli import app as bench_app
+    except ModuleNotFoundError as error:
+        raise fail(f"bench needs the package {error.name}: pip install 'tandem-serve[bench]'") from error
+    bench_app(args=context.args, prog_name="tandem bench")
+
+
+def plan(
+    trace: Annotated[str, typer.Option(metavar="FILE", help="JSONL trace in Mooncake's form.")],
+    slo_ttft: Annotated[str, typer.Option(metavar="SECONDS", help="To the first token.")],
+    slo_tpot: Annotated[str, typer.Option(metavar="SECONDS", help="Between two tokens.")],
+    workers: Annotated[str, typer.Option(metavar="N", help="Prefill and decode workers in all, from 2 on.")],
+    profile: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="What `tandem profile` wrote. (default: h100-llama-3.1-8b)"),
+    ] = None,
+    trace_scale_lengths: Annotated[
+        str | None, typer.Option(metavar="NUMBER", help="Factor on the trace's lengths. (default: 1)")
+    ] = None,
+    trace_speedup: Annotated[
+        str | None, typer.Option(metavar="NUMBER", help="Have requests come this much faster. (default: 1)")
+    ] = None,
+    max_input_len: Annotated[
+        str | None, typer.Option(metavar="INTEGER", help="Cut the trace's prompts to this.")
+    ] = None,
+    max_output_len: Annotated[
+        str | None, typer.Option(metavar="INTEGER", help="Cut the trace's outputs to this.")
+    ] = None,
+    num_prompts: Annotated[
+        str | None, typer.Option(metavar="INTEGER", help="Only the first requests of the trace.")
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="For plan.json and plan.svg. (default: plan)")
+    ] = None,
+) -> None:
+    """Simulate a trace on so many workers, in every split of roles, and recommend one."""
+    given = dict(locals())
+    from rich.console import Console
+
+    from planner.command import parse
+    from planner.command import plan as run
+
+    with failures():
+        run(parse(given), Console())

@@ -1,0 +1,94 @@
+"""Commands for those who run a server: they ask its router."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from deploy.commands.common import DEFAULT_URL, ApiKey, Url, failures
+
+Worker = Annotated[str, typer.Argument(help="A worker's id, as `tandem status` shows it.")]
+
+
+def status(
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the router's JSON and end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+) -> None:
+    """Show workers, roles, load and KV usage, live."""
+    from deploy.status import show_status
+
+    with failures():
+        show_status(url, api_key, once=once, as_json=as_json, interval_s=interval)
+
+
+def top(
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+) -> None:
+    """Show load, KV, links, drafts and their rates, live."""
+    from deploy.top import show_top
+
+    with failures():
+        show_top(url, api_key, once=once, interval_s=interval)
+
+
+def drain(worker: Worker, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
+    """Move a worker's requests to others, with their KV, and have it leave."""
+    from deploy.operate import operate
+
+    with failures():
+        operate(url, api_key, f"/workers/{worker}/drain", {})
+
+
+def role(
+    worker: Worker,
+    new_role: Annotated[Literal["prefill", "decode"], typer.Argument(help="What it is to be.")],
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Move a worker's requests to others, and have it go on in another role without a restart."""
+    from deploy.operate import operate
+
+    with failures():
+        operate(url, api_key, f"/workers/{worker}/role", {"role": new_role})
+
+
+def restart(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
+    """Restart every worker, one after the other. Their requests go on elsewhere, with their KV."""
+    from deploy.operate import restart as run
+
+    with failures():
+        run(url, api_key)
+
+
+def scale(
+    prefill: Annotated[str | None, typer.Option(metavar="N", help="Prefill workers.")] = None,
+    decode: Annotated[str | None, typer.Option(metavar="N", help="Decode workers.")] = None,
+    draft: Annotated[str | None, typer.Option(metavar="N", help="Draft workers.")] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Have so many workers of each role. Requests of workers that leave go on elsewhere, with their KV."""
+    from deploy.operate import scale as run
+
+    with failures():
+        run(url, api_key, {"prefill": prefill, "decode": decode, "draft": draft})
+
+
+def doctor(
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    seconds: Annotated[float, typer.Option(min=0.1, max=60.0, help="How long to watch.")] = 3.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the router's JSON.")] = False,
+) -> None:
+    """Name what keeps requests waiting now, with its figures and what to change."""
+    from deploy.doctor import show_findings
+
+    with failures():
+        show_findings(url, api_key, seconds=seconds, as_json=as_json)
