@@ -14,7 +14,6 @@ from engine.attention import transformers_hook
 from engine.decoder.description import NativeModel
 from engine.errors import UnsupportedModelError
 from engine.fingerprint import model_fingerprint
-from engine.held import take
 from engine.linear.experts import join_experts, split_experts
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import pack_quantized_linears
@@ -22,6 +21,7 @@ from engine.linear.rounding import round_head, round_linears
 from engine.linear.tiles import tile_fault, tile_on_gpu
 from engine.lora.table import Adapters, adaptable
 from engine.pool_layout import Group
+from engine.preloaded import take_preloaded
 from engine.probe import probe
 from engine.quantization.weight import CodeFormat
 from engine.quantized_checkpoint import load_quantized, quantization_config
@@ -75,9 +75,9 @@ class LoadedModel:
 
 def load_model(config: ServeConfig) -> LoadedModel:
     """Raises `UnsupportedModelError` or `ConfigError`, naming what is wrong."""
-    held = take(config)
-    if held is not None:
-        return held
+    loaded = take_preloaded(config)
+    if loaded is not None:
+        return loaded
     device = choose_device(config.device)
     transformers_hook.register()
     hf_config = _load_hf_config(config)

@@ -7,8 +7,8 @@ import logging
 import torch
 
 from engine.attention.select import select_backend
-from engine.held import hold, holds
 from engine.loader import LoadedModel, load_model
+from engine.preloaded import is_preloaded, keep_preloaded
 from engine.select_forward import pack_model
 from protocol.config import ServeConfig
 from speculation.draft_model import draft_config
@@ -22,9 +22,9 @@ def preload_models(config: ServeConfig) -> bool:
 
     Whether anything was loaded. What cannot be loaded is left to the workers, which say why.
     """
-    if config.device != "cpu" or holds(config):
+    if config.device != "cpu" or is_preloaded(config):
         return False  # a GPU's memory cannot be had before the fork
-    hold([])
+    keep_preloaded([])
     torch.set_num_threads(1)  # a fork would not take more of them along
     build_kernels()
     try:
@@ -37,7 +37,7 @@ def preload_models(config: ServeConfig) -> bool:
     except Exception as error:
         log.warning("the model is loaded by each worker, as the template could not: %s", error)
         return False
-    hold(models)
+    keep_preloaded(models)
     return True
 
 

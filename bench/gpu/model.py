@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from bench.gpu.roofline import Costs
 from engine.attention import transformers_hook
 from engine.attention.select import select_backend
-from engine.held import hold
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
 from engine.pool_layout import PoolLayout
+from engine.preloaded import keep_preloaded
 from engine.probe import probe
 from engine.rows import SequenceRows
 from engine.runner import Runner
@@ -104,7 +104,7 @@ class MadeUpModel:
             kv_cache_memory_bytes=tokens * self.costs.kv_bytes,
             enable_prefix_caching=False,
         )
-        hold([(config, self._loaded)])
+        keep_preloaded([(config, self._loaded)])
         return config
 
     def forwards(self, num_tokens: int, config: ServeConfig = _DEFAULT) -> Forwards:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.engine import Engine
-from engine.held import hold
 from engine.loader import LoadedModel
+from engine.preloaded import keep_preloaded
 from engine.select_forward import load_packed
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
@@ -32,9 +32,9 @@ def make_engine(config: ServeConfig) -> tuple[Engine, int]:
     """And the bytes of its weights."""
     loaded = load_packed(config)
     num_bytes = weight_bytes(loaded)
-    hold([(config, loaded)])
+    keep_preloaded([(config, loaded)])
     engine = Engine(config)
-    hold([])
+    keep_preloaded([])
     return engine, num_bytes
 
 

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine import loader
 from engine.engine import Engine
 from engine.errors import UnsupportedModelError
-from engine.held import hold, holds
 from engine.loader import load_model
 from engine.pool_layout import Group, Segment
+from engine.preloaded import is_preloaded, keep_preloaded
 from engine.select_forward import load_packed
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
@@ -78,29 +78,29 @@ def test_weights_are_held_for_the_same_files_and_configuration_alone(tmp_path: P
             {"compile": "on"},
             {"max_model_len": 64},
         ):
-            hold([(config, loaded)])
-            assert not holds(msgspec.structs.replace(config, **other))
+            keep_preloaded([(config, loaded)])
+            assert not is_preloaded(msgspec.structs.replace(config, **other))
         assert load_model(config) is loaded
         assert load_model(config) is not loaded, "whoever has taken it may change it"
-        hold([(config, loaded)])
+        keep_preloaded([(config, loaded)])
         (tmp_path / "model.safetensors").write_bytes(b"other weights")
-        assert not holds(config)
-        hold([(config, loaded)])
+        assert not is_preloaded(config)
+        keep_preloaded([(config, loaded)])
         os.utime(tmp_path / "model.safetensors", (1, 1))
-        assert not holds(config)
+        assert not is_preloaded(config)
     finally:
-        hold([])
+        keep_preloaded([])
 
 
 def test_an_engine_takes_a_model_that_was_packed_before(tmp_path: Path) -> None:
     """As a worker does that was forked. What tells weights apart can no longer be read off packed ones."""
     write_tiny_llama(tmp_path)
     config = config_for(tmp_path, dtype="bfloat16", load_format="auto", kv_cache_memory_bytes=2**24)
-    hold([(config, load_packed(config))])
+    keep_preloaded([(config, load_packed(config))])
     try:
         assert Engine(config).weights == load_model(config).weights
     finally:
-        hold([])
+        keep_preloaded([])
 
 
 def test_deterministic_needs_triton_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,22 +14,22 @@ from protocol.config import ServeConfig
 ModelIdentity: TypeAlias = tuple[object, ...]
 """Equal where the same files would be loaded and packed in the same way, on the same host."""
 
-_held: dict[ModelIdentity, Any] = {}
+_preloaded: dict[ModelIdentity, Any] = {}
 
 
-def hold(models: Sequence[tuple[ServeConfig, Any]]) -> None:
+def keep_preloaded(models: Sequence[tuple[ServeConfig, Any]]) -> None:
     """Keep these loaded models, and no others, for `load_model`."""
-    _held.clear()
-    _held.update({_identity(config): loaded for config, loaded in models})
+    _preloaded.clear()
+    _preloaded.update({_identity(config): loaded for config, loaded in models})
 
 
-def holds(config: ServeConfig) -> bool:
-    return bool(_held) and _identity(config) in _held
+def is_preloaded(config: ServeConfig) -> bool:
+    return bool(_preloaded) and _identity(config) in _preloaded
 
 
-def take(config: ServeConfig) -> Any:
-    """The `LoadedModel` that is held for this configuration, if any. Whoever takes it may change it."""
-    return _held.pop(_identity(config)) if holds(config) else None
+def take_preloaded(config: ServeConfig) -> Any:
+    """The `LoadedModel` that was kept for this configuration, if any. Whoever takes it may change it."""
+    return _preloaded.pop(_identity(config)) if is_preloaded(config) else None
 
 
 def _identity(config: ServeConfig) -> ModelIdentity:
