@@ -20,6 +20,7 @@ from deploy.complete import ServerError, authorization
 from protocol.errors import ConfigError
 
 MAX_ATTEMPTS = 10
+CONNECT_TIMEOUT_S = 30.0
 MAX_WAIT_S = 30.0
 _NOT_ALLOWED = (401, 403)
 _PASSING = (408, 429, 500, 502, 503, 504)
@@ -145,7 +146,7 @@ class _Batch:
         self.failures: list[str] = []
 
     async def run(self, url: str, api_key: str | None, concurrency: int) -> None:
-        timeout = httpx.Timeout(None, connect=MAX_WAIT_S)
+        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
         limits = httpx.Limits(max_connections=concurrency)
         headers = authorization(api_key)
         async with (
