@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from math import inf
 
 from engine.activations import activation_bytes
+from engine.block_manager import BlockManager
 from engine.check import check_hybrid
+from engine.chunk_bound import ChunkBound
+from engine.grammar_tokenizer import load_grammar_tokenizer
 from engine.kv_pool import Allocate, KVPool, pool_blocks
+from engine.launch import StepLauncher
+from engine.live_sequences import LiveSequences
 from engine.loader import LoadedModel
 from engine.lora.files import AdapterError
 from engine.pool_layout import PoolLayout
 from engine.recurrent.layout import StateLayout
 from engine.runner import Runner
+from engine.sampler import Grammars, Sampler
+from engine.scheduler import Scheduler
+from engine.seating import Seating
 from engine.select_forward import MakeRunner, load_packed, runner_of_one_process
 from engine.speculation_interface import Speculator
+from engine.step_times import StepTimes
+from engine.tiers.build import build_tiers
+from engine.tiers.host import HostTier
 from protocol.config import ServeConfig
+from protocol.costs import StepCosts, itl_bound
 from protocol.errors import ConfigError
 from protocol.kv_events import CacheFormat
 from protocol.window import Window
@@ -37,6 +51,8 @@ def load_served(config: ServeConfig, *, in_one_process: bool) -> LoadedModel:
 
 @dataclass(frozen=True)
 class Assembly:
+    """Makes the parts of one engine, in the order in which they need each other."""
+
     config: ServeConfig
     loaded: LoadedModel
     speculator: Speculator | None
@@ -97,15 +113,79 @@ class Assembly:
             window=self.layout.window,
         )
 
-    def make_pool(self, allocate: Allocate | None) -> KVPool:
+    def pool(self, allocate: Allocate | None) -> KVPool:
         device, longest = self.loaded.device, self.loaded.max_model_len
         window = self.window
         span = window.span() + window.span(self.token_budget) if window is not None else 0
         num_blocks = pool_blocks(self.config, self.layout, device, longest, self._kept_free(), span)
         return KVPool(self.layout, num_blocks, device, allocate)
 
+    def tiers(self, pool: KVPool, on_fetched: Callable[[], None]) -> HostTier | None:
+        return build_tiers(self.config, pool, bytes.fromhex(self.loaded.weights), on_fetched)
+
+    def blocks(self, pool: KVPool, tiers: HostTier | None) -> BlockManager:
+        below = [tiers] if tiers is not None else []
+        return BlockManager(pool, self.config.enable_prefix_caching, below, self.window, self.token_budget)
+
     def runner(self, pool: KVPool) -> Runner:
         return self.make_runner(self.config, self.loaded, pool, self.hidden_layers)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        vocabulary = self.loaded.vocab_size, self.loaded.eos_token_ids
+        return Grammars(partial(load_grammar_tokenizer, self.config, *vocabulary))
+
+    def sampler(self) -> Sampler:
+        loaded = self.loaded
+        return Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids, self.grammars)
+
+    def times(self, pool: KVPool) -> StepTimes:
+        return StepTimes(self.token_budget, pool.token_bytes, self._itl_bound_s, self.layout.window)
+
+    def scheduler(
+        self,
+        blocks: BlockManager,
+        tiers: HostTier | None,
+        seating: Seating | None,
+        costs: Callable[[], StepCosts],
+    ) -> Scheduler:
+        return Scheduler(
+            blocks,
+            model=self.cache_format.model,
+            kv_format=self.cache_format.kv_format,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.token_budget,
+            fetcher=tiers,
+            bound=ChunkBound(costs, self._itl_bound_s, self.config.block_size),
+            seating=seating,
+        )
+
+    def launcher(self, runner: Runner, sampler: Sampler, scheduler: Scheduler) -> StepLauncher:
+        return StepLauncher(
+            runner,
+            sampler,
+            scheduler,
+            runs_ahead=self.loaded.device.type != "cpu" and self.speculator is None and self.state is None,
+            embeds=self.config.enable_embeddings,
+            speculator=self.speculator,
+        )
+
+    def sequences(
+        self, scheduler: Scheduler, launcher: StepLauncher, sampler: Sampler, seating: Seating | None
+    ) -> LiveSequences:
+        return LiveSequences(
+            scheduler,
+            launcher,
+            sampler,
+            speculator=self.speculator,
+            seating=seating,
+            adapters=self.loaded.adapters,
+            eos=self.loaded.eos_token_ids,
+        )
+
+    @property
+    def _itl_bound_s(self) -> float:
+        return itl_bound(self.config.itl_budget, self.config.slo_tpot or inf)
 
     def _kept_free(self) -> int:
         """Bytes of a GPU whose memory decides how large the pool is. Ranks would have to take part."""

@@ -9,38 +9,29 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from math import inf
 
 import msgspec
 import torch
 
 from engine.assembly import Assembly, load_served
-from engine.block_manager import BlockManager
 from engine.calibration import measure_steps
 from engine.check import check_adapter, check_request
-from engine.chunk_bound import ChunkBound
 from engine.embeddings import embeddings
-from engine.grammar_tokenizer import load_grammar_tokenizer
 from engine.kv_pool import Allocate
-from engine.launch import StepLauncher
-from engine.live_sequences import LiveSequences
 from engine.loader import LoadedModel
 from engine.prefix_cache import reserve_blocks
 from engine.prefix_room import PrefixRoom, find_room
 from engine.profiling import ProfilingRun
 from engine.results import EngineStats, Reservation, StepResult
-from engine.sampler import Grammars, Sampler
-from engine.scheduler import ScheduledStep, Scheduler
+from engine.scheduler import ScheduledStep
 from engine.seating import Seating
 from engine.select_forward import MakeRunner, runner_of_one_process
 from engine.sequence import SequenceStage, SequenceState
 from engine.speculation_interface import Speculator
 from engine.start_up import describe_start
-from engine.step_times import StepTimes, work_of
-from engine.tiers.build import build_tiers
+from engine.step_times import work_of
 from protocol.config import ServeConfig
-from protocol.costs import StepCosts, itl_bound
+from protocol.costs import StepCosts
 from protocol.errors import InvalidRequestError
 from protocol.handoff import REBUILD, DraftState, Extent, SegmentInfo
 from protocol.requests import DraftPlan, EngineRequest
@@ -83,16 +74,17 @@ class Engine:
         self.cache_format = assembly.cache_format
         self.feature_size = len(assembly.drafters_layers) * loaded.hidden_size
         """Values in the hidden state that the drafter reads of one token."""
-        self.pool = assembly.make_pool(allocate)
-        self.tiers = build_tiers(config, self.pool, bytes.fromhex(self.weights), self._fetched)
-        tiers = [self.tiers] if self.tiers is not None else []
-        self.blocks = BlockManager(
-            self.pool, config.enable_prefix_caching, tiers, assembly.window, assembly.token_budget
-        )
+        self.pool = assembly.pool(allocate)
+        self.tiers = assembly.tiers(self.pool, self._fetched)
+        self.blocks = assembly.blocks(self.pool, self.tiers)
         self._runner = assembly.runner(self.pool)
-        vocabulary = loaded.vocab_size, loaded.eos_token_ids
-        self._grammars = Grammars(partial(load_grammar_tokenizer, config, *vocabulary))
-        self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids, self._grammars)
+        self._grammars = assembly.grammars
+        self._sampler = assembly.sampler()
+        self._times = assembly.times(self.pool)
+        seating = Seating(self.pool.seats, self.blocks) if self.pool.seats is not None else None
+        self._scheduler = assembly.scheduler(self.blocks, self.tiers, seating, self._costs_now)
+        self._launcher = assembly.launcher(self._runner, self._sampler, self._scheduler)
+        self._sequences = assembly.sequences(self._scheduler, self._launcher, self._sampler, seating)
         self._order = itertools.count()
         self._own_threads = torch.get_num_threads()
         self._kept_cores: Callable[[], bool] | None = None
@@ -100,43 +92,12 @@ class Engine:
         self._started_at = 0.0
         self._ended_at: float | None = None
         """When the latest step ended, if there was more to do."""
-        bound_s = itl_bound(config.itl_budget, config.slo_tpot or inf)
-        kv_window = assembly.layout.window
-        self._times = StepTimes(assembly.token_budget, self.pool.token_bytes, bound_s, kv_window)
-        self._seating = Seating(self.pool.seats, self.blocks) if self.pool.seats is not None else None
-        self._scheduler = Scheduler(
-            self.blocks,
-            model=self.cache_format.model,
-            kv_format=self.cache_format.kv_format,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=assembly.token_budget,
-            fetcher=self.tiers,
-            bound=ChunkBound(self._costs_now, bound_s, config.block_size),
-            seating=self._seating,
-        )
-        self._launcher = StepLauncher(
-            self._runner,
-            self._sampler,
-            self._scheduler,
-            runs_ahead=loaded.device.type != "cpu" and self._speculator is None and self._seating is None,
-            embeds=config.enable_embeddings,
-            speculator=self._speculator,
-        )
-        self._sequences = LiveSequences(
-            self._scheduler,
-            self._launcher,
-            self._sampler,
-            speculator=self._speculator,
-            seating=self._seating,
-            adapters=self.adapters,
-            eos=loaded.eos_token_ids,
-        )
         load_s = time.monotonic() - started
         compile_s = self._runner.warm_up()
         self._sampler.warm_up(loaded.dtype)
         with ProfilingRun(self.blocks, self._runner, self.max_model_len) as profiling:
-            limits = config.max_num_seqs, assembly.token_budget
-            self._times.seed(measure_steps(profiling, self._sampler, *limits))
+            budget = assembly.token_budget
+            self._times.seed(measure_steps(profiling, self._sampler, config.max_num_seqs, budget))
             if self._speculator is not None:
                 self._speculator.attach(loaded, self.pool, self._sampler)
                 self._speculator.warm_up(profiling)
