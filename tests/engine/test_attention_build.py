@@ -187,7 +187,7 @@ def test_portable_code_gives_the_same_attention(
     """The kernel as less able CPUs would have it, against torch. Which code that is, -O3 doesn't decide."""
     if platform.machine() != "x86_64" or (level.endswith("v4") and "avx512f" not in build._cpu()):
         pytest.skip(f"this CPU has no {level}")
-    monkeypatch.setattr(build, "_FLAGS", [*build._FLAGS, "-O1"])  # takes a third of -O3's time
+    monkeypatch.setattr(build, "_FLAGS", [*build._FLAGS, "-O0"])  # takes a sixth of -O3's time
     monkeypatch.setattr(build, "_NATIVE", [f"-march={level}"])
     cases = [(torch.float32, "none", 2e-5), (torch.bfloat16, "none", 2e-2)]
     cases += [(dtype, name, 2e-2) for dtype in (torch.float32, torch.bfloat16) for name in CODE_DTYPES]
