@@ -15,6 +15,11 @@ DISTURBED_S = 0.1
 QUICK_S, SLOW_S = 0.001, 0.2
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_starts() -> None:
+    """Not here: several runs are what this module is about."""
+
+
 class Machine:
     """A clock, and steps that take `step_s`: tenfold in the first tenth of a second."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engine.quick_starts import quick_starts  # noqa: F401
 from tests.speculation.small_engine import write_pair
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+import engine.calibration
 import worker.fetch
 import worker.heartbeat
 import worker.peer_links
@@ -46,6 +47,7 @@ def run_child(
     N-th call of a method of the loop or of one of its parts, before it or after it, and "STOP:..." that one.
     Several are joined by "+".
     """
+    engine.calibration._RUNS = engine.calibration._LEAST_RUNS  # hundreds of workers start
     worker.heartbeat.HEARTBEAT_INTERVAL_S = 0.05
     worker.heartbeat.ROUTER_GRACE_S = 1.0
     worker.fetch.FETCH_TIMEOUT_S = 1.0

@@ -1,0 +1,1 @@
+from tests.engine.quick_starts import quick_starts  # noqa: F401
