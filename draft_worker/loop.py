@@ -252,7 +252,8 @@ class DraftLoop(WorkerLoop):
     def _refuse_those_without_room(self) -> None:
         """What is held keeps its blocks: whoever got none yet would wait for long."""
         for request in self.requests:
-            if request.stage is DraftStage.DRAFTING and not request.is_read:
+            is_read = request.stage is not DraftStage.DRAFTING or request.is_read
+            if not is_read and not self.engine.is_compiling(request.request_id):
                 self._refuse(request, "there is no room for its KV")
 
     def _send_answers(self) -> None:

@@ -46,7 +46,7 @@ Speculate = Callable[[ServeConfig, LoadedModel], Speculator | None]
 class Engine:
     """Loads the model, sizes and takes the KV pool, then serves. Errors at load name their cause."""
 
-    on_fetched: Callable[[], None] | None = None
+    on_ready: Callable[[], None] | None = None
     """Called in another thread when blocks for a waiting request have come from the disk: `step` helps."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Engine:
         self.feature_size = len(assembly.drafters_layers) * loaded.hidden_size
         """Values in the hidden state that the drafter reads of one token."""
         self.pool = assembly.pool(allocate)
-        self.tiers = assembly.tiers(self.pool, self._fetched)
+        self.tiers = assembly.tiers(self.pool, self._ready)
         self.blocks = assembly.blocks(self.pool, self.tiers)
         self._runner = assembly.runner(self.pool)
         self._grammars = assembly.grammars
@@ -131,7 +131,7 @@ class Engine:
         self._check(request)
         sequence = SequenceState(request, next(self._order), prefill_only, drafts_elsewhere, hold_at)
         self._sequences.take(sequence)
-        self._scheduler.add_waiting(sequence)
+        self._queue(sequence)
 
     def reserve(self, request: EngineRequest, foreign_format: str = "") -> Reservation | None:
         """Blocks for the whole prompt, which another worker fills; None when there is no room now.
@@ -194,7 +194,7 @@ class Engine:
         if self._speculator is not None:
             self._speculator.begin(sequence, draft)
         sequence.first_scheduled = sequence.first_token_time = time.monotonic()
-        self._scheduler.add_waiting(sequence)
+        self._queue(sequence)
 
     def draft_state(self, request_id: str) -> DraftState:
         """What the drafter knows of a finished prefill beside the blocks, to be handed over."""
@@ -268,7 +268,7 @@ class Engine:
         """Choose what `run` computes; nothing else may be asked of the engine in between."""
         self._started_at = self._ended_at or time.perf_counter()
         self._ended_at = None
-        expired = self._sequences.expire()
+        expired = self._sequences.expire() + self._sequences.refuse()
         if self.tiers is not None:
             self.tiers.poll()
         step = self._launcher.step_ahead() or self._scheduler.schedule()
@@ -389,9 +389,9 @@ class Engine:
 
     # --- inside -------------------------------------------------------------------------------------
 
-    def _fetched(self) -> None:
-        if self.on_fetched is not None:
-            self.on_fetched()
+    def _ready(self) -> None:
+        if self.on_ready is not None:
+            self.on_ready()
 
     def _check(self, request: EngineRequest) -> None:
         if request.request_id in self._sequences:
@@ -402,4 +402,16 @@ class Engine:
         if request.adapter is not None:
             check_adapter(request.adapter, self.adapters)
         if request.sampling.grammar is not None:
-            self._grammars.compile(request.sampling.grammar)
+            self._grammars.compile(request.sampling.grammar)  # meanwhile
+
+    def _queue(self, sequence: SequenceState) -> None:
+        """It runs once its grammar is compiled, if it has one."""
+        if sequence.params.grammar is not None:
+            sequence.grammar = compiled = self._grammars.compile(sequence.params.grammar)
+            if not compiled.done():
+                compiled.add_done_callback(lambda _: self._ready())
+        self._scheduler.add_waiting(sequence)
+
+    def is_compiling(self, request_id: str) -> bool:
+        """Whether it waits for its grammar."""
+        return not self._sequences[request_id].has_grammar

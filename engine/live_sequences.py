@@ -76,6 +76,11 @@ class LiveSequences(dict[str, SequenceState]):
             self._scheduler.hold(sequence)
         return output
 
+    def refuse(self) -> list[TokenOutput]:
+        """Fail those whose grammar turned out to be none."""
+        found = [(each, each.grammar_error) for each in self._scheduler.waiting if each.grammar is not None]
+        return [self._fail(sequence, "invalid", str(error)) for sequence, error in found if error is not None]
+
     def expire(self) -> list[TokenOutput]:
         """Fail those that are past their time limit."""
         now = time.monotonic()

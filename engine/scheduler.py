@@ -142,8 +142,9 @@ class Scheduler:
     def schedule(self) -> ScheduledStep:
         step = ScheduledStep()
         budget = self._max_num_batched_tokens
-        while self._has_row and self.waiting and self.waiting[0].holdings is not None:
-            self._run(self.waiting[0])
+        for sequence in [each for each in self.waiting if each.holdings is not None and each.has_grammar]:
+            if self._has_row:
+                self._run(sequence)
         self._meet_followers()
         rows: list[SequenceState] = []
         prompts: list[SequenceState] = []
@@ -165,6 +166,8 @@ class Scheduler:
                 break
             if self._bound is not None and self._bound.is_full:
                 break
+            if sequence.holdings is not None or not sequence.has_grammar:
+                continue
             if self._waits_for_a_leader(sequence) or self._waits_for_the_disk(sequence):
                 continue
             taken = self._admit(sequence, budget, step)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+
+from llguidance import LLMatcher
 
 from engine.draft import Draft
 from engine.holdings import Holdings
@@ -62,6 +65,8 @@ class SequenceState:
     first_token_time: float | None = None
     leader: tuple[SequenceState, int] | None = None
     """Who computes a prefix that this waiting sequence can share, and that prefix's tokens."""
+    grammar: Future[LLMatcher] | None = None
+    """Its grammar, which may still be being compiled."""
     fetch: DiskFetch | None = None
     """Its blocks that were on the disk when it was to be admitted."""
     draft: Draft | None = None
@@ -109,6 +114,16 @@ class SequenceState:
         first, request_id = self.position, self.request_id
         positions = range(first, first + len(drafted) + 1)
         return [SamplingRow(params, prompt, output, position, request_id) for position in positions]
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether its grammar is compiled, if it has one."""
+        return self.grammar is None or (self.grammar.done() and self.grammar.exception() is None)
+
+    @property
+    def grammar_error(self) -> BaseException | None:
+        """Why there will be none."""
+        return self.grammar.exception() if self.grammar is not None and self.grammar.done() else None
 
     @property
     def num_uncomputed(self) -> int:

@@ -106,7 +106,7 @@ def _load(parts: WorkerParts, launch: Launch, place: CorePlace | None, leader: L
         leader.on_lost = end_process
     if not parts.role.holds_draft:
         parts.kv_publisher = open_publisher(config, parts.worker_id, engine.cache_format)
-    engine.on_fetched = parts.wake.set
+    engine.on_ready = parts.wake.set
     if launch.shares_cores and place is not None and engine.runs_on_any_threads:
         parts.cores = SharedCores(place, torch.get_num_threads(), host_cores(), torch.set_num_threads)
         engine.borrow(parts.cores.were_kept)

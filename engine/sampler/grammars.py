@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -30,28 +31,32 @@ class Grammars:
     def __init__(self, load_tokenizer: Callable[[], LLTokenizer]) -> None:
         self._load_tokenizer = load_tokenizer
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._matchers: dict[str, Matcher] = {}
 
-    def compile(self, grammar: str) -> LLMatcher:
-        """At its start; to be copied. Raises `InvalidRequestError`."""
+    def compile(self, grammar: str) -> Future[LLMatcher]:
+        """At its start, to be copied; in a thread of its own. It raises `InvalidRequestError`."""
         compiled = self._compiled.get(grammar)
         if compiled is None:
-            if self._tokenizer is None:
-                self._tokenizer = self._load_tokenizer()
-            compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
-            if compiled.is_error():
-                raise InvalidRequestError("grammar", compiled.get_error())
-            self._compiled[grammar] = compiled
+            compiled = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
         return compiled
 
+    def _compile(self, grammar: str) -> LLMatcher:
+        if self._tokenizer is None:
+            self._tokenizer = self._load_tokenizer()
+        compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        if compiled.is_error():
+            raise InvalidRequestError("grammar", compiled.get_error())
+        return compiled
+
     def matcher(self, request_id: str, grammar: str) -> Matcher:
         matcher = self._matchers.get(request_id)
         if matcher is None:
-            matcher = self._matchers[request_id] = Matcher(self.compile(grammar))
+            matcher = self._matchers[request_id] = Matcher(self.compile(grammar).result())
         return matcher
 
     def allows(self, row: SamplingRow, token_ids: Sequence[int]) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from engine.engine import Engine
 from engine.sampler import Grammars, Sampler, SamplingRow, native
@@ -134,7 +135,7 @@ def test_texts_that_must_follow_are_the_only_ones_allowed(tokenizer: LLTokenizer
     """What is forced at a place is what llguidance's own mask has there; elsewhere there is a choice."""
     grammars, forced = Grammars(lambda: tokenizer), 0
     output = tokenizer.tokenize_str("[ab,c] is a list of words")
-    matcher = grammars.compile(LIST_AND_TEXT).deep_copy()
+    matcher = grammars.compile(LIST_AND_TEXT).result().deep_copy()
     for place, token in enumerate(output):
         row = make_row("r", output=output[:place], grammar=LIST_AND_TEXT)
         tokens = np.flatnonzero(
@@ -219,8 +220,38 @@ def beginning_with(prefix: bytes, tokenizer: LLTokenizer) -> list[int]:
 
 
 def test_a_grammar_that_is_none_is_refused(engine: Engine) -> None:
-    with pytest.raises(InvalidRequestError, match="grammar"):
-        engine.add(ask("r", "start: )("))
     with pytest.raises(InvalidRequestError, match="ignore_eos"):
         engine.add(ask("r", ANY_LIST, ignore_eos=True))
     assert not engine.has_work()
+    engine.add(ask("r", "start: )("))
+    ends = [output for _ in iter(engine.has_work, False) for output in engine.step().outputs]
+    assert [(end.finish_reason, end.error_kind) for end in ends] == [("error", "invalid")]
+
+
+def test_others_go_on_while_a_grammar_is_compiled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is handed over by another worker waits for it."""
+    compiling, threads, woken = threading.Event(), [], threading.Event()
+
+    def compiled(*args: object, **options: object) -> LLMatcher:
+        threads.append(threading.current_thread())
+        assert compiling.wait(60)
+        return LLMatcher(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("engine.sampler.grammars.LLMatcher", compiled)
+    monkeypatch.setattr(engine, "on_ready", woken.set)
+    grammar = 'start: "compiled"'
+    stream = SamplingParams(max_tokens=40, ignore_eos=True)
+    engine.add(EngineRequest(request_id="stream", prompt_token_ids=[5, 6], sampling=stream))
+    handed_over = engine.reserve(ask("handed over", grammar))
+    assert handed_over is not None
+    engine.activate(handed_over, 5, 3)
+    engine.add(ask("new", grammar))
+    came = [output.request_id for _ in range(30) for output in engine.step().outputs]
+    assert came == ["stream"] * 30 and not woken.is_set()
+    compiling.set()
+    assert woken.wait(60)
+    ends = {}
+    while engine.has_work():
+        ends |= {each.request_id: each.finish_reason for each in engine.step().outputs if each.finish_reason}
+    assert ends == {"stream": "length", "handed over": "error", "new": "stop"}
+    assert len(threads) == 1 and threads[0] is not threading.current_thread()

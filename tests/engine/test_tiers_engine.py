@@ -362,7 +362,7 @@ def test_others_run_while_a_prompt_comes_from_the_disk(
 ) -> None:
     monkeypatch.setattr(host_module, "FETCH_TIMEOUT_S", 60.0)
     engine, woken = stuck_engine, threading.Event()
-    engine.on_fetched = woken.set
+    engine.on_ready = woken.set
     engine.add(ask("from disk", PROMPTS[0]))
     engine.add(ask("other", prompt_of(40, seed=50)))
     outputs: list[TokenOutput] = []

@@ -14,7 +14,8 @@ from llguidance import LLMatcher, LLTokenizer
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 from router.decoding import decode_body
-from router.grammar_compiler import GrammarCompiler
+from router.errors import ApiError
+from router.grammar_compiler import MAX_AT_ONCE, GrammarCompiler
 from router.openai_types import CompletionBody
 from router.structured_outputs import Grammar, requested_grammar
 from router.tokenizer import Tokenizer
@@ -164,14 +165,67 @@ def test_a_verdict_comes_soon_and_leaves_no_more_than_itself(
     asyncio.run(check())
 
 
-def test_what_takes_too_long_is_refused(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+ENDLESS = Grammar(
+    LLMatcher.grammar_from_json_schema(
+        {"allOf": [{"type": "string", "pattern": f"a.{{{count}}}b"} for count in range(1, 40)]}
+    ),
+    "f",
+)
+"""No limit of llguidance's ends it."""
+SOON = Grammar('start: "a"', "f")
+
+
+def forks(compiler: GrammarCompiler) -> str:
+    assert compiler._process is not None
+    pid = compiler._process._process.pid
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text()
+
+
+def test_what_takes_too_long_is_refused_and_gone(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def check() -> None:
         compiler = GrammarCompiler(tokenizer)
-        await compiler.check(Grammar('start: "a"', "f"))
-        monkeypatch.setattr("router.grammar_compiler.COMPILE_TIMEOUT_S", 0.0)
-        with pytest.raises(InvalidRequestError, match="f: it cannot be compiled within 0 s"):
-            await compiler.check(Grammar('start: "b"', "f"))
-        await compiler.check(Grammar('start: "a"', "f"))
+        await compiler.check(SOON)
+        monkeypatch.setattr("router.grammar_compiler.COMPILE_TIMEOUT_S", 0.1)
+        refusals = [compiler.check(ENDLESS) for _ in range(MAX_AT_ONCE + 1)]
+        for refused in await asyncio.gather(*refusals, return_exceptions=True):
+            assert str(refused) == "f: it cannot be compiled within 0.1 s"
+        while forks(compiler):  # until the kernel has ended them
+            await asyncio.sleep(0.01)
+        assert len(compiler._problems) == 1 and not compiler._process._asked  # type: ignore[union-attr]
+        compiler.close()
+
+    asyncio.run(check())
+
+
+def test_nobody_waits_while_a_grammar_is_compiled(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the event loop nor another grammar."""
+    monkeypatch.setattr("router.grammar_compiler.COMPILE_TIMEOUT_S", 60.0)
+
+    async def check() -> None:
+        compiler = GrammarCompiler(tokenizer)
+        endless = asyncio.ensure_future(compiler.check(ENDLESS))
+        await compiler.check(SOON)
+        assert not endless.done()
+        endless.cancel()
+        compiler.close()
+
+    asyncio.run(check())
+
+
+def test_a_compiler_that_ends_is_started_anew(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        compiler = GrammarCompiler(tokenizer)
+        await compiler.check(SOON)
+        ended = compiler._process
+        assert ended is not None
+        ended.close()
+        with pytest.raises(ApiError, match="has ended"):
+            await ended.ask(SOON.text, 1.0)
+        await compiler.check(Grammar('start: "b"', "f"))
         compiler.close()
 
     asyncio.run(check())
