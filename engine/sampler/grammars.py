@@ -1,8 +1,8 @@
 """Which tokens each request's grammar lets come next. llguidance does the grammar work.
 
 The place in a grammar is a function of the request's output: a matcher follows that wherever the request
-goes, as the penalties' counts do. Most of what masks cost is to find the tokens of a text that must follow,
-so these are found once for each such text.
+goes, as the penalties' counts do. Most of what masks cost is to find the tokens of a text that must follow.
+So these are found once for each such text, and not looked for where two allowed tokens begin differently.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class Grammars:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._matchers: dict[str, Matcher] = {}
+        self._words = np.empty((0, 0), np.int32)
+        self._first_bytes = np.empty(0, np.int16)
 
     def compile(self, grammar: str) -> Future[LLMatcher]:
         """At its start, to be copied; in a thread of its own. It raises `InvalidRequestError`."""
@@ -48,6 +50,7 @@ class Grammars:
     def _compile(self, grammar: str) -> LLMatcher:
         if self._tokenizer is None:
             self._tokenizer = self._load_tokenizer()
+            self._first_bytes = _first_bytes(self._tokenizer)
         compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         if compiled.is_error():
             raise InvalidRequestError("grammar", compiled.get_error())
@@ -56,7 +59,7 @@ class Grammars:
     def matcher(self, request_id: str, grammar: str) -> Matcher:
         matcher = self._matchers.get(request_id)
         if matcher is None:
-            matcher = self._matchers[request_id] = Matcher(self.compile(grammar).result())
+            matcher = self._matchers[request_id] = Matcher(self.compile(grammar).result(), self._first_bytes)
         return matcher
 
     def allows(self, row: SamplingRow, token_ids: Sequence[int]) -> bool:
@@ -89,11 +92,18 @@ class Grammars:
         if not constrained:
             return None
         matchers = [self._matcher_of(rows[row]) for row in constrained]
-        assert self._tokenizer is not None
-        words = np.empty((len(constrained), -(-self._tokenizer.vocab_size // 32)), np.int32)
-        for of_row, matcher, row in zip(words, matchers, constrained, strict=True):
-            matcher.fill(of_row, rows[row])
+        words = self._room(len(constrained))
+        address, stride = words.ctypes.data, words.strides[0]
+        for place, matcher in enumerate(matchers):
+            matcher.fill(words[place], address + place * stride, rows[constrained[place]])
         return TokenMasks(words, constrained, len(rows))
+
+    def _room(self, count: int) -> np.ndarray:
+        """For so many masks, until they are asked for again."""
+        if len(self._words) < count:
+            assert self._tokenizer is not None
+            self._words = np.empty((2 * count, -(-self._tokenizer.vocab_size // 32)), np.int32)
+        return self._words[:count]
 
     def _matcher_of(self, row: SamplingRow) -> Matcher:
         assert row.params.grammar is not None
@@ -103,8 +113,11 @@ class Grammars:
 class Matcher:
     """One request's place in its grammar: behind the first tokens of an output, and some `ahead` of those."""
 
-    def __init__(self, start: LLMatcher) -> None:
+    def __init__(self, start: LLMatcher, first_bytes: np.ndarray) -> None:
         self._start = start
+        self._first_bytes = first_bytes
+        self._unlike = (0, 0)
+        """Two tokens that begin differently, both allowed when that was last looked at; equal: none known."""
         self.problem = ""
         """What llguidance failed at."""
         self._begin()
@@ -126,8 +139,11 @@ class Matcher:
         """Go behind the output, and what is drafted `behind` it, up to the first token that the grammar
         forbids. Returns the tokens before that. Of an output that has grown only what is new is looked at.
         """
-        if not behind and not self._ahead and output is self._output and self._place == len(output):
-            return self._place
+        if not behind and not self._ahead and output is self._output:
+            if self._place == len(output) - 1:
+                self._consume(output[-1])
+            if self._place == len(output):
+                return self._place
         if output is not self._output:
             self._ahead = [*self._output[: self._place - len(self._ahead)], *self._ahead]
             self._output = output
@@ -163,21 +179,45 @@ class Matcher:
     def may_end(self) -> bool:
         return not self.forced() and self._matcher.is_accepting()
 
-    def fill(self, words: np.ndarray, row: SamplingRow) -> None:
+    def fill(self, words: np.ndarray, address: int, row: SamplingRow) -> None:
         """The bits of what may follow. All, behind a draft that the grammar forbids: it will not be accepted.
         None, where the grammar cannot go on.
         """
         if not self.is_behind(row):
             words.fill(-1 if self._place >= len(row.output_token_ids) else 0)
-        elif tokens := self.forced():
-            words.fill(0)
-            words.view(np.uint32)[tokens[0] >> 5] = 1 << (tokens[0] & 31)
+        elif self._is_in_run and (tokens := self.forced()):
+            _allow(words, tokens[0])
         else:
-            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            self._matcher.unsafe_compute_mask_ptr(address, words.nbytes)
+            if self._free_at != self._place and not self._leaves_choice(words):
+                if tokens := self.forced():
+                    _allow(words, tokens[0])
+                else:
+                    self._unlike = self._two_unlike(words)
         if self._matcher.is_error():  # for good
             words.fill(0)
             self.problem = self._matcher.get_error().partition("\n")[0][:MAX_PROBLEM]
             self._begin()
+
+    @property
+    def _is_in_run(self) -> bool:
+        """Whether the tokens that must come at this place are known."""
+        return bool(self._runs) and self._place < self._runs[-1][0] + len(self._runs[-1][1])
+
+    def _leaves_choice(self, words: np.ndarray) -> bool:
+        """Whether two tokens that begin differently are allowed, by a look at the two that were."""
+        one, other = self._unlike
+        if one == other or not (words[one >> 5] >> (one & 31) & words[other >> 5] >> (other & 31) & 1):
+            return False
+        self._free_at = self._place
+        return True
+
+    def _two_unlike(self, words: np.ndarray) -> tuple[int, int]:
+        bits = np.unpackbits(words.view(np.uint8), count=len(self._first_bytes), bitorder="little")
+        allowed = np.flatnonzero(bits & (self._first_bytes >= 0))
+        first = self._first_bytes[allowed]
+        others = allowed[first != first[:1]]
+        return (int(allowed[0]), int(others[0])) if len(others) else (0, 0)
 
     def _consume(self, token: int) -> bool:
         forced = self.forced()
@@ -193,3 +233,18 @@ class Matcher:
         self._place, self._free_at = place, -1
         while self._runs and self._runs[-1][0] > place:
             self._runs.pop()
+
+
+def _allow(words: np.ndarray, token: int) -> None:
+    """This one alone."""
+    words.fill(0)
+    words.view(np.uint32)[token >> 5] = 1 << (token & 31)
+
+
+def _first_bytes(tokenizer: LLTokenizer) -> np.ndarray:
+    """int16 [tokens]: the first byte of each one's text; -1 where it has none, as special tokens."""
+    found = np.full(tokenizer.vocab_size, -1, np.int16)
+    for token in range(tokenizer.vocab_size):
+        if not tokenizer.is_special_token(token) and (text := tokenizer.decode_bytes([token])):
+            found[token] = text[0]
+    return found

@@ -21,8 +21,9 @@ class TokenMasks:
     @functools.cached_property
     def addresses(self) -> np.ndarray:
         """int64 [count]: of each row's words; 0 for rows that may get any token."""
+        first, stride = self.words.ctypes.data, self.words.strides[0]
         addresses = np.zeros(self.count, np.int64)
-        addresses[self.rows] = self.words.ctypes.data + self.words.strides[0] * np.arange(len(self.rows))
+        addresses[self.rows] = range(first, first + stride * len(self.rows), stride)
         return addresses
 
     @functools.cached_property
