@@ -47,7 +47,9 @@ class Engine:
     """Loads the model, sizes and takes the KV pool, then serves. Errors at load name their cause."""
 
     on_ready: Callable[[], None] | None = None
-    """Called in another thread when blocks for a waiting request have come from the disk: `step` helps."""
+    """Called in another thread when a waiting request's blocks have come from the disk, or its grammar is
+    compiled: `step` helps.
+    """
 
     def __init__(
         self,
