@@ -48,6 +48,7 @@ class Arena:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._states: dict[BlockIdentity, KeptState] = {}
+        self.num_states_saved = self.num_states_evicted = 0
         self._state_in: dict[int, BlockIdentity] = {}
 
     @property
@@ -121,6 +122,10 @@ class Arena:
 
     # --- states -------------------------------------------------------------------------------------
 
+    @property
+    def num_states(self) -> int:
+        return len(self._states)
+
     def find_state(self, identity: BlockIdentity) -> KeptState | None:
         """The state behind this block."""
         return self._states.get(identity)
@@ -132,6 +137,7 @@ class Arena:
         if identity in self._states:
             return False
         self._states[identity] = KeptState(list(blocks), 2 if at_junction else 0)
+        self.num_states_saved += 1
         self._state_in.update(dict.fromkeys(blocks, identity))
         return True
 
@@ -170,6 +176,7 @@ class Arena:
 
     def _evict_state(self, identity: BlockIdentity, evicted: list[Evicted]) -> None:
         blocks = self._states.pop(identity).blocks
+        self.num_states_evicted += 1
         for part, block in zip(state_identities(identity, len(blocks)), blocks, strict=True):
             del self._state_in[block]
             self._evictable.pop(block, None)

@@ -83,10 +83,10 @@ class Engine:
         self._grammars = assembly.grammars
         self._sampler = assembly.sampler()
         self._times = assembly.times(self.pool)
-        seating = Seating(self.pool.seats, self.blocks) if self.pool.seats is not None else None
-        self._scheduler = assembly.scheduler(self.blocks, self.tiers, seating, self._costs_now)
+        self._seating = Seating(self.pool.seats, self.blocks) if self.pool.seats is not None else None
+        self._scheduler = assembly.scheduler(self.blocks, self.tiers, self._seating, self._costs_now)
         self._launcher = assembly.launcher(self._runner, self._sampler, self._scheduler)
-        self._sequences = assembly.sequences(self._scheduler, self._launcher, self._sampler, seating)
+        self._sequences = assembly.sequences(self._scheduler, self._launcher, self._sampler, self._seating)
         self._order = itertools.count()
         self._own_threads = torch.get_num_threads()
         self._kept_cores: Callable[[], bool] | None = None
@@ -353,10 +353,12 @@ class Engine:
         )
 
     def counters(self) -> dict[str, float]:
-        """The use of the tiers below the pool, totals, and speculation's, in Prometheus' naming; for any
+        """Kept states, the use of the tiers below the pool and speculation's, in Prometheus' naming; for any
         thread.
         """
         counters = self.tiers.totals() if self.tiers is not None else {}
+        if self._seating is not None:
+            counters |= self._seating.totals()
         if room_wait_s := self._scheduler.room_wait_s:
             counters["kv_room_wait_seconds_total"] = room_wait_s
         return counters | (self._speculator.counters() if self._speculator is not None else {})

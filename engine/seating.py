@@ -22,6 +22,7 @@ class Seating:
         self._blocks = blocks
         self._arena = blocks.arenas[0]
         self._memory = blocks.pool.arenas[0]
+        self._num_hits = 0
 
     def blocks_for(self, sequence: SequenceState) -> int:
         """That its state will need when its prompt is done."""
@@ -29,6 +30,7 @@ class Seating:
 
     def admit(self, sequence: SequenceState) -> None:
         """It has blocks for all of its tokens now: plan where its state is to be kept."""
+        self._num_hits += bool(sequence.held.passed)
         sequence.keep_at.clear()
         for position in (*sequence.held.junctions, self._last_point(len(sequence.token_ids), sequence)):
             self._keep_at(sequence, position)
@@ -69,6 +71,18 @@ class Seating:
             held.publish_state(point, sequence.token_ids, held.state)
             held.drop_state()
             sequence.num_computed = point
+
+    def totals(self) -> dict[str, float]:
+        """Of kept states, in Prometheus' naming; for any thread."""
+        arena = self._arena
+        block_bytes = self._memory.shape[1]
+        return {
+            "kept_states": arena.num_states,
+            "kept_state_bytes": arena.num_states * arena.state_blocks * block_bytes,
+            "kept_state_hits_total": self._num_hits,
+            "kept_states_saved_total": arena.num_states_saved,
+            "kept_states_evicted_total": arena.num_states_evicted,
+        }
 
     def room(self, sequence: SequenceState) -> int:
         """For drafted tokens of a decoding one."""

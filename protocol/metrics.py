@@ -193,6 +193,11 @@ WORKER_COUNTERS = (
 REPORTED = (
     *WORKER_COUNTERS,
     _counter("kv_room_wait_seconds_total", "Time in which a request waited for blocks of the KV pool."),
+    _gauge("kept_states", "States of recurrent layers that prompts can go on from, in the KV pool."),
+    _gauge("kept_state_bytes", "Bytes of the KV pool that they take."),
+    _counter("kept_state_hits_total", "Times that a sequence went on from one."),
+    _counter("kept_states_saved_total", "States kept."),
+    _counter("kept_states_evicted_total", "Of these, those whose room was needed."),
     _gauge("kv_host_blocks", "Blocks that fit into the host tier."),
     _gauge("kv_host_used_blocks", "Blocks in the host tier."),
     _counter("kv_host_hit_blocks_total", "Blocks loaded from the host tier."),

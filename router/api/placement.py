@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -98,7 +98,20 @@ def _worker(worker: Worker) -> dict[str, Any]:
             "prefill_tokens": load.prefill_tokens,
         },
         "kv": {"tokens": load.kv_tokens, "usage": load.kv_usage},
+        "states": _states(worker.state.counters),
         "costs": costs,
+    }
+
+
+def _states(counters: Mapping[str, float]) -> dict[str, float] | None:
+    """Of recurrent layers, kept for prompts that go on from them; None where there are no such layers."""
+    if "kept_states" not in counters:
+        return None
+    return {
+        "count": counters["kept_states"],
+        "bytes": counters["kept_state_bytes"],
+        "hits": counters["kept_state_hits_total"],
+        "evictions": counters["kept_states_evicted_total"],
     }
 
 

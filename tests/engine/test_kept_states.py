@@ -234,6 +234,30 @@ def test_a_chat_hits_as_often_as_with_a_pure_model(folder: Path, tmp_path: Path)
 
 
 @needs_seam
+def test_kept_states_are_counted(make_engine: Callable[..., Engine], reference: PreTrainedModel) -> None:
+    roomy = make_engine().pool
+    assert roomy.seats is not None
+    blocks = 18 + 2 * roomy.state_blocks
+    room = 6 * roomy.seats.layout.seat_bytes + blocks * roomy.arenas[0].shape[1]
+    engine = make_engine(kv_cache_memory_bytes=room)
+    asked, arena = Asker(engine, reference), engine.blocks.arenas[0]
+    prompt = prompt_of(70)
+    assert [asked(prompt), asked(prompt)] == [0, 64]
+    for seed in range(1, 5):
+        asked(prompt_of(90, seed))
+    totals = {name: value for name, value in engine.counters().items() if name.startswith("kept_state")}
+    evicted = totals["kept_states_evicted_total"]
+    assert evicted > 0
+    assert totals == {
+        "kept_states": arena.num_states,
+        "kept_state_bytes": arena.num_states * engine.pool.state_blocks * engine.pool.arenas[0].shape[1],
+        "kept_state_hits_total": 1,
+        "kept_states_saved_total": arena.num_states + evicted,
+        "kept_states_evicted_total": evicted,
+    }
+
+
+@needs_seam
 def test_without_prefix_caching_no_state_is_kept(
     make_engine: Callable[..., Engine], reference: PreTrainedModel
 ) -> None:

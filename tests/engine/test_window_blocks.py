@@ -175,8 +175,9 @@ def test_the_disk_is_asked_for_the_window() -> None:
     assert list(missing_blocks(blocks, TOKENS, ROOT)) == IDENTITIES[9:11]
 
 
+@pytest.mark.parametrize(("num_tokens", "first"), [(230, 8), (270, 12)])
 @pytest.mark.parametrize("lost", [0, 2, 4])
-def test_what_gets_lost_below_is_not_gone_on_from(lost: int) -> None:
+def test_what_gets_lost_below_is_not_gone_on_from(lost: int, num_tokens: int, first: int) -> None:
     """The window of an earlier position begins earlier. A reservation is filled by another worker."""
     tier = FakeTier(IDENTITIES[8:12], lost)
     blocks = BlockManager(FakePool(BLOCK, 20), tiers=[tier], window=WINDOW)
@@ -188,12 +189,12 @@ def test_what_gets_lost_below_is_not_gone_on_from(lost: int) -> None:
     assert held.reads_back_from(covered) == (lost == 0)
     held.free()
     tier.lost = lost
-    reserved = reserve_blocks(blocks, TOKENS[:230], ROOT)
+    reserved = reserve_blocks(blocks, TOKENS[:num_tokens], ROOT)
     assert reserved is not None
     held, covered = reserved
-    assert (held.num_left, covered) == (8, max(12 - lost, 8) * BLOCK)
+    assert (held.num_left, covered) == (first, max(12 - lost, first) * BLOCK)
     assert held.identities == IDENTITIES[: covered // BLOCK]
-    held.publish(TOKENS, 230)
-    assert held.identities == IDENTITIES[:14]
+    held.publish(TOKENS, num_tokens)
+    assert held.identities == IDENTITIES[: num_tokens // BLOCK]
     held.free()
     assert sum(blocks.available) == 20

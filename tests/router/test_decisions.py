@@ -78,6 +78,24 @@ def test_the_cluster_shows_load_costs_and_links(router, pool):
     assert (load["rows"], load["context_tokens"], load["prompts"], load["prefill_tokens"]) == (0, 0, 0, 0)
 
 
+def test_the_cluster_shows_kept_states(router):
+    """Of workers whose model has recurrent layers."""
+    counters = {
+        "kept_states": 3,
+        "kept_state_bytes": 4096,
+        "kept_state_hits_total": 7,
+        "kept_states_saved_total": 9,
+        "kept_states_evicted_total": 6,
+    }
+    router.add_worker("decode-0", counters=counters)
+    router.add_worker("decode-1")
+    shown = {worker["id"]: worker["states"] for worker in router.http.get("/cluster").json()["workers"]}
+    assert shown == {"decode-0": {"count": 3, "bytes": 4096, "hits": 7, "evictions": 6}, "decode-1": None}
+    labels = {"worker": "decode-0", "role": "decode"}
+    assert router.metric("tandem_kept_state_hits_total", **labels) == 7
+    assert router.metric("tandem_kept_states", **labels) == 3
+
+
 def test_requests_under_way_show_their_stage_and_workers(router, pool):
     """One after the other in each stage: it waits, its prompt is computed, handed over, and decoded."""
     router.server.expect({"prefill-0": "prefill", "decode-0": "decode"})

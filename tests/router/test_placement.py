@@ -26,7 +26,7 @@ from router.placement.interface import (
     RequestFacts,
     WorkerSnapshot,
 )
-from router.placement.predict import slowed_s
+from router.placement.predict import decode_cost, fetch_seconds, handoff_seconds, prefill_cost, slowed_s
 from router.placement.slo import MAX_RETRY_S, refusal
 from tests.router.placed import COSTS, answer, decode, facts, placed, predicted, prefill
 
@@ -414,6 +414,22 @@ def test_who_only_decodes_shares_its_steps_with_prompts_that_wait_there() -> Non
     without = prediction([prefill("p"), decode("d")], ("p", "d")).decode_s
     assert prediction(pair, ("p", "d")).decode_s == pytest.approx(without + waiting_s)
     assert prediction(pair).decode_s == pytest.approx(without), "whole, they are in its queue"
+
+
+def test_within_a_window_the_kv_of_long_prompts_is_that_of_the_window() -> None:
+    windowed = msgspec.structs.replace(COSTS, kv_window=1000)
+    load = {"rows": 4, "requests": 4, "context_tokens": 9000, "kv_tokens": 10_000, "kv_usage": 0.5}
+    assert prediction([decode("d", **load)], num_tokens=3000).room_s > 0
+    assert prediction([decode("d", costs=windowed, **load)], num_tokens=3000).room_s == 0
+    links = {"d": LinkSpeed(bytes_per_s=1e6)}
+    holder, asking = prefill("p", costs=windowed, links=links), decode("d", costs=windowed)
+    moved_s = fetch_seconds(asking, holder, 3000) - fetch_seconds(asking, holder, 0)
+    assert moved_s == pytest.approx(1000 * COSTS.kv_bytes / 1e6)
+    computed = prefill_cost(facts(num_tokens=3000), holder, None)
+    to = decode_cost(facts(num_tokens=3000), asking)
+    slow = computed._replace(prefill_s=0.0)
+    waited_s = handoff_seconds(slow, to, 3000) - handoff_seconds(slow, to, 0)
+    assert waited_s == pytest.approx(1000 * COSTS.kv_bytes / 1e6)
 
 
 def test_room_for_the_kv_is_waited_for_as_long_as_what_must_end_first() -> None:

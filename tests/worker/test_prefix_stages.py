@@ -15,6 +15,7 @@ from protocol.ids import block_identities
 from protocol.requests import DraftPlan, EngineRequest
 from protocol.router_to_worker import Abort, Replan
 from protocol.worker_to_worker import Fetch, FetchRefused, Lent
+from tests.e2e.architectures import write_model
 from tests.worker.light_loop import OURS, STALE, LightLoop, address, ask, small_engine
 
 NUM_BLOCKS = 12
@@ -193,3 +194,38 @@ def test_another_incarnation_lends_nothing(light: LightLoop, engine: Engine) -> 
     [(_, refused)] = light.inbox.replies
     assert isinstance(refused, FetchRefused) and "restarted" in refused.reason
     assert not light.sender.final
+
+
+@pytest.mark.parametrize(("skipped", "found"), [(4, 96), (7, 0)])
+@pytest.mark.parametrize("come_first", ["blocks", "answer"])
+def test_within_a_window_the_holder_tells_which_blocks_come(
+    tmp_path: Path, come_first: str, skipped: int, found: int
+) -> None:
+    """Two of six blocks come, of which the first four are not needed. Nothing is used before that is known,
+    nor where it cannot be."""
+    write_model("mistral", tmp_path)
+    light = LightLoop(DecodeLoop, small_engine(tmp_path, 2 * NUM_BLOCKS), "decode")
+    light.generate(ask("r", range(1, 111)), prefix=HOLDER)
+    [(_, message)] = light.peers.sent
+    assert isinstance(message, Fetch)
+    assert (message.first_block, len(message.identities)) == (0, 6)
+    blocks_came = Progress(message.lease_id, 2, complete=True, arrival=arrival())
+    answer = Lent(request_id="r", lease_id=message.lease_id, num_drafted=0, num_skipped=skipped)
+    if come_first == "blocks":
+        light.receiver.tell(blocks_came)
+        light.deliver()
+        assert len(light.loop._fetcher.fetches) == 1
+    light.loop._fetcher.on_lent(answer)
+    if come_first == "answer":
+        light.receiver.tell(blocks_came)
+        light.deliver()
+    assert cached_tokens(light) == found
+    assert light.loop.counters["prefix_fetch_failures_total"] == (found == 0)
+    light.finish()
+
+
+def test_without_a_window_no_block_is_skipped(light: LightLoop) -> None:
+    lease = fetch(light)
+    light.loop._fetcher.on_lent(Lent(request_id="r", lease_id=lease, num_drafted=0, num_skipped=1))
+    assert cached_tokens(light) == 0
+    assert light.loop.counters["prefix_fetch_failures_total"] == 1
