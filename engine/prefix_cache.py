@@ -109,7 +109,8 @@ def reserve_blocks(
     held, covered = find_prefix(blocks, token_ids, root, compute_last=False, from_state=from_state)
     held.drop_state()
     end = len(token_ids)
-    if blocks.window is not None and covered < (first := blocks.window.first_place(end)) * blocks.block_size:
+    found = covered + len(held.below) * blocks.block_size
+    if blocks.window is not None and found < (first := blocks.window.first_place(end)) * blocks.block_size:
         held.free()
         held.skip(_leading(root, token_ids, blocks.block_size, first))
         covered = first * blocks.block_size
