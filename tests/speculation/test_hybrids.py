@@ -229,12 +229,11 @@ def test_a_draft_with_recurrent_layers_goes_back_to_what_is_certain(
     engine = Engine(drafting, speculate=speculate)
     found, answers = proposals(engine, requests(), num_tokens)
     assert answers == expected
-    again, _ = proposals(engine, requests()[-2:], num_tokens)  # with prefixes that the cache has
-    assert len(again) >= 8
-    assert {text: found[text] for text in again} == again
-    texts = sorted(found, key=len)[:: max(len(found) // 8, 1)]
+    again, _ = proposals(engine, requests(), num_tokens)  # with prefixes that the cache has
+    assert {text: again[text] for text in found.keys() & again.keys()} == found
+    texts = sorted(found, key=len)[:: max(len(found) // 12, 1)]
     assert len(texts) >= 8
-    anew = [ask(f"a{i}", [*text[:-1]], num_tokens + 2, ignore_eos=True) for i, text in enumerate(texts)]
+    anew = [ask(f"a{i}", [*text[:-1]], 2 * num_tokens, ignore_eos=True) for i, text in enumerate(texts)]
     fresh, _ = proposals(Engine(drafting, speculate=speculate), anew, num_tokens)
     assert {text: fresh[text] for text in texts} == {text: found[text] for text in texts}
 
