@@ -90,10 +90,12 @@ class StepLauncher:
         return launched
 
     def launch(self, step: ScheduledStep) -> Launched:
-        wants_hidden = self._embeds and any(sequence.params.embeds for sequence in step.sequences)
+        wants_hidden = False
         if self._speculator is not None:
             scheduler = self._scheduler
             wants_hidden = self._speculator.prepare(step, scheduler.num_active, scheduler.make_room)
+        if self._embeds:
+            wants_hidden = any(sequence.params.embeds for sequence in step.sequences)
         packed = pack(step)
         logits, hidden = self._runner.run(packed.batch, packed.logit_rows, wants_hidden=wants_hidden)
         launched = Launched(step, packed, logits, hidden)
