@@ -255,8 +255,8 @@ class Holdings:
         return bool(found)
 
     def age_states(self) -> None:
-        """Those that were passed before the last of them are hardly of use any more."""
-        for identity in self.passed[:-1]:
+        """There is soon one further on: those that were passed are hardly of use any more."""
+        for identity in self.passed:
             self.manager.arenas[0].age_state(identity)
 
     def add_state(self, count: int) -> None:
@@ -294,7 +294,6 @@ class Holdings:
         state before both.
         """
         self.drop_state()
-        self.age_states()
         for arena, blocks, spare in zip(self.manager.arenas, self.blocks, self.spare, strict=True):
             for block in reversed(blocks[self.num_left :] + spare):
                 arena.dereference(block)

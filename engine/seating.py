@@ -1,7 +1,8 @@
 """Which running sequence has which seat for the state of its recurrent layers, and how states move.
 
 A state is kept for later prompts at the last point of a prompt where that can be, where a prompt leaves
-another one's blocks, and when its sequence stops to run.
+another one's blocks, and when its sequence stops to run. Those that a sequence has gone on from are the first
+to make room: the next prompt of a conversation goes on from the latest one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Seating:
     def admit(self, sequence: SequenceState) -> None:
         """It has blocks for all of its tokens now: plan where its state is to be kept."""
         self._num_hits += bool(sequence.held.passed)
+        sequence.held.age_states()
         sequence.keep_at.clear()
         for position in (*sequence.held.junctions, self._last_point(len(sequence.token_ids), sequence)):
             self._keep_at(sequence, position)
@@ -114,6 +116,7 @@ class Seating:
         held, count = sequence.held, self._arena.state_blocks
         if held.has_state(position) or not held.can_keep(position) or count > self._arena.num_available:
             return
+        held.age_states()
         blocks = self._arena.take(count)
         self._seats.save(sequence.seat, self._memory, blocks)
         held.publish_state(position, sequence.token_ids, blocks)
