@@ -371,6 +371,10 @@ class Engine:
         """What speculation does and costs at present, None where nothing could; for any thread."""
         return self._speculator.report() if self._speculator is not None else None
 
+    def is_compiling(self, request_id: str) -> bool:
+        """Whether it waits for its grammar."""
+        return not self._sequences[request_id].has_grammar
+
     def close(self) -> None:
         """Let the disk tier finish what it was given. Idempotent."""
         if self.tiers is not None:
@@ -415,7 +419,3 @@ class Engine:
             if not compiled.done():
                 compiled.add_done_callback(lambda _: self._ready())
         self._scheduler.add_waiting(sequence)
-
-    def is_compiling(self, request_id: str) -> bool:
-        """Whether it waits for its grammar."""
-        return not self._sequences[request_id].has_grammar

@@ -78,8 +78,11 @@ class LiveSequences(dict[str, SequenceState]):
 
     def refuse(self) -> list[TokenOutput]:
         """Fail those whose grammar turned out to be none."""
-        found = [(each, each.grammar_error) for each in self._scheduler.waiting if each.grammar is not None]
-        return [self._fail(sequence, "invalid", str(error)) for sequence, error in found if error is not None]
+        return [
+            self._fail(sequence, "invalid", str(error))
+            for sequence in list(self._scheduler.waiting)
+            if (error := sequence.grammar_error) is not None
+        ]
 
     def expire(self) -> list[TokenOutput]:
         """Fail those that are past their time limit."""

@@ -33,7 +33,7 @@ class MethodEstimate:
 
 
 @dataclass(slots=True, eq=False)
-class Window:
+class PlanWindow:
     """Steps of one plan with one batch: when each began, and the seconds of its drafting."""
 
     num_sequences: int
@@ -63,7 +63,7 @@ class Estimator:
         self._max_sequences, self._max_tokens = max_sequences, max_tokens
         self.target = TargetTime(UNMEASURED, settings)
         self.methods: dict[Source, MethodEstimate] = {}
-        self.window: Window | None = None
+        self.window: PlanWindow | None = None
         self.mean_prompt, self.mean_output = settings.first_prompt, settings.first_output
 
     def set_target_times(self, curve: MeasuredCurve) -> None:
@@ -94,7 +94,7 @@ class Estimator:
     # --- learning -----------------------------------------------------------------------------------
 
     def begin_window(self, num_sequences: int) -> None:
-        self.window = Window(num_sequences)
+        self.window = PlanWindow(num_sequences)
         self.window.begin_step()
 
     def disturb(self) -> None:

@@ -38,20 +38,19 @@ def reference(folder: Path) -> PreTrainedModel:
     return load(folder)
 
 
+def tiny_engine(folder: Path, **options: Any) -> Engine:
+    """Of a small model in fp32, with steps of at most 64 tokens."""
+    config = ServeConfig(
+        model=str(folder), dtype="float32", device="cpu", compile="off", max_num_batched_tokens=64
+    )
+    return Engine(msgspec.structs.replace(config, **options))
+
+
 @pytest.fixture
 def make_engine(folder: Path) -> Callable[..., Engine]:
     def make(num_blocks: int = 64, **options: Any) -> Engine:
-        config = ServeConfig(
-            model=str(folder),
-            dtype="float32",
-            device="cpu",
-            compile="off",
-            max_model_len=MAX_LEN,
-            max_num_batched_tokens=64,
-            max_num_seqs=8,
-            kv_cache_memory_bytes=num_blocks * BLOCK_BYTES,
-        )
-        return Engine(msgspec.structs.replace(config, **options))
+        room = {"max_model_len": MAX_LEN, "kv_cache_memory_bytes": num_blocks * BLOCK_BYTES}
+        return tiny_engine(folder, **{"max_num_seqs": 8} | room | options)
 
     return make
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from transformers import PreTrainedModel
 
@@ -16,13 +15,12 @@ from engine.block_manager import BlockManager
 from engine.engine import Engine
 from engine.holdings import Holdings
 from engine.prefix_cache import find_prefix, hold_blocks
-from protocol.config import ServeConfig
 from protocol.ids import BlockIdentity, block_identities
 from protocol.kv_events import Medium
 from tests.e2e.architectures import write_model
 from tests.engine.fake_pool import FakePool
 from tests.engine.listener import Listener
-from tests.engine.test_engine import ask, prompt_of, run, tokens
+from tests.engine.test_engine import ask, prompt_of, run, tiny_engine, tokens
 from tests.engine.test_recurrent import assert_empty, needs_seam
 from tests.worker.tiny_model import greedy, load, write_tiny_llama
 
@@ -43,17 +41,8 @@ def reference(folder: Path) -> PreTrainedModel:
 
 
 def engine_of(folder: Path, **options: Any) -> Engine:
-    config = ServeConfig(
-        model=str(folder),
-        dtype="float32",
-        device="cpu",
-        compile="off",
-        max_model_len=256,
-        max_num_batched_tokens=64,
-        max_num_seqs=6,
-        kv_cache_memory_bytes=2**22,
-    )
-    return Engine(msgspec.structs.replace(config, **options))
+    bounds = {"max_model_len": 256, "max_num_seqs": 6, "kv_cache_memory_bytes": 2**22}
+    return tiny_engine(folder, **bounds | options)
 
 
 @pytest.fixture

@@ -7,18 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from engine.engine import Engine
-from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.outputs import TokenOutput
 from protocol.window import TILE, Window
 from tests.e2e.architectures import SLIDING_WINDOW, write_model
-from tests.engine.test_engine import ask, assert_empty, prompt_of, run, tokens
+from tests.engine.test_engine import ask, assert_empty, prompt_of, run, tiny_engine, tokens
 from tests.speculation import scripted
 from tests.worker.tiny_model import VOCAB_SIZE, greedy, load
 
@@ -42,16 +40,8 @@ def reference(folder: Path) -> PreTrainedModel:
 @pytest.fixture
 def make_engine(folder: Path) -> Callable[..., Engine]:
     def make(num_blocks: int = 64, **options: Any) -> Engine:
-        config = ServeConfig(
-            model=str(folder),
-            dtype="float32",
-            device="cpu",
-            compile="off",
-            max_num_batched_tokens=BUDGET,
-            max_num_seqs=6,
-            kv_cache_memory_bytes=num_blocks * BLOCK_BYTES,
-        )
-        return Engine(msgspec.structs.replace(config, **options))
+        bounds = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 6}
+        return tiny_engine(folder, **bounds | {"kv_cache_memory_bytes": num_blocks * BLOCK_BYTES} | options)
 
     return make
 
