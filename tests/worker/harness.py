@@ -236,6 +236,10 @@ class Cluster:
             if self._socket.poll(20):
                 self._on_message(*self._socket.recv_multipart())
 
+    def take_what_came(self) -> None:
+        while self._socket.poll(0):
+            self._on_message(*self._socket.recv_multipart())
+
     def _on_message(self, identity: bytes, raw: bytes) -> None:
         message = worker_to_router.decode(raw)
         match message:
@@ -292,8 +296,7 @@ class Cluster:
 
     def refresh(self, *workers: RunningWorker) -> None:
         """Get the workers' states as of now: what was on its way, and two heartbeats more."""
-        while self._socket.poll(0):
-            self._on_message(*self._socket.recv_multipart())
+        self.take_what_came()
         for _ in range(2):
             for worker in workers:
                 self.states.pop(worker.address.incarnation, None)
