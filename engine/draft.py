@@ -54,6 +54,14 @@ class Draft:
             node = self.parent(node)
         return tokens[::-1]
 
+    def paths(self) -> list[list[int]]:
+        """Of all nodes."""
+        found: list[list[int]] = []
+        for node in range(self.num_nodes):
+            parent = self.parent(node)
+            found.append([*(found[parent] if parent >= 0 else ()), self.token_ids[node]])
+        return found
+
     def first(self, num_nodes: int) -> Draft:
         """Its first nodes, which stay in their places, so that KV that was drafted with them does too."""
         parents, drawn = self.parents, self.distributions

@@ -97,6 +97,9 @@ class StepLauncher:
         if self._embeds:
             wants_hidden = any(sequence.params.embeds for sequence in step.sequences)
         packed = pack(step)
+        constrained = [sequence for sequence in packed.sampled if sequence.params.grammar is not None]
+        if constrained:
+            self._sampler.expect([row for sequence in constrained for row in sequence.step_rows()])
         logits, hidden = self._runner.run(packed.batch, packed.logit_rows, wants_hidden=wants_hidden)
         launched = Launched(step, packed, logits, hidden)
         if packed.sampled and packed.num_sampled_rows == len(packed.sampled):

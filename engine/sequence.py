@@ -115,6 +115,15 @@ class SequenceState:
         positions = range(first, first + len(drafted) + 1)
         return [SamplingRow(params, prompt, output, position, request_id) for position in positions]
 
+    def step_rows(self) -> list[SamplingRow]:
+        """For the token after the last one, and for the one after each node of the draft."""
+        draft = self.draft
+        if draft is None:
+            return [self.sampling_row()]
+        if draft.parents is None:
+            return self.chain_rows(draft.token_ids[: draft.num_nodes])
+        return [self.sampling_row(), *map(self.sampling_row, draft.paths())]
+
     @property
     def has_grammar(self) -> bool:
         """Whether its grammar is compiled, if it has one."""

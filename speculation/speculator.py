@@ -166,7 +166,8 @@ class BatchSpeculator:
         if constrained:
             may_draft = self._sources.may_draft_here
             drafting = [each for each in constrained if may_draft(each, self._request(each).method)]
-            self._grammar_drafts.draft(step, drafting, make_room)
+            if drafting:
+                self._grammar_drafts.draft(step, drafting, make_room)
 
     def _plan(self, decoding: Sequence[SequenceState]) -> None:
         requests = [self._request(sequence) for sequence in decoding]

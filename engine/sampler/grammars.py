@@ -8,12 +8,14 @@ So these are found once for each such text, and not looked for where two allowed
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from engine.sampler.beside import Beside
 from engine.sampler.masks import TokenMasks
 from engine.sampler.penalties import common_prefix
 from engine.sampler.rows import SamplingRow
@@ -34,6 +36,10 @@ class Grammars:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._matchers: dict[str, Matcher] = {}
+        self._beside = Beside("masks")
+        self._expected: Sequence[SamplingRow] = ()
+        self._places: dict[Hashable, int] = {}
+        """Where the masks of the expected rows are in `_words`."""
         self._words = np.empty((0, 0), np.int32)
         self._first_bytes = np.empty(0, np.int16)
 
@@ -57,6 +63,7 @@ class Grammars:
         return compiled
 
     def matcher(self, request_id: str, grammar: str) -> Matcher:
+        self._beside.wait()
         matcher = self._matchers.get(request_id)
         if matcher is None:
             matcher = self._matchers[request_id] = Matcher(self.compile(grammar).result(), self._first_bytes)
@@ -86,24 +93,39 @@ class Grammars:
     def forget(self, request_id: str) -> None:
         self._matchers.pop(request_id, None)
 
+    def expect(self, rows: Sequence[SamplingRow]) -> None:
+        """Begin with the masks of these rows, in a thread of its own, until they are asked for."""
+        constrained = [row for row in rows if row.params.grammar is not None]
+        if constrained:
+            matchers = [self._matcher_of(row) for row in constrained]
+            self._beside.begin(partial(self._fill_expected, constrained, matchers))
+
     def masks(self, rows: Sequence[SamplingRow]) -> TokenMasks | None:
         """What the rows may get; None if none has a grammar."""
-        constrained = [row for row, each in enumerate(rows) if each.params.grammar is not None]
-        if not constrained:
+        numbers = [number for number, row in enumerate(rows) if row.params.grammar is not None]
+        if not numbers:
             return None
-        matchers = [self._matcher_of(rows[row]) for row in constrained]
-        words = self._room(len(constrained))
-        address, stride = words.ctypes.data, words.strides[0]
-        for place, matcher in enumerate(matchers):
-            matcher.fill(words[place], address + place * stride, rows[constrained[place]])
-        return TokenMasks(words, constrained, len(rows))
+        self._beside.wait()
+        constrained = [rows[number] for number in numbers]
+        places = [self._places.get(_key(row)) for row in constrained]
+        if None in places:
+            self._fill(constrained, [self._matcher_of(row) for row in constrained])
+            places = [*range(len(numbers))]
+        return TokenMasks(self._words[places], numbers, len(rows))
 
-    def _room(self, count: int) -> np.ndarray:
-        """For so many masks, until they are asked for again."""
-        if len(self._words) < count:
+    def _fill_expected(self, rows: Sequence[SamplingRow], matchers: Sequence[Matcher]) -> None:
+        self._fill(rows, matchers)
+        self._expected, self._places = rows, {_key(row): place for place, row in enumerate(rows)}
+
+    def _fill(self, rows: Sequence[SamplingRow], matchers: Sequence[Matcher]) -> None:
+        """The first `_words` with the masks of these rows."""
+        self._expected, self._places = (), {}
+        if len(self._words) < len(rows):
             assert self._tokenizer is not None
-            self._words = np.empty((2 * count, -(-self._tokenizer.vocab_size // 32)), np.int32)
-        return self._words[:count]
+            self._words = np.empty((2 * len(rows), -(-self._tokenizer.vocab_size // 32)), np.int32)
+        words, address, stride = self._words, self._words.ctypes.data, self._words.strides[0]
+        for place, (row, matcher) in enumerate(zip(rows, matchers, strict=True)):
+            matcher.fill(words[place], address + place * stride, row)
 
     def _matcher_of(self, row: SamplingRow) -> Matcher:
         assert row.params.grammar is not None
@@ -233,6 +255,11 @@ class Matcher:
         self._place, self._free_at = place, -1
         while self._runs and self._runs[-1][0] > place:
             self._runs.pop()
+
+
+def _key(row: SamplingRow) -> Hashable:
+    """Tells a row's place in its grammar, while the row is kept."""
+    return id(row.output_token_ids), len(row.output_token_ids), *row.drafted
 
 
 def _allow(words: np.ndarray, token: int) -> None:

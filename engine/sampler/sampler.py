@@ -199,6 +199,13 @@ class Sampler:
         keys = round_keys(columns[0], columns[1], columns[2], Purpose.DRAFT)
         return draw(probabilities, keys), probabilities
 
+    def expect(self, rows: Sequence[SamplingRow]) -> None:
+        """That tokens for these rows will be chosen, once their logits are computed. A device that computes
+        these leaves the host time for the masks anyway.
+        """
+        if self.grammars is not None and self.device.type == "cpu":
+            self.grammars.expect(rows)
+
     def masks(self, rows: Sequence[SamplingRow]) -> TokenMasks | None:
         """What grammars let the rows get; None if none has one."""
         return self.grammars.masks(rows) if self.grammars is not None else None

@@ -78,8 +78,7 @@ def verify(
     outcomes = np.empty((2, count), np.int64)
     masks = None
     if any(sequence.params.grammar is not None for sequence in sequences):
-        chains = zip(sequences, token_ids, strict=True)
-        masks = sampler.masks([row for sequence, drafted in chains for row in sequence.chain_rows(drafted)])
+        masks = sampler.masks([row for sequence in sequences for row in sequence.step_rows()])
     told_at, outcomes_at, column = told.ctypes.data, outcomes.ctypes.data, told.itemsize * count
     fields = Chains(
         logits.data_ptr(),

@@ -77,24 +77,12 @@ def num_rows(sequence: SequenceState) -> int:
 
 
 def _rows_of(sequence: SequenceState) -> list[SamplingRow]:
-    draft = sequence.draft
-    if draft is None:
-        return [sequence.sampling_row()]
-    if draft.parents is None and not draft.probes:
-        return sequence.chain_rows(draft.token_ids)
-    rows = [sequence.sampling_row(), *map(sequence.sampling_row, _paths(draft))]
+    rows = sequence.step_rows()
+    if sequence.draft is None or not sequence.draft.probes:
+        return rows
     probe = SamplingRow(_LIKELIEST, [], [], sequence.position, sequence.request_id)
-    return rows + [probe] * len(draft.probes)
+    return rows + [probe] * len(sequence.draft.probes)
 
 
 def _tokens(draft: Draft | None, nodes: Sequence[int]) -> list[int]:
     return [draft.token_ids[node] for node in nodes] if draft is not None else []
-
-
-def _paths(draft: Draft) -> list[list[int]]:
-    """For each node the drafted tokens up to it."""
-    found: list[list[int]] = []
-    for node in range(draft.num_nodes):
-        parent = draft.parent(node)
-        found.append([*(found[parent] if parent >= 0 else ()), draft.token_ids[node]])
-    return found

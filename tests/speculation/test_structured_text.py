@@ -74,8 +74,9 @@ def answers(engine: Engine, tokenizer: Tokenizer, method: Method) -> dict[str, T
 
 @pytest.fixture(scope="module")
 def plain(tokenizer: Tokenizer) -> dict[str, list[int]]:
-    """Without speculation, one alone after the other."""
+    """Without speculation, one alone after the other, and no mask computed beside the forward."""
     engine, _ = make_engine(TARGET, None)
+    engine._sampler.expect = lambda rows: None  # type: ignore[method-assign]
     found = {}
     for request in requests(tokenizer):
         alone = msgspec.structs.replace(request, speculation=RequestSpeculation(enabled=False))
