@@ -97,14 +97,13 @@ class StepLauncher:
         if self._embeds:
             wants_hidden = any(sequence.params.embeds for sequence in step.sequences)
         packed = pack(step)
-        constrained = [sequence for sequence in packed.sampled if sequence.params.grammar is not None]
-        if constrained:
-            self._sampler.expect([row for sequence in constrained for row in sequence.step_rows()])
+        rows = _sampling_rows(packed)
+        self._sampler.expect(rows)
         logits, hidden = self._runner.run(packed.batch, packed.logit_rows, wants_hidden=wants_hidden)
         launched = Launched(step, packed, logits, hidden)
-        if packed.sampled and packed.num_sampled_rows == len(packed.sampled):
-            launched.rows = [sequence.sampling_row() for sequence in packed.sampled]
-            launched.choice = self._sampler.begin(logits[: packed.num_sampled_rows], launched.rows)
+        if rows and len(rows) == len(packed.sampled):
+            launched.rows = rows
+            launched.choice = self._sampler.begin(logits[: packed.num_sampled_rows], rows)
         return launched
 
     def launch_behind(self, launched: Launched) -> None:
@@ -154,3 +153,13 @@ class StepLauncher:
         if self._ahead is not None and sequence.holdings is not None:
             self._ahead.kept.append(sequence.holdings)
             sequence.holdings = None
+
+
+def _sampling_rows(packed: PackedStep) -> list[SamplingRow]:
+    """Where drafts are verified, only if grammars have masks for them."""
+    sampled = packed.sampled
+    if packed.num_sampled_rows == len(sampled):
+        return [sequence.sampling_row() for sequence in sampled]
+    if any(sequence.params.grammar is not None for sequence in sampled):
+        return [row for sequence in sampled for row in sequence.step_rows()]
+    return []

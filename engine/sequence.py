@@ -19,6 +19,8 @@ from protocol.outputs import TokenLogprobs
 from protocol.requests import DraftPlan, EngineRequest
 from protocol.sampling import SamplingParams
 
+_LIKELIEST = SamplingParams(max_tokens=1, temperature=0.0)
+
 
 class SequenceStage(enum.Enum):
     WAITING = "waiting"
@@ -116,13 +118,17 @@ class SequenceState:
         return [SamplingRow(params, prompt, output, position, request_id) for position in positions]
 
     def step_rows(self) -> list[SamplingRow]:
-        """For the token after the last one, and for the one after each node of the draft."""
+        """For the token after the last one, and for the one after each that is drafted. After a probe only
+        the model's likeliest token is wanted.
+        """
         draft = self.draft
         if draft is None:
             return [self.sampling_row()]
-        if draft.parents is None:
-            return self.chain_rows(draft.token_ids[: draft.num_nodes])
-        return [self.sampling_row(), *map(self.sampling_row, draft.paths())]
+        if draft.parents is None and not draft.probes:
+            return self.chain_rows(draft.token_ids)
+        rows = [self.sampling_row(), *map(self.sampling_row, draft.paths())]
+        probe = SamplingRow(_LIKELIEST, [], [], self.position, self.request_id)
+        return rows + [probe] * len(draft.probes)
 
     @property
     def has_grammar(self) -> bool:

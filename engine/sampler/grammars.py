@@ -8,9 +8,10 @@ So these are found once for each such text, and not looked for where two allowed
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -37,9 +38,7 @@ class Grammars:
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._matchers: dict[str, Matcher] = {}
         self._beside = Beside("masks")
-        self._expected: Sequence[SamplingRow] = ()
-        self._places: dict[Hashable, int] = {}
-        """Where the masks of the expected rows are in `_words`."""
+        self._expected: _Expected | None = None
         self._words = np.empty((0, 0), np.int32)
         self._first_bytes = np.empty(0, np.int16)
 
@@ -62,15 +61,9 @@ class Grammars:
             raise InvalidRequestError("grammar", compiled.get_error())
         return compiled
 
-    def matcher(self, request_id: str, grammar: str) -> Matcher:
-        self._beside.wait()
-        matcher = self._matchers.get(request_id)
-        if matcher is None:
-            matcher = self._matchers[request_id] = Matcher(self.compile(grammar).result(), self._first_bytes)
-        return matcher
-
     def allows(self, row: SamplingRow, token_ids: Sequence[int]) -> bool:
         """Whether these tokens may follow, of which the last one may be the end."""
+        self._beside.wait()
         matcher = self._matcher_of(row)
         assert self._tokenizer is not None
         ends = token_ids[-1] in self._tokenizer.eos_tokens
@@ -82,6 +75,7 @@ class Grammars:
         """The tokens that must follow: those of a text that the grammar leaves no choice about, as the
         tokenizer writes it.
         """
+        self._beside.wait()
         matcher = self._matcher_of(row)
         return matcher.forced() if matcher.is_behind(row) else []
 
@@ -91,45 +85,58 @@ class Grammars:
         return "" if matcher is None else matcher.problem
 
     def forget(self, request_id: str) -> None:
+        self._beside.wait()
         self._matchers.pop(request_id, None)
 
     def expect(self, rows: Sequence[SamplingRow]) -> None:
-        """Begin with the masks of these rows, in a thread of its own, until they are asked for."""
-        constrained = [row for row in rows if row.params.grammar is not None]
-        if constrained:
-            matchers = [self._matcher_of(row) for row in constrained]
-            self._beside.begin(partial(self._fill_expected, constrained, matchers))
+        """Begin with the masks of these rows, beside what the caller does until it asks for them, or anything
+        else. Some have a grammar.
+        """
+        self._beside.wait()
+        self._beside.begin(partial(self._fill_expected, rows))
 
     def masks(self, rows: Sequence[SamplingRow]) -> TokenMasks | None:
-        """What the rows may get; None if none has a grammar."""
-        numbers = [number for number, row in enumerate(rows) if row.params.grammar is not None]
-        if not numbers:
-            return None
+        """What the rows may get, until masks are asked for again; None if none has a grammar."""
         self._beside.wait()
-        constrained = [rows[number] for number in numbers]
-        places = [self._places.get(_key(row)) for row in constrained]
-        if None in places:
-            self._fill(constrained, [self._matcher_of(row) for row in constrained])
-            places = [*range(len(numbers))]
-        return TokenMasks(self._words[places], numbers, len(rows))
+        if self._expected is not None and self._expected.keys == [_key(row) for row in rows]:
+            return self._expected.masks
+        constrained = [number for number, row in enumerate(rows) if row.params.grammar is not None]
+        return self._fill(rows, constrained) if constrained else None
 
-    def _fill_expected(self, rows: Sequence[SamplingRow], matchers: Sequence[Matcher]) -> None:
-        self._fill(rows, matchers)
-        self._expected, self._places = rows, {_key(row): place for place, row in enumerate(rows)}
+    def _fill_expected(self, rows: Sequence[SamplingRow]) -> None:
+        constrained = [number for number, row in enumerate(rows) if row.params.grammar is not None]
+        masks = self._fill(rows, constrained)
+        _ = masks.addresses  # kept there
+        self._expected = _Expected(rows, [_key(row) for row in rows], masks)
 
-    def _fill(self, rows: Sequence[SamplingRow], matchers: Sequence[Matcher]) -> None:
-        """The first `_words` with the masks of these rows."""
-        self._expected, self._places = (), {}
-        if len(self._words) < len(rows):
+    def _fill(self, rows: Sequence[SamplingRow], constrained: list[int]) -> TokenMasks:
+        self._expected = None
+        matchers = [self._matcher_of(rows[number]) for number in constrained]
+        count = len(matchers)
+        if len(self._words) < count:
             assert self._tokenizer is not None
-            self._words = np.empty((2 * len(rows), -(-self._tokenizer.vocab_size // 32)), np.int32)
-        words, address, stride = self._words, self._words.ctypes.data, self._words.strides[0]
-        for place, (row, matcher) in enumerate(zip(rows, matchers, strict=True)):
-            matcher.fill(words[place], address + place * stride, row)
+            self._words = np.empty((2 * count, -(-self._tokenizer.vocab_size // 32)), np.int32)
+        words = self._words[:count]
+        address, stride = words.ctypes.data, words.strides[0]
+        for place, matcher in enumerate(matchers):
+            matcher.fill(words[place], address + place * stride, rows[constrained[place]])
+        return TokenMasks(words, constrained, len(rows))
 
     def _matcher_of(self, row: SamplingRow) -> Matcher:
-        assert row.params.grammar is not None
-        return self.matcher(row.request_id, row.params.grammar)
+        matcher = self._matchers.get(row.request_id)
+        if matcher is None:
+            assert row.params.grammar is not None
+            start = self.compile(row.params.grammar).result()
+            matcher = self._matchers[row.request_id] = Matcher(start, self._first_bytes)
+        return matcher
+
+
+class _Expected(NamedTuple):
+    """Masks that may be asked for. `keys` are no other rows' while these are kept."""
+
+    rows: Sequence[SamplingRow]
+    keys: list[tuple[int, ...]]
+    masks: TokenMasks
 
 
 class Matcher:
@@ -257,8 +264,10 @@ class Matcher:
             self._runs.pop()
 
 
-def _key(row: SamplingRow) -> Hashable:
-    """Tells a row's place in its grammar, while the row is kept."""
+def _key(row: SamplingRow) -> tuple[int, ...]:
+    """Of the row's place in its grammar, if it has one."""
+    if row.params.grammar is None:
+        return ()
     return id(row.output_token_ids), len(row.output_token_ids), *row.drafted
 
 

@@ -203,7 +203,8 @@ class Sampler:
         """That tokens for these rows will be chosen, once their logits are computed. A device that computes
         these leaves the host time for the masks anyway.
         """
-        if self.grammars is not None and self.device.type == "cpu":
+        is_asked = any(row.params.grammar is not None for row in rows)
+        if is_asked and self.grammars is not None and self.device.type == "cpu":
             self.grammars.expect(rows)
 
     def masks(self, rows: Sequence[SamplingRow]) -> TokenMasks | None:

@@ -11,9 +11,6 @@ from engine.draft import Draft, Verdict
 from engine.sampler import Sampler, SamplingRow
 from engine.sequence import SequenceState
 from protocol.outputs import TokenLogprobs
-from protocol.sampling import SamplingParams
-
-_LIKELIEST = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -28,8 +25,7 @@ class Decision:
 class DraftedRows:
     """For each sequence the row after its last token and one after each drafted token, as in the logits.
 
-    `sampling` tells the sampler of them, and `spans` are each sequence's. After a probe only the model's
-    likeliest token is wanted.
+    `sampling` tells the sampler of them, and `spans` are each sequence's.
     """
 
     def __init__(self, sequences: Sequence[SequenceState]) -> None:
@@ -38,7 +34,7 @@ class DraftedRows:
         self.sampling: list[SamplingRow] = []
         for sequence in sequences:
             first = len(self.sampling)
-            self.sampling += _rows_of(sequence)
+            self.sampling += sequence.step_rows()
             self.spans.append(slice(first, len(self.sampling)))
 
     def conclude(
@@ -74,14 +70,6 @@ class DraftedRows:
 
 def num_rows(sequence: SequenceState) -> int:
     return 1 + (len(sequence.draft.token_ids) if sequence.draft is not None else 0)
-
-
-def _rows_of(sequence: SequenceState) -> list[SamplingRow]:
-    rows = sequence.step_rows()
-    if sequence.draft is None or not sequence.draft.probes:
-        return rows
-    probe = SamplingRow(_LIKELIEST, [], [], sequence.position, sequence.request_id)
-    return rows + [probe] * len(sequence.draft.probes)
 
 
 def _tokens(draft: Draft | None, nodes: Sequence[int]) -> list[int]:

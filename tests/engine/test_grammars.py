@@ -155,7 +155,7 @@ def test_where_llguidance_fails_no_token_may_follow(tokenizer: LLTokenizer) -> N
     )
     for drafted in ([], tokenizer.tokenize_str("ab,")):
         row.drafted = drafted
-        asked.matcher("r", ANY_LIST)._matcher.consume_token(tokenizer.eos_token)
+        asked._matcher_of(row)._matcher.consume_token(tokenizer.eos_token)
         found = asked.masks([row])
         assert found is not None and not found.words.any()
         again = asked.masks([row])

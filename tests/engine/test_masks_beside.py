@@ -63,8 +63,9 @@ def test_rows_may_be_asked_for_in_any_order_and_company(tokenizer: LLTokenizer) 
     for _ in range(3):
         grammars.expect(rows)
         others = [make_row("free"), make_row("new", output=outputs[1], grammar=LIST)]
-        check(grammars, rng.sample(rows, 7) + others[:1], tokenizer)
+        check(grammars, rows, tokenizer)
         check(grammars, rng.sample(rows, 7) + others, tokenizer)
+        check(grammars, rows, tokenizer)
 
 
 def test_a_mask_is_never_that_of_another_place(tokenizer: LLTokenizer) -> None:
@@ -91,27 +92,37 @@ def test_a_mask_is_never_that_of_another_place(tokenizer: LLTokenizer) -> None:
 def test_nothing_is_asked_of_a_matcher_while_its_mask_is_computed(
     tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where its request has ended meanwhile, and another one has its name."""
-    is_behind, asked, overlaps = Matcher.is_behind, threading.Event(), []
+    """Nor is a request forgotten then."""
+    matcher_of, asked, overlaps = Grammars._matcher_of, threading.Event(), []
 
-    def slow(matcher: Matcher, row: SamplingRow) -> bool:
+    def slow(grammars: Grammars, row: SamplingRow) -> Matcher:
         if threading.current_thread() is threading.main_thread():
             asked.set()
         else:
-            overlaps.append(asked.wait(0.1))
-        return is_behind(matcher, row)
+            overlaps.append(asked.wait(0.05))
+        return matcher_of(grammars, row)
 
-    monkeypatch.setattr(Matcher, "is_behind", slow)
+    monkeypatch.setattr(Grammars, "_matcher_of", slow)
     grammars = Grammars(lambda: tokenizer)
-    outputs = map(tokenizer.tokenize_str, ("[ab", "[a] is"))
+    outputs = [tokenizer.tokenize_str(text) for text in ("[ab", "[a] is")]
     first, second = (make_row("r", output=output, grammar=LIST) for output in outputs)
-    grammars.expect([first])
-    assert grammars.forced(second) == tokenizer.tokenize_str(" a list of words")
-    asked.clear()
-    grammars.expect([first])
-    grammars.forget("r")
+    other = make_row("other", output=outputs[0], grammar=LIST)
+    rest = tokenizer.tokenize_str(" a list of words")
+
+    def begin() -> None:
+        asked.clear()
+        grammars.expect([first])
+
+    begin()
+    assert grammars.forced(second) == rest
+    begin()
+    assert grammars.allows(second, rest)
+    begin()
     check(grammars, [second], tokenizer)
-    assert overlaps == [False, False] and asked.is_set()
+    begin()
+    grammars.forget("r")
+    check(grammars, [other], tokenizer)
+    assert [*grammars._matchers] == ["other"] and overlaps == [False] * 4
 
 
 def test_what_fails_beside_fails_who_waits() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
@@ -12,8 +14,10 @@ import torch
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
-from engine.draft import Draft
+from engine.draft import Draft, Verdict
 from engine.engine import Engine
+from engine.sampler.grammars import Matcher
+from engine.sequence import SequenceState
 from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
@@ -105,12 +109,26 @@ def test_the_first_nodes_of_a_draft() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_texts_are_valid_and_those_without_speculation(
-    tokenizer: Tokenizer, plain: dict[str, list[int]], method: str
+    tokenizer: Tokenizer, plain: dict[str, list[int]], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, _ = make_engine(TARGET, DRAFT, num_speculative_tokens=4, **METHODS[method])
+    """The masks that verification asks for are there then; `standard` asks for those of its rules apart."""
+    engine, speculator = make_engine(TARGET, DRAFT, num_speculative_tokens=4, **METHODS[method])
+    fill, verify, late = Matcher.fill, speculator.verify, []
+
+    def noted_verify(sequences: Sequence[SequenceState], logits: torch.Tensor) -> list[Verdict]:
+        with monkeypatch.context() as patch:
+            patch.setattr(Matcher, "fill", noted_fill)
+            return verify(sequences, logits)
+
+    def noted_fill(matcher: Matcher, *arguments: Any) -> None:
+        late.append(threading.current_thread() is threading.main_thread())
+        fill(matcher, *arguments)
+
+    monkeypatch.setattr(speculator, "verify", noted_verify)
     name = "ngram" if method == "ngram" else "draft_model"
     found = answers(engine, tokenizer, name)
     assert (tokens(found) == plain) == (method != "standard")
+    assert any(late) == (method == "standard")
     counters = engine.counters()
     assert counters['spec_decode_num_accepted_tokens_total{method="grammar"}'] > 50
     assert counters.get(f'spec_decode_cut_tokens_total{{method="{name}"}}', 0) > 0
