@@ -72,19 +72,25 @@ def test_a_mask_is_never_that_of_another_place(tokenizer: LLTokenizer) -> None:
     """Of a shorter output, of what was drafted behind it, or of another request or grammar by that name."""
     grammars = Grammars(lambda: tokenizer)
     row = make_row("r", output=tokenizer.tokenize_str("[ab"), grammar=LIST)
-    grammars.expect(chain(row, tokenizer.tokenize_str(",")))
-    row.drafted = tokenizer.tokenize_str("]")
-    check(grammars, [row], tokenizer)
+
+    def expect() -> None:
+        grammars.expect([row])
+        grammars._beside.wait()
+
+    for text in ",]":
+        row.drafted = tokenizer.tokenize_str(text)
+        check(grammars, [row], tokenizer)
+        expect()
     row.drafted = ()
     for text in ",c] is":
-        grammars.expect([row])
+        expect()
         row.output_token_ids += tokenizer.tokenize_str(text)
         check(grammars, [row], tokenizer)
     size = len(row.output_token_ids)
-    grammars.expect([row])
+    expect()
     replaced = tokenizer.tokenize_str("[" + "c," * size)[:size]
     check(grammars, [make_row("r", output=replaced, grammar=LIST)], tokenizer)
-    grammars.expect([row])
+    expect()
     grammars.forget("r")
     check(grammars, [make_row("r", output=tokenizer.tokenize_str("7" * 9), grammar=NUMBER)], tokenizer)
 
@@ -93,12 +99,13 @@ def test_nothing_is_asked_of_a_matcher_while_its_mask_is_computed(
     tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is a request forgotten then."""
-    matcher_of, asked, overlaps = Grammars._matcher_of, threading.Event(), []
+    matcher_of, begun, asked, overlaps = Grammars._matcher_of, threading.Event(), threading.Event(), []
 
     def slow(grammars: Grammars, row: SamplingRow) -> Matcher:
         if threading.current_thread() is threading.main_thread():
             asked.set()
         else:
+            begun.set()
             overlaps.append(asked.wait(0.05))
         return matcher_of(grammars, row)
 
@@ -111,7 +118,9 @@ def test_nothing_is_asked_of_a_matcher_while_its_mask_is_computed(
 
     def begin() -> None:
         asked.clear()
+        begun.clear()
         grammars.expect([first])
+        assert begun.wait(10)
 
     begin()
     assert grammars.forced(second) == rest
