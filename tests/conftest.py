@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
+import os
+from multiprocessing import forkserver
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -117,9 +118,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByModule:
     return ByModule(config, log)
 
 
+def pytest_configure_node(node: WorkerController) -> None:
+    """All processes of pytest-xdist have one fork server: it imports for ten seconds before it forks."""
+    forkserver.set_forkserver_preload(["tests.forked"])
+    forkserver.ensure_running()
+    node.workerinput["fork_server"] = forkserver._forkserver._forkserver_address
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        server = forkserver._forkserver
+        server._forkserver_address = config.workerinput["fork_server"]
+        server._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)  # it ends with who has started it
+        server.ensure_running = lambda: None
+
+
 def pytest_collection_finish() -> None:
     """Once all modules are imported, of which one may name what it needs alone: there is one fork server."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.forked"])
+    forkserver.set_forkserver_preload(["tests.forked"])
     gc.collect()
     gc.enable()
     gc.freeze()  # or each collection would go through all tests and libraries, for a third of a second

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
+import os
 import threading
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -45,6 +49,17 @@ def try_out() -> None:
     assert threading.active_count() == 1, "a fork takes one thread along"
 
 
+def run(process: BaseProcess) -> None:
+    """What it says is captured with the test that has started it."""
+    for output in (1, 2):
+        with contextlib.suppress(OSError):
+            captured = os.open(f"/proc/{process._parent_pid}/fd/{output}", os.O_WRONLY | os.O_APPEND)
+            os.dup2(captured, output)
+            os.close(captured)
+    BaseProcess.run(process)
+
+
+ForkServerProcess.run = run  # type: ignore[method-assign]
 try_out()
 gc.collect()
 gc.freeze()  # or each forked process would copy all of it as soon as it collects its own garbage
