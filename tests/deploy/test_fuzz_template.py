@@ -1,4 +1,4 @@
-"""Any bytes between a host's template and who asks it for workers. Both are of one user."""
+"""Any bytes from a host's template. `test_template` has those that are for it; both are of one user."""
 
 from __future__ import annotations
 
@@ -6,78 +6,17 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
-from pathlib import Path
 
 import msgspec
 import psutil
-import pytest
 from hypothesis import strategies as st
 
 from deploy.template.client import TemplateClient, TemplateError, WorkerExit
-from deploy.template.messages import MAX_MESSAGE_BYTES, Ended, Spawn, Spawned, SpawnFailed, TemplateReply
-from protocol.roles import ROLES
-from tests.deploy.test_template import Host
-from tests.fuzzing import GROWTH_BYTES, SECONDS, altered, damaged, fuzz
-from tests.worker.harness import tiny_config
-from worker.launch import Launch
+from deploy.template.messages import MAX_MESSAGE_BYTES, Ended, Spawned, SpawnFailed, TemplateReply
+from tests.fuzzing import altered, damaged, fuzz
 
 REPLIES: list[TemplateReply] = [Spawned(7), SpawnFailed("why"), Ended(7, 9)]
-ANSWERED = 400
-"""More answers than a connection holds."""
-
-
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with closing(Host()) as host:
-        yield host
-
-
-def test_fuzz_a_client(host: Host, tiny_folder: Path) -> None:
-    """Afterwards the template starts workers as before, and holds no more."""
-    host.spawn("decode-0", tiny_config(tiny_folder))
-    host.wait_ready("decode-0")
-    before, template = host.tokens("decode-0"), host.template()
-    num_fds, rss = template.num_fds(), template.memory_info().rss
-    launch = Launch(
-        role=ROLES["decode"],
-        worker_id="decode-9",
-        router_endpoints=[host.cluster.endpoint],
-        config=tiny_config(tiny_folder),
-        keys=host.cluster.keys,
-    )
-    inner = [msgspec.msgpack.encode(launch)]
-    outer = [msgspec.msgpack.encode(Spawn(b"launch", {"NAME": "value"}))]
-    launches = (damaged(inner) | altered(inner)).map(lambda raw: msgspec.msgpack.encode(Spawn(raw, {})))
-    messages = damaged(outer) | altered(outer) | launches
-
-    def check(parts: Sequence[tuple[bytes, int]]) -> None:
-        with connected(host.name) as client, open(os.devnull) as file, suppress(ConnectionError):
-            for message, num_fds in parts:  # an empty one ends the connection
-                if message or num_fds:
-                    socket.send_fds(client, [message], [file.fileno()] * num_fds)
-
-    fuzz(check, st.lists(st.tuples(messages, st.integers(0, 3)), max_size=3), examples=60)
-    check([(b"", 2)] * 20)
-    with connected(host.name) as client:
-        client.setblocking(False)
-        with suppress(BlockingIOError):  # the template may be slower
-            for _ in range(ANSWERED):
-                client.send(b"\xc1")
-        host.spawn("decode-1", tiny_config(tiny_folder))
-        host.wait_ready("decode-1")
-    assert host.tokens("decode-1") == before and host.template() == template
-    host.cluster.wait(lambda: template.num_fds() <= num_fds + 1, 10)
-    assert not SECONDS or template.memory_info().rss - rss < GROWTH_BYTES
-    assert len(template.children()) == 2
-
-
-def connected(name: str) -> socket.socket:
-    client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    client.connect(f"\0{name}")
-    return client
 
 
 def test_fuzz_the_template() -> None:

@@ -6,24 +6,29 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
+from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from deploy.resources import thread_environment
 from deploy.template.client import TemplateClient, TemplateError, WorkerProcess
+from deploy.template.messages import Spawn
 from protocol.config import ServeConfig
 from protocol.roles import ROLES
 from protocol.router_to_worker import Generate
+from tests.fuzzing import GROWTH_BYTES, SECONDS, altered, damaged, fuzz
 from tests.worker.harness import Cluster, request, tiny_config
 from worker.launch import Launch
 
 PROMPT = list(range(1, 40))
+ANSWERED = 400
+"""More answers than a connection holds."""
 RESTART_CPU_S = 2.0
 """A worker takes a quarter of a second of CPU, and one that has to import everything takes five."""
 
@@ -95,8 +100,9 @@ class Host:
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
-    """With a template that has imported everything."""
-    with closing(Host()) as host:
+    """With a template that has imported everything. It asks no hub for models of fuzzed launches."""
+    with pytest.MonkeyPatch.context() as patch, closing(Host()) as host:
+        patch.setenv("HF_HUB_OFFLINE", "1")
         host.client().connect()
         yield host
 
@@ -216,6 +222,52 @@ def test_workers_are_in_their_servers_session_but_not_in_its_process_group(
     assert os.getpgid(worker.pid) != os.getpgid(0)
     worker.stop()
     worker.wait()
+
+
+def test_fuzz_a_client(host: Host, tiny_folder: Path) -> None:
+    """Afterwards the template starts workers as before, and holds no more."""
+    one = host.spawn("fuzzed-0", tiny_config(tiny_folder))
+    host.wait_ready("fuzzed-0")
+    before, template = host.tokens("fuzzed-0"), host.template()
+    others = {each.pid for each in template.children()} - {one.pid}
+    num_fds, rss = template.num_fds(), template.memory_info().rss
+    launch = Launch(
+        role=ROLES["decode"],
+        worker_id="decode-9",
+        router_endpoints=[host.cluster.endpoint],
+        config=tiny_config(tiny_folder),
+        keys=host.cluster.keys,
+    )
+    inner = [msgspec.msgpack.encode(launch)]
+    outer = [msgspec.msgpack.encode(Spawn(b"launch", {"NAME": "value"}))]
+    launches = (damaged(inner) | altered(inner)).map(lambda raw: msgspec.msgpack.encode(Spawn(raw, {})))
+    messages = damaged(outer) | altered(outer) | launches
+
+    def check(parts: Sequence[tuple[bytes, int]]) -> None:
+        with connected(host.name) as client, open(os.devnull) as file, suppress(ConnectionError):
+            for message, num_fds in parts:  # an empty one ends the connection
+                if message or num_fds:
+                    socket.send_fds(client, [message], [file.fileno()] * num_fds)
+
+    fuzz(check, st.lists(st.tuples(messages, st.integers(0, 3)), max_size=3), examples=60)
+    check([(b"", 2)] * 20)
+    with connected(host.name) as client:
+        client.setblocking(False)
+        with suppress(BlockingIOError):  # the template may be slower
+            for _ in range(ANSWERED):
+                client.send(b"\xc1")
+        other = host.spawn("fuzzed-1", tiny_config(tiny_folder))
+        host.wait_ready("fuzzed-1")
+    assert host.tokens("fuzzed-1") == before and host.template() == template
+    host.cluster.wait(lambda: template.num_fds() <= num_fds + 1, 10)
+    assert not SECONDS or template.memory_info().rss - rss < GROWTH_BYTES
+    assert {each.pid for each in template.children()} - others == {one.pid, other.pid}
+
+
+def connected(name: str) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    client.connect(f"\0{name}")
+    return client
 
 
 def test_live_workers_outlast_the_template_and_a_new_one_takes_its_place(
