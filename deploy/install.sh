@@ -71,6 +71,7 @@ fi
 
 echo "install: Tandem${extras:+ with [$extras]}"
 pip_install -e ".${extras:+[$extras]}"
+[ "$extras" != test ] || pip_install --no-deps instructor  # works with newer clients than those it pins
 
 if has_gpu; then pip_install accelerate; fi  # or Transformers loads all weights to the host first
 

@@ -1,8 +1,4 @@
-"""Programs written for OpenAI's API run unchanged, against a model that writes anything. fp32.
-
-`litellm` (200 MB) and `instructor` (which wants other versions than `openai` does) are no part of the test
-extra: install them beside it, and their tests run too.
-"""
+"""Programs written for OpenAI's API run unchanged, against a model that writes anything. fp32."""
 
 from __future__ import annotations
 
