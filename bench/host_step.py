@@ -56,7 +56,7 @@ class _HostUploader(Uploader):
 class _Nothing:
     """A backend and a decoder that launch nothing."""
 
-    arena = 0
+    arena, num_tables = 0, 1
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size

@@ -60,7 +60,7 @@ class Decoding:
         token_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         nbytes = (requests * (context + 16) + config.max_position_embeddings + 16) * token_bytes
         self.engine = make_engine(model, kv_cache_dtype, nbytes, max_num_seqs=requests)
-        self.token_bytes = self.engine.pool.arenas[0].shape[1] // self.engine.blocks.block_size
+        self.token_bytes = self.engine.pool.token_bytes
         self._fill()
         self._profiling = ProfilingRun(self.engine.blocks, self.engine._runner, context)
         sequences = self._profiling.sequences(requests, context, 0)

@@ -220,7 +220,7 @@ class DecodeLoop(WorkerLoop):
             self.receiver.open(
                 request.held_lease,
                 reservation.holdings.extents(),
-                first_token=reservation.covered,
+                first_token=reservation.first_tokens,
                 num_tokens=request.num_places,
             )
         now = time.monotonic()

@@ -100,9 +100,10 @@ class DecodeRequest(StagedRequest[DecodeStage]):
 
     @property
     def num_expected(self) -> int:
-        """Blocks of each arena, of the prefill worker's size, that hold what this one lacks."""
+        """Blocks of all tables, of the prefill worker's size, that hold what this one lacks."""
         size = self.message.segments[0].shape[2]
-        return max(0, -(-self.num_places // size) - self.granted.covered // size)
+        end = -(-self.num_places // size)
+        return sum(max(0, end - first // size) for first in self.granted.first_tokens)
 
     def replan(self, plan: DraftPlan | None) -> None:
         super().replan(plan)

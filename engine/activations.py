@@ -25,7 +25,7 @@ def activation_bytes(
 ) -> int:
     """Of a forward of `num_tokens` tokens of a prompt, with logits of `rows` of them."""
     blocks = list(range(-(-num_tokens // layout.block_size)))
-    tables = [blocks] * len(layout.groups)
+    tables = [blocks] * len(layout.windows)
     taken = _measure(make_runner(KVPool(layout, len(blocks), device, None)), tables, device, num_tokens, rows)
     gc.collect()
     torch.cuda.empty_cache()

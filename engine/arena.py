@@ -4,6 +4,9 @@ Pure bookkeeping over block numbers. A block is used (somebody refers to it), ca
 content can be found by identity) or free. A *published* block, used or cached, is one that can be found; it
 is never written again. What is evicted may go to a lower tier.
 
+Where a sequence has several block tables, the arena has blocks of all of them, each found by its table and
+its tokens' identity. Whoever keeps track of the cache is told of those of the first table alone.
+
 A state of recurrent layers takes several blocks. It is found by the identity of the block of tokens behind
 which it is, and comes and goes as one. Where states are kept, a prefix is of use up to one of them alone: so
 these are logged, and blocks of tokens are not.
@@ -18,7 +21,7 @@ from dataclasses import dataclass
 from engine.cache_events import CacheLog
 from engine.tiers.host import Evicted, HostTier
 from protocol.errors import TandemError
-from protocol.ids import BlockIdentity, state_identities
+from protocol.ids import BlockIdentity, state_identities, table_identity
 from protocol.kv_events import Medium
 
 
@@ -34,7 +37,9 @@ class KeptState:
 
 
 class Arena:
-    def __init__(self, num_blocks: int, lower: HostTier | None = None, state_blocks: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, lower: HostTier | None = None, state_blocks: int = 0, num_tables: int = 1
+    ) -> None:
         """A state takes `state_blocks`, 0 where there are none."""
         self.num_blocks = num_blocks
         self.lower = lower
@@ -44,7 +49,9 @@ class Arena:
         """Of each block: whether all of its places hold draft KV too."""
         self._references = [0] * num_blocks
         self._identity_of: list[BlockIdentity | None] = [None] * num_blocks
-        self._block_of: dict[BlockIdentity, int] = {}
+        self._table_of = [0] * num_blocks
+        """Of those that can be found."""
+        self._block_of: list[dict[BlockIdentity, int]] = [{} for _ in range(num_tables)]
         self._free = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._states: dict[BlockIdentity, KeptState] = {}
@@ -66,14 +73,14 @@ class Arena:
         """Blocks that could be handed out now: free or evictable."""
         return len(self._free) + len(self._evictable)
 
-    def find(self, identity: BlockIdentity) -> int | None:
-        return self._block_of.get(identity)
+    def find(self, identity: BlockIdentity, table: int = 0) -> int | None:
+        return self._block_of[table].get(identity)
 
     def published(self) -> KeysView[BlockIdentity]:
         """The identities of all blocks that can be found; where states are kept, of those behind which one
         is.
         """
-        return self._states.keys() if self.state_blocks else self._block_of.keys()
+        return self._states.keys() if self.state_blocks else self._block_of[0].keys()
 
     def num_references(self, block: int) -> int:
         return self._references[block]
@@ -98,12 +105,13 @@ class Arena:
             self.drafted[block] = False
         return sorted(taken)
 
-    def publish(self, identity: BlockIdentity, block: int) -> bool:
+    def publish(self, identity: BlockIdentity, block: int, table: int = 0) -> bool:
         """It can be found from now on, unless an equal one can; whether that is new."""
-        if identity in self._block_of or self._identity_of[block] is not None:
+        if identity in self._block_of[table] or self._identity_of[block] is not None:
             return False
-        self._block_of[identity] = block
+        self._block_of[table][identity] = block
         self._identity_of[block] = identity
+        self._table_of[block] = table
         return True
 
     def reference(self, block: int) -> None:
@@ -167,11 +175,12 @@ class Arena:
             return
         identity = self._identity_of[block]
         assert identity is not None
-        del self._block_of[identity]
+        table = self._table_of[block]
+        del self._block_of[table][identity]
         self._identity_of[block] = None
         self._free.append(block)
-        evicted.append(Evicted(identity, block))
-        if self.log is not None and not self.state_blocks:
+        evicted.append(Evicted(table_identity(identity, table), block))
+        if self.log is not None and not self.state_blocks and table == 0:
             self.log.removed(Medium.GPU, identity)
 
     def _evict_state(self, identity: BlockIdentity, evicted: list[Evicted]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from math import inf
 
@@ -85,24 +85,29 @@ class Assembly:
 
     @cached_property
     def layout(self) -> PoolLayout:
-        """For the model's KV, and that of the speculator's draft, if it has any."""
-        kv = self.loaded.kv_group
-        if kv.window >= self.loaded.max_model_len or not self.config.paged_kv:
-            kv = replace(kv, window=0)
-        groups, draft_state = [kv], None
+        """For the model's KV, and that of the speculator's draft, if it has any.
+
+        Sliding windows count where the model's KV is all: a draft may have to catch up over all tokens, and
+        a state lags behind them.
+        """
+        groups, draft_state = [self.loaded.kv_group], None
         if self.speculator is not None:
             groups += [self.speculator.kv_group] if self.speculator.kv_group is not None else []
             draft_state = self.speculator.state_layout
+        if len(groups) == 1 and self.state is None and self.config.paged_kv:
+            groups = [groups[0].in_tables(self.loaded.max_model_len)]
         size, count = self.config.block_size, self.config.max_num_seqs
         return PoolLayout(tuple(groups), size, self.state, count, draft_state)
 
     @property
-    def window(self) -> Window | None:
-        return Window(self.layout.window, self.config.block_size) if self.layout.window else None
+    def windows(self) -> list[Window | None]:
+        """Of each block table."""
+        size = self.config.block_size
+        return [Window(window, size) if window else None for window in self.layout.windows]
 
     @cached_property
     def cache_format(self) -> CacheFormat:
-        kv_format = self.loaded.kv_group.describe(self.config.block_size)
+        kv_format = self.layout.groups[0].describe(self.config.block_size)
         if self.state is not None:
             kv_format += f" and {self.state.describe()}"
         return CacheFormat(
@@ -110,14 +115,16 @@ class Assembly:
             kv_format=kv_format,
             block_size=self.config.block_size,
             has_states=self.state is not None,
-            window=self.layout.window,
+            window=self.layout.windows[0] if len(self.layout.windows) == 1 else 0,
         )
 
     def pool(self, allocate: Allocate | None) -> KVPool:
         device, longest = self.loaded.device, self.loaded.max_model_len
-        window = self.window
-        span = window.span() + window.span(self.token_budget) if window is not None else 0
-        num_blocks = pool_blocks(self.config, self.layout, device, longest, self._kept_free(), span)
+        spans = [
+            window.span() + window.span(self.token_budget) if window is not None else None
+            for window in self.windows
+        ]
+        num_blocks = pool_blocks(self.config, self.layout, device, longest, self._kept_free(), spans)
         return KVPool(self.layout, num_blocks, device, allocate)
 
     def tiers(self, pool: KVPool, on_fetched: Callable[[], None]) -> HostTier | None:
@@ -125,7 +132,7 @@ class Assembly:
 
     def blocks(self, pool: KVPool, tiers: HostTier | None) -> BlockManager:
         below = [tiers] if tiers is not None else []
-        return BlockManager(pool, self.config.enable_prefix_caching, below, self.window, self.token_budget)
+        return BlockManager(pool, self.config.enable_prefix_caching, below, self.windows, self.token_budget)
 
     def runner(self, pool: KVPool) -> Runner:
         return self.make_runner(self.config, self.loaded, pool, self.hidden_layers)
@@ -140,7 +147,7 @@ class Assembly:
         return Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids, self.grammars)
 
     def times(self, pool: KVPool) -> StepTimes:
-        return StepTimes(self.token_budget, pool.token_bytes, self._itl_bound_s, self.layout.window)
+        return StepTimes(self.token_budget, pool.token_bytes, self._itl_bound_s, self.layout.windows)
 
     def scheduler(
         self,

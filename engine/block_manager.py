@@ -10,40 +10,76 @@ import functools
 import itertools
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from engine.arena import Arena
 from engine.cache_events import CacheEvent, CacheLog
 from engine.kv_pool import KVPool
 from engine.tiers.host import HostTier
-from protocol.ids import BlockIdentity
+from protocol.ids import BlockIdentity, table_identity
 from protocol.kv_events import Medium
 from protocol.window import Window
 
 
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Where a sequence's blocks of some of the layers lie. Behind a `window`, if these attend within one, it
+    has none. `number` tells it from others of the same arena.
+    """
+
+    index: int
+    """Of the arena."""
+    arena: Arena
+    tier: HostTier | None
+    window: Window | None
+    number: int
+
+    def has(self, identity: BlockIdentity) -> bool:
+        return self.arena.find(identity, self.number) is not None
+
+    def has_below(self, identity: BlockIdentity) -> bool:
+        return self.tier is not None and self.tier.holds(table_identity(identity, self.number))
+
+    def below(self, identities: Sequence[BlockIdentity]) -> list[BlockIdentity]:
+        """As the tier knows them."""
+        return [table_identity(identity, self.number) for identity in identities]
+
+    def first_place(self, position: int) -> int:
+        """Of the blocks that rows from this position on read."""
+        return self.window.first_place(position) if self.window is not None else 0
+
+
 class BlockManager:
-    """`tiers` are those below the pool's arenas, all or none."""
+    """`tiers` are those below the pool's arenas, all or none. A sequence has a table in each arena for each
+    of the `windows`; None stands for layers that see all.
+    """
 
     def __init__(
         self,
         pool: KVPool,
         enable_prefix_caching: bool = True,
         tiers: Sequence[HostTier] = (),
-        window: Window | None = None,
+        windows: Sequence[Window | None] = (None,),
         most_rows: int = 0,
     ) -> None:
         self.pool = pool
-        self.window = window
-        """If all layers attend within one. A step computes `most_rows` of a sequence at most."""
         self.most_rows = most_rows
+        """That a step computes of a sequence."""
         self.block_size = pool.block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.tiers = tiers
         self.least_blocks = 0
         """Of each arena, that a sequence has from its first `grow` on, whatever its length."""
-        below = itertools.zip_longest(pool.arenas, tiers)
+        below = [*itertools.zip_longest(pool.arenas, tiers)]
         self.state_unit = pool.state_unit
         """States are kept behind multiples of so many tokens; 0 where there are none."""
-        self.arenas = [Arena(len(blocks), tier, pool.state_blocks) for blocks, tier in below]
+        self.arenas = [Arena(len(blocks), tier, pool.state_blocks, len(windows)) for blocks, tier in below]
+        self.tables = [
+            Table(index, arena, tier, window, number)
+            for index, (arena, (_, tier)) in enumerate(zip(self.arenas, below, strict=True))
+            for number, window in enumerate(windows)
+        ]
+        self.has_windows = any(window is not None for window in windows)
         self.log: CacheLog | None = None
 
     def watch(self) -> CacheLog:
@@ -51,7 +87,7 @@ class BlockManager:
         self.log = CacheLog(self.contents())
         for arena in self.arenas:
             arena.log = self.log
-        for tier in self.tiers if not self.state_unit else ():
+        for tier in self.tiers if self._tells_of_tiers else ():
             tier.watch(self.log)
         return self.log
 
@@ -59,7 +95,7 @@ class BlockManager:
         """The events that lead from nothing known to what the prefix cache holds."""
         everywhere = functools.reduce(operator.and_, (arena.published() for arena in self.arenas))
         stored = [(Medium.GPU, identity) for identity in everywhere]
-        if not self.state_unit:
+        if self._tells_of_tiers:
             stored.extend(itertools.chain.from_iterable(tier.contents() for tier in self.tiers))
         return [CacheEvent("cleared"), *(CacheEvent("stored", *block) for block in stored)]
 
@@ -81,10 +117,7 @@ class BlockManager:
         """Blocks of each arena that could be handed out now."""
         return tuple(arena.num_available for arena in self.arenas)
 
-    def has(self, identity: BlockIdentity) -> bool:
-        """Whether all arenas have this block."""
-        return all(arena.find(identity) is not None for arena in self.arenas)
-
-    def has_below(self, identity: BlockIdentity) -> bool:
-        """Whether all tiers below them have it."""
-        return bool(self.tiers) and all(tier.holds(identity) for tier in self.tiers)
+    @property
+    def _tells_of_tiers(self) -> bool:
+        """Whether what lies there counts by itself."""
+        return not self.state_unit and len(self.tables) == len(self.arenas)

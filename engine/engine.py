@@ -310,15 +310,22 @@ class Engine:
         self._ended_at = ended if self.has_work() else None
         return result
 
-    def computed(self, request_id: str, first: int = 0) -> list[Extent]:
-        """Of a prefill, the blocks of each arena from `first` on whose KV is final: full ones, and at the
-        prompt's end the partial last one and those of the state.
+    def computed(self, request_id: str, firsts: Sequence[int] = ()) -> list[Extent]:
+        """Of a prefill, the blocks of each table from its one of the `firsts` on whose KV is final: full
+        ones, and at the prompt's end the partial last one and those of the state.
         """
         sequence = self._sequences[request_id]
         if sequence.held.state and sequence.stage is SequenceStage.HELD:
-            return sequence.held.extents(first)
+            return sequence.held.extents(firsts)
         partial = self.config.block_size - 1 if sequence.stage is SequenceStage.HELD else 0
-        return sequence.held.extents(first, (sequence.num_computed + partial) // self.config.block_size)
+        return sequence.held.extents(firsts, (sequence.num_computed + partial) // self.config.block_size)
+
+    def firsts(self, num_tokens: int, covered: int) -> list[int]:
+        """Of each table, the first block that a hand-off of so many tokens brings, those before `covered` and
+        those behind a window excepted.
+        """
+        first = covered // self.config.block_size
+        return [max(table.first_place(num_tokens), first) for table in self.blocks.tables]
 
     @property
     def segments(self) -> list[SegmentInfo]:

@@ -100,7 +100,7 @@ class RowsForward(ABC):
     ) -> ForwardOutput:
         """A logit for each row asked for, and those that pad them."""
         backend = self._backend
-        inputs = step_inputs(batch, logit_rows, self._upload, backend.arena, backend.block_size, least)
+        inputs = step_inputs(batch, logit_rows, self._upload, backend, least)
         if chosen is not None:
             inputs.take(chosen)
         backend.begin_step(inputs.attention)

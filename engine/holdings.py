@@ -1,16 +1,18 @@
 """What somebody has of the KV pool's blocks: room for tokens, copy-on-write, commitment, sharing.
 
-A token has its KV in a block of each arena, and counts as held where all have it.
+A token has its KV in a block of each table, of which each arena has one or more, and counts as held where all
+have it.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.arena import OutOfBlocksError
-from engine.block_manager import BlockManager
+from engine.block_manager import BlockManager, Table
 from engine.cache_events import CacheEvent
 from protocol.handoff import Extent
 from protocol.ids import BlockIdentity, child_identity
@@ -22,17 +24,18 @@ NO_BLOCK = 0
 
 @dataclass(eq=False)
 class Holdings:
-    """What one sequence, reservation or loan has of the pool: `blocks` of each arena, in order.
+    """What one sequence, reservation or loan has of the pool: `blocks` of each table, in order.
 
     `identities` are those of the leading full blocks whose tokens are committed; it may lag behind `blocks`.
-    `below` are the next ones, as far as they were found in the lower tiers, and `tokens_below` their tokens.
-    `spare` are blocks of each arena that `grow` will use before it takes others. Blocks that are not
+    `below` are the next ones, as far as they were found in the lower tiers, or in some tables, which have
+    `num_found` blocks then, and `tokens_below` their tokens.
+    `spare` are blocks of each table that `grow` will use before it takes others. Blocks that are not
     `shareable` are never published. `state` are blocks of the first arena with a state of recurrent layers
     that is wanted here, or with room for one. `passed` are the kept states that it began from or left behind.
     `junctions` are where other prompts part from it.
 
-    Behind a sliding window there are no blocks: the first `num_left` places have `NO_BLOCK`. `num_wanted`
-    blocks are what the tokens take that it began with.
+    Behind a sliding window there are no blocks: the first `num_left` places of a table have `NO_BLOCK`.
+    `num_wanted` blocks are what the tokens take that it began with.
     """
 
     manager: BlockManager
@@ -46,30 +49,52 @@ class Holdings:
     below: list[BlockIdentity] = field(default_factory=list)
     tokens_below: Sequence[int] = ()
     shareable: bool = True
-    num_left: int = 0
+    num_left: list[int] = field(init=False)
+    num_found: list[int] = field(default_factory=list)
     num_wanted: int = 0
 
     def __post_init__(self) -> None:
-        self.blocks = [[] for _ in self.manager.arenas]
-        self.spare = [[] for _ in self.manager.arenas]
+        self.blocks = [[] for _ in self.manager.tables]
+        self.spare = [[] for _ in self.manager.tables]
+        self.num_left = [0] * len(self.manager.tables)
 
     def reference(self, identity: BlockIdentity) -> bool:
-        """Add this block if every arena has it; whether that is so."""
-        found = [arena.find(identity) for arena in self.manager.arenas]
-        if None in found:
+        """Add this block if every table has it; whether that is so."""
+        tables = self.manager.tables
+        if not all(table.has(identity) for table in tables):
             return False
-        for arena, blocks, block in zip(self.manager.arenas, self.blocks, found, strict=True):
-            assert block is not None
-            arena.reference(block)
-            blocks.append(block)
+        for table, blocks in zip(tables, self.blocks, strict=True):
+            blocks.append(_referenced(table, identity))
         self.identities.append(identity)
         return True
 
-    def skip(self, identities: Sequence[BlockIdentity]) -> None:
-        """Its blocks come behind these, which it does not have."""
-        self.num_left, self.identities = len(identities), list(identities)
-        for blocks in self.blocks:
-            blocks[:0] = [NO_BLOCK] * len(identities)
+    def take_up(self, identities: Sequence[BlockIdentity], spans: Sequence[tuple[int, int]]) -> None:
+        """Of these blocks, those that are in the pool: of each table the places from its span's first one to
+        the second. What lies before is not needed, what lies behind is below.
+        """
+        least = min(last for _, last in spans)
+        self.identities, self.below = list(identities[:least]), list(identities[least:])
+        self.num_left, self.num_found = [first for first, _ in spans], [last for _, last in spans]
+        for table, blocks, (first, last) in zip(self.manager.tables, self.blocks, spans, strict=True):
+            blocks[:] = [NO_BLOCK] * first
+            blocks += [_referenced(table, identity) for identity in identities[first:last]]
+
+    @property
+    def end_found(self) -> int:
+        """Tokens of the blocks that are here or below."""
+        return (len(self.identities) + len(self.below)) * self.manager.block_size
+
+    def skip(self, place: int, position: int) -> None:
+        """The blocks from `place` on are of places that rows from this position on read: where these come
+        behind it, it lets go of those before it.
+        """
+        for index, (table, blocks) in enumerate(zip(self.manager.tables, self.blocks, strict=True)):
+            first = table.first_place(position)
+            if first > place:
+                for block in blocks[self.num_left[index] : place]:
+                    table.arena.dereference(block)
+                blocks[:place] = [NO_BLOCK] * first
+                self.num_left[index] = first
 
     def end_at_state(self, limit: int) -> None:
         """Of the blocks with the first `limit` tokens keep those before the last state, and hold that."""
@@ -92,63 +117,72 @@ class Holdings:
     def drop_behind(self, end: int) -> None:
         """Keep the first `end` of the blocks that were found."""
         del self.below[max(end - len(self.identities), 0) :]
-        for arena, blocks in zip(self.manager.arenas, self.blocks, strict=True):
+        for table, blocks in zip(self.manager.tables, self.blocks, strict=True):
             for block in reversed(blocks[end:]):
-                arena.dereference(block)
+                table.arena.dereference(block)
             del blocks[end:]
         del self.identities[end:]
 
-    def needs(self, write_from: int, num_tokens: int) -> list[int]:
+    def needs(self, write_from: int, num_tokens: int, rows: int | None = None) -> list[int]:
         """How many blocks of each arena `grow` would take."""
-        return [self._needs(index, *lack) for index, lack in enumerate(self._lacks(write_from, num_tokens))]
+        return self._needed(self._lacks(write_from, num_tokens, rows))
 
-    def fits(self, write_from: int, num_tokens: int, spare: int = 0, state_blocks: int = 0) -> bool:
-        """Whether every arena has what `grow` would take, and `spare` blocks more; and, once the state that
-        is held has been read, so many for another one.
+    def fits(
+        self,
+        write_from: int,
+        num_tokens: int,
+        rows: int | None = None,
+        *,
+        spare: int = 0,
+        state_blocks: int = 0,
+    ) -> bool:
+        """Whether every arena has what `grow` would take, and `spare` blocks more for each table; and, once
+        the state that is held has been read, so many for another one.
         """
-        needed = self.needs(write_from, num_tokens)
-        spare += max(state_blocks - self._own_state_blocks, 0)
+        needed = self.needs(write_from, num_tokens, rows)
+        spare = spare * len(self.blocks) // len(needed) + max(state_blocks - self._own_state_blocks, 0)
         return all(
             count + spare <= arena.num_available
             for count, arena in zip(needed, self.manager.arenas, strict=True)
         )
 
-    def room_to_begin(self, covered: int, num_tokens: int) -> int:
-        """Up to where a sequence of so many tokens needs room when it begins at `covered`: all of it, or with
-        a window what it has at a time, beside what others may still read. `leave` moves that room on.
-        """
-        window = self.manager.window
-        if window is None:
-            return num_tokens
-        self.num_wanted = -(-num_tokens // self.manager.block_size)
-        return min(num_tokens, covered + window.span(self.manager.most_rows))
-
     def leave(self, position: int) -> None:
         """Rows before `position` do not come again: blocks that later ones do not read go, and until all that
         is wanted has its place as many take places at the end.
         """
-        window = self.manager.window
-        if window is None:
+        if not self.manager.has_windows:
             return
-        first = window.first_place(position)
-        if first <= self.num_left:
-            return
-        for arena, blocks in zip(self.manager.arenas, self.blocks, strict=True):
-            left = blocks[self.num_left : first]
+        for index, (table, blocks) in enumerate(zip(self.manager.tables, self.blocks, strict=True)):
+            arena, first, num_left = table.arena, table.first_place(position), self.num_left[index]
+            if first <= num_left:
+                continue
+            left = blocks[num_left:first]
             num_own = sum(arena.num_references(block) == 1 for block in left)
             for block in left:
                 arena.dereference(block)
-            blocks[self.num_left : first] = [NO_BLOCK] * len(left)
+            blocks[num_left:first] = [NO_BLOCK] * len(left)
             blocks.extend(arena.take(max(min(num_own, self.num_wanted - len(blocks)), 0)))
-        self.num_left = first
+            self.num_left[index] = first
 
-    def reads_back_from(self, position: int) -> bool:
-        """Whether it has all that rows from there on read."""
-        window = self.manager.window
-        return window is None or window.first_place(position) >= self.num_left
+    def goes_on_from(self, position: int) -> bool:
+        """Whether it has all that rows from there on read, and what they write is its own."""
+        tables = zip(self.manager.tables, self.num_left, strict=True)
+        return self.is_own_from(position) and all(
+            table.first_place(position) >= num_left for table, num_left in tables
+        )
 
-    def grow(self, write_from: int, num_tokens: int) -> None:
-        """Make room for `num_tokens` tokens, of which the caller writes those from `write_from` on.
+    def is_own_from(self, position: int) -> bool:
+        """Whether nobody else has the blocks behind those that are found."""
+        place = max(position // self.manager.block_size, len(self.identities))
+        tables = zip(self.manager.tables, self.blocks, self.num_left, strict=True)
+        return not any(
+            any(map(table.arena.is_locked, blocks[max(place, num_left) :]))
+            for table, blocks, num_left in tables
+        )
+
+    def grow(self, write_from: int, num_tokens: int, rows: int | None = None) -> None:
+        """Make room for `num_tokens` tokens, of which the caller writes those from `write_from` on. With
+        `rows`, what lies within a window gets room for so many at a time alone; `leave` moves that on.
 
         Blocks in that range which are shared or published are replaced by private copies. Raises
         `OutOfBlocksError`, with nothing changed, when there are too few blocks.
@@ -157,11 +191,13 @@ class Holdings:
         is_here = num_tokens <= size * min(map(len, self.blocks)) and self._has_least
         if is_here and write_from // size >= len(self.identities):
             return  # as in most decode steps
-        lacks = self._lacks(write_from, num_tokens)
-        for index, arena in enumerate(self.manager.arenas):
-            needed, available = self._needs(index, *lacks[index]), arena.num_available
+        lacks = self._lacks(write_from, num_tokens, rows)
+        for needed, arena in zip(self._needed(lacks), self.manager.arenas, strict=True):
+            available = arena.num_available
             if needed > available:
                 raise OutOfBlocksError(f"{needed} KV blocks are needed, {available} are available")
+        if rows is not None:
+            self.num_wanted = -(-num_tokens // size)
         for index, (locked, missing) in enumerate(lacks):
             self._take(index, locked, missing)
         if write_from < num_tokens:
@@ -177,18 +213,27 @@ class Holdings:
         size, tiers = self.manager.block_size, self.manager.tiers
         if not tiers:
             return covered
-        first, last = len(self.identities), len(self.identities) + len(self.below)
-        counts = [
-            tier.load(self.below, blocks[first:last]) for tier, blocks in zip(tiers, self.blocks, strict=True)
-        ]
-        if min(counts):
-            covered = min((first + min(counts)) * size, limit)
+        first = len(self.identities)
+        reached = self._load(first, first + len(self.below)) if self.below else first
+        if reached > first:
+            covered = min(reached * size, limit)
             for index, identity in enumerate(self.below[: covered // size - first]):
                 self._share(identity, self.tokens_below[index * size : (index + 1) * size])
         self.below.clear()
+        self.num_found.clear()
         for tier in tiers:
             tier.count_misses(limit // size - covered // size)
         return covered
+
+    def _load(self, first: int, last: int) -> int:
+        """Up to which of these places all tables have their blocks now."""
+        reached = []
+        starts = self.num_found or [first] * len(self.blocks)
+        for table, blocks, start in zip(self.manager.tables, self.blocks, starts, strict=True):
+            assert table.tier is not None
+            identities = table.below(self.below[start - first :])
+            reached.append(start + table.tier.load(identities, blocks[start:last]))
+        return min(reached)
 
     def commit(self, first: int, accepted: Sequence[int], token_ids: Sequence[int]) -> None:
         """Of a sequence with these tokens those before `first` are computed, and behind them a draft.
@@ -278,13 +323,17 @@ class Holdings:
             self.manager.arenas[0].dereference(block)
         self.state.clear()
 
-    def extents(self, first: int = 0, last: int | None = None) -> list[Extent]:
-        """The blocks [`first`, `last`) of each arena, as others address them; without `last` all of them,
-        those of the state at the end.
+    def extents(self, firsts: Sequence[int] = (), last: int | None = None) -> list[Extent]:
+        """The blocks of each table from its one of the `firsts` on, by default all, up to `last`, as others
+        address them; without `last` all of them, those of the state at the end.
         """
-        extents = [Extent(arena, blocks[first:last]) for arena, blocks in enumerate(self.blocks)]
+        firsts = firsts or [0] * len(self.blocks)
+        extents = [
+            Extent(table, blocks[first:last])
+            for table, (blocks, first) in enumerate(zip(self.blocks, firsts, strict=True))
+        ]
         if last is None and self.state:
-            extents[0] = Extent(0, (self.blocks[0] + self.state)[first:])
+            extents[0] = Extent(0, (self.blocks[0] + self.state)[firsts[0] :])
         return extents
 
     def free(self) -> None:
@@ -294,29 +343,42 @@ class Holdings:
         state before both.
         """
         self.drop_state()
-        for arena, blocks, spare in zip(self.manager.arenas, self.blocks, self.spare, strict=True):
-            for block in reversed(blocks[self.num_left :] + spare):
-                arena.dereference(block)
+        for index, table in enumerate(self.manager.tables):
+            blocks, spare = self.blocks[index], self.spare[index]
+            for block in reversed(blocks[self.num_left[index] :] + spare):
+                table.arena.dereference(block)
             blocks.clear()
             spare.clear()
-        self.num_left = 0
+            self.num_left[index] = 0
         self.identities.clear()
         self.passed.clear()
         self.below.clear()
 
-    def _lacks(self, write_from: int, num_tokens: int) -> list[tuple[list[int], int]]:
-        """Of each arena: places in the table of blocks to be written that must not be written in place, and
-        how many blocks are missing.
+    def _lacks(self, write_from: int, num_tokens: int, rows: int | None) -> list[tuple[list[int], int]]:
+        """Of each table: places of blocks to be written that must not be written in place, and how many
+        blocks are missing.
         """
         size = self.manager.block_size
-        wanted = -(-num_tokens // size)
-        first = write_from // size if write_from < num_tokens else wanted
+        first = write_from // size if write_from < num_tokens else -(-num_tokens // size)
         lacks = []
-        for arena, blocks in zip(self.manager.arenas, self.blocks, strict=True):
-            touched = range(first, min(wanted, len(self.identities)))  # those behind are ours alone
-            locked = [index for index in touched if arena.is_locked(blocks[index])]
+        found = self.num_found or [0] * len(self.blocks)
+        for table, blocks, num_found in zip(self.manager.tables, self.blocks, found, strict=True):
+            end = num_tokens
+            if rows is not None and table.window is not None:
+                end = min(end, max(write_from, self.end_found) + table.window.span(rows))
+            wanted = -(-end // size)
+            num_shared = max(len(self.identities), num_found)  # those behind are ours alone
+            touched = range(first, min(wanted, num_shared))
+            locked = [index for index in touched if table.arena.is_locked(blocks[index])]
             lacks.append((locked, max(0, wanted - len(blocks))))
         return lacks
+
+    def _needed(self, lacks: list[tuple[list[int], int]]) -> list[int]:
+        """Of each arena."""
+        needed: Counter[int] = Counter()
+        for index, (table, lack) in enumerate(zip(self.manager.tables, lacks, strict=True)):
+            needed[table.index] += self._needs(index, *lack)
+        return [needed[index] for index in range(len(self.manager.arenas))]
 
     @property
     def _own_state_blocks(self) -> int:
@@ -329,17 +391,18 @@ class Holdings:
         return self.manager.least_blocks <= len(self.blocks[0]) + len(self.spare[0])
 
     def _needs(self, index: int, locked: list[int], missing: int) -> int:
-        """Blocks of the arena beyond the spare ones."""
+        """Blocks of the table beyond the spare ones."""
         reserved = max(missing, self.manager.least_blocks - len(self.blocks[index]))
         return max(len(locked) + reserved - len(self.spare[index]), 0)
 
     def _take(self, index: int, locked: list[int], missing: int) -> None:
-        arena, blocks = self.manager.arenas[index], self.blocks[index]
+        table, blocks = self.manager.tables[index], self.blocks[index]
+        arena = table.arena
         fresh = self.spare[index] + arena.take(self._needs(index, locked, missing))
         taken, self.spare[index] = fresh[: len(locked) + missing], fresh[len(locked) + missing :]
         sources = [blocks[place] for place in locked]
         for place, source, target in zip(locked, sources, taken, strict=False):
-            self.manager.pool.copy_block(index, source, target)
+            self.manager.pool.copy_block(table.index, source, target)
             arena.drafted[target] = arena.drafted[source]
             blocks[place] = target
         blocks.extend(taken[len(locked) :])
@@ -349,8 +412,11 @@ class Holdings:
     def _share(self, identity: BlockIdentity, token_ids: Sequence[int]) -> None:
         """The next full block is `identity` and has these tokens."""
         place, is_new, keeps_states = len(self.identities), False, self.manager.state_unit > 0
-        for arena, blocks in zip(self.manager.arenas, self.blocks, strict=True):
-            is_new |= arena.publish(identity, blocks[place])
+        for index, (table, blocks) in enumerate(zip(self.manager.tables, self.blocks, strict=True)):
+            if place < self.num_left[index]:
+                continue
+            arena = table.arena
+            is_new |= arena.publish(identity, blocks[place], table.number) and table.number == 0
             known = arena.find(identity)
             if keeps_states and known is not None and known != blocks[place]:
                 arena.reference(known)
@@ -365,3 +431,11 @@ class Holdings:
     def _last_identity(self) -> BlockIdentity:
         """The parent of the next block."""
         return self.identities[-1] if self.identities else self.root
+
+
+def _referenced(table: Table, identity: BlockIdentity) -> int:
+    """Its block, which is in the pool."""
+    block = table.arena.find(identity, table.number)
+    assert block is not None
+    table.arena.reference(block)
+    return block

@@ -41,6 +41,8 @@ class KVPool:
         """In each arena."""
         self.segments = layout.describe()
         self.groups = {group.name: group for group in layout.groups}
+        self.num_tables = len(layout.windows)
+        """That a sequence has: a token takes a place in a block of each."""
         self.state_blocks = layout.state_blocks
         self.state_unit = layout.state_unit
         self.seats, self.draft_seats = (
@@ -73,8 +75,8 @@ class KVPool:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token's KV."""
-        return self.num_bytes // (self.num_blocks * self.block_size)
+        """Of one token's KV, in all tables."""
+        return self.num_tables * self.num_bytes // (self.num_blocks * self.block_size)
 
     @property
     def is_cuda(self) -> bool:
@@ -103,7 +105,8 @@ class KVPool:
 
     def move_tokens(self, tables: Sequence[Sequence[int]], first: int, places: Sequence[int]) -> None:
         """Of one sequence: move the KV at place `first + places[i]` to `first + i`."""
-        for block_ids, segments in zip(tables, self._segments, strict=True):
+        for index, block_ids in enumerate(tables):
+            segments = self._segments[index * len(self._segments) // len(tables)]
             sources, source_offsets = self._slots(block_ids, [first + place for place in places])
             targets, target_offsets = self._slots(block_ids, range(first, first + len(places)))
             for values in segments.values():
@@ -124,18 +127,19 @@ def pool_blocks(
     device: torch.device,
     max_model_len: int,
     kept_free: int = 0,
-    window_span: int = 0,
+    window_spans: Sequence[int | None] = (None,),
 ) -> int:
     """How many blocks fit in each arena, where a GPU has `kept_free` bytes for other things. Raises
     `ConfigError` when not even one sequence of `max_model_len` does, of which a sliding window leaves
-    `window_span` tokens at a time.
+    so many tokens at a time in each of its tables; None: all.
     """
     nbytes = layout.block_bytes
-    most, what = max_model_len, f"--max-model-len ({max_model_len})"
-    if 0 < window_span < max_model_len:
-        most, what = window_span, f"the window and step of a sequence ({window_span})"
+    kept = [min(span or max_model_len, max_model_len) for span in window_spans]
+    what = f"--max-model-len ({max_model_len})"
+    if max(kept) < max_model_len:
+        what = f"the window and step of a sequence ({max(kept)})"
     # One more than its tokens take: a prompt found whole in the cache goes on in a copy of its last block.
-    per_sequence = math.ceil(most / config.block_size) + 1 + layout.state_blocks
+    per_sequence = sum(math.ceil(most / config.block_size) + 1 for most in kept) + layout.state_blocks
     seat_bytes = layout.seat_bytes
     budget, reason = _pool_budget(
         config, device, max_model_len, per_sequence * nbytes + seat_bytes, kept_free
@@ -152,7 +156,7 @@ def pool_blocks(
     if num_blocks < per_sequence:
         raise ConfigError(
             f"--kv-cache-memory-bytes: a KV pool of {budget} bytes ({reason}) holds "
-            f"{num_blocks * config.block_size} tokens, fewer than {what}, "
+            f"{num_blocks * config.block_size // len(kept)} tokens, fewer than {what}, "
             f"which needs {per_sequence * nbytes} bytes"
         )
     pool = f"{num_blocks} blocks of {config.block_size} tokens, {num_blocks * nbytes / 2**20:.0f} MiB"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import is_accelerate_available
 
 from engine.attention import transformers_hook
-from engine.decoder.description import NativeModel
+from engine.decoder.description import NativeModel, unfit
 from engine.errors import UnsupportedModelError
 from engine.fingerprint import model_fingerprint
 from engine.linear.experts import join_experts, split_experts
@@ -108,7 +108,7 @@ def load_model(config: ServeConfig) -> LoadedModel:
         model=model,
         device=device,
         dtype=dtype,
-        kv_group=_stored_as(kept.kv, config.kv_cache_dtype),
+        kv_group=_stored_as(_in_one_table(kept.kv, model), config.kv_cache_dtype),
         vocab_size=text_config.vocab_size,
         max_model_len=choose_max_model_len(config.max_model_len, text_config),
         eos_token_ids=_eos_token_ids(model, text_config),
@@ -116,6 +116,14 @@ def load_model(config: ServeConfig) -> LoadedModel:
         recurrent=Recurrent(seam, kept.state) if seam is not None and kept.state is not None else None,
         adapters=adapters,
     )
+
+
+def _in_one_table(group: Group, model: PreTrainedModel) -> Group:
+    """Our own decoders read one block table, on whatever device: workers of one model must keep it alike."""
+    if len({*group.sights}) == 1 or unfit(model) is not None:
+        return group
+    logger.info("%s: layers within a sliding window keep all tokens", type(model).__name__)
+    return replace(group, sights=())
 
 
 def _stored_as(group: Group, kv_cache_dtype: str) -> Group:

@@ -82,6 +82,14 @@ class LayerPlace:
     segment: int
     index: int
     value_segment: int | None = None
+    table: int = 0
+    """Which of a sequence's block tables says in which blocks."""
+
+
+MOST_TABLES = 16
+"""As many as a lease can have extents."""
+_MOST_PADDING = 0.25
+"""Of the places for layers in a block of each table: more than that is not worth what windows spare."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +100,10 @@ class Group:
     segments: tuple[Segment, ...]
     layers: tuple[LayerPlace, ...]
     arena: int = 0
-    window: int = 0
-    """Tokens that rows see at most, their own among them; 0 where some layer sees all."""
+    sights: tuple[int, ...] = ()
+    """Tokens that each layer's rows see at most, their own among them; 0: all. Empty: all layers see all."""
+    windows: tuple[int, ...] = (0,)
+    """The same of each block table. In blocks of a table lie all layers, or some where these are several."""
 
     @classmethod
     def uniform(cls, name: str, segment: Segment) -> Group:
@@ -102,7 +112,11 @@ class Group:
 
     @classmethod
     def of_layers(
-        cls, name: str, layers: Sequence[LayerShape | int | None], dtype: torch.dtype, window: int = 0
+        cls,
+        name: str,
+        layers: Sequence[LayerShape | int | None],
+        dtype: torch.dtype,
+        sights: Sequence[int] = (),
     ) -> Group:
         """Layers of one shape lie together. A number stands for the KV of an earlier layer, which this one
         shares. None is a layer without KV: it has a place by name alone, which nobody reads or writes.
@@ -125,12 +139,69 @@ class Group:
             first, unlike = firsts[layer], layer.key_dim != layer.value_dim
             places.append(LayerPlace(first, taken[layer], first + 1 if unlike else None))
             taken[layer] += 1
-        return cls(name, tuple(segments), tuple(places), window=window)
+        return cls(name, tuple(segments), tuple(places), sights=tuple(sights))
+
+    def in_tables(self, longest: int) -> Group:
+        """The same KV in block tables by what layers see of a sequence of at most `longest` tokens: those
+        within a sliding window, each with as many layers as there are of the rarest sight, need no blocks
+        behind it. All in one table where that can't be: see `fault`.
+        """
+        sights = [sight if sight < longest else 0 for sight in self.sights]
+        if len({*sights}) == 1:
+            return replace(self, windows=(sights[0],))
+        if not sights or self._tables_fault(sights):
+            return self
+        return self._divided(sights)
+
+    def fault(self, longest: int) -> str:
+        """Why some layers attend within a window and keep all the same; empty if none do."""
+        sights = [sight if sight < longest else 0 for sight in self.sights]
+        return self._tables_fault(sights) if len({*sights}) > 1 else ""
+
+    def _tables_fault(self, sights: list[int]) -> str:
+        """Why layers with these sights can't lie in tables of their own."""
+        sight_of = dict(zip(self.layers, sights, strict=True))
+        if any(sight_of[place] != sight for place, sight in zip(self.layers, sights, strict=True)):
+            return "layers that share their KV see unlike parts of it"
+        if len({place.segment for place in self.layers}) > 1:
+            return "layers have KV of several shapes"
+        counts = Counter(sight_of.values())
+        each = min(counts.values())
+        tables = sum(-(-count // each) for count in counts.values())
+        if tables > MOST_TABLES or tables * each > counts.total() / (1 - _MOST_PADDING):
+            return f"{counts.total()} layers of which {each} are unlike the others do not divide"
+        return ""
+
+    def _divided(self, sights: list[int]) -> Group:
+        sight_of = dict(zip(self.layers, sights, strict=True))
+        counts = Counter(sight_of.values())
+        each = min(counts.values())
+        windows: list[int] = []
+        moved: dict[LayerPlace, LayerPlace] = {}
+        for sight in sorted(counts, key=lambda sight: sight or math.inf, reverse=True):
+            alike = [place for place in sight_of if sight_of[place] == sight]
+            for number, place in enumerate(alike):
+                table = len(windows) + number // each
+                moved[place] = replace(place, index=number % each, table=table)
+            windows += [sight] * -(-len(alike) // each)
+        return replace(
+            self,
+            segments=tuple(replace(segment, num_layers=each) for segment in self.segments),
+            layers=tuple(moved[place] for place in self.layers),
+            windows=tuple(windows),
+        )
+
+    @property
+    def num_tables(self) -> int:
+        return len(self.windows)
 
     @property
     def num_values(self) -> int:
         """Of a token, in all layers."""
-        return sum(math.prod((s.num_layers, s.num_planes, s.num_kv_heads, s.head_dim)) for s in self.segments)
+        per_table = (
+            math.prod((s.num_layers, s.num_planes, s.num_kv_heads, s.head_dim)) for s in self.segments
+        )
+        return self.num_tables * sum(per_table)
 
     @property
     def rows(self) -> KvRows:
@@ -157,7 +228,8 @@ class Group:
             shape = f"{layers}x{segment.num_kv_heads}x{segment.head_dim}"
             values = segment.dtype_name + (f":{segment.quantization}" if segment.rows.coded else "")
             shapes.append(f"{values}/{shape}" + (f"x{planes}" if planes != 2 else ""))
-        return f"{'+'.join(shapes)}/{block_size}"
+        tables = f"/{self.num_tables} tables" if self.num_tables > 1 else ""
+        return f"{'+'.join(shapes)}/{block_size}{tables}"
 
 
 @dataclass(frozen=True)
@@ -173,12 +245,9 @@ class PoolLayout:
     draft_state: StateLayout | None = None
 
     @property
-    def window(self) -> int:
-        """Only the last so many tokens of a sequence keep their KV; 0: all do, as a draft, which may have to
-        catch up, and a state, which lags behind its tokens, ask for.
-        """
-        alone = len(self.groups) == 1 and self.state is None
-        return self.groups[0].window if alone else 0
+    def windows(self) -> tuple[int, ...]:
+        """Of each block table of a sequence: only its last so many tokens keep their KV there; 0: all do."""
+        return self.groups[0].windows
 
     @property
     def seat_bytes(self) -> int:
@@ -201,7 +270,7 @@ class PoolLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Of one block of each arena."""
+        """Of one block of each arena. A token has such a place in each table."""
         return sum(segment.block_bytes(self.block_size) for g in self.groups for segment in g.segments)
 
     def arenas(self) -> list[dict[str, Segment]]:
@@ -220,7 +289,7 @@ class PoolLayout:
                 name=name,
                 dtype=segment.dtype_name,
                 shape=segment.block_shape(size),
-                kind=WINDOWED if self.window else PAGED,
+                kind=WINDOWED if any(self.windows) else PAGED,
                 arena=arena,
                 quantization=segment.quantization,
             )

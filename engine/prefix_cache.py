@@ -1,21 +1,21 @@
 """Holdings that begin with a cached prefix.
 
 What lower tiers have of it comes back to the pool. A model with recurrent layers goes on from a state alone:
-its prefix counts up to the last block behind which a state is kept, in blocks of the first arena. Where all
-layers attend within a sliding window, a prefix needs no more blocks than those that a row at its end reads.
+its prefix counts up to the last block behind which a state is kept, in blocks of the first arena. Of tables
+within a sliding window a prefix needs no more blocks than those that a row at its end reads.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 
 from engine.arena import OutOfBlocksError
-from engine.block_manager import BlockManager
+from engine.block_manager import BlockManager, Table
 from engine.holdings import Holdings
-from protocol.ids import BlockIdentity, block_identities
-from protocol.window import Window
+from protocol.ids import BlockIdentity, block_identities, table_identity
+
+Look = Callable[[Table, BlockIdentity], bool]
 
 
 def find_prefix(
@@ -38,12 +38,12 @@ def find_prefix(
     held = Holdings(blocks, root)
     limit = len(token_ids) - (1 if compute_last and token_ids else 0)
     identities = block_identities(root, token_ids, blocks.block_size)
-    if blocks.window is not None:
-        _find_window(held, blocks.window, list(identities), limit)
+    if blocks.has_windows:
+        known = list(identities)
+        held.take_up(*longest_prefix(blocks, known, limit, Table.has_below))
     else:
         _find_leading(held, identities)
-    for tier in blocks.tiers if held.below else ():
-        tier.touch(held.below)
+    _touch(held)
     if blocks.state_unit and from_state:
         held.end_at_state(limit)
     covered = len(held.identities) * blocks.block_size
@@ -55,46 +55,59 @@ def _find_leading(held: Holdings, identities: Iterable[BlockIdentity]) -> None:
     """The leading ones of these blocks that the pool has, and those below that follow."""
     for identity in identities:
         if held.below or not held.reference(identity):
-            if not held.manager.has_below(identity):
+            if not all(table.has_below(identity) for table in held.manager.tables):
                 break
             held.below.append(identity)
 
 
-def _find_window(held: Holdings, window: Window, identities: list[BlockIdentity], limit: int) -> None:
-    """Those that a row at position `limit` reads, or one behind as many of these blocks as there can be."""
-    blocks = held.manager
-    first, middle, end = _last_window(window, identities, limit, blocks.has, blocks.has_below)
-    held.skip(identities[:first])
-    for identity in identities[first:middle]:
-        held.reference(identity)
-    held.below = identities[middle:end]
+def _touch(held: Holdings) -> None:
+    """What lies below will soon be loaded."""
+    for table in held.manager.tables if held.below else ():
+        if table.tier is not None:
+            table.tier.touch(table.below(held.below))
 
 
-def _last_window(
-    window: Window,
+def longest_prefix(
+    blocks: BlockManager,
     identities: Sequence[BlockIdentity],
     limit: int,
-    has: Callable[[BlockIdentity], bool],
-    has_below: Callable[[BlockIdentity], bool],
-) -> tuple[int, int, int]:
-    """Of the longest prefix whose window is there: the first block to be read, the first one of these that
-    lies below, and the end.
+    has_below: Look,
+    first_block: int = 0,
+) -> tuple[Sequence[BlockIdentity], list[tuple[int, int]]]:
+    """The longest prefix of these blocks of which a row at position `limit`, or one behind as many of them
+    as there are, finds all that it reads; and of each table the first place that it reads, and up to where
+    they are in the pool. They follow `first_block` others, which are there.
     """
-    here, below = (_runs([look(identity) for identity in identities]) for look in (has, has_below))
-    for end in range(len(identities), 0, -1):
-        first = window.first_place(min(end * window.block_size, limit))
-        middle = min(here[first], end)
-        if below[middle] >= end:
-            return first, middle, end
-    return 0, 0, 0
+    all_seen = {
+        table: _runs(table, identities, 0, len(identities), has_below)
+        for table in blocks.tables
+        if table.window is None
+    }
+    most = min([len(identities), *(known for _, known in all_seen.values())])
+    for end in range(most, 0, -1):
+        position, spans = min((first_block + end) * blocks.block_size, limit), []
+        for table in blocks.tables:
+            first = max(table.first_place(position) - first_block, 0)
+            here, known = all_seen.get(table) or _runs(table, identities, first, end, has_below)
+            if known < end:
+                break
+            spans.append((first, min(here, end)))
+        else:
+            return identities[:end], spans
+    return [], [(0, 0)] * len(blocks.tables)
 
 
-def _runs(flags: Sequence[bool]) -> list[int]:
-    """For each place the end of those from there on that are set."""
-    ends = [len(flags)] * (len(flags) + 1)
-    for place in range(len(flags) - 1, -1, -1):
-        ends[place] = ends[place + 1] if flags[place] else place
-    return ends
+def _runs(
+    table: Table, identities: Sequence[BlockIdentity], first: int, end: int, has_below: Look
+) -> tuple[int, int]:
+    """Up to where the blocks from `first` on are in the pool, and those behind these below; `end` at most."""
+    here = first
+    while here < end and table.has(identities[here]):
+        here += 1
+    known = here
+    while known < end and has_below(table, identities[known]):
+        known += 1
+    return here, known
 
 
 def reserve_blocks(
@@ -106,14 +119,12 @@ def reserve_blocks(
 
     None if there is too little.
     """
-    held, covered = find_prefix(blocks, token_ids, root, compute_last=False, from_state=from_state)
-    held.drop_state()
     end = len(token_ids)
-    found = covered + len(held.below) * blocks.block_size
-    if blocks.window is not None and found < (first := blocks.window.first_place(end)) * blocks.block_size:
-        held.free()
-        held.skip(_leading(root, token_ids, blocks.block_size, first))
-        covered = first * blocks.block_size
+    if blocks.has_windows:
+        held, covered = _find_for(blocks, token_ids, root)
+    else:
+        held, covered = find_prefix(blocks, token_ids, root, compute_last=False, from_state=from_state)
+    held.drop_state()
     try:
         held.grow(end, end)
         held.add_state(blocks.pool.state_blocks)
@@ -121,26 +132,40 @@ def reserve_blocks(
         held.free()
         return None
     covered = held.fill(covered, end)
-    held.leave(end)
-    if len(held.identities) < held.num_left:
-        held.identities = _leading(root, token_ids, blocks.block_size, held.num_left)
-    return held, max(covered, held.num_left * blocks.block_size)
+    if not held.is_own_from(covered):  # what was found below is lost meanwhile: look again
+        held.free()
+        return reserve_blocks(blocks, token_ids, root, from_state=from_state)
+    return held, max(covered, min(held.num_left) * blocks.block_size)
 
 
-def _leading(root: BlockIdentity, token_ids: Sequence[int], size: int, count: int) -> list[BlockIdentity]:
-    return list(islice(block_identities(root, token_ids, size), count))
+def _find_for(blocks: BlockManager, token_ids: Sequence[int], root: BlockIdentity) -> tuple[Holdings, int]:
+    """What there is of all that a row behind these tokens reads, and up to where that is all."""
+    held, size = Holdings(blocks, root), blocks.block_size
+    identities = list(block_identities(root, token_ids, size))
+    firsts = [table.first_place(len(token_ids)) for table in blocks.tables]
+    runs = [
+        _runs(table, identities, first, len(identities), Table.has_below)
+        for table, first in zip(blocks.tables, firsts, strict=True)
+    ]
+    end = min(known for _, known in runs)
+    spans = [(first, max(min(here, end), first)) for first, (here, _) in zip(firsts, runs, strict=True)]
+    held.take_up(identities[:end], spans)
+    _touch(held)
+    covered = len(held.identities) * size
+    held.tokens_below = token_ids[covered : held.end_found]
+    return held, covered
 
 
-def hold_blocks(blocks: BlockManager, identities: Sequence[BlockIdentity]) -> Holdings:
+def hold_blocks(blocks: BlockManager, identities: Sequence[BlockIdentity], first_block: int = 0) -> Holdings:
     """The leading ones of these blocks that the pool has; they stay until they are freed. Where states
-    are kept they end at one, which is held too. With a window those that a row behind them reads.
+    are kept they end at one, which is held too. With a window those that a row behind them reads; they
+    follow `first_block` others.
     """
     held = Holdings(blocks, root=b"")
-    if window := blocks.window:
-        end = len(identities) * window.block_size
-        first, _, last = _last_window(window, identities, end, blocks.has, lambda _: False)
-        held.skip(identities[:first])
-        identities = identities[first:last]
+    if blocks.has_windows:
+        limit = (first_block + len(identities)) * blocks.block_size
+        held.take_up(*longest_prefix(blocks, identities, limit, _nothing_below, first_block))
+        return held
     for identity in identities:
         if not held.reference(identity):
             break
@@ -149,15 +174,24 @@ def hold_blocks(blocks: BlockManager, identities: Sequence[BlockIdentity]) -> Ho
     return held
 
 
+def _nothing_below(table: Table, identity: BlockIdentity) -> bool:
+    return False
+
+
 def missing_blocks(
     blocks: BlockManager, token_ids: Sequence[int], root: BlockIdentity
 ) -> Iterable[BlockIdentity]:
-    """Identities of the full blocks from the first that is not in the pool on; with a window, of those that
-    lie below the longest prefix that the tiers know of.
+    """Identities, as the tiers know them, of the full blocks from the first that is not in the pool on; with
+    a window, of those that lie below the longest prefix that the tiers know of.
     """
     identities = block_identities(root, token_ids, blocks.block_size)
-    if blocks.window is None:
-        return itertools.dropwhile(blocks.has, identities)
-    known = list(identities)
-    _, middle, end = _last_window(blocks.window, known, len(token_ids) - 1, blocks.has, blocks.tiers[0].knows)
-    return known[middle:end]
+    if not blocks.has_windows:
+        return itertools.dropwhile(blocks.tables[0].has, identities)
+    known, spans = longest_prefix(blocks, list(identities), len(token_ids) - 1, _is_known_below)
+    missing = (table.below(known[here:]) for table, (_, here) in zip(blocks.tables, spans, strict=True))
+    return itertools.chain.from_iterable(missing)
+
+
+def _is_known_below(table: Table, identity: BlockIdentity) -> bool:
+    """Also on the disk."""
+    return table.tier is not None and table.tier.knows(table_identity(identity, table.number))

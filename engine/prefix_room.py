@@ -11,7 +11,6 @@ from engine.holdings import Holdings
 from engine.lower_states import bring_up
 from engine.prefix_cache import find_prefix, reserve_blocks
 from protocol.ids import BlockIdentity, block_identities
-from protocol.window import Window
 
 
 @dataclass(eq=False)
@@ -19,8 +18,8 @@ class PrefixRoom:
     """Room for a prompt's prefix. What lies before `covered` is there, `wanted` names the blocks after it, if
     any.
 
-    With a sliding window there is room for one: whoever has some of the blocks that are wanted, all of the
-    prompt's, sends those that a row behind them reads.
+    Of tables within a sliding window there is room for one behind `covered`: whoever has some of the blocks
+    that are wanted sends those that a row behind them reads.
 
     It ends with `keep`, or when its `holdings` are freed.
     """
@@ -30,14 +29,21 @@ class PrefixRoom:
     covered: int
     wanted: list[BlockIdentity]
 
-    def keep(self, num_blocks: int, num_drafted: int = 0, num_skipped: int = 0) -> None:
-        """Of those that were wanted the first `num_blocks` behind `num_skipped` have come, where there are
-        states with one behind them, and go to the prefix cache; the others are free again. The places before
-        `num_drafted` hold the draft's KV too.
+    def num_sent(self, num_blocks: int) -> int:
+        """Blocks of all tables that come from somebody who has the first `num_blocks` that are wanted."""
+        manager, first = self.holdings.manager, self.covered // self.holdings.manager.block_size
+        end = first + num_blocks
+        read = (table.first_place(end * manager.block_size) for table in manager.tables)
+        return sum(end - max(place, first) for place in read)
+
+    def keep(self, num_blocks: int, num_drafted: int = 0) -> None:
+        """Of those that were wanted the first `num_blocks` have come, as far as a row behind them reads them,
+        where there are states with one behind them, and go to the prefix cache; the others are free again.
+        The places before `num_drafted` hold the draft's KV too.
         """
         manager = self.holdings.manager
-        num_tokens = self.covered + (num_skipped + num_blocks) * manager.block_size
-        self.holdings.skip(self.wanted[:num_skipped])
+        num_tokens = self.covered + num_blocks * manager.block_size
+        self.holdings.skip(self.covered // manager.block_size, num_tokens)
         if self.holdings.num_drafted >= self.covered:
             self.holdings.mark_drafted(min(num_tokens, num_drafted))
         self.holdings.publish(self.token_ids, num_tokens)
@@ -54,11 +60,12 @@ def find_room(blocks: BlockManager, token_ids: list[int], root: BlockIdentity) -
     """
     size = blocks.block_size
     shared = token_ids[: (len(token_ids) - 1) // size * size]
-    if blocks.window is not None:
-        return _find_window_room(blocks, blocks.window, shared, root)
     if blocks.tiers and blocks.state_unit:
         bring_up(blocks, token_ids, root)
-    reserved = reserve_blocks(blocks, shared, root)
+    if blocks.has_windows:
+        reserved = _reserve_window(blocks, shared, root)
+    else:
+        reserved = reserve_blocks(blocks, shared, root)
     if reserved is None:
         return None
     holdings, covered = reserved
@@ -66,16 +73,17 @@ def find_room(blocks: BlockManager, token_ids: list[int], root: BlockIdentity) -
     return PrefixRoom(shared, holdings, covered, list(wanted))
 
 
-def _find_window_room(
-    blocks: BlockManager, window: Window, shared: list[int], root: BlockIdentity
-) -> PrefixRoom | None:
+def _reserve_window(
+    blocks: BlockManager, shared: list[int], root: BlockIdentity
+) -> tuple[Holdings, int] | None:
     held, covered = find_prefix(blocks, shared, root, compute_last=False)
-    held.free()
-    wanted: list[BlockIdentity] = []
-    if covered < len(shared):
-        wanted = list(block_identities(root, shared, blocks.block_size))
-        try:
-            held.grow(0, min(len(shared), window.span()))
-        except OutOfBlocksError:
-            return None
-    return PrefixRoom(shared, held, 0, wanted)
+    try:
+        held.grow(held.end_found, len(shared), rows=0)
+    except OutOfBlocksError:
+        held.free()
+        return None
+    covered = held.fill(covered, len(shared))
+    if not held.goes_on_from(covered):
+        held.free()
+        return None
+    return held, covered

@@ -67,8 +67,8 @@ def probe(
     state = None
     try:
         with torch.inference_mode():
-            layers, window, recurrent = _probe_structure(model, name, num_layers, seam)
-            group = Group.of_layers(TARGET, layers, dtype, window)
+            layers, sights, recurrent = _probe_structure(model, name, num_layers, seam)
+            group = Group.of_layers(TARGET, layers, dtype, sights)
             if len(group.segments) > _MAX_SEGMENTS:
                 raise UnsupportedModelError(
                     f"{name}: layers with KV of {len(group.segments)} different shapes are not supported, at "
@@ -101,8 +101,8 @@ class _AttentionOff:
         self._name = name
         self.layers: dict[int, LayerShape | int] = {}
         """As `Group.of_layers` takes them."""
-        self.windows: list[int] = []
-        """Of these; 0: none."""
+        self.sights: dict[int, int] = {}
+        """Of these: their sliding windows; 0: none."""
         self._handed: list[tuple[int, Tensor, Tensor]] = []
         """Layers with KV of their own, and that: kept, so that no later one gets its memory."""
         self.num_leaks = self.num_unlike = torch.zeros(())
@@ -122,7 +122,7 @@ class _AttentionOff:
             raise UnsupportedModelError(
                 f"{self._name}: layer {layer} runs attention more than once in a forward"
             )
-        self.windows.append(sliding_window or 0)
+        self.sights[layer] = sliding_window or 0
         shares = [other for other, *kv in self._handed if other < layer and _are_same(kv, (key, value))]
         self.layers[layer] = shares[0] if shares else LayerShape(key.shape[1], key.shape[2], value.shape[2])
         if not shares:
@@ -176,8 +176,8 @@ def _are_same(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
 
 def _probe_structure(
     model: PreTrainedModel, name: str, num_layers: int, seam: Seam | None
-) -> tuple[list[LayerShape | int | None], int, list[RecurrentLayer]]:
-    """Each layer's KV, as `Group.of_layers` takes it, the window of all of them, and the recurrent layers.
+) -> tuple[list[LayerShape | int | None], list[int], list[RecurrentLayer]]:
+    """Each layer's KV and what it sees, as `Group.of_layers` takes them, and the recurrent layers.
     Tokens may meet in our functions alone.
     """
     attention, operators = _AttentionOff(name), _OperatorsOff(name)
@@ -205,8 +205,8 @@ def _probe_structure(
         raise UnsupportedModelError(f"{name}: recurrent state without any attention is not supported")
     if seam is not None and len(operators.layers) != len(seam.layers):
         raise UnsupportedModelError(f"{name}: recurrent layers that do not run are not supported")
-    window = max(attention.windows) if all(attention.windows) else 0
-    return [attention.layers.get(layer) for layer in range(num_layers)], window, operators.layers
+    layers = [attention.layers.get(layer) for layer in range(num_layers)]
+    return layers, [attention.sights.get(layer, 0) for layer in range(num_layers)], operators.layers
 
 
 def _same_logits(

@@ -23,9 +23,15 @@ class Reservation:
     since: float
 
     @property
+    def first_tokens(self) -> list[int]:
+        """Of each table, the first that has yet to come."""
+        size = self.holdings.manager.block_size
+        return [max(self.covered, num_left * size) for num_left in self.holdings.num_left]
+
+    @property
     def num_cached(self) -> int:
-        """Those of them that were found. Behind a sliding window nobody looked."""
-        found = self.covered > self.holdings.num_left * self.holdings.manager.block_size
+        """Those of them that were found. Behind a sliding window of all layers nobody looked."""
+        found = self.covered > min(self.holdings.num_left) * self.holdings.manager.block_size
         return self.covered if found else 0
 
 

@@ -11,7 +11,7 @@ import numpy as np
 @dataclass(slots=True, eq=False)
 class SequenceRows:
     """Tokens of one sequence to run: the KV of `token_ids[i]` goes to place `start + i` of its blocks, of
-    which it has a list in each arena of the pool.
+    which it has a list in each block table.
 
     With `masks` they are rows of a tree, which begins at place `tree_start`, by default `start`: see
     `AttentionMetadata.visible`. Keys before `first_key` are not looked at.
@@ -34,8 +34,8 @@ class SequenceRows:
 @dataclass(slots=True, eq=False)
 class RowArrays:
     """Rows of chains. `token_ids` int64 [rows], one sequence after the other; `spans` int64 [2, sequences],
-    their first places and those after the last; `blocks` int32 [sequences, most blocks], those of one arena;
-    `first_keys` int32 [sequences], None for zeros.
+    their first places and those after the last; `blocks` int32 [sequences, most blocks], those of one arena,
+    or of several tables [tables, sequences, most blocks]; `first_keys` int32 [sequences], None for zeros.
     """
 
     token_ids: np.ndarray
@@ -44,16 +44,23 @@ class RowArrays:
     first_keys: np.ndarray | None
 
     @classmethod
-    def of(cls, batch: Sequence[SequenceRows], arena: int) -> RowArrays:
+    def of(cls, batch: Sequence[SequenceRows], arena: int, num_tables: int = 1) -> RowArrays:
         starts = [rows.start for rows in batch]
         ends = [rows.start + len(rows.token_ids) for rows in batch]
         first_keys = [rows.first_key for rows in batch]
         return cls(
             token_ids=np.array([token for rows in batch for token in rows.token_ids], np.int64),
             spans=np.array([starts, ends], np.int64),
-            blocks=block_table([rows.tables[arena] for rows in batch]),
+            blocks=block_table([rows.tables[arena] for rows in batch])
+            if num_tables == 1
+            else _block_tables(batch, num_tables),
             first_keys=np.array(first_keys, np.int32) if any(first_keys) else None,
         )
+
+
+def _block_tables(batch: Sequence[SequenceRows], num_tables: int) -> np.ndarray:
+    tables = [rows.tables[table] for table in range(num_tables) for rows in batch]
+    return block_table(tables).reshape(num_tables, len(batch), -1)
 
 
 def block_table(tables: Sequence[list[int]]) -> np.ndarray:

@@ -318,16 +318,16 @@ class Scheduler:
         if self._seating is not None and self.blocks.tiers:
             bring_up(self.blocks, shared, root)
         held, covered = find_prefix(self.blocks, shared, root)
-        room = held.room_to_begin(covered, num_tokens)
+        begin, rows = min(held.end_found, num_tokens - 1), self.blocks.most_rows
         # A spare block for each running sequence keeps a newcomer from being preempted at once.
         state_blocks = self._seating.blocks_for(sequence) if self._seating is not None else 0
-        if not held.fits(covered, room, len(self.running), state_blocks):
+        if not held.fits(begin, num_tokens, rows, spare=len(self.running), state_blocks=state_blocks):
             held.free()
             self._blocked = (sequence.order, self.blocks.available)
             return 0
-        held.grow(covered, room)
+        held.grow(begin, num_tokens, rows)
         covered = held.fill(covered, num_tokens - 1)
-        if not held.reads_back_from(covered):  # what was found below is lost meanwhile: look again
+        if not held.goes_on_from(covered):  # what was found below is lost meanwhile: look again
             held.free()
             return 0
         sequence.holdings, sequence.num_computed = held, covered

@@ -10,6 +10,7 @@ from dataclasses import replace
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.interface import AttentionBackend
 from engine.attention.select import select_backend
+from engine.attention.tables import backend_over
 from engine.decoder.description import Description, unfit
 from engine.decoder.forward import DecoderForward, library
 from engine.forward import Forward
@@ -44,7 +45,7 @@ def runner_of_one_process(
     config: ServeConfig, loaded: LoadedModel, pool: KVPool, hidden_layers: tuple[int, ...]
 ) -> Runner:
     backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
-    attention = backend(pool.layers(TARGET), loaded.kv_group.arena, loaded.kv_group.rows)
+    attention = backend_over(backend, pool.layers(TARGET), pool.groups[TARGET])
     runner = _cuda_runner(config, loaded, attention, hidden_layers)
     return runner or build_runner(loaded, attention, config.compile, hidden_layers, pool.seats)
 

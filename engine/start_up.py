@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 
 from engine.attention.select import select_backend
 from engine.block_manager import BlockManager
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
+from engine.pool_layout import TARGET
 from engine.runner import Runner
 from engine.tiers.host import HostTier
 from protocol.config import ServeConfig
-from protocol.window import Window
 
 
 def describe_start(
@@ -34,7 +36,7 @@ def describe_start(
         "attention": f"{backend.name} ({why})",
         "forward": runner.choice,
         "products": runner.products,
-        "kv_pool": f"{size}, KV in {loaded.kv_group.rows}{_expansion(loaded)}{_kept(blocks.window)}",
+        "kv_pool": f"{size}, KV in {loaded.kv_group.rows}{_expansion(loaded)}{_kept(loaded, pool)}",
         "states": _states(config, pool),
         "kv_tiers": tiers.describe() if tiers is not None else "none",
         "threads": str(torch.get_num_threads()),
@@ -53,8 +55,17 @@ def _expansion(loaded: LoadedModel) -> str:
     return f", expanded: {kept} values a token and layer instead of {latent}"
 
 
-def _kept(window: Window | None) -> str:
-    return f"; a sequence keeps its last {window.size} tokens" if window is not None else ""
+def _kept(loaded: LoadedModel, pool: KVPool) -> str:
+    group = pool.groups[TARGET]
+    if len(group.windows) == 1:
+        if group.windows[0]:
+            return f"; a sequence keeps its last {group.windows[0]} tokens"
+        why = loaded.kv_group.fault(loaded.max_model_len)
+        return f"; all layers keep all of a sequence, though some do not see it: {why}" if why else ""
+    windows = Counter(group.windows[place.table] for place in group.layers)
+    parts = [f"{count} keep {f'the last {size}' if size else 'all'}" for size, count in windows.items()]
+    tables = f"{group.num_tables} tables of {group.segments[0].num_layers} layers"
+    return f"; of a sequence's tokens in these layers {' and '.join(parts)}, in {tables}"
 
 
 def _states(config: ServeConfig, pool: KVPool) -> str:

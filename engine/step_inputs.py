@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from engine.attention.interface import AttentionMetadata
+from engine.attention.interface import AttentionBackend, AttentionMetadata
 from engine.rows import RowArrays, SequenceRows
 from engine.upload import Upload
 
@@ -57,12 +57,12 @@ def step_inputs(
     batch: Sequence[SequenceRows],
     logit_rows: Sequence[int],
     upload: Upload,
-    arena: int,
-    block_size: int,
+    backend: AttentionBackend,
     least: StepShape,
 ) -> StepInputs:
-    """On the device of `upload`, whose next call ends them."""
-    rows = RowArrays.of(batch, arena)
+    """For the backend, on the device of `upload`, whose next call ends them."""
+    block_size = backend.block_size
+    rows = RowArrays.of(batch, backend.arena, backend.num_tables)
     counts = rows.spans[1] - rows.spans[0]
     owners = np.repeat(np.arange(len(batch)), counts)
     padded, sequences = max(len(owners), least.rows), max(len(batch), least.sequences)
@@ -72,17 +72,18 @@ def step_inputs(
     token_ids, positions = np.zeros((2, padded), np.int64)
     token_ids[: len(owners)] = rows.token_ids
     positions[: len(owners)] = places
-    slots = np.full(padded, -1, np.int64)
-    slots[: len(owners)] = rows.blocks[owners, places // block_size].astype(np.int64) * block_size
-    slots[: len(owners)] += places % block_size
+    several = rows.blocks.shape[:-2]
+    slots = np.full((*several, padded), -1, np.int64)
+    slots[..., : len(owners)] = rows.blocks[..., owners, places // block_size].astype(np.int64) * block_size
+    slots[..., : len(owners)] += places % block_size
     wanted = np.zeros(max(len(logit_rows), least.logits), np.int64)
     wanted[: len(logit_rows)] = logit_rows
     longest = int(rows.spans[1].max(initial=0))
-    width = least.blocks or rows.blocks.shape[1]
+    width = least.blocks or rows.blocks.shape[-1]
     arrays = {
         "query_start": query_start,
         "context_len": _padded(rows.spans[1].astype(np.int32), sequences),
-        "block_table": _padded(rows.blocks[:, :width], sequences, width),
+        "block_table": _padded(rows.blocks[..., :width], *several, sequences, width),
         "slot_mapping": slots,
     }
     if least.trees or not are_chains(batch):

@@ -71,10 +71,14 @@ class StepTimes:
     """`observe` belongs to the engine's thread; `costs` is for any."""
 
     def __init__(
-        self, chunk_tokens: int, kv_bytes: int, itl_budget_s: float = 0.0, kv_window: int = 0
+        self,
+        chunk_tokens: int,
+        kv_bytes: int,
+        itl_budget_s: float = 0.0,
+        kv_windows: tuple[int, ...] = (0,),
     ) -> None:
         self._constants = StepCosts(
-            chunk_tokens=chunk_tokens, kv_bytes=kv_bytes, kv_window=kv_window, itl_budget_s=itl_budget_s
+            chunk_tokens=chunk_tokens, kv_bytes=kv_bytes, kv_windows=kv_windows, itl_budget_s=itl_budget_s
         )
         self.latest = self._constants
         """What `costs` last answered; costs nothing to read."""

@@ -19,7 +19,7 @@ class TransferError(TandemError):
 @dataclass(frozen=True, eq=False)
 class RegisteredPool:
     """A KV pool as the wires see it: `num_blocks` blocks of `block_bytes` bytes each, one after the other.
-    They are the pool's only arena.
+    To a sequence with several block tables each of these is an arena of its own over the same blocks.
 
     `buffer` holds them, or `device` where they lie in a GPU's memory: uint8 [num_blocks, block_bytes], which
     what is launched in `queue` reads and writes.
@@ -36,6 +36,7 @@ class RegisteredPool:
     memory_fd: int | None = None
     device: Tensor | None = None
     queue: Queue = HOST
+    num_tables: int = 1
 
     def __post_init__(self) -> None:
         if self.block_bytes < 1 or self.num_blocks < 1:
@@ -60,7 +61,7 @@ class RegisteredPool:
     @property
     def arenas(self) -> tuple[int, ...]:
         """How many blocks each arena has."""
-        return (self.num_blocks,)
+        return (self.num_blocks,) * self.num_tables
 
     @property
     def block_size(self) -> int:

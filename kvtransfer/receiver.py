@@ -100,11 +100,11 @@ class Receiver:
         lease_id: str,
         extents: Sequence[Extent],
         *,
-        first_token: int = 0,
+        first_token: int | Sequence[int] = 0,
         num_tokens: int | None = None,
     ) -> None:
-        """Let a prompt's blocks be written under this lease, those before `first_token`'s excepted, once all
-        is done that the calling thread has launched on the pool's device.
+        """Let a prompt's blocks be written under this lease, those before `first_token`'s excepted, or that
+        of their extent, once all is done that the calling thread has launched on the pool's device.
 
         `num_tokens` is the prompt's length, by default what the blocks hold. Raises ValueError for bad blocks
         or a known lease.

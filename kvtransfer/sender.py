@@ -119,12 +119,13 @@ class Sender:
         peer: PeerAddress,
         lease_id: str,
         extents: Sequence[Extent],
-        first_position: int,
+        first_position: int | Sequence[int],
         num_tokens: int,
         *,
         final: bool,
     ) -> None:
-        """Queue blocks of a prompt under the peer's lease, which follow each other from `first_position`.
+        """Queue blocks of a prompt under the peer's lease, which follow each other from `first_position`, or
+        that of their extent.
 
         `num_tokens` of the prompt are there, or will be once all is done that the calling thread has launched
         on the pool's device. `final` ends the lease; with it there may be no blocks. The
@@ -132,7 +133,12 @@ class Sender:
         Failed event, after which the lease is forgotten; until it is polled, further pushes under the lease
         are ignored. Raises ValueError for blocks out of range.
         """
-        pieces = [(extent.arena, self._cut(extent, first_position)) for extent in extents if extent.blocks]
+        positions = [first_position] * len(extents) if isinstance(first_position, int) else first_position
+        pieces = [
+            (extent.arena, self._cut(extent, position))
+            for extent, position in zip(extents, positions, strict=True)
+            if extent.blocks
+        ]
         if final and not pieces:
             pieces = [(0, [NO_BLOCKS])]
         after = self._pool.queue.mark()

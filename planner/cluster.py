@@ -230,12 +230,13 @@ def _registration(name: str, incarnation: str, role: str, peers: Sequence[str], 
         )
         for peer in peers
     ]
+    num_blocks = profile.kv_tokens // profile.block_size * len(profile.costs.kv_windows)
     state = WorkerState(
         worker_id=name,
         incarnation=incarnation,
         role=role,
-        total_blocks=profile.kv_tokens // profile.block_size,
-        free_blocks=profile.kv_tokens // profile.block_size,
+        total_blocks=num_blocks,
+        free_blocks=num_blocks,
         pairs=links,
         costs=profile.costs,
     )

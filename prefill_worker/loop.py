@@ -9,6 +9,7 @@ one fails, the router names another and the same blocks go there, or none and th
 from __future__ import annotations
 
 import logging
+import operator
 import time
 
 from engine.engine import Engine
@@ -176,15 +177,16 @@ class PrefillLoop(WorkerLoop):
                 self._fail_handover(request, "transfer", "the lease was lost")
             return
         wanted = -(-self.engine.num_places(request.num_tokens) // grant.block_size)
-        needed = [(arena, wanted) for arena in range(len(self.engine.pool.arenas))]
+        needed = [(table, wanted) for table in range(self.engine.pool.num_tables)]
         granted = [(extent.arena, len(extent.blocks)) for extent in grant.extents]
         if granted != needed or grant.covered > request.num_tokens:
-            reason = f"(arena, blocks) {granted}, {grant.covered} tokens covered, where {needed} are needed"
+            reason = f"(table, blocks) {granted}, {grant.covered} tokens covered, where {needed} are needed"
             self._fail_handover(request, "transfer", f"the reservation has {reason}")
             return
         now = time.monotonic()
         request.enter(PrefillStage.PUSHING)
         request.grant = grant
+        request.places = self.engine.firsts(request.num_tokens, grant.covered)
         request.reserve_s = now - request.reserving_since
         self.requests.grant_lease(request, grant.lease_id)
         self._pushing[request.request_id] = request
@@ -216,12 +218,15 @@ class PrefillLoop(WorkerLoop):
     def _push(self, request: PrefillRequest) -> None:
         """Queue the blocks that were computed since the last time; after the last ones, the manifest."""
         final = request.first_token is not None
-        first = request.first_pushed(self.config.block_size) + request.num_pushed
-        extents = self.engine.computed(request.request_id, first)
-        num_blocks = len(extents[0].blocks)
+        extents = self.engine.computed(request.request_id, request.places)
+        num_blocks = sum(len(extent.blocks) for extent in extents)
         if num_blocks:
             num_places = self.engine.num_places(request.num_tokens)
-            self.sender.push(request.decode, request.held_lease, extents, first, num_places, final=final)
+            self.sender.push(
+                request.decode, request.held_lease, extents, request.places, num_places, final=final
+            )
+            lengths = [len(extent.blocks) for extent in extents]
+            request.places = list(map(operator.add, request.places, lengths))
             request.num_pushed += num_blocks
             self.counters.add("kv_blocks_pushed_total", num_blocks)
             self._extend_deadline(request, time.monotonic())

@@ -87,6 +87,8 @@ class PrefillRequest(StagedRequest[PrefillStage]):
     renew_at: float = 0.0
     grant: Reserved | None = None
     num_pushed: int = 0
+    places: list[int] = field(default_factory=list)
+    """Of each block table of ours, the next block to be pushed."""
     delivered: bool = False
     """The wire has acknowledged all blocks."""
     left_leases: set[str] = field(default_factory=set)
@@ -112,10 +114,6 @@ class PrefillRequest(StagedRequest[PrefillStage]):
     def waits_for_engine(self) -> bool:
         """The decode worker has done its part so far; the next chunk of the prompt is missing."""
         return self.stage is PrefillStage.PUSHING and self.first_token is None
-
-    def first_pushed(self, block_size: int) -> int:
-        """Which of our blocks, of `block_size` tokens, is the first that the decode worker lacks some of."""
-        return self.granted.covered // block_size
 
     def leave_peer(self, deadline: float) -> None:
         """Forget what `peer` granted and got. The router is to name another before the deadline."""

@@ -23,9 +23,9 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `chunk_s` once where there is a part of a prompt, `token_s` for each of its tokens, `attention_s` for each
     pair of one of these and a token before it. A step computes at most `chunk_tokens` of prompts, and brings
     `tokens_per_row` tokens on average to a sequence that decodes. `error` is the mean relative error of
-    predictions of the latest steps. A token's KV takes `kv_bytes`, and a sequence keeps that of its last
-    `kv_window` tokens; 0: of all. `itl_budget_s` bounds the chunks of prompts beside sequences that decode;
-    0: nothing does.
+    predictions of the latest steps. A token's KV takes `kv_bytes`, equal parts of them in blocks of as many
+    tables as there are `kv_windows`: of each a sequence keeps those of its last so many tokens; 0: of all.
+    `itl_budget_s` bounds the chunks of prompts beside sequences that decode; 0: nothing does.
 
     All these are for the worker's own cores. On c times as many, lent by idle workers, decoding takes
     c ** -`decode_scaling` as long, and prompts c ** -`prefill_scaling`; 0: it borrows none.
@@ -43,14 +43,19 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokens_per_row: Annotated[float, Meta(ge=1)] = 1.0
     error: Coefficient = 0.0
     kv_bytes: Count = 0
-    kv_window: Count = 0
+    kv_windows: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=16)] = (0,)
     itl_budget_s: Coefficient = 0.0
     decode_scaling: Coefficient = 0.0
     prefill_scaling: Coefficient = 0.0
 
     def kept_tokens(self, num_tokens: float, sequences: float = 1) -> float:
-        """Of so many, in all of these sequences, those whose KV they have."""
-        return min(num_tokens, self.kv_window * sequences) if self.kv_window else num_tokens
+        """Of so many, in all of these sequences, those whose KV they have; some may have a part of theirs."""
+        kept = [min(num_tokens, window * sequences) if window else num_tokens for window in self.kv_windows]
+        return sum(kept) / len(kept)
+
+    def room_tokens(self, num_blocks: int, block_size: int) -> int:
+        """Whose KV such a pool holds."""
+        return num_blocks * block_size // len(self.kv_windows)
 
     @property
     def borrows(self) -> bool:

@@ -29,7 +29,7 @@ BlockIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of one arena of a worker's pool, in order."""
+    """Blocks of one table of a sequence, in order. To others each table is an arena of its own."""
 
     arena: ArenaIndex
     blocks: BlockIds
@@ -92,7 +92,7 @@ class HandoffManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     `num_tokens` counts the tokens whose KV is described; `first_token` is the one sampled from them, at
     absolute position `first_token_position` (equal to `num_tokens`). The decode worker computes again what
-    lies between `state_position` and the first token. `segments` and `pushed_blocks` (of each arena) are the
+    lies between `state_position` and the first token. `segments` and `pushed_blocks` (of all tables) are the
     prefill worker's, `extents` the decode worker's, for which the prefill worker waited `reserve_s`.
     """
 

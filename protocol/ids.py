@@ -68,6 +68,11 @@ def state_identities(block: BlockIdentity, count: int) -> list[BlockIdentity]:
     return [child_identity(b"state" + block, [index]) for index in range(count)]
 
 
+def table_identity(block: BlockIdentity, table: int) -> BlockIdentity:
+    """Of what lies in blocks of this table of the same tokens, apart from that of the first one."""
+    return child_identity(b"table" + block, [table]) if table else block
+
+
 def token_ids_digest(token_ids: Sequence[int]) -> bytes:
     """128-bit digest of a token list, to compare two processes' view of it."""
     return child_identity(b"", token_ids)

@@ -96,14 +96,14 @@ class HandoffAck(msgspec.Struct, frozen=True, kw_only=True, tag="handoff_ack"):
 
 
 class Lent(msgspec.Struct, frozen=True, kw_only=True, tag="lent"):
-    """The blocks of a `Fetch` are on their way, but for the first `num_skipped`, which lie behind a window.
-    The leading `num_drafted` of them hold the draft's KV too.
+    """The first `num_found` blocks of a `Fetch` are on their way, but for those that lie behind a window. The
+    leading `num_drafted` of them hold the draft's KV too.
     """
 
     request_id: Id
     lease_id: Id
     num_drafted: Count
-    num_skipped: Count = 0
+    num_found: Count
 
 
 class FetchRefused(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_refused"):

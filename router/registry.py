@@ -86,12 +86,12 @@ class Worker:
         )
         self._rows_of_others = self._context_of_others = 0.0
         if self._shared:
-            kv_tokens = state.kv_usage * state.total_blocks * self._block_size
+            kv_tokens = state.kv_usage * state.costs.room_tokens(state.total_blocks, self._block_size)
             self._rows_of_others = max(state.num_running - self.outstanding_rows, 0)
             self._context_of_others = max(kv_tokens - self.outstanding_context, 0.0)
         load = self.load
         load.costs, load.kv_usage = state.costs, state.kv_usage
-        load.kv_tokens = state.total_blocks * self._block_size
+        load.kv_tokens = state.costs.room_tokens(state.total_blocks, self._block_size)
         used = [pair for pair in state.pairs if pair.in_use]
         load.links = {pair.peer: LinkSpeed(pair.latency_s, pair.bytes_per_s) for pair in used}
         self.count()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.arena import OutOfBlocksError
 from engine.attention.select import select_backend
+from engine.attention.tables import backend_over
 from engine.decoder.forward import DecoderForward
 from engine.draft import Outcome, Verdict
 from engine.kv_pool import KVPool
@@ -59,7 +60,7 @@ class RunAhead:
 
     def attach(self, loaded: LoadedModel, pool: KVPool, sampler: Sampler) -> None:
         backend_class, _ = select_backend(loaded.device, loaded.dtype, self._config.attention_backend)
-        backend = backend_class(pool.layers(TARGET), pool.groups[TARGET].arena, pool.groups[TARGET].rows)
+        backend = backend_over(backend_class, pool.layers(TARGET), pool.groups[TARGET])
         runner = build_runner(loaded, backend, self._config.compile)
         if isinstance(runner, DecoderForward):
             self._chain = NativeChain(runner, loaded.vocab_size, "coupled")

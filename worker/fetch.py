@@ -76,11 +76,7 @@ class PrefixFetch(StagedRequest[FetchStage]):
     lent: Lent | None = None
     """What the holder told."""
     num_received: int | None = None
-    """Blocks of tokens, once all have come."""
-
-    @property
-    def num_skipped(self) -> int:
-        return self.lent.num_skipped if self.lent is not None else 0
+    """Blocks of tokens, in all tables, once all have come."""
 
 
 class PrefixFetcher:
@@ -99,8 +95,8 @@ class PrefixFetcher:
         self._receiver = receiver
         self._block_size = engine.blocks.block_size
         has_draft_kv = any(segment.name == DRAFT for segment in engine.pool.segments)
-        self._may_skip = engine.blocks.window is not None
-        self._needs_lent = has_draft_kv or self._may_skip
+        self._has_windows = engine.blocks.has_windows
+        self._needs_lent = has_draft_kv or self._has_windows
         """Before blocks are of use."""
         self._peers = peers
         self._counters = counters
@@ -165,20 +161,26 @@ class PrefixFetcher:
         self._end_if_complete(fetch)
 
     def _end_if_complete(self, fetch: PrefixFetch) -> None:
-        received = fetch.num_received
+        received = found = fetch.num_received
         if received is None or (fetch.lent is None and self._needs_lent):
             return
+        if fetch.lent is not None and self._has_windows:
+            found = fetch.lent.num_found
+            if received != fetch.room.num_sent(found):
+                self._give_up(fetch, f"num_found: {received} blocks came for {found}")
+                return
+        assert found is not None
         self._counters.add("prefix_blocks_fetched_total", received)
         self._counters.add("prefix_fetch_seconds_total", time.monotonic() - fetch.started)
-        self._end(fetch, received)
-        fetch.on_end(fetch.request, fetch.num_skipped + received == len(fetch.room.wanted))
+        self._end(fetch, found)
+        fetch.on_end(fetch.request, found == len(fetch.room.wanted))
 
     def on_lent(self, message: Lent) -> None:
         fetch = self.fetches.get(message.request_id)
         if fetch is None or fetch.lease_id != message.lease_id:
             return
-        if message.num_skipped > (len(fetch.room.wanted) if self._may_skip else 0):
-            self._give_up(fetch, f"num_skipped: {message.num_skipped} of {len(fetch.room.wanted)} blocks")
+        if message.num_found > len(fetch.room.wanted):
+            self._give_up(fetch, f"num_found: {message.num_found} of {len(fetch.room.wanted)} blocks")
             return
         fetch.lent = message
         self._end_if_complete(fetch)
@@ -214,13 +216,13 @@ class PrefixFetcher:
         self._end(fetch, 0)
         fetch.on_end(fetch.request, False)
 
-    def _end(self, fetch: PrefixFetch, num_received: int) -> None:
+    def _end(self, fetch: PrefixFetch, num_found: int) -> None:
         """Close the lease; blocks that came go to the prefix cache, unless somebody still writes to them."""
         self.fetches.release_id(fetch)
         if self._receiver.close_lease(fetch.held_lease):
             num_drafted = fetch.lent.num_drafted if fetch.lent is not None else 0
             first = fetch.room.covered
-            fetch.room.keep(num_received, first + num_drafted * self._block_size, fetch.num_skipped)
+            fetch.room.keep(num_found, first + num_drafted * self._block_size)
             self._finish(fetch)
         else:
             fetch.enter(FetchStage.ABANDONED)
@@ -253,19 +255,20 @@ class PrefixHolder:
             return fetch_refused(message, str(error))
         if self._sender.wire_dtype(message.receiver) != "auto":
             return fetch_refused(message, "the wire between us quantizes")
-        lent = hold_blocks(self._engine.blocks, message.identities)
+        first, size = message.first_block, self._engine.blocks.block_size
+        lent = hold_blocks(self._engine.blocks, message.identities, first)
         self._lent[message.lease_id] = lent
-        first, size, skipped = message.first_block, self._engine.blocks.block_size, lent.num_left
-        num_blocks = len(lent.identities) - skipped
-        self._counters.add("prefix_blocks_lent_total", num_blocks)
-        num_tokens = (first + num_blocks + len(lent.state)) * size
-        extents = lent.extents(skipped)
+        num_found = len(lent.identities)
+        extents = lent.extents(lent.num_left)
+        num_lent = sum(len(extent.blocks) for extent in extents) - len(lent.state)
+        self._counters.add("prefix_blocks_lent_total", num_lent)
+        num_tokens = (first + num_found + len(lent.state)) * size
         self._sender.push(message.receiver, message.lease_id, extents, first, num_tokens, final=True)
         return Lent(
             request_id=message.request_id,
             lease_id=message.lease_id,
             num_drafted=lent.num_drafted // size,
-            num_skipped=skipped,
+            num_found=num_found,
         )
 
     def on_event(self, event: SendEvent) -> bool:

@@ -99,6 +99,7 @@ def build_engine(
         block_bytes=blocks.shape[1],
         num_blocks=engine.pool.num_blocks,
         segments=tuple(engine.pool.segments),
+        num_tables=engine.pool.num_tables,
         memory_fd=memory[0].fd if memory else None,
         device=blocks if not memory else None,
         queue=queue_of(blocks.device),

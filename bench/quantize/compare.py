@@ -68,7 +68,7 @@ def compare(
         qualities = quality.measure(predicting, cells[0].name, quality.held_out(texts))
     rows = []
     for cell, (engine, weight_bytes) in made.items():
-        token_bytes = int(engine.pool.arenas[0].shape[1]) // engine.blocks.block_size
+        token_bytes = engine.pool.token_bytes
         memory = weight_bytes + token_bytes * load.tokens
         found = qualities.get(cell.name)
         rows.append(Row(cell, weight_bytes, token_bytes, memory, speeds[cell.name], found))

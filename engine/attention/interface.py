@@ -69,6 +69,8 @@ class AttentionBackend(Protocol):
     block_size: int
     arena: int
     """Whose blocks the metadata name."""
+    num_tables: int
+    """Of these blocks: with more than one, the metadata have one dimension more (`TablesBackend`)."""
 
     def __init__(self, layers: Sequence[LayerKv], arena: int = 0, rows: KvRows | None = None) -> None: ...
 

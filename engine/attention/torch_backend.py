@@ -37,7 +37,7 @@ class TorchBackend:
     name = "torch"
 
     def __init__(self, layers: Sequence[LayerKv], arena: int = 0, rows: KvRows | None = None) -> None:
-        self.arena = arena
+        self.arena, self.num_tables = arena, 1
         keys = layers[0].keys
         self._stored = rows or KvRows(keys.dtype)
         self._layers = list(layers)

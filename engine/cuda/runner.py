@@ -129,8 +129,7 @@ class CudaRunner:
         self, batch: Sequence[SequenceRows], logit_rows: Sequence[int], shape: StepShape | None
     ) -> StepInputs:
         upload = self._upload if shape is None else self._upload_bucket
-        backend = self._backend
-        return step_inputs(batch, logit_rows, upload, backend.arena, backend.block_size, shape or StepShape())
+        return step_inputs(batch, logit_rows, upload, self._backend, shape or StepShape())
 
     def _forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
         self._backend.begin_step(inputs.attention)

@@ -103,9 +103,8 @@ class NativeDecoder:
         if chains is not None:
             count, token_ids, positions = len(chains.token_ids), chains.token_ids.ctypes.data, None
         else:
-            backend = self._backend
-            inputs = step_inputs(batch, [], self._upload, self.arena, backend.block_size, StepShape())
-            backend.begin_step(inputs.attention)
+            inputs = step_inputs(batch, [], self._upload, self._backend, StepShape())
+            self._backend.begin_step(inputs.attention)
             count = len(inputs.token_ids)
             token_ids, positions = inputs.token_ids.data_ptr(), inputs.positions.data_ptr()
         before = None if before is None else before.contiguous()

@@ -16,7 +16,7 @@ from engine.parallel.runner import ShareRunner
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.select_forward import load_packed
 from protocol.config import ServeConfig
-from protocol.handoff import SegmentInfo
+from protocol.handoff import WINDOWED, SegmentInfo
 
 
 def follow(config: ServeConfig, ranks: Ranks, link: socket.socket) -> None:
@@ -53,7 +53,8 @@ def _map_pool(link: socket.socket) -> mmap.mmap | None:
 
 
 def _layout(loaded: LoadedModel, segments: list[SegmentInfo], block_size: int) -> PoolLayout:
-    groups = [loaded.kv_group]
+    is_windowed = any(info.kind == WINDOWED for info in segments)
+    groups = [loaded.kv_group.in_tables(loaded.max_model_len) if is_windowed else loaded.kv_group]
     for info in segments:
         if not info.name.startswith(TARGET):
             layers, planes, _, heads, size = info.shape

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from engine.attention.interface import AttentionBackend, LayerKv
+from engine.attention.interface import LayerKv
 from engine.attention.select import select_backend
+from engine.attention.tables import backend_over
 from engine.errors import UnsupportedModelError
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
@@ -48,7 +49,7 @@ class ShareRunner:
             for layer, own in zip(pool.layers(TARGET), heads, strict=True)
         ]
         backend_class, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
-        backend: AttentionBackend = backend_class(layers, loaded.kv_group.arena, loaded.kv_group.rows)
+        backend = backend_over(backend_class, layers, pool.groups[TARGET])
         if loaded.description is not None:
             share = replace(loaded, description=DescriptionShare(loaded.description, heads[0], ranks))
         else:

@@ -28,23 +28,21 @@ class _Attempts:
 class Lease:
     """Blocks of one prompt, in order, in one or more arenas, and which of them have arrived.
 
-    Only tokens in [`first_token`, `num_tokens`) are written: those before are cached, and maybe shared. A
-    *position* is the index of one of the sender's blocks within the prompt.
+    Only tokens in the `spans` of their arenas are written: those before are cached, and maybe shared, or not
+    needed. A *position* is the index of one of the sender's blocks within the prompt.
     """
 
     def __init__(
         self,
         lease_id: str,
         blocks: Mapping[int, BlockIndices],
-        first_token: int,
-        num_tokens: int,
+        spans: Mapping[int, tuple[int, int]],
         gate: WriteGate,
         after: Mark = PAST,
     ) -> None:
         self.lease_id = lease_id
         self.blocks = blocks
-        self.first_token = first_token
-        self.num_tokens = num_tokens
+        self.spans = spans
         self.gate = gate
         self.after = after
         """Only then nothing that the engine launched uses the blocks any more."""
@@ -53,7 +51,7 @@ class Lease:
         self.arrivals = ArrivalRecord()
         self._source_block_size = 0
         self._received: dict[int, npt.NDArray[np.bool_]] = {}
-        self._first_position = 0
+        self._first_positions: dict[int, int] = {}
         self._parts: set[int] = set()
         self._attempts_lock = threading.Lock()
         self._attempts: defaultdict[int, _Attempts] = defaultdict(_Attempts)
@@ -72,7 +70,7 @@ class Lease:
             return OTHER_SENDER
         if arena not in self._received:
             return UNKNOWN_ARENA
-        inside = positions - self._first_position
+        inside = positions - self._first_positions[arena]
         if len(inside) and (inside.min() < 0 or inside.max() >= len(self._received[arena])):
             return OUTSIDE
         return ""
@@ -99,17 +97,17 @@ class Lease:
         return (gate, "") if is_alone else (None, STILL_WRITTEN)
 
     def record(self, piece: Piece, positions: BlockIndices) -> int:
-        """Note that a piece is in place; returns how many of the sender's blocks are, in every arena."""
-        self._received[piece.arena][positions - self._first_position] = True
+        """Note that a piece is in place; returns how many of the sender's blocks are, in all arenas."""
+        self._received[piece.arena][positions - self._first_positions[piece.arena]] = True
         self._parts.update(piece.part_indices)
         if piece.final:
             self._num_parts = piece.part_indices.stop
-        return min(int(received.sum()) for received in self._received.values())
+        return sum(int(received.sum()) for received in self._received.values())
 
     def _begin(self, sender: str, source_block_size: int) -> None:
         self.sender = sender
         self._source_block_size = source_block_size
-        self._first_position = self.first_token // source_block_size
-        end = -(-self.num_tokens // source_block_size)
-        count = max(0, end - self._first_position)
-        self._received = {arena: np.zeros(count, dtype=bool) for arena in self.blocks}
+        for arena, (first_token, end_token) in self.spans.items():
+            first = self._first_positions[arena] = first_token // source_block_size
+            count = max(0, -(-end_token // source_block_size) - first)
+            self._received[arena] = np.zeros(count, dtype=bool)

@@ -26,14 +26,15 @@ class LeaseTable:
     """All leases of one receiver, for use from every thread. A block belongs to at most one of them."""
 
     def __init__(self, arenas: Sequence[int], block_size: int, on_emptied: Callable[[str], None]) -> None:
-        """`arenas`: how many blocks each has."""
+        """`arenas`: how many blocks each has. All lie over the same blocks."""
         self._block_size = block_size
         self._on_emptied = on_emptied
         self._lock = threading.Lock()
         self._leases: dict[str, Lease] = {}
         self._closing: dict[str, Lease] = {}
         self._completed: OrderedDict[str, None] = OrderedDict()
-        self._leased = [np.zeros(num_blocks, dtype=bool) for num_blocks in arenas]
+        self._arenas = arenas
+        self._leased = np.zeros(max(arenas), dtype=bool)
         self._connections: Counter[str] = Counter()
 
     def __contains__(self, lease_id: str) -> bool:
@@ -48,7 +49,7 @@ class LeaseTable:
         self,
         lease_id: str,
         extents: Sequence[Extent],
-        first_token: int = 0,
+        first_token: int | Sequence[int] = 0,
         num_tokens: int | None = None,
         after: Mark = PAST,
     ) -> None:
@@ -56,24 +57,28 @@ class LeaseTable:
         are not there or leased.
         """
         blocks = {extent.arena: np.asarray(extent.blocks, np.int64).reshape(-1) for extent in extents}
-        if len(blocks) < len(extents) or not blocks.keys() <= set(range(len(self._leased))):
-            raise ValueError(f"arenas of lease {lease_id} must differ and be in [0, {len(self._leased)})")
+        if len(blocks) < len(extents) or not blocks.keys() <= set(range(len(self._arenas))):
+            raise ValueError(f"arenas of lease {lease_id} must differ and be in [0, {len(self._arenas)})")
         for arena, indices in blocks.items():
-            limit = len(self._leased[arena])
+            limit = self._arenas[arena]
             if len(indices) and not (indices.min() >= 0 and indices.max() < limit):
                 raise ValueError(f"blocks of lease {lease_id} must be in [0, {limit})")
         capacity = min(map(len, blocks.values()), default=0) * self._block_size
-        end = capacity if num_tokens is None else num_tokens
-        if end > capacity:
-            raise ValueError(f"num_tokens of lease {lease_id} is {end}, its blocks hold {capacity}")
+        if num_tokens is not None and num_tokens > capacity:
+            raise ValueError(f"num_tokens of lease {lease_id} is {num_tokens}, its blocks hold {capacity}")
+        firsts = [first_token] * len(blocks) if isinstance(first_token, int) else first_token
+        spans = {
+            arena: (first, len(indices) * self._block_size if num_tokens is None else num_tokens)
+            for (arena, indices), first in zip(blocks.items(), firsts, strict=True)
+        }
         gate = WriteGate(lambda: self._emptied(lease_id))
-        lease = Lease(lease_id, blocks, first_token, end, gate, after)
+        lease = Lease(lease_id, blocks, spans, gate, after)
         with self._lock:
             if lease_id in self._leases or lease_id in self._closing:
                 raise ValueError(f"lease {lease_id} is open already")
-            for arena, written in self._written(lease):
-                if self._leased[arena][written].any() or len(np.unique(written)) < len(written):
-                    raise ValueError(f"blocks of lease {lease_id} are given twice, or of another open lease")
+            written = self._written(lease)
+            if self._leased[written].any() or len(np.unique(written)) < len(written):
+                raise ValueError(f"blocks of lease {lease_id} are given twice, or of another open lease")
             self._mark(lease, True)
             self._leases[lease_id] = lease
 
@@ -172,11 +177,12 @@ class LeaseTable:
                 self._mark(lease, False)
             return lease is not None
 
-    def _written(self, lease: Lease) -> list[tuple[int, BlockIndices]]:
-        """By arena, the blocks that may be written to."""
-        first = lease.first_token // self._block_size
-        return [(arena, blocks[first:]) for arena, blocks in lease.blocks.items()]
+    def _written(self, lease: Lease) -> BlockIndices:
+        """The blocks that may be written to."""
+        parts = [
+            blocks[lease.spans[arena][0] // self._block_size :] for arena, blocks in lease.blocks.items()
+        ]
+        return np.concatenate([np.zeros(0, np.int64), *parts])
 
     def _mark(self, lease: Lease, leased: bool) -> None:
-        for arena, written in self._written(lease):
-            self._leased[arena][written] = leased
+        self._leased[self._written(lease)] = leased

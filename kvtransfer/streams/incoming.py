@@ -56,8 +56,7 @@ class Converting(Incoming):
         with gate.writing() as is_open:
             if is_open:
                 with self._copies.within():
-                    leased = lease.blocks[arena]
-                    self._converter.place(staged, positions, leased, lease.first_token, lease.num_tokens)
+                    self._converter.place(staged, positions, lease.blocks[arena], *lease.spans[arena])
         return is_open
 
 

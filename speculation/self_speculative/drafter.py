@@ -14,8 +14,8 @@ from dataclasses import replace
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.attention.interface import AttentionBackend
 from engine.attention.select import select_backend
+from engine.attention.tables import backend_over
 from engine.draft import Draft
 from engine.kv_pool import KVPool
 from engine.linear.outputs import linear_of
@@ -82,7 +82,7 @@ class SelfDrafter(Drafter):
         if loaded.description is not None:  # it numbers its own layers
             layers = [layers[layer] for layer in self._kept]
         backend_class, _ = select_backend(loaded.device, loaded.dtype, self._config.attention_backend)
-        backend: AttentionBackend = backend_class(layers, group.arena, group.rows)
+        backend = backend_over(backend_class, layers, group)
         return build_runner(loaded, backend, self._config.compile)
 
     def warm_up(self) -> None:

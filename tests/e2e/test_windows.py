@@ -1,4 +1,6 @@
-"""Models whose layers all attend within a sliding window, through real workers: what moves is the window."""
+"""Models whose layers, all or some, attend within a sliding window, through real workers: what moves of these
+layers is the window.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,18 @@ CHUNK = 50
 NUM_TOKENS = 90
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_conversation_moves_to_another_worker(tmp_path: Path, transport: str) -> None:
-    write_model("mistral", tmp_path)
+def num_moved(model: str, num_tokens: int) -> int:
+    """Blocks of as many tokens; of the three layers of a mixed model one sees all, and each has a table."""
+    num_blocks = -(-num_tokens // 16)
+    within = num_blocks - Window(SLIDING_WINDOW, 16).first_place(num_tokens)
+    return within if model == "mistral" else num_blocks + 2 * within
+
+
+@pytest.mark.parametrize(
+    ("model", "transport"), [("mistral", "shm"), ("mistral", "tcp"), ("gemma3_text", "tcp")]
+)
+def test_a_conversation_moves_to_another_worker(tmp_path: Path, model: str, transport: str) -> None:
+    write_model(model, tmp_path)
     reference = load(tmp_path)
     with Cluster() as cluster:
         config = tiny_config(tmp_path, max_num_batched_tokens=CHUNK, kv_transports=transport)
@@ -28,8 +39,7 @@ def test_a_conversation_moves_to_another_worker(tmp_path: Path, transport: str) 
         [first, added] = prompts([230, 11], seed=3)
         cluster.generate(prefill, request("turn 1", first, NUM_TOKENS), decode.address)
         cluster.run("turn 1")
-        needed = 15 - Window(SLIDING_WINDOW, 16).first_place(230)
-        assert prefill.counter("kv_blocks_pushed_total") == needed
+        assert prefill.counter("kv_blocks_pushed_total") == num_moved(model, 230)
         second = first + cluster.tokens("turn 1") + added
         cluster.generate(fresh, request("turn 2", second, NUM_TOKENS), decode.address, prefix=decode.address)
         cluster.run("turn 2")
@@ -38,17 +48,14 @@ def test_a_conversation_moves_to_another_worker(tmp_path: Path, transport: str) 
         cluster.wait_empty(prefill, decode, fresh)
         held = (len(second) - len(added) - 1) // 16 * 16
         assert cluster.outputs["turn 2"][0][1].cached_tokens == held
-        moved = held // 16 - Window(SLIDING_WINDOW, 16).first_place(held)
-        assert (
-            fresh.counter("prefix_blocks_fetched_total")
-            == decode.counter("prefix_blocks_lent_total")
-            == moved
-        )
+        counts = fresh.counter("prefix_blocks_fetched_total"), decode.counter("prefix_blocks_lent_total")
+        assert counts == (num_moved(model, held),) * 2
 
 
-def test_answers_go_on_when_the_decode_worker_dies_amid_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["mistral", "gpt_oss"])
+def test_answers_go_on_when_the_decode_worker_dies_amid_them(tmp_path: Path, model: str) -> None:
     """With drafts, and preempted in a pool that is too small for all."""
-    write_model("mistral", tmp_path)
+    write_model(model, tmp_path)
     reference = load(tmp_path)
     speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=8)
     pattern = prompts([12], seed=5)[0]
@@ -89,8 +96,9 @@ def test_answers_go_on_when_the_decode_worker_dies_amid_them(tmp_path: Path) -> 
         assert any(output.drafted_tokens for parts in cluster.outputs.values() for _, output in parts)
 
 
-def test_all_of_an_answer_is_the_same_at_an_unlike_block_size(tmp_path: Path) -> None:
-    write_model("starcoder2", tmp_path)
+@pytest.mark.parametrize("model", ["starcoder2", "gemma2"])
+def test_all_of_an_answer_is_the_same_at_an_unlike_block_size(tmp_path: Path, model: str) -> None:
+    write_model(model, tmp_path)
     reference = load(tmp_path)
     batch = prompts([100, 230], seed=4)
     with Cluster() as cluster:

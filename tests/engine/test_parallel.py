@@ -27,7 +27,7 @@ from engine.linear.packed import PackedLinear, kernel_fault, pack, packed_rows
 from engine.linear.packed_quantized import pack_quantized_linears
 from engine.linear.rounding import round_head, round_linears
 from engine.loader import LoadedModel
-from engine.parallel import group
+from engine.parallel import follower, group
 from engine.parallel.group import Columns, LostRankError, Ranks
 from engine.parallel.heads import own_heads
 from engine.parallel.layers import model_share
@@ -117,6 +117,13 @@ def test_ranks_have_the_bits_of_one_process(model_type: str) -> None:
         assert all(map(torch.equal, logits, expected)), f"{size} ranks"
         assert torch.equal(shared, pool), f"{size} ranks write the same KV"
     assert len({int(row.argmax()) for step in expected for row in step}) > 2, "a test that cannot fail"
+
+
+def test_other_ranks_divide_the_layers_as_the_first_one_does() -> None:
+    loaded = load("gemma2", torch.float32)
+    for kept in (loaded.kv_group, loaded.kv_group.in_tables(512)):
+        layout = PoolLayout((kept,), BLOCK_SIZE)
+        assert follower._layout(loaded, layout.describe(), BLOCK_SIZE) == layout
 
 
 @needs_kernel

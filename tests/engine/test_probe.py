@@ -78,7 +78,7 @@ def test_refuses_recurrent_state_beside_attention(dtype: torch.dtype) -> None:
 
 def test_refuses_what_leaks_by_its_logits_too(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("falcon_h1", torch.float32, initializer_range=0.02, **FALCON_H1)
-    monkeypatch.setattr(probe_module, "_probe_structure", lambda *_: (LAYERS, 0, []))
+    monkeypatch.setattr(probe_module, "_probe_structure", lambda *_: (LAYERS, [], []))
     with pytest.raises(UnsupportedModelError, match="falcon_h1: a text in chunks"):
         check(model)
 
@@ -107,7 +107,7 @@ def test_refuses_positions_by_row(dtype: torch.dtype, monkeypatch: pytest.Monkey
     with pytest.raises(UnsupportedModelError, match="llama: a token's state depends on its row"):
         check(model)
     if dtype is torch.float32:
-        monkeypatch.setattr(probe_module, "_probe_structure", lambda *_: (LAYERS, 0, []))
+        monkeypatch.setattr(probe_module, "_probe_structure", lambda *_: (LAYERS, [], []))
         with pytest.raises(UnsupportedModelError, match="llama: a text in chunks"):
             check(model)
 

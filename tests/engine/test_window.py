@@ -87,7 +87,7 @@ def test_drafts_never_need_a_block_that_is_gone(
     drafter = scripted.ScriptedDrafter(make_script(answers, 0.7, VOCAB_SIZE))
     plain = make_engine(enable_prefix_caching=False)
     engine = scripted.engine_with(plain.config, drafter, 24 if shape == "tree" else 8)
-    assert engine.blocks.window is not None
+    assert engine.blocks.has_windows
     for name, prompt in prompts.items():
         engine.add(ask(name, prompt, 100))
     outputs, _ = poisoned_run(engine)
@@ -249,9 +249,12 @@ def test_the_first_place_is_that_of_the_first_tile_that_is_read(position: int, b
 
 
 def test_who_keeps_all(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
-    """Models with a layer that sees all, sequences that are no longer than the window, whole reservations."""
-    write_model("gemma2", tmp_path)
-    assert make_engine(model=str(tmp_path), max_model_len=256).blocks.window is None
-    assert make_engine(max_model_len=SLIDING_WINDOW, num_blocks=64).blocks.window is None
-    assert make_engine(max_model_len=SLIDING_WINDOW + 1).blocks.window == Window(SLIDING_WINDOW, 16)
-    assert make_engine(max_model_len=128, paged_kv=False).blocks.window is None
+    """Models that our decoders run and that have a layer that sees all, sequences that are no longer than the
+    window, whole reservations.
+    """
+    write_model("qwen2", tmp_path)
+    assert not make_engine(model=str(tmp_path), max_model_len=256).blocks.has_windows
+    assert not make_engine(max_model_len=SLIDING_WINDOW, num_blocks=64).blocks.has_windows
+    [table] = make_engine(max_model_len=SLIDING_WINDOW + 1).blocks.tables
+    assert table.window == Window(SLIDING_WINDOW, 16)
+    assert not make_engine(max_model_len=128, paged_kv=False).blocks.has_windows

@@ -1,4 +1,4 @@
-"""Random use of blocks within a sliding window: what rows read is always what was written for them."""
+"""Random use of blocks within sliding windows: what rows read is always what was written for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.block_manager import BlockManager
 from engine.holdings import Holdings
 from engine.prefix_cache import find_prefix, hold_blocks, missing_blocks, reserve_blocks
 from engine.prefix_room import find_room
-from protocol.ids import block_identities
+from protocol.ids import block_identities, table_identity
 from protocol.window import Window
 from tests.engine.fake_pool import FakePool
 from tests.engine.listener import Listener, really_held
@@ -21,14 +21,16 @@ from tests.engine.test_holdings import FakeTier
 ROOT = b"r" * 16
 SIZE, BLOCK, ROWS = 40, 16, 48
 WINDOW = Window(SIZE, BLOCK)
+ALONE, MIXED = [WINDOW], [None, WINDOW, Window(4, BLOCK)]
+"""What the tables see."""
 
 
 class Written:
     """What the places of a pool hold: the tokens up to there."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, windows: list[Window | None]) -> None:
         self.pool = FakePool(BLOCK, num_blocks)
-        self.blocks = BlockManager(self.pool, window=WINDOW, most_rows=ROWS)
+        self.blocks = BlockManager(self.pool, windows=windows, most_rows=ROWS)
         self.content: dict[tuple[int, int], int] = {}
         self.log, self.listener = self.blocks.watch(), Listener()
 
@@ -38,28 +40,38 @@ class Written:
             for offset in range(BLOCK):
                 self.content[target, offset] = self.content.get((source, offset), 0)
         self.pool.copies.clear()
-        for position in range(first, end):
-            block = held.blocks[0][position // BLOCK]
-            assert arena.num_references(block) == 1 and not arena.is_locked(block)
-            self.content[block, position % BLOCK] = hash(tuple(tokens[: position + 1]))
+        for table, (blocks, num_left) in enumerate(zip(held.blocks, held.num_left, strict=True)):
+            for position in range(max(first, num_left * BLOCK), end):
+                block = blocks[position // BLOCK]
+                assert arena.num_references(block) == 1 and not arena.is_locked(block)
+                self.content[block, position % BLOCK] = hash((table, *tokens[: position + 1]))
 
     def check_reads(self, held: Holdings, tokens: Sequence[int], first: int, end: int) -> None:
         """Of rows from `first` on: all that the tiles of the first one's window have."""
-        for position in range(WINDOW.first_place(first) * BLOCK, end):
-            place = held.blocks[0][position // BLOCK], position % BLOCK
-            assert self.content[place] == hash(tuple(tokens[: position + 1]))
+        for table, blocks in zip(self.blocks.tables, held.blocks, strict=True):
+            for position in range(table.first_place(first) * BLOCK, end):
+                place = blocks[position // BLOCK], position % BLOCK
+                assert self.content[place] == hash((table.number, *tokens[: position + 1]))
 
     def check_counts(self, live: Sequence[Holdings]) -> None:
-        used = {block for held in live for block in held.blocks[0][held.num_left :]}
+        used = {block for held in live for block in own_blocks(held)}
         assert sum(self.blocks.available) == self.blocks.num_blocks - len(used)
         self.listener.hear(self.log.take())
         assert self.listener.held == really_held(self.blocks)
 
 
-@pytest.mark.parametrize("num_blocks", [14, 40])
-def test_rows_read_what_was_written(num_blocks: int) -> None:
+def own_blocks(held: Holdings) -> list[int]:
+    """Those of all tables, without the places that have none."""
+    tables = zip(held.blocks, held.num_left, strict=True)
+    return [block for blocks, num_left in tables for block in blocks[num_left:]]
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "windows", "least"), [(14, ALONE, 1000), (40, ALONE, 1000), (50, MIXED, 1000)]
+)
+def test_rows_read_what_was_written(num_blocks: int, windows: list[Window | None], least: int) -> None:
     rng = random.Random(num_blocks)
-    pool = Written(num_blocks)
+    pool = Written(num_blocks, windows)
     texts = [[rng.randrange(9) for _ in range(420)] for _ in range(2)]
     live: list[tuple[Holdings, list[int], int, int]] = []
     hits = 0
@@ -81,7 +93,7 @@ def test_rows_read_what_was_written(num_blocks: int) -> None:
             else:
                 live[index] = (held, *stepped, prompt)
         pool.check_counts([held for held, *_ in live])
-    assert hits > 1000
+    assert hits > least
 
 
 def begin(pool: Written, tokens: list[int], is_reserved: bool) -> tuple[Holdings, list[int], int, int] | None:
@@ -95,11 +107,10 @@ def begin(pool: Written, tokens: list[int], is_reserved: bool) -> tuple[Holdings
         held.publish(tokens, len(tokens))
         return held, tokens, len(tokens), len(tokens)
     held, covered = find_prefix(pool.blocks, tokens, ROOT)
-    room = held.room_to_begin(covered, len(tokens))
-    if not held.fits(covered, room):
+    if not held.fits(covered, len(tokens), ROWS):
         held.free()
         return None
-    held.grow(covered, room)
+    held.grow(covered, len(tokens), ROWS)
     return held, tokens, covered, len(tokens)
 
 
@@ -119,7 +130,7 @@ def step(
         held.grow(computed, end)
     except OutOfBlocksError:
         is_alone_with_its_blocks = all(
-            pool.blocks.arenas[0].num_references(block) == 1 for block in held.blocks[0][held.num_left :]
+            pool.blocks.arenas[0].num_references(block) == 1 for block in own_blocks(held)
         )
         assert not in_prompt or not is_alone_with_its_blocks
         return None
@@ -127,9 +138,10 @@ def step(
     pool.check_reads(held, new, computed, end)
     committed = computed + kept if kept else end
     held.commit(committed, [], new)
-    if len(held.blocks[0]) * BLOCK <= prompt:
-        most = (WINDOW.span() + WINDOW.span(ROWS)) // BLOCK  # what it found, and its own
-        assert len(held.blocks[0]) - held.num_left <= most
+    for table, blocks, num_left in zip(pool.blocks.tables, held.blocks, held.num_left, strict=True):
+        if table.window is not None and len(blocks) * BLOCK <= prompt:
+            most = (table.window.span() + table.window.span(ROWS)) // BLOCK  # what it found, and its own
+            assert len(blocks) - num_left <= most
     return (new[:committed] if kept else tokens), committed
 
 
@@ -145,21 +157,40 @@ IDENTITIES = list(block_identities(ROOT, TOKENS, BLOCK))
 
 
 def test_another_worker_sends_the_blocks_of_the_window() -> None:
-    asking, holding = (BlockManager(FakePool(BLOCK, 20), window=WINDOW) for _ in range(2))
+    asking, holding = (BlockManager(FakePool(BLOCK, 20), windows=ALONE) for _ in range(2))
     published(holding, TOKENS[:200])
     room = find_room(asking, TOKENS, ROOT)
     assert room is not None and room.covered == 0 and room.wanted == IDENTITIES[:18]
     assert len(room.holdings.blocks[0]) == WINDOW.span() // BLOCK < 18
     lent = hold_blocks(holding, room.wanted)
-    assert (lent.num_left, len(lent.identities)) == (8, 12)
-    room.keep(4, num_skipped=8)
+    assert (lent.num_left, len(lent.identities)) == ([8], 12)
+    assert room.num_sent(12) == 4
+    room.keep(12)
     assert sum(asking.available) == asking.num_free + 4 == 20
     held, covered = find_prefix(asking, TOKENS, ROOT)
-    assert covered == 192 and held.num_left == 8
+    assert covered == 192 and held.num_left == [8]
     held.free()
     again = find_room(asking, TOKENS[:193], ROOT)
     assert again is not None and not again.wanted
-    assert find_room(BlockManager(FakePool(BLOCK, 3), window=WINDOW), TOKENS, ROOT) is None
+    assert find_room(BlockManager(FakePool(BLOCK, 3), windows=ALONE), TOKENS, ROOT) is None
+
+
+def test_of_mixed_tables_another_worker_sends_what_is_missing() -> None:
+    """Behind what is here, of all layers what these read."""
+    asking, holding = (BlockManager(FakePool(BLOCK, 60), windows=MIXED) for _ in range(2))
+    published(asking, TOKENS[:70])
+    published(holding, TOKENS[:200])
+    room = find_room(asking, TOKENS, ROOT)
+    assert room is not None and room.covered == 64 and room.wanted == IDENTITIES[4:18]
+    lent = hold_blocks(holding, room.wanted, 4)
+    assert (lent.num_left, len(lent.identities)) == ([0, 4, 4], 8)
+    firsts = [table.first_place(192) for table in asking.tables]
+    assert firsts == [0, 8, 8]
+    assert room.num_sent(8) == 8 + 4 + 4 == sum(len(each.blocks) for each in lent.extents(lent.num_left))
+    room.keep(8)
+    assert sum(asking.available) == 60
+    held, covered = find_prefix(asking, TOKENS, ROOT)
+    assert covered == 192 and held.num_left == firsts
 
 
 def test_the_disk_is_asked_for_the_window() -> None:
@@ -168,7 +199,7 @@ def test_the_disk_is_asked_for_the_window() -> None:
             return identity in self.identities
 
     disk = Disk([*IDENTITIES[:3], *IDENTITIES[9:13]])
-    blocks = BlockManager(FakePool(BLOCK, 20), tiers=[disk], window=WINDOW)
+    blocks = BlockManager(FakePool(BLOCK, 20), tiers=[disk], windows=ALONE)
     published(blocks, TOKENS[:150])
     assert list(missing_blocks(blocks, TOKENS, ROOT)) == IDENTITIES[9:13]
     disk.identities.remove(IDENTITIES[11])
@@ -180,21 +211,86 @@ def test_the_disk_is_asked_for_the_window() -> None:
 def test_what_gets_lost_below_is_not_gone_on_from(lost: int, num_tokens: int, first: int) -> None:
     """The window of an earlier position begins earlier. A reservation is filled by another worker."""
     tier = FakeTier(IDENTITIES[8:12], lost)
-    blocks = BlockManager(FakePool(BLOCK, 20), tiers=[tier], window=WINDOW)
+    blocks = BlockManager(FakePool(BLOCK, 20), tiers=[tier], windows=ALONE)
     held, covered = find_prefix(blocks, TOKENS[:200], ROOT)
-    assert (covered, held.num_left, held.below) == (128, 8, IDENTITIES[8:12])
+    assert (covered, held.num_left, held.below) == (128, [8], IDENTITIES[8:12])
     held.grow(covered, 200)
     covered = held.fill(covered, 199)
     assert covered == (12 - lost) * BLOCK
-    assert held.reads_back_from(covered) == (lost == 0)
+    assert held.goes_on_from(covered) == (lost == 0)
     held.free()
     tier.lost = lost
     reserved = reserve_blocks(blocks, TOKENS[:num_tokens], ROOT)
     assert reserved is not None
     held, covered = reserved
-    assert (held.num_left, covered) == (first, max(12 - lost, first) * BLOCK)
+    assert (held.num_left, covered) == ([first], max(12 - lost, first) * BLOCK)
     assert held.identities == IDENTITIES[: covered // BLOCK]
     held.publish(TOKENS, num_tokens)
     assert held.identities == IDENTITIES[: num_tokens // BLOCK]
     held.free()
     assert sum(blocks.available) == 20
+
+
+def test_room_that_falls_behind_the_window_comes_again_at_the_end() -> None:
+    """So nobody takes it meanwhile, until all of the sequence has its place."""
+    blocks = BlockManager(FakePool(BLOCK, 40), windows=[None, WINDOW])
+    held, _ = find_prefix(blocks, TOKENS, ROOT)
+    held.grow(0, len(TOKENS), ROWS)
+    room = WINDOW.span(ROWS) // BLOCK
+    for position in (100, 200):
+        held.leave(position)
+        left = WINDOW.first_place(position)
+        assert held.num_left == [0, left]
+        assert list(map(len, held.blocks)) == [19, min(room + left, 19)]
+        assert sum(blocks.available) == 40 - 19 - min(room, 19 - left)
+
+
+@pytest.mark.parametrize(("lost", "covered", "goes_on"), [(0, 191, True), (1, 176, True), (2, 160, False)])
+def test_a_window_comes_from_below_behind_blocks_that_are_here(
+    lost: int, covered: int, goes_on: bool
+) -> None:
+    """What is lost meanwhile would be written to blocks that others may have, so it is looked for again. The
+    last block of a prompt that is found whole is copied.
+    """
+    pool, tier = FakePool(BLOCK, 60), FakeTier([table_identity(each, 1) for each in IDENTITIES], lost)
+    blocks = BlockManager(pool, tiers=[tier], windows=[None, Window(4, BLOCK)])
+    arena = blocks.arenas[0]
+    here = arena.take(12)
+    for identity, block in zip(IDENTITIES, here, strict=False):
+        arena.publish(identity, block)
+        arena.dereference(block)
+    held, found = find_prefix(blocks, TOKENS[:192], ROOT)
+    assert (found, held.num_left, held.below) == (128, [0, 8], IDENTITIES[8:12])
+    begin = min(held.end_found, 191)
+    assert held.needs(begin, 192) == [5] and held.blocks[0] == here
+    held.grow(begin, 192)
+    assert [source for _, source, _ in pool.copies] == here[-1:]
+    assert held.fill(found, 191) == covered
+    assert held.goes_on_from(covered) == goes_on
+    held.free()
+    reserved = reserve_blocks(blocks, TOKENS[:150], ROOT)
+    assert reserved is not None and reserved[0].blocks[0][:9] == here[:9]
+    reserved[0].free()
+    assert sum(blocks.available) == 60
+
+
+def test_who_keeps_track_is_told_of_the_first_table_alone() -> None:
+    tier = FakeTier([])
+    blocks = BlockManager(FakePool(BLOCK, 8), tiers=[tier], windows=[None, Window(4, BLOCK)])
+    log = blocks.watch()
+    published(blocks, TOKENS[:32])
+    assert [event.identity for event in log.take()] == [b"", *IDENTITIES[:2]]
+    assert [event.identity for event in blocks.contents()] == [b"", *IDENTITIES[:2]]
+    blocks.arenas[0].lower = None
+    blocks.arenas[0].take(8)
+    assert {event.identity for event in log.take()} == {*IDENTITIES[:2]}
+
+
+def test_room_is_counted_for_all_tables() -> None:
+    blocks = BlockManager(FakePool(BLOCK, 10), windows=MIXED)
+    held, _ = find_prefix(blocks, TOKENS[:10], ROOT)
+    assert held.needs(0, 30) == [6] and held.fits(0, 30, spare=1) and not held.fits(0, 30, spare=2)
+    with pytest.raises(OutOfBlocksError, match="12 KV blocks are needed, 10 are available"):
+        held.grow(0, 64)
+    assert reserve_blocks(blocks, TOKENS[:64], ROOT) is None
+    assert sum(blocks.available) == 10

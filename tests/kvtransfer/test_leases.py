@@ -221,7 +221,7 @@ def test_only_so_many_completed_leases_are_remembered(monkeypatch: pytest.Monkey
 
 
 def test_a_lease_spans_the_arenas_of_a_pool() -> None:
-    table = LeaseTable([8, 4], 2, lambda lease_id: None)
+    table = LeaseTable([8, 8], 2, lambda lease_id: None)
     table.open("lease", [Extent(0, [5, 6, 7]), Extent(1, [3, 0, 1])], first_token=2, num_tokens=6)
     pieces = [
         Piece(number, "lease", number, 1, runs((0, 1, 2)), number == 1, arena=number) for number in (0, 1)
@@ -233,11 +233,12 @@ def test_a_lease_spans_the_arenas_of_a_pool() -> None:
         assert lease is not None and not refusal
         done, arrival = table.record(lease, piece, positions, PieceArrival("tcp", "", 1, 0.0))
         received.append((done, arrival is not None))
-    assert received == [(0, False), (2, True)]
+    assert received == [(2, False), (4, True)]
     assert [lease.blocks[arena].tolist() for arena in (0, 1)] == [[5, 6, 7], [3, 0, 1]]
     table.open("cached ones may be shared", [Extent(0, [5]), Extent(1, [3])])
-    with pytest.raises(ValueError, match="another open lease"):
-        table.open("other", [Extent(0, [4]), Extent(1, [0])])
+    for twice in ([Extent(0, [4]), Extent(1, [0])], [Extent(0, [4]), Extent(1, [2, 4])]):
+        with pytest.raises(ValueError, match="another open lease"):
+            table.open("other", twice)
     assert table.close("lease")
     table.open("other", [Extent(0, [4]), Extent(1, [0])])
 

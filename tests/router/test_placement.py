@@ -417,7 +417,7 @@ def test_who_only_decodes_shares_its_steps_with_prompts_that_wait_there() -> Non
 
 
 def test_within_a_window_the_kv_of_long_prompts_is_that_of_the_window() -> None:
-    windowed = msgspec.structs.replace(COSTS, kv_window=1000)
+    windowed = msgspec.structs.replace(COSTS, kv_windows=(1000,))
     load = {"rows": 4, "requests": 4, "context_tokens": 9000, "kv_tokens": 10_000, "kv_usage": 0.5}
     assert prediction([decode("d", **load)], num_tokens=3000).room_s > 0
     assert prediction([decode("d", costs=windowed, **load)], num_tokens=3000).room_s == 0
@@ -430,6 +430,9 @@ def test_within_a_window_the_kv_of_long_prompts_is_that_of_the_window() -> None:
     slow = computed._replace(prefill_s=0.0)
     waited_s = handoff_seconds(slow, to, 3000) - handoff_seconds(slow, to, 0)
     assert waited_s == pytest.approx(1000 * COSTS.kv_bytes / 1e6)
+    mixed = msgspec.structs.replace(COSTS, kv_windows=(0, 1000))
+    assert mixed.kept_tokens(3000) == 2000 and mixed.kept_tokens(9000, 4) == 6500
+    assert mixed.room_tokens(100, 16) == COSTS.room_tokens(100, 16) / 2 == 800
 
 
 def test_room_for_the_kv_is_waited_for_as_long_as_what_must_end_first() -> None:

@@ -125,7 +125,7 @@ class FakeSender:
         peer: PeerAddress,
         lease_id: str,
         extents: Sequence[Extent],
-        first_position: int,
+        first_position: int | Sequence[int],
         num_tokens: int,
         *,
         final: bool,

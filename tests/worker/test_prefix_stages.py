@@ -159,7 +159,7 @@ def test_the_drafts_kv_comes_along(light: LightLoop, engine: Engine, come_first:
     [waiting] = fetcher.fetches
     blocks = waiting.room.holdings.blocks[0][:NUM_FULL]
     blocks_came = Progress(lease, NUM_FULL, complete=True, arrival=arrival())
-    answer = Lent(request_id="r", lease_id=lease, num_drafted=2)
+    answer = Lent(request_id="r", lease_id=lease, num_drafted=2, num_found=NUM_FULL)
     if come_first == "blocks":
         light.receiver.tell(blocks_came)
         light.deliver()
@@ -184,7 +184,7 @@ def test_the_holder_tells_which_blocks_hold_the_drafts_kv(light: LightLoop, engi
     with_draft.free()
     lend(light, engine)
     [(_, answer)] = light.inbox.replies
-    assert answer == Lent(request_id="theirs", lease_id="lease", num_drafted=3)
+    assert answer == Lent(request_id="theirs", lease_id="lease", num_drafted=3, num_found=NUM_FULL)
     light.sender.tell(Completed("lease", "tcp", 1, 1, 0.1, 0.1, 0.0, 0.0))
     light.deliver()
 
@@ -196,10 +196,10 @@ def test_another_incarnation_lends_nothing(light: LightLoop, engine: Engine) -> 
     assert not light.sender.final
 
 
-@pytest.mark.parametrize(("skipped", "found"), [(4, 96), (7, 0)])
+@pytest.mark.parametrize(("told", "found"), [(6, 96), (5, 0), (7, 0)])
 @pytest.mark.parametrize("come_first", ["blocks", "answer"])
 def test_within_a_window_the_holder_tells_which_blocks_come(
-    tmp_path: Path, come_first: str, skipped: int, found: int
+    tmp_path: Path, come_first: str, told: int, found: int
 ) -> None:
     """Two of six blocks come, of which the first four are not needed. Nothing is used before that is known,
     nor where it cannot be."""
@@ -210,7 +210,7 @@ def test_within_a_window_the_holder_tells_which_blocks_come(
     assert isinstance(message, Fetch)
     assert (message.first_block, len(message.identities)) == (0, 6)
     blocks_came = Progress(message.lease_id, 2, complete=True, arrival=arrival())
-    answer = Lent(request_id="r", lease_id=message.lease_id, num_drafted=0, num_skipped=skipped)
+    answer = Lent(request_id="r", lease_id=message.lease_id, num_drafted=0, num_found=told)
     if come_first == "blocks":
         light.receiver.tell(blocks_came)
         light.deliver()
@@ -224,8 +224,8 @@ def test_within_a_window_the_holder_tells_which_blocks_come(
     light.finish()
 
 
-def test_without_a_window_no_block_is_skipped(light: LightLoop) -> None:
+def test_no_more_blocks_are_lent_than_are_wanted(light: LightLoop) -> None:
     lease = fetch(light)
-    light.loop._fetcher.on_lent(Lent(request_id="r", lease_id=lease, num_drafted=0, num_skipped=1))
+    light.loop._fetcher.on_lent(Lent(request_id="r", lease_id=lease, num_drafted=0, num_found=99))
     assert cached_tokens(light) == 0
     assert light.loop.counters["prefix_fetch_failures_total"] == 1

@@ -44,7 +44,7 @@ class CpuBackend:
     name = "cpu"
 
     def __init__(self, layers: Sequence[LayerKv], arena: int = 0, rows: KvRows | None = None) -> None:
-        self.arena = arena
+        self.arena, self.num_tables = arena, 1
         first = layers[0].keys
         self._rows = rows or KvRows(first.dtype)
         self.parallel = gomp_parallel()

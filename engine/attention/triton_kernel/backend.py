@@ -74,7 +74,7 @@ class TritonBackend:
     name = "triton"
 
     def __init__(self, layers: Sequence[LayerKv], arena: int = 0, rows: KvRows | None = None) -> None:
-        self.arena = arena
+        self.arena, self.num_tables = arena, 1
         first = layers[0].keys
         self._rows = rows or KvRows(first.dtype)
         if self._rows.dtype not in MULTIPLIED or first.dtype is not self._rows.stored_dtype:

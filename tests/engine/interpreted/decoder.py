@@ -133,7 +133,7 @@ def test_padding_rows_write_nowhere() -> None:
         pool = pool_of(16, "none")
         backend = TritonBackend(pool.layers(TARGET))
         decoder = CudaDecoder(model, backend, 128)
-        inputs = step_inputs([STEPS[0][1]], [0, 1], upload_to(CPU), 0, 16, least)
+        inputs = step_inputs([STEPS[0][1]], [0, 1], upload_to(CPU), backend, least)
         backend.begin_step(inputs.attention)
         with torch.inference_mode():
             results.append((decoder.forward(inputs)[0][:2], pool.arenas[0].view(torch.float32)))

@@ -1,0 +1,268 @@
+"""Models of which some layers attend within a sliding window keep no blocks behind it in tables of these, and
+give equal tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from engine.engine import Engine
+from engine.pool_layout import TARGET, Group, LayerShape
+from protocol.outputs import TokenOutput
+from protocol.speculation import SpeculativeConfig
+from protocol.window import Window
+from speculation.speculator import speculate
+from tests.e2e.architectures import SLIDING_WINDOW, write_model
+from tests.engine.test_engine import ask, assert_empty, prompt_of, run, tiny_engine, tokens
+from tests.speculation import scripted
+from tests.worker.tiny_model import VOCAB_SIZE, greedy, load
+
+BUDGET = 40
+BLOCK_BYTES = 2 * 16 * 2 * 16 * 4
+"""Of 16 tokens in one layer: Gemma 2 of three layers has one that sees all, and three tables."""
+WINDOW = Window(SLIDING_WINDOW, 16)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model("gemma2", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> PreTrainedModel:
+    return load(folder)
+
+
+@pytest.fixture
+def make_engine(folder: Path) -> Callable[..., Engine]:
+    def make(num_blocks: int = 120, **options: Any) -> Engine:
+        bounds = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 6, "max_model_len": 400}
+        return tiny_engine(folder, **bounds | {"kv_cache_memory_bytes": num_blocks * BLOCK_BYTES} | options)
+
+    return make
+
+
+def num_used(engine: Engine) -> int:
+    return engine.blocks.num_blocks - sum(engine.blocks.available)
+
+
+def poisoned_run(engine: Engine) -> tuple[dict[str, list[TokenOutput]], int]:
+    """What is free holds NaN in each step. Also the most blocks that were used."""
+    outputs: dict[str, list[TokenOutput]] = {}
+    most = 0
+    while engine.has_work():
+        engine.pool.segment("target")[engine.blocks.arenas[0]._free] = torch.nan
+        for output in engine.step().outputs:
+            outputs.setdefault(output.request_id, []).append(output)
+        most = max(most, num_used(engine))
+    return outputs, most
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_layers_within_a_window_keep_its_blocks(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel, backend: str
+) -> None:
+    engine = make_engine(enable_prefix_caching=False, attention_backend=backend)
+    assert [table.window for table in engine.blocks.tables] == [None, WINDOW, WINDOW]
+    prompt = prompt_of(300)
+    engine.add(ask("a", prompt, 100))
+    outputs, most = poisoned_run(engine)
+    assert tokens(outputs["a"]) == greedy(reference, prompt, 100)
+    assert 25 <= most <= 25 + 2 * (WINDOW.span(BUDGET) // 16 + 1) < 2 * 25
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_drafts_never_need_a_block_that_is_gone(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel, shape: str
+) -> None:
+    prompts = {str(length): prompt_of(length) for length in (3, 150)}
+    answers = {name: greedy(reference, prompt, 90) for name, prompt in prompts.items()}
+    make_script = scripted.tree if shape == "tree" else scripted.sometimes_right
+    drafter = scripted.ScriptedDrafter(make_script(answers, 0.7, VOCAB_SIZE))
+    plain = make_engine(enable_prefix_caching=False)
+    engine = scripted.engine_with(plain.config, drafter, 24 if shape == "tree" else 8)
+    assert len(engine.blocks.tables) == 3
+    for name, prompt in prompts.items():
+        engine.add(ask(name, prompt, 90))
+    outputs, _ = poisoned_run(engine)
+    assert {name: tokens(parts) for name, parts in outputs.items()} == answers
+    assert sum(part.accepted_tokens for parts in outputs.values() for part in parts) > 50
+    assert_empty(engine)
+
+
+def test_a_draft_of_the_models_own_layers_reads_their_tables(
+    make_engine: Callable[..., Engine], folder: Path, tmp_path: Path
+) -> None:
+    """The layer that it skips changes nothing here, so all that it drafts is right."""
+    model = load(folder)
+    for linear in (model.model.layers[0].self_attn.o_proj, model.model.layers[0].mlp.down_proj):
+        linear.weight.data.zero_()
+    model.save_pretrained(tmp_path)
+    asked = SpeculativeConfig(method="self_speculative", num_speculative_tokens=4, skip_layers=[0])
+    config = msgspec.structs.replace(make_engine(model=str(tmp_path)).config, speculative_config=asked)
+    engine = Engine(config, speculate=speculate)
+    assert len(engine.blocks.tables) == 3
+    prompt = prompt_of(120)
+    engine.add(ask("a", prompt, 40))
+    outputs, _ = poisoned_run(engine)
+    assert tokens(outputs["a"]) == greedy(model, prompt, 40)
+    drafted, accepted = (
+        sum(getattr(part, name) for part in outputs["a"]) for name in ("drafted_tokens", "accepted_tokens")
+    )
+    assert drafted == accepted > 20
+
+
+def cached(output: list[TokenOutput]) -> int | None:
+    return output[0].cached_tokens
+
+
+def test_a_prefix_counts_as_far_as_all_tables_have_it(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel
+) -> None:
+    """Blocks behind a window are the first to go."""
+    engine = make_engine(num_blocks=60)
+    prompt = prompt_of(350)
+    engine.add(ask("first", prompt, 20))
+    answer = tokens(run(engine)["first"])
+    conversation = prompt + answer + prompt_of(7, 1)
+    for text, found in ((conversation, 368), (prompt[:40], 0), (prompt[:350], 336)):
+        engine.add(ask("again", text))
+        outputs = run(engine)["again"]
+        assert cached(outputs) == found and tokens(outputs) == greedy(reference, text, 8)
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("host_blocks", [0, 150])
+def test_evicted_and_preempted_prompts_get_the_same_tokens(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel, host_blocks: int
+) -> None:
+    engine = make_engine(
+        num_blocks=54, max_model_len=290, kv_offloading_size=host_blocks * BLOCK_BYTES / 2**30
+    )
+    rng = random.Random(1)
+    texts = [prompt_of(220, seed) for seed in range(3)]
+    for turn in range(3):
+        prompts = {
+            f"{turn}-{index}": rng.choice(texts)[: rng.choice([10, 30, rng.randint(100, 220)])]
+            + prompt_of(rng.randint(1, 20), turn)
+            for index in range(rng.randint(3, 6))
+        }
+        for name, prompt in prompts.items():
+            engine.add(ask(name, prompt, 30))
+        outputs = run(engine)
+        for name, prompt in prompts.items():
+            assert tokens(outputs[name]) == greedy(reference, prompt, 30), name
+        assert_empty(engine)
+    stats = engine.stats()
+    assert stats.num_preemptions > 0 and stats.prefix_hit_tokens > 0
+    assert engine.tiers is None or engine.tiers.counters.hit_blocks > 0
+    engine.close()
+
+
+def test_a_prompt_comes_back_from_the_disk(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel, tmp_path: Path
+) -> None:
+    options = {
+        "num_blocks": 54,
+        "max_model_len": 290,
+        "kv_offloading_size": 96 * BLOCK_BYTES / 2**30,
+        "kv_disk_path": str(tmp_path),
+        "kv_disk_size": 600 * BLOCK_BYTES / 2**30,
+    }
+    prompt = prompt_of(250)
+    before = make_engine(**options)
+    for index in range(4):
+        before.add(ask("r", prompt if index == 0 else prompt_of(200, index)))
+        run(before)
+    before.close()
+    after = make_engine(**options)
+    after.add(ask("r", prompt))
+    outputs = run(after)["r"]
+    assert cached(outputs) == 240 and tokens(outputs) == greedy(reference, prompt, 8)
+    assert after.tiers is not None
+    counters = after.tiers.totals()
+    needed = 15 + 2 * (15 - WINDOW.first_place(240))
+    assert counters["kv_disk_hit_blocks_total"] == counters["kv_host_hit_blocks_total"] == needed
+    after.close()
+
+
+@pytest.mark.parametrize("num_found", [0, 150, 250])
+def test_a_hand_off_brings_the_windows_of_their_layers(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel, num_found: int
+) -> None:
+    """What the decode worker has of the full layers counts, though it lacks a window."""
+    prompt = prompt_of(250)
+    prefill, decode = make_engine(num_blocks=60), make_engine(num_blocks=60)
+    if num_found:
+        decode.add(ask("before", prompt[:num_found]))
+        run(decode)
+    prefill.add(ask("a", prompt, 60), prefill_only=True)
+    first = tokens(run(prefill)["a"])
+    reservation = decode.reserve(ask("a", prompt, 60))
+    assert reservation is not None
+    covered = num_found // 16 * 16
+    assert (reservation.covered, reservation.num_cached) == (covered, covered)
+    left = max(WINDOW.first_place(250), covered // 16)
+    firsts = prefill.firsts(250, covered)
+    assert firsts == [covered // 16, left, left]
+    assert reservation.first_tokens == [16 * place for place in firsts]
+    decode.pool.segment("target")[decode.blocks.arenas[0]._free] = torch.nan
+    targets = reservation.holdings.extents(firsts)
+    for source, target in zip(prefill.computed("a", firsts), targets, strict=True):
+        assert len(source.blocks) == len(target.blocks)
+        decode.pool.arenas[0][target.blocks] = prefill.pool.arenas[0][source.blocks]
+    decode.activate(reservation, first[0], len(prompt))
+    assert first + tokens(run(decode)["a"]) == greedy(reference, prompt, 60)
+    prefill.abort("a")
+    assert_empty(prefill)
+    assert_empty(decode)
+
+
+FULL, SLIDING = 0, 24
+LIKE = LayerShape(2, 8, 8)
+
+
+def divided(sights: list[int], layers: list[LayerShape | int] | None = None) -> Group:
+    return Group.of_layers(TARGET, layers or [LIKE] * len(sights), torch.float32, sights)
+
+
+def test_layers_of_the_rarer_sight_fill_a_table() -> None:
+    group = divided([SLIDING, SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL]).in_tables(100)
+    assert group.windows == (FULL, SLIDING, SLIDING, SLIDING)
+    places = [(place.table, place.index) for place in group.layers]
+    assert places == [(1, 0), (1, 1), (0, 0), (2, 0), (2, 1), (3, 0), (0, 1)]
+    assert group.segments[0].num_layers == 2
+    assert group.num_values == 8 * LIKE.num_values  # one place of a table stays empty
+    assert group.describe(16) != divided([FULL] * 2).describe(16)
+
+
+@pytest.mark.parametrize(
+    ("sights", "layers", "why"),
+    [
+        ([SLIDING, FULL], [LIKE, LayerShape(1, 8, 8)], "layers have KV of several shapes"),
+        ([SLIDING, FULL], [LIKE, 0], "layers that share their KV see unlike parts of it"),
+        ([SLIDING] * 6 + [FULL] * 5, None, "11 layers of which 5 are unlike the others"),
+        ([SLIDING] * 16 + [FULL], None, "17 layers of which 1 are unlike the others"),
+    ],
+)
+def test_what_does_not_divide_keeps_all(sights: list[int], layers: Any, why: str) -> None:
+    group = divided(sights, layers)
+    assert group.fault(100).startswith(why)
+    assert group.in_tables(100) == group
+    assert not group.fault(SLIDING) and group.in_tables(SLIDING).windows == (0,)
+
+
+def test_the_start_tells_what_is_kept(make_engine: Callable[..., Engine]) -> None:
+    told = make_engine().start_up["kv_pool"]
+    assert "2 keep the last 24 and 1 keep all, in 3 tables of 1 layers" in told
