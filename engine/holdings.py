@@ -365,7 +365,7 @@ class Holdings:
         for table, blocks, num_found in zip(self.manager.tables, self.blocks, found, strict=True):
             end = num_tokens
             if rows is not None and table.window is not None:
-                end = min(end, max(write_from, self.end_found) + table.window.span(rows))
+                end = min(end, write_from + table.window.span(rows))
             wanted = -(-end // size)
             num_shared = max(len(self.identities), num_found)  # those behind are ours alone
             touched = range(first, min(wanted, num_shared))

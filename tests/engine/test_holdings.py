@@ -73,6 +73,7 @@ class FakeTier:
     def __init__(self, identities: list[bytes], lost: int = 0) -> None:
         self.identities, self.lost = identities, lost
         self.loaded: list[int] = []
+        self.asked: list[bytes] = []
         self.num_missed = 0
 
     def holds(self, identity: bytes) -> bool:
@@ -82,6 +83,7 @@ class FakeTier:
         pass
 
     def load(self, identities: list[bytes], block_ids: list[int]) -> int:
+        self.asked += identities
         self.loaded = block_ids[: len(block_ids) - self.lost]
         return len(self.loaded)
 

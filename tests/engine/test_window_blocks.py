@@ -13,6 +13,7 @@ from engine.holdings import Holdings
 from engine.prefix_cache import find_prefix, hold_blocks, missing_blocks, reserve_blocks
 from engine.prefix_room import find_room
 from protocol.ids import block_identities, table_identity
+from protocol.kv_events import Medium
 from protocol.window import Window
 from tests.engine.fake_pool import FakePool
 from tests.engine.listener import Listener, really_held
@@ -252,13 +253,10 @@ def test_a_window_comes_from_below_behind_blocks_that_are_here(
     """What is lost meanwhile would be written to blocks that others may have, so it is looked for again. The
     last block of a prompt that is found whole is copied.
     """
-    pool, tier = FakePool(BLOCK, 60), FakeTier([table_identity(each, 1) for each in IDENTITIES], lost)
-    blocks = BlockManager(pool, tiers=[tier], windows=[None, Window(4, BLOCK)])
-    arena = blocks.arenas[0]
-    here = arena.take(12)
-    for identity, block in zip(IDENTITIES, here, strict=False):
-        arena.publish(identity, block)
-        arena.dereference(block)
+    tier = FakeTier([table_identity(each, 1) for each in IDENTITIES], lost)
+    blocks, here = with_all_but_the_window(tier)
+    pool = blocks.pool
+    assert isinstance(pool, FakePool)
     held, found = find_prefix(blocks, TOKENS[:192], ROOT)
     assert (found, held.num_left, held.below) == (128, [0, 8], IDENTITIES[8:12])
     begin = min(held.end_found, 191)
@@ -266,16 +264,46 @@ def test_a_window_comes_from_below_behind_blocks_that_are_here(
     held.grow(begin, 192)
     assert [source for _, source, _ in pool.copies] == here[-1:]
     assert held.fill(found, 191) == covered
+    assert tier.asked == tier.identities[8:12], "no block that is here is written"
     assert held.goes_on_from(covered) == goes_on
     held.free()
-    reserved = reserve_blocks(blocks, TOKENS[:150], ROOT)
-    assert reserved is not None and reserved[0].blocks[0][:9] == here[:9]
-    reserved[0].free()
+    blocks, _ = with_all_but_the_window(tier)
+    assert (find_room(blocks, TOKENS[:193], ROOT) is None) == (lost > 0)
+
+
+def with_all_but_the_window(tier: FakeTier) -> tuple[BlockManager, list[int]]:
+    """The pool has the first twelve blocks of the layers that see all, which are returned."""
+    blocks = BlockManager(FakePool(BLOCK, 60), tiers=[tier], windows=[None, Window(4, BLOCK)])
+    here = blocks.arenas[0].take(12)
+    for identity, block in zip(IDENTITIES, here, strict=False):
+        blocks.arenas[0].publish(identity, block)
+        blocks.arenas[0].dereference(block)
+    return blocks, here
+
+
+def test_a_reservation_looks_again_for_what_got_lost() -> None:
+    """Another worker writes to its blocks."""
+
+    class Losing(FakeTier):
+        def load(self, identities: list[bytes], block_ids: list[int]) -> int:
+            self.identities = []
+            return super().load(identities, block_ids)
+
+    blocks, here = with_all_but_the_window(Losing([table_identity(each, 1) for each in IDENTITIES], 1))
+    reserved = reserve_blocks(blocks, TOKENS[:192], ROOT)
+    assert reserved is not None
+    held, covered = reserved
+    assert covered == 176 and held.blocks[0][:11] == here[:11] and held.blocks[0][11] not in here
+    held.free()
     assert sum(blocks.available) == 60
 
 
 def test_who_keeps_track_is_told_of_the_first_table_alone() -> None:
-    tier = FakeTier([])
+    class Telling(FakeTier):
+        def contents(self) -> list[tuple[Medium, bytes]]:
+            return [(Medium.CPU, identity) for identity in self.identities]
+
+    tier = Telling([table_identity(IDENTITIES[0], 1)])
     blocks = BlockManager(FakePool(BLOCK, 8), tiers=[tier], windows=[None, Window(4, BLOCK)])
     log = blocks.watch()
     published(blocks, TOKENS[:32])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -196,8 +197,9 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ServeCon
 Proposals = dict[tuple[int, ...], tuple[list[int], list[int] | None]]
 
 
-def proposals(engine: Engine, asked: list[EngineRequest], num_tokens: int) -> tuple[Proposals, Answers]:
-    """What is drafted after which text, where there is room for so many tokens, and the answers."""
+@contextmanager
+def recorded(engine: Engine, num_tokens: int) -> Iterator[Proposals]:
+    """What is drafted after which text, where there is room for so many tokens."""
     assert isinstance(engine._speculator, BatchSpeculator)
     drafter = engine._speculator._drafters["draft_model"]
     found: Proposals = {}
@@ -210,7 +212,40 @@ def proposals(engine: Engine, asked: list[EngineRequest], num_tokens: int) -> tu
         return drafted
 
     with mock.patch.object(drafter, "propose", recording):
+        yield found
+
+
+def proposals(engine: Engine, asked: list[EngineRequest], num_tokens: int) -> tuple[Proposals, Answers]:
+    """What is drafted, and the answers."""
+    with recorded(engine, num_tokens) as found:
         return found, tokens(run(engine, asked))
+
+
+def test_a_request_that_lost_its_seat_is_read_anew(
+    drafts: dict[str, tuple[ServeConfig, Path, Answers]],
+) -> None:
+    config, draft, _ = drafts["llama"]
+    asked = SpeculativeConfig(method="draft_model", model=str(draft), num_speculative_tokens=5)
+    drafting = msgspec.structs.replace(config, speculative_config=asked, max_num_seqs=1)
+    engine = Engine(drafting, speculate=speculate)
+    first, second = requests()[3:]
+    expected, _ = proposals(engine, [first], 5)
+    with recorded(engine, 5) as found:
+        engine.add(first)
+        for _ in range(4):
+            engine.step()
+        engine.hold(first.request_id)
+        engine.add(second)
+        while engine.has_work():
+            engine.step()
+        num_before = len(found)
+        engine.resume(first.request_id)
+        while engine.has_work():
+            engine.step()
+    after = list(found)[num_before:]
+    assert len(after) >= 8 and {text: found[text] for text in after} == {
+        text: expected[text] for text in after
+    }
 
 
 @pytest.mark.parametrize("tree", [False, True])

@@ -73,11 +73,12 @@ class FakeReceiver:
         lease_id: str,
         extents: Sequence[Extent],
         *,
-        first_token: int = 0,
+        first_token: int | Sequence[int] = 0,
         num_tokens: int | None = None,
     ) -> None:
         assert lease_id not in self.open_leases
-        self.open_leases[lease_id] = extents[0].blocks[first_token // 16 :]
+        first = first_token if isinstance(first_token, int) else first_token[0]
+        self.open_leases[lease_id] = extents[0].blocks[first // 16 :]
 
     def close_lease(self, lease_id: str) -> bool:
         self.open_leases.pop(lease_id, None)
