@@ -526,7 +526,9 @@ def snapshots(draw):
     return WorkerSnapshot(
         worker_id=draw(NAMES.filter(lambda name: name != "gone")),
         tasks=draw(st.sampled_from([("prefill", "decode"), ("decode",)])),
-        costs=StepCosts(**{name: draw(NUMBERS) for name in fields}),
+        costs=StepCosts(
+            **{name: draw(NUMBERS) for name in fields} | {"kv_windows": (draw(NUMBERS), draw(NUMBERS))}
+        ),
         links={draw(NAMES): LinkSpeed(draw(NUMBERS), draw(NUMBERS))},
         **{
             name: draw(NUMBERS)
@@ -594,7 +596,10 @@ def test_thousands_of_impossible_workers_break_no_policy(rule):
         WorkerSnapshot(
             f"w{number}",
             rng.choice([("prefill", "decode"), ("decode",)]),
-            costs=StepCosts(**{name: rng.choice(odd) for name in StepCosts.__struct_fields__}),
+            costs=StepCosts(
+                **{name: rng.choice(odd) for name in StepCosts.__struct_fields__}
+                | {"kv_windows": (rng.choice(odd), rng.choice(odd))}
+            ),
             **{name: rng.choice(odd) for name in fields},
         )
         for number in range(3000)
