@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
+import torch
 
 from bench.transfer.process import Remote, RemoteObject
 from kvtransfer import Completed, Failed, PoolMemory, Receiver, RegisteredPool, Sender
@@ -47,6 +48,7 @@ class Side:
         segments: tuple[SegmentInfo, ...] = (),
         host: str = "127.0.0.1",
     ) -> None:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))  # as of two workers that share a host
         self.name = name
         self.host = host
         self.memory = PoolMemory(block_bytes * num_blocks)

@@ -20,7 +20,7 @@ from tests.faults.proxy import CHUNK, Damage, Proxy
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 WATCHED_S = 1.0
-LOOKS = 8
+LOOKS = 30
 WHOLE = {"decode-0": ""}
 POOL = 64 << 20
 BUNDLED_IDS = 2000

@@ -120,10 +120,13 @@ class Both:
 
 
 def assert_same(ours: Tensor, theirs: Tensor) -> None:
-    """But for a norm's float32 sum, taken in another order: now and then a value is rounded the other way."""
+    """But for a norm's float32 sum, taken in another order: now and then a value is rounded the other way.
+
+    Where inputs are rounded to int8 that is a larger step.
+    """
     difference = (ours.float() - theirs.float()).abs()
     scale = theirs.float().abs().mean()
-    assert difference.mean() < 0.01 * scale
+    assert difference.mean() < 0.02 * scale
     assert difference.max() < 0.2 * scale
 
 

@@ -121,7 +121,7 @@ def test_a_models_layers() -> None:
     expected = model(x)
     tile_linears(model, torch.float32, plain=False)
     assert [type(module) for module in model] == [TiledLinear, nn.Linear, nn.Linear]
-    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(model(x), expected, atol=1e-4, rtol=0)
     tile_linears(model, torch.float32, plain=True)
     assert {type(module) for module in model} == {TiledLinear}
-    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(model(x), expected, atol=1e-4, rtol=0)
