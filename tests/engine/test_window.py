@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from engine.engine import Engine
 from protocol.errors import ConfigError
-from protocol.outputs import TokenOutput
 from protocol.window import TILE, Window
 from tests.e2e.architectures import SLIDING_WINDOW, write_model
 from tests.engine.test_engine import ask, assert_empty, prompt_of, run, tiny_engine, tokens
+from tests.engine.windowed import ask_crowds, blocks_from_disk, cached, poisoned_run
 from tests.speculation import scripted
 from tests.worker.tiny_model import VOCAB_SIZE, greedy, load
 
@@ -44,22 +44,6 @@ def make_engine(folder: Path) -> Callable[..., Engine]:
         return tiny_engine(folder, **bounds | {"kv_cache_memory_bytes": num_blocks * BLOCK_BYTES} | options)
 
     return make
-
-
-def num_used(engine: Engine) -> int:
-    return engine.blocks.num_blocks - sum(engine.blocks.available)
-
-
-def poisoned_run(engine: Engine) -> tuple[dict[str, list[TokenOutput]], int]:
-    """What is free holds NaN in each step. Also the most blocks that were used."""
-    outputs: dict[str, list[TokenOutput]] = {}
-    most = 0
-    while engine.has_work():
-        engine.pool.segment("target")[engine.blocks.arenas[0]._free] = torch.nan
-        for output in engine.step().outputs:
-            outputs.setdefault(output.request_id, []).append(output)
-        most = max(most, num_used(engine))
-    return outputs, most
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
@@ -113,10 +97,6 @@ def test_a_pool_need_not_hold_a_whole_sequence(
     assert_empty(engine)
 
 
-def cached(output: list[TokenOutput]) -> int | None:
-    return output[0].cached_tokens
-
-
 def test_a_prefix_is_found_by_the_blocks_of_its_window(
     make_engine: Callable[..., Engine], reference: PreTrainedModel
 ) -> None:
@@ -146,23 +126,7 @@ def test_evicted_and_preempted_prompts_get_the_same_tokens(
     make_engine: Callable[..., Engine], reference: PreTrainedModel, host_blocks: int
 ) -> None:
     engine = make_engine(num_blocks=19, kv_offloading_size=host_blocks * BLOCK_BYTES / 2**30)
-    rng = random.Random(1)
-    texts = [prompt_of(220, seed) for seed in range(3)]
-    for turn in range(8):
-        prompts = {
-            f"{turn}-{index}": rng.choice(texts)[: rng.choice([10, 30, rng.randint(100, 220)])]
-            + prompt_of(rng.randint(1, 20), turn)
-            for index in range(rng.randint(1, 6))
-        }
-        for name, prompt in prompts.items():
-            engine.add(ask(name, prompt, 60))
-        outputs = run(engine)
-        for name, prompt in prompts.items():
-            assert tokens(outputs[name]) == greedy(reference, prompt, 60), name
-        assert_empty(engine)
-    stats = engine.stats()
-    assert stats.num_preemptions > 0 and stats.prefix_hit_tokens > 0
-    assert engine.tiers is None or engine.tiers.counters.hit_blocks > 0
+    ask_crowds(engine, reference, seed=1, turns=8, least=1, max_tokens=60)
     engine.close()
 
 
@@ -175,21 +139,8 @@ def test_a_prompt_comes_back_from_the_disk(
         "kv_disk_path": str(tmp_path),
         "kv_disk_size": 200 * BLOCK_BYTES / 2**30,
     }
-    prompt = prompt_of(250)
-    before = make_engine(**options)
-    for index in range(4):
-        before.add(ask("r", prompt if index == 0 else prompt_of(200, index)))
-        run(before)
-    before.close()
-    after = make_engine(**options)
-    after.add(ask("r", prompt))
-    outputs = run(after)["r"]
-    assert cached(outputs) == 240 and tokens(outputs) == greedy(reference, prompt, 8)
-    assert after.tiers is not None
-    counters = after.tiers.totals()
     needed = 15 - Window(SLIDING_WINDOW, 16).first_place(240)
-    assert counters["kv_disk_hit_blocks_total"] == counters["kv_host_hit_blocks_total"] == needed
-    after.close()
+    assert blocks_from_disk(partial(make_engine, **options), reference) == needed
 
 
 @pytest.mark.parametrize("num_found", [0, 150, 250])
