@@ -15,11 +15,11 @@ from llguidance import LLMatcher, LLTokenizer
 from engine.engine import Engine
 from engine.sampler import Grammars, Sampler, SamplingRow, native
 from engine.sampler.masks import TokenMasks
-from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from tests.engine.sampler_reference import make_row
+from tests.engine.test_engine import tiny_engine
 from tests.engine.test_sampler_native import FILTERS, make_rows
 
 MODEL = Path(__file__).parents[2] / "models" / "tandem-code-10m"
@@ -177,16 +177,7 @@ def test_grammars_are_kept_while_they_are_used(
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    config = ServeConfig(
-        model=str(MODEL),
-        dtype="float32",
-        device="cpu",
-        compile="off",
-        max_model_len=256,
-        max_num_seqs=4,
-        kv_cache_memory_bytes=8 << 20,
-    )
-    return Engine(config)
+    return tiny_engine(MODEL, max_model_len=256, max_num_seqs=4, kv_cache_memory_bytes=8 << 20)
 
 
 def ask(request_id: str, grammar: str, **sampling: object) -> EngineRequest:

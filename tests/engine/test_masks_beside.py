@@ -17,10 +17,10 @@ from engine.runner import ForwardOutput
 from engine.sampler import Grammars, SamplingRow
 from engine.sampler.beside import Beside
 from engine.sampler.grammars import Matcher
-from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from tests.engine.sampler_reference import make_row
+from tests.engine.test_engine import tiny_engine
 
 MODEL = Path(__file__).parents[2] / "models" / "tandem-code-10m"
 LIST = 'start: "[" item ("," item)* "] is a list of words"\nitem: /[a-z]{1,6}/'
@@ -159,17 +159,7 @@ def test_the_thread_ends_with_its_owner() -> None:
 @pytest.fixture
 def engine() -> Engine:
     """With room for the KV of 112 tokens."""
-    config = ServeConfig(
-        model=str(MODEL),
-        dtype="float32",
-        device="cpu",
-        compile="off",
-        max_model_len=48,
-        max_num_seqs=4,
-        block_size=8,
-        kv_cache_memory_bytes=112 << 12,
-    )
-    return Engine(config)
+    return tiny_engine(MODEL, max_model_len=48, max_num_seqs=4, block_size=8, kv_cache_memory_bytes=112 << 12)
 
 
 def answers(engine: Engine, requests: Sequence[EngineRequest]) -> dict[str, list[int]]:
