@@ -20,6 +20,8 @@ def host_zeros(nbytes: int) -> Tensor:
 
 _CHUNK = 64 << 20
 """Bytes that are mapped at once."""
+_PAGE = 2 << 20
+"""Bytes of a huge page."""
 _LINE = 64
 """Bytes of a cache line, on which each tensor begins."""
 
@@ -27,13 +29,15 @@ _LINE = 64
 class HugePages:
     """Tensors that stay, side by side, so that those smaller than a huge page lie on one, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk: int = _CHUNK) -> None:
+        """So many bytes are mapped at once, in whole pages."""
+        self._chunk = -(-chunk // _PAGE) * _PAGE
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensor: Tensor) -> Tensor:
         """The tensor here."""
         size = -(-tensor.nbytes // _LINE) * _LINE
         if size > len(self._free):
-            self._free = host_zeros(max(size, _CHUNK))
+            self._free = host_zeros(max(size, self._chunk))
         room, self._free = self._free[: tensor.nbytes], self._free[size:]
         return room.view(tensor.dtype).view(tensor.shape).copy_(tensor)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from engine.decoder.structs import RowsArgs
+from engine.lora.packed import PackedProduct
 from engine.lora.structs import PartArgs
 from engine.lora.table import Adapters, Weights
 from engine.rows import SequenceRows
@@ -22,6 +24,15 @@ PRODUCTS = (
 """A layer's, in the order of `structs.h`; linear layers that are one product lie side by side in its rows."""
 
 
+class _Placed(NamedTuple):
+    """A batch's sequences as (slot, rows), with what says so to the decoder."""
+
+    owned: list[tuple[int, int]]
+    owners: np.ndarray
+    parts: list[ctypes.Array[PartArgs]]
+    pointers: Any
+
+
 class NativeAdapters:
     """Of a decoder with so many layers."""
 
@@ -29,22 +40,25 @@ class NativeAdapters:
         self._adapters = adapters
         self._num_layers = num_layers
         self._parts: WeakKeyDictionary[Weights, ctypes.Array[PartArgs]] = WeakKeyDictionary()
+        self._placed = _Placed([], np.empty(0, np.int32), [], None)
 
-    def place(self, batch: Sequence[SequenceRows], fields: RowsArgs) -> object:
-        """Say in `fields` which row has which adapter. Whoever calls keeps what is returned, as they point
-        to it.
-        """
-        slots = list(dict.fromkeys(rows.adapter for rows in batch if rows.adapter))
-        if not slots:
-            return None
-        places = {slot: place for place, slot in enumerate(slots)} | {0: -1}
-        counts = [len(rows.token_ids) for rows in batch]
-        owners = np.repeat(np.array([places[rows.adapter] for rows in batch], np.int32), counts)
-        parts = [self._parts_of(self._adapters.weights(slot)) for slot in slots]
-        pointers = (ctypes.c_void_p * len(parts))(*(ctypes.addressof(each) for each in parts))
-        fields.owners, fields.num_adapters = owners.ctypes.data, len(parts)
-        fields.adapters = ctypes.addressof(pointers)
-        return owners, pointers, parts
+    def place(self, batch: Sequence[SequenceRows], fields: RowsArgs) -> None:
+        """Say in `fields` which row has which adapter. They are valid until the next call."""
+        owned = [(rows.adapter, len(rows.token_ids)) for rows in batch]
+        if owned != self._placed.owned:  # a batch that decodes stays as it is for many steps
+            self._placed = self._place(owned)
+        _, owners, parts, pointers = self._placed
+        if parts:
+            fields.owners, fields.num_adapters = owners.ctypes.data, len(parts)
+            fields.adapters = ctypes.addressof(pointers)
+
+    def _place(self, owned: list[tuple[int, int]]) -> _Placed:
+        slots, counts = zip(*owned, strict=True)
+        places = {slot: place for place, slot in enumerate(dict.fromkeys(filter(None, slots)))}
+        owners = np.repeat(np.array([places.get(slot, -1) for slot in slots], np.int32), counts)
+        parts = [self._parts_of(self._adapters.weights(slot)) for slot in places]
+        pointers = (ctypes.c_void_p * len(parts))(*map(ctypes.addressof, parts))
+        return _Placed(owned, owners, parts, pointers)
 
     def _parts_of(self, weights: Weights) -> ctypes.Array[PartArgs]:
         if weights not in self._parts:
@@ -64,7 +78,4 @@ class NativeAdapters:
 
 def _part(weights: Weights, path: str, first: int) -> PartArgs:
     product = weights.products.get(path)
-    if product is None:
-        return PartArgs()
-    (rank, inputs), outputs = product.down.shape, product.up.shape[1]
-    return PartArgs(product.down.data_ptr(), product.up.data_ptr(), rank, inputs, outputs, first)
+    return product.part(first) if isinstance(product, PackedProduct) else PartArgs()

@@ -126,7 +126,8 @@ class NativeDecoder:
             None if before is None else before.data_ptr(),
             None if before is None else hidden.data_ptr(),
         )
-        _placed = self._adapters.place(batch, fields) if self._adapters is not None else None
+        if self._adapters is not None:
+            self._adapters.place(batch, fields)
         rows, threads = ctypes.byref(fields), torch.get_num_threads()
         if chains is not None:
             described = ctypes.byref(self._batch(chains))

@@ -1,5 +1,7 @@
 // out[row][first + n] += sum over r of up[r][n] * (sum over k of down[r][k] * x[row][k]): bfloat16 in and out, float32
 // sums. A product of rank 16 would fill a quarter of a panel of the linear layers' kernel, so this has one of its own.
+// Two rows share an adapter's weights where sixteen share the model's, so reading them is what takes the time: they lie
+// in the order in which they are read (packed.py), and are asked for ahead.
 // A row's sums are in the same order in every batch: its result has the same bits.
 
 #include "adapt.h"
@@ -13,81 +15,103 @@ namespace {
 
 constexpr int64_t MOST_ROWS = 4;  // that share the weights which are read
 constexpr int RANKS = 4;          // that are summed side by side
-constexpr int VECTORS = 4;        // of outputs, likewise
+constexpr int64_t INPUTS = 32;    // of a rank that lie together: a cache line
+constexpr int64_t OUTPUTS = 64;   // of a panel
+constexpr int PAIR = 2 * LANES;   // values of a vector of pairs
+constexpr int PAIRS = LANES == 16 ? 2 : 1;   // vectors of outputs whose sums fit into the registers
+constexpr int64_t AHEAD = 3072;   // in weights: how far ahead is fetched
 constexpr int64_t SERIAL_PRODUCTS = 1 << 18;  // below so many multiplications, threads don't pay
 
+typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+
+// Of pairs of values side by side, the first ones or the second ones.
+inline Vec half_of_pairs(const uint16_t* from, int half) {
+    Words pairs;
+    memcpy(&pairs, from, sizeof pairs);
+    return (Vec)(half ? pairs & 0xffff0000 : pairs << 16);
+}
+
+inline Words rounded(Vec values) {  // to nearest, ties to even, in the high halves
+    const Words bits = (Words)values;
+    return bits + 0x7fff + ((bits >> 16) & 1);
+}
+
+inline void add_to_pairs(uint16_t* to, const Vec* halves) {
+    const Words first = rounded(half_of_pairs(to, 0) + halves[0]), second = rounded(half_of_pairs(to, 1) + halves[1]);
+    const Words pairs = (first >> 16) | (second & 0xffff0000);
+    memcpy(to, &pairs, sizeof pairs);
+}
+
+template <int ROWS> using Sums = Vec[RANKS][ROWS];
+
+template <int ROWS> void add_inputs(const uint16_t* down, const uint16_t* const* x, int64_t k, Sums<ROWS>& sums) {
+    for (int64_t i = 0; i < RANKS; i++) __builtin_prefetch(down + AHEAD + i * INPUTS);
+    for (int from = 0; from < INPUTS; from += PAIR) {
 #if defined(BF16_PAIRS)
-constexpr int64_t STEP = 2 * LANES;
-
-inline Vec add_products(Vec sums, const uint16_t* a, const uint16_t* b) {
-    __m512bh x, y;
-    memcpy(&x, a, sizeof x), memcpy(&y, b, sizeof y);
-    return (Vec)_mm512_dpbf16_ps((__m512)sums, x, y);
-}
-#else
-constexpr int64_t STEP = LANES;
-#endif
-
-typedef uint16_t Shorts __attribute__((vector_size(LANES * 2)));
-
-inline Vec widened(const uint16_t* from) {
-    Shorts shorts;
-    memcpy(&shorts, from, sizeof shorts);
-    return (Vec)(__builtin_convertvector(shorts, IntVec) << 16);
-}
-
-inline void narrow(Vec values, uint16_t* to) {  // to nearest, ties to even
-    const IntVec bits = (IntVec)values;
-    const Shorts shorts = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Shorts);
-    memcpy(to, &shorts, sizeof shorts);
-}
-
-#if !defined(BF16_PAIRS)
-inline Vec add_products(Vec sums, const uint16_t* a, const uint16_t* b) { return sums + widened(a) * widened(b); }
-#endif
-
-// inner[i * rank + r] = the product of down's row r with row i.
-template <int ROWS> void shrink(const Part& p, const uint16_t* const* x, float* inner) {
-    const int64_t whole = p.in / STEP * STEP;
-    for (int64_t r = 0; r < p.rank; r += RANKS) {
-        Vec sums[RANKS][ROWS] = {};
-        for (int64_t k = 0; k < whole; k += STEP)
-            for (int j = 0; j < RANKS; j++)
-                for (int i = 0; i < ROWS; i++) sums[j][i] = add_products(sums[j][i], p.down + (r + j) * p.in + k, x[i] + k);
         for (int j = 0; j < RANKS; j++)
             for (int i = 0; i < ROWS; i++) {
-                float sum = sum_of_lanes(sums[j][i]);
-                for (int64_t k = whole; k < p.in; k++)
-                    sum += bf16_to_float(p.down[(r + j) * p.in + k]) * bf16_to_float(x[i][k]);
-                inner[i * p.rank + r + j] = sum;
+                __m512bh weights, inputs;
+                memcpy(&weights, down + j * INPUTS + from, sizeof weights), memcpy(&inputs, x[i] + k + from, sizeof inputs);
+                sums[j][i] = (Vec)_mm512_dpbf16_ps((__m512)sums[j][i], weights, inputs);
             }
+#else
+        for (int half = 0; half < 2; half++)
+            for (int j = 0; j < RANKS; j++) {
+                const Vec weights = half_of_pairs(down + j * INPUTS + from, half);
+                for (int i = 0; i < ROWS; i++) sums[j][i] += weights * half_of_pairs(x[i] + k + from, half);
+            }
+#endif
     }
 }
 
-template <int ROWS, int COUNT> void expand_block(const Part& p, const float* inner, uint16_t* const* out, int64_t n) {
-    Vec sums[ROWS][COUNT] = {};
-    for (int64_t r = 0; r < p.rank; r++)
-        for (int v = 0; v < COUNT; v++) {
-            const Vec weights = widened(p.up + r * p.out + n + v * LANES);
-            for (int i = 0; i < ROWS; i++) sums[i][v] += weights * inner[i * p.rank + r];
+// inner[i * rank + r] = the product of down's rank r with row i.
+template <int ROWS> void shrink(const Part& p, const uint16_t* const* x, float* inner) {
+    const int64_t whole = p.in / INPUTS * INPUTS, left = p.in - whole;
+    uint16_t padded[ROWS][INPUTS] = {};
+    const uint16_t* last[ROWS];
+    for (int i = 0; i < ROWS; i++) last[i] = padded[i], memcpy(padded[i], x[i] + whole, left * sizeof **x);
+    const uint16_t* down = p.down;
+    for (int64_t r = 0; r < p.rank; r += RANKS) {
+        Sums<ROWS> sums = {};
+        for (int64_t k = 0; k < whole; k += INPUTS, down += RANKS * INPUTS) add_inputs<ROWS>(down, x, k, sums);
+        if (left) add_inputs<ROWS>(down, last, 0, sums), down += RANKS * INPUTS;
+        for (int j = 0; j < RANKS; j++)
+            for (int i = 0; i < ROWS; i++) inner[i * p.rank + r + j] = sum_of_lanes(sums[j][i]);
+    }
+}
+
+template <int ROWS> void expand_panel(const uint16_t* up, int64_t rank, const float* inner, uint16_t* const* out) {
+    for (int64_t n = 0; n < OUTPUTS; n += PAIRS * PAIR) {
+        Vec sums[ROWS][PAIRS][2] = {};
+        for (int64_t r = 0; r < rank; r++) {
+            const uint16_t* from = up + r * OUTPUTS + n;
+            for (int64_t i = 0; i < PAIRS * PAIR; i += INPUTS) __builtin_prefetch(from + AHEAD + i);
+            for (int pair = 0; pair < PAIRS; pair++)
+                for (int half = 0; half < 2; half++) {
+                    const Vec weights = half_of_pairs(from + pair * PAIR, half);
+                    for (int i = 0; i < ROWS; i++) sums[i][pair][half] += weights * inner[i * rank + r];
+                }
         }
-    for (int i = 0; i < ROWS; i++)
-        for (int v = 0; v < COUNT; v++) {
-            uint16_t* to = out[i] + p.first + n + v * LANES;
-            narrow(widened(to) + sums[i][v], to);
-        }
+        for (int i = 0; i < ROWS; i++)
+            for (int pair = 0; pair < PAIRS; pair++) add_to_pairs(out[i] + n + pair * PAIR, sums[i][pair]);
+    }
 }
 
 template <int ROWS> void expand(const Part& p, const float* inner, uint16_t* const* out) {
-    int64_t n = 0;
-    for (; n + VECTORS * LANES <= p.out; n += VECTORS * LANES) expand_block<ROWS, VECTORS>(p, inner, out, n);
-    for (; n + LANES <= p.out; n += LANES) expand_block<ROWS, 1>(p, inner, out, n);
-    for (; n < p.out; n++)
-        for (int i = 0; i < ROWS; i++) {
-            float sum = 0;
-            for (int64_t r = 0; r < p.rank; r++) sum += bf16_to_float(p.up[r * p.out + n]) * inner[i * p.rank + r];
-            out[i][p.first + n] = float_to_bf16(bf16_to_float(out[i][p.first + n]) + sum);
+    const uint16_t* up = p.up;
+    for (int64_t n = 0; n < p.out; n += OUTPUTS, up += p.rank * OUTPUTS) {
+        uint16_t *to[ROWS], last[ROWS][OUTPUTS];
+        const int64_t count = std::min(OUTPUTS, p.out - n);
+        for (int i = 0; i < ROWS; i++) to[i] = out[i] + p.first + n;
+        if (count == OUTPUTS) {
+            expand_panel<ROWS>(up, p.rank, inner, to);
+            continue;
         }
+        uint16_t* padded[ROWS];
+        for (int i = 0; i < ROWS; i++) padded[i] = last[i], memcpy(last[i], to[i], count * sizeof **to);
+        expand_panel<ROWS>(up, p.rank, inner, padded);
+        for (int i = 0; i < ROWS; i++) memcpy(to[i], last[i], count * sizeof **to);
+    }
 }
 
 template <int ROWS> void adapt_rows(const Adapted& a, const int64_t* rows, const uint16_t* x, int64_t in,

@@ -9,8 +9,8 @@
 
 namespace {
 
-// Beside one linear layer: down [rank, in], up [rank, out], in bfloat16, the scale within `up`. Ranks are whole fours.
-// Its outputs begin at `first` in a row of the product. Without `down` there is nothing to add.
+// Beside one linear layer: down [rank, in], up [rank, out], in bfloat16, packed as packed.py says, the scale within
+// `up`. Ranks are whole fours. Its outputs begin at `first` in a row of the product. Without `down` there is nothing to add.
 struct Part {
     const uint16_t *down, *up;
     int64_t rank, in, out, first;

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.linear.packed import kernel_fault
+from engine.lora.packed import PackedProduct
 from engine.lora.structs import AdaptedArgs, PartArgs
 from engine.lora.table import Adapters, Weights
 from engine.rows import SequenceRows
@@ -78,23 +78,16 @@ def _hook(path: str, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tenso
 def _run(out: Tensor, x: Tensor, path: str) -> None:
     for weights, rows in _current:
         product = weights.products.get(path)
-        if product is None:
-            continue
-        if _has_kernel(out.device, out.dtype):
-            _run_kernel(out, x, product.down, product.up, rows)
-            continue
-        own = x.reshape(-1, x.shape[-1]).index_select(0, rows)
-        out.view(-1, out.shape[-1]).index_add_(0, rows, own @ product.down.T @ product.up)
+        if isinstance(product, PackedProduct):
+            _run_kernel(out, x, product, rows)
+        elif product is not None:
+            own = x.reshape(-1, x.shape[-1]).index_select(0, rows)
+            out.view(-1, out.shape[-1]).index_add_(0, rows, own @ product.down.T @ product.up.T)
 
 
-@functools.cache
-def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    return kernel_fault(device, dtype) is None
-
-
-def _run_kernel(out: Tensor, x: Tensor, down: Tensor, up: Tensor, rows: Tensor) -> None:
+def _run_kernel(out: Tensor, x: Tensor, product: PackedProduct, rows: Tensor) -> None:
     x, whole = x.contiguous(), out.view(-1, out.shape[-1])
-    part = PartArgs(down.data_ptr(), up.data_ptr(), len(down), down.shape[1], up.shape[1], 0)
+    part = product.part(0)
     adapted = AdaptedArgs(ctypes.addressof(part), 1, rows.data_ptr(), len(rows))
     threads, parallel = torch.get_num_threads(), gomp_parallel()
     stride = whole.stride(0)

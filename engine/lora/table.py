@@ -8,19 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from engine.linear.packed import kernel_fault
 from engine.linear.quantized import QuantizedLinear
 from engine.lora.files import AdapterError, LinearShape, Product, read_adapter
+from engine.lora.packed import PackedProduct, pack
 from protocol.adapters import MAX_ADAPTERS, Adapter
 
 logger = logging.getLogger("tandem.engine")
-
-RANKS = 4
-"""Ranks are padded to whole multiples, as the kernel sums so many side by side."""
 
 
 def adaptable(model: PreTrainedModel) -> dict[str, LinearShape]:
@@ -40,11 +38,11 @@ def adaptable(model: PreTrainedModel) -> dict[str, LinearShape]:
 
 @dataclass(eq=False)
 class Weights:
-    """Of a loaded adapter. `products` are [rank, in] and [rank, out], in the model's dtype, by the paths of
-    the linear layers.
+    """Of a loaded adapter. `products` are by the paths of the linear layers: packed where the kernel adds
+    them, else in the model's dtype.
     """
 
-    products: dict[str, Product]
+    products: Mapping[str, Product | PackedProduct]
     digest: str
     named: dict[str, Adapter] = field(default_factory=dict)
     num_users: int = 0
@@ -117,17 +115,16 @@ class Adapters:
             return self._slots[files.digest]
         if len(self._slots) >= MAX_ADAPTERS:
             raise AdapterError(f"{path}: at most {MAX_ADAPTERS} adapters can be loaded at one time")
-        products = {layer: self._prepared(product) for layer, product in files.products.items()}
+        found = files.products  # in memory they lie in the order in which layers are run
+        products = self._prepared({layer: found[layer] for layer in self.linears if layer in found})
         slot = self._slots[files.digest] = next(self._numbers)
         self._weights[slot] = Weights(products, files.digest)
-        num_bytes = sum(tensor.nbytes for product in products.values() for tensor in product)
+        num_bytes = sum(product.down.nbytes + product.up.nbytes for product in products.values())
         logger.info("adapter %s: %d layers, %.1f MB", path, len(products), num_bytes / 1e6)
         return slot
 
-    def _prepared(self, product: Product) -> Product:
-        missing = -len(product.down) % RANKS
-        return Product(self._placed(product.down, missing), self._placed(product.up.T, missing))
-
-    def _placed(self, tensor: Tensor, missing: int) -> Tensor:
-        padded = pad(tensor, (0, 0, 0, missing))
-        return padded.to(self._device, self._dtype).contiguous()
+    def _prepared(self, products: Mapping[str, Product]) -> Mapping[str, Product | PackedProduct]:
+        if kernel_fault(self._device, self._dtype) is None:
+            return pack(products)
+        place = self._device, self._dtype
+        return {path: Product(*(side.to(*place) for side in product)) for path, product in products.items()}

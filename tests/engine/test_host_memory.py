@@ -19,8 +19,8 @@ def test_tensors_lie_side_by_side() -> None:
 
 
 def test_one_that_does_not_fit_gets_room_of_its_own() -> None:
-    pages = HugePages()
+    pages = HugePages(100)
     small = pages.copy(torch.ones(4))
-    large = pages.copy(torch.full((host_memory._CHUNK // 4 + 1,), 2.0))
+    large = pages.copy(torch.full((host_memory._PAGE // 4 + 1,), 2.0))
     assert small.eq(1).all() and large.eq(2).all()
     assert torch.equal(pages.copy(torch.full((5,), 3.0)), torch.full((5,), 3.0))

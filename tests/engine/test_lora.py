@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from engine.engine import Engine
 from engine.linear.packed import kernel_fault
 from engine.lora.files import AdapterError, Product
 from engine.lora.layers import AdaptedRows, begin_step
+from engine.lora.packed import pack
 from engine.lora.table import Adapters, Weights
 from engine.rows import SequenceRows
 from protocol.adapters import Adapter
@@ -154,6 +156,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_crowd(
         for rows, found in zip(batch, crowd, strict=True):
             (alone,) = logits_of(engine, [rows])
             assert torch.equal(alone, found)
+        for rows, found in zip(batch, crowd, strict=True):
             if rows.adapter:
                 (plain,) = logits_of(engine, [SequenceRows(rows.token_ids, 0, rows.tables)])
                 assert not torch.equal(plain, found)
@@ -206,7 +209,9 @@ def test_layers_of_any_width_get_their_products(dtype: torch.dtype, strides: boo
         whole = torch.randn(1, 6, outputs + 16, generator=generator).to(dtype)
         out = whole[..., :outputs] if strides else whole[..., :outputs].contiguous()
         before, rows = out.clone(), torch.tensor([0, 2, 3, 4, 5])
-        begin_step([AdaptedRows(Weights({"path": Product(down, up)}, ""), rows)])
+        products = {"path": Product(down, up.T)}
+        of_kernel = pack(products) if dtype is torch.bfloat16 else products
+        begin_step([AdaptedRows(Weights(of_kernel, ""), rows)])
         try:
             torch.ops.tandem.add_adapters(out, x, "path")
         finally:
@@ -215,6 +220,17 @@ def test_layers_of_any_width_get_their_products(dtype: torch.dtype, strides: boo
         expected[0, rows] += x[0, rows].float() @ down.float().T @ up.float()
         assert torch.equal(out[0, 1], before[0, 1])
         torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=0.1 if inputs < 1000 else 4.0)
+
+
+@needs_kernel
+def test_an_adapter_lies_in_memory_in_the_order_in_which_it_is_read(folders: dict[str, Path]) -> None:
+    engine = make_engine(folders["llama"], dtype="bfloat16")
+    table = adapters_of(engine)
+    products = table.weights(table.acquire(named(engine, "one"))).products
+    assert [*products] == [*table.linears]
+    tensors = [tensor for product in products.values() for tensor in (product.down, product.up)]
+    for tensor, after in itertools.pairwise(tensors):
+        assert after.data_ptr() == tensor.data_ptr() + tensor.nbytes
 
 
 def test_adapters_share_no_kv_with_each_other_or_the_base(folders: dict[str, Path]) -> None:
