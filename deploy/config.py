@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from deploy.tensor_parallel import check_ranks, refuse_ranks
+from deploy.tensor_parallel import check_ranks
 from messaging.tls import http_tls, tls_files
 from models.bundled import BUNDLED_FOLDER, DRAFTS, bundled_path, is_bundled_model
 from protocol.adapters import parse_lora_modules
@@ -222,8 +222,6 @@ def _check_kv_events(config: ServeConfig) -> None:
 
 
 def _check_adapters(config: ServeConfig) -> None:
-    if config.serves_adapters:
-        refuse_ranks(config, "with --enable-lora or --lora-modules: adapters are not divided among ranks")
     if config.model_name in (config.lora_modules or {}):
         raise ConfigError(f"--lora-modules: {config.model_name}: is the model's own name")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -34,11 +34,14 @@ class _Placed(NamedTuple):
 
 
 class NativeAdapters:
-    """Of a decoder with so many layers."""
+    """Of a decoder with so many layers, each of which computes these `columns` of its linear layers by their
+    names; all of those that are not there.
+    """
 
-    def __init__(self, adapters: Adapters, num_layers: int) -> None:
+    def __init__(self, adapters: Adapters, num_layers: int, columns: Mapping[str, range]) -> None:
         self._adapters = adapters
         self._num_layers = num_layers
+        self._columns = columns
         self._parts: WeakKeyDictionary[Weights, ctypes.Array[PartArgs]] = WeakKeyDictionary()
         self._placed = _Placed([], np.empty(0, np.int32), [], None)
 
@@ -72,10 +75,11 @@ class NativeAdapters:
                 first = 0
                 for name in names:
                     path = f"model.layers.{layer}.{name}"
-                    yield _part(weights, path, first)
-                    first += self._adapters.linears[path].outputs
+                    own = self._columns.get(name, range(self._adapters.linears[path].outputs))
+                    yield _part(weights, path, own, first)
+                    first += len(own)
 
 
-def _part(weights: Weights, path: str, first: int) -> PartArgs:
+def _part(weights: Weights, path: str, outputs: range, first: int) -> PartArgs:
     product = weights.products.get(path)
-    return product.part(first) if isinstance(product, PackedProduct) else PartArgs()
+    return product.part(outputs, first) if isinstance(product, PackedProduct) else PartArgs()

@@ -50,8 +50,7 @@ class Decoder {
             const int64_t qkv = layer.qkv.out, keys = (qkv - queries) / 2;
             product.resize(room * std::max(hidden, qkv));
             if (layer.input_norm) norm(layer.input_norm, n);
-            multiply(normed.data(), layer.qkv, product.data(), n);
-            adapt(l, QKV, normed.data(), hidden, product.data(), qkv);
+            project(l, QKV, normed.data(), layer.qkv, product.data(), n);
             each_row(n, [&](int64_t r) { place_heads(layer, queries + keys, &product[r * qkv], rows.positions[r] - (m.entry ? 1 : 0)); });
             const bf16* q = product.data();
             const Call call{q, q + queries, q + queries + keys, attended.data(), qkv, m.head_dim, qkv, m.head_dim,
@@ -65,8 +64,9 @@ class Decoder {
                 keep_rows(rows, x, hidden), keep_rows(rows, attended, queries);
             }
             gather(attended, n, layer.qkv.first, queries, layer.output.in);
-            multiply_whole(attended.data(), layer.output, product.data(), n, hidden);
-            adapt(l, OUTPUT, attended.data(), layer.output.in, product.data(), hidden);
+            make_whole(layer.output, product.data(), n, hidden, [&](bf16* out) {
+                project(l, OUTPUT, attended.data(), layer.output, out, n);
+            });
             add_product(n);
             norm(layer.mlp_norm, n);
             feed_forward(l, n);
@@ -84,7 +84,9 @@ class Decoder {
                 memcpy(rows.after + i * hidden, m.entry->feeds_normed ? &normed[i * hidden] : &x[r * hidden],
                        hidden * sizeof(bf16));
         }
-        multiply_whole(normed.data(), m.head, rows.logits, rows.num_logits, m.vocab);
+        make_whole(m.head, rows.logits, rows.num_logits, m.vocab, [&](bf16* out) {
+            multiply(normed.data(), m.head, out, rows.num_logits);
+        });
     }
 
     // The name of the field that is out of range, or null.
@@ -243,20 +245,22 @@ class Decoder {
         adapters = rows.adapters;
     }
 
-    // Adds what rows' adapters have beside one of a layer's products; inputs and outputs are so wide.
-    void adapt(size_t l, Product which, const bf16* in, int64_t in_width, bf16* out, int64_t width) {
+    // One of a layer's products, with what rows' adapters have beside it.
+    void project(size_t l, Product which, const bf16* in, const Weights& w, bf16* out, int64_t n) {
+        multiply(in, w, out, n);
         if (groups.empty()) return;
         const int64_t first = l * PARTS + which, next = which == QKV ? OUTPUT : which == GATE_UP ? DOWN : which + 1;
         for (size_t i = 0; i < groups.size(); i++)
             adapted[i] = {adapters[i] + first, next - which, groups[i].data(), int64_t(groups[i].size())};
-        m.adapt(in, in_width, out, width, adapted.data(), adapted.size(), threads, m.parallel);
+        m.adapt(in, w.in, out, w.out, adapted.data(), adapted.size(), threads, m.parallel);
     }
 
-    // Computes all `width` outputs of each row, of which a rank's weights have some.
-    void multiply_whole(const bf16* in, const Weights& w, bf16* out, int64_t n, int64_t width) {
-        if (w.out == width) return multiply(in, w, out, n);
+    // Has `compute` write all `width` outputs of each row; or those that a rank's weights have, which it gathers.
+    template <class Compute>
+    void make_whole(const Weights& w, bf16* out, int64_t n, int64_t width, const Compute& compute) {
+        if (w.out == width) return compute(out);
         part.resize(n * w.out);
-        multiply(in, w, part.data(), n);
+        compute(part.data());
         gather(part.data(), out, n, w.first, w.out, width);
     }
 
@@ -286,15 +290,15 @@ class Decoder {
         const Layer& layer = layers[l];
         const int64_t width = layer.gate_up.out / 2;
         gated.resize(n * 2 * width), active.resize(n * width);
-        multiply(normed.data(), layer.gate_up, gated.data(), n);
-        adapt(l, GATE_UP, normed.data(), m.hidden, gated.data(), 2 * width);
+        project(l, GATE_UP, normed.data(), layer.gate_up, gated.data(), n);
         each_row(n, [&](int64_t r) {
             const bf16* gate = &gated[r * 2 * width];
             gate_row(gate, gate + width, width, &active[r * width]);
         });
         gather(active, n, layer.gate_up.first, width, layer.down.in);
-        multiply_whole(active.data(), layer.down, product.data(), n, m.hidden);
-        adapt(l, DOWN, active.data(), layer.down.in, product.data(), m.hidden);
+        make_whole(layer.down, product.data(), n, m.hidden, [&](bf16* out) {
+            project(l, DOWN, active.data(), layer.down, out, n);
+        });
     }
 
     // The sequence's drafted token of this number, from its logits.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,8 @@ class NativeModel:
 
     model: ModelArgs
     layers: ctypes.Array[LayerArgs]
+    columns: Mapping[str, range] = {}
+    """Which outputs of a layer's linear layers it computes, by their names; it does all of the others."""
 
     def __init__(self) -> None:
         self._memory = HugePages()

@@ -77,7 +77,7 @@ class NativeDecoder:
         model.quantized_linear = packed_quantized.kernel_address()
         self._adapters: NativeAdapters | None = None
         if adapters is not None:
-            self._adapters = NativeAdapters(adapters, model.num_layers)
+            self._adapters = NativeAdapters(adapters, model.num_layers, description.columns)
             model.adapt = adapt_address()
         self._decoder: int = self._library.tandem_decoder_create(ctypes.byref(model))
         weakref.finalize(self, self._library.tandem_decoder_destroy, self._decoder)

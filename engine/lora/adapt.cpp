@@ -1,4 +1,4 @@
-// out[row][first + n] += sum over r of up[r][n] * (sum over k of down[r][k] * x[row][k]): bfloat16 in and out, float32
+// out[row][first + n - begin] += sum over r of up[r][n] * (sum over k of down[r][k] * x[row][k]): bfloat16 in and out, float32
 // sums. A product of rank 16 would fill a quarter of a panel of the linear layers' kernel, so this has one of its own.
 // Two rows share an adapter's weights where sixteen share the model's, so reading them is what takes the time: they lie
 // in the order in which they are read (packed.py), and are asked for ahead.
@@ -98,19 +98,18 @@ template <int ROWS> void expand_panel(const uint16_t* up, int64_t rank, const fl
 }
 
 template <int ROWS> void expand(const Part& p, const float* inner, uint16_t* const* out) {
-    const uint16_t* up = p.up;
-    for (int64_t n = 0; n < p.out; n += OUTPUTS, up += p.rank * OUTPUTS) {
-        uint16_t *to[ROWS], last[ROWS][OUTPUTS];
-        const int64_t count = std::min(OUTPUTS, p.out - n);
-        for (int i = 0; i < ROWS; i++) to[i] = out[i] + p.first + n;
+    for (int64_t panel = p.begin / OUTPUTS * OUTPUTS; panel < p.end; panel += OUTPUTS) {
+        const uint16_t* up = p.up + panel * p.rank;
+        const int64_t begin = std::max(panel, p.begin), count = std::min(panel + OUTPUTS, p.end) - begin;
+        uint16_t *to[ROWS], *padded[ROWS], some[ROWS][OUTPUTS];
+        for (int i = 0; i < ROWS; i++) to[i] = out[i] + p.first + begin - p.begin;
         if (count == OUTPUTS) {
             expand_panel<ROWS>(up, p.rank, inner, to);
             continue;
         }
-        uint16_t* padded[ROWS];
-        for (int i = 0; i < ROWS; i++) padded[i] = last[i], memcpy(last[i], to[i], count * sizeof **to);
+        for (int i = 0; i < ROWS; i++) padded[i] = some[i], memcpy(some[i] + begin - panel, to[i], count * sizeof **to);
         expand_panel<ROWS>(up, p.rank, inner, padded);
-        for (int i = 0; i < ROWS; i++) memcpy(to[i], last[i], count * sizeof **to);
+        for (int i = 0; i < ROWS; i++) memcpy(to[i], some[i] + begin - panel, count * sizeof **to);
     }
 }
 
@@ -131,8 +130,8 @@ template <int ROWS> void adapt_rows(const Adapted& a, const int64_t* rows, const
 
 int64_t num_weights(const Adapted& a) {
     int64_t count = 0;
-    for (int64_t number = 0; number < a.num_parts; number++)
-        if (a.parts[number].down) count += a.parts[number].rank * (a.parts[number].in + a.parts[number].out);
+    for (const Part* p = a.parts; p < a.parts + a.num_parts; p++)
+        if (p->down) count += p->rank * (p->in + p->end - p->begin);
     return count;
 }
 

@@ -10,10 +10,11 @@
 namespace {
 
 // Beside one linear layer: down [rank, in], up [rank, out], in bfloat16, packed as packed.py says, the scale within
-// `up`. Ranks are whole fours. Its outputs begin at `first` in a row of the product. Without `down` there is nothing to add.
+// `up`. Ranks are whole fours. Its outputs [begin, end) are wanted, from `first` on in a row of the product. Without
+// `down` there is nothing to add.
 struct Part {
     const uint16_t *down, *up;
-    int64_t rank, in, out, first;
+    int64_t rank, in, begin, end, first;
 };
 
 // Rows of one adapter, and what is to be added to one product of them.

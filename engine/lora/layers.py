@@ -87,7 +87,7 @@ def _run(out: Tensor, x: Tensor, path: str) -> None:
 
 def _run_kernel(out: Tensor, x: Tensor, product: PackedProduct, rows: Tensor) -> None:
     x, whole = x.contiguous(), out.view(-1, out.shape[-1])
-    part = product.part(0)
+    part = product.part(range(product.outputs))
     adapted = AdaptedArgs(ctypes.addressof(part), 1, rows.data_ptr(), len(rows))
     threads, parallel = torch.get_num_threads(), gomp_parallel()
     stride = whole.stride(0)

@@ -27,10 +27,10 @@ class PackedProduct(NamedTuple):
     inputs: int
     outputs: int
 
-    def part(self, first: int) -> PartArgs:
-        """For the kernel; its outputs begin at `first`."""
-        rank = self.up.shape[1]
-        return PartArgs(self.down.data_ptr(), self.up.data_ptr(), rank, self.inputs, self.outputs, first)
+    def part(self, outputs: range, first: int = 0) -> PartArgs:
+        """Some of the outputs, for the kernel, which begin at `first` in what they are added to."""
+        rank, own = self.up.shape[1], (outputs.start, outputs.stop)
+        return PartArgs(self.down.data_ptr(), self.up.data_ptr(), rank, self.inputs, *own, first)
 
 
 def pack(products: Mapping[str, Product]) -> dict[str, PackedProduct]:

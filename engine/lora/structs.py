@@ -8,7 +8,7 @@ from ctypes import Structure, c_int64, c_void_p
 class PartArgs(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("down", "up")),
-        *((name, c_int64) for name in ("rank", "inputs", "outputs", "first")),
+        *((name, c_int64) for name in ("rank", "inputs", "begin", "end", "first")),
     )
 
 

@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.linear.packed import kernel_fault
 from engine.linear.quantized import QuantizedLinear
-from engine.lora.files import AdapterError, LinearShape, Product, read_adapter
+from engine.lora.files import AdapterError, AdapterFiles, LinearShape, Product, read_adapter
 from engine.lora.packed import PackedProduct, pack
 from protocol.adapters import MAX_ADAPTERS, Adapter
 
@@ -43,9 +44,20 @@ class Weights:
     """
 
     products: Mapping[str, Product | PackedProduct]
+    path: str
     digest: str
     named: dict[str, Adapter] = field(default_factory=dict)
     num_users: int = 0
+
+
+class OtherTables(Protocol):
+    """Those of a worker's other ranks, which keep in each slot what this one has there."""
+
+    def keep(self, slot: int, path: str, digest: str) -> None:
+        """Raises `AdapterError`; then none of them has it."""
+
+    def drop(self, slot: int) -> None:
+        """Unknown slots are ignored."""
 
 
 class Adapters:
@@ -62,6 +74,13 @@ class Adapters:
         self._slots: dict[str, int] = {}
         self._weights: dict[int, Weights] = {}
         self._numbers = itertools.count(1)
+        self._others: OtherTables | None = None
+
+    def share(self, others: OtherTables) -> None:
+        """From now on they have all that this one has. Raises as their `keep`."""
+        self._others = others
+        for slot, weights in self._weights.items():
+            others.keep(slot, weights.path, weights.digest)
 
     def load(self, name: str, path: str, digest: str = "") -> Adapter:
         """Keep the folder's adapter under a name, until `unload`. Raises `AdapterError`; also where its
@@ -102,26 +121,48 @@ class Adapters:
     def weights(self, slot: int) -> Weights:
         return self._weights[slot]
 
+    def keep(self, slot: int, path: str, digest: str) -> None:
+        """What another table has in this slot. Raises `AdapterError`."""
+        self._put(slot, path, self._files(path, digest))
+
+    def drop(self, slot: int) -> None:
+        """What `keep` was asked to keep, if it did."""
+        weights = self._weights.pop(slot, None)
+        if weights is not None:
+            del self._slots[weights.digest]
+
     def _drop_unused(self, slot: int) -> None:
         weights = self._weights[slot]
         if not weights.named and not weights.num_users:
-            del self._weights[slot], self._slots[weights.digest]
+            self.drop(slot)
+            if self._others is not None:
+                self._others.drop(slot)
 
-    def _read(self, path: str, digest: str) -> int:
+    def _files(self, path: str, digest: str) -> AdapterFiles:
         files = read_adapter(path, self.linears, self._max_rank)
         if digest not in ("", files.digest):
             raise AdapterError(f"{path}: its files are not those that were loaded under this name before")
+        return files
+
+    def _read(self, path: str, digest: str) -> int:
+        files = self._files(path, digest)
         if files.digest in self._slots:
             return self._slots[files.digest]
         if len(self._slots) >= MAX_ADAPTERS:
             raise AdapterError(f"{path}: at most {MAX_ADAPTERS} adapters can be loaded at one time")
+        slot = next(self._numbers)
+        if self._others is not None:
+            self._others.keep(slot, path, files.digest)
+        self._put(slot, path, files)
+        return slot
+
+    def _put(self, slot: int, path: str, files: AdapterFiles) -> None:
         found = files.products  # in memory they lie in the order in which layers are run
         products = self._prepared({layer: found[layer] for layer in self.linears if layer in found})
-        slot = self._slots[files.digest] = next(self._numbers)
-        self._weights[slot] = Weights(products, files.digest)
+        self._slots[files.digest] = slot
+        self._weights[slot] = Weights(products, path, files.digest)
         num_bytes = sum(product.down.nbytes + product.up.nbytes for product in products.values())
         logger.info("adapter %s: %d layers, %.1f MB", path, len(products), num_bytes / 1e6)
-        return slot
 
     def _prepared(self, products: Mapping[str, Product]) -> Mapping[str, Product | PackedProduct]:
         if kernel_fault(self._device, self._dtype) is None:

@@ -21,9 +21,19 @@ class DescriptionShare(NativeModel):
     def __init__(self, whole: NativeModel, heads: Heads, ranks: Ranks) -> None:
         super().__init__()
         self._whole = whole  # which owns most of the memory
-        self._heads = heads
         self._ranks = ranks
         args = whole.model
+        queries, keys = (range(own.start * args.head_dim, own.stop * args.head_dim) for own in heads)
+        gated, hidden = self._own(whole.layers[0].down.inputs), self._own(args.hidden)
+        self.columns = {
+            "self_attn.q_proj": queries,
+            "self_attn.k_proj": keys,
+            "self_attn.v_proj": keys,
+            "self_attn.o_proj": hidden,
+            "mlp.gate_proj": gated,
+            "mlp.up_proj": gated,
+            "mlp.down_proj": hidden,
+        }
         self.layers = (LayerArgs * args.num_layers)(*(self._layer(layer, args) for layer in whole.layers))
         self.model = ModelArgs.from_buffer_copy(args)
         self.model.layers = ctypes.addressof(self.layers)
@@ -33,12 +43,9 @@ class DescriptionShare(NativeModel):
         self.model.ranks, self.model.gather = ranks.addresses
 
     def _layer(self, whole: LayerArgs, model: ModelArgs) -> LayerArgs:
-        queries, keys = (
-            range(heads.start * model.head_dim, heads.stop * model.head_dim) for heads in self._heads
-        )
+        queries, keys, _, hidden, gated, *_ = self.columns.values()
         after_queries = model.num_heads * model.head_dim
         after_keys = (after_queries + whole.qkv.outputs) // 2
-        gated, hidden = self._own(whole.down.inputs), self._own(model.hidden)
         layer = LayerArgs.from_buffer_copy(whole)
         layer.qkv = self._rows(whole.qkv, queries, _moved(keys, after_queries), _moved(keys, after_keys))
         layer.output = self._rows(whole.output, hidden)

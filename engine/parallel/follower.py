@@ -10,8 +10,10 @@ import torch
 
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
+from engine.lora.files import AdapterError
+from engine.parallel import messages
 from engine.parallel.group import LostRankError, Ranks
-from engine.parallel.messages import READY, Begin, RunStep, receive
+from engine.parallel.messages import READY, AdapterKept, DropAdapter, KeepAdapter, RunStep, receive
 from engine.parallel.runner import ShareRunner
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.select_forward import load_packed
@@ -23,20 +25,36 @@ def follow(config: ServeConfig, ranks: Ranks, link: socket.socket) -> None:
     """Be a rank until rank 0 is gone. Raises what the engine raises for a model that it can't serve."""
     loaded = load_packed(config)
     memory = _map_pool(link)
-    if memory is None or (begin := receive(link, Begin)) is None:
+    if memory is None or (begin := receive(link, messages.begin)) is None:
         return
     layout = _layout(loaded, begin.segments, config.block_size)
     pool = KVPool(layout, begin.num_blocks, loaded.device, lambda _: memoryview(memory))
     runner = ShareRunner(config, loaded, pool, ranks, begin.hidden_layers)
     link.sendall(READY)
     runner.warm_up()
-    while (step := receive(link, RunStep)) is not None:
-        try:
-            runner.run(step.batch, step.logit_rows, wants_hidden=step.wants_hidden)
-        except LostRankError:
-            if receive(link, RunStep) is None:
-                return  # the lost one is rank 0
-            raise
+    while (message := receive(link, messages.to_others)) is not None:
+        match message:
+            case RunStep(batch, logit_rows, wants_hidden):
+                try:
+                    runner.run(batch, logit_rows, wants_hidden=wants_hidden)
+                except LostRankError:
+                    if receive(link, messages.to_others) is None:
+                        return  # the lost one is rank 0
+                    raise
+            case KeepAdapter():
+                messages.send(link, messages.encode(_keep(loaded, message)))
+            case DropAdapter(slot):
+                assert loaded.adapters is not None
+                loaded.adapters.drop(slot)
+
+
+def _keep(loaded: LoadedModel, message: KeepAdapter) -> AdapterKept:
+    assert loaded.adapters is not None
+    try:
+        loaded.adapters.keep(message.slot, message.path, message.digest)
+    except AdapterError as error:
+        return AdapterKept(str(error))
+    return AdapterKept("")
 
 
 def _map_pool(link: socket.socket) -> mmap.mmap | None:

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
+from engine.lora.files import AdapterError
+from engine.parallel import messages
 from engine.parallel.group import GATHER_TIMEOUT_S, LostRankError, Ranks
-from engine.parallel.messages import READY, Begin, RunStep, encode, send
+from engine.parallel.messages import READY, Begin, DropAdapter, KeepAdapter, RunStep, encode, receive, send
 from engine.parallel.runner import ShareRunner
 from engine.rows import SequenceRows
 from engine.runner import ForwardOutput
@@ -30,7 +32,7 @@ _PR_SET_PDEATHSIG = 1
 _POLLRDHUP = 0x2000
 
 _BUILD_S = 60.0
-"""A rank may have its runner so much later than rank 0."""
+"""A rank may have its runner, or an adapter, so much later than rank 0."""
 
 Follow = Callable[[Ranks, socket.socket], None]
 """Be one of the other ranks: with its place and its line to rank 0."""
@@ -76,6 +78,8 @@ class Leader:
         self.tell(encode(begin))
         own = ShareRunner(config, loaded, pool, self.ranks, hidden_layers)
         self._await(_BUILD_S)
+        if loaded.adapters is not None:
+            loaded.adapters.share(self)
         self.watch()
         return LeadingRunner(own, self)
 
@@ -88,6 +92,24 @@ class Leader:
         for link in self._links:
             with _told(link, GATHER_TIMEOUT_S):
                 send(link, message)
+
+    def keep(self, slot: int, path: str, digest: str) -> None:
+        """As `OtherTables.keep`, on all other ranks or on none. Raises LostRankError, too."""
+        self.tell(encode(KeepAdapter(slot, path, digest)))
+        errors = []
+        for link in self._links:
+            with _told(link, _BUILD_S):
+                answer = receive(link, messages.answers)
+            if answer is None:
+                raise LostRankError("a rank has ended while it read an adapter; see its log")
+            errors += [answer.error] if answer.error else []
+        if errors:
+            self.drop(slot)
+            raise AdapterError(errors[0])
+
+    def drop(self, slot: int) -> None:
+        """As `OtherTables.drop`. Raises LostRankError."""
+        self.tell(encode(DropAdapter(slot)))
 
     def _await(self, patience_s: float) -> None:
         for link in self._links:

@@ -1,4 +1,4 @@
-"""What rank 0 says to the others, and how it travels over their sockets."""
+"""What rank 0 and the others say to each other, and how it travels over their sockets."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import struct
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.msgpack import Decoder
 
 from engine.rows import SequenceRows
 from protocol.handoff import SegmentInfo
 
 READY = b"\0"
-"""All that the others say to rank 0: they have the pool, and then, their runner."""
+"""The others say so to rank 0 once they have the pool, and once they have their runner."""
 
 _LENGTH = struct.Struct("<I")
 _Message = TypeVar("_Message")
@@ -28,7 +29,7 @@ class Begin(msgspec.Struct, frozen=True):
     hidden_layers: tuple[int, ...]
 
 
-class RunStep(msgspec.Struct, frozen=True, array_like=True):
+class RunStep(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """The arguments of `Runner.run`."""
 
     batch: list[SequenceRows]
@@ -36,15 +37,38 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True):
     wants_hidden: bool
 
 
+class KeepAdapter(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Read the adapter with this content into the slot that it has at rank 0. Answered by `AdapterKept`."""
+
+    slot: int
+    path: str
+    digest: str
+
+
+class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    slot: int
+
+
+class AdapterKept(msgspec.Struct, frozen=True):
+    """A `KeepAdapter` is done, or failed with an `error`."""
+
+    error: str
+
+
+begin: Decoder[Begin] = Decoder(Begin)
+to_others: Decoder[RunStep | KeepAdapter | DropAdapter] = Decoder(RunStep | KeepAdapter | DropAdapter)
+answers: Decoder[AdapterKept] = Decoder(AdapterKept)
+
+
 def send(link: socket.socket, message: bytes) -> None:
     link.sendall(_LENGTH.pack(len(message)) + message)
 
 
-def receive(link: socket.socket, kind: type[_Message]) -> _Message | None:
-    """The next message; None where rank 0 is gone."""
+def receive(link: socket.socket, decoder: Decoder[_Message]) -> _Message | None:
+    """The next message; None where the other side is gone."""
     head = _read(link, _LENGTH.size)
     body = _read(link, *_LENGTH.unpack(head)) if head else b""
-    return msgspec.msgpack.decode(body, type=kind) if body else None
+    return decoder.decode(body) if body else None
 
 
 def encode(message: msgspec.Struct) -> bytes:

@@ -244,9 +244,3 @@ def test_an_adapters_folder_is_one_of_where_the_server_starts(monkeypatch, tmp_p
 def test_adapters_that_are_none_are_refused(flags, message):
     with pytest.raises(ConfigError, match="--lora-modules: " + re.escape(message)):
         load_config(flags, {})
-
-
-def test_adapters_are_not_for_several_ranks():
-    flags = {"enable_lora": True, "decode_tensor_parallel_size": 2}
-    with pytest.raises(ConfigError, match=r"--decode-tensor-parallel-size: .* --enable-lora"):
-        load_config(flags, {})

@@ -14,9 +14,12 @@ import msgspec
 import torch
 
 from engine.engine import Engine
+from engine.lora.files import AdapterError
+from engine.parallel import messages
 from engine.parallel.follower import follow
 from engine.parallel.group import GATHER_TIMEOUT_S, Columns, LostRankError, Ranks
 from engine.parallel.leader import Leader, _follow
+from engine.parallel.messages import AdapterKept, DropAdapter, KeepAdapter, receive
 from engine.select_forward import runner_of_one_process
 from kvtransfer.blocks.memory import PoolMemory
 from protocol.config import ServeConfig
@@ -80,6 +83,27 @@ def lose_a_rank(pipe: Connection) -> None:
         reason = str(error)
     leader.close()
     pipe.send((is_seen, reason))
+
+
+def refuse_an_adapter(pipe: Connection) -> None:
+    """Send why not all ranks of three have it, and which ranks are told to drop which slot then."""
+    dropped = multiprocessing.SimpleQueue()
+
+    def be_rank(ranks: Ranks, link: socket.socket) -> None:
+        assert isinstance(receive(link, messages.to_others), KeepAdapter)
+        error = "rank 2 cannot read it" if ranks.rank == 2 else ""
+        messages.send(link, messages.encode(AdapterKept(error)))
+        message = receive(link, messages.to_others)
+        assert isinstance(message, DropAdapter)
+        dropped.put((ranks.rank, message.slot))
+
+    leader, refusal = Leader(3, be_rank), ""
+    try:
+        leader.keep(7, "/adapters/sql", "")
+    except AdapterError as error:
+        refusal = str(error)
+    pipe.send((refusal, [dropped.get(), dropped.get()]))
+    leader.close()
 
 
 def lead_a_deaf_rank(pipe: Connection) -> None:

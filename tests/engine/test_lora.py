@@ -211,7 +211,7 @@ def test_layers_of_any_width_get_their_products(dtype: torch.dtype, strides: boo
         before, rows = out.clone(), torch.tensor([0, 2, 3, 4, 5])
         products = {"path": Product(down, up.T)}
         of_kernel = pack(products) if dtype is torch.bfloat16 else products
-        begin_step([AdaptedRows(Weights(of_kernel, ""), rows)])
+        begin_step([AdaptedRows(Weights(of_kernel, "", ""), rows)])
         try:
             torch.ops.tandem.add_adapters(out, x, "path")
         finally:

@@ -27,6 +27,8 @@ from engine.linear.packed import PackedLinear, kernel_fault, pack, packed_rows
 from engine.linear.packed_quantized import pack_quantized_linears
 from engine.linear.rounding import round_head, round_linears
 from engine.loader import LoadedModel
+from engine.lora.files import read_adapter
+from engine.lora.table import adaptable
 from engine.parallel import follower, group
 from engine.parallel.group import Columns, LostRankError, Ranks
 from engine.parallel.heads import own_heads
@@ -39,9 +41,11 @@ from engine.quantization.weight import CodeFormat
 from engine.rows import SequenceRows
 from engine.runner import Runner
 from engine.select_forward import build_runner, pack_model
+from protocol.adapters import Adapter
 from protocol.requests import EngineRequest
 from tests.e2e.architectures import ARCHITECTURES, VOCAB_SIZE, config_of, write_model
 from tests.engine import parallel_child
+from tests.engine.adapter_files import write_adapter
 from tests.worker.harness import request, tiny_config
 
 ANSWER_S = 60.0
@@ -250,17 +254,29 @@ def test_nobody_waits_for_a_lost_rank() -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     write_model("llama", folder)
+    for seed, name in enumerate(ADAPTERS):
+        write_adapter(folder, folder / name, seed)
     return folder
 
 
-def requests() -> list[EngineRequest]:
-    """Long and short ones together, greedy and sampled; the last one again beforehand, alone."""
+ADAPTERS = ("of the start", "late")
+
+
+def requests(folder: Path) -> list[EngineRequest]:
+    """Long and short ones together, greedy and sampled; the last one again beforehand, alone, and with
+    adapters, one of which the worker does not have yet.
+    """
     prompts = [[3 + (7 * i + j * j) % 300 for j in range(5 + 40 * i)] for i in range(4)]
     sampling: dict[str, Any] = {"logprobs": 5}
     batch = [
         request(str(i), prompt, 16, temperature=i % 2, seed=i, **sampling) for i, prompt in enumerate(prompts)
     ]
     alone = msgspec.structs.replace(batch[-1], request_id="alone", cache_salt="alone")
+    linears = adaptable(AutoModelForCausalLM.from_pretrained(folder))
+    for name in ADAPTERS:
+        path = str(folder / name)
+        adapter = Adapter(name=name, path=path, digest=read_adapter(path, linears, 64).digest)
+        batch.append(msgspec.structs.replace(alone, request_id=name, cache_salt="", adapter=adapter))
     return [alone, *batch]
 
 
@@ -274,8 +290,9 @@ def in_child(work: Callable[..., None], *arguments: Any) -> Any:
 
 
 def start(folder: Path, size: int, **options: Any) -> Any:
-    encoded = [msgspec.msgpack.encode(each) for each in requests()]
-    return in_child(parallel_child.run, msgspec.to_builtins(tiny_config(folder, **options)), size, encoded)
+    encoded = [msgspec.msgpack.encode(each) for each in requests(folder)]
+    config = tiny_config(folder, lora_modules={ADAPTERS[0]: str(folder / ADAPTERS[0])}, **options)
+    return in_child(parallel_child.run, msgspec.to_builtins(config), size, encoded)
 
 
 def answer(pipe: Any) -> Any:
@@ -298,6 +315,7 @@ def test_ranks_give_the_tokens_of_one_process(folder: Path, dtype: str, compile:
     tokens, expected_tokens = [{k: r[::2] for k, r in each.items()} for each in (results, expected)]
     assert tokens == expected_tokens
     assert len({token for ids in tokens["0"] for token in ids}) > 4, "a test that cannot fail"
+    assert tokens["3"] != tokens[ADAPTERS[0]] != tokens[ADAPTERS[1]] != tokens["3"], "likewise"
     if dtype == "bfloat16":  # torch's products in float32 have other bits for a part of the outputs
         assert results == expected, "the log-probabilities have the same bits"
         assert results["alone"] == results["3"], "with any batch"
@@ -317,6 +335,12 @@ def test_ranks_end_with_their_worker_also_those_that_do_not_listen() -> None:
     assert ended, "its end of the pipe is open"
     with pytest.raises(EOFError):
         answer(in_child(parallel_child.follow_nobody))
+
+
+def test_an_adapter_is_on_all_ranks_or_on_none() -> None:
+    refusal, dropped = answer(in_child(parallel_child.refuse_an_adapter))
+    assert refusal == "rank 2 cannot read it"
+    assert sorted(dropped) == [(1, 7), (2, 7)]
 
 
 def test_heads_that_cannot_be_divided_are_refused(folder: Path) -> None:
