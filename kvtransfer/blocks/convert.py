@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvtransfer.blocks import codes
 from kvtransfer.blocks.extents import BlockIndices
 from kvtransfer.blocks.layout import BlockLayout, LayoutError, SegmentLayout, conversion_problem
 from kvtransfer.blocks.scratch import Scratch, chunks, scale_by
@@ -88,7 +89,11 @@ class Converter:
         sizes = self._wire.block_size, self._ours.block_size
         for move in moves(positions, block_ids, sizes, first_token, num_tokens):
             for wire, ours in zip(self._wire.segments, self._ours.segments, strict=True):
-                self._move(move, wire, ours, blocks)
+                if codes.compiled(ours, wire, self._pool.device):
+                    where = move.source_slot, move.target_slot, move.count
+                    codes.unpack(blocks, self._pool, wire, ours, move.wire_blocks, move.our_blocks, *where)
+                else:
+                    self._move(move, wire, ours, blocks)
 
     def _move(self, move: Move, wire: SegmentLayout, ours: SegmentLayout, blocks: Tensor) -> None:
         values = wire.values(blocks).narrow(2, move.source_slot, move.count)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvtransfer.blocks import codes as int8_codes
 from kvtransfer.blocks.layout import SCALE_DTYPE, BlockLayout, SegmentLayout, wire_segments
 from kvtransfer.blocks.scratch import Scratch, chunks, scale_by
 from protocol.errors import TandemError
@@ -68,14 +69,30 @@ class Quantizer:
         if len(blocks) and not 0 <= blocks.min() <= blocks.max() < len(source):
             raise ValueError(f"blocks must be in [0, {len(source)})")
         for ours, wire in zip(self._pool_layout.segments, self._wire_layout.segments, strict=True):
-            values, codes, scales = ours.values(source), wire.values(target), wire.scales(target)
-            block_size, heads, head_dim = ours.tokens_shape
-            for rows, planes in chunks(len(blocks), ours.planes, block_size * heads * head_dim):
-                chunk = self._gather(values[:, planes], blocks[rows], num_tokens[rows])
-                top = self._largest(chunk)
-                _check(top, wire, blocks[rows], planes)
-                inverse = _scale(top, LARGEST_CODE[wire.code_dtype], out=scales[rows, planes])
-                self._encode(chunk, inverse, out=codes[rows, planes])
+            if int8_codes.compiled(ours, wire, self._device):
+                bad = int8_codes.pack(source, target, ours, wire, blocks, num_tokens, (SMALLEST, LARGEST))
+                if bad is not None:
+                    raise _not_finite(wire, blocks[bad[0]], *bad[1:])
+            else:
+                self._pack_by_torch(source, target, ours, wire, blocks, num_tokens)
+
+    def _pack_by_torch(
+        self,
+        source: Tensor,
+        target: Tensor,
+        ours: SegmentLayout,
+        wire: SegmentLayout,
+        blocks: npt.NDArray[np.int64],
+        num_tokens: npt.NDArray[np.int64],
+    ) -> None:
+        values, codes, scales = ours.values(source), wire.values(target), wire.scales(target)
+        block_size, heads, head_dim = ours.tokens_shape
+        for rows, planes in chunks(len(blocks), ours.planes, block_size * heads * head_dim):
+            chunk = self._gather(values[:, planes], blocks[rows], num_tokens[rows])
+            top = self._largest(chunk)
+            _check(top, wire, blocks[rows], planes)
+            inverse = _scale(top, LARGEST_CODE[wire.code_dtype], out=scales[rows, planes])
+            self._encode(chunk, inverse, out=codes[rows, planes])
 
     def _gather(
         self, values: Tensor, blocks: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64]
@@ -116,14 +133,18 @@ def _scale(top: Tensor, largest_code: float, out: Tensor) -> Tensor:
     return inverse
 
 
-def _check(top: Tensor, segment: SegmentLayout, blocks: npt.NDArray[np.int64], planes: slice) -> None:
+def _check(top: Tensor, wire: SegmentLayout, blocks: npt.NDArray[np.int64], planes: slice) -> None:
     bad = ~(top <= LARGEST)
     if bad.any():
         row, plane, _, head, _ = bad.nonzero()[0].tolist()
-        per_layer = segment.info.shape[1]
-        layer, which = divmod(planes.start + plane, per_layer)
-        kind = "KV"[which] if per_layer == 2 else f"plane {which}"
-        raise NonFiniteError(
-            f"block {blocks[row]}, segment {segment.info.name}, layer {layer}, {kind}, head {head}: "
-            f"a value is not finite or is beyond {LARGEST:g}, and can't be quantized"
-        )
+        raise _not_finite(wire, blocks[row], planes.start + plane, head)
+
+
+def _not_finite(wire: SegmentLayout, block: int, plane: int, head: int) -> NonFiniteError:
+    per_layer = wire.info.shape[1]
+    layer, which = divmod(plane, per_layer)
+    kind = "KV"[which] if per_layer == 2 else f"plane {which}"
+    return NonFiniteError(
+        f"block {block}, segment {wire.info.name}, layer {layer}, {kind}, head {head}: "
+        f"a value is not finite or is beyond {LARGEST:g}, and can't be quantized"
+    )

@@ -129,6 +129,14 @@ def test_float32_becomes_bfloat16_rounded_to_nearest_even() -> None:
     assert placed.tolist() == [1.0, 1 + 2**-6, 1 + 2**-7, -1.0]
 
 
+def test_int8_becomes_bfloat16_rounded_to_nearest_even() -> None:
+    wire = segment(1, 1, 1, 4, planes=1, dtype="bfloat16", quantization="int8")
+    ours = segment(1, 1, 1, 4, planes=1, dtype="bfloat16")
+    codes, scale = torch.tensor([1, -1, 3, 0], dtype=torch.int8), torch.tensor([1 + 2**-8])
+    placed = place_one(wire, ours, torch.cat([codes.view(torch.uint8), scale.view(torch.uint8)]))
+    assert placed.tolist() == [1.0, -1.0, 3 + 2**-6, 0.0]
+
+
 @pytest.mark.parametrize("bad", [1e6, -7e4, float("inf"), float("nan")])
 def test_what_float16_cannot_hold_is_refused(bad: float) -> None:
     values = torch.tensor([1.0, bad, 65504.0, 0.0])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvtransfer.blocks import scratch
+from kvtransfer.blocks import codes, scratch
 from kvtransfer.blocks.convert import Converter
 from kvtransfer.blocks.layout import BlockLayout
 from kvtransfer.blocks.quantize import NonFiniteError, Quantizer
@@ -30,7 +30,7 @@ def pack(
     num_tokens: Sequence[int],
 ) -> bytearray:
     quantizer = Quantizer(segments, wire_dtype)
-    out = bytearray(len(blocks) * quantizer.wire_block_bytes)
+    out = bytearray(b"\x55" * (len(blocks) * quantizer.wire_block_bytes))
     assert quantizer.wire_block_bytes == plain_block_bytes(quantizer.wire)
     quantizer.pack(memoryview(pool), np.array(blocks), np.array(num_tokens), memoryview(out))
     return out
@@ -86,15 +86,26 @@ def test_codes_and_scales_are_those_of_the_definition(case: tuple, wire_dtype: s
     for row, (block, used) in enumerate(zip(blocks, num_tokens, strict=True)):
         for source, target in zip(ours.segments, wire.segments, strict=True):
             values = source.values(ours.blocks(memoryview(pool)))[block].float()
-            codes = target.values(wire.blocks(memoryview(packed)))[row].float()
+            coded = target.values(wire.blocks(memoryview(packed)))[row].float()
             scales = target.scales(wire.blocks(memoryview(packed)))[row]
             largest = values[:, :used].abs().amax((1, 3), keepdim=True) if used else torch.zeros_like(scales)
             torch.testing.assert_close(scales, largest / LARGEST[wire_dtype], rtol=1e-6, atol=0)
             step = scales / 2 if wire_dtype == "int8" else values.abs() / 16 + scales * 2**-10
             assert (
-                (codes * scales - values)[:, :used].abs() <= (step * 1.001).expand_as(values)[:, :used]
+                (coded * scales - values)[:, :used].abs() <= (step * 1.001).expand_as(values)[:, :used]
             ).all()
-            assert (codes[:, used:] == 0).all()
+            assert (coded[:, used:] == 0).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(packings())
+def test_compiled_codes_are_those_of_torch_bit_by_bit(case: tuple) -> None:
+    segments, blocks, num_tokens, seed, _ = case
+    pool = random_blocks(segments, 8, torch.Generator().manual_seed(seed))
+    packed = pack(segments, pool, "int8", blocks, num_tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codes, "compiled", lambda *_: False)
+        assert packed == pack(segments, pool, "int8", blocks, num_tokens)
 
 
 @pytest.mark.parametrize("wire_dtype", ["int8", "fp8"])
@@ -114,23 +125,23 @@ def test_unused_slots_neither_count_nor_travel(wire_dtype: str, dtype: str, garb
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 2e38])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("chunk", [1, 10**6])
+@pytest.mark.parametrize("wire_dtype", ["int8", "fp8"])
 def test_what_has_no_code_is_refused_by_name(
-    bad: float, dtype: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+    bad: float, dtype: str, wire_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scratch, "CHUNK_VALUES", chunk)
+    monkeypatch.setattr(scratch, "CHUNK_VALUES", 1)
     values = torch.ones((3, 2, 4, 2, 4), dtype=getattr(torch, dtype))
     values[2, 1, 3, 0, 2] = bad
     with pytest.raises(NonFiniteError, match="block 0, segment target, layer 2, V, head 0"):
-        pack_one(values, "int8")
+        pack_one(values, wire_dtype)
 
 
 def test_a_group_of_zeros_stays_zero_and_leaves_the_others_alone() -> None:
     values = torch.randn((1, 2, 4, 2, 4))
     values[:, 0, :, 1] = 0
     values[:, 1, :, 0] *= 1e-35
-    codes, scales = pack_one(values, "int8")
-    assert (codes[:, 0, :, 1] == 0).all() and (codes[:, 1, :, 0] == 0).all()
+    coded, scales = pack_one(values, "int8")
+    assert (coded[:, 0, :, 1] == 0).all() and (coded[:, 1, :, 0] == 0).all()
     assert scales[0].tolist() == [
         [pytest.approx(values[0, 0, :, 0].abs().max().item() / 127), 0],
         [0, scales[0, 1, 1].item()],

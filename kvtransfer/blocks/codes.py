@@ -1,0 +1,129 @@
+"""int8 codes of KV in the host's memory, in one compiled pass over the values."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvtransfer.blocks.extents import BlockIndices
+from kvtransfer.blocks.layout import SegmentLayout
+from native.build import BuildError, declare, load_library
+
+logger = logging.getLogger("tandem.kvtransfer")
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """Built at the first call; None where it can't be."""
+    try:
+        library = load_library(Path(__file__).parent / "codes.cpp")
+    except BuildError as error:
+        logger.warning("KV is converted to and from int8 by torch, which is slower: %s", error)
+        return None
+    declare(
+        library,
+        "tandem_pack",
+        _INT,
+        *(ctypes.c_int32, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _POINTER),
+        *(*[_INT] * 5, _FLOAT, _FLOAT),
+    )
+    declare(
+        library,
+        "tandem_unpack",
+        None,
+        *(ctypes.c_int32, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER),
+        *[_INT] * 6,
+    )
+    return library
+
+
+def compiled(pool: SegmentLayout, wire: SegmentLayout, device: torch.device) -> bool:
+    """Whether these functions serve such values."""
+    known = pool.dtype in _DTYPES and wire.quantized and wire.code_dtype == torch.int8
+    return known and device.type == "cpu" and _library() is not None
+
+
+def pack(
+    pool: Tensor,
+    out: Tensor,
+    ours: SegmentLayout,
+    wire: SegmentLayout,
+    blocks: BlockIndices,
+    num_tokens: BlockIndices,
+    limits: tuple[float, float],
+) -> tuple[int, int, int] | None:
+    """Write a segment of the pool's `blocks` to the first ones of `out`, both uint8 [n, block_bytes].
+
+    `limits` are the smallest magnitude that is not packed as zero, and the largest. Returns the row, plane
+    and head of the first group that is beyond it.
+    """
+    library = _library()
+    assert library is not None
+    block_size, heads, width = ours.tokens_shape
+    blocks, num_tokens = np.ascontiguousarray(blocks), np.ascontiguousarray(num_tokens)
+    bad = library.tandem_pack(
+        ours.dtype.itemsize,
+        out.data_ptr() + wire.start,
+        out.stride(0),
+        wire.values_bytes,
+        pool.data_ptr() + ours.start,
+        pool.stride(0),
+        blocks.ctypes.data,
+        num_tokens.ctypes.data,
+        len(blocks),
+        ours.planes,
+        block_size,
+        heads,
+        width,
+        *limits,
+    )
+    if bad < 0:
+        return None
+    return bad // heads // ours.planes, bad // heads % ours.planes, bad % heads
+
+
+def unpack(
+    staged: Tensor,
+    pool: Tensor,
+    wire: SegmentLayout,
+    ours: SegmentLayout,
+    sources: BlockIndices,
+    targets: BlockIndices,
+    source_slot: int,
+    target_slot: int,
+    count: int,
+) -> None:
+    """Write `count` tokens of a segment of each of the staged blocks `sources`, from slot `source_slot` on, to
+    the pool's blocks `targets`, from slot `target_slot` on; both are uint8 [n, block_bytes].
+    """
+    library = _library()
+    assert library is not None
+    wire_slots, heads, width = wire.tokens_shape
+    sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
+    values_before = source_slot * heads * width
+    library.tandem_unpack(
+        ours.dtype.itemsize,
+        pool.data_ptr() + ours.start + target_slot * heads * width * ours.dtype.itemsize,
+        pool.stride(0),
+        ours.tokens_shape[0],
+        targets.ctypes.data,
+        staged.data_ptr() + wire.start + values_before,
+        staged.stride(0),
+        wire_slots,
+        sources.ctypes.data,
+        wire.values_bytes - values_before,
+        len(sources),
+        count,
+        wire.planes,
+        heads,
+        width,
+    )
