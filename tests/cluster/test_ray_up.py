@@ -21,15 +21,15 @@ from tests.cluster.streams import Stream
 WHY_NOT = why_not()
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
 ]
 
 UP_S = DOWN_S = SERVES_S = 100.0
-STREAMS_S = HEALED_S = 60.0
+STREAMS_S = HEALED_S = 120.0
 ENDS_S = 10.0
 STREAMS = 100
-TOKENS = 400
+TOKENS = 250
 HOME = "/home/tandem"
 NAMED_PORTS = {8000, *range(6379, 6385), *range(6400, 6600)}
 

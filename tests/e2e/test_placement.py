@@ -32,7 +32,8 @@ def test_requests_placed_by_cost(folder: Path, reference: PreTrainedModel) -> No
         cluster = serving.http.get("/cluster").json()
         serving.wait_empty()
     assert len(decisions) == len(prompts)
-    assert all(decision["observed"]["tpot_s"] > 0 for decision in decisions)
+    observed = [decision["observed"]["tpot_s"] for decision in decisions]
+    assert min(observed) >= 0 < max(observed), "0: all tokens came at once, as after a pause of the router"
     for worker in cluster["workers"]:
         costs = worker["costs"]
         assert costs["step_s"] > 0 and costs["kv_bytes"] > 0
