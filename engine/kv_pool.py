@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.attention.interface import LayerKv
 from engine.host_memory import host_zeros
-from engine.pool_layout import PoolLayout
+from engine.pool_layout import LayerPlace, PoolLayout
 from engine.recurrent.seats import Seats
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
@@ -92,12 +92,15 @@ class KVPool:
         def view(segment: int, index: int) -> Tensor:
             return self.segment(of.segment_name(segment))[:, index]
 
-        return [
-            LayerKv.of(view(place.segment, place.index))
-            if place.value_segment is None
-            else LayerKv(view(place.segment, place.index)[:, 0], view(place.value_segment, place.index)[:, 0])
-            for place in of.layers
-        ]
+        def layer(place: LayerPlace) -> LayerKv:
+            both = view(place.segment, place.index)
+            if place.value_dim is not None:
+                return LayerKv(both[:, 0], both[:, 0, ..., : place.value_dim])
+            if place.value_segment is None:
+                return LayerKv.of(both)
+            return LayerKv(both[:, 0], view(place.value_segment, place.index)[:, 0])
+
+        return [layer(place) for place in of.layers]
 
     def copy_block(self, arena: int, source: int, target: int) -> None:
         """All of it, source to target."""

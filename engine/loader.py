@@ -14,6 +14,7 @@ from engine.attention import transformers_hook
 from engine.decoder.description import NativeModel, unfit
 from engine.errors import UnsupportedModelError
 from engine.fingerprint import model_fingerprint
+from engine.latent_attention import absorb, expansion_reason
 from engine.linear.experts import join_experts, split_experts
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import pack_quantized_linears
@@ -63,6 +64,8 @@ class LoadedModel:
     recurrent: Recurrent | None = None
     adapters: Adapters | None = None
     """What it can run beside its own weights; None without `--enable-lora`."""
+    expansion: str = ""
+    """Why the pool has keys and values that it could keep as latents (`engine.latent_attention`)."""
 
     @property
     def num_layers(self) -> int:
@@ -96,6 +99,9 @@ def load_model(config: ServeConfig) -> LoadedModel:
     adapters = None
     if config.serves_adapters:
         adapters = Adapters(adaptable(model), device, dtype, config.max_lora_rank)
+    expansion = expansion_reason(model, config)
+    if not expansion:
+        absorb(model)
     if has_kernel:
         pack_quantized_linears(model)
         join_experts(model)
@@ -115,6 +121,7 @@ def load_model(config: ServeConfig) -> LoadedModel:
         weights=weights,
         recurrent=Recurrent(seam, kept.state) if seam is not None and kept.state is not None else None,
         adapters=adapters,
+        expansion=expansion,
     )
 
 

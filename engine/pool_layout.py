@@ -60,23 +60,31 @@ class LayerShape:
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    values_in_keys: bool = False
+    """Values are the first ones of each key, as in latent attention."""
 
     @property
     def num_values(self) -> int:
-        return self.num_kv_heads * (self.key_dim + self.value_dim)
+        return self.num_kv_heads * (self.key_dim + (0 if self.values_in_keys else self.value_dim))
 
     def segments(self, num_layers: int, dtype: torch.dtype) -> tuple[Segment, ...]:
         """Of so many such layers: one, or one of the keys and one of the values."""
         if self.key_dim == self.value_dim:
             return (Segment(num_layers, self.num_kv_heads, self.key_dim, dtype),)
-        dims = self.key_dim, self.value_dim
+        dims = (self.key_dim,) if self.values_in_keys else (self.key_dim, self.value_dim)
         return tuple(Segment(num_layers, self.num_kv_heads, dim, dtype, num_planes=1) for dim in dims)
+
+    def place(self, segment: int, index: int) -> LayerPlace:
+        """Of one of them, where this is the number of the first of `segments`."""
+        if self.values_in_keys:
+            return LayerPlace(segment, index, value_dim=self.value_dim)
+        return LayerPlace(segment, index, segment + 1 if self.key_dim != self.value_dim else None)
 
 
 @dataclass(frozen=True)
 class LayerPlace:
     """Where a layer's KV lies: `index` among the layers of its group's `segment`. This has the keys alone
-    where the values lie at the same index of `value_segment`.
+    where the values lie at the same index of `value_segment`, or are the first `value_dim` of each key.
     """
 
     segment: int
@@ -84,6 +92,7 @@ class LayerPlace:
     value_segment: int | None = None
     table: int = 0
     """Which of a sequence's block tables says in which blocks."""
+    value_dim: int | None = None
 
 
 MOST_TABLES = 16
@@ -131,13 +140,12 @@ class Group:
         taken: Counter[LayerShape] = Counter()
         for layer in layers:
             if layer is None:
-                places.append(LayerPlace(0, 0, 1 if segments[0].num_planes == 1 else None))
+                places.append(next(iter(firsts)).place(0, 0))
                 continue
             if isinstance(layer, int):
                 places.append(places[layer])
                 continue
-            first, unlike = firsts[layer], layer.key_dim != layer.value_dim
-            places.append(LayerPlace(first, taken[layer], first + 1 if unlike else None))
+            places.append(layer.place(firsts[layer], taken[layer]))
             taken[layer] += 1
         return cls(name, tuple(segments), tuple(places), sights=tuple(sights))
 
@@ -210,6 +218,8 @@ class Group:
 
     def stored_as(self, quantization: str) -> Group:
         """The same KV, kept otherwise. Raises ValueError for heads that can't be kept so."""
+        if any(place.value_dim for place in self.layers):
+            raise ValueError("latents, of which heads make their keys and values, are kept as they are")
         segments = tuple(replace(segment, quantization=quantization) for segment in self.segments)
         for segment in segments:
             if fault := segment.rows.fault(segment.head_dim):

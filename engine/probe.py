@@ -124,7 +124,8 @@ class _AttentionOff:
             )
         self.sights[layer] = sliding_window or 0
         shares = [other for other, *kv in self._handed if other < layer and _are_same(kv, (key, value))]
-        self.layers[layer] = shares[0] if shares else LayerShape(key.shape[1], key.shape[2], value.shape[2])
+        dims = key.shape[2], value.shape[2]
+        self.layers[layer] = shares[0] if shares else LayerShape(key.shape[1], *dims, _is_part(value, key))
         if not shares:
             self._handed.append((layer, key, value))
         for rows in (query, key, value):
@@ -172,6 +173,11 @@ def _are_same(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
         (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
         for a, b in zip(tensors, others, strict=True)
     )
+
+
+def _is_part(value: Tensor, key: Tensor) -> bool:
+    """In the same memory, too."""
+    return value.shape[2] < key.shape[2] and _are_same([value], [key[..., : value.shape[2]]])
 
 
 def _probe_structure(

@@ -16,6 +16,7 @@ from engine.decoder.forward import DecoderForward, library
 from engine.forward import Forward
 from engine.hybrid_forward import HybridForward
 from engine.kv_pool import KVPool
+from engine.latent_attention import pack_absorbed
 from engine.linear.experts import pack_experts
 from engine.linear.packed import PackedLinear, kernel_fault, pack_linears
 from engine.linear.packed_quantized import PackedQuantizedLinear, dequantize_linears
@@ -143,5 +144,6 @@ def pack_model(loaded: LoadedModel, compile: str, backend: type[AttentionBackend
         else:
             return replace(loaded, description=Description(loaded.model, loaded.max_model_len))
     pack_experts(loaded.model)
+    pack_absorbed(loaded.model)
     pack_linears(loaded.model)
     return loaded

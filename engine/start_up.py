@@ -46,13 +46,12 @@ def describe_start(
 
 
 def _expansion(loaded: LoadedModel) -> str:
-    """Latent attention (MLA, DeepSeek-V2, 2024) could keep the latents that keys and values are made of."""
-    config = loaded.model.config.get_text_config(decoder=True)
-    rank = getattr(config, "kv_lora_rank", None)
-    if not rank:
+    if not loaded.expansion:
         return ""
-    kept, latent = loaded.kv_group.num_values // len(loaded.kv_group.layers), rank + config.qk_rope_head_dim
-    return f", expanded: {kept} values a token and layer instead of {latent}"
+    config = loaded.model.config.get_text_config(decoder=True)
+    latent = config.kv_lora_rank + config.qk_rope_head_dim
+    kept = loaded.kv_group.num_values // len(loaded.kv_group.layers)
+    return f", {kept} values a token and layer instead of latents of {latent}: {loaded.expansion}"
 
 
 def _kept(loaded: LoadedModel, pool: KVPool) -> str:

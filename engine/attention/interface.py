@@ -59,6 +59,11 @@ class LayerKv(NamedTuple):
         """Of one view [num_blocks, 2, block_size, num_kv_heads, head_dim]."""
         return cls(*both.unbind(1))
 
+    @property
+    def values_in_keys(self) -> bool:
+        """Values are the first ones of each row of keys: written with these, and never alone."""
+        return self.values.data_ptr() == self.keys.data_ptr()
+
 
 class AttentionBackend(Protocol):
     """Attends causally over the layers of a pool, each with shapes of its own and the same blocks. `rows`
@@ -71,6 +76,8 @@ class AttentionBackend(Protocol):
     """Whose blocks the metadata name."""
     num_tables: int
     """Of these blocks: with more than one, the metadata have one dimension more (`TablesBackend`)."""
+    largest_dim: int | None
+    """Values that a key or value of a head may have."""
 
     def __init__(self, layers: Sequence[LayerKv], arena: int = 0, rows: KvRows | None = None) -> None: ...
 
@@ -97,6 +104,7 @@ class AttentionBackend(Protocol):
         A sliding window w lets position p see the positions in (p - w, p]; a soft cap c turns a score s into
         c * tanh(s / c). `sinks`, floats [num_heads], are one more score per head, of a key that all rows see
         and whose value is zero: it only adds to the softmax's denominator, and is neither scaled nor capped.
+        Where the pool's values lie in its keys, `value` is not read.
         Returns a new contiguous tensor [total_tokens, num_heads, value_dim] of the query's dtype.
         """
         ...

@@ -35,6 +35,7 @@ class TorchBackend:
     """Gathers each sequence's context and hands it to scaled_dot_product_attention."""
 
     name = "torch"
+    largest_dim = None
 
     def __init__(self, layers: Sequence[LayerKv], arena: int = 0, rows: KvRows | None = None) -> None:
         self.arena, self.num_tables = arena, 1
@@ -99,8 +100,10 @@ class TorchBackend:
     def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
         if self._has_padding:
             key, value = key[self._rows], value[self._rows]
-        for pool, rows in zip(self._layers[layer], (key, value), strict=True):
-            pool[self._blocks, self._offsets] = self._stored.encode(rows)
+        of = self._layers[layer]
+        of.keys[self._blocks, self._offsets] = self._stored.encode(key)
+        if not of.values_in_keys:
+            of.values[self._blocks, self._offsets] = self._stored.encode(value)
 
     def _gather(self, layer: int, sequence: _Sequence, window: int | None) -> tuple[int, Tensor, Tensor]:
         """The position of the first gathered key, and keys and values [num_kv_heads, keys, head_dim]."""
@@ -111,10 +114,14 @@ class TorchBackend:
         first = first // size * size
         last = -(-sequence.context_len // size)
         blocks = sequence.blocks[first // size : last]
-        keys, values = (
-            self._stored.decode(pool[blocks]).flatten(0, 1)[: sequence.context_len - first].transpose(0, 1)
-            for pool in self._layers[layer]
-        )
+
+        def gathered(pool: Tensor) -> Tensor:
+            rows = self._stored.decode(pool[blocks]).flatten(0, 1)
+            return rows[: sequence.context_len - first].transpose(0, 1)
+
+        of = self._layers[layer]
+        keys = gathered(of.keys)
+        values = keys[..., : of.values.shape[3]] if of.values_in_keys else gathered(of.values)
         return first, keys, values
 
 

@@ -112,12 +112,15 @@ def paged_attention_forward(
 
     query is [1, num_heads, total_tokens, head_dim], key and value the same with num_kv_heads; values may have
     another head_dim. The result is [1, total_tokens, num_heads, value's head_dim]. `s_aux` are the heads'
-    attention sinks. Raises UnsupportedModelError for what would be computed wrongly.
+    attention sinks. A module with latent attention (`engine.latent_attention`) may hand over latents as keys
+    and values of one head. Raises UnsupportedModelError for what would be computed wrongly.
     """
     _refuse_unsupported(module, query, key, value, attention_mask, dropout, kwargs)
     _refuse_other_sinks(module, query.shape[1], s_aux)
+    absorbed: Any = getattr(module, "absorbed", None)
+    rows = query.squeeze(0).transpose(0, 1)
     out = paged_attention(
-        query.squeeze(0).transpose(0, 1),
+        rows if absorbed is None else absorbed.queries(rows),
         key.squeeze(0).transpose(0, 1),
         value.squeeze(0).transpose(0, 1),
         _layer_of(module),
@@ -126,7 +129,7 @@ def paged_attention_forward(
         softcap or 0.0,
         s_aux,
     )
-    return out.unsqueeze(0), None
+    return (out if absorbed is None else absorbed.values(out)).unsqueeze(0), None
 
 
 def _layer_of(module: torch.nn.Module) -> int:

@@ -133,7 +133,7 @@ template <class Element, class Query> void Attention::write_heads(int64_t token,
     auto* values = static_cast<Element*>(layer->values) + block + offset * layer->value_stride;
     for (int64_t h = 0; h < layer->num_kv_heads; h++) {
         put(key + h * call.key_head, key_dim, keys + h * stored<Element>(key_dim));
-        put(value + h * call.value_head, value_dim, values + h * stored<Element>(value_dim));
+        if (values != keys) put(value + h * call.value_head, value_dim, values + h * stored<Element>(value_dim));
     }
 }
 

@@ -72,6 +72,7 @@ class TritonBackend:
     """
 
     name = "triton"
+    largest_dim = LARGEST_DIM
 
     def __init__(self, layers: Sequence[LayerKv], arena: int = 0, rows: KvRows | None = None) -> None:
         self.arena, self.num_tables = arena, 1
