@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.attention import transformers_hook
-from engine.attention.select import select_backend
 from engine.linear.quantized import QuantizedLinear
 from engine.linear.routed import RoutedLinear
 from protocol.config import ServeConfig
@@ -80,14 +79,7 @@ def expansion_reason(model: PreTrainedModel, config: ServeConfig) -> str:
         return "adapters may change what they are made by"
     if model.device.type == "cuda" and config.deterministic:
         return "--deterministic has no products of single heads on a GPU"
-    layers = _latent_layers(model)
-    if not layers:
-        return "this version of Transformers has them in no other form"
-    backend, _ = select_backend(model.device, model.dtype)
-    largest = max(layer.kv_lora_rank + layer.qk_rope_head_dim for layer in layers)
-    if backend.largest_dim is not None and largest > backend.largest_dim:
-        return f"the {backend.name} kernel takes keys of {backend.largest_dim} values, latents have {largest}"
-    return ""
+    return "" if _latent_layers(model) else "this version of Transformers has them in no other form"
 
 
 def absorb(model: PreTrainedModel) -> None:

@@ -62,7 +62,8 @@ class LayerKv(NamedTuple):
     @property
     def values_in_keys(self) -> bool:
         """Values are the first ones of each row of keys: written with these, and never alone."""
-        return self.values.data_ptr() == self.keys.data_ptr()
+        is_same = self.values.untyped_storage() is self.keys.untyped_storage()
+        return is_same and self.values.storage_offset() == self.keys.storage_offset()
 
 
 class AttentionBackend(Protocol):
@@ -76,8 +77,6 @@ class AttentionBackend(Protocol):
     """Whose blocks the metadata name."""
     num_tables: int
     """Of these blocks: with more than one, the metadata have one dimension more (`TablesBackend`)."""
-    largest_dim: int | None
-    """Values that a key or value of a head may have."""
 
     def __init__(self, layers: Sequence[LayerKv], arena: int = 0, rows: KvRows | None = None) -> None: ...
 

@@ -19,7 +19,6 @@ class TablesBackend:
     def __init__(self, backends: Sequence[AttentionBackend], tables: Sequence[int]) -> None:
         """One of all layers for each table; `tables` says which is each layer's."""
         self.name, self.block_size = backends[0].name, backends[0].block_size
-        self.largest_dim = backends[0].largest_dim
         self.arena, self.num_tables = backends[0].arena, len(backends)
         self._backends = backends
         self._by_layer = [backends[table] for table in tables]

@@ -35,7 +35,6 @@ class TorchBackend:
     """Gathers each sequence's context and hands it to scaled_dot_product_attention."""
 
     name = "torch"
-    largest_dim = None
 
     def __init__(self, layers: Sequence[LayerKv], arena: int = 0, rows: KvRows | None = None) -> None:
         self.arena, self.num_tables = arena, 1

@@ -39,7 +39,6 @@ class OwnHeads:
     def __init__(self, backend: AttentionBackend, heads: Sequence[Heads], ranks: Ranks) -> None:
         """`heads` are those of each layer."""
         self.name, self.block_size = backend.name, backend.block_size
-        self.largest_dim = backend.largest_dim
         self.arena, self.num_tables = backend.arena, backend.num_tables
         self._backend = backend
         self._heads = heads

@@ -110,6 +110,7 @@ class Variant:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    values_in_keys: bool = False
 
 
 VARIANTS = {
@@ -128,8 +129,10 @@ VARIANTS = {
     "Gemma 2, chunk": Variant(512, 16, 8, (256, 256), window=4096, softcap=50.0),
     "Gemma 4 (head 512), rows to verify": Variant(8, 16, 2, (512, 512)),
     "Gemma 4, chunk": Variant(512, 16, 2, (512, 512)),
-    "DeepSeek-V3 (keys of 192, values of 128), rows to verify": Variant(8, 32, 32, (192, 128)),
-    "DeepSeek-V3, chunk": Variant(512, 32, 32, (192, 128)),
+    "DeepSeek-V3 expanded (keys of 192, values of 128), rows to verify": Variant(8, 32, 32, (192, 128)),
+    "DeepSeek-V3 expanded, chunk": Variant(512, 32, 32, (192, 128)),
+    "DeepSeek-V3 (latents of 576), rows to verify": Variant(8, 128, 1, (576, 512), values_in_keys=True),
+    "DeepSeek-V3, chunk": Variant(512, 128, 1, (576, 512), values_in_keys=True),
 }
 
 
@@ -261,6 +264,8 @@ def compiled(variant: Variant, capability: int) -> Code:
             for dim in variant.dims
         )
     )
+    if variant.values_in_keys:
+        layer = LayerKv(layer.keys, layer.keys[..., : variant.dims[1]])
     metadata = AttentionMetadata(
         query_start=meta(sequences + 1),
         context_len=meta(sequences),

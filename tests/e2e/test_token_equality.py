@@ -1,4 +1,5 @@
 """Every architecture gives the tokens of `transformers.generate`, through a prefill and a decode worker.
+One with latent attention drafts, too.
 
 fp32, greedy, real processes, sockets and transfers.
 """
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from protocol.speculation import SpeculativeConfig
 from tests.e2e.architectures import ARCHITECTURES, VOCAB_SIZE, write_model
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 from tests.worker.tiny_model import greedy, load
@@ -19,6 +21,7 @@ CHUNK = 64
 
 LENGTHS = [1, 7, 16, 31, 48, CHUNK, 100, 3 * CHUNK]
 NUM_TOKENS = 20
+DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1)
 SMALL_POOL_BLOCKS = 24
 """Not enough for the crowd's sequences at their full length, so that some are preempted."""
 
@@ -50,8 +53,11 @@ def test_tokens_equal_generate(model_type: str, tmp_path: Path) -> None:
         "a test that cannot fail"
     )
     with Cluster() as cluster:
-        prefill, decode = cluster.start_pair(tiny_config(tmp_path))
+        drafts = DRAFTS if model_type == "deepseek_v3" else None
+        prefill, decode = cluster.start_pair(tiny_config(tmp_path, speculative_config=drafts))
         assert run_all(cluster, prefill, decode, "first", batch) == expected
+        outputs = [output for parts in cluster.outputs.values() for _, output in parts]
+        assert any(output.drafted_tokens for output in outputs) == (drafts is not None)
         # Again: the prefill worker's cache holds the prompts, and the decode worker's holds them too.
         hits = prefill.state.prefix_hit_tokens
         assert run_all(cluster, prefill, decode, "again", batch) == expected

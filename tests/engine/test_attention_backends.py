@@ -177,6 +177,20 @@ def test_values_of_another_size_than_keys(
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(40, 24), (576, 512)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_values_that_lie_in_the_keys(backend: str, key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
+    """Values that are handed over are not read."""
+    keyed = make_pack(MIXED, heads=5, kv_heads=1, head_dim=key_dim, dtype=dtype, padding=2)
+    keys, scale = keyed.layers[1].keys, key_dim**-0.5
+    unread = torch.full_like(keyed.value[..., :value_dim], torch.nan)
+    pack = replace(keyed, values=[each[..., :value_dim] for each in keyed.keys], value=unread)
+    out = attend(backend, pack, LayerKv(keys, keys[..., :value_dim]), scale, None)
+    expected = reference(pack, scale, 50, None, None)
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("quantization", ["int8_rows", "fp8_rows"])
 def test_coded_values_of_another_size_than_keys(quantization: str) -> None:
     """Both backends read the same bytes. Weights and queries of int8 are rounded, too."""

@@ -19,7 +19,6 @@ from protocol.errors import ConfigError, InvalidRequestError
 from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
-from tests.e2e.architectures import write_model
 from tests.worker.tiny_model import VOCAB_SIZE, greedy, load, write_tiny_llama
 
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
@@ -552,14 +551,6 @@ def test_compiled_forward_gives_the_same_tokens(
     outputs = run(engine)
     for index, prompt in enumerate(prompts):
         assert tokens(outputs[str(index)]) == greedy(reference, prompt, 8)
-
-
-def test_says_how_many_values_expanded_latents_take(tmp_path: Path) -> None:
-    write_model("deepseek_v3", tmp_path)
-    options = {"device": "cpu", "dtype": "float32", "compile": "off", "kv_cache_memory_bytes": 2**22}
-    engine = Engine(ServeConfig(model=str(tmp_path), **options))  # type: ignore[arg-type]
-    latents = "expanded: 160 values a token and layer instead of 24"  # 4 heads of 24 + 16; 16 + 8
-    assert engine.start_up["kv_pool"].endswith(latents)
 
 
 def test_a_step_that_did_not_keep_its_lent_cores_tells_nothing_of_costs(make_engine: Callable[..., Engine]):

@@ -78,6 +78,21 @@ def test_layers_of_one_shape_lie_together() -> None:
     assert plain == Group.uniform(TARGET, Segment(3, 2, 8, torch.float32))
 
 
+def test_values_that_are_part_of_the_keys_take_no_room() -> None:
+    latent = LayerShape(1, 12, 8, values_in_keys=True)
+    group = Group.of_layers(TARGET, [LIKE, latent, None, latent], torch.float32)
+    assert group.segments[1:] == (Segment(2, 1, 12, torch.float32, num_planes=1),)
+    assert group.num_values == LIKE.num_values + 2 * latent.num_values == 32 + 2 * 12
+    assert Group.of_layers(TARGET, [None, latent], torch.float32).layers[0] == LayerPlace(0, 0, value_dim=8)
+    pool = KVPool(PoolLayout((group,), BLOCK_SIZE), NUM_BLOCKS, torch.device("cpu"), None)
+    kept = pool.layers(TARGET)[3]
+    assert kept.values_in_keys
+    kept.keys[7, 2] = torch.arange(12.0)
+    assert kept.values[7, 2].tolist() == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]]
+    assert pool.segment(f"{TARGET}.1")[7, 1, 0, 2, 0, 11] == 11.0
+    assert not pool.layers(TARGET)[0].values_in_keys
+
+
 def test_formats_of_unlike_shapes_have_unlike_names() -> None:
     plain = Segment(3, 2, 8, torch.float32)
     assert Group.uniform(TARGET, plain).describe(16) == "float32/3x2x8/16"

@@ -23,6 +23,7 @@ from engine.attention import transformers_hook
 from engine.attention.select import select_backend
 from engine.kv_pool import KVPool
 from engine.kv_rows import CODE_DTYPES
+from engine.latent_attention import absorb
 from engine.linear.packed import PackedLinear, kernel_fault, pack, packed_rows
 from engine.linear.packed_quantized import pack_quantized_linears
 from engine.linear.rounding import round_head, round_linears
@@ -89,6 +90,7 @@ def load(
         round_linears(model, quantization)
         round_head(model)
         pack_quantized_linears(model)
+    absorb(model)
     kv_group = probe(model, dtype, model.config.num_hidden_layers).kv
     loaded = LoadedModel(model, CPU, dtype, kv_group, model.config.vocab_size, 512, [], "weights")
     return pack_model(loaded, compile, select_backend(CPU, dtype)[0])

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine import probe as probe_module
 from engine.attention import transformers_hook
 from engine.errors import UnsupportedModelError
-from engine.pool_layout import Group, LayerShape, Segment
+from engine.latent_attention import Absorbed, absorb
+from engine.pool_layout import Group, LayerPlace, LayerShape, Segment
 from engine.probe import probe
 from tests.e2e.architectures import ARCHITECTURES, config_of
 
@@ -65,8 +66,24 @@ def test_accepts_values_of_another_size_than_keys(dtype: torch.dtype) -> None:
     full = [Segment(1, 1, dim, dtype, num_planes=1) for dim in (24, 16)]
     sliding = [Segment(2, 2, dim, dtype, num_planes=1) for dim in (24, 16)]
     assert group.segments == (*full, *sliding)
-    latent = check(build("deepseek_v3", dtype))
-    assert latent.segments == tuple(Segment(3, 4, dim, dtype, num_planes=1) for dim in (24, 16))
+    model = build("deepseek_v3", dtype)
+    assert check(model).segments == tuple(Segment(3, 4, dim, dtype, num_planes=1) for dim in (24, 16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_accepts_latents_of_which_keys_and_values_are_made(dtype: torch.dtype) -> None:
+    model = build("deepseek_v3", dtype)
+    absorb(model)
+    assert check(model).segments == (Segment(3, 1, 24, dtype, num_planes=1),)
+    assert check(model).layers[2] == LayerPlace(0, 2, value_dim=16)
+
+
+def test_refuses_latents_that_are_absorbed_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("deepseek_v3", torch.float32)
+    absorb(model)
+    monkeypatch.setattr(Absorbed, "queries", lambda _, rows: rows[..., :24])
+    with pytest.raises(UnsupportedModelError, match="gets other logits than whole and alone"):
+        check(model)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,4 +1,4 @@
-"""Models with unlike layers, shared KV or sinks give `generate`'s tokens when such a model drafts."""
+"""Models with unlike layers, shared KV, sinks or latents give `generate`'s tokens when such a one drafts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def write_pair(model_type: str, folder: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("is_tree", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize("model_type", ["gemma4_text", "mimo_v2_flash", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["gemma4_text", "mimo_v2_flash", "gpt_oss", "deepseek_v3"])
 def test_drafts_change_no_token(model_type: str, is_tree: bool, tmp_path: Path) -> None:
     target, draft = write_pair(model_type, tmp_path)
     shape = {"tree": True, "tree_nodes": 12} if is_tree else {}

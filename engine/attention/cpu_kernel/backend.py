@@ -42,7 +42,6 @@ class CpuBackend:
     """
 
     name = "cpu"
-    largest_dim = None
 
     def __init__(self, layers: Sequence[LayerKv], arena: int = 0, rows: KvRows | None = None) -> None:
         self.arena, self.num_tables = arena, 1

@@ -48,6 +48,7 @@ def _attend_to(
     low,
     state,
     q,
+    q_tail,
     row_sight,
     keys,
     key_scales,
@@ -70,7 +71,9 @@ def _attend_to(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     KEY_PADDED: tl.constexpr,
+    TAIL_PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr,
     FP8: tl.constexpr,
     MULTIPLIED: tl.constexpr,
 ):
@@ -84,17 +87,31 @@ def _attend_to(
             inside = inside & (key >= low)
         block = tl.load(blocks + key // PAGE, mask=inside, other=0).to(tl.int64)
         token = key % PAGE
+        place = block * keys_block + token * keys_token + keys_offset
         k, k_factor = _rows_of(
             keys,
             key_scales,
-            block * keys_block + token * keys_token + keys_offset,
+            place,
             inside,
             KEY_DIM,
             KEY_PADDED,
             FP8,
             MULTIPLIED,
         )
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if TAIL_PADDED:
+            k_tail, _ = _rows_of(
+                keys,
+                None,
+                place + KEY_PADDED,
+                inside,
+                KEY_DIM - KEY_PADDED,
+                TAIL_PADDED,
+                FP8,
+                MULTIPLIED,
+            )
+            scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
+        scores = scores * scale
         if key_scales is not None:
             scores = scores * k_factor[None, :]
         if SOFTCAP:
@@ -106,18 +123,21 @@ def _attend_to(
         faded, offset = fade(top, new)
         weights = tl.exp2(scores - offset[:, None])
         mass = mass * faded + tl.sum(weights, 1)
-        v, v_factor = _rows_of(
-            values,
-            value_scales,
-            block * values_block + token * values_token + values_offset,
-            inside,
-            VALUE_DIM,
-            VALUE_PADDED,
-            FP8,
-            MULTIPLIED,
-        )
-        if value_scales is not None:
-            weights = weights * v_factor[None, :]
+        if VALUES_IN_KEYS and KEY_PADDED == VALUE_PADDED:  # what lies behind the values is not stored
+            v = k
+        else:
+            v, v_factor = _rows_of(
+                values,
+                value_scales,
+                block * values_block + token * values_token + values_offset,
+                inside,
+                VALUE_DIM,
+                VALUE_PADDED,
+                FP8,
+                MULTIPLIED,
+            )
+            if value_scales is not None:
+                weights = weights * v_factor[None, :]
         total = tl.dot(weights.to(MULTIPLIED), v, total * faded[:, None], input_precision="ieee")
         top = new
     return total, mass, top
@@ -165,7 +185,9 @@ def attend(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     KEY_PADDED: tl.constexpr,
+    TAIL_PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr,
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -176,6 +198,7 @@ def attend(
 ):
     """Programs: tile, KV head and part of its group, split of the tile's keys. A tile has TOKENS rows of
     MEMBERS heads. Where it has several splits, the part of each is left to `merge`. SPLIT 0: no splits.
+    Of keys with more than KEY_PADDED values the others are multiplied apart; TAIL_PADDED 0: there are none.
     """
     tile = first_tile + tl.program_id(0)
     sequence = tl.load(tile_sequence + tile)
@@ -204,11 +227,13 @@ def attend(
     live = (row < end_row) & (member < GROUP)
     live = live & (tl.load(slots + row, mask=live, other=-1) >= 0)
     d = tl.arange(0, KEY_PADDED)
-    q = tl.load(
-        query + row.to(tl.int64)[:, None] * query_row + head[:, None] * query_head + d[None, :],
-        mask=live[:, None] & (d < KEY_DIM)[None, :],
-        other=0.0,
-    ).to(MULTIPLIED)
+    q_place = query + row.to(tl.int64)[:, None] * query_row + head[:, None] * query_head
+    q = tl.load(q_place + d[None, :], mask=live[:, None] & (d < KEY_DIM)[None, :], other=0.0).to(MULTIPLIED)
+    q_tail = q
+    if TAIL_PADDED:
+        d = KEY_PADDED + tl.arange(0, TAIL_PADDED)
+        seen = live[:, None] & (d < KEY_DIM)[None, :]
+        q_tail = tl.load(q_place + d[None, :], mask=seen, other=0.0).to(MULTIPLIED)
     TREES: tl.constexpr = visible is not None
     row_sight = sight(row, live, origin + row, first_of_all, visible, tree_start, sequence, window, WINDOWED)
 
@@ -242,6 +267,7 @@ def attend(
                 low,
                 state,
                 q,
+                q_tail,
                 row_sight,
                 keys,
                 key_scales,
@@ -264,7 +290,9 @@ def attend(
                 KEY_DIM,
                 VALUE_DIM,
                 KEY_PADDED,
+                TAIL_PADDED,
                 VALUE_PADDED,
+                VALUES_IN_KEYS,
                 FP8,
                 MULTIPLIED,
             )

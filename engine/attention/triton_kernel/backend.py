@@ -24,6 +24,7 @@ MULTIPLIED = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.floa
 """What the matrix units take of rows of a dtype."""
 
 LARGEST_DIM = 512
+"""Of values and coded keys. Other keys may have so many more, as in latent attention."""
 
 PARTS_BYTES = 256 * 1024**2
 """Of the parts of splits at a time. A step with more of them takes several launches a layer."""
@@ -53,9 +54,13 @@ class PoolLayer:
     def __init__(self, kv: LayerKv, rows: KvRows) -> None:
         _, self.block_size, self.kv_heads, _ = kv.keys.shape
         self.dims = rows.head_dim(kv.keys.shape[3]), rows.head_dim(kv.values.shape[3])
-        if max(self.dims) > LARGEST_DIM:
+        key_dim, value_dim = self.dims
+        tail = 0 if rows.coded else min(max(0, key_dim - LARGEST_DIM), LARGEST_DIM)
+        if max(key_dim - tail, value_dim) > LARGEST_DIM:
             raise ValueError(f"head_dim {max(self.dims)}: the triton kernel takes at most {LARGEST_DIM}")
-        self.padded = [power_of_two(dim) for dim in self.dims]
+        self.padded = power_of_two(key_dim - tail), power_of_two(value_dim)
+        self.tail_padded = power_of_two(tail) if tail else 0
+        self.values_in_keys = kv.values_in_keys
         scales: list[Tensor | None] = [None, None]
         if rows.coded:
             scales = [
@@ -72,7 +77,6 @@ class TritonBackend:
     """
 
     name = "triton"
-    largest_dim = LARGEST_DIM
 
     def __init__(self, layers: Sequence[LayerKv], arena: int = 0, rows: KvRows | None = None) -> None:
         self.arena, self.num_tables = arena, 1
@@ -136,7 +140,7 @@ class TritonBackend:
             *key.stride()[:2],
             *value.stride()[:2],
             *of.strides,
-            **shape,
+            **shape | {"KEY_PADDED": power_of_two(of.dims[0])},
             num_warps=1,
         )
 
@@ -218,6 +222,7 @@ class TritonBackend:
                 SPLIT=tiles.SPLIT if short else 0,
                 WINDOWED=window > 0,
                 SOFTCAP=bool(softcap),
+                TAIL_PADDED=of.tail_padded,
                 MULTIPLIED=MULTIPLIED[query.dtype],
                 num_warps=tile.warps,
                 num_stages=tile.stages,
@@ -299,6 +304,7 @@ def _shape(of: PoolLayer, heads: int) -> dict[str, Any]:
         "VALUE_DIM": of.dims[1],
         "KEY_PADDED": of.padded[0],
         "VALUE_PADDED": of.padded[1],
+        "VALUES_IN_KEYS": of.values_in_keys,
         "PAGE": of.block_size,
         "FP8": of.is_fp8,
     }

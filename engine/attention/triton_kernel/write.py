@@ -46,6 +46,7 @@ def write(
     VALUE_DIM: tl.constexpr,
     KEY_PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr,
     PAGE: tl.constexpr,
     FP8: tl.constexpr,
 ):
@@ -68,6 +69,7 @@ def write(
     d = tl.arange(0, KEY_PADDED)
     new_key = tl.load(key + row * key_row + head * key_head + d, mask=d < KEY_DIM, other=0.0)
     store_row(new_key, keys + key_place, key_scale, KEY_DIM, KEY_PADDED, FP8)
-    d = tl.arange(0, VALUE_PADDED)
-    new_value = tl.load(value + row * value_row + head * value_head + d, mask=d < VALUE_DIM, other=0.0)
-    store_row(new_value, values + value_place, value_scale, VALUE_DIM, VALUE_PADDED, FP8)
+    if not VALUES_IN_KEYS:
+        d = tl.arange(0, VALUE_PADDED)
+        new_value = tl.load(value + row * value_row + head * value_head + d, mask=d < VALUE_DIM, other=0.0)
+        store_row(new_value, values + value_place, value_scale, VALUE_DIM, VALUE_PADDED, FP8)

@@ -13,6 +13,7 @@ import torch
 import triton.language as tl
 from hypothesis import example, given, settings
 
+from engine.attention.interface import LayerKv
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_kernel import backend, tiles
 from engine.attention.triton_kernel.backend import TritonBackend
@@ -105,6 +106,17 @@ def test_large_heads(key_dim: int, value_dim: int) -> None:
     near(step.run(TritonBackend), step.in_float64().run(TorchBackend))
 
 
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(576, 512), (40, 24)])
+def test_values_that_lie_in_the_keys(key_dim: int, value_dim: int) -> None:
+    """Values that are handed over are not read."""
+    shape = Shape(kv_heads=1, group=3, key_dim=key_dim, value_dim=value_dim)
+    step = Step.of(Case(shape, Options(), (Sequence(2, 20, 1), Sequence(9, 40, 2)), padding=1))
+    query, key, value = step.new
+    step.layer = LayerKv(step.layer.keys, step.layer.keys[..., :value_dim])
+    expected = replace(step, new=(query, key, key[..., :value_dim])).in_float64().run(TorchBackend)
+    near(replace(step, new=(query, key, torch.full_like(value, torch.nan))).run(TritonBackend), expected)
+
+
 def test_groups_larger_than_a_tile() -> None:
     step = Step.of(Case(Shape(kv_heads=1, group=20), Options(sinks=True), (Sequence(3, 40, 1),)))
     near(step.run(TritonBackend), step.in_float64().run(TorchBackend))
@@ -147,7 +159,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(RuntimeError, match="begin_step must come before forward"):
         TritonBackend([step.layer]).forward(0, *step.new, scale=1.0, sliding_window=None, softcap=None)
     for wrong, message in (
-        (Shape(key_dim=1024), "head_dim 1024: the triton kernel takes at most 512"),
+        (Shape(key_dim=1040), "head_dim 1040: the triton kernel takes at most 512"),
         (Shape(torch.float64), "layers of torch.float64 are not rows of float64"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,0 +1,116 @@
+"""Models with latent attention keep latents: how many bytes, which tokens and bits, and when they do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from engine.attention.select import select_backend
+from engine.engine import Engine
+from engine.kv_pool import KVPool
+from engine.latent_attention import Absorbed, PackedHeadProducts
+from engine.linear.packed import kernel_fault
+from engine.loader import load_model
+from engine.pool_layout import TARGET, PoolLayout
+from engine.rows import SequenceRows
+from engine.select_forward import build_runner
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError
+from tests.docs.tiny_shapes import tiny_config
+from tests.engine.test_engine import ask, prompt_of, run, tiny_engine, tokens
+from tests.worker.tiny_model import greedy, load
+
+LATENT = 16 + 8
+"""Values of a token and layer; expanded, they are four heads' keys of 24 and values of 16."""
+CPU = torch.device("cpu")
+NO_KERNEL = kernel_fault(CPU, torch.bfloat16)
+needs_kernel = pytest.mark.skipif(NO_KERNEL is not None, reason=str(NO_KERNEL))
+
+
+def write(folder: Path, model_type: str = "deepseek_v2") -> Path:
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("model"))
+
+
+def make_engine(folder: Path, **options: Any) -> Engine:
+    return tiny_engine(folder, **{"kv_cache_memory_bytes": 2**21, "max_model_len": 256} | options)
+
+
+def parts_of(model: torch.nn.Module) -> list[Absorbed]:
+    return [module for module in model.modules() if isinstance(module, Absorbed)]
+
+
+def logits_of(folder: Path, batches: list[list[SequenceRows]], **options: Any) -> list[Tensor]:
+    """Of every row, in bfloat16, after the model's layers are packed."""
+    options = {"model": str(folder), "dtype": "bfloat16", "device": "cpu", "compile": "off"} | options
+    loaded = load_model(ServeConfig(**options))
+    pool = KVPool(PoolLayout((loaded.kv_group,), 16), 16, CPU, None)
+    backend = select_backend(CPU, loaded.dtype)[0](pool.layers(TARGET))
+    runner = build_runner(loaded, backend, "off")
+    assert all(isinstance(parts.to_value, PackedHeadProducts) for parts in parts_of(loaded.model))
+    return [
+        runner.run(batch, list(range(sum(len(rows.token_ids) for rows in batch)))).logits for batch in batches
+    ]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_tokens_equal_generate(folder: Path, backend: str) -> None:
+    engine = make_engine(folder, attention_backend=backend)
+    assert engine.pool.token_bytes == 4 * LATENT * 4  # layers, values, bytes
+    assert "latents" not in engine.start_up["kv_pool"]
+    reference = load(folder)
+    prompts = [prompt_of(length, length) for length in (1, 40, 150)]
+    expected = [greedy(reference, prompt, 10) for prompt in prompts]
+    assert len({token for answer in expected for token in answer}) > 10, "a test that cannot fail"
+    for i, prompt in enumerate(prompts):
+        engine.add(ask(f"{i}", prompt, 10))
+    outputs = run(engine)
+    assert [tokens(outputs[f"{i}"]) for i in range(3)] == expected
+    engine.add(ask("again", prompts[2], 10))
+    again = run(engine)["again"]
+    assert again[0].cached_tokens == 144
+    assert tokens(again) == expected[2]
+
+
+def test_adapters_expand_what_they_may_change(folder: Path) -> None:
+    engine = make_engine(folder, enable_lora=True)
+    assert engine.pool.token_bytes == 4 * (4 * 24 + 4 * 16) * 4
+    told = "160 values a token and layer instead of latents of 24: adapters may change what they are made by"
+    assert engine.start_up["kv_pool"].endswith(told)
+
+
+def test_latents_are_kept_as_they_are(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype: int8: latents, of which .* use auto"):
+        make_engine(folder, kv_cache_dtype="int8")
+
+
+@needs_kernel
+def test_a_row_alone_and_in_a_crowd(folder: Path) -> None:
+    texts = [prompt_of(length, length) for length in (5, 33, 20)]
+    crowd = [SequenceRows(text, 0, [[4 * i, 4 * i + 1, 4 * i + 2]]) for i, text in enumerate(texts)]
+    together, *alone = logits_of(folder, [crowd, *([rows] for rows in crowd)])
+    assert torch.equal(together, torch.cat(alone))
+    rows = [[SequenceRows([token], i, [[0]])] for i, token in enumerate(texts[0])]
+    assert torch.equal(torch.cat(logits_of(folder, rows)), together[:5])
+
+
+@needs_kernel
+def test_quantized_weights_are_absorbed_too(folder: Path) -> None:
+    """Rounding changes some rows' experts."""
+    batch = [SequenceRows(prompt_of(30), 0, [[0, 1]])]
+    absorbed, expanded = (
+        logits_of(folder, [batch], quantization="int8", enable_lora=lora)[0].float() for lora in (False, True)
+    )
+    assert 0 < (absorbed - expanded).norm() < 0.2 * expanded.norm()
