@@ -61,7 +61,7 @@ class LayerShape:
     key_dim: int
     value_dim: int
     values_in_keys: bool = False
-    """Values are the first ones of each key, as in latent attention."""
+    """Values are the first ones of each key, of one head: latent attention."""
 
     @property
     def num_values(self) -> int:

@@ -176,8 +176,9 @@ def _are_same(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
 
 
 def _is_part(value: Tensor, key: Tensor) -> bool:
-    """In the same memory, too."""
-    return value.shape[2] < key.shape[2] and _are_same([value], [key[..., : value.shape[2]]])
+    """Of the keys of one head: their first values, in the same memory."""
+    is_smaller = key.shape[1] == 1 and value.shape[2] < key.shape[2]
+    return is_smaller and _are_same([value], [key[..., : value.shape[2]]])
 
 
 def _probe_structure(

@@ -31,7 +31,8 @@ _SECTIONS = {
     "served": """## Served
 
 In float32 each gives the tokens of `generate` from a prompt in chunks beside another one; those with a class
-in bold do so through a prefill and a decode worker, too (`tests/e2e/test_token_equality.py`).
+in bold do so through a prefill and a decode worker, too (`tests/e2e/test_token_equality.py`). Of those with
+`latents` the pool keeps these instead of all heads' keys and values ([design.md](design.md#the-kv-pool)).
 
 | type | class | forward in bf16 on a CPU |
 |---|---|---|
@@ -65,8 +66,9 @@ def row(model_type: str, found: Verdict) -> str:
         return f"| `{model_type}` | {found.reason.replace('|', '/')} |"
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     forward = "native" if name in MODELS else "eager" if found.is_recurrent else "torch.compile"
+    kept = ", latents" if found.keeps_latents else ""
     emphasis = "**" if model_type in ARCHITECTURES | HYBRIDS else ""
-    return f"| `{model_type}` | {emphasis}`{name}`{emphasis} | {forward} |"
+    return f"| `{model_type}` | {emphasis}`{name}`{emphasis} | {forward}{kept} |"
 
 
 def document(verdicts: dict[str, Verdict]) -> str:

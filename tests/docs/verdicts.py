@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.engine import Engine
 from engine.errors import UnsupportedModelError
+from engine.pool_layout import TARGET
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from tests.docs.tiny_shapes import tiny_config
@@ -30,6 +31,7 @@ class Verdict:
     kind: Literal["served", "refused", "different", "untried"]
     reason: str = ""
     is_recurrent: bool = False
+    keeps_latents: bool = False
 
 
 def verdict(model_type: str) -> Verdict:
@@ -61,7 +63,12 @@ def verdict(model_type: str) -> Verdict:
     found = [tokens(outputs[str(i)]) for i in range(len(prompts))]
     if found != expected:
         return Verdict("different", f"{found} instead of {expected}")
-    return Verdict("served", is_recurrent=engine.pool.seats is not None)
+    layers = engine.pool.layers(TARGET)
+    return Verdict(
+        "served",
+        is_recurrent=engine.pool.seats is not None,
+        keeps_latents=all(layer.values_in_keys for layer in layers),
+    )
 
 
 @torch.no_grad()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine.attention.select import select_backend
 from engine.engine import Engine
 from engine.kv_pool import KVPool
-from engine.latent_attention import Absorbed, PackedHeadProducts
+from engine.latent_attention import Absorbed, PackedHeadProducts, expansion_reason
 from engine.linear.packed import kernel_fault
 from engine.loader import load_model
 from engine.pool_layout import TARGET, PoolLayout
@@ -94,6 +96,17 @@ def test_adapters_expand_what_they_may_change(folder: Path) -> None:
 def test_latents_are_kept_as_they_are(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype: int8: latents, of which .* use auto"):
         make_engine(folder, kv_cache_dtype="int8")
+
+
+def test_why_latents_are_expanded() -> None:
+    text_config = SimpleNamespace(kv_lora_rank=16)
+    config = SimpleNamespace(get_text_config=lambda decoder: text_config)
+    model: Any = SimpleNamespace(config=config, device=torch.device("cuda"), modules=list)
+    served = ServeConfig(model="m")
+    assert "no other form" in expansion_reason(model, served)
+    assert "--deterministic" in expansion_reason(model, replace(served, deterministic=True))
+    text_config.kv_lora_rank = None
+    assert not expansion_reason(model, served)
 
 
 @needs_kernel
