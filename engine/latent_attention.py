@@ -72,8 +72,7 @@ class Absorbed(nn.Module):
 
 def expansion_reason(model: PreTrainedModel, config: ServeConfig) -> str:
     """Why its keys and values are kept expanded; empty where it has no latents, or `absorb` keeps these."""
-    text_config: Any = model.config.get_text_config(decoder=True)
-    if not getattr(text_config, "kv_lora_rank", None):
+    if not any(hasattr(module, "kv_b_proj") for module in model.modules()):
         return ""
     if config.serves_adapters:
         return "adapters may change what they are made by"

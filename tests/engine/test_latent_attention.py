@@ -99,14 +99,13 @@ def test_latents_are_kept_as_they_are(folder: Path) -> None:
 
 
 def test_why_latents_are_expanded() -> None:
-    text_config = SimpleNamespace(kv_lora_rank=16)
-    config = SimpleNamespace(get_text_config=lambda decoder: text_config)
-    model: Any = SimpleNamespace(config=config, device=torch.device("cuda"), modules=list)
+    older = SimpleNamespace(kv_b_proj=None)
+    model: Any = SimpleNamespace(device=torch.device("cuda"), modules=lambda: [older])
     served = ServeConfig(model="m")
     assert "no other form" in expansion_reason(model, served)
     assert "--deterministic" in expansion_reason(model, replace(served, deterministic=True))
-    text_config.kv_lora_rank = None
-    assert not expansion_reason(model, served)
+    model.modules = list
+    assert not expansion_reason(model, replace(served, deterministic=True))
 
 
 @needs_kernel
