@@ -53,10 +53,14 @@ def test_long_contexts(dtype: torch.dtype, quantization: str, options: Options) 
     check(Case(Shape(dtype, quantization, 2, 4, 128, 128), options, LONG, padding=2))
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (256, 256), (512, 512), (192, 128), (576, 512)])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (256, 256), (512, 512), (192, 128)])
 def test_sizes_of_heads(key_dim: int, value_dim: int) -> None:
     shape = Shape(torch.bfloat16, key_dim=key_dim, value_dim=value_dim)
     check(Case(shape, Options(), LONG[:4]))
+
+
+def test_values_that_lie_in_the_keys() -> None:
+    check(Case(Shape(torch.bfloat16, "none", 1, 40, 576, 512, values_in_keys=True), Options(), LONG[:4]))
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), FORMATS, ids=str)

@@ -42,6 +42,7 @@ class Shape:
     key_dim: int = 16
     value_dim: int = 16
     block_size: int = 16
+    values_in_keys: bool = False
 
     @property
     def rows(self) -> KvRows:
@@ -162,7 +163,7 @@ class Step:
         return cls(case, layer, _metadata(case, table, torch.cat(slots)), tuple(new), sinks)
 
     def to(self, device: torch.device) -> Step:
-        layer = LayerKv(*_moved(self.layer, device))
+        layer = _of_shape(self.case.shape, *_moved(self.layer, device))
         metadata = replace(
             self.metadata,
             **{
@@ -211,7 +212,13 @@ def _empty_layer(shape: Shape, num_blocks: int) -> LayerKv:
     widths = [side[0].numel() for side in sides]
     both = torch.cat([side.flatten(1) for side in sides] * 2, dim=1)
     parts = both[:, sum(widths) :].split(widths, dim=1)
-    return LayerKv(*(part.unflatten(1, side.shape[1:]) for part, side in zip(parts, sides, strict=True)))
+    return _of_shape(
+        shape, *(part.unflatten(1, side.shape[1:]) for part, side in zip(parts, sides, strict=True))
+    )
+
+
+def _of_shape(shape: Shape, keys: Tensor, values: Tensor) -> LayerKv:
+    return LayerKv(keys, keys[..., : shape.value_dim] if shape.values_in_keys else values)
 
 
 def _moved(layer: LayerKv, device: torch.device) -> list[Tensor]:
@@ -228,10 +235,11 @@ def _numbers(shape: Shape, sequence: Sequence) -> list[Tensor]:
     generator = torch.Generator().manual_seed(sequence.seed)
     heads = shape.kv_heads * shape.group, shape.kv_heads, shape.kv_heads
     dims = shape.key_dim, shape.key_dim, shape.value_dim
-    return [
+    query, key, value = (
         torch.randn(sequence.context_len, head, dim, generator=generator).to(shape.dtype)
         for head, dim in zip(heads, dims, strict=True)
-    ]
+    )
+    return [query, key, key[..., : shape.value_dim] if shape.values_in_keys else value]
 
 
 def _metadata(case: Case, table: Tensor, slots: Tensor) -> AttentionMetadata:
