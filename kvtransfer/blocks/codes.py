@@ -102,8 +102,8 @@ def unpack(
     target_slot: int,
     count: int,
 ) -> None:
-    """Write `count` tokens of a segment of each of the staged blocks `sources`, from slot `source_slot` on, to
-    the pool's blocks `targets`, from slot `target_slot` on; both are uint8 [n, block_bytes].
+    """Write `count` tokens of a segment of each of the staged blocks `sources`, from slot `source_slot` on,
+    to the pool's blocks `targets`, from slot `target_slot` on; both are uint8 [n, block_bytes].
     """
     library = _library()
     assert library is not None
