@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 
 from protocol.adapters import MAX_ADAPTERS, Adapter
 from protocol.config import ServeConfig
@@ -14,24 +15,29 @@ from protocol.worker_to_router import AdapterLoaded
 from router.errors import ApiError, unavailable
 from router.placer import Send
 from router.registry import Registry, Worker
+from router.scaling.turns import Turns
 
 logger = logging.getLogger(__name__)
-
-_AT_START = "name adapters at the start, by --lora-modules"
 
 
 class AdapterTable:
     """Runs on the event loop alone, but for `find`.
 
     The first worker says what `--lora-modules` brought. From then on this table is what holds: a worker that
-    registers is told what it lacks, before any request, and what it has beyond that.
+    registers is told what it lacks, before any request, and what it has beyond that. Of several routers one
+    at a time changes it, and `tell`s the others.
     """
 
-    def __init__(self, config: ServeConfig, registry: Registry, send: Send) -> None:
+    def __init__(self, config: ServeConfig, registry: Registry, send: Send, turns: Turns) -> None:
         self._config = config
         self._registry = registry
         self._send = send
+        self._turns = turns
+        self.tell: Callable[[str, Adapter | None], None] = lambda name, adapter: None
+        """Called with what a name means from now on; None: nothing."""
         self._named: dict[str, Adapter] | None = None
+        self._told: dict[str, Adapter | None] = {}
+        """What was told before the first worker came."""
         self._waiting: dict[tuple[Worker, str], asyncio.Future[AdapterLoaded]] = {}
         self._lock = asyncio.Lock()
 
@@ -60,13 +66,20 @@ class AdapterTable:
         if worker.role.holds_draft:
             return
         if self._named is None:
-            self._named = {adapter.name: adapter for adapter in worker.adapters}
+            self._named = self._first_named(worker)
         for adapter in worker.adapters:
             if self._named.get(adapter.name) != adapter:
                 self._tell_to_unload(worker, adapter.name)
         for adapter in self._named.values():
             if adapter not in worker.adapters:
                 self._tell_to_load(worker, adapter.name, adapter.path, adapter.digest)
+
+    def _first_named(self, worker: Worker) -> dict[str, Adapter]:
+        """What others of several routers loaded they have told; what else the worker has they are loading."""
+        at_start = self._config.lora_modules or {}
+        is_alone = self._config.router_replicas == 1
+        own = {each.name: each for each in worker.adapters if is_alone or each.name in at_start}
+        return {name: adapter for name, adapter in (own | self._told).items() if adapter is not None}
 
     def answered(self, message: AdapterLoaded) -> None:
         worker = self._registry.current(message.worker_id, message.incarnation)
@@ -85,10 +98,22 @@ class AdapterTable:
 
     # --- what operators ask for -------------------------------------------------------------------
 
+    def told(self, name: str, adapter: Adapter | None) -> None:
+        """What a name means from now on, by the router that was asked."""
+        if self._named is None:
+            self._told[name] = adapter
+        elif adapter is None:
+            self._named.pop(name, None)
+            self._forget(name)
+        else:
+            self._named[name] = adapter
+            for worker in self._registry:  # those that came meanwhile, too
+                if not worker.role.holds_draft:
+                    self._tell_to_load(worker, name, adapter.path, adapter.digest)
+
     async def load(self, name: str, path: str) -> None:
         """On every worker, or on none. Raises `ApiError` or `InvalidRequestError`."""
-        self._check_can_change()
-        async with self._lock:
+        async with self._turn():
             self._check_new(name)
             workers = [each for each in self._registry if each.live and not each.role.holds_draft]
             if self._named is None or not workers:
@@ -100,25 +125,26 @@ class AdapterTable:
             if errors or not answers:
                 self._forget(name)
                 raise InvalidRequestError("lora_path", errors[0] if errors else "every worker was lost")
-            adapter = self._named[name] = Adapter(name=name, path=path, digest=answers[0].digest)
-            for worker in self._registry:  # who came meanwhile
-                if worker not in workers and not worker.role.holds_draft:
-                    self._tell_to_load(worker, name, path, adapter.digest)
+            self._change(name, Adapter(name=name, path=path, digest=answers[0].digest))
 
     async def unload(self, name: str) -> None:
         """Requests that have it go on. Raises `ApiError`."""
-        self._check_can_change()
-        async with self._lock:
-            if self._named is None or name not in self._named:
+        async with self._turn():
+            if name not in self.named:
                 raise ApiError(404, f"lora_name: there is no adapter {name!r}", param="lora_name")
-            del self._named[name]
-            self._forget(name)
+            self._change(name, None)
 
-    def _check_can_change(self) -> None:
+    def _change(self, name: str, adapter: Adapter | None) -> None:
+        self.told(name, adapter)
+        self.tell(name, adapter)
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Nobody else changes what is loaded. Raises `ApiError`."""
         if not self._config.serves_adapters:
             raise ApiError(400, "adapters are not served: start the server with --enable-lora")
-        if self._config.router_replicas > 1:
-            raise ApiError(400, f"not with --router-replicas {self._config.router_replicas}: {_AT_START}")
+        async with self._lock, self._turns.take("change of adapters"):
+            yield
 
     def _check_new(self, name: str) -> None:
         if name == self._config.model_name or name in self.named:

@@ -93,8 +93,8 @@ class RouterState:
         self.placer = Placer(*shared, policy, self.kv_feed)
         self.dispatcher = Dispatcher(*shared, self.placer)
         self.drainer = Drainer(*shared, self.placer, self.dispatcher)
-        self.adapters = AdapterTable(config, self.registry, self.link.send)
         self.turns = Turns(router_id)
+        self.adapters = AdapterTable(config, self.registry, self.link.send, self.turns)
         self.scaler = Scaler(config, self.registry, self.drainer, self.turns)
         self.restarter = Restarter(config, self.registry, self.drainer, self.scaler, self.turns)
         self.autoscaler = Autoscaler(

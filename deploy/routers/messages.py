@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from messaging.sockets import ClusterKeys
+from protocol.adapters import Adapter, AdapterName
 from protocol.codec import BoundedDecoder
 from protocol.config import ServeConfig
 from router.demand import RoleDemand
@@ -71,6 +72,15 @@ class Decided(msgspec.Struct, frozen=True, tag="decided"):
     event: ScalingEvent
 
 
+class Serves(msgspec.Struct, frozen=True, tag="serves"):
+    """The adapter of this name is served from now on; None: no longer. From the router that was asked, and to
+    all others.
+    """
+
+    name: AdapterName
+    adapter: Adapter | None
+
+
 class GaveUp(msgspec.Struct, frozen=True, tag="gave_up"):
     """A worker that was added could not be started."""
 
@@ -82,7 +92,9 @@ class StopRouter(msgspec.Struct, frozen=True, tag="stop"):
     """Drain and end. A second one does not wait for running requests."""
 
 
-ToRouter = StartRouter | WorkerDied | Expect | LetGo | Scaled | Begun | Decided | GaveUp | Lead | StopRouter
+ToRouter = (
+    StartRouter | WorkerDied | Expect | LetGo | Scaled | Begun | Decided | Serves | GaveUp | Lead | StopRouter
+)
 
 
 class KnownWorker(msgspec.Struct, frozen=True):
@@ -121,7 +133,7 @@ class Scales(msgspec.Struct, frozen=True, tag="scales"):
 
 
 class Begins(msgspec.Struct, frozen=True, tag="begins"):
-    """Many workers are to change. Answered by `Begun`."""
+    """What no other router may change meanwhile is to change. Answered by `Begun`."""
 
     change: Change
 
@@ -136,7 +148,7 @@ class CannotStart(msgspec.Struct, frozen=True, tag="cannot_start"):
     reason: str
 
 
-FromRouter = Report | Leaves | Renews | Scales | Begins | Ends | Decided | CannotStart
+FromRouter = Report | Leaves | Renews | Scales | Begins | Ends | Decided | Serves | CannotStart
 
 to_router: BoundedDecoder[ToRouter] = BoundedDecoder(ToRouter)
 from_router: BoundedDecoder[FromRouter] = BoundedDecoder(FromRouter)

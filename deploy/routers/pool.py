@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import selectors
 import signal
@@ -11,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -33,6 +33,7 @@ from deploy.routers.messages import (
     Report,
     Scaled,
     Scales,
+    Serves,
     StartRouter,
     StopRouter,
     ToRouter,
@@ -70,11 +71,23 @@ class _Router:
     workers: Mapping[str, KnownWorker] = field(default_factory=dict)
     demand: Demand = field(default_factory=dict)
 
-    def send(self, message: ToRouter) -> None:
-        """What does not fit is for a router that is stuck: it gets killed for that."""
-        if self.control is not None:
-            with contextlib.suppress(OSError):
-                self.control.send(msgspec.msgpack.encode(message), socket.MSG_DONTWAIT)
+    untold: deque[Serves] = field(default_factory=deque)
+    """Changes of adapters that it has not been sent."""
+
+    def send(self, message: ToRouter) -> bool:
+        """Whether it fits. What does not is for a router that is stuck: it gets killed for that."""
+        if self.control is None:
+            return False
+        try:
+            self.control.send(msgspec.msgpack.encode(message), socket.MSG_DONTWAIT)
+        except OSError:
+            return False
+        return True
+
+    def tell_of_adapters(self) -> None:
+        """As much as it has room for now."""
+        while self.untold and self.send(self.untold[0]):
+            self.untold.popleft()
 
 
 class RouterPool:
@@ -102,6 +115,8 @@ class RouterPool:
         self._past: Demand = {}
         """Of routers that have ended: without it, what all ask for would seem to fall."""
         self._changes, self._scalings = Changes(), ScalingLog()
+        self._adapters: dict[str, Serves] = {}
+        """By their names, those that are not what workers begin with."""
         self._stops_asked = self._stops_sent = 0
         self._restore_signals = threading.Event()
 
@@ -214,6 +229,8 @@ class RouterPool:
                     router.send(self._expected)
                     for event in self._scalings.latest()[::-1]:
                         router.send(Decided(event))
+                    router.untold = deque(self._adapters.values())
+                router.tell_of_adapters()
                 if self._leads(router):
                     others = (each.demand for each in self._routers if each is not router)
                     router.send(Lead(sum_of((self._past, *others))))
@@ -230,10 +247,21 @@ class RouterPool:
             case Decided(event):
                 self._scalings.note(event)
                 self._tell(Decided(event))
+            case Serves():
+                self._note_adapter(message, router)
             case CannotStart(reason):
                 if not router.was_ready:
                     raise ConfigError(reason)
                 log.error("router %s cannot start: %s", router.place.router_id, reason)
+
+    def _note_adapter(self, change: Serves, asked: _Router) -> None:
+        self._adapters.pop(change.name, None)
+        if change.adapter is not None or change.name in (self._config.lora_modules or {}):
+            self._adapters[change.name] = change
+        for router in self._routers:
+            if router is not asked and router.ready:
+                router.untold.append(change)
+                router.tell_of_adapters()
 
     def _leads(self, router: _Router) -> bool:
         """Whether it is to decide how many workers there are to be, for all routers and now."""

@@ -35,6 +35,7 @@ from deploy.routers.messages import (
     Report,
     Scaled,
     Scales,
+    Serves,
     StartRouter,
     StopRouter,
     WorkerDied,
@@ -64,6 +65,7 @@ class _Control:
         self._beginning: deque[asyncio.Future[str]] = deque()
         server.state.scaler.ask = self._ask_to_scale
         server.state.autoscaler.log.tell = lambda event: self._send(Decided(event))
+        server.state.adapters.tell = lambda name, adapter: self._send(Serves(name, adapter))
         server.state.turns.begin = self._ask_to_begin
         server.state.turns.end = lambda change: self._send(Ends(change))
         drainer = server.state.drainer
@@ -135,6 +137,8 @@ class _Control:
                 _answer(self._beginning, refusal)
             case Decided(event):
                 self._server.state.autoscaler.log.note(event)
+            case Serves(name, adapter):
+                self._server.state.adapters.told(name, adapter)
             case GaveUp(worker_id, reason):
                 self._server.gave_up(worker_id, reason)
             case StopRouter():

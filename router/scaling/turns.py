@@ -1,4 +1,4 @@
-"""Changes of many workers that would spoil each other, through any of the routers: they take turns."""
+"""Changes that would spoil each other, through any of the routers: they take turns."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Literal
 
 from router.errors import ApiError
 
-Change = Literal["restart", "scaling"]
+Change = Literal["restart", "scaling", "change of adapters"]
 
 
 class Changes:
-    """What is under way, and at which routers. A restart is alone; scalings may be beside each other."""
+    """What is under way, and at which routers: a restart or several scalings, and a change of adapters."""
 
     def __init__(self) -> None:
         self._under_way: list[tuple[Change, str]] = []
@@ -20,7 +20,7 @@ class Changes:
     def begin(self, change: Change, router_id: str) -> str:
         """Why it cannot begin; "": it has begun."""
         for other, at in self._under_way:
-            if "restart" in (change, other):
+            if change == other != "scaling" or {change, other} == {"restart", "scaling"}:
                 return f"a {other} is under way already, asked of {at}: ask again after that"
         self._under_way.append((change, router_id))
         return ""

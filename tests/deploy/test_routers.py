@@ -28,12 +28,14 @@ from deploy.routers.messages import (
     FromRouter,
     Lead,
     Report,
+    Serves,
     ToRouter,
 )
 from deploy.routers.pool import RouterPool
 from deploy.routers.ports import RouterPorts
 from deploy.slots import let_go
 from messaging.sockets import ClusterKeys
+from protocol.adapters import Adapter
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.scaling import WorkerRange
@@ -42,13 +44,15 @@ from router.scaling.decide import ScalingDecision
 from router.scaling.log import ScalingEvent
 from router.server import bind_http
 from tests.deploy.server_process import ServerProcess, read_events
+from tests.engine.adapter_files import write_adapter
 
 BODY = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "stream": True, "temperature": 0}
 
 
 @pytest.fixture
 def server(tiny_folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
-    server = ServerProcess(tiny_folder, tmp_path / "log", "--router-replicas", "2", "--decode-replicas", "2")
+    options = "--router-replicas", "2", "--decode-replicas", "2", "--enable-lora"
+    server = ServerProcess(tiny_folder, tmp_path / "log", *options)
     yield server.wait_ready()
     server.kill()
 
@@ -70,7 +74,15 @@ def num_workers(server: ServerProcess, index: int) -> int:
         return 0
 
 
-def test_only_the_connections_of_a_lost_router_break(server: ServerProcess) -> None:
+def knows(server: ServerProcess, index: int, adapter: str) -> bool:
+    cards = httpx.get(f"{own_url(server, index)}/v1/models", timeout=10).json()["data"]
+    return adapter in [card["id"] for card in cards]
+
+
+def test_only_the_connections_of_a_lost_router_break(
+    server: ServerProcess, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """And what it was told of adapters holds."""
     server.wait(lambda: num_workers(server, 0) == num_workers(server, 1) == 3, 10)
 
     def stream(index: int) -> str:
@@ -79,6 +91,10 @@ def test_only_the_connections_of_a_lost_router_break(server: ServerProcess) -> N
             return "".join(event["choices"][0]["text"] for event in read_events(response))
 
     whole = stream(1)
+    adapter = write_adapter(tiny_folder, tmp_path / "sql", 1)
+    body = {"lora_name": "sql", "lora_path": str(adapter)}
+    assert httpx.post(f"{own_url(server, 0)}/v1/load_lora_adapter", json=body, timeout=30).status_code == 200
+    server.wait(lambda: knows(server, 1, "sql"), 10)
     for number in (signal.SIGKILL, signal.SIGSTOP):
         before = router(server, 0)
         with ThreadPoolExecutor(2) as pool:
@@ -93,6 +109,7 @@ def test_only_the_connections_of_a_lost_router_break(server: ServerProcess) -> N
         after = router(server, 0)
         assert after["id"] == "router-0" and after["incarnation"] != before["incarnation"]
         assert stream(0) == whole
+        server.wait(lambda: knows(server, 0, "sql"), 10)
     assert server.log.count("router router-0 ended") == 2
     with ThreadPoolExecutor(2) as pool:
         urls = [f"{own_url(server, index)}/workers/decode-{index}/drain" for index in range(2)]
@@ -133,7 +150,12 @@ class Pool:
     """The launcher's side of two routers, whose own ends are here."""
 
     def __init__(self) -> None:
-        config = ServeConfig(port=0, router_replicas=2, autoscale={"decode": WorkerRange(1, 4)})
+        config = ServeConfig(
+            port=0,
+            router_replicas=2,
+            autoscale={"decode": WorkerRange(1, 4)},
+            lora_modules={"sql": "/adapters/sql"},
+        )
         self._pool = RouterPool(config, ClusterKeys.generate(), "127.0.0.1")
         self._pool.on_leave(partial(let_go, []), lambda worker_id, role, incarnation: None)
         self._ends: list[socket.socket] = []
@@ -216,6 +238,37 @@ def test_every_router_shows_what_was_decided(pool: Pool) -> None:
     assert pool.asks(1, 0) == [changed, scaled, failed, Expect({}, {}), changed, failed]
 
 
+def test_every_router_knows_which_adapters_there_are(pool: Pool) -> None:
+    """Also one that is started later. Workers begin with "sql"."""
+    new = Serves("new", Adapter(name="new", path="/adapters/new", digest="1" * 32))
+    gone, unloaded = Serves("new", None), Serves("sql", None)
+
+    def told(index: int) -> list[Serves]:
+        return [message for message in pool.asks(index, 0) if isinstance(message, Serves)]
+
+    assert told(0) == told(1) == []
+    assert pool.says(0, new) == pool.says(0, unloaded) == []
+    assert told(1) == [new, unloaded]
+    pool.lose(0)
+    pool.start_anew(0)
+    assert told(0) == [new, unloaded]
+    assert pool.says(1, gone) == []
+    assert told(0) == [gone]
+    pool.lose(0)
+    pool.start_anew(0)
+    assert told(0) == [unloaded]
+
+
+def test_a_router_is_told_of_more_adapters_than_fit_at_once(pool: Pool) -> None:
+    pool.asks(0, 0)
+    path = "/" * 4000
+    changes = [Serves(str(i), Adapter(name=str(i), path=path, digest="1" * 32)) for i in range(200)]
+    for change in changes:
+        pool.says(0, change)
+    told = [each for _ in range(10) for each in pool.asks(1, 0) if isinstance(each, Serves)]
+    assert told == changes
+
+
 def test_routers_take_turns_with_changes_of_many_workers(pool: Pool) -> None:
     """One restart, and no scaling meanwhile, by itself neither; what a lost router had begun is over."""
     restarts = Begun("a restart is under way already, asked of router-0: ask again after that")
@@ -231,3 +284,13 @@ def test_routers_take_turns_with_changes_of_many_workers(pool: Pool) -> None:
     assert pool.says(0, Begins("restart")) == [scales]
     pool.lose(1)
     assert pool.says(0, Begins("restart")) == [Begun("")]
+
+
+def test_one_router_at_a_time_changes_adapters(pool: Pool) -> None:
+    """Beside any change of workers."""
+    change = Begins("change of adapters")
+    busy = "a change of adapters is under way already, asked of router-0: ask again after that"
+    assert pool.says(0, change) == pool.says(1, Begins("restart")) == [Begun("")]
+    assert pool.says(1, change) == [Begun(busy)]
+    pool.says(0, Ends("change of adapters"))
+    assert pool.says(1, change) == [Begun("")]

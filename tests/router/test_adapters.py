@@ -25,6 +25,10 @@ def names(router) -> list[str]:
     return [card["id"] for card in router.http.get("/v1/models").json()["data"]]
 
 
+def on_loop(router, function, *arguments) -> None:
+    router.server._loop.call_soon_threadsafe(function, *arguments)
+
+
 def test_models_and_requests_know_what_workers_have(router):
     worker = router.add_worker(adapters=[SQL])
     base, card = router.http.get("/v1/models").json()["data"]
@@ -168,13 +172,29 @@ def test_before_any_worker_nothing_is_loaded(router):
     assert router.http.post(LOAD, json=BODY).status_code == 503
 
 
-def test_with_several_routers_adapters_come_at_the_start(model_folder):
-    with TwoRouters(model_folder, enable_lora=True, worker_timeout=10) as two:
-        two.add_worker("decode-0", adapters=[SQL])
-        for router in two.routers:
-            assert names(router) == ["test-model", "sql"]
-            answer = router.http.post(LOAD, json=BODY)
-            assert (answer.status_code, "--router-replicas 2" in answer.text) == (400, True)
+def test_of_several_routers_one_is_told_what_another_changes(model_folder):
+    """The launcher carries it. What a worker has beyond that, a router that is gone has not ended to load."""
+    begun = Adapter(name="begun", path="/adapters/begun", digest="2" * 32)
+    with TwoRouters(model_folder, lora_modules={"sql": "/adapters/sql"}, worker_timeout=10) as two:
+        one, other = (router.server.state.adapters for router in two.routers)
+        one.tell = lambda name, adapter: on_loop(two.routers[1], other.told, name, adapter)
+        worker = two.add_worker("decode-0", adapters=[SQL, begun])
+        two.each(lambda router: names(router) == ["test-model", "sql"])
+        assert two.routers[0].http.post(LOAD, json=BODY).status_code == 200
+        two.each(lambda router: names(router) == ["test-model", "sql", "new"])
+        assert two.routers[0].http.post(UNLOAD, json={"lora_name": "sql"}).status_code == 200
+        two.each(lambda router: names(router) == ["test-model", "new"])
+        eventually(lambda: worker.adapters == {"new": "a" * 32})
+
+
+def test_what_was_told_before_a_worker_comes_holds(make_router):
+    router = make_router(lora_modules={"sql": "/adapters/sql"}, router_replicas=2)
+    new = Adapter(name="new", path="/adapters/new", digest="a" * 32)
+    for adapter in (new, None):
+        on_loop(router, router.server.state.adapters.told, adapter.name if adapter else "sql", adapter)
+    worker = router.add_worker(adapters=[SQL])
+    eventually(lambda: worker.adapters == {"new": "a" * 32})
+    assert names(router) == ["test-model", "new"]
 
 
 @pytest.mark.parametrize("path", [LOAD, UNLOAD])
