@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 ROOT = Path(__file__).parents[2]
 KINDS = ("attention", "decoder", "drafts", "graphs", "products", "sampler", "verification")
 FILES = [f"tests/engine/interpreted/{kind}.py" for kind in KINDS]
-FASTER = "tests.engine.interpreted.patched_once"
+FASTER = "tests.engine.interpreted.faster"
 
 
 @pytest.mark.slow
