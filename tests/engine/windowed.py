@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from engine.engine import Engine
 from protocol.outputs import TokenOutput
 from tests.engine.test_engine import ask, assert_empty, prompt_of, run, tokens
-from tests.worker.tiny_model import greedy
+from tests.worker.tiny_model import assert_greedy, greedy
 
 
 def num_used(engine: Engine) -> int:
@@ -52,7 +52,7 @@ def ask_crowds(
             engine.add(ask(name, prompt, max_tokens))
         outputs = run(engine)
         for name, prompt in prompts.items():
-            assert tokens(outputs[name]) == greedy(reference, prompt, max_tokens), name
+            assert_greedy(reference, prompt, tokens(outputs[name]), max_tokens)
         assert_empty(engine)
     stats = engine.stats()
     assert stats.num_preemptions > 0 and stats.prefix_hit_tokens > 0

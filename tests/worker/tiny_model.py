@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 VOCAB_SIZE = 300
 
 
-def write_tiny_llama(folder: Path) -> None:
+def write_tiny_llama(folder: Path, num_layers: int = 2) -> None:
     torch.manual_seed(7)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
@@ -31,6 +31,16 @@ def write_tiny_llama(folder: Path) -> None:
 def load(folder: Path) -> PreTrainedModel:
     """By Transformers' own attention: torch's, the default in 5.17, leaves out Gemma 2's soft caps."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def assert_greedy(model: PreTrainedModel, prompt: list[int], found: list[int], num_tokens: int) -> None:
+    """`found` is as long, and each token the one that the reference likes best after those before it. That
+    takes a single forward; `greedy` takes one a token.
+    """
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + found]), use_cache=False).logits[0]
+    best = logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
+    assert len(found) == num_tokens and found == best, f"{found} instead of {best}"
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
