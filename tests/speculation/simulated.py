@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import pytest
 
@@ -74,8 +75,12 @@ PROFILES = [
 
 def text(number: int, place: int) -> bool:
     """Whether a request's text is easy there: seldom at its beginning, then in long passages."""
-    passage = random.Random(f"{number} {place // 24}")
-    return passage.random() < (0.4 if place < 48 else 0.9)
+    return _ease(number, place // 24) < (0.4 if place < 48 else 0.9)
+
+
+@cache
+def _ease(number: int, passage: int) -> float:
+    return random.Random(f"{number} {passage}").random()
 
 
 @dataclass(eq=False)
