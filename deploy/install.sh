@@ -18,11 +18,13 @@ PYTHON=${PYTHON:-python3}
 TORCH_VERSION=2.13.0
 extras=${1:-}
 read -r -a pip_args <<<"${TANDEM_PIP_ARGS:-}"
+# Python compiles each module when it is first imported; pip would compile all of them, for most of a minute.
+[ -n "${PYTHONDONTWRITEBYTECODE:-}" ] && compile=--compile || compile=--no-compile
 
 die() { echo "install: $*" >&2; exit 1; }
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
 cuda_torch() { "$1" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null; }
-pip_install() { .venv/bin/python -m pip install --quiet --quiet "${pip_args[@]}" "$@"; }
+pip_install() { .venv/bin/python -m pip install --quiet --quiet "$compile" "${pip_args[@]}" "$@"; }
 
 # What an installation is made of. One that is ready is left as it is.
 stamp=.venv/.installed${extras:+-$extras}

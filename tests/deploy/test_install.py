@@ -19,7 +19,7 @@ case "$*" in
     *"import sys, torch"*) [ -n "$HAS_CUDA" ] ;;
     *"import torch"*) [ -n "$HAS_TORCH" ] ;;
     *sysconfig*) echo "$HEADERS" ;;
-    *"pip install"*) shift 5; echo "$*" >> "$LISTED" ;;
+    *"pip install"*) shift 5; echo "$1" >> "$LISTED.compiled"; shift; echo "$*" >> "$LISTED" ;;
 esac
 """
 
@@ -67,6 +67,14 @@ def test_a_torch_without_cuda_is_replaced(tmp_path: Path) -> None:
 def test_a_torch_with_cuda_stays(tmp_path: Path) -> None:
     asked, _ = installed(tmp_path, CUDA="13.0", HAS_TORCH="1", HAS_CUDA="1")
     assert not any("torch==" in line for line in asked)
+
+
+@pytest.mark.parametrize(
+    ("variables", "how"), [({}, "--no-compile"), ({"PYTHONDONTWRITEBYTECODE": "1"}, "--compile")]
+)
+def test_pip_compiles_where_python_will_not(tmp_path: Path, variables: dict[str, str], how: str) -> None:
+    installed(tmp_path, CUDA="13.0", **variables)
+    assert set((tmp_path / "listed.compiled").read_text().split()) == {how}
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="GCC is not installed")
