@@ -259,7 +259,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 TestBlockManagerAgainstModel = BlockManagerMachine.TestCase
 TestBlockManagerAgainstModel.settings = settings(
-    max_examples=120,
+    max_examples=50,
     stateful_step_count=50,
     deadline=None,
     derandomize=True,

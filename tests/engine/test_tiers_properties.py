@@ -127,7 +127,7 @@ class HostTierMachine(BlockManagerMachine):
 
 TestBlockManagerOverHostTier = HostTierMachine.TestCase
 TestBlockManagerOverHostTier.settings = settings(
-    max_examples=120,
+    max_examples=50,
     stateful_step_count=50,
     deadline=None,
     derandomize=True,
