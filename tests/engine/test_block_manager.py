@@ -62,6 +62,8 @@ def test_full_blocks_of_an_equal_prefix_are_shared():
     assert second.blocks[0] == first.blocks[0][:2]
     assert cached_prefix(manager, [*range(8), 77, 78], ROOT) == 8
     assert counts(manager) == (5, 0, 3)
+    first.free()
+    assert counts(manager) == (6, 0, 2), "what the second holds is not to be evicted"
 
 
 def test_another_root_shares_nothing():
