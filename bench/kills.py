@@ -167,8 +167,7 @@ class Storm:
     # --- faults -----------------------------------------------------------------------------------
 
     def _strike(self, seconds: float, every: float) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() + every < end:
+        for _ in range(int(seconds / every) - 1):
             time.sleep(every)
             kind, victim, pid = self._choose()
             self._faults.append(Fault(kind, victim, time.monotonic()))

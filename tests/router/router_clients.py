@@ -13,7 +13,7 @@ from fake_worker import FakeWorker
 BODY = {"prompt": "the quick brown fox", "max_tokens": 200}
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come about in time"
