@@ -11,7 +11,9 @@ from messaging.wake import StoppedError, Wake
 
 
 def is_readable(wake: Wake) -> bool:
-    return bool(select.select([wake], [], [], 0)[0])
+    poll = select.poll()
+    poll.register(wake, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def test_a_set_is_cleared() -> None:
