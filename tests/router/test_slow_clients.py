@@ -15,7 +15,7 @@ from router.bodies import BODY_TIMEOUT_S
 from router.connection import HEAD_TIMEOUT_S, UNREAD_TIMEOUT_S
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
-LONGEST_S = 30.0
+LONGEST_S = 60.0
 STREAM = {"prompt": "x", "max_tokens": 20_000, "stream": True, "return_token_ids": True, "logprobs": 20}
 
 
