@@ -203,8 +203,9 @@ class Placer:
             if late is not None:
                 return late
             first = self._assign(request, placement, facts)
+            assigned = time.monotonic()  # from here on it counts as placed, or as waiting
             if self.ahead.offer(request):
-                request.times.placement_s += time.monotonic() - began
+                request.times.placement_s += assigned - began
                 self._metrics.placed("prefill" in placement.workers)
                 self.decisions.placed(request, facts, placement)
                 self._note_fallback(placement)
