@@ -16,7 +16,7 @@ serve: .venv/.installed  ## Serve the bundled model on 127.0.0.1:8000 (ARGS="--p
 
 test: lint pytest  ## Run the checks and the tests (PYTEST_ARGS="-m 'not slow'" to choose)
 
-pytest: .venv/.installed-test
+pytest: .venv/.compiled
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) $(PYTEST_ARGS)
 
 lint: .venv/.installed-test  ## Run ruff, mypy and the import rules
@@ -33,3 +33,7 @@ clean:  ## Remove the virtual environment and every cache
 
 .venv/.installed-test: pyproject.toml deploy/install.sh
 	deploy/install.sh test
+
+# One process compiles what the tests import, or each of theirs would: for most of a minute.
+.venv/.compiled: .venv/.installed-test
+	-env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --collect-only --quiet > $@

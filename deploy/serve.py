@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shlex
@@ -97,6 +98,8 @@ def _run(config: ServeConfig, patience: _Patience) -> int:
         say(config, f"Starting {config.num_workers} workers of {config.model_name} ...")
         launcher.start()
 
+    gc.collect()
+    gc.freeze()  # or the collector would go through the libraries again and again, for milliseconds
     try:
         server.run(on_start=start)
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 import socket
@@ -185,8 +184,6 @@ class RouterServer:
         self.state.attach(self._loop)
         if self._stop_asked:
             self._begin_stop()
-        gc.collect()
-        gc.freeze()  # or the collector would go through the libraries again and again, for milliseconds
         if self._shared_socket is not None:
             self._joining = asyncio.ensure_future(self._join(server, self._shared_socket))
         await server.serve(sockets=[self._http_socket])

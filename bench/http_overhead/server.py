@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 from pathlib import Path
 from typing import Annotated
@@ -36,6 +37,7 @@ def main(
     arguments = (server.worker_endpoint, keys, step_ms / 1e3, vocab_size_of(model), max_model_len, stamps)
     worker = multiprocessing.get_context("spawn").Process(target=_work, args=arguments, daemon=True)
     worker.start()
+    gc.freeze()  # as the product's process does
     server.run()
     worker.kill()
 

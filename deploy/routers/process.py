@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import gc
 import logging
 import socket
 import sys
@@ -161,6 +162,8 @@ def main(fd: int) -> None:
     except TandemError as error:
         control.send(msgspec.msgpack.encode(CannotStart(str(error))))
         return
+    gc.collect()
+    gc.freeze()  # or the collector would go through the libraries again and again, for milliseconds
     server.run(on_start=_Control(control, server).attach)
 
 
