@@ -159,7 +159,7 @@ class _OperatorsOff:
     def linear_attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None
     ) -> Tensor:
-        heads = value.shape[1], key.shape[1], key.shape[2], value.shape[2]
+        heads = value.shape[1], key.shape[1], key.shape[2], value.shape[2], decay.shape[2]
         of = self.layers[layer]
         self.layers[layer] = RecurrentLayer(of.channels, of.taps, *heads)
         parts = (query, key, decay) if beta is None else (query, key, decay, beta)

@@ -19,7 +19,8 @@ _LINE = 64
 @dataclass(frozen=True)
 class RecurrentLayer:
     """A convolution of `taps` tokens over `channels`; behind it, if `num_heads` is not 0, linear attention:
-    each head's state is a float32 matrix [key_dim, value_dim], and neighbouring heads share their keys.
+    each head's state is a float32 matrix [key_dim, value_dim], and neighbouring heads share their keys. Its
+    decay is one number or, with a `decay_dim` of `key_dim`, one for each row of the matrix.
     """
 
     channels: int
@@ -28,6 +29,7 @@ class RecurrentLayer:
     num_key_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
+    decay_dim: int = 1
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -61,7 +63,7 @@ class StateLayout:
     def window_bytes(self) -> int:
         """Of the inputs behind it."""
         heads = sum(
-            layer.num_key_heads * layer.key_dim + layer.num_heads * (layer.value_dim + 1)
+            layer.num_key_heads * layer.key_dim + layer.num_heads * (layer.value_dim + layer.decay_dim)
             for layer in self.layers
         )
         inputs = sum(layer.channels for layer in self.layers)

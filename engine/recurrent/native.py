@@ -102,6 +102,7 @@ class CpuOperators:
             value.shape[1],
             *key.shape[1:],
             value.shape[2],
+            decay.shape[2],
         )
         self._attend(ctypes.byref(self._spans), ctypes.byref(args))
         return out

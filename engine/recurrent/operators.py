@@ -21,10 +21,10 @@ class Operators(Protocol):
     def linear_attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None
     ) -> Tensor:
-        """All float32. query, key [rows, key heads, key_dim], value [rows, heads, value_dim]; decay (a
-        logarithm) and beta [rows, heads]. With beta a token adds to the state what the state lacks of its
-        value under its key, times beta (the delta rule); else its value. Returns what the query reads, the
-        token's own part included, [rows, heads, value_dim].
+        """All float32. query, key [rows, key heads, key_dim], value [rows, heads, value_dim]; decay
+        (logarithms) [rows, heads, decay_dim], beta [rows, heads]. With beta a token adds to the state what
+        the state lacks of its value under its key, times beta (the delta rule); else its value. Returns what
+        the query reads, the token's own part included, [rows, heads, value_dim].
         """
         ...
 
@@ -153,13 +153,13 @@ def _read_and_add(
     decays, keys, deltas = seat.decays[behind], seat.keys[behind], seat.deltas[behind]
     total = decays[-1] + decay if len(decays) else decay
     weights = (total - decays).exp()
-    kept = total.exp()[:, None]
     group = len(value) // len(key)
+    known = keys.repeat_interleave(group, 1) * weights
 
     def read(rows: Tensor) -> Tensor:
-        scores = (keys * rows).sum(-1).repeat_interleave(group, 1) * weights
-        recent = (scores[..., None] * deltas).sum(0)
-        return kept * (rows.repeat_interleave(group, 0)[..., None] * seat.state).sum(1) + recent
+        rows = rows.repeat_interleave(group, 0)
+        recent = ((known * rows).sum(-1, keepdim=True) * deltas).sum(0)
+        return ((total.exp() * rows)[..., None] * seat.state).sum(1) + recent
 
     delta = value if beta is None else beta[:, None] * (value - read(key))
     out = read(query) + (query * key).sum(-1).repeat_interleave(group)[:, None] * delta
@@ -172,8 +172,8 @@ def _advance(state: Tensor, seat: LayerSeats, places: slice | list[int]) -> None
     decays, keys, deltas = seat.decays[places], seat.keys[places], seat.deltas[places]
     total = decays[-1]
     weights = (total - decays).exp()
-    state.mul_(total.exp()[:, None, None])
+    state.mul_(total.exp()[..., None])
     group = deltas.shape[1] // keys.shape[1]
     for key, delta, weight in zip(keys, deltas, weights, strict=True):
-        weighted = key.repeat_interleave(group, 0) * weight[:, None]
+        weighted = key.repeat_interleave(group, 0) * weight
         state.add_(weighted[..., None] * delta[:, None])

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <vector>
 
+#include "../../native/exp.h"
 #include "../../native/parallel.h"
 
 // Packed rows of one sequence, from place `start` on. Its state is in a seat, and at grid point `base`; the tokens of
@@ -39,12 +40,12 @@ struct Conv {
 };
 
 // Linear attention over floats: `query`, `key` [rows, key_heads, key_dim], `value`, `out` [rows, heads, value_dim],
-// `decay`, `beta` [rows, heads]; without beta there is no delta rule.
+// `decay` [rows, heads, decay_dim], `beta` [rows, heads]; without beta there is no delta rule. `decay_dim` is 1 or key_dim.
 struct Linear {
     const float *query, *key, *value, *decay, *beta;
     float* out;
     char *state, *keys, *deltas, *decays;
-    int64_t state_step, keys_step, deltas_step, decays_step, heads, key_heads, key_dim, value_dim;
+    int64_t state_step, keys_step, deltas_step, decays_step, heads, key_heads, key_dim, value_dim, decay_dim;
 };
 
 namespace {
@@ -160,7 +161,8 @@ class Head {
           state((float*)(of.state + span.seat * of.state_step) + head * of.key_dim * of.value_dim),
           keys((float*)(of.keys + span.seat * of.keys_step) + key_head * of.key_dim),
           deltas((float*)(of.deltas + span.seat * of.deltas_step) + head * of.value_dim),
-          decays((float*)(of.decays + span.seat * of.decays_step) + head), seen(of.value_dim), lacks(of.value_dim) {}
+          decays((float*)(of.decays + span.seat * of.decays_step) + head * of.decay_dim), seen(of.value_dim),
+          lacks(of.value_dim), far_query(of.key_dim), far_key(of.key_dim), decayed(of.key_dim), origin(of.decay_dim) {}
 
     void run() {
         const int64_t end = span.start + span.count;
@@ -179,12 +181,26 @@ class Head {
     const int64_t row, grid, window, head, key_head;
     int64_t base;
     float *state, *keys, *deltas, *decays;
-    std::vector<float> seen, lacks, drafted;
+    std::vector<float> seen, lacks, far_query, far_key, decayed, origin, drafted;
     std::vector<int64_t> path, passed;
 
     float* delta_at(int64_t place) { return deltas + place % window * of.heads * of.value_dim; }
 
-    float& decay_at(int64_t place) { return decays[place % window * of.heads]; }
+    // The logarithms of the decays from the grid point until behind this place.
+    float* decay_at(int64_t place) { return decays + place % window * of.heads * of.decay_dim; }
+
+    // A key, or a query, times the decays between two places; those until the grid point are `origin`.
+    void decay(const float* rows, const float* since, const float* until, std::vector<float>& decayed) {
+        const int64_t size = of.key_dim;
+        float* __restrict out = decayed.data();
+        if (of.decay_dim == 1) {
+            const float factor = exp_of(until[0] - since[0]);
+            for (int64_t k = 0; k < size; k++) out[k] = rows[k] * factor;
+        } else {
+            for (int64_t k = 0; k < size; k++) out[k] = exp_of(until[k] - since[k]);
+            for (int64_t k = 0; k < size; k++) out[k] *= rows[k];
+        }
+    }
 
     // Keys of this step are read where they are: several heads share them, and the seat gets them in the end.
     const float* key_at(int64_t place) const {
@@ -217,23 +233,23 @@ class Head {
         const float* value = of.value + (at * of.heads + head) * dim;
         float* out = of.out + (at * of.heads + head) * dim;
         float* delta = delta_at(place);
-        const float total = of.decay[at * of.heads + head] + (count ? decay_at(places[count - 1]) : 0);
-        const float kept = std::exp(total);
-        if (of.beta)
-            read<true>(state, of.key_dim, dim, query, key, seen.data(), lacks.data());
-        else
-            read<false>(state, of.key_dim, dim, query, key, seen.data(), lacks.data());
-        for (int64_t v = 0; v < dim; v++) seen[v] *= kept;
-        if (of.beta)
-            for (int64_t v = 0; v < dim; v++) lacks[v] *= kept;
+        const float* before = count ? decay_at(places[count - 1]) : origin.data();
+        float* total = decay_at(place);
+        for (int64_t i = 0; i < of.decay_dim; i++) total[i] = before[i] + of.decay[(at * of.heads + head) * of.decay_dim + i];
+        decay(query, origin.data(), total, far_query);
+        if (of.beta) {
+            decay(key, origin.data(), total, far_key);
+            read<true>(state, of.key_dim, dim, far_query.data(), far_key.data(), seen.data(), lacks.data());
+        } else {
+            read<false>(state, of.key_dim, dim, far_query.data(), nullptr, seen.data(), nullptr);
+        }
         for (int64_t other = 0; other < count; other++) {
-            const float* known = key_at(places[other]);
             const float* added = delta_at(places[other]);
-            const float weight = std::exp(total - decay_at(places[other]));
-            const float by_query = dot(query, known, of.key_dim) * weight;
+            decay(key_at(places[other]), decay_at(places[other]), total, decayed);
+            const float by_query = dot(query, decayed.data(), of.key_dim);
             for (int64_t v = 0; v < dim; v++) seen[v] += by_query * added[v];
             if (!of.beta) continue;
-            const float by_key = dot(key, known, of.key_dim) * weight;
+            const float by_key = dot(key, decayed.data(), of.key_dim);
             for (int64_t v = 0; v < dim; v++) lacks[v] += by_key * added[v];
         }
         if (of.beta) {
@@ -242,23 +258,23 @@ class Head {
         } else {
             memcpy(delta, value, dim * sizeof(float));
         }
-        decay_at(place) = total;
         const float own = dot(query, key, of.key_dim);
         for (int64_t v = 0; v < dim; v++) out[v] = seen[v] + own * delta[v];
     }
 
     // A state from a grid point to the next one, by the places between them.
     void advance(float* state, const int64_t* places) {
-        const float total = decay_at(places[grid - 1]), kept = std::exp(total);
-        for (int64_t i = 0; i < of.key_dim * of.value_dim; i++) state[i] *= kept;
+        const float* total = decay_at(places[grid - 1]);
+        for (int64_t k = 0; k < of.key_dim; k++) {
+            const float kept = exp_of(total[of.decay_dim == 1 ? 0 : k]);
+            for (int64_t v = 0; v < of.value_dim; v++) state[k * of.value_dim + v] *= kept;
+        }
         for (int64_t other = 0; other < grid; other++) {
-            const float* key = key_at(places[other]);
             const float* delta = delta_at(places[other]);
-            const float weight = std::exp(total - decay_at(places[other]));
+            decay(key_at(places[other]), decay_at(places[other]), total, decayed);
             for (int64_t k = 0; k < of.key_dim; k++) {
-                const float scaled = key[k] * weight;
                 float* cells = state + k * of.value_dim;
-                for (int64_t v = 0; v < of.value_dim; v++) cells[v] += scaled * delta[v];
+                for (int64_t v = 0; v < of.value_dim; v++) cells[v] += decayed[k] * delta[v];
             }
         }
     }

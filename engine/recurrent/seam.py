@@ -75,9 +75,11 @@ def _bound_conv(seam: Seam, layer: int, original: Callable[..., Any]) -> Callabl
 
 
 def _bound_delta_rule(seam: Seam, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    """The gated delta rule (Gated DeltaNet, 2024)."""
+    """The gated delta rule, with a decay for each head (Gated DeltaNet, 2024) or each of its key's channels
+    (Kimi Delta Attention, 2025).
+    """
 
-    def torch_chunk_gated_delta_rule(
+    def chunk_delta_rule(
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -93,10 +95,11 @@ def _bound_delta_rule(seam: Seam, layer: int, original: Callable[..., Any]) -> C
         q, k, v, decay, strength = (_only(rows).float() for rows in (query, key, value, g, beta))
         if use_qk_l2norm_in_kernel:
             q, k = (rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + _EPSILON) for rows in (q, k))
+        decay = decay if decay.dim() == 3 else decay[..., None]
         out = seam.operators.linear_attention(layer, q * q.shape[-1] ** -0.5, k, v, decay, strength)
         return out[None].to(query.dtype), None
 
-    return torch_chunk_gated_delta_rule
+    return chunk_delta_rule
 
 
 def _bound_state_space(seam: Seam, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,7 +128,8 @@ def _bound_state_space(seam: Seam, layer: int, original: Callable[..., Any]) -> 
         times = (softplus(times) if dt_softplus else times).clamp(*dt_limit).float()
         rows = _only(hidden_states).float()
         query, key = _only(C).float(), _only(B).float()
-        out = seam.operators.linear_attention(layer, query, key, rows * times[..., None], A * times, None)
+        times = times[..., None]
+        out = seam.operators.linear_attention(layer, query, key, rows * times, A[:, None] * times, None)
         return (out if D is None else out + D[:, None] * rows)[None]
 
     return mamba2_chunk_scan
@@ -142,5 +146,6 @@ def _only(batch: Tensor) -> Tensor:
 _BOUND = {
     "causal_conv1d_fn": _bound_conv,
     "torch_chunk_gated_delta_rule": _bound_delta_rule,
+    "chunk_kimi_delta_attention": _bound_delta_rule,
     "mamba2_chunk_scan": _bound_state_space,
 }

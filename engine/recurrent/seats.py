@@ -44,7 +44,7 @@ class RowSpan:
 class LayerSeats(NamedTuple):
     """One layer's part of all seats. `state` and `tail` are those of a grid point, the others belong to the
     places behind it, each at its number modulo the window: the convolution's `inputs`, and of linear
-    attention the keys, what is added to the state under each of them, and the logarithms of the decay since
+    attention the keys, what is added to the state under each of them, and the logarithms of the decays since
     the last grid point, that token included.
     """
 
@@ -59,7 +59,7 @@ class LayerSeats(NamedTuple):
     deltas: Tensor
     """float32 [seats, window, heads, value_dim]"""
     decays: Tensor
-    """float32 [seats, window, heads]"""
+    """float32 [seats, window, heads, decay_dim]"""
 
 
 class Seats:
@@ -83,7 +83,7 @@ class Seats:
                 for shape in (
                     (layer.num_key_heads, layer.key_dim),
                     (layer.num_heads, layer.value_dim),
-                    (layer.num_heads,),
+                    (layer.num_heads, layer.decay_dim),
                 )
             ]
             for layer in layout.layers

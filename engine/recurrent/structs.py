@@ -32,5 +32,5 @@ class LinearArgs(Structure):
         *((name, c_void_p) for name in ("query", "key", "value", "decay", "beta", "out")),
         *((name, c_void_p) for name in ("state", "keys", "deltas", "decays")),
         *((name, c_int64) for name in ("state_step", "keys_step", "deltas_step", "decays_step")),
-        *((name, c_int64) for name in ("heads", "key_heads", "key_dim", "value_dim")),
+        *((name, c_int64) for name in ("heads", "key_heads", "key_dim", "value_dim", "decay_dim")),
     )

@@ -88,7 +88,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "inkling2_text": {"unpadded_vocab_size": VOCAB_SIZE},
     "inkling2_loop_text": {"unpadded_vocab_size": VOCAB_SIZE},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "kimi_linear": {"layer_types": _LINEAR_FIRST},
+    "kimi_linear": {"layer_types": _LINEAR_FIRST, "linear_num_heads": 2, "linear_head_dim": 16},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},

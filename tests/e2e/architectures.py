@@ -164,6 +164,14 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "time_step_min": 1e-9,  # else `generate` differs from its own whole forward, which alone keeps to it
     },
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "kimi_linear": {
+        **_MOE,
+        **_LATENT,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+        "moe_intermediate_size": 48,
+    },
 }
 """With recurrent layers: the functions that these call exist since Transformers 5.23."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ needs_seam = pytest.mark.skipif(
 )
 
 LAYER = RecurrentLayer(channels=24, taps=4, num_heads=4, num_key_heads=2, key_dim=20, value_dim=70)
+LAYERS = {"sum": LAYER, "delta": LAYER, "delta by channel": replace(LAYER, decay_dim=LAYER.key_dim)}
+"""By what a token adds: its value or, by the delta rule, what lacks of it; decays of heads or channels."""
 LENGTH = 53
 """Tokens: three grid points, and some behind the last one."""
 MATES = 2
@@ -41,17 +44,18 @@ MATES = 2
 class Text:
     """Rows of one sequence for each input of the operators."""
 
-    def __init__(self, seed: int, delta_rule: bool, dtype: torch.dtype) -> None:
+    def __init__(self, seed: int, rule: str, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(LENGTH, *shape, generator=generator)
 
+        self.layer = LAYERS[rule]
         self.inputs = normal(LAYER.channels).to(dtype)
         self.query, self.key = (0.3 * normal(LAYER.num_key_heads, LAYER.key_dim) for _ in range(2))
         self.value = normal(LAYER.num_heads, LAYER.value_dim)
-        self.decay = -0.2 * normal(LAYER.num_heads).abs()
-        self.beta = normal(LAYER.num_heads).sigmoid() if delta_rule else None
+        self.decay = -0.2 * normal(LAYER.num_heads, self.layer.decay_dim).abs()
+        self.beta = None if rule == "sum" else normal(LAYER.num_heads).sigmoid()
 
     def rows(self, start: int, end: int) -> list[Tensor]:
         parts = self.inputs, self.query, self.key, self.value, self.decay
@@ -65,7 +69,7 @@ def served(
     kind: type[StepOperators], texts: list[Text], rng: random.Random | None
 ) -> list[tuple[Tensor, Tensor]]:
     """Of each text, what the operators give: in chunks at random places beside the others, or whole."""
-    seats = Seats(StateLayout((LAYER,), texts[0].inputs.dtype), len(texts) + 1, torch.device("cpu"))
+    seats = Seats(StateLayout((texts[0].layer,), texts[0].inputs.dtype), len(texts) + 1, torch.device("cpu"))
     operators = kind(seats)
     done = [0] * len(texts)
     found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in texts]
@@ -97,7 +101,7 @@ def token_by_token(text: Text) -> tuple[Tensor, Tensor]:
     out = []
     for t in range(LENGTH):
         query, key = (rows[t].double().repeat_interleave(group, 0) for rows in (text.query, text.key))
-        state = state * text.decay[t].double().exp()[:, None, None]
+        state = state * text.decay[t].double().exp()[..., None]
         delta = text.value[t].double()
         if text.beta is not None:
             delta = text.beta[t].double()[:, None] * (delta - torch.einsum("hk,hkv->hv", key, state))
@@ -107,12 +111,12 @@ def token_by_token(text: Text) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", [TorchOperators, CpuOperators])
-@pytest.mark.parametrize("delta_rule", [True, False])
+@pytest.mark.parametrize("rule", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_are_right_and_have_the_same_bits_in_any_chunks_and_company(
-    kind: type[StepOperators], delta_rule: bool, dtype: torch.dtype
+    kind: type[StepOperators], rule: str, dtype: torch.dtype
 ) -> None:
-    texts = [Text(seed, delta_rule, dtype) for seed in range(1 + MATES)]
+    texts = [Text(seed, rule, dtype) for seed in range(1 + MATES)]
     alone = served(kind, texts[:1], None)[0]
     for got, exact in zip(alone, token_by_token(texts[0]), strict=True):
         torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-5)
@@ -131,18 +135,18 @@ def rows_of(text: Text, noise: Text, places: list[int | None]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", [TorchOperators, CpuOperators])
-@pytest.mark.parametrize("delta_rule", [True, False])
+@pytest.mark.parametrize("rule", LAYERS)
 @pytest.mark.parametrize("trees", [False, True])
 def test_drafted_rows_have_the_bits_of_certain_ones_and_leave_nothing_behind(
-    kind: type[StepOperators], delta_rule: bool, trees: bool
+    kind: type[StepOperators], rule: str, trees: bool
 ) -> None:
     """Drafts across two grid points, right for a while and then wrong; some of what is right is kept."""
-    text, noise = Text(0, delta_rule, torch.bfloat16), Text(1, delta_rule, torch.bfloat16)
+    text, noise = Text(0, rule, torch.bfloat16), Text(1, rule, torch.bfloat16)
     whole = served(kind, [text], None)[0]
     num_accepted = 0
     for seed in range(6):
         rng = random.Random(seed)
-        layout = StateLayout((LAYER,), torch.bfloat16).with_drafts(40)
+        layout = StateLayout((text.layer,), torch.bfloat16).with_drafts(40)
         seats = Seats(layout, 2, torch.device("cpu"))
         operators = kind(seats)
         done = 0
@@ -167,12 +171,12 @@ def test_drafted_rows_have_the_bits_of_certain_ones_and_leave_nothing_behind(
                 inputs, *others = text.rows(done, start)
                 operators.begin_step([RowSpan(1, done, start - done, start)])
                 operators.causal_conv(0, inputs, WEIGHT, None)
-                operators.linear_attention(0, *others[:4], others[4] if delta_rule else None)
+                operators.linear_attention(0, *others[:4], None if rule == "sum" else others[4])
             places = [*range(start, certain), *drafted]
             inputs, *others = rows_of(text, noise, places)
             operators.begin_step([RowSpan(1, start, len(places), certain, masks if trees else None, start)])
             conv = operators.causal_conv(0, inputs, WEIGHT, None)
-            out = operators.linear_attention(0, *others[:4], others[4] if delta_rule else None)
+            out = operators.linear_attention(0, *others[:4], None if rule == "sum" else others[4])
             known = [index for index, place in enumerate(places) if place is not None]
             for got, exact in zip((conv, out), whole, strict=True):
                 assert torch.equal(got[known], exact[[places[index] for index in known]])
