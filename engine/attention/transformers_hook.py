@@ -186,6 +186,10 @@ def refuse_masks(*args: Any, config: Any = None, use_vmap: bool = False, **kwarg
         )
     if getattr(config, "attention_chunk_size", None) is not None:
         raise UnsupportedModelError("chunked attention (attention_chunk_size) is not supported")
+    if getattr(config, "index_topk", None) is not None:
+        raise UnsupportedModelError(
+            "sparse attention to keys that an indexer chooses (index_topk) is not supported"
+        )
 
 
 def register() -> None:

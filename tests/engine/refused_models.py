@@ -25,6 +25,11 @@ _BY_TYPE: list[tuple[str, dict[str, Any], str]] = [
         {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8},
         "jamba: .*recurrent state",
     ),
+    (
+        "deepseek_v32",
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "index_topk": 4},
+        "indexer .*index_topk",
+    ),
 ]
 
 REFUSED = [(model_type, {**TINY, **changes}, reason) for model_type, changes, reason in _BY_TYPE]
