@@ -59,12 +59,22 @@ def _kept(loaded: LoadedModel, pool: KVPool) -> str:
     if len(group.windows) == 1:
         if group.windows[0]:
             return f"; a sequence keeps its last {group.windows[0]} tokens"
-        why = loaded.kv_group.fault(loaded.max_model_len)
+        why = _why_whole(loaded, pool)
         return f"; all layers keep all of a sequence, though some do not see it: {why}" if why else ""
     windows = Counter(group.windows[place.table] for place in group.layers)
     parts = [f"{count} keep {f'the last {size}' if size else 'all'}" for size, count in windows.items()]
     tables = f"{group.num_tables} tables of {group.segments[0].num_layers} layers"
     return f"; of a sequence's tokens in these layers {' and '.join(parts)}, in {tables}"
+
+
+def _why_whole(loaded: LoadedModel, pool: KVPool) -> str:
+    """Why layers that attend within a window keep all the same; empty if none do."""
+    group, longest = loaded.kv_group, loaded.max_model_len
+    if not any(0 < sight < longest for sight in group.sights):
+        return ""
+    if pool.seats is not None:
+        return "states of recurrent layers are behind the last token"
+    return "a draft's KV may be behind the last token" if len(pool.groups) > 1 else group.fault(longest)
 
 
 def _states(config: ServeConfig, pool: KVPool) -> str:

@@ -214,6 +214,9 @@ def test_what_does_not_divide_keeps_all(sights: list[int], layers: Any, why: str
     assert not group.fault(SLIDING) and group.in_tables(SLIDING).windows == (0,)
 
 
-def test_the_start_tells_what_is_kept(make_engine: Callable[..., Engine]) -> None:
-    told = make_engine().start_up["kv_pool"]
-    assert "2 keep the last 24 and 1 keep all, in 3 tables of 1 layers" in told
+def test_the_start_tells_what_is_kept(make_engine: Callable[..., Engine], folder: Path) -> None:
+    plain = make_engine()
+    assert "2 keep the last 24 and 1 keep all, in 3 tables of 1 layers" in plain.start_up["kv_pool"]
+    asked = SpeculativeConfig(method="draft_model", model=str(folder), num_speculative_tokens=2)
+    engine = Engine(msgspec.structs.replace(plain.config, speculative_config=asked), speculate=speculate)
+    assert "some do not see it: a draft's KV may be behind" in engine.start_up["kv_pool"]
