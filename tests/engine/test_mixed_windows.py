@@ -218,5 +218,6 @@ def test_the_start_tells_what_is_kept(make_engine: Callable[..., Engine], folder
     plain = make_engine()
     assert "2 keep the last 24 and 1 keep all, in 3 tables of 1 layers" in plain.start_up["kv_pool"]
     asked = SpeculativeConfig(method="draft_model", model=str(folder), num_speculative_tokens=2)
-    engine = Engine(msgspec.structs.replace(plain.config, speculative_config=asked), speculate=speculate)
+    config = msgspec.structs.replace(plain.config, speculative_config=asked, max_model_len=200)
+    engine = Engine(config, speculate=speculate)
     assert "some do not see it: a draft's KV may be behind" in engine.start_up["kv_pool"]

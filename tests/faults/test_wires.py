@@ -25,8 +25,8 @@ DOWNSTREAM = ["challenge", "verdict", "ack", "last ack"]
 HANDSHAKE = {"hello", "proof", "challenge", "verdict"}
 KINDS: dict[Kind, int] = {"drop": 1, "hang": 1, "corrupt": 1, "truncate": 5, "swap": 7, "repeat": 5}
 """With the number of bytes."""
-RECONNECT_GRACE_S = 2.0
-"""Nobody dies here, so a receiver gives a sender the product's time to come back."""
+CONNECT_S = RECONNECT_GRACE_S = 2.0
+"""Nobody dies here: on a busy machine good connections are made in time, and made again."""
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,8 @@ def request_through(
     arena: Arena, *damages: Damage, allow_corrupt: bool = False, checksum: str = "full"
 ) -> tuple[Child, Child, Request]:
     """A request over a damaged wire, and how it ended."""
-    sender = arena.sender(checksum=checksum)
-    receiver = arena.receiver(reconnect_grace_s=RECONNECT_GRACE_S)
+    sender = arena.sender(checksum=checksum, connect_timeout_s=CONNECT_S)
+    receiver = arena.receiver(connect_timeout_s=CONNECT_S, reconnect_grace_s=RECONNECT_GRACE_S)
     proxy, peer = arena.proxy(receiver, *damages)
     request = arena.begin(sender, receiver, COUNT, chunk=CHUNK, peer=peer)
     arena.finish(request, of="sender")
