@@ -245,11 +245,19 @@ class Head {
         }
         for (int64_t other = 0; other < count; other++) {
             const float* added = delta_at(places[other]);
-            decay(key_at(places[other]), decay_at(places[other]), total, decayed);
-            const float by_query = dot(query, decayed.data(), of.key_dim);
+            const float* since = decay_at(places[other]);
+            const float* known = key_at(places[other]);
+            float weight = 1;
+            if (of.decay_dim == 1) {
+                weight = exp_of(total[0] - since[0]);
+            } else {
+                decay(known, since, total, decayed);
+                known = decayed.data();
+            }
+            const float by_query = dot(query, known, of.key_dim) * weight;
             for (int64_t v = 0; v < dim; v++) seen[v] += by_query * added[v];
             if (!of.beta) continue;
-            const float by_key = dot(key, decayed.data(), of.key_dim);
+            const float by_key = dot(key, known, of.key_dim) * weight;
             for (int64_t v = 0; v < dim; v++) lacks[v] += by_key * added[v];
         }
         if (of.beta) {
@@ -273,8 +281,9 @@ class Head {
             const float* delta = delta_at(places[other]);
             decay(key_at(places[other]), decay_at(places[other]), total, decayed);
             for (int64_t k = 0; k < of.key_dim; k++) {
+                const float scaled = decayed[k];
                 float* cells = state + k * of.value_dim;
-                for (int64_t v = 0; v < of.value_dim; v++) cells[v] += decayed[k] * delta[v];
+                for (int64_t v = 0; v < of.value_dim; v++) cells[v] += scaled * delta[v];
             }
         }
     }
