@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.faults.arena import DEADLINE_S, ORPHAN_S, Arena, Request, needs_nixl
@@ -25,7 +27,7 @@ DOWNSTREAM = ["challenge", "verdict", "ack", "last ack"]
 HANDSHAKE = {"hello", "proof", "challenge", "verdict"}
 KINDS: dict[Kind, int] = {"drop": 1, "hang": 1, "corrupt": 1, "truncate": 5, "swap": 7, "repeat": 5}
 """With the number of bytes."""
-CONNECT_S = RECONNECT_GRACE_S = 2.0
+PATIENT: dict[str, Any] = {"connect_timeout_s": 2.0, "reconnect_grace_s": 2.0}
 """Nobody dies here: on a busy machine good connections are made in time, and made again."""
 
 
@@ -47,8 +49,7 @@ def request_through(
     arena: Arena, *damages: Damage, allow_corrupt: bool = False, checksum: str = "full"
 ) -> tuple[Child, Child, Request]:
     """A request over a damaged wire, and how it ended."""
-    sender = arena.sender(checksum=checksum, connect_timeout_s=CONNECT_S)
-    receiver = arena.receiver(connect_timeout_s=CONNECT_S, reconnect_grace_s=RECONNECT_GRACE_S)
+    sender, receiver = arena.sender(checksum=checksum, **PATIENT), arena.receiver(**PATIENT)
     proxy, peer = arena.proxy(receiver, *damages)
     request = arena.begin(sender, receiver, COUNT, chunk=CHUNK, peer=peer)
     arena.finish(request, of="sender")
@@ -124,7 +125,8 @@ def test_without_checksums_nothing_hangs(
 @pytest.mark.parametrize("checksum", ["sampled", "full"])
 @pytest.mark.parametrize("streams", [2, 4])
 def test_one_of_several_streams_breaks(arena: Arena, checksum: str, streams: int) -> None:
-    sender, receiver = arena.sender(checksum=checksum, streams=streams), arena.receiver(streams=streams)
+    sender = arena.sender(checksum=checksum, streams=streams, **PATIENT)
+    receiver = arena.receiver(streams=streams, **PATIENT)
     proxy, peer = arena.proxy(receiver, Damage("drop", 100_000, connection=0))
     request = arena.begin(sender, receiver, 96, chunk=8, peer=peer)
     arena.finish(request)
@@ -136,7 +138,8 @@ def test_one_of_several_streams_breaks(arena: Arena, checksum: str, streams: int
 @pytest.mark.parametrize("kind", ["drop", "hang", "corrupt"])
 @pytest.mark.parametrize("offset", [300_000, 3_000_000])
 def test_pieces_larger_than_the_sockets_hold(arena: Arena, kind: Kind, offset: int) -> None:
-    sender, receiver = arena.sender(size=LARGE, checksum="full"), arena.receiver(size=LARGE)
+    sender = arena.sender(size=LARGE, checksum="full", **PATIENT)
+    receiver = arena.receiver(size=LARGE, **PATIENT)
     proxy, peer = arena.proxy(receiver, Damage(kind, offset))
     request = arena.begin(sender, receiver, 48, chunk=24, peer=peer)
     arena.finish(request)
@@ -150,14 +153,14 @@ def test_pieces_larger_than_the_sockets_hold(arena: Arena, kind: Kind, offset: i
 @pytest.mark.parametrize("kind", ["drop", "corrupt", "truncate"])
 def test_the_wire_of_messages_beside_ucx_breaks(arena: Arena, kind: Kind) -> None:
     """Blocks take another way than the messages about them."""
-    sender, receiver = arena.sender(), arena.receiver()
+    sender, receiver = arena.sender(**PATIENT), arena.receiver(**PATIENT)
     plain, through = arena.proxy(receiver, transport="ucx")
     arena.serve(sender, receiver, COUNT, chunk=CHUNK, peer=through)
     said = len(plain.spoken[True])
     arena.drop(plain)
     arena.check(sender, receiver)
 
-    sender, receiver = arena.sender(), arena.receiver()
+    sender, receiver = arena.sender(**PATIENT), arena.receiver(**PATIENT)
     proxy, through = arena.proxy(receiver, Damage(kind, said - 100, KINDS[kind]), transport="ucx")
     request = arena.begin(sender, receiver, COUNT, chunk=CHUNK, peer=through)
     arena.finish(request)
@@ -172,7 +175,7 @@ def test_the_wire_of_messages_beside_ucx_breaks(arena: Arena, kind: Kind) -> Non
 @pytest.mark.parametrize(("point", "nth"), [("piece sent", 2), ("ack arrives", 1)])
 def test_every_connection_breaks_at_once(arena: Arena, point: str, nth: int) -> None:
     """The same wire is made anew; nobody has to know."""
-    sender, receiver = arena.sender(), arena.receiver()
+    sender, receiver = arena.sender(**PATIENT), arena.receiver(**PATIENT)
     sender.arm(point, "CUT", nth)
     request = arena.begin(sender, receiver)
     arena.finish(request)
@@ -185,7 +188,7 @@ def test_every_connection_breaks_at_once(arena: Arena, point: str, nth: int) -> 
 @pytest.mark.parametrize("point", ["piece admitted", "in place", "ack due"])
 def test_the_next_transport_takes_over(stock: Stock, first: str, point: str) -> None:
     arena = Arena(stock, (first, "tcp"))
-    sender, receiver = arena.sender(), arena.receiver()
+    sender, receiver = arena.sender(**PATIENT), arena.receiver(**PATIENT)
     receiver.arm(point, "CUT", 2)
     request = arena.begin(sender, receiver)
     arena.finish(request)
