@@ -93,20 +93,22 @@ async def test_a_rate_is_judged_and_left_once_it_cannot_be_met(start_server) -> 
     workload = Workload("few", 0, 16, 2, 40.0, 20.0)
     setting = msgspec.structs.replace(SETTING, objective=Objective(0.1, 0.05, 0.9), seconds=0.5)
     server = Server(url, setting, workload, Prompts(TEXTS, workload, 0))
+    strict = msgspec.structs.replace(setting, objective=Objective(0.1, 0.05, 0.99), seconds=20.0)
+    crowded = Server(url, strict, workload, Prompts(TEXTS, workload, 0))
 
     def trials() -> tuple[bool, bool, float, Trial]:
         light = server.measure(20.0)
         slow, _ = server.search(30.0)
         began = time.monotonic()
-        fast, _ = server.search(800.0)
+        fast, _ = crowded.search(400.0)
         return slow, fast, time.monotonic() - began, light
 
     slow, fast, seconds, light = await asyncio.to_thread(trials)
     assert 0.01 <= light.ttft_s < 0.1 and light.errors == 0 and light.rate == 20.0
     assert slow and not fast
-    passed, missed = server.trials
+    passed, missed = *server.trials, *crowded.trials
     assert passed.goodput == pytest.approx(passed.attainment * 30.0) and passed.attainment >= 0.9
-    assert missed.attainment < 0.9 and seconds < 0.45, "they come within half a second"
+    assert missed.attainment < 0.99 and seconds < 10, "the load comes within 20 s"
 
 
 # --- cells --------------------------------------------------------------------------------------------
