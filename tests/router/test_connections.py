@@ -11,6 +11,7 @@ import sys
 
 import httpx
 import pytest
+from router_clients import eventually, is_idle
 
 from router import connection
 
@@ -167,3 +168,27 @@ def test_http_1_0_gets_its_stream_without_chunks(router):
         client.sendall(b"GET /health HTTP/1.0\r\n\r\n")
         answered = client.recv(1 << 16)
     assert b"content-length: 15" in answered and answered.endswith(b'{"status":"ok"}')
+
+
+def test_who_ends_its_side_gets_what_is_at_hand(router):
+    with connect(router) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        client.shutdown(socket.SHUT_WR)
+        received = b""
+        while part := client.recv(1 << 16):
+            received += part
+    assert received.startswith(b"HTTP/1.1 200 OK") and received.endswith(b'{"status":"ok"}')
+
+
+def test_who_ends_its_side_is_taken_to_be_gone_by_a_generation(make_router):
+    router = make_router()
+    worker = router.add_worker()
+    worker.hold.set()
+    body = b'{"prompt": "x", "max_tokens": 3}'
+    with connect(router) as client:
+        client.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+        eventually(lambda: worker.jobs)
+        client.shutdown(socket.SHUT_WR)
+        assert client.recv(1 << 16) == b""
+    worker.hold.clear()
+    eventually(lambda: worker.aborted and is_idle(router))
