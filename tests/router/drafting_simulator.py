@@ -6,6 +6,7 @@ What a target contradicts it begins anew once the news has come. Reports to the 
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import random
@@ -45,14 +46,16 @@ class Machine:
             + (self.level_s * count + self.token_s * rows * count if count else 0.0)
         )
 
-    def best_count(self, rows: int, *, at_once: bool = False) -> int:
-        """What the decode worker's own control comes to; `at_once`: drafts take no time here."""
-        tokens = [sum(self.rate**i for i in range(count + 1)) for count in range(9)]
-        seconds = [
-            self.start_s + self.row_s * rows * (1 + count) if at_once else self.local_s(rows, count)
-            for count in range(9)
-        ]
-        return max(range(9), key=lambda count: tokens[count] / seconds[count])
+
+@functools.cache
+def best_count(machine: Machine, rows: int, *, at_once: bool = False) -> int:
+    """What the decode worker's own control comes to; `at_once`: drafts take no time here."""
+    tokens = [sum(machine.rate**i for i in range(count + 1)) for count in range(9)]
+    seconds = [
+        machine.start_s + machine.row_s * rows * (1 + count) if at_once else machine.local_s(rows, count)
+        for count in range(9)
+    ]
+    return max(range(9), key=lambda count: tokens[count] / seconds[count])
 
 
 @dataclass(eq=False)
@@ -123,7 +126,8 @@ class Drafting:
         machine, rows = self.machine, len(target.chains)
         place = target.place or NOWHERE
         if place.where == "local":
-            count = min(machine.best_count(rows), place.max_tokens) if self.plan is None else place.max_tokens
+            best = best_count(machine, rows) if self.plan is None else place.max_tokens
+            count = min(best, place.max_tokens)
             for chain in target.chains:
                 chain.verifies = count
             seconds = machine.local_s(rows, count)
@@ -138,7 +142,7 @@ class Drafting:
     def _most(self, target: SimulatedTarget) -> int:
         """Tokens of a draft that is made elsewhere."""
         place = target.place or NOWHERE
-        best = self.machine.best_count(len(target.chains), at_once=True)
+        best = best_count(self.machine, len(target.chains), at_once=True)
         return place.max_tokens if self.plan is not None else min(best, place.max_tokens)
 
     def _lead(self, chain: Chain) -> tuple[int, int]:
@@ -174,13 +178,11 @@ class Drafting:
         self._draft()
 
     def _draft(self) -> None:
-        wanting = [
-            chain
-            for target in self.targets
-            if target.place is not None and target.place.at is not None
-            for chain in target.chains
-            if chain.ahead < 2 * self._most(target) + 1
-        ]
+        wanting: list[Chain] = []
+        for target in self.targets:
+            if target.place is not None and target.place.at is not None:
+                most = 2 * self._most(target)
+                wanting += [chain for chain in target.chains if chain.ahead <= most]
         if self._is_drafting or not wanting:
             return
         self._is_drafting = True
