@@ -28,8 +28,13 @@ def timing_of(response) -> dict:
     return response.json()["timing"]
 
 
-def test_a_split_request(router):
-    timing = timing_of(post(router, max_tokens=20, return_timing=True))
+def test_a_split_request(router, pool):
+    decode = router.workers[0]
+    decode.hold.set()
+    answer = pool.submit(post, router, max_tokens=20, return_timing=True)
+    eventually(lambda: any(emitted(router)))
+    decode.hold.clear()  # else its first output may overtake the first token
+    timing = timing_of(answer.result())
     (choice,) = timing["choices"]
     assert (choice["mode"], choice["workers"]) == ("split", {"prefill": "prefill-0", "decode": "decode-0"})
     assert (choice["worker_queue_s"], choice["prefill_s"]) == (0.001, 0.002)
