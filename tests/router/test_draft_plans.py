@@ -222,16 +222,16 @@ def test_a_client_can_fix_the_place(make, where):
 
 
 def test_what_requests_brought_corrects_what_is_predicted(make_router, pool):
-    """This worker brings a token of each request every 5 ms, whatever it drafts."""
+    """This worker brings a token of each request every 40 ms, whatever it drafts."""
     router = make_router(speculative_config=DRAFTS, max_num_seqs=64)
-    router.add_worker("decode-0", speculation=speculation(start_s=60e-3), step_s=0.005)
-    running = begin(router, pool, 4, max_tokens=200)
+    router.add_worker("decode-0", speculation=speculation(start_s=480e-3), step_s=0.04)
+    running = begin(router, pool, 4, max_tokens=40)
     assert all(future.result().status_code == 200 for future in running)
     post(router, max_tokens=2)
     latest = router.http.get("/decisions").json()["decisions"][0]["drafts"]
     assert latest["chosen"]["where"] == "local"
     predicted = latest["chosen"]["predicted"]
-    assert 100 < predicted["tokens_per_s"] < 250, "one request, by what four brought"
+    assert 12.5 < predicted["tokens_per_s"] < 31, "one request, by what four brought"
     assert predicted["seen_to_predicted"] > 2
 
 
