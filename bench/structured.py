@@ -3,7 +3,8 @@
     python -m bench.structured [--model NAME] [--requests 1,16] [--rounds 7]
 
 Three ways in turn, in each round: without a schema, with one, and with one and drafts of what it forces. All
-generate as many tokens for each request; the median of the rounds counts.
+generate as many tokens for each request; the median of the rounds counts. Then the same model is served, and
+its first token awaited with the schema, which it knows by then, and without one.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
+import httpx
 from llguidance import LLMatcher
 
+from bench.own_server import serving
 from engine.engine import Engine
 from models.bundled import BUNDLED_MODEL
 from protocol.config import ServeConfig
@@ -37,6 +41,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 PROMPT = list(range(100, 164))
+FIRST_TOKENS = 50
 
 
 def requests(lengths: Sequence[int], grammar: str | None, drafts: bool) -> list[EngineRequest]:
@@ -72,6 +77,28 @@ def take(engine: Engine, counts: dict[str, int]) -> None:
         counts[output.request_id] += len(output.token_ids)
 
 
+def first_token_s(http: httpx.Client, number: int, response_format: dict[str, Any]) -> float:
+    """From the request to the first event of its stream."""
+    body = {"prompt": [*PROMPT, number], "max_tokens": 1, "stream": True, "response_format": response_format}
+    began = time.perf_counter()
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        response.raise_for_status()
+        next(response.iter_lines())
+        return time.perf_counter() - began
+
+
+def print_first_token(model: str) -> None:
+    with_schema = {"type": "json_schema", "json_schema": {"name": "record", "schema": SCHEMA}}
+    formats = {"without a schema": {"type": "text"}, "with a schema": with_schema}
+    with serving(["--model", model, "--max-model-len", "1024"]) as http:
+        seconds: dict[str, list[float]] = {way: [] for way in formats}
+        for number in range(FIRST_TOKENS + 1):
+            for way, response_format in formats.items():
+                seconds[way].append(first_token_s(http, number, response_format))
+    for way, taken in seconds.items():
+        print(f"first token   {way:18}{1e3 * statistics.median(taken[1:]):9.2f} ms")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -103,6 +130,7 @@ def main() -> None:
             median = statistics.median(taken)
             rate = sum(lengths) / median
             print(f"{number:3} requests  {way:18}{rate:9.0f} tokens/s  {plain / median:6.3f}")
+    print_first_token(arguments.model)
 
 
 if __name__ == "__main__":
