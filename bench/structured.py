@@ -89,7 +89,7 @@ def first_token_s(http: httpx.Client, number: int, response_format: dict[str, An
 
 def print_first_token(model: str) -> None:
     with_schema = {"type": "json_schema", "json_schema": {"name": "record", "schema": SCHEMA}}
-    formats = {"without a schema": {"type": "text"}, "with a schema": with_schema}
+    formats: dict[str, dict[str, Any]] = {"without a schema": {"type": "text"}, "with a schema": with_schema}
     with serving(["--model", model, "--max-model-len", "1024"]) as http:
         seconds: dict[str, list[float]] = {way: [] for way in formats}
         for number in range(FIRST_TOKENS + 1):
