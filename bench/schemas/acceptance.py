@@ -10,6 +10,7 @@ verified. Text that it forces is drafted as the method `grammar`.
 from __future__ import annotations
 
 import argparse
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,6 +22,7 @@ from bench.schemas.__main__ import flags
 from bench.schemas.suite import Case, load
 
 CLIENTS = 8
+REPORTED_S = 2.0
 VERIFIED = "tandem_spec_decode_num_draft_tokens_total"
 ACCEPTED = "tandem_spec_decode_num_accepted_tokens_total"
 CUT = "tandem_spec_decode_cut_tokens_total"
@@ -37,9 +39,9 @@ def main() -> None:
     for method in options.methods.split(","):
         with serving(flags("colocated", method)) as http, ThreadPoolExecutor(CLIENTS) as clients:
             lengths = list(clients.map(lambda case: ask(http, case, None), cases))
-            with_schema = counted(http)
+            with_schema = settled(http)
             list(clients.map(lambda case, length: ask(http, case, length), cases, lengths))
-            without = counted(http) - with_schema
+            without = settled(http) - with_schema
         show(method, "with a schema", with_schema)
         show(method, "without one", without)
 
@@ -50,6 +52,15 @@ def ask(http: httpx.Client, case: Case, length: int | None) -> int:
     answer = http.post("/v1/completions", json=case.request(**({} if length is None else freely)))
     answer.raise_for_status()
     return int(answer.json()["usage"]["completion_tokens"])
+
+
+def settled(http: httpx.Client) -> Counter[tuple[str, str]]:
+    """Counts, once workers have reported all."""
+    before: Counter[tuple[str, str]] | None = None
+    while (now := counted(http)) != before:
+        before = now
+        time.sleep(REPORTED_S)
+    return now
 
 
 def counted(http: httpx.Client) -> Counter[tuple[str, str]]:
