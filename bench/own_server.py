@@ -17,7 +17,9 @@ from bench.peers.systems import free_port
 
 @contextmanager
 def serving(serve_options: Sequence[str], log_folder: Path | None = None) -> Iterator[httpx.Client]:
-    """Ready once every worker is there. `log_folder` keeps its log, `tandem.log`."""
+    """Ready once every worker is there; RuntimeError when it ends before that. `log_folder` keeps its log,
+    `tandem.log`.
+    """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     argv = [sys.executable, "-m", "deploy", "serve", "--port", str(port), *serve_options]
@@ -26,5 +28,6 @@ def serving(serve_options: Sequence[str], log_folder: Path | None = None) -> Ite
         server = RunningSystem([Command("tandem", argv, f"{url}/ready")], folder, 300.0)
         with server, httpx.Client(base_url=url, timeout=300.0) as http:
             while "Listening on" not in (folder / "tandem.log").read_text():
+                server.check()
                 time.sleep(0.2)
             yield http

@@ -57,13 +57,15 @@ class ServerProcess:
         Raises RuntimeError, with the end of the log, when it ends first or isn't ready in time.
         """
         while not _answers(self.command.ready_url):
-            if self._process.poll() is not None:
-                raise RuntimeError(
-                    f"{self.command.name} ended with {self._process.returncode}:\n{self._tail()}"
-                )
+            self.check()
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{self.command.name} isn't ready in time:\n{self._tail()}")
             time.sleep(0.25)
+
+    def check(self) -> None:
+        """Raises RuntimeError, with the end of the log, when it has ended."""
+        if self._process.poll() is not None:
+            raise RuntimeError(f"{self.command.name} ended with {self._process.returncode}:\n{self._tail()}")
 
     def stop(self) -> None:
         """Ask the process to end, and kill what is left of it and its descendants after a while."""
@@ -125,6 +127,11 @@ class RunningSystem:
     def pids(self) -> list[int]:
         """One for each command."""
         return [process.pid for process in self._processes]
+
+    def check(self) -> None:
+        """Raises RuntimeError when one has ended."""
+        for process in self._processes:
+            process.check()
 
     def _stop(self) -> None:
         while self._processes:

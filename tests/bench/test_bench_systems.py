@@ -73,6 +73,15 @@ def test_a_server_that_ends_is_reported_with_its_log(tmp_path):
         pytest.fail("entered a system that isn't ready")
 
 
+def test_a_server_that_ends_once_it_is_ready_is_reported_too(tmp_path):
+    with RunningSystem([command(SERVER, free_port())], tmp_path, timeout=30) as running:
+        running.check()
+        os.kill(running.pids[0], signal.SIGKILL)
+        os.waitid(os.P_PID, running.pids[0], os.WEXITED | os.WNOWAIT)
+        with pytest.raises(RuntimeError, match="server ended with -9"):
+            running.check()
+
+
 def test_a_server_that_never_answers_is_ended_after_the_timeout(tmp_path):
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     started = time.monotonic()
