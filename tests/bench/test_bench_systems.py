@@ -76,6 +76,7 @@ def test_a_server_that_ends_is_reported_with_its_log(tmp_path):
 def test_a_server_that_ends_once_it_is_ready_is_reported_too(tmp_path):
     with RunningSystem([command(SERVER, free_port())], tmp_path, timeout=30) as running:
         running.check()
+        psutil.Process(int((tmp_path / "server.log").read_text().split()[1])).kill()
         os.kill(running.pids[0], signal.SIGKILL)
         os.waitid(os.P_PID, running.pids[0], os.WEXITED | os.WNOWAIT)
         with pytest.raises(RuntimeError, match="server ended with -9"):
