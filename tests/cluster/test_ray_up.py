@@ -26,10 +26,11 @@ pytestmark = [
 ]
 
 UP_S = DOWN_S = SERVES_S = 100.0
-STREAMS_S = HEALED_S = 120.0
+STREAMS_S = HEALED_S = 200.0
 ENDS_S = 10.0
 STREAMS = 100
-TOKENS = 250
+TOKENS = 500
+"""So many that none ends before all have begun, also on a busy machine."""
 HOME = "/home/tandem"
 NAMED_PORTS = {8000, *range(6379, 6385), *range(6400, 6600)}
 
