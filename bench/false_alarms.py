@@ -24,8 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
+from bench.kills import total
 from bench.own_server import serving
 
 STEP_S = 0.05
@@ -49,7 +49,7 @@ def main() -> None:
 
 def measure(http: httpx.Client, seconds: float, concurrency: int, busy: int) -> dict[str, float]:
     before = incarnations(http)
-    steps_before = total_steps(http)
+    steps_before = total(http, "tandem_engine_steps_total")
     over = threading.Event()
     longest = 0.0
     silent_looks = 0
@@ -63,7 +63,7 @@ def measure(http: httpx.Client, seconds: float, concurrency: int, busy: int) -> 
                 longest = max(longest, worker["silent_s"])
                 silent_looks += worker["lifecycle"] == "silent"
             time.sleep(LOOK_S)
-        steps = total_steps(http) - steps_before
+        steps = total(http, "tandem_engine_steps_total") - steps_before
         over.set()
         requests = sum(client.result() for client in running)
     return {
@@ -93,12 +93,6 @@ def generate(url: str, number: int, over: threading.Event) -> int:
 
 def incarnations(http: httpx.Client) -> dict[str, str]:
     return {worker["id"]: worker["incarnation"] for worker in http.get("/workers").json()["workers"]}
-
-
-def total_steps(http: httpx.Client) -> float:
-    families = text_string_to_metric_families(http.get("/metrics").text)
-    samples = (sample for family in families for sample in family.samples)
-    return sum(sample.value for sample in samples if sample.name == "tandem_engine_steps_total")
 
 
 @contextmanager

@@ -43,6 +43,7 @@ WAVE = 40
 """Answers at a time, and so those for each death."""
 UNDER_WAY_TOKENS = 3
 DRAFTED_TOKENS = 4
+ACCEPTED = "tandem_spec_decode_num_accepted_tokens_total"
 
 
 def main() -> None:
@@ -155,15 +156,19 @@ def judged(cases: Sequence[Case], answers: Sequence[Answer], expected: Sequence[
 
 def counted(http: httpx.Client) -> dict[str, Any]:
     """By the server since its start."""
-    name = "tandem_spec_decode_num_accepted_tokens_total"
-    accepted: dict[str, float] = {}
-    for method, count in re.findall(rf'{name}{{.*method="(\w+)".*}} (\S+)', http.get("/metrics").text):
-        accepted[method] = accepted.get(method, 0.0) + float(count)
     return {
         "interrupted": total(http, "tandem_requests_placed_anew_total"),
         "handoffs": total(http, "tandem_handoffs_total"),
-        "accepted": accepted,
+        "accepted": by_method(http.get("/metrics").text, ACCEPTED),
     }
+
+
+def by_method(metrics: str, name: str) -> dict[str, float]:
+    """What `/metrics` says of one that speculation's methods count, over all workers."""
+    found: dict[str, float] = {}
+    for method, count in re.findall(rf'{name}{{.*method="(\w+)".*}} (\S+)', metrics):
+        found[method] = found.get(method, 0.0) + float(count)
+    return found
 
 
 if __name__ == "__main__":

@@ -15,16 +15,14 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from bench.own_server import serving
-from bench.schemas.__main__ import flags
+from bench.schemas.__main__ import ACCEPTED, by_method, flags
 from bench.schemas.suite import Case, load
 
 CLIENTS = 8
 REPORTED_S = 2.0
 VERIFIED = "tandem_spec_decode_num_draft_tokens_total"
-ACCEPTED = "tandem_spec_decode_num_accepted_tokens_total"
 CUT = "tandem_spec_decode_cut_tokens_total"
 
 
@@ -65,12 +63,14 @@ def settled(http: httpx.Client) -> Counter[tuple[str, str]]:
 
 def counted(http: httpx.Client) -> Counter[tuple[str, str]]:
     """By the server since its start: metric and method."""
-    found: Counter[tuple[str, str]] = Counter()
-    for family in text_string_to_metric_families(http.get("/metrics").text):
-        for sample in family.samples:
-            if sample.name in (VERIFIED, ACCEPTED, CUT):
-                found[sample.name, sample.labels["method"]] += int(sample.value)
-    return found
+    metrics = http.get("/metrics").text
+    return Counter(
+        {
+            (name, method): int(count)
+            for name in (VERIFIED, ACCEPTED, CUT)
+            for method, count in by_method(metrics, name).items()
+        }
+    )
 
 
 def show(method: str, way: str, counts: Counter[tuple[str, str]]) -> None:

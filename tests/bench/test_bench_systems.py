@@ -34,10 +34,15 @@ def command(code: str, port: int) -> Command:
     return Command("server", [sys.executable, "-c", code, str(port)], f"http://127.0.0.1:{port}/health")
 
 
+def child_in(folder: Path) -> psutil.Process:
+    """The one that the log there tells of."""
+    return psutil.Process(int((folder / "server.log").read_text().split()[1]))
+
+
 def test_a_system_is_ready_when_entered_and_gone_with_its_children_when_left(tmp_path):
     port = free_port()
     with RunningSystem([command(SERVER, port)], tmp_path, timeout=30):
-        child = psutil.Process(int((tmp_path / "server.log").read_text().split()[1]))
+        child = child_in(tmp_path)
         server = child.parent()
         assert server is not None and server.is_running()
     assert not server.is_running()
@@ -56,7 +61,7 @@ with RunningSystem([command(SERVER, {free_port()})], Path({str(tmp_path)!r}), ti
     process = subprocess.Popen([sys.executable, "-c", bench], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    child = psutil.Process(int((tmp_path / "server.log").read_text().split()[1]))
+    child = child_in(tmp_path)
     server = child.parent()
     process.terminate()
     assert process.wait(60) == 128 + signal.SIGTERM
@@ -76,7 +81,7 @@ def test_a_server_that_ends_is_reported_with_its_log(tmp_path):
 def test_a_server_that_ends_once_it_is_ready_is_reported_too(tmp_path):
     with RunningSystem([command(SERVER, free_port())], tmp_path, timeout=30) as running:
         running.check()
-        psutil.Process(int((tmp_path / "server.log").read_text().split()[1])).kill()
+        child_in(tmp_path).kill()
         os.kill(running.pids[0], signal.SIGKILL)
         os.waitid(os.P_PID, running.pids[0], os.WEXITED | os.WNOWAIT)
         with pytest.raises(RuntimeError, match="server ended with -9"):

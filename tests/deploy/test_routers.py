@@ -85,9 +85,9 @@ def test_only_the_connections_of_a_lost_router_break(
     """And what it was told of adapters holds."""
     server.wait(lambda: num_workers(server, 0) == num_workers(server, 1) == 3, 10)
 
-    def open_stream(index: int, max_tokens: int = 400) -> AbstractContextManager[httpx.Response]:
+    def open_stream(index: int, **fields: int) -> AbstractContextManager[httpx.Response]:
         url = f"{own_url(server, index)}/v1/completions"
-        return httpx.stream("POST", url, json=BODY | {"max_tokens": max_tokens}, timeout=30)
+        return httpx.stream("POST", url, json=BODY | fields, timeout=30)
 
     def stream(index: int) -> str:
         with open_stream(index) as response:

@@ -22,12 +22,14 @@ def connect(router) -> socket.socket:
     return socket.create_connection(("127.0.0.1", router.server.port), timeout=10)
 
 
+def received(client: socket.socket) -> bytes:
+    """What comes until the server closes."""
+    return b"".join(iter(lambda: client.recv(1 << 16), b""))
+
+
 def answer(client: socket.socket) -> tuple[int, dict]:
-    """Status and error of what comes until the server closes."""
-    received = b""
-    while part := client.recv(1 << 16):
-        received += part
-    head, _, body = received.partition(b"\r\n\r\n")
+    """Status and error."""
+    head, _, body = received(client).partition(b"\r\n\r\n")
     assert b"content-type: application/json" in head
     return int(head.split()[1]), json.loads(body)["error"]
 
@@ -156,10 +158,7 @@ def test_http_1_0_gets_its_stream_without_chunks(router):
     with connect(router) as client:
         head = HEAD.replace(b"1.1", b"1.0")
         client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-        received = b""
-        while part := client.recv(1 << 16):
-            received += part
-    head, _, body = received.partition(b"\r\n\r\n")
+        head, _, body = received(client).partition(b"\r\n\r\n")
     assert b"transfer-encoding" not in head and b"connection: close" in head
     assert body.startswith(b"data: {") and body.endswith(b"data: [DONE]\n\n")
     events = [json.loads(line[6:]) for line in body.split(b"\n\n") if line.startswith(b"data: {")]
@@ -174,10 +173,8 @@ def test_who_ends_its_side_gets_what_is_at_hand(router):
     with connect(router) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         client.shutdown(socket.SHUT_WR)
-        received = b""
-        while part := client.recv(1 << 16):
-            received += part
-    assert received.startswith(b"HTTP/1.1 200 OK") and received.endswith(b'{"status":"ok"}')
+        answered = received(client)
+    assert answered.startswith(b"HTTP/1.1 200 OK") and answered.endswith(b'{"status":"ok"}')
 
 
 def test_who_ends_its_side_is_taken_to_be_gone_by_a_generation(make_router):
@@ -189,6 +186,6 @@ def test_who_ends_its_side_is_taken_to_be_gone_by_a_generation(make_router):
         client.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
         eventually(lambda: worker.jobs)
         client.shutdown(socket.SHUT_WR)
-        assert client.recv(1 << 16) == b""
+        assert received(client) == b""
     worker.hold.clear()
     eventually(lambda: worker.aborted and is_idle(router))
