@@ -150,21 +150,37 @@ class _OperatorsOff:
 
     def causal_conv(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if layer != len(self.layers):
-            raise UnsupportedModelError(
-                f"{self._name}: recurrent layers that run out of order are not supported"
-            )
+            raise self._disorder()
         self.layers.append(RecurrentLayer(inputs.shape[1], weight.shape[1]))
         return inputs.float()
 
     def linear_attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None
     ) -> Tensor:
-        heads = value.shape[1], key.shape[1], key.shape[2], value.shape[2], decay.shape[2]
-        of = self.layers[layer]
-        self.layers[layer] = RecurrentLayer(of.channels, of.taps, *heads)
+        self._attend(layer, value.shape[1], key.shape[1], key.shape[2], value.shape[2], decay.shape[2])
         parts = (query, key, decay) if beta is None else (query, key, decay, beta)
         own = sum(part.flatten(1).sum(1) for part in parts)
         return value + own[:, None, None]
+
+    def selective_scan(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, times: Tensor, rates: Tensor
+    ) -> Tensor:
+        self._attend(layer, value.shape[1], 1, key.shape[1], 1, 1)
+        return value + sum(part.sum(1, keepdim=True) for part in (query, key, times))
+
+    def _attend(self, layer: int, *heads: int) -> None:
+        """Behind the layer's convolution, if it has one."""
+        if layer == len(self.layers):
+            self.layers.append(RecurrentLayer(0, 1))
+        of = self.layers[layer]
+        if layer != len(self.layers) - 1 or of.num_heads:
+            raise self._disorder()
+        self.layers[layer] = RecurrentLayer(of.channels, of.taps, *heads)
+
+    def _disorder(self) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{self._name}: recurrent layers that run out of order, or more than once, are not supported"
+        )
 
 
 def _are_same(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:

@@ -18,9 +18,9 @@ _LINE = 64
 
 @dataclass(frozen=True)
 class RecurrentLayer:
-    """A convolution of `taps` tokens over `channels`; behind it, if `num_heads` is not 0, linear attention:
-    each head's state is a float32 matrix [key_dim, value_dim], and neighbouring heads share their keys. Its
-    decay is one number or, with a `decay_dim` of `key_dim`, one for each row of the matrix.
+    """A convolution of `taps` tokens over `channels`, if any; behind it, if `num_heads` is not 0, linear
+    attention: each head's state is a float32 matrix [key_dim, value_dim], and neighbouring heads share their
+    keys. Its decay is one number or, with a `decay_dim` of `key_dim`, one for each row of the matrix.
     """
 
     channels: int

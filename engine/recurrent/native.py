@@ -91,13 +91,24 @@ class CpuOperators:
     def linear_attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None
     ) -> Tensor:
+        return self._run_linear(layer, query, key, value, decay, beta, None)
+
+    def selective_scan(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, times: Tensor, rates: Tensor
+    ) -> Tensor:
+        one_head = query[:, None], key[:, None]
+        return self._run_linear(layer, *one_head, value[..., None], times[..., None], None, rates)[..., 0]
+
+    def _run_linear(self, layer: int, *rows: Tensor | None) -> Tensor:
+        """From the query to the rates."""
         of = self._seats.layers[layer]
-        query, key, value, decay = (rows.contiguous() for rows in (query, key, value, decay))
-        beta = None if beta is None else beta.contiguous()
+        inputs = [None if each is None else each.contiguous() for each in rows]
+        _, key, value, decay, *_ = inputs
+        assert key is not None and value is not None and decay is not None
         out = torch.empty_like(value)
         seats = of.state, of.keys, of.deltas, of.decays
         args = LinearArgs(
-            *map(_address, (query, key, value, decay, beta, out, *seats)),
+            *map(_address, (*inputs, out, *seats)),
             *map(_step, seats),
             value.shape[1],
             *key.shape[1:],

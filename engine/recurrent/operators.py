@@ -1,4 +1,4 @@
-"""The two operators over tokens beside attention, with torch's own operators: any device and dtype."""
+"""The operators over tokens beside attention, with torch's own operators: any device and dtype."""
 
 from __future__ import annotations
 
@@ -25,6 +25,15 @@ class Operators(Protocol):
         (logarithms) [rows, heads, decay_dim], beta [rows, heads]. With beta a token adds to the state what
         the state lacks of its value under its key, times beta (the delta rule); else its value. Returns what
         the query reads, the token's own part included, [rows, heads, value_dim].
+        """
+        ...
+
+    def selective_scan(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, times: Tensor, rates: Tensor
+    ) -> Tensor:
+        """All float32. Heads of one value each, without the delta rule: query, key [rows, key_dim], value,
+        times [rows, heads]. Over a token's time each row of a head's state decays at a rate of its own
+        (logarithms), [heads, key_dim]. Returns what the query reads, [rows, heads].
         """
         ...
 
@@ -124,6 +133,34 @@ class TorchOperators:
             self._settle(seat, base, min(end, span.certain))
         return out
 
+    def selective_scan(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, times: Tensor, rates: Tensor
+    ) -> Tensor:
+        of = self._seats.layers[layer]
+        out = torch.empty_like(value)
+        row = 0
+        for span, base in self._spans:
+            seat = LayerSeats(*(part[span.seat] for part in of))
+            state, passed = seat.state[..., 0].clone(), list[int]()
+            for place in range(span.start, span.start + span.count):
+                at = place % self._window
+                seat.keys[at, 0], seat.deltas[at, :, 0], seat.decays[at, :, 0] = (
+                    key[row],
+                    value[row],
+                    times[row],
+                )
+                path = [*span.path(place, base), place]
+                if path[: len(passed)] != passed:
+                    state, passed = seat.state[..., 0].clone(), []
+                for other in path[len(passed) :]:
+                    state = _scanned(state, seat, other % self._window, rates)
+                    passed.append(other)
+                    if other < span.certain and (other + 1) % self._grid == 0:
+                        seat.state[..., 0], base, passed = state, other + 1, []
+                out[row] = (state * query[row]).sum(-1)
+                row += 1
+        return out
+
     def _settle(self, seat: LayerSeats, base: int, end: int) -> int:
         """Bring the state from `base` to the last grid point of so many tokens; returns that."""
         while base + self._grid <= end:
@@ -165,6 +202,11 @@ def _read_and_add(
     out = read(query) + (query * key).sum(-1).repeat_interleave(group)[:, None] * delta
     seat.keys[place], seat.deltas[place], seat.decays[place] = key, delta, total
     return out
+
+
+def _scanned(state: Tensor, seat: LayerSeats, place: int, rates: Tensor) -> Tensor:
+    """The state [heads, key_dim] behind the token at this place of the window."""
+    return state * (seat.decays[place] * rates).exp() + seat.deltas[place] * seat.keys[place]
 
 
 def _advance(state: Tensor, seat: LayerSeats, places: slice | list[int]) -> None:

@@ -12,45 +12,12 @@
 
 #include "../../native/exp.h"
 #include "../../native/parallel.h"
-
-// Packed rows of one sequence, from place `start` on. Its state is in a seat, and at grid point `base`; the tokens of
-// the places below `certain` are its own, those behind them may be others in the next step. With `masks`, one for each
-// row, they are rows of a tree: bit i is place `tree_start` + i, and the bits are the path to the row, its own the last.
-struct Span {
-    int64_t seat, base, start, count, certain, tree_start;
-    const uint64_t* masks;
-};
-
-// Spans follow each other. A seat has the inputs of `window` places, each at its number modulo that. Steps of seats are
-// in bytes.
-struct Spans {
-    const Span* spans;
-    int64_t num_spans, grid, window, threads;
-    Parallel parallel;
-};
-
-// A convolution. `out` [rows, channels] and `weight` [taps, channels] are floats; `inputs` [rows, channels], and those of
-// the seats, are floats or bfloat16.
-struct Conv {
-    const void* inputs;
-    const float *weight, *bias;
-    float* out;
-    char *tail, *recent;
-    int64_t tail_step, recent_step, channels, taps, is_bf16;
-};
-
-// Linear attention over floats: `query`, `key` [rows, key_heads, key_dim], `value`, `out` [rows, heads, value_dim],
-// `decay` [rows, heads, decay_dim], `beta` [rows, heads]; without beta there is no delta rule. `decay_dim` is 1 or key_dim.
-struct Linear {
-    const float *query, *key, *value, *decay, *beta;
-    float* out;
-    char *state, *keys, *deltas, *decays;
-    int64_t state_step, keys_step, deltas_step, decays_step, heads, key_heads, key_dim, value_dim, decay_dim;
-};
+#include "structs.h"
 
 namespace {
 
 constexpr int64_t CHANNELS = 512;
+constexpr int64_t HEADS = 64;
 constexpr int SUMS = 16;
 constexpr int64_t TILE = 64;
 
@@ -289,6 +256,90 @@ class Head {
     }
 };
 
+// Some heads of a sequence's selective scan. A row's state is that of the grid point with the tokens since then, one after
+// the other: the same operations whether they ran in this step or are read from the window. While it is worked on, a
+// state is [key_dim, heads], so that heads are computed side by side.
+class Scan {
+  public:
+    Scan(const Linear& linear, const Spans& spans, const Span& span, int64_t row, int64_t first)
+        : of(linear), span(span), row(row), grid(spans.grid), window(spans.window), first(first),
+          heads(std::min(HEADS, linear.heads - first)), size(linear.key_dim), base(span.base),
+          state((float*)(of.state + span.seat * of.state_step) + first * size),
+          keys((float*)(of.keys + span.seat * of.keys_step)),
+          deltas((float*)(of.deltas + span.seat * of.deltas_step) + first),
+          times((float*)(of.decays + span.seat * of.decays_step) + first), held(size * heads), rates(size * heads) {}
+
+    void run() {
+        turn(of.rates + first * size, rates.data(), heads, size);
+        turn(state, held.data(), heads, size);
+        for (int64_t place = span.start; place < span.start + span.count; place++) {
+            const int64_t here = row + place - span.start, inputs = here * of.heads + first, at = place % window * of.heads;
+            memcpy(deltas + at, of.value + inputs, heads * sizeof(float));
+            memcpy(times + at, of.decay + inputs, heads * sizeof(float));
+            find_path(span, place, base, path);
+            path.push_back(place);
+            follow();
+            read_side_by_side(of.query + here * size, of.out + inputs);
+        }
+    }
+
+  private:
+    const Linear& of;
+    const Span& span;
+    const int64_t row, grid, window, first, heads, size;
+    int64_t base;
+    float *state, *keys, *deltas, *times;
+    std::vector<float> held, rates;
+    std::vector<int64_t> path, passed;
+
+    // Adds to what is held the tokens of the path that it lacks. What is certain at a grid point becomes the state.
+    void follow() {
+        if (passed.size() > path.size() || !std::equal(passed.begin(), passed.end(), path.begin())) {
+            turn(state, held.data(), heads, size);
+            passed.clear();
+        }
+        for (size_t next = passed.size(); next < path.size(); next++) {
+            const int64_t place = path[next];
+            add(place);
+            passed.push_back(place);
+            if (place >= span.certain || (place + 1) % grid) continue;
+            turn(held.data(), state, size, heads);
+            base = place + 1;
+            passed.clear();
+        }
+    }
+
+    void add(int64_t place) {
+        const int64_t count = heads, at = place % window * of.heads;
+        const float* key = place < span.start ? keys + place % window * size : of.key + (row + place - span.start) * size;
+        const float* __restrict delta = deltas + at;
+        const float* __restrict time = times + at;
+        for (int64_t k = 0; k < size; k++) {
+            const float x = key[k];
+            const float* __restrict rate = rates.data() + k * heads;
+            float* __restrict cells = held.data() + k * heads;
+            for (int64_t h = 0; h < count; h++) cells[h] = cells[h] * exp_of(time[h] * rate[h]) + x * delta[h];
+        }
+    }
+
+    void read_side_by_side(const float* query, float* out) const {
+        const int64_t count = heads;
+        float sums[HEADS] = {};
+        for (int64_t k = 0; k < size; k++) {
+            const float x = query[k];
+            const float* __restrict cells = held.data() + k * heads;
+            for (int64_t h = 0; h < count; h++) sums[h] += x * cells[h];
+        }
+        memcpy(out, sums, heads * sizeof(float));
+    }
+
+    // Rows become columns.
+    static void turn(const float* from, float* to, int64_t num_rows, int64_t num_columns) {
+        for (int64_t r = 0; r < num_rows; r++)
+            for (int64_t c = 0; c < num_columns; c++) to[c * num_rows + r] = from[r * num_columns + c];
+    }
+};
+
 // Calls work(span, its first row, part) for each span and each part below `parts`.
 template <class Work> void for_each(const Spans& of, int64_t parts, const Work& work) {
     std::vector<int64_t> rows(of.num_spans);
@@ -313,9 +364,14 @@ void tandem_causal_conv(const Spans* spans, const Conv* conv) {
 
 void tandem_linear_attention(const Spans* spans, const Linear* linear) {
     const int64_t width = linear->key_heads * linear->key_dim;
-    for_each(*spans, linear->heads, [&](const Span& span, int64_t row, int64_t head) {
-        Head(*linear, *spans, span, row, head).run();
-    });
+    if (linear->rates)
+        for_each(*spans, (linear->heads + HEADS - 1) / HEADS, [&](const Span& span, int64_t row, int64_t part) {
+            Scan(*linear, *spans, span, row, part * HEADS).run();
+        });
+    else
+        for_each(*spans, linear->heads, [&](const Span& span, int64_t row, int64_t head) {
+            Head(*linear, *spans, span, row, head).run();
+        });
     for_each(*spans, 1, [&](const Span& span, int64_t row, int64_t) {
         float* keys = (float*)(linear->keys + span.seat * linear->keys_step);
         const int64_t end = span.start + span.count;

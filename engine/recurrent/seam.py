@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
+from torch.nn.functional import sigmoid, silu, softplus
 from transformers.activations import ACT2FN
 
 from engine.errors import UnsupportedModelError
@@ -39,6 +39,11 @@ def hook(model: nn.Module) -> Seam | None:
     """None for a model that calls none of these functions."""
     seam = Seam()
     for module in model.modules():
+        if type(module).__name__ == _LIGHTNING:
+            own = _bound_lightning(seam, len(seam.layers), module.forward)
+            module.forward = types.MethodType(own, module)
+            seam.layers.append(module.layer_idx)
+            continue
         forward = inspect.unwrap(type(module).forward)
         if not isinstance(forward, types.FunctionType) or forward.__closure__ is not None:
             continue
@@ -49,9 +54,11 @@ def hook(model: nn.Module) -> Seam | None:
         known = dict(forward.__globals__)
         for name in names:
             known[name] = _BOUND[name](seam, len(seam.layers), known[name])
-        own = types.FunctionType(forward.__code__, known, forward.__name__, forward.__defaults__)
-        own.__kwdefaults__ = forward.__kwdefaults__
-        module.forward = types.MethodType(own, module)
+        copy = types.FunctionType(forward.__code__, known, forward.__name__, forward.__defaults__)
+        copy.__kwdefaults__ = forward.__kwdefaults__
+        module.forward = types.MethodType(copy, module)
+        if _SCAN in names and hasattr(module, "dt_proj"):
+            module.dt_proj = TimeProjection(module.dt_proj)
         seam.layers.append(number)
     return seam if seam.layers else None
 
@@ -135,6 +142,78 @@ def _bound_state_space(seam: Seam, layer: int, original: Callable[..., Any]) -> 
     return mamba2_chunk_scan
 
 
+class TimeProjection(nn.Module):
+    """A linear layer of which a forward multiplies with `weight` and adds `bias` by itself: as a layer it may
+    be packed, and has the same bits in every batch, like all others.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.bias = linear.bias
+        linear.bias = None
+        self.linear = linear
+
+    @property
+    def weight(self) -> TimeProjection:
+        return self
+
+    def __matmul__(self, columns: Tensor) -> Tensor:
+        rows: Tensor = self(columns.transpose(1, 2))
+        return rows.transpose(1, 2)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        result: Tensor = self.linear(rows)
+        return result
+
+
+def _bound_scan(seam: Seam, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Mamba's selective scan (2023): a state of `A.shape[1]` values for each channel."""
+
+    def mamba_selective_scan(
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        delta_softplus: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if seam.operators is None:
+            options = {"D": D, "z": z, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
+            return original(hidden_states, dt, A, B, C, **options, **kwargs)
+        times = _only(dt).t() if delta_bias is None else _only(dt).t() + delta_bias.to(dt.dtype)
+        times = (softplus(times) if delta_softplus else times).float()
+        rows = _only(hidden_states).t().float()
+        query, key = _only(C).t().float(), _only(B).t().float()
+        out = seam.operators.selective_scan(layer, query, key, rows * times, times, A.float())
+        out = out if D is None else out + rows * D
+        return (out if z is None else out * silu(_only(z).t())).t()[None]
+
+    return mamba_selective_scan
+
+
+def _bound_lightning(seam: Seam, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lightning attention (2024): linear attention with a constant decay for each head. It calls no function
+    over tokens, so its whole forward is ours.
+    """
+
+    def forward(module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if seam.operators is None:
+            return original(hidden_states, *args, **kwargs)
+        heads: Any = module
+        states = _only(heads.act_fn(heads.qkv_proj(hidden_states))).unflatten(-1, (-1, 3 * heads.head_dim))
+        query, key, value = states.float().chunk(3, dim=-1)
+        decay = -heads.slope_rate.float().view(1, -1, 1).expand(len(states), -1, 1)
+        out = seam.operators.linear_attention(layer, query, key, value, decay, None)
+        rows = heads.norm(out.to(hidden_states.dtype).flatten(1)[None])
+        return heads.out_proj(sigmoid(heads.output_gate(hidden_states)) * rows), None
+
+    return forward
+
+
 def _only(batch: Tensor) -> Tensor:
     if batch.shape[0] != 1:
         raise UnsupportedModelError(
@@ -143,7 +222,9 @@ def _only(batch: Tensor) -> Tensor:
     return batch[0]
 
 
+_SCAN, _LIGHTNING = "mamba_selective_scan", "MiniMaxLightningAttention"
 _BOUND = {
+    _SCAN: _bound_scan,
     "causal_conv1d_fn": _bound_conv,
     "torch_chunk_gated_delta_rule": _bound_delta_rule,
     "chunk_kimi_delta_attention": _bound_delta_rule,

@@ -45,7 +45,7 @@ class LayerSeats(NamedTuple):
     """One layer's part of all seats. `state` and `tail` are those of a grid point, the others belong to the
     places behind it, each at its number modulo the window: the convolution's `inputs`, and of linear
     attention the keys, what is added to the state under each of them, and the logarithms of the decays since
-    the last grid point, that token included.
+    the last grid point, that token included; of a selective scan the token's own time instead.
     """
 
     state: Tensor

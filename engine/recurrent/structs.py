@@ -1,4 +1,4 @@
-"""The structs of `recurrent.cpp`, with `Args` after their names. They explain the fields."""
+"""The structs of `structs.h`, with `Args` after their names. They explain the fields."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ConvArgs(Structure):
 
 class LinearArgs(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("query", "key", "value", "decay", "beta", "out")),
+        *((name, c_void_p) for name in ("query", "key", "value", "decay", "beta", "rates", "out")),
         *((name, c_void_p) for name in ("state", "keys", "deltas", "decays")),
         *((name, c_int64) for name in ("state_step", "keys_step", "deltas_step", "decays_step")),
         *((name, c_int64) for name in ("heads", "key_heads", "key_dim", "value_dim", "decay_dim")),

@@ -10,8 +10,8 @@ from tests.docs.models_table import DOCUMENT, head, row
 from tests.docs.verdicts import verdict
 
 LINES = DOCUMENT.read_text().splitlines()
-SAMPLES = ["llama", "granite_swa", "qwen2_moe", "glm4_moe_lite", "minicpm3", "olmo3", "lfm2"]
-REFUSED = ["bloom", "jamba", "git", "llama4_text", "diffllama", "zamba"]
+SAMPLES = ["llama", "granite_swa", "qwen2_moe", "glm4_moe_lite", "minicpm3", "olmo3", "lfm2", "jamba"]
+REFUSED = ["bloom", "rwkv", "git", "llama4_text", "diffllama", "zamba"]
 
 
 @pytest.mark.parametrize("model_type", SAMPLES + REFUSED)

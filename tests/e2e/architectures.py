@@ -172,6 +172,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "linear_head_dim": 16,
         "moe_intermediate_size": 48,
     },
+    "jamba": {**_MOE, "mamba_d_state": 8, "attn_layer_period": 3, "attn_layer_offset": 1},
+    "minimax": {**_MOE, "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
 }
 """With recurrent layers: the functions that these call exist since Transformers 5.23."""
 

@@ -20,11 +20,7 @@ _BY_TYPE: list[tuple[str, dict[str, Any], str]] = [
     ("mamba2", RECURRENT, "mamba2"),
     ("bloom", {"n_layer": 2, "n_head": 2}, "bloom"),
     ("t5", {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}, "encoder-decoder"),
-    (
-        "jamba",
-        {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8},
-        "jamba: .*recurrent state",
-    ),
+    ("rwkv", {"attention_hidden_size": 32}, "rwkv: layers .*recurrent state"),
     (
         "deepseek_v32",
         {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "index_topk": 4},

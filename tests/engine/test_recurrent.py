@@ -34,8 +34,15 @@ needs_seam = pytest.mark.skipif(
 )
 
 LAYER = RecurrentLayer(channels=24, taps=4, num_heads=4, num_key_heads=2, key_dim=20, value_dim=70)
-LAYERS = {"sum": LAYER, "delta": LAYER, "delta by channel": replace(LAYER, decay_dim=LAYER.key_dim)}
-"""By what a token adds: its value or, by the delta rule, what lacks of it; decays of heads or channels."""
+LAYERS = {
+    "sum": LAYER,
+    "delta": LAYER,
+    "delta by channel": replace(LAYER, decay_dim=LAYER.key_dim),
+    "scan": replace(LAYER, num_heads=70, num_key_heads=1, value_dim=1),
+}
+"""By what a token adds: its value or, by the delta rule, what lacks of it; decays of heads or channels; heads
+of one value each, more than the kernel takes at once.
+"""
 LENGTH = 53
 """Tokens: three grid points, and some behind the last one."""
 MATES = 2
@@ -52,10 +59,11 @@ class Text:
 
         self.layer = LAYERS[rule]
         self.inputs = normal(LAYER.channels).to(dtype)
-        self.query, self.key = (0.3 * normal(LAYER.num_key_heads, LAYER.key_dim) for _ in range(2))
-        self.value = normal(LAYER.num_heads, LAYER.value_dim)
-        self.decay = -0.2 * normal(LAYER.num_heads, self.layer.decay_dim).abs()
-        self.beta = None if rule == "sum" else normal(LAYER.num_heads).sigmoid()
+        layer = self.layer
+        self.query, self.key = (0.3 * normal(layer.num_key_heads, layer.key_dim) for _ in range(2))
+        self.value = normal(layer.num_heads, layer.value_dim)
+        self.decay = -0.2 * normal(layer.num_heads, layer.decay_dim).abs()
+        self.beta = normal(layer.num_heads).sigmoid() if "delta" in rule else None
 
     def rows(self, start: int, end: int) -> list[Tensor]:
         parts = self.inputs, self.query, self.key, self.value, self.decay
@@ -85,23 +93,36 @@ def served(
         chunks = [texts[i].rows(done[i], done[i] + count) for i, count in zip(taken, counts, strict=True)]
         inputs, query, key, value, decay, *beta = (torch.cat(part) for part in zip(*chunks, strict=True))
         conv = operators.causal_conv(0, inputs, WEIGHT, None).split(counts)
-        out = operators.linear_attention(0, query, key, value, decay, beta[0] if beta else None).split(counts)
+        out = attended(operators, texts[0].layer, query, key, value, decay, *beta).split(counts)
         for i, count, *outputs in zip(taken, counts, conv, out, strict=True):
             found[i].append((outputs[0], outputs[1]))
             done[i] += count
     return [(torch.cat([a for a, _ in parts]), torch.cat([b for _, b in parts])) for parts in found]
 
 
+RATES = torch.rand(70, LAYER.key_dim, generator=torch.Generator().manual_seed(8))
+
+
+def attended(operators: StepOperators, layer: RecurrentLayer, *rows: Tensor) -> Tensor:
+    if layer.value_dim > 1:
+        return operators.linear_attention(0, *rows[:4], rows[4] if len(rows) > 4 else None)
+    query, key, value, times = rows
+    scanned = operators.selective_scan(0, query[:, 0], key[:, 0], value[..., 0], times[..., 0], RATES)
+    return scanned[..., None]
+
+
 def token_by_token(text: Text) -> tuple[Tensor, Tensor]:
     """float64, as the papers have it."""
     padded = torch.cat([torch.zeros(LAYER.taps - 1, LAYER.channels), text.inputs]).double()
     conv = torch.stack([(padded[t : t + LAYER.taps] * WEIGHT.double().t()).sum(0) for t in range(LENGTH)])
-    state = torch.zeros(LAYER.state_shape, dtype=torch.float64)
-    group = LAYER.num_heads // LAYER.num_key_heads
+    layer = text.layer
+    state = torch.zeros(layer.state_shape, dtype=torch.float64)
+    group = layer.num_heads // layer.num_key_heads
+    rates = RATES.double() if layer.value_dim == 1 else 1
     out = []
     for t in range(LENGTH):
         query, key = (rows[t].double().repeat_interleave(group, 0) for rows in (text.query, text.key))
-        state = state * text.decay[t].double().exp()[..., None]
+        state = state * (text.decay[t].double() * rates).exp()[..., None]
         delta = text.value[t].double()
         if text.beta is not None:
             delta = text.beta[t].double()[:, None] * (delta - torch.einsum("hk,hkv->hv", key, state))
@@ -171,12 +192,12 @@ def test_drafted_rows_have_the_bits_of_certain_ones_and_leave_nothing_behind(
                 inputs, *others = text.rows(done, start)
                 operators.begin_step([RowSpan(1, done, start - done, start)])
                 operators.causal_conv(0, inputs, WEIGHT, None)
-                operators.linear_attention(0, *others[:4], None if rule == "sum" else others[4])
+                attended(operators, text.layer, *others)
             places = [*range(start, certain), *drafted]
             inputs, *others = rows_of(text, noise, places)
             operators.begin_step([RowSpan(1, start, len(places), certain, masks if trees else None, start)])
             conv = operators.causal_conv(0, inputs, WEIGHT, None)
-            out = operators.linear_attention(0, *others[:4], None if rule == "sum" else others[4])
+            out = attended(operators, text.layer, *others)
             known = [index for index, place in enumerate(places) if place is not None]
             for got, exact in zip((conv, out), whole, strict=True):
                 assert torch.equal(got[known], exact[[places[index] for index in known]])

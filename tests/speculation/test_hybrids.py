@@ -43,7 +43,7 @@ pytestmark = pytest.mark.skipif(
     reason="this Transformers' recurrent layers call other functions",
 )
 
-MODELS = ["qwen3_next", "falcon_h1", "nemotron_h", "lfm2"]
+MODELS = ["qwen3_next", "falcon_h1", "jamba", "lfm2"]
 LENGTHS = [1, 14, 16, 31, 50]
 """Of the prompts: drafts lie before, at and behind grid points (16)."""
 NUM_TOKENS = 40
