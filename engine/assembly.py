@@ -87,15 +87,17 @@ class Assembly:
     def layout(self) -> PoolLayout:
         """For the model's KV, and that of the speculator's draft, if it has any.
 
-        Sliding windows count where the model's KV is all: a draft may have to catch up over all tokens, and
-        a state lags behind them.
+        Sliding windows count where a draft's KV can lie with layers that see all, since it may have to catch
+        up over all tokens. Beside recurrent layers none counts: a state lags behind.
         """
         groups, draft_state = [self.loaded.kv_group], None
         if self.speculator is not None:
             groups += [self.speculator.kv_group] if self.speculator.kv_group is not None else []
             draft_state = self.speculator.state_layout
-        if len(groups) == 1 and self.state is None and self.config.paged_kv:
-            groups = [groups[0].in_tables(self.loaded.max_model_len)]
+        if self.state is None and self.config.paged_kv:
+            target, *drafts = groups
+            target = target.in_tables(self.loaded.max_model_len)
+            groups = groups if any(map(target.draft_fault, drafts)) else [target, *drafts]
         size, count = self.config.block_size, self.config.max_num_seqs
         return PoolLayout(tuple(groups), size, self.state, count, draft_state)
 

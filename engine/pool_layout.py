@@ -166,6 +166,18 @@ class Group:
         sights = [sight if sight < longest else 0 for sight in self.sights]
         return self._tables_fault(sights) if len({*sights}) > 1 else ""
 
+    def draft_fault(self, draft: Group) -> str:
+        """Why a draft's KV can't lie beside these tables; empty if it can: in the first one, whose layers see
+        all. In blocks of the others its places stay empty.
+        """
+        if self.windows[0]:
+            return "a draft's KV may be behind the last token"
+        own, drafted = (sum(segment.block_bytes(1) for segment in each.segments) for each in (self, draft))
+        padding = (self.num_tables - 1) * drafted / (self.num_tables * (own + drafted))
+        if padding > _MOST_PADDING:
+            return f"a draft's KV would leave {padding:.0%} of {self.num_tables} tables empty"
+        return ""
+
     def _tables_fault(self, sights: list[int]) -> str:
         """Why layers with these sights can't lie in tables of their own."""
         sight_of = dict(zip(self.layers, sights, strict=True))

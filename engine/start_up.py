@@ -74,7 +74,8 @@ def _why_whole(loaded: LoadedModel, pool: KVPool) -> str:
         return ""
     if pool.seats is not None:
         return "states of recurrent layers are behind the last token"
-    return "a draft's KV may be behind the last token" if len(pool.groups) > 1 else group.fault(longest)
+    drafts = [each for name, each in pool.groups.items() if name != TARGET]
+    return group.fault(longest) or next(map(group.in_tables(longest).draft_fault, drafts), "")
 
 
 def _states(config: ServeConfig, pool: KVPool) -> str:

@@ -188,12 +188,12 @@ def config_of(model_type: str, **changes: Any) -> PreTrainedConfig:
     )
 
 
-def write_model(model_type: str, folder: Path) -> None:
+def write_model(model_type: str, folder: Path, **changes: Any) -> None:
     """A model of the type with weights large enough that its greedy tokens vary. States of recurrent layers
     last for dozens of tokens: as they are initialized, the next one would not see them.
     """
     torch.manual_seed(11)
-    model = AutoModelForCausalLM.from_config(config_of(model_type), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config_of(model_type, **changes), dtype=torch.float32)
     for name, weight in model.named_parameters():
         if name.endswith("A_log"):
             weight.data.uniform_(-5, -2)

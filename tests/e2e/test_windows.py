@@ -17,6 +17,8 @@ from tests.worker.tiny_model import greedy, load
 
 CHUNK = 50
 NUM_TOKENS = 90
+LAYER_BYTES = 2 * 16 * 2 * 16 * 4
+"""Of a block."""
 
 
 def num_moved(model: str, num_tokens: int) -> int:
@@ -54,21 +56,27 @@ def test_a_conversation_moves_to_another_worker(tmp_path: Path, model: str, tran
 
 @pytest.mark.parametrize("model", ["mistral", "gpt_oss"])
 def test_answers_go_on_when_the_decode_worker_dies_amid_them(tmp_path: Path, model: str) -> None:
-    """With drafts, and preempted in a pool that is too small for all."""
-    write_model(model, tmp_path)
-    reference = load(tmp_path)
+    """With drafts, and preempted in a pool that is too small for all. A draft model's KV lies beside that of
+    the two layers that see all.
+    """
     speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=8)
+    if model == "gpt_oss":
+        write_model("llama", tmp_path / "draft", num_hidden_layers=1)
+        speculative = SpeculativeConfig(
+            method="draft_model", model=str(tmp_path / "draft"), num_speculative_tokens=4
+        )
+    write_model(model, tmp_path / "model", num_hidden_layers=4 if model == "gpt_oss" else 3)
+    reference = load(tmp_path / "model")
     pattern = prompts([12], seed=5)[0]
     batch = [*prompts([15, 120, 230], seed=2), pattern * 9, pattern * 3]
     expected = [greedy(reference, prompt, NUM_TOKENS) for prompt in batch]
-    block_bytes = 3 * 2 * 16 * 2 * 16 * 4
     with Cluster() as cluster:
         config = tiny_config(
-            tmp_path,
+            tmp_path / "model",
             max_num_batched_tokens=CHUNK,
             speculative_config=speculative,
             max_model_len=400,
-            kv_cache_memory_bytes=26 * block_bytes,
+            kv_cache_memory_bytes=(26 if model == "mistral" else 46) * 3 * LAYER_BYTES,
             kv_transports="tcp",
         )
         prefill = cluster.start("prefill", "prefill-0", config)
@@ -94,6 +102,8 @@ def test_answers_go_on_when_the_decode_worker_dies_amid_them(tmp_path: Path, mod
             assert tokens + cluster.tokens(request_id) == whole
         cluster.wait_empty(prefill, other)
         assert any(output.drafted_tokens for parts in cluster.outputs.values() for _, output in parts)
+        windows = (SLIDING_WINDOW,) if model == "mistral" else (0, SLIDING_WINDOW)
+        assert other.state.costs.kv_windows == windows
 
 
 @pytest.mark.parametrize("model", ["starcoder2", "gemma2"])

@@ -12,18 +12,20 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.engine import Engine
 from engine.pool_layout import TARGET, Group, LayerShape
 from protocol.speculation import SpeculativeConfig
 from protocol.window import Window
 from speculation.speculator import speculate
-from tests.e2e.architectures import SLIDING_WINDOW, write_model
+from tests.e2e.architectures import SLIDING_WINDOW, config_of, write_model
 from tests.engine.test_engine import ask, assert_empty, prompt_of, run, tiny_engine, tokens
 from tests.engine.windowed import ask_crowds, blocks_from_disk, cached, poisoned_run
 from tests.speculation import scripted
 from tests.worker.tiny_model import VOCAB_SIZE, assert_greedy, greedy, load
+from training.heads.contract import HeadOptions, Target
+from training.heads.eagle import build_eagle3
 
 BUDGET = 40
 BLOCK_BYTES = 2 * 16 * 2 * 16 * 4
@@ -105,6 +107,37 @@ def test_a_draft_of_the_models_own_layers_reads_their_tables(
         sum(getattr(part, name) for part in outputs["a"]) for name in ("drafted_tokens", "accepted_tokens")
     )
     assert drafted == accepted > 20
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_a_draft_lies_with_the_layers_that_see_all(
+    make_engine: Callable[..., Engine], tmp_path: Path, method: str
+) -> None:
+    """Two tables of two layers each; the draft has one. It begins behind a prefix without its KV, too."""
+    model = AutoModelForCausalLM.from_config(config_of("gemma2", num_hidden_layers=4), dtype=torch.float32)
+    model.save_pretrained(tmp_path / "target")
+    if method == "eagle":
+        few = torch.zeros(model.config.vocab_size).index_fill(0, torch.arange(3, 40), 1)
+        build_eagle3(Target("tiny", model, few), HeadOptions(draft_vocab_size=37)).save(tmp_path / "draft")
+    else:
+        small = config_of("llama", num_hidden_layers=1)
+        AutoModelForCausalLM.from_config(small, dtype=torch.float32).save_pretrained(tmp_path / "draft")
+    asked = SpeculativeConfig(method=method, model=str(tmp_path / "draft"), num_speculative_tokens=4)
+    plain = make_engine(num_blocks=500, model=str(tmp_path / "target"))
+    config = msgspec.structs.replace(plain.config, speculative_config=asked)
+    engine = Engine(config, speculate=speculate)
+    assert [table.window for table in engine.blocks.tables] == [None, WINDOW]
+    assert "2 keep the last 24 and 2 keep all, in 2 tables of 2 layers" in engine.start_up["kv_pool"]
+    engine.add(ask("before", prompt_of(200), 1))
+    run(engine)
+    prompt = prompt_of(200) + prompt_of(60, 1)
+    engine.add(ask("a", prompt, 100))
+    outputs, most = poisoned_run(engine)
+    assert cached(outputs["a"]) == 192
+    assert_greedy(load(tmp_path / "target"), prompt, tokens(outputs["a"]), 100)
+    assert sum(part.drafted_tokens for part in outputs["a"]) > 50
+    assert most <= 23 + WINDOW.span(BUDGET) // 16 + 1 < 2 * 23
+    assert_empty(engine)
 
 
 def test_a_prefix_counts_as_far_as_all_tables_have_it(
@@ -220,4 +253,5 @@ def test_the_start_tells_what_is_kept(make_engine: Callable[..., Engine], folder
     asked = SpeculativeConfig(method="draft_model", model=str(folder), num_speculative_tokens=2)
     config = msgspec.structs.replace(plain.config, speculative_config=asked, max_model_len=200)
     engine = Engine(config, speculate=speculate)
-    assert "some do not see it: a draft's KV may be behind" in engine.start_up["kv_pool"]
+    assert "some do not see it: a draft's KV would leave 50% of 3 tables empty" in engine.start_up["kv_pool"]
+    assert [table.window for table in engine.blocks.tables] == [None]
