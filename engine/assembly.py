@@ -96,7 +96,8 @@ class Assembly:
             draft_state = self.speculator.state_layout
         if self.state is None and self.config.paged_kv:
             target, *drafts = groups
-            target = target.in_tables(self.loaded.max_model_len)
+            rows = self.config.kv_wire_dtype == "auto"
+            target = target.in_tables(self.loaded.max_model_len, rows=rows)
             groups = groups if any(map(target.draft_fault, drafts)) else [target, *drafts]
         size, count = self.config.block_size, self.config.max_num_seqs
         return PoolLayout(tuple(groups), size, self.state, count, draft_state)

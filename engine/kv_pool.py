@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.attention.interface import LayerKv
 from engine.host_memory import host_zeros
-from engine.pool_layout import LayerPlace, PoolLayout
+from engine.pool_layout import LayerPlace, LayerShape, PoolLayout
 from engine.recurrent.seats import Seats
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
@@ -94,6 +94,8 @@ class KVPool:
 
         def layer(place: LayerPlace) -> LayerKv:
             both = view(place.segment, place.index)
+            if place.shape is not None:
+                return _in_rows(both[:, 0, :, 0], place.first, place.shape)
             if place.value_dim is not None:
                 return LayerKv(both[:, 0], both[:, 0, ..., : place.value_dim])
             if place.value_segment is None:
@@ -122,6 +124,16 @@ class KVPool:
         offsets = [place % size for place in places]
         indices = torch.tensor([blocks, offsets], dtype=torch.int64, device=device)
         return indices[0], indices[1]
+
+
+def _in_rows(rows: Tensor, first: int, shape: LayerShape) -> LayerKv:
+    """A layer's part of rows [num_blocks, block_size, values]."""
+    sizes = [shape.num_kv_heads * dim for dim in (shape.key_dim, shape.value_dim)]
+    keys, values = rows[..., first : first + sum(sizes)].split(sizes, dim=-1)
+    return LayerKv(
+        keys.unflatten(-1, (shape.num_kv_heads, shape.key_dim)),
+        values.unflatten(-1, (shape.num_kv_heads, shape.value_dim)),
+    )
 
 
 def pool_blocks(

@@ -6,6 +6,7 @@ of its arena: their segments, one after the other.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -84,7 +85,9 @@ class LayerShape:
 @dataclass(frozen=True)
 class LayerPlace:
     """Where a layer's KV lies: `index` among the layers of its group's `segment`. This has the keys alone
-    where the values lie at the same index of `value_segment`, or are the first `value_dim` of each key.
+    where the values lie at the same index of `value_segment`, or are the first `value_dim` of each key. With
+    a `shape` it has rows of layers of several shapes: the layer's keys, and its values behind them, lie in
+    each from value `first` on.
     """
 
     segment: int
@@ -93,6 +96,8 @@ class LayerPlace:
     table: int = 0
     """Which of a sequence's block tables says in which blocks."""
     value_dim: int | None = None
+    first: int = 0
+    shape: LayerShape | None = None
 
 
 MOST_TABLES = 16
@@ -149,22 +154,22 @@ class Group:
             taken[layer] += 1
         return cls(name, tuple(segments), tuple(places), sights=tuple(sights))
 
-    def in_tables(self, longest: int) -> Group:
+    def in_tables(self, longest: int, *, rows: bool = True) -> Group:
         """The same KV in block tables by what layers see of a sequence of at most `longest` tokens: those
         within a sliding window, each with as many layers as there are of the rarest sight, need no blocks
-        behind it. All in one table where that can't be: see `fault`.
+        behind it. Layers of several shapes lie in `rows`. All in one table where that can't be: see `fault`.
         """
         sights = [sight if sight < longest else 0 for sight in self.sights]
         if len({*sights}) == 1:
             return replace(self, windows=(sights[0],))
-        if not sights or self._tables_fault(sights):
+        if not sights or self._tables_fault(sights, rows):
             return self
-        return self._divided(sights)
+        return self._in_rows(sights) if self._has_several_shapes else self._divided(sights)
 
-    def fault(self, longest: int) -> str:
+    def fault(self, longest: int, *, rows: bool = True) -> str:
         """Why some layers attend within a window and keep all the same; empty if none do."""
         sights = [sight if sight < longest else 0 for sight in self.sights]
-        return self._tables_fault(sights) if len({*sights}) > 1 else ""
+        return self._tables_fault(sights, rows) if len({*sights}) > 1 else ""
 
     def draft_fault(self, draft: Group) -> str:
         """Why a draft's KV can't lie beside these tables; empty if it can: in the first one, whose layers see
@@ -178,13 +183,17 @@ class Group:
             return f"a draft's KV would leave {padding:.0%} of {self.num_tables} tables empty"
         return ""
 
-    def _tables_fault(self, sights: list[int]) -> str:
+    def _tables_fault(self, sights: list[int], rows: bool) -> str:
         """Why layers with these sights can't lie in tables of their own."""
         sight_of = dict(zip(self.layers, sights, strict=True))
         if any(sight_of[place] != sight for place, sight in zip(self.layers, sights, strict=True)):
             return "layers that share their KV see unlike parts of it"
-        if len({place.segment for place in self.layers}) > 1:
-            return "layers have KV of several shapes"
+        if self._has_several_shapes:
+            if not rows or self.rows.coded or any(place.value_dim for place in self.layers):
+                return "layers have KV of several shapes, which is kept or sent in codes"
+            divided, whole = self._in_rows(sights), sum(self._shape(place).num_values for place in sight_of)
+            is_too_much = divided.num_tables > MOST_TABLES or divided.num_values > whole / (1 - _MOST_PADDING)
+            return "layers have KV of several shapes that do not divide" if is_too_much else ""
         counts = Counter(sight_of.values())
         each = min(counts.values())
         tables = sum(-(-count // each) for count in counts.values())
@@ -192,14 +201,64 @@ class Group:
             return f"{counts.total()} layers of which {each} are unlike the others do not divide"
         return ""
 
-    def _divided(self, sights: list[int]) -> Group:
+    def _by_sight(self, sights: list[int]) -> dict[int, list[LayerPlace]]:
+        """What sees most comes first."""
         sight_of = dict(zip(self.layers, sights, strict=True))
-        counts = Counter(sight_of.values())
-        each = min(counts.values())
+        order = sorted({*sights}, key=lambda sight: sight or math.inf, reverse=True)
+        return {sight: [place for place in sight_of if sight_of[place] == sight] for sight in order}
+
+    @property
+    def _has_several_shapes(self) -> bool:
+        return len({place.segment for place in self.layers}) > 1
+
+    def _shape(self, place: LayerPlace) -> LayerShape:
+        keys = self.segments[place.segment]
+        values = keys if place.value_segment is None else self.segments[place.value_segment]
+        return LayerShape(keys.num_kv_heads, keys.head_dim, values.head_dim)
+
+    def _row_width(self, sights: list[int]) -> int:
+        """Values of a token in a block, as many as some layers of one sight have: so that the tables, not too
+        many, take least.
+        """
+        kinds = self._by_sight(sights).values()
+        sizes = [[self._shape(place).num_values for place in alike] for alike in kinds]
+        least = max(itertools.chain(*sizes))
+        widths = {width for each in sizes for width in itertools.accumulate(each) if width >= least}
+
+        def room(width: int) -> tuple[bool, int]:
+            num_tables = len(self._rows_of(sights, width)[1])
+            return num_tables > MOST_TABLES, num_tables * width
+
+        return min(sorted(widths, reverse=True), key=room)
+
+    def _rows_of(self, sights: list[int], width: int) -> tuple[dict[LayerPlace, LayerPlace], list[int]]:
+        """Where layers lie in rows of so many values, and the windows of the tables."""
+        moved: dict[LayerPlace, LayerPlace] = {}
+        windows: list[int] = []
+        for sight, alike in self._by_sight(sights).items():
+            end = width
+            for place in alike:
+                shape = self._shape(place)
+                if end + shape.num_values > width:
+                    windows.append(sight)
+                    end = 0
+                moved[place] = LayerPlace(0, 0, table=len(windows) - 1, first=end, shape=shape)
+                end += shape.num_values
+        return moved, windows
+
+    def _in_rows(self, sights: list[int]) -> Group:
+        width = self._row_width(sights)
+        moved, windows = self._rows_of(sights, width)
+        row = Segment(1, 1, width, self.segments[0].dtype, num_planes=1)
+        layers = tuple(moved[place] for place in self.layers)
+        return replace(self, segments=(row,), layers=layers, windows=tuple(windows))
+
+    def _divided(self, sights: list[int]) -> Group:
+        by_sight = self._by_sight(sights)
+        each = min(map(len, by_sight.values()))
         windows: list[int] = []
         moved: dict[LayerPlace, LayerPlace] = {}
-        for sight in sorted(counts, key=lambda sight: sight or math.inf, reverse=True):
-            alike = [place for place in sight_of if sight_of[place] == sight]
+        for sight, alike in by_sight.items():
             for number, place in enumerate(alike):
                 table = len(windows) + number // each
                 moved[place] = replace(place, index=number % each, table=table)

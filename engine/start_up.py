@@ -36,7 +36,7 @@ def describe_start(
         "attention": f"{backend.name} ({why})",
         "forward": runner.choice,
         "products": runner.products,
-        "kv_pool": f"{size}, KV in {loaded.kv_group.rows}{_expansion(loaded)}{_kept(loaded, pool)}",
+        "kv_pool": f"{size}, KV in {loaded.kv_group.rows}{_expansion(loaded)}{_kept(config, loaded, pool)}",
         "states": _states(config, pool),
         "kv_tiers": tiers.describe() if tiers is not None else "none",
         "threads": str(torch.get_num_threads()),
@@ -54,28 +54,30 @@ def _expansion(loaded: LoadedModel) -> str:
     return f", {kept} values a token and layer instead of latents of {latent}: {loaded.expansion}"
 
 
-def _kept(loaded: LoadedModel, pool: KVPool) -> str:
+def _kept(config: ServeConfig, loaded: LoadedModel, pool: KVPool) -> str:
     group = pool.groups[TARGET]
     if len(group.windows) == 1:
         if group.windows[0]:
             return f"; a sequence keeps its last {group.windows[0]} tokens"
-        why = _why_whole(loaded, pool)
+        why = _why_whole(config, loaded, pool)
         return f"; all layers keep all of a sequence, though some do not see it: {why}" if why else ""
     windows = Counter(group.windows[place.table] for place in group.layers)
     parts = [f"{count} keep {f'the last {size}' if size else 'all'}" for size, count in windows.items()]
-    tables = f"{group.num_tables} tables of {group.segments[0].num_layers} layers"
+    layers = Counter(place.table for place in {*group.layers})
+    tables = f"{group.num_tables} tables of {max(layers.values())} layers"
     return f"; of a sequence's tokens in these layers {' and '.join(parts)}, in {tables}"
 
 
-def _why_whole(loaded: LoadedModel, pool: KVPool) -> str:
+def _why_whole(config: ServeConfig, loaded: LoadedModel, pool: KVPool) -> str:
     """Why layers that attend within a window keep all the same; empty if none do."""
     group, longest = loaded.kv_group, loaded.max_model_len
     if not any(0 < sight < longest for sight in group.sights):
         return ""
     if pool.seats is not None:
         return "states of recurrent layers are behind the last token"
-    drafts = [each for name, each in pool.groups.items() if name != TARGET]
-    return group.fault(longest) or next(map(group.in_tables(longest).draft_fault, drafts), "")
+    rows, drafts = config.kv_wire_dtype == "auto", [*pool.groups.values()][1:]
+    why = group.fault(longest, rows=rows)
+    return why or next(map(group.in_tables(longest, rows=rows).draft_fault, drafts), "")
 
 
 def _states(config: ServeConfig, pool: KVPool) -> str:
