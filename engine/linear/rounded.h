@@ -39,7 +39,7 @@ template <class Input> float round_run(const uint16_t* x, int64_t count, Input* 
 // Four products of bytes at once, those of the codes without a sign.
 struct Bytes {
     using Input = int8_t;
-    static constexpr int WIDTH = PANEL;
+    static constexpr int VECTORS = PANEL / 16;
 
     // As the codes lie in the bytes of an output's two words: of four inputs the even ones, then the odd ones; of eight
     // those of the low halves of the bytes, then those of the high ones.
@@ -54,10 +54,7 @@ struct Bytes {
     }
 
     template <class Codes, int ROWS> static void multiply(
-        const uint16_t* words, const Input* x, int64_t stride, int64_t count, int32_t (&to)[ROWS][WIDTH]) {
-        __m512i sums[ROWS][VECTORS];
-        for (auto& of_row : sums)
-            for (auto& sum : of_row) sum = _mm512_set1_epi32(0);
+        const uint16_t* words, const Input* x, int64_t stride, int64_t count, IntVec (&sums)[ROWS][VECTORS]) {
         for (int64_t k = 0; k < count; k += 2 * Codes::CODES, words += WORDS) {
             __m512i octets[VECTORS];
             for (int v = 0; v < VECTORS; v++) {
@@ -70,15 +67,14 @@ struct Bytes {
                     codes[v] = Codes::CODES == 2 ? octets[v] : (octets[v] >> 4 * half()) & _mm512_set1_epi32(0x0f0f0f0f);
                 for (int r = 0; r < ROWS; r++) {
                     const auto inputs = _mm512_set1_epi32(*(const int32_t*)(x + r * stride + k + 4 * half()));
-                    for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_dpbusd_epi32(sums[r][v], codes[v], inputs);
+                    for (int v = 0; v < VECTORS; v++)
+                        sums[r][v] = (IntVec)_mm512_dpbusd_epi32((__m512i)sums[r][v], codes[v], inputs);
                 }
             }, std::make_integer_sequence<int, Codes::CODES / 2>{});
         }
-        memcpy(to, sums, sizeof sums);
     }
 
   private:
-    static constexpr int VECTORS = PANEL / 16;
     static constexpr int64_t AHEAD_OF_ROWS = 1 << 11;  // in words, 4 KiB: how far ahead codes are fetched
 
     // With the bits of the mask in the places of those `by` above, and the other way round.
@@ -92,14 +88,13 @@ struct Bytes {
 // Two products of 16 bits at once, on any CPU.
 struct Shorts {
     using Input = int16_t;
-    static constexpr int VECTORS = LANES == 16 ? 4 : 2, WIDTH = VECTORS * LANES;
+    static constexpr int VECTORS = LANES == 16 ? 4 : 2;
 
     template <class Codes> static void order(Input*, int64_t) {}
 
     template <class Codes, int ROWS> static void multiply(
-        const uint16_t* words, const Input* x, int64_t stride, int64_t count, int32_t (&to)[ROWS][WIDTH]) {
+        const uint16_t* words, const Input* x, int64_t stride, int64_t count, IntVec (&sums)[ROWS][VECTORS]) {
         constexpr int BITS = 16 / Codes::CODES, MASK = ((1 << BITS) - 1) * 0x10001;
-        IntVec sums[ROWS][VECTORS] = {};
         for (int64_t k = 0; k < count; k += 2 * Codes::CODES, words += WORDS)
             for (int i = 0; i < Codes::CODES; i++) {
                 IntVec codes[VECTORS];
@@ -111,7 +106,6 @@ struct Shorts {
                     for (int v = 0; v < VECTORS; v++) sums[r][v] += products(codes[v], two - IntVec{});
                 }
             }
-        memcpy(to, sums, sizeof sums);
     }
 
   private:
@@ -163,7 +157,7 @@ template <class Dot, class Codes> class Rounded {
     }
 
   private:
-    static constexpr int WIDTH = Dot::WIDTH;
+    static constexpr int WIDTH = Dot::VECTORS * LANES;
 
     template <int ROWS> static void tile(
         const Product& p, const Coded& w, const Input* x, const float* input_units, const int32_t* input_sums, int64_t row,
@@ -171,23 +165,23 @@ template <class Dot, class Codes> class Rounded {
         float totals[ROWS][PANEL] = {};
         for (int part = 0; part < PANEL; part += WIDTH)
             for (int64_t i = 0, k = 0; k < p.in_features; i++, k += w.run) {
-                int32_t products[ROWS][WIDTH];
+                IntVec products[ROWS][Dot::VECTORS];
+                for (int r = 0; r < ROWS; r++)  // codes are without a sign, their zero is above it
+                    for (auto& sum : products[r]) sum = -Codes::ZERO * input_sums[r * w.runs + i] - IntVec{};
                 const uint16_t* words = w.words + k * (PANEL / Codes::CODES) + 2 * part;
                 Dot::template multiply<Codes>(words, x + k, p.in_features, std::min(w.run, p.in_features - k), products);
-                const int64_t scale = k / w.group * PANEL + part;
-                for (int r = 0; r < ROWS; r++) {
-                    const float *scales = w.scales + scale, *offsets = w.offsets ? w.offsets + scale : nullptr;
-                    add(products[r], input_sums[r * w.runs + i], input_units[r * w.runs + i], scales, offsets, totals[r] + part);
+                for (int v = 0; v < Dot::VECTORS; v++) {
+                    const int n = part + v * LANES;
+                    const int64_t scale = k / w.group * PANEL + n;
+                    for (int r = 0; r < ROWS; r++) {
+                        const float unit = input_units[r * w.runs + i];
+                        Vec total = fused(__builtin_convertvector(products[r][v], Vec) * unit, load(w.scales + scale), load(totals[r] + n));
+                        if (w.offsets) total = fused(load(w.offsets + scale), splat(-(float(input_sums[r * w.runs + i]) * unit)), total);
+                        store(totals[r] + n, total);
+                    }
                 }
             }
         Floats::put_totals(p, totals[0], row, row + ROWS, panel);
-    }
-
-    // Codes are without a sign, their zero is above it: so many sums of the inputs are too much.
-    static void add(
-        const int32_t* products, int32_t sum, float unit, const float* scales, const float* offsets, float* totals) {
-        for (int n = 0; n < WIDTH; n++) totals[n] += float(products[n] - Codes::ZERO * sum) * unit * scales[n];
-        for (int n = 0; offsets && n < WIDTH; n++) totals[n] -= offsets[n] * (float(sum) * unit);
     }
 
     std::vector<Input> values;

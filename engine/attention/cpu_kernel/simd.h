@@ -54,6 +54,17 @@ static inline IntVec widen(const int8_t* from) {
 #endif
 }
 
+// a * b + c, rounded once where the CPU can, wherever it is inlined.
+static inline Vec fused(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
 static inline Vec splat(float x) { return x - Vec{}; }
 
 // If the first operand is NaN, so is the result.
