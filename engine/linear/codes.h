@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <utility>
-#if defined(__AVX512BF16__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -35,7 +35,7 @@ struct Plain {
     static constexpr int CODES = 1;
 
     static uint16_t value(uint16_t word, int) { return word; }
-#if defined(__AVX512BW__) && defined(__AVX512BF16__)
+#if defined(__AVX512BW__)
     template <int> static __m512i values(__m512i words) { return words; }
 #endif
 };
@@ -44,11 +44,28 @@ template <class Table> struct FourBits {
     static constexpr int CODES = 4;
 
     static uint16_t value(uint16_t word, int i) { return Table::VALUES[word >> 4 * i & 15]; }
-#if defined(__AVX512BW__) && defined(__AVX512BF16__)
+#if defined(__AVX512BW__)
     // The index's fifth bit is a neighbour's, so that the table has every value twice.
     template <int I> static __m512i values(__m512i words) {
         const auto table = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)Table::VALUES));
         return _mm512_permutexvar_epi16(I ? _mm512_srli_epi16(words, 4 * I) : words, table);
+    }
+#elif defined(__AVX2__)
+    // Bytes are looked up, the values' low and high ones; an index of 128 gives zero.
+    template <int I> static __m256i values(__m256i words) {
+        const auto index = _mm256_or_si256(
+            _mm256_and_si256(_mm256_srli_epi16(words, 4 * I), _mm256_set1_epi16(15)), _mm256_set1_epi16(int16_t(0x8000)));
+        const auto table = _mm256_loadu_si256((const __m256i*)Table::VALUES), byte = _mm256_set1_epi16(0xff);
+        const auto low = bytes(_mm256_and_si256(table, byte)), high = bytes(_mm256_srli_epi16(table, 8));
+        const auto low_bytes = _mm256_shuffle_epi8(low, index), high_bytes = _mm256_shuffle_epi8(high, index);
+        return _mm256_or_si256(low_bytes, _mm256_slli_epi16(high_bytes, 8));
+    }
+
+  private:
+    // The sixteen, twice.
+    static __m256i bytes(__m256i words) {
+        const auto packed = _mm256_packus_epi16(words, words);
+        return _mm256_permute4x64_epi64(packed, 0x88);
     }
 #endif
 };
@@ -70,7 +87,7 @@ struct Int8 {
     static constexpr int32_t SIGNS = int32_t(0x80808080), ZERO = 128;
 
     static uint16_t value(uint16_t word, int i) { return high_half(float(int32_t(uint32_t(word >> 8 * i) << 24))); }
-#if defined(__AVX512BW__) && defined(__AVX512BF16__)
+#if defined(__AVX512BW__)
     template <int I> static __m512i values(__m512i words) {
         const auto to_highest = [&](int32_t byte) {
             const auto in_lanes = _mm512_set4_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0);
@@ -102,7 +119,7 @@ struct Fp8 {
         if (magnitude < 8) return uint16_t(high_half(float(magnitude) / (1 << 17)) | sign);
         return uint16_t(((magnitude << 4) + (112 << 7)) | sign);
     }
-#if defined(__AVX512BW__) && defined(__AVX512BF16__)
+#if defined(__AVX512BW__)
     template <int I> static __m512i values(__m512i words) {
         const auto exponent = _mm512_set1_epi16(112 << 7), small = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)SMALL));
         const auto codes = I ? _mm512_srli_epi16(words, 8) : words;
@@ -124,16 +141,16 @@ template <class Codes, class Work> void each_code(const Work& work) {
     each_of(work, std::make_integer_sequence<int, Codes::CODES>{});
 }
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BW__)
 // The values of 32 words' I-th codes.
 template <class Codes, int I> __m512i values(const uint16_t* words) {
-#if defined(__AVX512BW__)
     return Codes::template values<I>(_mm512_loadu_si512(words));
-#else
+}
+#elif defined(__AVX512BF16__)
+template <class Codes, int I> __m512i values(const uint16_t* words) {
     uint16_t each[32];
     for (int n = 0; n < 32; n++) each[n] = Codes::value(words[n], I);
     return _mm512_loadu_si512(each);
-#endif
 }
 #endif
 
@@ -141,11 +158,15 @@ template <class Codes, int I> __m512i values(const uint16_t* words) {
 template <class Codes> void expand(const uint16_t* words, uint16_t* to) {
     each_code<Codes>([&](auto i) {
         uint16_t* part = to + i() * WORDS;
-#if defined(__AVX512BW__) && defined(__AVX512BF16__)
-        for (int64_t j = 0; j < WORDS; j += 32) _mm512_store_si512(part + j, values<Codes, i()>(words + j));
-#else
-        for (int64_t j = 0; j < WORDS; j++) part[j] = Codes::value(words[j], i());
+        int64_t j = 0;
+#if defined(__AVX512BW__)
+        for (; j < WORDS; j += 32) _mm512_store_si512(part + j, values<Codes, i()>(words + j));
+#elif defined(__AVX2__)
+        if constexpr (Codes::CODES == 4)  // the compiler does the others as well
+            for (; j < WORDS; j += 16)
+                _mm256_storeu_si256((__m256i*)(part + j), Codes::template values<i()>(_mm256_loadu_si256((const __m256i*)(words + j))));
 #endif
+        for (; j < WORDS; j++) part[j] = Codes::value(words[j], i());
     });
 }
 

@@ -109,12 +109,17 @@ class Floats {
     }
 
     static void put(const Product& p, const Vec* sums, int64_t row, int64_t first) {
+        uint16_t* const out = p.out + row * p.out_features + first;
+        if (!p.bias && first + WIDTH <= p.out_features) {
+            for (int v = 0; v < VECTORS; v++) narrow(sums[v], out + v * LANES);
+            return;
+        }
         const size_t count = std::clamp<int64_t>(p.out_features - first, 0, WIDTH);
         float biases[WIDTH] = {};
         for (size_t n = 0; p.bias && n < count; n++) biases[n] = bf16_to_float(p.bias[first + n]);
         uint16_t narrowed[WIDTH];
         for (int v = 0; v < VECTORS; v++) narrow(p.bias ? sums[v] + load(biases + v * LANES) : sums[v], narrowed + v * LANES);
-        memcpy(p.out + row * p.out_features + first, narrowed, count * sizeof *narrowed);
+        memcpy(out, narrowed, count * sizeof *narrowed);
     }
 
     // To nearest, ties to even. A NaN stays NaN: its low bits are zero, since it came from a bfloat16.

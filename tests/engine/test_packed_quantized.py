@@ -6,6 +6,7 @@ Those that round their inputs have the integers of the definition, bit for bit.
 from __future__ import annotations
 
 import functools
+import platform
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -76,6 +77,24 @@ def layer(kind: str, inputs: int, outputs: int, bias: bool) -> tuple[QuantizedLi
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 65), (192, 16), (384, 130)])
 def test_a_product_is_that_of_the_dequantized_weight(kind: str, inputs: int, outputs: int) -> None:
+    check_product(kind, inputs, outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["x86-64", "x86-64-v3", "x86-64-v4"])
+def test_portable_code_has_the_same_codes(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel as less able CPUs would have it."""
+    if platform.machine() != "x86_64" or (level.endswith("v4") and "avx512f" not in build._cpu()):
+        pytest.skip(f"this CPU has no {level}")
+    monkeypatch.setattr(build, "_FLAGS", [*build._FLAGS, "-O0"])  # takes a tenth of -O3's time
+    monkeypatch.setattr(build, "_NATIVE", [f"-march={level}"])
+    chosen = packed_quantized._kernel.__wrapped__()
+    monkeypatch.setattr(packed_quantized, "_kernel", lambda: chosen)
+    for kind in WEIGHTS:
+        check_product(kind, 128, 65)
+
+
+def check_product(kind: str, inputs: int, outputs: int) -> None:
     linear, ours = layer(kind, inputs, outputs, bias=outputs != 16)
     weight = linear.quantized.dequantized().double()
     largest = weight.abs().amax()

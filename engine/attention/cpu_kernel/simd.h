@@ -12,7 +12,7 @@
 #define BF16_PAIRS 1
 #endif
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__AVX512VNNI__)
 constexpr int LANES = 16;
 #elif defined(__AVX2__)
 constexpr int LANES = 8;
