@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import logging
-import os
-import shutil
-import sysconfig
-from pathlib import Path
 
 import torch
 
 from engine.attention.cpu_kernel.backend import CpuBackend, load
 from engine.attention.interface import AttentionBackend
 from engine.attention.torch_backend import TorchBackend
+from engine.triton_support import triton_fault
 from native.build import BuildError
 
 logger = logging.getLogger(__name__)
@@ -49,28 +45,10 @@ def _cpu_fault(device: torch.device, dtype: torch.dtype) -> str | None:
     return _cpu_kernel_fault()
 
 
-def can_build() -> bool:
-    """Whether Triton can compile what launches its kernels, as it does when the first one runs."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    headers = sysconfig.get_paths(scheme="posix_prefix")["include"]
-    return compiler is not None and Path(headers, "Python.h").exists()
-
-
 def _triton_fault(device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type != "cuda":
-        return f"the triton kernel does not run on {device.type}"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the triton kernel does not take {dtype}"
-    if not torch.cuda.is_available():
-        return "the triton kernel found no cuda device"
-    if importlib.util.find_spec("triton") is None:
-        return "the triton kernel needs the package triton, which PyTorch's build for CUDA brings along"
-    if not can_build():
-        return "the triton kernel needs a C compiler and Python's headers, on Debian gcc and python3-dev"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return f"the triton kernel needs a device of compute capability 8.0 or later, not {major}.{minor}"
-    return None
+    return triton_fault(device)
 
 
 def _fault(name: str, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,9 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.recurrent.layout import StateLayout
 from engine.recurrent.operators import StepOperators, TorchOperators
 from engine.recurrent.seats import RowSpan, Seats
 from engine.recurrent.structs import ConvArgs, LinearArgs, SpanArgs, SpansArgs
+from engine.triton_support import triton_fault
 from native.build import BuildError, declare, load_library
 from native.openmp import gomp_parallel
 
@@ -23,15 +26,30 @@ logger = logging.getLogger("tandem.engine")
 
 
 def operators_of(seats: Seats) -> StepOperators:
-    """In C++ where that serves these seats, else torch's."""
-    layout = seats.layout
-    reach = max(layer.taps - 1 for layer in layout.layers)
-    if seats.is_on_cpu and layout.dtype in (torch.float32, torch.bfloat16) and reach <= layout.grid:
-        try:
-            return CpuOperators(seats)
-        except BuildError as error:
-            logger.warning("recurrent layers run in torch's operators: %s", error)
+    """In C++ or Triton where that serves these seats, else torch's."""
+    on_cpu = seats.device.type == "cpu"
+    fault = _cpu_fault(seats.layout) if on_cpu else triton_fault(seats.device)
+    try:
+        if fault is None:
+            return CpuOperators(seats) if on_cpu else _triton_operators(seats)
+    except (BuildError, ValueError) as error:
+        fault = str(error)
+    logger.warning("recurrent layers run in torch's operators: %s", fault)
     return TorchOperators(seats)
+
+
+def _cpu_fault(layout: StateLayout) -> str | None:
+    if layout.dtype not in (torch.float32, torch.bfloat16):
+        return f"the cpu kernel does not take {layout.dtype}"
+    reach = max(layer.taps - 1 for layer in layout.layers)
+    return f"the cpu kernel does not take convolutions of {reach + 1}" if reach > layout.grid else None
+
+
+def _triton_operators(seats: Seats) -> StepOperators:
+    """Raises ValueError where the kernels do not take such states."""
+    kernels = importlib.import_module("engine.recurrent.triton_kernel.operators")  # not there on every host
+    operators: StepOperators = kernels.TritonOperators(seats)
+    return operators
 
 
 @functools.cache

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.host_memory import host_zeros
 from engine.recurrent.layout import StateLayout
+from engine.upload import upload_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,8 @@ class LayerSeats(NamedTuple):
     """One layer's part of all seats. `state` and `tail` are those of a grid point, the others belong to the
     places behind it, each at its number modulo the window: the convolution's `inputs`, and of linear
     attention the keys, what is added to the state under each of them, and the logarithms of the decays since
-    the last grid point, that token included; of a selective scan the token's own time instead.
+    the last grid point, that token included; on CUDA devices, of that token alone; of a selective scan the
+    token's own time instead.
     """
 
     state: Tensor
@@ -89,12 +92,13 @@ class Seats:
             for layer in layout.layers
         ]
         inputs = [windows.take(layout.dtype, (layout.window, layer.channels)) for layer in layout.layers]
+        self._upload = upload_to(device)
         parts = zip(held, tails, inputs, recent, strict=True)
         self.layers = [LayerSeats(*first, *others) for *first, others in parts]
 
     @property
-    def is_on_cpu(self) -> bool:
-        return self._states.device.type == "cpu"
+    def device(self) -> torch.device:
+        return self._states.device
 
     @property
     def num_free(self) -> int:
@@ -131,12 +135,11 @@ class Seats:
         """The inputs at place `first + places[i]`, of a draft's accepted tokens, go to `first + i`."""
         if not places or places[-1] < len(places):
             return
-        window = self.layout.window
-        sources = [(first + place) % window for place in places]
-        targets = [(first + index) % window for index in range(len(places))]
+        moves = first + np.array([places, range(len(places))], np.int64)
+        sources, targets = self._upload([moves % self.layout.window])[0]
         for layer in self.layers:
             for rows in (layer.inputs, layer.keys, layer.deltas, layer.decays):
-                rows[seat, targets] = rows[seat, sources]
+                rows[seat].index_copy_(0, targets, rows[seat].index_select(0, sources))
 
     def save(self, seat: int, arena: Tensor, blocks: Sequence[int]) -> None:
         """Copy the seat's state to blocks of the pool, uint8 [blocks, block_bytes]."""

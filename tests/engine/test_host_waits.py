@@ -21,10 +21,14 @@ from engine.cuda.buckets import Buckets
 from engine.cuda.decoder import CudaDecoder
 from engine.cuda.runner import CudaRunner
 from engine.forward import Forward
+from engine.hybrid_forward import HybridForward
 from engine.kv_pool import KVPool
 from engine.launch import StepLauncher
-from engine.loader import LoadedModel
+from engine.loader import LoadedModel, Recurrent
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
+from engine.recurrent import native
+from engine.recurrent.layout import RecurrentLayer, StateLayout
+from engine.recurrent.seam import hook
 from engine.rows import SequenceRows
 from engine.runner import Runner
 from engine.sampler import Sampler
@@ -35,7 +39,9 @@ from engine.upload import Uploader
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
+from tests.e2e.architectures import config_of
 from tests.engine.absent_gpu import GPU, AbsentGpu, absent_gpu
+from tests.engine.test_recurrent import needs_seam
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 8, 2, 16
 
@@ -69,6 +75,11 @@ def runner_of(decoder: CudaDecoder, backend: TritonBackend) -> CudaRunner:
 DECODE = [SequenceRows([5], 20, [[1, 2]]), SequenceRows([5], 30, [[3, 4]])]
 TREES = [SequenceRows([5, 6, 7], 20, [[1, 2]], [1, 3, 5]), SequenceRows([5, 6, 7], 25, [[3, 4]], [1, 3, 5])]
 
+HYBRID = [
+    [SequenceRows([5], 20, [[1, 2]]), SequenceRows([5], 30, [[3, 4]], seat=1)],
+    [SequenceRows([5, 6, 7], 20, [[1, 2]], [1, 3, 5], certain=21), SequenceRows([5], 31, [[3, 4]], seat=1)],
+]
+
 
 @pytest.mark.parametrize(("batch", "logits"), [(DECODE, 2), (TREES, 6)], ids=["decode rows", "trees"])
 def test_a_forward_of_the_models_own_modules(batch: list[SequenceRows], logits: int) -> None:
@@ -80,6 +91,38 @@ def test_a_forward_of_the_models_own_modules(batch: list[SequenceRows], logits: 
             gpu.num_done = gpu.num_queued  # whoever reads the tokens has waited for them
     assert not gpu.waits, "\n".join(gpu.waits)
     assert gpu.launches["attend"] == LAYERS
+
+
+@needs_seam
+def test_a_model_with_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt, decode rows and a tree, of which some is accepted."""
+    config = config_of("qwen3_5_text")
+    transformers_hook.register()
+    with GPU:
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=transformers_hook.NAME
+        ).eval()
+    layer = RecurrentLayer(2 * 2 * 16 + 4 * 8, config.linear_conv_kernel_dim, 4, 2, 16, 8)
+    state = StateLayout((layer, layer), torch.bfloat16).with_drafts(8)
+    group = Group.uniform(TARGET, Segment(3, 2, 16, torch.bfloat16))
+    seam = hook(model)
+    assert seam is not None
+    loaded = LoadedModel(model, GPU, torch.bfloat16, group, 320, 64, [], "", recurrent=Recurrent(seam, state))
+    monkeypatch.setattr(native, "triton_fault", lambda device: None)
+    with absent_gpu() as gpu:
+        pool = KVPool(PoolLayout((group,), 16, state, 3), 64, GPU, None)
+        assert pool.seats is not None
+        backend = TritonBackend(pool.layers(TARGET))
+        runner = HybridForward(loaded, backend, pool.seats, products="", packed=False)
+        assert runner.choice == "eager, recurrent layers by triton operators"
+        for _ in range(2):
+            gpu.clear()
+            for batch in ([SequenceRows([5] * 40, 0, [[1, 2, 3]], seat=2)], *HYBRID):
+                assert len(runner.run(batch, [0, 1]).logits) == 2
+            pool.seats.move(0, 21, [1])
+            gpu.num_done = gpu.num_queued
+    assert not gpu.waits, "\n".join(gpu.waits)
+    assert gpu.launches["convolve"] == gpu.launches["attend"] - 3 == gpu.launches["keep"] == 6
 
 
 @pytest.mark.parametrize(("batch", "logits"), [(DECODE, 2), (TREES, 6)], ids=["decode rows", "trees"])

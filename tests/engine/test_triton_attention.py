@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.attention import select
+from engine import triton_support
 from engine.attention.select import available_backends, backend_of, select_backend
 from engine.attention.torch_backend import TorchBackend
 
@@ -19,7 +19,7 @@ CUDA = torch.device("cuda")
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(select, "can_build", lambda: True)
+    monkeypatch.setattr(triton_support, "can_build", lambda: True)
 
 
 @pytest.mark.usefixtures("a_gpu")
@@ -36,14 +36,14 @@ def test_what_launches_kernels_can_be_compiled(monkeypatch: pytest.MonkeyPatch, 
     (tmp_path / "gcc").touch(0o755)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(select.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
-    assert select.can_build()
+    monkeypatch.setattr(triton_support.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    assert triton_support.can_build()
     (tmp_path / "gcc").unlink()
-    assert not select.can_build()
+    assert not triton_support.can_build()
     monkeypatch.setenv("CC", "clang-18")
-    assert select.can_build()
+    assert triton_support.can_build()
     (tmp_path / "Python.h").unlink()
-    assert not select.can_build()
+    assert not triton_support.can_build()
 
 
 @pytest.mark.usefixtures("a_gpu")
@@ -53,9 +53,9 @@ def test_what_triton_cannot_serve_goes_to_torch(monkeypatch: pytest.MonkeyPatch)
     assert "torch.float64" in reason
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "not 7.5" in select_backend(CUDA, torch.float16)[1]
-    monkeypatch.setattr(select, "can_build", lambda: False)
+    monkeypatch.setattr(triton_support, "can_build", lambda: False)
     assert "a C compiler and Python's headers" in select_backend(CUDA, torch.float16)[1]
-    monkeypatch.setattr(select.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(triton_support.importlib.util, "find_spec", lambda name: None)
     assert "package triton" in select_backend(CUDA, torch.float16)[1]
     with pytest.raises(ValueError, match=r"attention backend 'triton': .* package triton"):
         select_backend(CUDA, torch.float16, "triton")

@@ -1,0 +1,1 @@
+"""The operators of recurrent layers on CUDA devices in Triton: see `operators`."""

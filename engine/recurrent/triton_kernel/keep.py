@@ -1,0 +1,50 @@
+"""Puts what later rows will read of a step's rows into their seats' windows."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from engine.recurrent.triton_kernel.plan import SEQUENCE_COLUMNS as _COLUMNS
+
+SEQUENCE_COLUMNS = tl.constexpr(_COLUMNS)
+_ROWS = tl.constexpr(16)
+
+
+@triton.jit
+def keep_rows(rows, window, entry, column, WIDTH: tl.constexpr, WINDOW: tl.constexpr):
+    """These columns of a sequence's rows."""
+    start, first = tl.load(entry + 1), tl.load(entry + 2)
+    kept, end = tl.load(entry + 3), tl.load(entry + 4)
+    for begin in range(kept, end, _ROWS):
+        row = begin + tl.arange(0, _ROWS)
+        inside = (row < end)[:, None] & (column < WIDTH)[None, :]
+        values = tl.load(rows + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=inside)
+        place = (start + row - first) % WINDOW
+        tl.store(window + place[:, None] * WIDTH + column[None, :], values, mask=inside)
+
+
+@triton.jit
+def keep(
+    key,
+    decay,
+    keys,
+    decays,
+    sequences,
+    keys_step,
+    decays_step,
+    KEYS: tl.constexpr,
+    DECAYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Of a sequence (program 0), a block of the keys' columns and one of the decays'. Heads share keys, so
+    this comes behind all of them.
+    """
+    entry = sequences + tl.program_id(0) * SEQUENCE_COLUMNS
+    seat = tl.load(entry).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if tl.program_id(1) * BLOCK < KEYS:
+        keep_rows(key, keys + seat * keys_step, entry, column, KEYS, WINDOW)
+    if tl.program_id(1) * BLOCK < DECAYS:
+        keep_rows(decay, decays + seat * decays_step, entry, column, DECAYS, WINDOW)

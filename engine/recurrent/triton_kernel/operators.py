@@ -1,0 +1,182 @@
+"""The host's side of the Triton kernels. It launches, and reads nothing from the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.recurrent.layout import StateLayout
+from engine.recurrent.seats import LayerSeats, RowSpan, Seats
+from engine.recurrent.triton_kernel.attend import attend
+from engine.recurrent.triton_kernel.convolve import convolve
+from engine.recurrent.triton_kernel.keep import keep
+from engine.recurrent.triton_kernel.plan import tables_of
+from engine.recurrent.triton_kernel.scan import scan
+from engine.upload import upload_to
+
+_ROWS, _CHANNELS = 16, 64
+_KEPT_COLUMNS = 256
+_HEADS = 32
+_PART, _PART_BY_CHANNEL, _VALUES = 32, 16, 32
+_ALIGNMENT = 16
+"""Bytes."""
+
+
+class TritonOperators:
+    """A row has the same bits in any chunks and company, drafted or not. In the seats' windows the decays are
+    those of each token alone. Raises ValueError for states that the kernels do not take.
+    """
+
+    name = "triton"
+
+    def __init__(self, seats: Seats) -> None:
+        _check(seats.layout)
+        self._seats = seats
+        self._reach = max(layer.taps for layer in seats.layout.layers) - 1
+        self._upload = upload_to(seats.device)
+
+    def begin_step(self, spans: Sequence[RowSpan]) -> None:
+        bases = [self._seats.run(span) for span in spans]
+        *tables, self._num_drafted = tables_of(spans, bases, self._seats.layout, self._reach)
+        self._sequences, self._before, self._tails, self._tiles = self._upload(tables)
+
+    def causal_conv(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        of, inputs = self._seats.layers[layer], _aligned(inputs)
+        channels, taps = weight.shape
+        out = torch.empty(inputs.shape, dtype=torch.float32, device=inputs.device)
+        convolve[(len(self._sequences), _ceil_div(channels, _CHANNELS))](
+            inputs,
+            weight,
+            bias,
+            out,
+            of.tail,
+            of.inputs,
+            self._sequences,
+            self._before,
+            self._tails,
+            of.tail.stride(0),
+            of.inputs.stride(0),
+            *weight.stride(),
+            CHANNELS=channels,
+            TAPS=taps,
+            PADDED_TAPS=_power_of_two(taps),
+            REACH=self._reach,
+            WINDOW=self._seats.layout.window,
+            ROWS=_ROWS,
+            BLOCK=_CHANNELS,
+            num_warps=4,
+        )
+        return out
+
+    def linear_attention(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None
+    ) -> Tensor:
+        of, layout = self._seats.layers[layer], self._seats.layout
+        query, key, value, decay = (_aligned(rows) for rows in (query, key, value, decay))
+        beta = None if beta is None else _aligned(beta)
+        (key_heads, key_dim), (heads, value_dim) = key.shape[1:], value.shape[1:]
+        out = torch.empty_like(value)
+        block = min(_VALUES, max(16, _power_of_two(value_dim)))
+        by_channel = decay.shape[2] > 1
+        drafted = value.new_empty((self._num_drafted, heads, key_dim, value_dim))
+        attend[(len(self._sequences), heads * _ceil_div(value_dim, block))](
+            query,
+            key,
+            value,
+            decay,
+            beta,
+            out,
+            of.state,
+            drafted,
+            of.keys,
+            of.deltas,
+            of.decays,
+            self._sequences,
+            self._tiles,
+            *(seats.stride(0) for seats in (of.state, of.keys, of.deltas, of.decays)),
+            HEADS=heads,
+            KEY_HEADS=key_heads,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            PART=_PART_BY_CHANNEL if by_channel else _PART,
+            BLOCK=block,
+            BY_CHANNEL=by_channel,
+            GRID=layout.grid,
+            WINDOW=layout.window,
+            num_warps=4,
+            num_stages=1,  # rows of a tree read what the tiles before have written
+        )
+        self._keep(of, key, decay)
+        return out
+
+    def selective_scan(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, times: Tensor, rates: Tensor
+    ) -> Tensor:
+        of, layout = self._seats.layers[layer], self._seats.layout
+        query, key, value, times, rates = (_aligned(rows) for rows in (query, key, value, times, rates))
+        heads, key_dim = rates.shape
+        out = torch.empty_like(value)
+        scan[(len(self._sequences), _ceil_div(heads, _HEADS))](
+            query,
+            key,
+            value,
+            times,
+            rates,
+            out,
+            of.state,
+            value.new_empty((self._num_drafted, heads, key_dim)),
+            of.keys,
+            of.deltas,
+            of.decays,
+            self._sequences,
+            self._tiles,
+            *(seats.stride(0) for seats in (of.state, of.keys, of.deltas, of.decays)),
+            HEADS=heads,
+            KEY_DIM=key_dim,
+            KEY_PADDED=_power_of_two(key_dim),
+            BLOCK=_HEADS,
+            GRID=layout.grid,
+            WINDOW=layout.window,
+            num_warps=4,
+            num_stages=1,
+        )
+        self._keep(of, key, times)
+        return out
+
+    def _keep(self, of: LayerSeats, key: Tensor, decay: Tensor) -> None:
+        keys, decays = key[0].numel(), decay[0].numel()
+        keep[(len(self._sequences), _ceil_div(max(keys, decays), _KEPT_COLUMNS))](
+            key,
+            decay,
+            of.keys,
+            of.decays,
+            self._sequences,
+            of.keys.stride(0),
+            of.decays.stride(0),
+            KEYS=keys,
+            DECAYS=decays,
+            WINDOW=self._seats.layout.window,
+            BLOCK=_KEPT_COLUMNS,
+            num_warps=4,
+        )
+
+
+def _check(layout: StateLayout) -> None:
+    if layout.grid < 16 or layout.grid & layout.grid - 1:
+        raise ValueError(f"a grid of {layout.grid} tokens: the triton kernel takes powers of two from 16 on")
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """Kernels are compiled anew for rows that are not, and other code might sum in another order."""
+    rows = rows.contiguous()
+    return rows.clone() if rows.data_ptr() % _ALIGNMENT else rows
+
+
+def _ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
