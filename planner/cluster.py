@@ -93,11 +93,12 @@ class SimulatedCluster:
             self._block_tokens,
             lambda blocks: self._index.store(slot, Medium.GPU, blocks),
             lambda blocks: self._index.evict(slot, Medium.GPU, blocks),
+            profile.keeping,
         )
         engine = SimulatedEngine(profile, room, self.events)
         worker = self._registry.register(_registration(name, incarnation, role, peers, profile))
         assert worker is not None
-        simulated = SimulatedWorker(worker, engine, profile.wire, profile.costs.kv_bytes, slot)
+        simulated = SimulatedWorker(worker, engine, profile.wire, profile.costs, slot)
         engine.on_scheduled = self._on_scheduled
         engine.on_computed = self._on_computed
         engine.on_first_token = self._on_first_token
@@ -132,7 +133,9 @@ class SimulatedCluster:
         self.events.at(arrives_at, lambda: self._submit(request, first))
 
     def _facts(self, request: SimulatedRequest) -> RequestFacts:
-        found = self._index.find(request.blocks)
+        window = self._profile.keeping.window(self._block_tokens)
+        index, blocks = self._index, request.blocks
+        found = index.find(blocks) if window is None else index.find_windows(blocks, window)
         return RequestFacts(
             num_tokens=request.num_tokens,
             output_tokens=min(request.output_tokens, self._mean_output),
@@ -162,7 +165,8 @@ class SimulatedCluster:
         blocks = request.blocks[lacking : holder.engine.room.covered(request.blocks)]
         if not blocks:
             return self.events.now
-        arrives_at = holder.send(len(blocks) * self._block_tokens, holder.engine.boundary())
+        tokens = self._profile.costs.kept_tokens(len(blocks) * self._block_tokens)
+        arrives_at = holder.send(tokens, holder.engine.boundary())
         self.events.at(arrives_at, lambda: first.engine.room.insert(blocks))
         return arrives_at
 
@@ -244,7 +248,7 @@ def _registration(name: str, incarnation: str, role: str, peers: Sequence[str], 
         address=PeerAddress(worker_id=name, incarnation=incarnation, control="", offers=[]),
         role=role,
         model=profile.name,
-        max_model_len=profile.kv_tokens,
+        max_model_len=profile.keeping.longest(profile.kv_tokens),
         vocab_size=1,
         eos_token_ids=[],
         state=state,

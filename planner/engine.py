@@ -38,6 +38,8 @@ class SimulatedSequence:
     has_answered: bool = False
     began_at: int = 0
     """Its engine's number of steps when it began to decode."""
+    growth: float = 1.0
+    """Room that each of its tokens takes then."""
 
     @property
     def blocks(self) -> Sequence[int]:
@@ -104,6 +106,8 @@ class SimulatedEngine:
         """Rows as soon as there are free ones, in their order."""
         self._context = 0.0
         """Tokens that the rows attend to."""
+        self._row_growth = 0.0
+        """Room that a token of each row takes."""
         self._steps = 0
         self._step: list[tuple[SimulatedSequence, int]] | None = None
         """What the current step computes of prompts; None while there is no step."""
@@ -190,7 +194,8 @@ class SimulatedEngine:
             count = self._longest_run()
             self.room.reserve((count - 1) * self._growth)
             slower = self._slower(self._profile.decode_beside)
-            first_s, growth_s = costs.decode_s(rows, context), costs.context_s * self._growth
+            first_s = costs.decode_s(rows, context)
+            growth_s = costs.context_s * rows * costs.tokens_per_row
             self._run = DecodeRun(now, slower * first_s, slower * growth_s, count)
             self._plan_end(self._run.after(count))
             return
@@ -220,13 +225,13 @@ class SimulatedEngine:
 
     @property
     def _growth(self) -> float:
-        """Tokens that a step adds to the rows."""
-        return len(self._rows) * self._costs.tokens_per_row
+        """Room that the tokens take which a step adds to the rows."""
+        return self._row_growth * self._costs.tokens_per_row
 
     def _longest_run(self) -> int:
         """Until a row ends, or the room, of which the first step has its part."""
         ends = self._rows[0][0] - self._steps
-        return min(ends, 1 + int(self.room.available / self._growth))
+        return min(ends, 1 + int(self.room.available / self._growth)) if self._growth else ends
 
     def _end(self, version: int) -> None:
         if version != self._version:
@@ -247,7 +252,7 @@ class SimulatedEngine:
         if self._rows:
             self.decode_s += self._events.now - self._began
             self.row_seconds += (self._events.now - self._began) * len(self._rows)
-        self._context += steps * self._growth
+        self._context += steps * len(self._rows) * self._costs.tokens_per_row
         self._steps += steps
 
     def _computed(self, sequence: SimulatedSequence, count: int) -> None:
@@ -287,12 +292,16 @@ class SimulatedEngine:
         ends_at = self._steps + ceil(sequence.left / self._costs.tokens_per_row)
         heapq.heappush(self._rows, (ends_at, sequence.order, sequence))
         self._context += sequence.num_tokens
+        self.room.settle(sequence.held, sequence.num_tokens)
+        sequence.growth = self.room.keeping.growth(sequence.num_tokens, sequence.left)
+        self._row_growth += sequence.growth
 
     def _leave_rows(self, sequence: SimulatedSequence) -> float:
         """It is no row any more. Returns how many tokens it has generated as one."""
         grown = (self._steps - sequence.began_at) * self._costs.tokens_per_row
-        sequence.held.private += grown
+        sequence.held.private += grown * sequence.growth
         self._context -= sequence.num_tokens + grown
+        self._row_growth = sum(row[2].growth for row in self._rows)
         return grown
 
     def _make_room_for_rows(self) -> None:

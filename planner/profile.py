@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from planner.kv_room import Keeping
 from protocol.costs import StepCosts
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculationState
@@ -31,11 +32,12 @@ class LinkProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`costs` are a worker's, whatever its role, and `link` is the wire between any two of them.
 
-    A worker has room for the KV of `kv_tokens` tokens and runs up to `max_num_seqs` sequences in a step. A
-    request spends `request_s` outside of workers before its first token, and a hand-off `handoff_s` beside
-    its bytes on the wire. While all other workers work, decoding takes `decode_beside` times as long and
-    prompts `prefill_beside` times: workers of one host share its memory and cores. `speculation` says what
-    drafts of its first method bring and cost, `sources` where the figures come from.
+    A worker has room for the KV of `kv_tokens` tokens in all tables of its pool (`costs.kv_windows`) and
+    runs up to `max_num_seqs` sequences in a step. A request spends `request_s` outside of workers before its
+    first token, and a hand-off `handoff_s` beside its bytes on the wire. While all other workers work,
+    decoding takes `decode_beside` times as long and prompts `prefill_beside` times: workers of one host
+    share its memory and cores. `speculation` says what drafts of its first method bring and cost, `sources`
+    where the figures come from.
     """
 
     name: str
@@ -50,6 +52,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     decode_beside: _Slower = 1.0
     prefill_beside: _Slower = 1.0
     speculation: SpeculationState | None = None
+
+    @property
+    def keeping(self) -> Keeping:
+        return Keeping(self.costs.kv_windows, self.block_size, self.costs.chunk_tokens)
 
     @property
     def wire(self) -> LinkSpeed:

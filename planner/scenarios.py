@@ -116,7 +116,7 @@ class Study:
     def __post_init__(self) -> None:
         """Raises `ConfigError` for requests that no worker has room for."""
         longest = max(request.input_len + request.output_len for request in self.requests)
-        room = self.profile.kv_tokens - self.block_tokens
+        room = self.profile.keeping.longest(self.profile.kv_tokens - self.block_tokens)
         if longest > room:
             raise ConfigError(
                 f"--trace: its longest request has {longest} tokens, a worker of the profile "

@@ -6,6 +6,7 @@ from collections import deque
 
 from planner.engine import SimulatedEngine, SimulatedSequence
 from planner.kv_room import Holding
+from protocol.costs import StepCosts
 from router.placement.interface import LinkSpeed
 from router.registry import Worker
 
@@ -18,18 +19,20 @@ class SimulatedWorker:
     """
 
     def __init__(
-        self, known: Worker, engine: SimulatedEngine, wire: LinkSpeed, kv_bytes: int, slot: int
+        self, known: Worker, engine: SimulatedEngine, wire: LinkSpeed, costs: StepCosts, slot: int
     ) -> None:
         self.known, self.slot = known, slot
         self.engine = engine
         self.reserving: deque[SimulatedHandoff] = deque()
-        self._wire, self._kv_bytes = wire, kv_bytes
+        self.costs, self._wire = costs, wire
         self._wire_free_at = 0.0
 
     def send(self, tokens: float, begin: float) -> float:
-        """Put so many tokens' KV on the wire, behind what is on it. Returns when they have arrived."""
+        """Put so many tokens' KV, in all tables, on the wire, behind what is on it. Returns when they have
+        arrived.
+        """
         begin = max(begin, self._wire_free_at)
-        self._wire_free_at = begin + self._wire.seconds(tokens * self._kv_bytes)
+        self._wire_free_at = begin + self._wire.seconds(tokens * self.costs.kv_bytes)
         return self._wire_free_at
 
 
@@ -62,10 +65,11 @@ class SimulatedHandoff:
 
     def push(self, now: float) -> None:
         """What was computed since the last time."""
-        unsent = self.prompt.computed - self._sent
+        computed, kept = self.prompt.computed, self.sender.costs.kept_tokens
         self.arrives_at = max(self.arrives_at, now)
-        if unsent > 0:
-            self._sent += unsent
+        if computed > self._sent:
+            unsent = kept(computed) - kept(self._sent)
+            self._sent = computed
             self.arrives_at = self.sender.send(unsent, now)
 
     def withdraw(self) -> None:
