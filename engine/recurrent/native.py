@@ -6,18 +6,25 @@ import ctypes
 import functools
 import importlib
 import logging
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.recurrent.layout import StateLayout
 from engine.recurrent.operators import StepOperators, TorchOperators
-from engine.recurrent.seats import RowSpan, Seats
-from engine.recurrent.structs import ConvArgs, LinearArgs, SpanArgs, SpansArgs
+from engine.recurrent.seats import LayerSeats, RowSpan, Seats
+from engine.recurrent.structs import (
+    ConvArgs,
+    LayerSeatsArgs,
+    LinearAttentionArgs,
+    SeatedArgs,
+    SpanArgs,
+    SpansArgs,
+)
 from engine.triton_support import triton_fault
 from native.build import BuildError, declare, load_library
 from native.openmp import gomp_parallel
@@ -55,10 +62,61 @@ def _triton_operators(seats: Seats) -> StepOperators:
 @functools.cache
 def _library() -> tuple[Callable[..., None], Callable[..., None]]:
     """Raises BuildError."""
-    library = load_library(Path(__file__).parent / "recurrent.cpp", SpanArgs, SpansArgs, ConvArgs, LinearArgs)
+    structs = SpanArgs, SpansArgs, LayerSeatsArgs, ConvArgs, LinearAttentionArgs
+    library = load_library(Path(__file__).parent / "recurrent.cpp", *structs)
     arguments = ctypes.c_void_p, ctypes.c_void_p
     conv = declare(library, "tandem_causal_conv", None, *arguments)
     return conv, declare(library, "tandem_linear_attention", None, *arguments)
+
+
+def kernel_addresses() -> tuple[int, int]:
+    """Of the convolution and of linear attention, for native callers. Raises BuildError."""
+    conv, attend = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in _library())  # type: ignore[arg-type]
+    return conv, attend
+
+
+def layer_seats(seats: Seats) -> ctypes.Array[LayerSeatsArgs]:
+    """What the kernels read and write of each layer."""
+    is_bf16 = seats.layout.dtype is torch.bfloat16
+    described = []
+    for layer, of in zip(seats.layout.layers, seats.layers, strict=True):
+        parts = LayerSeats(*(SeatedArgs(part.data_ptr(), _step(part)) for part in of))  # type: ignore[arg-type]
+        sizes = layer.num_heads, layer.num_key_heads, layer.key_dim, layer.value_dim, layer.decay_dim
+        described.append(LayerSeatsArgs(*parts, layer.channels, layer.taps, is_bf16, *sizes))
+    return (LayerSeatsArgs * len(described))(*described)
+
+
+class CpuSpans:
+    """The sequences of a step, as the kernels read them."""
+
+    def __init__(self, seats: Seats) -> None:
+        self._seats = seats
+        self._parallel = gomp_parallel()
+        self._numbers = array("q")
+        self._masks: list[array[int]] = []
+        self.args = SpansArgs()
+
+    def begin(self) -> None:
+        """Forget the last step's."""
+        self._numbers, self._masks = array("q"), []
+
+    def add(
+        self, seat: int, start: int, count: int, certain: int, tree_start: int, masks: Sequence[int] | None
+    ) -> None:
+        """As `RowSpan` has them."""
+        paths = 0
+        if masks is not None:
+            self._masks.append(array("Q", masks))
+            paths, _ = self._masks[-1].buffer_info()
+        base = self._seats.run(seat, start, count, certain)
+        self._numbers.extend((seat, base, start, count, certain, tree_start, paths))  # SpanArgs
+
+    def end(self) -> None:
+        """All have been added."""
+        address, length = self._numbers.buffer_info()
+        layout, threads = self._seats.layout, torch.get_num_threads()
+        count = length // len(SpanArgs._fields_)
+        self.args = SpansArgs(address, count, layout.grid, layout.window, threads, self._parallel)
 
 
 class CpuOperators:
@@ -68,42 +126,27 @@ class CpuOperators:
 
     def __init__(self, seats: Seats) -> None:
         self._conv, self._attend = _library()
-        self._seats = seats
-        self._parallel = gomp_parallel()
+        self._seats = seats  # whose memory the kernels use
+        self._layers = layer_seats(seats)
         self._weights: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._spans, self._rows = SpansArgs(), np.zeros(0, np.int64)
-        self._masks: list[np.ndarray | None] = []
+        self._spans = CpuSpans(seats)
 
     def begin_step(self, spans: Sequence[RowSpan]) -> None:
-        self._masks = [None if span.masks is None else np.array(span.masks, np.uint64) for span in spans]
-        rows = [
-            (
-                *(span.seat, self._seats.run(span), span.start, span.count, span.certain, span.tree_start),
-                0 if masks is None else masks.ctypes.data,
-            )
-            for span, masks in zip(spans, self._masks, strict=True)
-        ]
-        self._rows = np.array(rows, np.int64)
-        layout, threads = self._seats.layout, torch.get_num_threads()
-        self._spans = SpansArgs(
-            self._rows.ctypes.data, len(spans), layout.grid, layout.window, threads, self._parallel
-        )
+        self._spans.begin()
+        for span in spans:
+            self._spans.add(span.seat, span.start, span.count, span.certain, span.tree_start, span.masks)
+        self._spans.end()
 
     def causal_conv(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        of, inputs = self._seats.layers[layer], inputs.contiguous()
+        inputs = inputs.contiguous()
         if layer not in self._weights:  # weights never change
             floats = weight.float().t().contiguous(), None if bias is None else bias.float()
             self._weights[layer] = floats
         taps, offsets = self._weights[layer]
         out = torch.empty(inputs.shape, dtype=torch.float32)
-        args = ConvArgs(
-            *map(_address, (inputs, taps, offsets, out, of.tail, of.inputs)),
-            *map(_step, (of.tail, of.inputs)),
-            inputs.shape[1],
-            len(taps),
-            inputs.dtype is torch.bfloat16,
-        )
-        self._conv(ctypes.byref(self._spans), ctypes.byref(args))
+        rows = map(_address, (inputs, taps, offsets, out))
+        args = ConvArgs(ctypes.addressof(self._layers[layer]), *rows, inputs.shape[1])
+        self._conv(ctypes.byref(self._spans.args), ctypes.byref(args))
         return out
 
     def linear_attention(
@@ -117,23 +160,16 @@ class CpuOperators:
         one_head = query[:, None], key[:, None]
         return self._run_linear(layer, *one_head, value[..., None], times[..., None], None, rates)[..., 0]
 
-    def _run_linear(self, layer: int, *rows: Tensor | None) -> Tensor:
-        """From the query to the rates."""
-        of = self._seats.layers[layer]
-        inputs = [None if each is None else each.contiguous() for each in rows]
-        _, key, value, decay, *_ = inputs
-        assert key is not None and value is not None and decay is not None
-        out = torch.empty_like(value)
-        seats = of.state, of.keys, of.deltas, of.decays
-        args = LinearArgs(
-            *map(_address, (*inputs, out, *seats)),
-            *map(_step, seats),
-            value.shape[1],
-            *key.shape[1:],
-            value.shape[2],
-            decay.shape[2],
-        )
-        self._attend(ctypes.byref(self._spans), ctypes.byref(args))
+    def _run_linear(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None
+    ) -> Tensor:
+        """The others are decay, beta and rates."""
+        inputs = [None if each is None else each.contiguous() for each in (query, key, value, *others)]
+        out = torch.empty(value.shape)
+        rows = map(_address, (*inputs, out))
+        steps = (part.shape[1] * part.shape[2] for part in (query, key, value))
+        args = LinearAttentionArgs(ctypes.addressof(self._layers[layer]), *rows, *steps)
+        self._attend(ctypes.byref(self._spans.args), ctypes.byref(args))
         return out
 
 

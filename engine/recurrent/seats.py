@@ -117,18 +117,19 @@ class Seats:
     def give_back(self, seat: int) -> None:
         self._free.append(seat)
 
-    def run(self, span: RowSpan) -> int:
-        """The rows are about to run. Returns where the state is until they have: then it is at the last grid
-        point of what is certain of them.
+    def run(self, seat: int, start: int, count: int, certain: int) -> int:
+        """Rows of a `RowSpan` are about to run. Returns where the state is until they have: then it is at the
+        last grid point of what is certain of them.
         """
-        if span.start == 0:
-            self._states[span.seat].zero_()
-            self._bases[span.seat] = 0
-        base = self._bases[span.seat]
-        if not 0 <= span.start - base <= self.layout.window:  # a made-up sequence: so is its state
-            base = self.layout.position(span.start)
-        certain = min(span.certain, span.start + span.count)
-        self._bases[span.seat] = max(base, self.layout.position(certain))
+        grid = self.layout.grid
+        if start == 0:
+            self._states[seat].zero_()
+            self._bases[seat] = 0
+        base = self._bases[seat]
+        if not 0 <= start - base <= self.layout.window:  # a made-up sequence: so is its state
+            base = start // grid * grid
+        end = min(certain, start + count)
+        self._bases[seat] = max(base, end // grid * grid)
         return base
 
     def move(self, seat: int, first: int, places: Sequence[int]) -> None:

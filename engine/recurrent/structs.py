@@ -1,4 +1,4 @@
-"""The structs of `structs.h`, with `Args` after their names. They explain the fields."""
+"""The structs of `structs.h`, with `Args` after their names. It explains the fields."""
 
 from __future__ import annotations
 
@@ -20,17 +20,28 @@ class SpansArgs(Structure):
     )
 
 
-class ConvArgs(Structure):
+class SeatedArgs(Structure):
+    _fields_ = (("first", c_void_p), ("step", c_int64))
+
+
+class LayerSeatsArgs(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("inputs", "weight", "bias", "out", "tail", "recent")),
-        *((name, c_int64) for name in ("tail_step", "recent_step", "channels", "taps", "is_bf16")),
+        *((name, SeatedArgs) for name in ("state", "tail", "inputs", "keys", "deltas", "decays")),
+        *((name, c_int64) for name in ("channels", "taps", "is_bf16")),
+        *((name, c_int64) for name in ("heads", "key_heads", "key_dim", "value_dim", "decay_dim")),
     )
 
 
-class LinearArgs(Structure):
+class ConvArgs(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("query", "key", "value", "decay", "beta", "rates", "out")),
-        *((name, c_void_p) for name in ("state", "keys", "deltas", "decays")),
-        *((name, c_int64) for name in ("state_step", "keys_step", "deltas_step", "decays_step")),
-        *((name, c_int64) for name in ("heads", "key_heads", "key_dim", "value_dim", "decay_dim")),
+        *((name, c_void_p) for name in ("seats", "inputs", "weight", "bias", "out")),
+        ("input_step", c_int64),
+    )
+
+
+class LinearAttentionArgs(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("seats", "query", "key", "value")),
+        *((name, c_void_p) for name in ("decay", "beta", "rates", "out")),
+        *((name, c_int64) for name in ("query_step", "key_step", "value_step")),
     )

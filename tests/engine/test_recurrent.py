@@ -13,8 +13,10 @@ import torch
 import transformers
 
 from engine.engine import Engine
+from engine.recurrent.layout import GRID, StateLayout
 from engine.recurrent.native import CpuOperators
 from engine.recurrent.operators import StepOperators, TorchOperators
+from engine.recurrent.seats import RowSpan, Seats
 from kvtransfer.blocks.layout import conversion_problem
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
@@ -58,6 +60,19 @@ def test_drafted_rows_have_the_bits_of_certain_ones_and_leave_nothing_behind(
     text = Text(0, rule, torch.bfloat16)
     whole = served(kind, [text], None)[0]
     assert sum(drafted(kind, text, whole, random.Random(seed), trees) for seed in range(6)) > 100
+
+
+def test_a_state_that_decays_to_almost_nothing_has_no_denormal_numbers() -> None:
+    """Which take a CPU a hundred times as long."""
+    text = Text(0, "sum", torch.float32)
+    seats = Seats(StateLayout((text.layer,), torch.float32), 1, torch.device("cpu"))
+    operators = CpuOperators(seats)
+    operators.begin_step([RowSpan(0, 0, 2 * GRID, 2 * GRID)])
+    _, query, key, value, decay = text.rows(0, 2 * GRID)
+    value[GRID:] = 0
+    operators.linear_attention(0, query, key, value, 100 * decay, None)
+    states = seats.layers[0].state.abs()
+    assert (states[states > 0] >= torch.finfo(torch.float32).tiny).all()
 
 
 @pytest.fixture(scope="module")
@@ -138,9 +153,12 @@ def test_a_prompt_that_nobody_took_over_goes_on_here(
 
 
 @needs_seam
-def test_bfloat16_gives_the_same_bits_in_any_chunks_and_company(make_engine: Callable[..., Engine]) -> None:
+@pytest.mark.parametrize("compile", ["auto", "off"])
+def test_bfloat16_gives_the_same_bits_in_any_chunks_and_company(
+    make_engine: Callable[..., Engine], compile: str
+) -> None:
     def served(budget: int, num_mates: int) -> list[TokenOutput]:
-        engine = make_engine(dtype="bfloat16", max_num_batched_tokens=budget)
+        engine = make_engine(dtype="bfloat16", max_num_batched_tokens=budget, compile=compile)
         engine.add(ask("a", prompt_of(75), 12, sampling={"logprobs": 3}))
         for mate in range(num_mates):
             engine.add(ask(f"mate-{mate}", prompt_of(11 * mate + 5, mate + 1), 20))

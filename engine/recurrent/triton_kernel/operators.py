@@ -38,7 +38,8 @@ class TritonOperators:
         self._upload = upload_to(seats.device)
 
     def begin_step(self, spans: Sequence[RowSpan]) -> None:
-        bases = [self._seats.run(span) for span in spans]
+        run = self._seats.run
+        bases = [run(span.seat, span.start, span.count, span.certain) for span in spans]
         *tables, self._num_drafted = tables_of(spans, bases, self._seats.layout, self._reach)
         self._sequences, self._before, self._tails, self._tiles = self._upload(tables)
 
