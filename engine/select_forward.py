@@ -24,6 +24,7 @@ from engine.linear.routed import RoutedLinear, RoutedQuantizedLinear
 from engine.loader import LoadedModel, load_model
 from engine.lora.layers import attach
 from engine.pool_layout import TARGET
+from engine.recurrent.native import kernel_addresses
 from engine.recurrent.seats import Seats
 from engine.runner import Runner
 from native.build import BuildError
@@ -67,7 +68,7 @@ def _cuda_runner(
     drafts: bool = False,
 ) -> Runner | None:
     """None where the CUDA decoder does not fit."""
-    is_plain = loaded.adapters is None  # which graphs and our decoder on CUDA know nothing of
+    is_plain = loaded.adapters is None and loaded.recurrent is None  # our decoder on CUDA knows of neither
     if not is_plain or attention.name != "triton" or config.compile != "auto":
         return None
     if unfit(loaded.model) is not None:
@@ -95,7 +96,7 @@ def build_runner(
     loaded = pack_model(loaded, compile, type(backend))
     if loaded.description is not None:
         assert isinstance(backend, CpuBackend)
-        return DecoderForward(loaded.description, backend, hidden_layers, loaded.adapters)
+        return DecoderForward(loaded.description, backend, hidden_layers, loaded.adapters, seats)
     packed_layers = PackedLinear, PackedQuantizedLinear, RoutedLinear, RoutedQuantizedLinear
     count = sum(isinstance(module, packed_layers) for module in loaded.model.modules())
     packed = f"{count} packed layers, summed alike in every batch"
@@ -139,6 +140,8 @@ def pack_model(loaded: LoadedModel, compile: str, backend: type[AttentionBackend
     if compile == "auto" and issubclass(backend, CpuBackend) and unfit(loaded.model) is None:
         try:
             library()
+            if loaded.recurrent is not None:
+                kernel_addresses()
         except BuildError as error:
             logger.warning("the native decoder cannot be built: %s", error)
         else:

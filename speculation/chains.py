@@ -41,7 +41,7 @@ class ChainDrafting:
         self._drawing = Drawing(sampler, verification)
         self._ahead = chains_ahead(runner, self._drawing, device, self._drafted_row)
         self._native: NativeChain | None = None
-        if isinstance(runner, DecoderForward):
+        if isinstance(runner, DecoderForward) and runner.drafts:
             self._native = NativeChain(runner, vocab_size, verification)
 
     def draft(

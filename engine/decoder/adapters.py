@@ -9,19 +9,27 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from engine.decoder.structs import RowsArgs
+from engine.decoder.structs import LayerArgs, RowsArgs
 from engine.lora.packed import PackedProduct
 from engine.lora.structs import PartArgs
 from engine.lora.table import Adapters, Weights
 from engine.rows import SequenceRows
 
-PRODUCTS = (
+_ATTENTION = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    (),
     ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.down_proj",),
 )
-"""A layer's, in the order of `structs.h`; linear layers that are one product lie side by side in its rows."""
+_DELTA = (
+    ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+    ("linear_attn.out_proj",),
+)
+_MLP = (("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
+_ROOM = 3, 2, 1, 2, 1
+"""For the parts of each of a layer's products, in the order of `structs.h`. Linear layers that are one
+product lie side by side in its rows.
+"""
 
 
 class _Placed(NamedTuple):
@@ -34,13 +42,15 @@ class _Placed(NamedTuple):
 
 
 class NativeAdapters:
-    """Of a decoder with so many layers, each of which computes these `columns` of its linear layers by their
+    """Of a decoder with these layers, each of which computes these `columns` of its linear layers by their
     names; all of those that are not there.
     """
 
-    def __init__(self, adapters: Adapters, num_layers: int, columns: Mapping[str, range]) -> None:
+    def __init__(
+        self, adapters: Adapters, layers: ctypes.Array[LayerArgs], columns: Mapping[str, range]
+    ) -> None:
         self._adapters = adapters
-        self._num_layers = num_layers
+        self._products = [(*(_DELTA if layer.delta else _ATTENTION), *_MLP) for layer in layers]
         self._columns = columns
         self._parts: WeakKeyDictionary[Weights, ctypes.Array[PartArgs]] = WeakKeyDictionary()
         self._placed = _Placed([], np.empty(0, np.int32), [], None)
@@ -70,14 +80,15 @@ class NativeAdapters:
         return self._parts[weights]
 
     def _layers(self, weights: Weights) -> Iterator[PartArgs]:
-        for layer in range(self._num_layers):
-            for names in PRODUCTS:
+        for layer, products in enumerate(self._products):
+            for names, room in zip(products, _ROOM, strict=True):
                 first = 0
                 for name in names:
                     path = f"model.layers.{layer}.{name}"
                     own = self._columns.get(name, range(self._adapters.linears[path].outputs))
                     yield _part(weights, path, own, first)
                     first += len(own)
+                yield from (PartArgs() for _ in range(room - len(names)))
 
 
 def _part(weights: Weights, path: str, outputs: range, first: int) -> PartArgs:

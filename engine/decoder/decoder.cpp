@@ -1,13 +1,15 @@
 // A whole Llama-like decoder in bfloat16, in one call. It is for models so small that calling operators one by one
-// costs more than their computation. Matrix products and attention are the engine's own kernels, called by address;
-// the rest is here. Values are rounded to bfloat16 where Transformers' modules round them.
+// costs more than their computation. Matrix products, attention and the operators of recurrent layers are the engine's
+// own kernels, called by address; the rest is here. Values are rounded to bfloat16 where Transformers' modules round
+// them.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
-#include "../sampler/choice.h"
+#include "delta_rows.h"
+#include "drafted.h"
 #include "row_math.h"
 #include "structs.h"
 
@@ -19,7 +21,9 @@ constexpr int64_t ROWS_AT_ONCE = 8;
 
 class Decoder {
   public:
-    explicit Decoder(const Model& model) : m(model), layers(model.layers, model.layers + model.num_layers) {}
+    explicit Decoder(const Model& model)
+        : m(model), layers(model.layers, model.layers + model.num_layers),
+          drafted(m.entry ? m.entry->token_ids : nullptr) {}
 
     // Calls from now on use up to so many threads. Results have the same bits on any number of them.
     Decoder& on(int64_t threads) {
@@ -30,10 +34,9 @@ class Decoder {
     // The caller has called the attention's `begin`.
     void forward(const Rows& rows) {
         int64_t n = rows.count;
-        const int64_t hidden = m.hidden, queries = m.num_heads * m.head_dim;
-        const int64_t room = std::max(n, rows.num_logits);  // a row's logits may be wanted twice
+        const int64_t hidden = m.hidden;
+        room = std::max(n, rows.num_logits);  // a row's logits may be wanted twice
         x.resize(room * hidden), normed.resize(room * hidden);
-        attended.resize(room * queries);
         threads = n * m.products < SERIAL_PRODUCTS ? 1 : most_threads;
         group(rows, nullptr, n);
         if (m.entry) {
@@ -47,25 +50,18 @@ class Decoder {
             const Layer& layer = layers[l];
             if (captured < rows.num_hidden && rows.hidden_layers[captured] == int64_t(l))
                 capture(rows, captured++, x.data());
-            const int64_t qkv = layer.qkv.out, keys = (qkv - queries) / 2;
-            product.resize(room * std::max(hidden, qkv));
+            product.resize(room * std::max(hidden, layer.qkv.out));
             if (layer.input_norm) norm(layer.input_norm, n);
-            project(l, QKV, normed.data(), layer.qkv, product.data(), n);
-            each_row(n, [&](int64_t r) { place_heads(layer, queries + keys, &product[r * qkv], rows.positions[r] - (m.entry ? 1 : 0)); });
-            const bf16* q = product.data();
-            const Call call{q, q + queries, q + queries + keys, attended.data(), qkv, m.head_dim, qkv, m.head_dim,
-                            qkv, m.head_dim, queries, m.head_dim, int64_t(l), m.num_heads, layer.window,
-                            m.attention_scale, 0.0};
-            m.attend(m.attention, &call);
+            const int64_t width = layer.delta ? mix_delta(l, rows) : attend(l, rows);
             if (l + 1 == layers.size() && captured == rows.num_hidden && rows.logit_rows) {
                 if (!rows.num_logits) return;
                 narrows = true, n = rows.num_logits;
                 group(rows, rows.logit_rows, n);
-                keep_rows(rows, x, hidden), keep_rows(rows, attended, queries);
+                keep_rows(rows, x, hidden), keep_rows(rows, mixed, width);
             }
-            gather(attended, n, layer.qkv.first, queries, layer.output.in);
+            gather(mixed, n, layer.qkv.first, width, layer.output.in);
             make_whole(layer.output, product.data(), n, hidden, [&](bf16* out) {
-                project(l, OUTPUT, attended.data(), layer.output, out, n);
+                project(l, OUTPUT, mixed.data(), layer.output, out, n);
             });
             add_product(n);
             norm(layer.mlp_norm, n);
@@ -78,7 +74,7 @@ class Decoder {
         }
         for (int64_t i = 0; i < rows.num_logits; i++) {
             const int64_t r = rows.logit_rows && !narrows ? rows.logit_rows[i] : i;
-            if (m.final_norm) norm_row(&x[r * hidden], m.final_norm, hidden, m.norm_epsilon, &normed[i * hidden]);
+            if (m.final_norm) norm_row(&x[r * hidden], m.final_norm, m.centred, hidden, m.norm_epsilon, &normed[i * hidden]);
             else memcpy(&normed[i * hidden], &x[r * hidden], hidden * sizeof(bf16));
             if (rows.after)
                 memcpy(rows.after + i * hidden, m.entry->feeds_normed ? &normed[i * hidden] : &x[r * hidden],
@@ -116,7 +112,7 @@ class Decoder {
             if (const char* fault = begin(b, drafting)) return fault;
             forward(rows);
             for (int64_t s = 0; s < drafting; s++) {
-                last_tokens[s] = next_token(d, s, token, &scores[s * m.vocab]);
+                last_tokens[s] = drafted.next(d, s, token, &scores[s * m.vocab]);
                 d.drafted[token * n + s] = last_tokens[s];
             }
             while (drafting && d.counts[drafting - 1] <= token + 1) drafting--;
@@ -165,10 +161,10 @@ class Decoder {
     // The hidden states that a draft head reads, made from n rows of the target's.
     const bf16* mixed_states(const bf16* states, int64_t n) {
         if (!m.entry || !m.entry->mixing) return states;
-        mixed.resize(n * m.hidden);
+        targets.resize(n * m.hidden);
         threads = n * m.entry->mixing.in * m.hidden < SERIAL_PRODUCTS ? 1 : most_threads;
-        multiply(states, m.entry->mixing, mixed.data(), n);
-        return mixed.data();
+        multiply(states, m.entry->mixing, targets.data(), n);
+        return targets.data();
     }
 
     template <class Work> void each_row(int64_t n, const Work& work) {
@@ -194,8 +190,8 @@ class Decoder {
                 memcpy(hidden_half, before, hidden * sizeof(bf16));
                 return;
             }
-            norm_row(embedding(rows, r), entry.token_norm, hidden, m.norm_epsilon, token_half);
-            norm_row(before, entry.hidden_norm, hidden, m.norm_epsilon, hidden_half);
+            norm_row(embedding(rows, r), entry.token_norm, m.centred, hidden, m.norm_epsilon, token_half);
+            norm_row(before, entry.hidden_norm, m.centred, hidden, m.norm_epsilon, hidden_half);
             memcpy(&x[r * hidden], entry.normed_goes_on ? hidden_half : before, hidden * sizeof(bf16));
         });
         if (entry.token_norm) return;
@@ -203,13 +199,9 @@ class Decoder {
         memcpy(normed.data(), x.data(), n * hidden * sizeof(bf16));
     }
 
-    int64_t token_id(int64_t chosen) const {
-        return m.entry && m.entry->token_ids ? m.entry->token_ids[chosen] : chosen;
-    }
-
     void norm(const bf16* weight, int64_t n) {
         each_row(n, [&](int64_t r) {
-            norm_row(&x[r * m.hidden], weight, m.hidden, m.norm_epsilon, &normed[r * m.hidden]);
+            norm_row(&x[r * m.hidden], weight, m.centred, m.hidden, m.norm_epsilon, &normed[r * m.hidden]);
         });
     }
 
@@ -249,7 +241,8 @@ class Decoder {
     void project(size_t l, Product which, const bf16* in, const Weights& w, bf16* out, int64_t n) {
         multiply(in, w, out, n);
         if (groups.empty()) return;
-        const int64_t first = l * PARTS + which, next = which == QKV ? OUTPUT : which == GATE_UP ? DOWN : which + 1;
+        const int64_t first = l * PARTS + which;
+        const int64_t next = which == QKV ? GATES : which == GATES ? OUTPUT : which == GATE_UP ? DOWN : which + 1;
         for (size_t i = 0; i < groups.size(); i++)
             adapted[i] = {adapters[i] + first, next - which, groups[i].data(), int64_t(groups[i].size())};
         m.adapt(in, w.in, out, w.out, adapted.data(), adapted.size(), threads, m.parallel);
@@ -276,14 +269,74 @@ class Decoder {
         m.gather(m.ranks, from, whole, n, first * sizeof(bf16), own * sizeof(bf16), width * sizeof(bf16));
     }
 
-    // Normalizes (where the model does) and rotates a row's queries and keys.
-    void place_heads(const Layer& layer, int64_t width, bf16* row, int64_t position) {
-        const bf16 *cosine = m.cosines + position * m.head_dim, *sine = m.sines + position * m.head_dim;
-        for (int64_t h = 0; h * m.head_dim < width; h++, row += m.head_dim) {
-            const bf16* weight = h < m.num_heads ? layer.query_norm : layer.key_norm;
-            if (weight) norm_row(row, weight, m.head_dim, m.norm_epsilon, row);
-            rotate_head(row, cosine, sine, m.head_dim);
-        }
+    // Attention over a layer's `normed` rows: fills `mixed`, and returns its width.
+    int64_t attend(size_t l, const Rows& rows) {
+        const Layer& layer = layers[l];
+        const int64_t n = rows.count, dim = m.head_dim, width = m.num_heads * dim;
+        const int64_t qkv = layer.qkv.out, apart = m.opens_heads ? 2 * dim : dim;  // of queries
+        const int64_t keys = (qkv - m.num_heads * apart) / 2;
+        mixed.resize(room * width);
+        project(l, QKV, normed.data(), layer.qkv, product.data(), n);
+        const bf16 *q = product.data(), *k = q + m.num_heads * apart;
+        each_row(n, [&](int64_t r) {
+            const int64_t position = rows.positions[r] - (m.entry ? 1 : 0);
+            bf16 *query = &product[r * qkv], *key = query + m.num_heads * apart;
+            for (int64_t h = 0; h < m.num_heads; h++) place_head(query + h * apart, layer.query_norm, position);
+            for (int64_t first = 0; first < keys; first += dim) place_head(key + first, layer.key_norm, position);
+        });
+        const Call call{q, k, k + keys, mixed.data(), qkv, apart, qkv, dim, qkv, dim, width, dim,
+                        int64_t(l), m.num_heads, layer.window, m.attention_scale, 0.0};
+        m.attend(m.attention, &call);
+        if (!m.opens_heads) return width;
+        each_row(n, [&](int64_t r) {
+            for (int64_t h = 0; h < m.num_heads; h++)
+                open_row(q + r * qkv + h * apart + dim, dim, &mixed[r * width + h * dim]);
+        });
+        return width;
+    }
+
+    // Normalizes (where the model does) and rotates a head of a row.
+    void place_head(bf16* head, const bf16* weight, int64_t position) {
+        if (weight) norm_row(head, weight, m.centred, m.head_dim, m.norm_epsilon, head);
+        const int64_t first = position * m.rotary_dim;
+        rotate_head(head, m.cosines + first, m.sines + first, m.rotary_dim);
+    }
+
+    // A gated delta net over a layer's `normed` rows: fills `mixed`, and returns its width.
+    int64_t mix_delta(size_t l, const Rows& rows) {
+        const Layer& layer = layers[l];
+        const Delta& delta = *layer.delta;
+        const LayerSeats& of = m.seats[delta.number];
+        const int64_t n = rows.count, channels = of.channels, keys = of.key_heads * of.key_dim;
+        const int64_t width = of.heads * of.value_dim, stride = layer.qkv.out;
+        mixed.resize(room * width), gates.resize(n * 2 * of.heads), convolved.resize(n * channels);
+        betas.resize(n * of.heads), decays.resize(n * of.heads), read.resize(n * width);
+        project(l, QKV, normed.data(), layer.qkv, product.data(), n);
+        project(l, GATES, normed.data(), delta.gates, gates.data(), n);
+        Spans spans = *rows.spans;
+        spans.threads = n < SERIAL_ROWS ? 1 : threads, spans.parallel = m.parallel;
+        const Conv conv{&of, product.data(), delta.taps, nullptr, convolved.data(), stride};
+        m.convolve(&spans, &conv);
+        each_row(n, [&](int64_t r) {
+            float* row = &convolved[r * channels];
+            silu_row(row, channels);
+            for (int64_t first = 0; first < 2 * keys; first += of.key_dim)
+                unit_row(row + first, of.key_dim, first < keys ? 1 / std::sqrt(float(of.key_dim)) : 1);
+            const bf16* made = &gates[r * 2 * of.heads];
+            beta_row(made, of.heads, &betas[r * of.heads]);
+            decay_row(made + of.heads, delta.rates, delta.shifts, of.heads, &decays[r * of.heads]);
+        });
+        spans.threads = threads;
+        const float* query = convolved.data();
+        const LinearAttention linear{&of, query, query + keys, query + 2 * keys, decays.data(), betas.data(),
+                                     nullptr, read.data(), channels, channels, channels};
+        m.attend_linear(&spans, &linear);
+        each_row(n, [&](int64_t r) {
+            for (int64_t first = 0; first < width; first += of.value_dim)
+                opened_norm_row(&read[r * width + first], delta.norm, &product[r * stride + channels + first],
+                                of.value_dim, m.norm_epsilon, &mixed[r * width + first]);
+        });
+        return width;
     }
 
     void feed_forward(size_t l, int64_t n) {
@@ -301,56 +354,16 @@ class Decoder {
         });
     }
 
-    // The sequence's drafted token of this number, from its logits.
-    int64_t next_token(const Draft& d, int64_t s, int64_t number, const bf16* logits) {
-        const int64_t start = d.batch.ends[s], position = start + number;
-        if (!d.distributions)
-            return token_id(choose(logits, d.vocab, d.seeds[s], position, d.temperatures[s]));
-        float* distribution = d.distributions + (s * d.counts[0] + number) * d.width;
-        spread(logits, d.vocab, d.temperatures[s], distribution, d.width);
-        return draw(distribution, d.width, round_key(d.seeds[s], start, position, DRAFT));
-    }
-
-    // The softmax of logits / temperature, over the target's vocabulary. If greedy, or without a finite logit, one
-    // token has probability 1.
-    void spread(const bf16* logits, int64_t vocab, float temperature, float* distribution, int64_t width) {
-        std::fill_n(distribution, width, 0.0f);
-        const int64_t likeliest = argmax(logits, vocab);
-        if (likeliest < 0 || temperature == 0) {
-            distribution[token_id(std::max<int64_t>(likeliest, 0))] = 1;
-            return;
-        }
-        values.resize(vocab);
-        scale_row(logits, vocab, likeliest, temperature, values.data());
-        const bool is_whole = !m.entry || !m.entry->token_ids;
-        probabilities.resize(is_whole ? 0 : vocab);
-        softmax(values.data(), vocab, -NOISE_SPAN, is_whole ? distribution : probabilities.data());
-        for (int64_t i = 0; i < int64_t(probabilities.size()); i++) distribution[token_id(i)] = probabilities[i];
-    }
-
-    // The argmax of logits / temperature + Gumbel noise, as the sampler computes it without filters.
-    int64_t choose(const bf16* logits, int64_t vocab, int64_t seed, int64_t position, float temperature) {
-        const int64_t likeliest = argmax(logits, vocab);
-        if (likeliest < 0) return 0;
-        if (temperature == 0) return likeliest;
-        values.resize(vocab);
-        scale_row(logits, vocab, likeliest, temperature, values.data());
-        const uint64_t key = stream_key(seed, position);
-        constexpr float NO_FLOOR = -std::numeric_limits<float>::infinity();
-        if (const int64_t* ids = m.entry ? m.entry->token_ids : nullptr)
-            return race(values.data(), vocab, NO_FLOOR, likeliest, key, [=](int64_t i) { return ids[i]; });
-        return race(values.data(), vocab, NO_FLOOR, likeliest, key, [](int64_t i) { return i; });
-    }
-
     const Model m;
     const std::vector<Layer> layers;
-    std::vector<bf16> x, normed, product, attended, gated, active, mixed, kept, part;
-    std::vector<float> values, probabilities;
+    Drafted drafted;
+    std::vector<bf16> x, normed, product, mixed, gates, gated, active, targets, kept, part;
+    std::vector<float> convolved, betas, decays, read;  // of a gated delta net
     std::vector<bf16> scores, after;  // of each sequence's last row, while drafting
     // The attention's step.
     std::vector<int64_t> last_tokens, positions, slots, last_rows;
     std::vector<int32_t> query_start, context_len;
-    int64_t most_threads = 1, threads = 1;
+    int64_t most_threads = 1, threads = 1, room = 0;
     std::vector<std::vector<int64_t>> groups;  // the rows of each adapter
     std::vector<Adapted> adapted;
     const Part* const* adapters = nullptr;
@@ -360,8 +373,8 @@ class Decoder {
 
 extern "C" {
 
-extern const int64_t tandem_sizes[] = {sizeof(Weights), sizeof(Layer), sizeof(Entry), sizeof(Model),
-                                       sizeof(Rows),    sizeof(Batch), sizeof(Draft)};
+extern const int64_t tandem_sizes[] = {sizeof(Weights), sizeof(Delta), sizeof(Layer), sizeof(Entry),
+                                       sizeof(Model),   sizeof(Rows),  sizeof(Batch), sizeof(Draft)};
 
 void* tandem_decoder_create(const Model* model) { return new Decoder(*model); }
 

@@ -10,13 +10,22 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.decoder.structs import LayerArgs, ModelArgs, WeightsArgs
+from engine.decoder.structs import DeltaArgs, LayerArgs, ModelArgs, WeightsArgs
 from engine.host_memory import HugePages
 from engine.linear.packed import pack
 from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight, join
 from engine.linear.structs import QuantizedArgs
+from engine.recurrent.layout import GRID
 
-MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MODELS = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3_5ForCausalLM",
+)
+CENTRED_NORMS = ("Qwen3_5RMSNorm",)
+"""Whose factors are their weights and 1."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -32,6 +41,10 @@ def unfit(model: PreTrainedModel) -> str | None:
     if rope_type not in ROPE_TYPES:
         return f"its rotary embedding is of type {rope_type}"
     for number, layer in enumerate(model.model.layers):
+        if delta := getattr(layer, "linear_attn", None):
+            reach = delta.conv1d.kernel_size[0]
+            if reach > GRID + 1:
+                return f"layer {number} has a convolution of {reach} tokens, of at most {GRID + 1}"
         for linears in joint(layer):
             if not _can_join(linears):
                 return f"layer {number} has products of one input that are quantized in several ways"
@@ -39,9 +52,13 @@ def unfit(model: PreTrainedModel) -> str | None:
 
 
 def joint(layer: Any) -> tuple[tuple[nn.Module, ...], ...]:
-    """The linear layers that are computed as one."""
-    attention, mlp = layer.self_attn, layer.mlp
-    return (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
+    """The linear layers that are computed as one: of the mixer, and the last ones of the MLP."""
+    gate_up = layer.mlp.gate_proj, layer.mlp.up_proj
+    delta = getattr(layer, "linear_attn", None)
+    if delta is not None:
+        return (delta.in_proj_qkv, delta.in_proj_z), (delta.in_proj_b, delta.in_proj_a), gate_up
+    attention = layer.self_attn
+    return (attention.q_proj, attention.k_proj, attention.v_proj), gate_up
 
 
 def _can_join(linears: Sequence[nn.Module]) -> bool:
@@ -70,6 +87,12 @@ class NativeModel:
         if tensor is None:
             return None
         values = tensor.detach().to(torch.bfloat16).contiguous()
+        self._kept.append(values)
+        return values.data_ptr()
+
+    def keep_floats(self, tensor: Tensor) -> int:
+        """The address of the tensor's values in float32."""
+        values = tensor.detach().float().contiguous()
         self._kept.append(values)
         return values.data_ptr()
 
@@ -112,12 +135,13 @@ class NativeModel:
         values, biases = self.keep(self._memory.copy(pack(weight.detach()))), self.keep(bias)
         return WeightsArgs(values, biases, None, weight.shape[1], len(weight))
 
-    def rotation(self, rotary: Any, positions: int) -> tuple[int | None, int | None]:
-        """Cosines and sines of a Transformers rotary embedding at so many positions."""
+    def rotation(self, rotary: Any, positions: int) -> dict[str, Any]:
+        """Fields of `ModelArgs`, of a Transformers rotary embedding at so many positions."""
         with torch.inference_mode():
             probe = torch.zeros(1, dtype=torch.bfloat16)
             cosines, sines = rotary(probe, torch.arange(positions).unsqueeze(0))
-        return self.keep(cosines[0]), self.keep(sines[0])
+        width = cosines.shape[-1]
+        return {"cosines": self.keep(cosines[0]), "sines": self.keep(sines[0]), "rotary_dim": width}
 
 
 class Description(NativeModel):
@@ -129,11 +153,12 @@ class Description(NativeModel):
     def __init__(self, model: PreTrainedModel, positions: int) -> None:
         super().__init__()
         config, decoder = model.config, model.model
-        attention = decoder.layers[0].self_attn
+        attention = next(layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn"))
+        queries = config.num_attention_heads * attention.head_dim
+        self._deltas: list[DeltaArgs] = []
         layers = [self._take(layer) for layer in decoder.layers]
         self.layers = (LayerArgs * len(layers))(*layers)
         embeddings = model.get_input_embeddings().weight
-        cosines, sines = self.rotation(decoder.rotary_emb, positions)
         self.model = ModelArgs(
             layers=ctypes.addressof(self.layers),
             num_layers=len(layers),
@@ -145,8 +170,9 @@ class Description(NativeModel):
             embeddings=self.keep(embeddings),
             final_norm=self.keep(decoder.norm.weight),
             head=self.weights(model.lm_head),
-            cosines=cosines,
-            sines=sines,
+            **self.rotation(decoder.rotary_emb, positions),
+            opens_heads=attention.q_proj.out_features > queries,
+            centred=type(decoder.norm).__name__ in CENTRED_NORMS,
             norm_epsilon=config.rms_norm_eps,
             attention_scale=float(attention.scaling),
         )
@@ -157,19 +183,36 @@ class Description(NativeModel):
         return packed
 
     def _layer(self, layer: Any) -> LayerArgs:
-        attention, mlp = layer.self_attn, layer.mlp
-        qkv, gate_up = joint(layer)
-        return LayerArgs(
+        qkv, *gates, gate_up = joint(layer)
+        args = LayerArgs(
             input_norm=self.keep(layer.input_layernorm.weight),
-            query_norm=self.keep(getattr(getattr(attention, "q_norm", None), "weight", None)),
-            key_norm=self.keep(getattr(getattr(attention, "k_norm", None), "weight", None)),
             mlp_norm=self.keep(layer.post_attention_layernorm.weight),
             qkv=self.weights(*qkv),
-            output=self.weights(attention.o_proj),
             gate_up=self.weights(*gate_up),
-            down=self.weights(mlp.down_proj),
-            window=attention_window(attention),
+            down=self.weights(layer.mlp.down_proj),
         )
+        if gates:
+            args.output = self.weights(layer.linear_attn.out_proj)
+            args.delta = self._delta(layer.linear_attn, gates[0])
+        else:
+            attention = layer.self_attn
+            args.output = self.weights(attention.o_proj)
+            args.query_norm = self.keep(getattr(getattr(attention, "q_norm", None), "weight", None))
+            args.key_norm = self.keep(getattr(getattr(attention, "k_norm", None), "weight", None))
+            args.window = attention_window(attention)
+        return args
+
+    def _delta(self, delta: Any, gates: Sequence[nn.Linear | PackedQuantizedLinear]) -> int:
+        args = DeltaArgs(
+            taps=self.keep_floats(delta.conv1d.weight.squeeze(1).t()),
+            rates=self.keep_floats(-delta.A_log.float().exp()),
+            shifts=self.keep_floats(delta.dt_bias),
+            norm=self.keep(delta.norm.weight),
+            gates=self.weights(*gates),
+            number=len(self._deltas),
+        )
+        self._deltas.append(args)
+        return ctypes.addressof(args)
 
 
 def num_weights(model: nn.Module) -> int:

@@ -15,8 +15,10 @@ from torch import Tensor
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.decoder.adapters import NativeAdapters
 from engine.decoder.description import NativeModel
+from engine.decoder.recurrent import NativeSeats
 from engine.decoder.structs import (
     BatchArgs,
+    DeltaArgs,
     DraftArgs,
     EntryArgs,
     LayerArgs,
@@ -28,6 +30,7 @@ from engine.linear import packed_quantized
 from engine.linear.packed import kernel_address
 from engine.lora.layers import kernel_address as adapt_address
 from engine.lora.table import Adapters
+from engine.recurrent.seats import Seats
 from engine.rows import RowArrays, SequenceRows
 from engine.runner import ForwardOutput
 from engine.step_inputs import StepShape, are_chains, step_inputs
@@ -39,7 +42,7 @@ from native.threads import parallel
 @functools.cache
 def library() -> ctypes.CDLL:
     """Raises BuildError."""
-    structs = (WeightsArgs, LayerArgs, EntryArgs, ModelArgs, RowsArgs, BatchArgs, DraftArgs)
+    structs = (WeightsArgs, DeltaArgs, LayerArgs, EntryArgs, ModelArgs, RowsArgs, BatchArgs, DraftArgs)
     library = load_library(Path(__file__).parent / "decoder.cpp", *structs)
     pointer = ctypes.c_void_p
     declare(library, "tandem_decoder_create", pointer, pointer)
@@ -61,8 +64,13 @@ class NativeDecoder:
     any_threads = True
 
     def __init__(
-        self, description: NativeModel, backend: CpuBackend, adapters: Adapters | None = None
+        self,
+        description: NativeModel,
+        backend: CpuBackend,
+        adapters: Adapters | None = None,
+        seats: Seats | None = None,
     ) -> None:
+        """Recurrent layers need `seats`."""
         self._library = library()
         self._description = description  # the decoder reads its memory
         self._backend = backend
@@ -77,8 +85,11 @@ class NativeDecoder:
         model.quantized_linear = packed_quantized.kernel_address()
         self._adapters: NativeAdapters | None = None
         if adapters is not None:
-            self._adapters = NativeAdapters(adapters, model.num_layers, description.columns)
+            self._adapters = NativeAdapters(adapters, description.layers, description.columns)
             model.adapt = adapt_address()
+        self._seats = NativeSeats(seats, model) if seats is not None else None
+        self.drafts = seats is None
+        """Whether `draft` may be called: a draft's rows would need states of their own."""
         self._decoder: int = self._library.tandem_decoder_create(ctypes.byref(model))
         weakref.finalize(self, self._library.tandem_decoder_destroy, self._decoder)
 
@@ -128,6 +139,8 @@ class NativeDecoder:
         )
         if self._adapters is not None:
             self._adapters.place(batch, fields)
+        if self._seats is not None:
+            self._seats.place(batch, fields)
         rows, threads = ctypes.byref(fields), torch.get_num_threads()
         if chains is not None:
             described = ctypes.byref(self._batch(chains))
@@ -201,9 +214,10 @@ class DecoderForward(NativeDecoder):
         backend: CpuBackend,
         hidden_layers: tuple[int, ...] = (),
         adapters: Adapters | None = None,
+        seats: Seats | None = None,
     ) -> None:
-        """`hidden_layers` are captured, as by `engine.forward.Forward`."""
-        super().__init__(description, backend, adapters)
+        """`hidden_layers` are captured, as by `engine.forward.Forward`. Recurrent layers need `seats`."""
+        super().__init__(description, backend, adapters, seats)
         self._order = sorted(hidden_layers)
         self._asked = [self._order.index(layer) for layer in hidden_layers]
         self._hidden_layers = torch.tensor(self._order)

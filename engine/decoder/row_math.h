@@ -21,7 +21,7 @@ inline float rounded(float value) { return widen(narrow(value)); }
 
 // The compiler vectorizes these loops: sizes are passed by value, and the output overlaps no other operand.
 
-float sum_of_squares(const bf16* x, int64_t size) {
+template <class Value> float sum_of_squares(const Value* x, int64_t size) {
     constexpr int LANES = 16;
     float sums[LANES] = {};
     int64_t i = 0;
@@ -33,11 +33,16 @@ float sum_of_squares(const bf16* x, int64_t size) {
     return sum;
 }
 
-// `out` may be x.
-void norm_row(const bf16* x, const bf16* __restrict weight, int64_t size, double epsilon, bf16* out) {
+// `out` may be x. `centred` weights are what the factors have above 1.
+void norm_row(const bf16* x, const bf16* __restrict weight, bool centred, int64_t size, double epsilon, bf16* out) {
     const float factor = 1 / std::sqrt(sum_of_squares(x, size) / float(size) + float(epsilon));
+    if (centred) {
 #pragma GCC ivdep
-    for (int64_t i = 0; i < size; i++) out[i] = narrow(widen(weight[i]) * rounded(widen(x[i]) * factor));
+        for (int64_t i = 0; i < size; i++) out[i] = narrow(widen(x[i]) * factor * (1 + widen(weight[i])));
+    } else {
+#pragma GCC ivdep
+        for (int64_t i = 0; i < size; i++) out[i] = narrow(widen(weight[i]) * rounded(widen(x[i]) * factor));
+    }
 }
 
 void add_row(bf16* __restrict sum, const bf16* __restrict summand, int64_t size) {
@@ -57,8 +62,8 @@ void gate_row(const bf16* __restrict gate, const bf16* __restrict up, int64_t si
     }
 }
 
-void rotate_head(bf16* head, const bf16* cosine, const bf16* sine, int64_t head_dim) {
-    const int64_t half = head_dim / 2;
+void rotate_head(bf16* head, const bf16* cosine, const bf16* sine, int64_t size) {
+    const int64_t half = size / 2;
     for (int64_t i = 0; i < half; i++) {
         const float low = widen(head[i]), high = widen(head[i + half]);
         const float low_cosine = rounded(low * widen(cosine[i])), high_sine = rounded(-high * widen(sine[i]));

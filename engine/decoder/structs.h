@@ -7,6 +7,7 @@
 #include "../../native/parallel.h"
 #include "../attention/cpu_kernel/step.h"
 #include "../lora/adapt.h"
+#include "../recurrent/structs.h"
 #include "../sampler/choice.h"
 
 namespace {
@@ -28,10 +29,22 @@ struct Weights {
     explicit operator bool() const { return values || quantized; }
 };
 
+// A gated delta net (Gated DeltaNet, 2024). Its layer's `qkv` are the inputs of a convolution, and behind them what opens
+// each head's output, past a norm. `gates` make of each head its beta, and behind these its decay:
+// rate * softplus(made + shift).
+struct Delta {
+    const float *taps, *rates, *shifts;  // [taps, channels], [heads], [heads]
+    const bf16* norm;                    // [value_dim]
+    Weights gates;
+    int64_t number;  // among recurrent layers
+};
+
+// Rows are mixed, by attention or a gated delta net, and each then goes through an MLP.
 struct Layer {
     const bf16 *input_norm, *query_norm, *key_norm, *mlp_norm;  // null where there is none
     Weights qkv, output, gate_up, down;
     int64_t window;
+    const Delta* delta;  // null: attention
 };
 
 // The input of a draft head of one layer (EAGLE): a token and the hidden state before it. Either both are normed and
@@ -49,7 +62,10 @@ struct Model {
     int64_t num_layers, hidden, num_heads, head_dim, vocab, products;  // of a rank: its own heads and products
     const bf16 *embeddings, *final_norm;
     Weights head;
-    const bf16 *cosines, *sines;  // [positions, head_dim]
+    const bf16 *cosines, *sines;  // [positions, rotary_dim]
+    int64_t rotary_dim;           // the first of each head are rotated
+    int64_t opens_heads;          // whether beside each head's query lies what opens its output
+    int64_t centred;              // whether a norm's weights are what its factors have above 1
     double norm_epsilon, attention_scale;
     void* attention;
     Linear linear;
@@ -61,11 +77,14 @@ struct Model {
     Gather gather;       // of a rank; it does nothing once a rank is lost
     void* ranks;
     Adapt adapt;
+    const LayerSeats* seats;  // of each recurrent layer; null where there is none
+    CausalConv convolve;
+    AttendLinear attend_linear;
 };
 
-// Where a layer's parts of an adapter begin: those of queries, keys and values, of the attention's output, of the gate
-// and what it opens, and of the way down.
-enum Product : int64_t { QKV = 0, OUTPUT = 3, GATE_UP = 4, DOWN = 6, PARTS = 7 };
+// Where a layer's parts of an adapter begin: those of queries, keys and values, of a delta net's gates, of the mixer's
+// output, of the gate and what it opens, and of the way down.
+enum Product : int64_t { QKV = 0, GATES = 3, OUTPUT = 5, GATE_UP = 6, DOWN = 8, PARTS = 9 };
 
 struct Rows {
     const int64_t *token_ids, *positions;
@@ -81,6 +100,7 @@ struct Rows {
     const int32_t* owners;         // of each row, the number of its adapter; -1: it has none
     const Part* const* adapters;  // of each, its parts: PARTS of every layer
     int64_t num_adapters;
+    const Spans* spans;  // for recurrent layers
 };
 
 // Rows without trees: of each sequence the positions [starts, ends). Their KV is written to its blocks.

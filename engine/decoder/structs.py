@@ -12,11 +12,20 @@ class WeightsArgs(Structure):
     )
 
 
+class DeltaArgs(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("taps", "rates", "shifts", "norm")),
+        ("gates", WeightsArgs),
+        ("number", c_int64),
+    )
+
+
 class LayerArgs(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("input_norm", "query_norm", "key_norm", "mlp_norm")),
         *((name, WeightsArgs) for name in ("qkv", "output", "gate_up", "down")),
         ("window", c_int64),
+        ("delta", c_void_p),
     )
 
 
@@ -42,10 +51,12 @@ class ModelArgs(Structure):
         ("head", WeightsArgs),
         ("cosines", c_void_p),
         ("sines", c_void_p),
+        *((name, c_int64) for name in ("rotary_dim", "opens_heads", "centred")),
         ("norm_epsilon", c_double),
         ("attention_scale", c_double),
         *((name, c_void_p) for name in ("attention", "linear", "quantized_linear", "begin", "attend")),
         *((name, c_void_p) for name in ("parallel", "entry", "gather", "ranks", "adapt")),
+        *((name, c_void_p) for name in ("seats", "convolve", "attend_linear")),
     )
 
 
@@ -65,6 +76,7 @@ class RowsArgs(Structure):
         ("owners", c_void_p),
         ("adapters", c_void_p),
         ("num_adapters", c_int64),
+        ("spans", c_void_p),
     )
 
 

@@ -98,7 +98,6 @@ class _HeadDescription(NativeModel):
         """Whether what `Head.combine` does is one product."""
         if self.mixes:
             self._entry.mixing = self.weights(head.fc)
-        cosines, sines = self.rotation(head.rotary, shape.max_positions)
         self.model = ModelArgs(
             layers=ctypes.addressof(self._layer),
             num_layers=1,
@@ -110,8 +109,7 @@ class _HeadDescription(NativeModel):
             embeddings=self.keep(embedding),
             final_norm=self.keep(head.norm.weight if shape.is_eagle3 else None),
             head=self._lm_head(lm_head, shape.logit_scale),
-            cosines=cosines,
-            sines=sines,
+            **self.rotation(head.rotary, shape.max_positions),
             norm_epsilon=shape.rms_norm_eps,
             attention_scale=shape.head_dim**-0.5,
             entry=ctypes.addressof(self._entry),

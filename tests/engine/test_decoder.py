@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -119,15 +118,15 @@ class Both:
         return self.native.run(batch, logit_rows), self.modules.run(batch, logit_rows)
 
 
-def assert_same(ours: Tensor, theirs: Tensor) -> None:
+def assert_same(ours: Tensor, theirs: Tensor, slack: float = 1.0) -> None:
     """But for a norm's float32 sum, taken in another order: now and then a value is rounded the other way.
 
-    Where inputs are rounded to int8 that is a larger step.
+    Where inputs are rounded to int8 that is a larger step. States that last need some `slack`.
     """
     difference = (ours.float() - theirs.float()).abs()
     scale = theirs.float().abs().mean()
-    assert difference.mean() < 0.02 * scale
-    assert difference.max() < 0.2 * scale
+    assert difference.mean() < 0.02 * slack * scale
+    assert difference.max() < 0.2 * slack * scale
 
 
 def steps(seed: int = 0) -> list[tuple[list[SequenceRows], list[int]]]:
@@ -155,13 +154,6 @@ def test_a_model_reads_and_writes_the_blocks_of_its_arena() -> None:
         found = two.run([SequenceRows(token_ids, first, [elsewhere, blocks])], [last - first - 1])
         for output, like in zip(found, expected, strict=True):
             assert torch.equal(output.logits, like.logits)
-
-
-@pytest.fixture
-def threads_restored() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

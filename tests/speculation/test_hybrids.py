@@ -179,6 +179,26 @@ def test_bfloat16_gives_the_same_bits_with_drafts_and_without(model: Path) -> No
             assert (drafted.token_ids, drafted.logprobs) == (alone.token_ids, alone.logprobs), name
 
 
+@pytest.mark.parametrize("tree", [False, True])
+def test_hybrids_in_the_native_decoder_draft_for_each_other(tmp_path: Path, tree: bool) -> None:
+    write_model("qwen3_5_text", tmp_path / "target")
+    write_noisy(tmp_path / "target", tmp_path / "draft")
+    config = config_of(
+        tmp_path / "target", dtype="bfloat16", compile="auto", max_num_batched_tokens=512, itl_budget=0.0
+    )
+    speculative = SpeculativeConfig(
+        method="draft_model",
+        model=str(tmp_path / "draft"),
+        num_speculative_tokens=9 if tree else 5,
+        tree=tree,
+    )
+    expected = tokens(run(Engine(config), requests()))
+    engine = Engine(msgspec.structs.replace(config, speculative_config=speculative), speculate=speculate)
+    found = run(engine, requests())
+    assert tokens(found) == expected
+    assert sum(output.accepted_tokens for output in found.values()) > 30
+
+
 @pytest.fixture(scope="module")
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ServeConfig, Path, Answers]]:
     """A hybrid target with a draft much like it, and a pure one: the draft is a hybrid for both. With what

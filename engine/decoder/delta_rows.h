@@ -1,0 +1,73 @@
+// The row operations of gated delta nets and of gated attention, rounded where Transformers' modules round.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "row_math.h"
+
+namespace {
+
+constexpr int64_t PIECE = 128;
+constexpr float UNIT_EPSILON = 1e-6f;  // flash-linear-attention's
+constexpr float LINEAR_FROM = 20;      // softplus is the identity from there on
+
+// 1 + exp(-x) of at most PIECE values, apart from the loop that divides by them (see gate_row).
+template <class Value> void denominators(const Value* x, int64_t count, float* __restrict out) {
+    for (int64_t i = 0; i < count; i++) out[i] = 1 + exp_of(-widen(x[i]));
+}
+
+// silu, in place.
+void silu_row(float* __restrict x, int64_t size) {
+    float below[PIECE];
+    for (int64_t first = 0; first < size; first += PIECE) {
+        const int64_t count = std::min(PIECE, size - first);
+        denominators(x + first, count, below);
+        for (int64_t i = 0; i < count; i++) x[first + i] = rounded(x[first + i] / below[i]);
+    }
+}
+
+// To length `length`, in place.
+void unit_row(float* __restrict x, int64_t size, float length) {
+    const float factor = 1 / std::sqrt(sum_of_squares(x, size) + UNIT_EPSILON);
+    for (int64_t i = 0; i < size; i++) x[i] = x[i] * factor * length;
+}
+
+// x * sigmoid(gate), in place.
+void open_row(const bf16* __restrict gate, int64_t size, bf16* __restrict x) {
+    float below[PIECE];
+    for (int64_t first = 0; first < size; first += PIECE) {
+        const int64_t count = std::min(PIECE, size - first);
+        denominators(gate + first, count, below);
+        for (int64_t i = 0; i < count; i++) x[first + i] = narrow(widen(x[first + i]) * rounded(1 / below[i]));
+    }
+}
+
+void beta_row(const bf16* __restrict made, int64_t heads, float* __restrict betas) {
+    for (int64_t h = 0; h < heads; h++) betas[h] = rounded(1 / (1 + exp_of(-widen(made[h]))));
+}
+
+void decay_row(const bf16* made, const float* rates, const float* shifts, int64_t heads, float* decays) {
+    for (int64_t h = 0; h < heads; h++) {
+        const float x = widen(made[h]) + shifts[h];
+        decays[h] = rates[h] * (x > LINEAR_FROM ? x : std::log1p(exp_of(x)));
+    }
+}
+
+// The norm of what a head read, opened by silu(gate).
+void opened_norm_row(float* __restrict x, const bf16* __restrict weight, const bf16* __restrict gate, int64_t size,
+                     double epsilon, bf16* __restrict out) {
+    for (int64_t i = 0; i < size; i++) x[i] = rounded(x[i]);
+    const float factor = 1 / std::sqrt(sum_of_squares(x, size) / float(size) + float(epsilon));
+    float below[PIECE];
+    for (int64_t first = 0; first < size; first += PIECE) {
+        const int64_t count = std::min(PIECE, size - first);
+        denominators(gate + first, count, below);
+        for (int64_t i = first; i < first + count; i++)
+            out[i] = narrow(rounded(widen(weight[i]) * rounded(x[i] * factor)) * (widen(gate[i]) / below[i - first]));
+    }
+}
+
+}  // namespace

@@ -1,0 +1,189 @@
+"""Hybrids in the native decoder: against Transformers' modules over our operators, and their rows' bits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from engine.attention.cpu_kernel.backend import CpuBackend
+from engine.attention.select import select_backend
+from engine.attention.tables import backend_over
+from engine.decoder.description import unfit
+from engine.kv_pool import KVPool
+from engine.linear.packed import kernel_fault
+from engine.loader import load_model
+from engine.pool_layout import TARGET, PoolLayout
+from engine.recurrent.layout import GRID
+from engine.recurrent.seats import Seats
+from engine.rows import SequenceRows
+from engine.runner import Runner
+from engine.select_forward import _cuda_runner, build_runner
+from native.build import BuildError
+from protocol.adapters import Adapter
+from protocol.config import ServeConfig
+from tests.e2e.architectures import VOCAB_SIZE, config_of, write_model
+from tests.engine.adapter_files import write_adapter
+from tests.engine.test_decoder import assert_same
+from tests.engine.test_recurrent import needs_seam
+
+CPU = torch.device("cpu")
+BLOCK, NUM_BLOCKS, DRAFTS = 16, 24, 32
+FAULT = kernel_fault(CPU, torch.bfloat16)
+
+pytestmark = [needs_seam, pytest.mark.skipif(FAULT is not None, reason=str(FAULT))]
+
+
+class Model:
+    """A runner, and the seats of its sequences."""
+
+    def __init__(
+        self, folder: Path, compile: str, hidden_layers: tuple[int, ...] = (), **options: Any
+    ) -> None:
+        config = ServeConfig(model=str(folder), dtype="bfloat16", device="cpu", max_model_len=256, **options)
+        loaded = load_model(config)
+        assert loaded.recurrent is not None
+        layout = loaded.recurrent.state.with_drafts(DRAFTS)
+        pool = KVPool(PoolLayout((loaded.kv_group,), BLOCK), NUM_BLOCKS, CPU, None)
+        backend_class, _ = select_backend(CPU, torch.bfloat16, "auto")
+        backend = backend_over(backend_class, pool.layers(TARGET), pool.groups[TARGET])
+        assert isinstance(backend, CpuBackend)
+        self.adapters = loaded.adapters
+        self.seats = Seats(layout, 3, CPU)
+        self.runner: Runner = build_runner(loaded, backend, compile, hidden_layers, self.seats)
+
+    def logits(self, batch: list[SequenceRows]) -> Tensor:
+        """Of all rows."""
+        return self.runner.run(batch, list(range(sum(len(rows.token_ids) for rows in batch)))).logits
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hybrid")
+    write_model("qwen3_5_text", folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[None, "int8", "int4"])
+def native(folder: Path, request: pytest.FixtureRequest) -> Model:
+    return Model(folder, "auto", quantization=request.param)
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB_SIZE, (count,), generator=generator).tolist()
+
+
+def rows_of(
+    text: Sequence[int], start: int, end: int, seat: int = 0, certain: int | None = None
+) -> SequenceRows:
+    blocks = list(range(8 * seat, 8 * seat + 8))
+    return SequenceRows(text[start:end], start, [blocks], seat=seat, certain=certain)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_logits_and_hidden_states_are_the_modules(folder: Path, quantization: str | None) -> None:
+    """In chunks, beside another text, with drafts of which none is right, and as a tree."""
+    layers = 1, 3
+    ours, theirs = (Model(folder, mode, layers, quantization=quantization) for mode in ("auto", "off"))
+    assert (ours.runner.choice, theirs.runner.choice[:5]) == ("native decoder", "eager")
+    one, other = tokens(100), tokens(60, 1)
+    masks = [0b1, 0b11, 0b101, 0b1011]
+    batches = [
+        [rows_of(one, 0, 70)],
+        [rows_of(one, 70, 71), rows_of(other, 0, 40, 1)],
+        [rows_of(one, 71, 76, certain=73), rows_of(other, 40, 41, 1)],
+        [SequenceRows([5, 6, 7, 8], 73, [list(range(8))], masks=masks, certain=74)],
+    ]
+    for batch in batches:
+        wanted = [0, sum(len(rows.token_ids) for rows in batch) - 1]
+        found, expected = (model.runner.run(batch, wanted) for model in (ours, theirs))
+        assert_same(found.logits, expected.logits, slack=2)
+        assert found.hidden is not None and expected.hidden is not None
+        assert_same(found.hidden, expected.hidden, slack=2)
+
+
+def bits(model: Model, text: Sequence[int]) -> Tensor:
+    """Its rows alone and at once."""
+    return model.logits([rows_of(text, 0, len(text))])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_rows_bits_do_not_depend_on_chunks_and_company(
+    native: Model, threads: int, threads_restored: None
+) -> None:
+    text, mates = tokens(75), [tokens(90, 1), tokens(90, 2)]
+    torch.set_num_threads(1)
+    whole = bits(native, text)
+    torch.set_num_threads(threads)
+    found = []
+    for number, (start, end) in enumerate(itertools.pairwise((0, 1, 2, 17, 32, 33, 70, 75))):
+        company = [rows_of(mate, 5 * number, 5 * number + 5, 1 + i) for i, mate in enumerate(mates)]
+        batch = [*company[: number % 3], rows_of(text, start, end), *company[number % 3 :]]
+        before = 5 * (number % 3)
+        found.append(native.logits(batch)[before : before + end - start])
+    assert torch.equal(torch.cat(found), whole)
+
+
+def test_drafts_get_the_bits_of_certain_rows_and_leave_nothing_behind(native: Model) -> None:
+    """Across a grid point: a chain of which one is right, then a tree with the right ones on one path."""
+    text, wrong = tokens(60), tokens(60, 9)
+    whole = bits(native, text)
+    native.logits([rows_of(text, 0, 29)])
+    chain = [*text[:31], *wrong[31:40]]
+    assert torch.equal(native.logits([rows_of(chain, 29, 40, certain=30)])[:2], whole[29:31])
+    tree = SequenceRows(
+        [text[31], wrong[0], text[32], wrong[1], text[33]],
+        31,
+        [list(range(8))],
+        masks=[0b1, 0b11, 0b101, 0b1011, 0b10101],
+        certain=32,
+    )
+    assert torch.equal(native.logits([tree])[[0, 2, 4]], whole[31:34])
+    assert torch.equal(native.logits([rows_of(text, 32, 60)]), whole[32:60])
+
+
+def test_adapters_are_the_modules(folder: Path, tmp_path: Path) -> None:
+    """Of all linear layers, in a batch with two of them and none."""
+    paths = [write_adapter(folder, tmp_path / f"{seed}", seed, rank=4 * seed) for seed in (1, 2)]
+    found = []
+    for mode in ("auto", "off"):
+        model = Model(folder, mode, enable_lora=True)
+        assert model.adapters is not None
+        slots = [model.adapters.require(Adapter(name="", path=str(path), digest="")) for path in paths]
+        assert slots == [1, 2]
+        batch = [rows_of(tokens(30, seed), 0, 30, seed) for seed in range(3)]
+        batch[0].adapter, batch[2].adapter = slots
+        found.append((model.runner.choice, model.logits(batch)))
+    assert found[0][0] == "native decoder"
+    assert_same(found[0][1], found[1][1], slack=2)
+
+
+def test_a_build_of_its_own_operators_that_fails_leaves_it_to_the_modules(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise BuildError("no compiler")
+
+    monkeypatch.setattr("engine.select_forward.kernel_addresses", fail)
+    assert Model(folder, "auto").runner.choice.startswith("eager")
+
+
+def test_convolutions_that_reach_beyond_the_grid_are_left_to_the_modules() -> None:
+    config = config_of("qwen3_5_text", linear_conv_kernel_dim=GRID + 2)
+    model = AutoModelForCausalLM.from_config(config)
+    assert unfit(model) == f"layer 0 has a convolution of {GRID + 2} tokens, of at most {GRID + 1}"
+
+
+def test_the_decoder_on_cuda_is_for_attention_alone() -> None:
+    hybrid: Any = SimpleNamespace(adapters=None, recurrent="some")
+    attention: Any = SimpleNamespace(name="triton")
+    config = ServeConfig(model="hybrid", compile="auto")
+    assert _cuda_runner(config, hybrid, attention) is None
