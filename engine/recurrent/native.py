@@ -39,7 +39,7 @@ def operators_of(seats: Seats) -> StepOperators:
     try:
         if fault is None:
             return CpuOperators(seats) if on_cpu else _triton_operators(seats)
-    except (BuildError, ValueError) as error:
+    except BuildError as error:
         fault = str(error)
     logger.warning("recurrent layers run in torch's operators: %s", fault)
     return TorchOperators(seats)
@@ -53,7 +53,6 @@ def _cpu_fault(layout: StateLayout) -> str | None:
 
 
 def _triton_operators(seats: Seats) -> StepOperators:
-    """Raises ValueError where the kernels do not take such states."""
     kernels = importlib.import_module("engine.recurrent.triton_kernel.operators")  # not there on every host
     operators: StepOperators = kernels.TritonOperators(seats)
     return operators

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.recurrent.layout import RecurrentLayer, StateLayout
+from engine.recurrent.layout import GRID, RecurrentLayer, StateLayout
 from engine.recurrent.operators import StepOperators
 from engine.recurrent.seats import RowSpan, Seats
 
@@ -47,6 +47,7 @@ class Text:
         self.layer, self.length = layer, length
         constant = torch.Generator().manual_seed(9)
         self.weight = torch.randn(layer.channels, layer.taps, generator=constant)
+        self.bias = torch.randn(layer.channels, generator=constant)
         self.rates = torch.rand(layer.num_heads, layer.key_dim, generator=constant)
         self.inputs = normal(layer.channels).to(dtype)
         self.query, self.key = (0.3 * normal(layer.num_key_heads, layer.key_dim) for _ in range(2))
@@ -64,10 +65,12 @@ def served(
     texts: list[Text],
     rng: random.Random | None,
     device: torch.device = CPU,
+    grid: int = GRID,
 ) -> list[tuple[Tensor, Tensor]]:
     """Of each text, what the operators give: in chunks at random places beside the others, or whole."""
     length = texts[0].length
-    operators = kind(Seats(StateLayout((texts[0].layer,), texts[0].inputs.dtype), len(texts) + 1, device))
+    layout = StateLayout((texts[0].layer,), texts[0].inputs.dtype, grid, grid)
+    operators = kind(Seats(layout, len(texts) + 1, device))
     done = [0] * len(texts)
     found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in texts]
     while min(done) < length:
@@ -90,12 +93,13 @@ def served(
 
 def _run(operators: StepOperators, text: Text, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     inputs, query, key, value, decay, *beta = rows
-    conv = operators.causal_conv(0, inputs, text.weight.to(inputs.device), None)
+    device = inputs.device
+    conv = operators.causal_conv(0, inputs, text.weight.to(device), text.bias.to(device))
     if text.layer.value_dim > 1:
         out = operators.linear_attention(0, query, key, value, decay, beta[0] if beta else None)
     else:
-        rates = text.rates.to(inputs.device)
-        out = operators.selective_scan(0, query[:, 0], key[:, 0], value[..., 0], decay[..., 0], rates)
+        one_head = query[:, 0], key[:, 0], value[..., 0], decay[..., 0]
+        out = operators.selective_scan(0, *one_head, text.rates.to(device))
     return conv.cpu(), out.cpu().view(value.shape)
 
 
@@ -104,7 +108,7 @@ def token_by_token(text: Text) -> tuple[Tensor, Tensor]:
     layer = text.layer
     padded = torch.cat([torch.zeros(layer.taps - 1, layer.channels), text.inputs]).double()
     taps = text.weight.double().t()
-    conv = torch.stack([(padded[t : t + layer.taps] * taps).sum(0) for t in range(text.length)])
+    conv = torch.stack([(padded[t : t + layer.taps] * taps).sum(0) + text.bias for t in range(text.length)])
     state = torch.zeros(layer.state_shape, dtype=torch.float64)
     group = layer.num_heads // layer.num_key_heads
     rates = text.rates.double() if layer.value_dim == 1 else 1
@@ -129,7 +133,7 @@ def drafted(
     device: torch.device = CPU,
 ) -> int:
     """Asserts that the text's rows come out as in `whole`, drafted as chains or trees with wrong ones beside
-    or behind them. Returns how many drafted rows were accepted.
+    or behind them, and another sequence's. Returns how many drafted rows were accepted.
     """
     noise = Text(
         1, "sum" if text.beta is None else "delta", text.inputs.dtype, dict.fromkeys(LAYERS, text.layer)
@@ -156,10 +160,12 @@ def drafted(
             operators.begin_step([RowSpan(1, done, start - done, start)])
             _run(operators, text, [rows.to(device) for rows in text.rows(done, start)])
         places = [*range(start, certain), *drafts]
-        operators.begin_step([RowSpan(1, start, len(places), certain, masks if trees else None, start)])
+        own = RowSpan(1, start, len(places), certain, masks if trees else None, start)
+        operators.begin_step([RowSpan(0, 0, 2, 2), own])
         known = [index for index, place in enumerate(places) if place is not None]
-        rows = [part.to(device) for part in _rows_at(text, noise, places)]
-        outputs = _run(operators, text, rows)
+        pairs = zip(noise.rows(0, 2), _rows_at(text, noise, places), strict=True)
+        rows = [torch.cat(pair).to(device) for pair in pairs]
+        outputs = [part[2:] for part in _run(operators, text, rows)]
         for got, exact in zip(outputs, whole, strict=True):
             assert torch.equal(got[known], exact[[places[index] for index in known]])
         accepted = nodes[: rng.randint(0, len(nodes))]

@@ -58,17 +58,17 @@ def _read(
     PART: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
     DELTA: tl.constexpr,
-    GRID: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What queries and keys find in the state, [GRID, BLOCK], and in each row's key, [GRID, GRID]."""
+    """What queries and keys find in the state, [ROWS, BLOCK], and in each row's key, [ROWS, ROWS]."""
     row = sources[0]
-    slot = tl.arange(0, GRID)
+    slot = tl.arange(0, ROWS)
     lower = slot[:, None] >= slot[None, :]
-    seen = tl.zeros([GRID, BLOCK], tl.float32)
-    lacks = tl.zeros([GRID, BLOCK], tl.float32)
-    by_query = tl.zeros([GRID, GRID], tl.float32)
-    by_key = tl.zeros([GRID, GRID], tl.float32)
+    seen = tl.zeros([ROWS, BLOCK], tl.float32)
+    lacks = tl.zeros([ROWS, BLOCK], tl.float32)
+    by_query = tl.zeros([ROWS, ROWS], tl.float32)
+    by_key = tl.zeros([ROWS, ROWS], tl.float32)
     for first in range(0, KEY_DIM, PART):
         d = first + tl.arange(0, PART)
         inside = d < KEY_DIM
@@ -132,10 +132,10 @@ def _advance(
     VALUE_DIM: tl.constexpr,
     PART: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
-    GRID: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """Puts the state behind a whole grid of rows at `target`."""
-    last = (tl.arange(0, GRID) == GRID - 1)[:, None]
+    last = (tl.arange(0, ROWS) == ROWS - 1)[:, None]
     for first in range(0, KEY_DIM, PART):
         d = first + tl.arange(0, PART)
         inside = d < KEY_DIM
@@ -179,7 +179,7 @@ def attend(
     PART: tl.constexpr,
     BLOCK: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
-    GRID: tl.constexpr,
+    ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
     """Programs: sequence, head and block of its values. Keys are read PART values at a time. `drafted` are
@@ -193,7 +193,7 @@ def attend(
     seat = tl.load(entry).to(tl.int64)
     start, first, kept = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     first_tile, end_tile = tl.load(entry + 5), tl.load(entry + 6)
-    slot = tl.arange(0, GRID)
+    slot = tl.arange(0, ROWS)
     e = tl.program_id(1) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     is_value = e < VALUE_DIM
     keys += seat * keys_step
@@ -201,10 +201,10 @@ def attend(
     decays += seat * decays_step
     cell = head * (KEY_DIM * VALUE_DIM) + e[None, :]
     settled = state + seat * state_step + cell
-    ahead = drafted + tl.load(entry + 8).to(tl.int64) * (HEADS * KEY_DIM * VALUE_DIM) + cell
+    ahead = drafted + tl.load(entry + 7).to(tl.int64) * (HEADS * KEY_DIM * VALUE_DIM) + cell
 
     for tile in range(first_tile, end_tile):
-        entry = tiles + tile * (TILE_COLUMNS + GRID)
+        entry = tiles + tile * (TILE_COLUMNS + ROWS)
         low, high, flags = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
         source = tl.load(entry + TILE_COLUMNS + slot)
         is_row = source >= 0
@@ -241,7 +241,7 @@ def attend(
                 PART,
                 BY_CHANNEL,
                 DELTA,
-                GRID,
+                ROWS,
                 BLOCK,
             )
             if DELTA:
@@ -272,6 +272,6 @@ def attend(
                 VALUE_DIM,
                 PART,
                 BY_CHANNEL,
-                GRID,
+                ROWS,
             )
         tl.debug_barrier()  # what a tile leaves is there for those behind it

@@ -60,7 +60,7 @@ def convolve(
     sequence = tl.program_id(0)
     entry = sequences + sequence * SEQUENCE_COLUMNS
     seat = tl.load(entry).to(tl.int64)
-    first, end, moves = tl.load(entry + 2), tl.load(entry + 4), tl.load(entry + 7)
+    first, end = tl.load(entry + 2), tl.load(entry + 4)
     tail += seat * tail_step
     recent += seat * recent_step
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -82,7 +82,7 @@ def convolve(
         tl.store(place, total, mask=live[:, None] & is_channel[None, :])
 
     tap = tl.arange(0, PADDED_TAPS)
-    is_tail = (tap < TAPS - 1) & (moves != 0)
+    is_tail = tap < TAPS - 1
     source = tl.load(tails + sequence * REACH + (REACH - TAPS + 1) + tap, mask=is_tail, other=0)
     values = _inputs_at(source, is_tail, inputs, recent, tail, channel, CHANNELS, TAPS, WINDOW)
     tl.debug_barrier()  # all is read that is written over from here on

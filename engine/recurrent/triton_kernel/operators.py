@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.recurrent.layout import StateLayout
 from engine.recurrent.seats import LayerSeats, RowSpan, Seats
 from engine.recurrent.triton_kernel.attend import attend
 from engine.recurrent.triton_kernel.convolve import convolve
 from engine.recurrent.triton_kernel.keep import keep
-from engine.recurrent.triton_kernel.plan import tables_of
+from engine.recurrent.triton_kernel.plan import tables_of, tile_rows
 from engine.recurrent.triton_kernel.scan import scan
 from engine.upload import upload_to
 
@@ -26,13 +25,12 @@ _ALIGNMENT = 16
 
 class TritonOperators:
     """A row has the same bits in any chunks and company, drafted or not. In the seats' windows the decays are
-    those of each token alone. Raises ValueError for states that the kernels do not take.
+    those of each token alone.
     """
 
     name = "triton"
 
     def __init__(self, seats: Seats) -> None:
-        _check(seats.layout)
         self._seats = seats
         self._reach = max(layer.taps for layer in seats.layout.layers) - 1
         self._upload = upload_to(seats.device)
@@ -104,7 +102,7 @@ class TritonOperators:
             PART=_PART_BY_CHANNEL if by_channel else _PART,
             BLOCK=block,
             BY_CHANNEL=by_channel,
-            GRID=layout.grid,
+            ROWS=tile_rows(layout.grid),
             WINDOW=layout.window,
             num_warps=4,
             num_stages=1,  # rows of a tree read what the tiles before have written
@@ -138,7 +136,7 @@ class TritonOperators:
             KEY_DIM=key_dim,
             KEY_PADDED=_power_of_two(key_dim),
             BLOCK=_HEADS,
-            GRID=layout.grid,
+            ROWS=tile_rows(layout.grid),
             WINDOW=layout.window,
             num_warps=4,
             num_stages=1,
@@ -162,11 +160,6 @@ class TritonOperators:
             BLOCK=_KEPT_COLUMNS,
             num_warps=4,
         )
-
-
-def _check(layout: StateLayout) -> None:
-    if layout.grid < 16 or layout.grid & layout.grid - 1:
-        raise ValueError(f"a grid of {layout.grid} tokens: the triton kernel takes powers of two from 16 on")
 
 
 def _aligned(rows: Tensor) -> Tensor:

@@ -15,10 +15,10 @@ NOTHING = -(2**31)
 -1 - window on the convolution's inputs before the grid point, backwards. Those from 0 on are the step's rows.
 """
 
-SEQUENCE_COLUMNS = 9
+SEQUENCE_COLUMNS = 8
 """Of a sequence: its seat; the first row's place; its first row, the first one that its window keeps and the
-one behind its last; its first tile and the one behind its last; whether its grid point moves; and, of the
-sequences whose drafts go on behind one, its number.
+one behind its last; its first tile and the one behind its last; and, of the sequences whose drafts go on
+behind a grid point, its number.
 """
 
 TILE_COLUMNS = 3
@@ -42,9 +42,14 @@ class Tables(NamedTuple):
     tails: np.ndarray
     """[sequences, reach]: and of what it will read before the new grid point"""
     tiles: np.ndarray
-    """[tiles, TILE_COLUMNS + grid]"""
+    """[tiles, TILE_COLUMNS + tile_rows(grid)]"""
     num_drafted: int
     """Sequences whose drafts go on behind a grid point."""
+
+
+def tile_rows(grid: int) -> int:
+    """That a tile has: what matrix units multiply, of which the grid's may be the first."""
+    return max(16, 1 << (grid - 1).bit_length())
 
 
 def tables_of(spans: Sequence[RowSpan], bases: Sequence[int], layout: StateLayout, reach: int) -> Tables:
@@ -71,7 +76,7 @@ def tables_of(spans: Sequence[RowSpan], bases: Sequence[int], layout: StateLayou
     for index in range(len(spans)):
         crosses[index] = is_drafted[begins[index] : ends[index]].any()
     columns = step.seat, step.start, step.first, kept, step.first + step.end - step.start, begins, ends
-    sequences = np.stack([*columns, step.settled > step.base, np.cumsum(crosses) - crosses], 1)
+    sequences = np.stack([*columns, np.cumsum(crosses) - crosses], 1)
     sequences, before, tails, tiles = (each.astype(np.int32) for each in (sequences, before, tails, tiles))
     return Tables(sequences, before, tails, tiles, int(crosses.sum()))
 
@@ -102,8 +107,10 @@ def _chain_tiles(step: _Step, chains: np.ndarray) -> tuple[np.ndarray, np.ndarra
     grid, counts = step.grid, -(-(step.end - step.base)[chains] // step.grid)
     owner = np.repeat(chains, counts)
     point = step.base[owner] + grid * (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts))
-    places, end = point[:, None] + np.arange(grid), step.end[owner]
-    sources = np.where(places < end[:, None], step.sources(owner, places), NOTHING)
+    end = step.end[owner]
+    places = point[:, None] + np.arange(tile_rows(grid))
+    behind = np.minimum(point + grid, end)[:, None]
+    sources = np.where(places < behind, step.sources(owner, places), NOTHING)
     settled = step.settled[owner]
     is_certain = point + grid <= settled
     flags = np.where(point + grid < end, ADVANCE, 0) | np.where(is_certain, ADVANCE | CERTAIN, 0)
@@ -132,7 +139,7 @@ def _tree_tiles(step: _Step, index: int, span: RowSpan) -> np.ndarray:
                 tiles.append((grid, grid, drafted | ADVANCE, ahead[first : first + grid]))
             passed = ahead
         tiles.append((left, left + 1, DRAFTED if ahead else 0, [*path[len(ahead) :], place]))
-    table = np.full((len(tiles), TILE_COLUMNS + grid), NOTHING, np.int64)
+    table = np.full((len(tiles), TILE_COLUMNS + tile_rows(grid)), NOTHING, np.int64)
     for row, (low, high, flags, places) in zip(table, tiles, strict=True):
         row[:TILE_COLUMNS] = low, high, flags
         row[TILE_COLUMNS:][: len(places)] = step.sources(np.array([index]), np.array([places]))[0]

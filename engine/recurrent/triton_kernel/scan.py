@@ -43,7 +43,7 @@ def scan(
     KEY_DIM: tl.constexpr,
     KEY_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
-    GRID: tl.constexpr,
+    ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
     """Programs: sequence, block of heads. `keep` does what is left of the windows."""
@@ -58,10 +58,10 @@ def scan(
     cell = h[:, None] * KEY_DIM + d[None, :]
     is_cell = is_head[:, None] & is_key[None, :]
     settled = state + seat * state_step + cell
-    ahead = drafted + tl.load(entry + 8).to(tl.int64) * (HEADS * KEY_DIM) + cell
+    ahead = drafted + tl.load(entry + 7).to(tl.int64) * (HEADS * KEY_DIM) + cell
     rate = tl.load(rates + cell, mask=is_cell, other=0.0)
     for tile in range(tl.load(entry + 5), tl.load(entry + 6)):
-        of = tiles + tile * (TILE_COLUMNS + GRID)
+        of = tiles + tile * (TILE_COLUMNS + ROWS)
         low, high, flags = tl.load(of), tl.load(of + 1), tl.load(of + 2)
         held = tl.load(tl.where((flags & DRAFTED) != 0, ahead, settled), mask=is_cell, other=0.0)
         for t in range(high):

@@ -10,12 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.recurrent.layout import RecurrentLayer, StateLayout
+from engine.recurrent.layout import RecurrentLayer
 from engine.recurrent.operators import TorchOperators
-from engine.recurrent.seats import Seats
 from engine.recurrent.triton_kernel import operators
 from engine.recurrent.triton_kernel.operators import TritonOperators
-from tests.engine.recurrent_texts import CPU, Text, drafted, served
+from tests.engine.recurrent_texts import Text, drafted, served
 
 LAYER = RecurrentLayer(channels=40, taps=4, num_heads=2, num_key_heads=1, key_dim=20, value_dim=18)
 LAYERS = {
@@ -46,18 +45,21 @@ def test_rows_are_what_torch_computes_and_have_the_same_bits_in_any_chunks_and_c
     assert all(torch.equal(one, other) for one, other in zip(alone, crowd, strict=True))
 
 
-@pytest.mark.parametrize(("rule", "trees"), [("delta", True), ("delta by channel", False), ("scan", True)])
-def test_drafted_rows_have_the_bits_of_certain_ones_and_leave_nothing_behind(rule: str, trees: bool) -> None:
-    layers = {
-        name: replace(layer, num_heads=1, value_dim=min(layer.value_dim, 16))
-        for name, layer in LAYERS.items()
-    }
-    text = Text(0, rule, torch.bfloat16, layers, 37)
+def test_grids_smaller_than_what_is_multiplied() -> None:
+    texts = [Text(0, "delta", torch.float32, LAYERS, 11)]
+    outputs = [served(kind, texts, random.Random(0), grid=4)[0] for kind in (TritonOperators, TorchOperators)]
+    torch.testing.assert_close(*outputs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rule", "trees", "seeds"),
+    [("delta", True, (1, 11)), ("delta by channel", False, (0,)), ("scan", True, (1,))],
+)
+def test_drafted_rows_have_the_bits_of_certain_ones_and_leave_nothing_behind(
+    rule: str, trees: bool, seeds: tuple[int, ...]
+) -> None:
+    """The seeds of trees are of one whose root ends a grid, and one with branches across a grid point."""
+    layer = replace(LAYERS[rule], num_heads=1, value_dim=min(LAYERS[rule].value_dim, 16))
+    text = Text(0, rule, torch.bfloat16, {rule: layer}, 37)
     whole = served(TritonOperators, [text], None)[0]
-    assert drafted(TritonOperators, text, whole, random.Random(0), trees) > 10
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    odd = Seats(StateLayout((LAYER,), torch.float32, grid=24, window=24), 1, CPU)
-    with pytest.raises(ValueError, match="a grid of 24 tokens"):
-        TritonOperators(odd)
+    assert sum(drafted(TritonOperators, text, whole, random.Random(seed), trees) for seed in seeds) > 10
