@@ -262,16 +262,22 @@ class Holdings:
     def mark_drafted(self, num_places: int) -> None:
         """The first `num_places` places hold draft KV too. That lies in the first arena."""
         drafted = self.manager.arenas[0].drafted
-        for block in reversed(self.blocks[0][: num_places // self.manager.block_size]):
+        for block in reversed(self.blocks[0][self.num_left[0] : num_places // self.manager.block_size]):
             if drafted[block]:
                 break
             drafted[block] = True
 
     @property
     def num_drafted(self) -> int:
-        """Leading places that hold draft KV, as far as is known."""
-        full = itertools.takewhile(self.manager.arenas[0].drafted.__getitem__, self.blocks[0])
-        return sum(1 for _ in full) * self.manager.block_size
+        """Leading places that hold draft KV, as far as is known, or are behind a window."""
+        blocks = self.blocks[0][self.num_left[0] :]
+        full = itertools.takewhile(self.manager.arenas[0].drafted.__getitem__, blocks)
+        return self.first_kept + sum(1 for _ in full) * self.manager.block_size
+
+    @property
+    def first_kept(self) -> int:
+        """The first token that the first table has a block of."""
+        return self.num_left[0] * self.manager.block_size
 
     def publish_state(self, position: int, token_ids: Sequence[int], blocks: list[int]) -> None:
         """These blocks hold the state behind the first `position` tokens. It can be found from now on if the

@@ -173,10 +173,10 @@ class Group:
 
     def draft_fault(self, draft: Group) -> str:
         """Why a draft's KV can't lie beside these tables; empty if it can: in the first one, whose layers see
-        all. In blocks of the others its places stay empty.
+        all, or as much as the draft's. In blocks of the others its places stay empty.
         """
-        if self.windows[0]:
-            return "a draft's KV may be behind the last token"
+        if self.windows[0] and not all(0 < sight <= self.windows[0] for sight in draft.sights or (0,)):
+            return "a draft sees more of a sequence"
         own, drafted = (sum(segment.block_bytes(1) for segment in each.segments) for each in (self, draft))
         padding = (self.num_tables - 1) * drafted / (self.num_tables * (own + drafted))
         if padding > _MOST_PADDING:

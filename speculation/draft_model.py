@@ -88,6 +88,7 @@ class DraftModel(Drafter):
             self.state_layout = self._loaded.recurrent.state.with_drafts(default_drafted(options))
         self._vocab_size = target.vocab_size
         self.kv_group = replace(self._loaded.kv_group, name=DRAFT)
+        self._sight = max(self.kv_group.sights)
         self._computed: dict[str, int] = {}
         """By request: leading places that have the draft model's KV, and are in its state if it has one."""
         self._seats: DraftSeats | None = None
@@ -138,7 +139,7 @@ class DraftModel(Drafter):
         budget = _READ_AT_ONCE
         ready = []
         for index, sequence in enumerate(sequences):
-            unread = len(sequence.token_ids) - self._computed.get(sequence.request_id, 0)
+            unread = len(sequence.token_ids) - self._first_unread(sequence)
             if unread <= budget:
                 ready.append(index)
             elif budget > 0:
@@ -181,20 +182,26 @@ class DraftModel(Drafter):
         return self._runner.run(batch, list(every)).logits[:, : self._vocab_size]
 
     def _unread_rows(self, sequences: Sequence[SequenceState]) -> list[SequenceRows]:
-        starts = [self._computed.get(sequence.request_id, 0) for sequence in sequences]
-        return [
-            SequenceRows(sequence.token_ids[start:], start, sequence.held.blocks, seat=self._seat(sequence))
-            for sequence, start in zip(sequences, starts, strict=True)
-        ]
+        return [self._rows(each, self._first_unread(each), len(each.token_ids)) for each in sequences]
+
+    def _first_unread(self, sequence: SequenceState) -> int:
+        """What lies behind the target's window is not read any more."""
+        return max(self._computed.get(sequence.request_id, 0), sequence.held.first_kept)
+
+    def _rows(self, sequence: SequenceState, start: int, end: int) -> SequenceRows:
+        """Those that lag behind the target's would see keys that it has let go of."""
+        held = sequence.held
+        first_key = held.first_kept if start + 1 - self._sight < held.first_kept else 0
+        tokens, seat = sequence.token_ids[start:end], self._seat(sequence)
+        return SequenceRows(tokens, start, held.blocks, first_key=first_key, seat=seat)
 
     def _read(self, sequence: SequenceState, end: int) -> None:
         """Compute the KV of the committed places up to `end`."""
-        start = self._computed.get(sequence.request_id, 0)
+        start = self._first_unread(sequence)
         while start < end:
-            tokens = sequence.token_ids[start : min(end, start + _READ_AT_ONCE)]
-            rows = SequenceRows(tokens, start, sequence.held.blocks, seat=self._seat(sequence))
+            rows = self._rows(sequence, start, min(end, start + _READ_AT_ONCE))
             self._runner.run([rows], [0])
-            start += len(tokens)
+            start += len(rows.token_ids)
         self._computed[sequence.request_id] = start
 
     def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:

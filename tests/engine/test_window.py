@@ -7,16 +7,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from engine.block_manager import BlockManager
 from engine.engine import Engine
+from engine.holdings import Holdings
 from protocol.errors import ConfigError
+from protocol.outputs import TokenOutput
+from protocol.speculation import SpeculativeConfig
 from protocol.window import TILE, Window
+from speculation.speculator import speculate
 from tests.e2e.architectures import SLIDING_WINDOW, write_model
+from tests.engine.fake_pool import FakePool
 from tests.engine.test_engine import ask, assert_empty, prompt_of, run, tiny_engine, tokens
-from tests.engine.windowed import ask_crowds, blocks_from_disk, cached, poisoned_run
+from tests.engine.windowed import ask_crowds, blocks_from_disk, cached, num_used, poisoned_run
 from tests.speculation import scripted
 from tests.worker.tiny_model import VOCAB_SIZE, assert_greedy, greedy, load
 
@@ -198,6 +205,58 @@ def test_the_first_place_is_that_of_the_first_tile_that_is_read(position: int, b
     place = window.first_place(position)
     assert place * block_size <= first < (place + 1) * block_size
     assert position - place * block_size < window.span()
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_draft_that_sees_no_more_lets_go_of_the_same_blocks(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel, folder: Path, tree: bool
+) -> None:
+    """It has the target's weights, and reads a prompt only once it drafts: it begins at the window. All that
+    it drafts from a window later on is right.
+    """
+    asked = SpeculativeConfig(
+        method="draft_model", model=str(folder), num_speculative_tokens=6 if tree else 4, tree=tree
+    )
+    plain = make_engine(num_blocks=120, enable_prefix_caching=False)
+    engine = Engine(msgspec.structs.replace(plain.config, speculative_config=asked), speculate=speculate)
+    [table] = engine.blocks.tables
+    assert table.window == Window(SLIDING_WINDOW, 16)
+    prompt = prompt_of(250)
+    engine.add(ask("a", prompt, 150))
+    parts: list[TokenOutput] = []
+    most = 0
+    while engine.has_work():
+        for name in ("target", "draft"):
+            engine.pool.segment(name)[engine.blocks.arenas[0]._free] = torch.nan
+        parts += engine.step().outputs
+        most = max(most, num_used(engine))
+    assert_greedy(reference, prompt, tokens(parts), 150)
+    assert most <= Window(SLIDING_WINDOW, 16).span(BUDGET) // 16 + 1
+    late = parts[len(parts) // 2 :]
+    accepted, drafted = (sum(getattr(p, f"{name}_tokens") for p in late) for name in ("accepted", "drafted"))
+    assert accepted > (0.3 if tree else 0.95) * drafted > 10
+    assert_empty(engine)
+
+
+def test_what_is_behind_the_window_counts_as_drafted() -> None:
+    blocks = BlockManager(FakePool(16, 40), windows=[Window(24, 16)], most_rows=64)  # type: ignore[arg-type]
+    held = Holdings(blocks, b"r" * 16)
+    held.grow(0, 300, 64)
+    for end in range(60, 301, 60):
+        held.commit(end, [], [*range(300)])
+    assert held.num_drafted == held.first_kept == 256
+    held.mark_drafted(300)
+    assert held.num_drafted == 288
+    assert sum(blocks.arenas[0].drafted) == 2
+
+
+def test_a_draft_that_sees_more_keeps_all(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
+    write_model("llama", tmp_path)
+    asked = SpeculativeConfig(method="draft_model", model=str(tmp_path), num_speculative_tokens=2)
+    config = msgspec.structs.replace(make_engine(max_model_len=200).config, speculative_config=asked)
+    engine = Engine(config, speculate=speculate)
+    assert not engine.blocks.has_windows
+    assert "though some do not see it: a draft sees more of a sequence" in engine.start_up["kv_pool"]
 
 
 def test_who_keeps_all(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
