@@ -106,6 +106,26 @@ static inline void transpose_16(const Word* const* from, int words, Word* to) {
         for (int k = 0; k < 16; k++) to[w * TILE + k] = from[k][w];
 }
 
+#if defined(__AVX512F__)
+// The same from bfloat16, two values of which become two words.
+static inline void transpose_pairs(const uint32_t* const* from, int pairs, float* to) {
+    const auto put = [&](int pair, int key, __mmask16 keys, __m512i both) {
+        float* even = to + 2 * pair * TILE + key;
+        _mm512_mask_storeu_epi32(even, keys, _mm512_slli_epi32(both, 16));
+        _mm512_mask_storeu_epi32(even + TILE, keys, _mm512_and_si512(both, _mm512_set1_epi32(int32_t(0xffff0000))));
+    };
+    int pair = 0;
+    asm volatile("" : : "r"(from) : "memory");
+    for (; pair + 4 <= pairs; pair += 4) {
+        __m512i columns[4];
+        four_columns(from, pair, columns);
+        for (int i = 0; i < 4; i++) put(pair + i, 0, 0xffff, columns[i]);
+    }
+    for (; pair < pairs; pair++)
+        for (int k = 0; k < 16; k++) put(pair, k, 1, _mm512_set1_epi32(int32_t(from[k][pair])));
+}
+#endif
+
 // Four codes of each of 16 keys, in vectors of so many, become words of two as int16: first the even, then the odd ones.
 static inline void put_codes(IntVec four, int32_t* to) {
     store(to, (IntVec)((ShortVec)four << 8 >> 8));
@@ -168,6 +188,21 @@ static void pack_keys(const TileRows<Element>& rows, int64_t offset, int head_di
         transpose_16(group, words, packed + first);
     }
 }
+
+#if defined(__AVX512F__)
+// The same for bfloat16 keys of an even size that are multiplied as float32.
+static void pack_keys(const TileRows<uint16_t>& rows, int64_t offset, int head_dim, int words, Sweep<uint16_t>& sweep,
+                      float* buffer, float* packed) {
+    if (head_dim % 2) return pack_keys<float, uint16_t>(rows, offset, head_dim, words, sweep, buffer, packed);
+    for (int first = 0; first < rows.count; first += 16) {
+        const uint32_t* group[16];
+        for (int k = 0; k < 16; k++)
+            group[k] = (const uint32_t*)(rows.keys[std::min(first + k, rows.count - 1)] + offset);
+        sweep.fetch();
+        transpose_pairs(group, head_dim / 2, packed + first);
+    }
+}
+#endif
 
 // The same for words of two codes.
 static void pack_keys(const TileRows<Int8>& rows, int64_t offset, int head_dim, int, Sweep<Int8>& sweep,
