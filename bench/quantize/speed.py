@@ -61,11 +61,11 @@ def measure(
     for number in range(rounds):
         for name, engine in engines.items():
             started = time.perf_counter()
-            _answer(engine, f"{number}", 1, prompt, 1)
+            answer(engine, f"{number}", 1, prompt, 1)
             prefills[name].append(prompt / (time.perf_counter() - started))
         for concurrency in concurrencies:
             for name, engine in engines.items():
-                seconds = _answer(engine, f"{number}-{concurrency}", concurrency, context, output)
+                seconds = answer(engine, f"{number}-{concurrency}", concurrency, context, output)
                 decodes[name, concurrency].append((output - 1) * concurrency / seconds)
     return {
         name: Speed(
@@ -76,7 +76,7 @@ def measure(
     }
 
 
-def _answer(engine: Engine, name: str, count: int, prompt: int, output: int) -> float:
+def answer(engine: Engine, name: str, count: int, prompt: int, output: int) -> float:
     """Seconds from when each of `count` requests has its first token until they end."""
     for index in range(count):
         token_ids = [3 + (index * 131 + place * 17) % (engine.vocab_size - 3) for place in range(prompt)]

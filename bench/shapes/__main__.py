@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from bench.shapes.write import write_shape
+from bench.shapes.write import SHAPES, write_shape
 
 
 def main(
-    name: Annotated[str, typer.Argument(help="llama-29m or qwen3-0.5b")],
+    name: Annotated[str, typer.Argument(help=f"one of {', '.join(SHAPES)}")],
     folder: Annotated[Path, typer.Argument(help="where to write the model")],
     seed: Annotated[int, typer.Option(help="seed of the random weights")] = 0,
 ) -> None:
