@@ -8,8 +8,8 @@ from engine.attention.interface import AttentionBackend
 from engine.forward import Forward
 from engine.loader import LoadedModel
 from engine.recurrent.native import operators_of
-from engine.recurrent.seats import RowSpan, Seats
-from engine.rows import SequenceRows
+from engine.recurrent.seats import Seats
+from engine.rows import SequenceRows, span_of
 
 
 class HybridForward(Forward):
@@ -39,12 +39,5 @@ class HybridForward(Forward):
 
     def _begin(self, batch: Sequence[SequenceRows]) -> None:
         super()._begin(batch)
-        self._operators.begin_step([_span(rows) for rows in batch])
+        self._operators.begin_step([span_of(rows) for rows in batch])
         self._seam.operators = self._operators
-
-
-def _span(rows: SequenceRows) -> RowSpan:
-    count = len(rows.token_ids)
-    certain = rows.start + count if rows.certain is None else rows.certain
-    tree_start = rows.start if rows.tree_start is None else rows.tree_start
-    return RowSpan(rows.seat, rows.start, count, certain, rows.masks, tree_start)

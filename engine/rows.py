@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.recurrent.seats import RowSpan
+
 
 @dataclass(slots=True, eq=False)
 class SequenceRows:
@@ -71,3 +73,11 @@ def block_table(tables: Sequence[list[int]]) -> np.ndarray:
     for row, block_ids in zip(padded, tables, strict=True):
         row[: len(block_ids)] = block_ids
     return padded
+
+
+def span_of(rows: SequenceRows) -> RowSpan:
+    """What recurrent layers are told of a sequence's rows."""
+    count = len(rows.token_ids)
+    certain = rows.start + count if rows.certain is None else rows.certain
+    tree_start = rows.start if rows.tree_start is None else rows.tree_start
+    return RowSpan(rows.seat, rows.start, count, certain, rows.masks, tree_start)

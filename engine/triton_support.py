@@ -1,4 +1,4 @@
-"""Whether Triton's kernels can serve a device."""
+"""Whether Triton's kernels can serve a device, and how the sizes of their blocks are reckoned."""
 
 from __future__ import annotations
 
@@ -32,3 +32,12 @@ def triton_fault(device: torch.device) -> str | None:
     if major < 8:
         return f"the triton kernel needs a device of compute capability 8.0 or later, not {major}.{minor}"
     return None
+
+
+def ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def power_of_two(number: int) -> int:
+    """The next one, from 16 on: what tensor cores multiply."""
+    return max(16, 1 << (number - 1).bit_length())

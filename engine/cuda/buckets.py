@@ -6,9 +6,9 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from engine.attention.triton_kernel import tiles
-from engine.attention.triton_kernel.tiles import ceil_div
 from engine.rows import SequenceRows
 from engine.step_inputs import StepShape, are_chains
+from engine.triton_support import ceil_div
 from protocol.config import ServeConfig
 
 MOST_ROWS = 512

@@ -11,11 +11,11 @@ from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
 from engine.attention.triton_kernel.backend import TritonBackend
-from engine.attention.triton_kernel.tiles import ceil_div, power_of_two
 from engine.cuda.kernels import add_norm, gate, rotate
 from engine.cuda.products import TiledLinear, TiledWeight, concatenated, join
 from engine.decoder.description import attention_window, joint
 from engine.step_inputs import StepInputs
+from engine.triton_support import ceil_div, power_of_two
 
 _GATE_BLOCK = 1024
 _NORM_WARPS = 8

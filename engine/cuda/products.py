@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from engine.attention.triton_kernel.tiles import ceil_div
 from engine.cuda import product_kernel
 from engine.cuda.product_kernel import multiply
 from engine.linear.quantized import QuantizedLinear
 from engine.quantization.weight import CodeFormat, QuantizedWeight
+from engine.triton_support import ceil_div
 
 _KINDS = {
     None: product_kernel.PLAIN,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from engine.decoder.structs import ModelArgs, RowsArgs
 from engine.recurrent.native import CpuSpans, kernel_addresses, layer_seats
 from engine.recurrent.seats import Seats
-from engine.rows import SequenceRows
+from engine.rows import SequenceRows, span_of
 
 
 class NativeSeats:
@@ -22,12 +22,5 @@ class NativeSeats:
 
     def place(self, batch: Sequence[SequenceRows], fields: RowsArgs) -> None:
         """Say in `fields` where the rows' states are. It is valid until the next call."""
-        spans = self._spans
-        spans.begin()
-        for rows in batch:
-            start, count = rows.start, len(rows.token_ids)
-            certain = start + count if rows.certain is None else rows.certain
-            tree_start = start if rows.tree_start is None else rows.tree_start
-            spans.add(rows.seat, start, count, certain, tree_start, rows.masks)
-        spans.end()
-        fields.spans = ctypes.addressof(spans.args)
+        self._spans.begin(map(span_of, batch))
+        fields.spans = ctypes.addressof(self._spans.args)

@@ -7,7 +7,7 @@ import functools
 import importlib
 import logging
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,23 +95,16 @@ class CpuSpans:
         self._masks: list[array[int]] = []
         self.args = SpansArgs()
 
-    def begin(self) -> None:
-        """Forget the last step's."""
+    def begin(self, spans: Iterable[RowSpan]) -> None:
+        """They are valid until the next call."""
         self._numbers, self._masks = array("q"), []
-
-    def add(
-        self, seat: int, start: int, count: int, certain: int, tree_start: int, masks: Sequence[int] | None
-    ) -> None:
-        """As `RowSpan` has them."""
-        paths = 0
-        if masks is not None:
-            self._masks.append(array("Q", masks))
-            paths, _ = self._masks[-1].buffer_info()
-        base = self._seats.run(seat, start, count, certain)
-        self._numbers.extend((seat, base, start, count, certain, tree_start, paths))  # SpanArgs
-
-    def end(self) -> None:
-        """All have been added."""
+        for span in spans:
+            paths = 0
+            if span.masks is not None:
+                self._masks.append(array("Q", span.masks))
+                paths, _ = self._masks[-1].buffer_info()
+            where = span.seat, self._seats.run(span), span.start, span.count
+            self._numbers.extend((*where, span.certain, span.tree_start, paths))  # SpanArgs
         address, length = self._numbers.buffer_info()
         layout, threads = self._seats.layout, torch.get_num_threads()
         count = length // len(SpanArgs._fields_)
@@ -131,10 +124,7 @@ class CpuOperators:
         self._spans = CpuSpans(seats)
 
     def begin_step(self, spans: Sequence[RowSpan]) -> None:
-        self._spans.begin()
-        for span in spans:
-            self._spans.add(span.seat, span.start, span.count, span.certain, span.tree_start, span.masks)
-        self._spans.end()
+        self._spans.begin(spans)
 
     def causal_conv(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         inputs = inputs.contiguous()

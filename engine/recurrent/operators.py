@@ -63,8 +63,7 @@ class TorchOperators:
         """And where their states are."""
 
     def begin_step(self, spans: Sequence[RowSpan]) -> None:
-        run = self._seats.run
-        self._spans = [(span, run(span.seat, span.start, span.count, span.certain)) for span in spans]
+        self._spans = [(span, self._seats.run(span)) for span in spans]
 
     def causal_conv(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         of, taps = self._seats.layers[layer], weight.float().t()

@@ -117,18 +117,18 @@ class Seats:
     def give_back(self, seat: int) -> None:
         self._free.append(seat)
 
-    def run(self, seat: int, start: int, count: int, certain: int) -> int:
-        """Rows of a `RowSpan` are about to run. Returns where the state is until they have: then it is at the
+    def run(self, span: RowSpan) -> int:
+        """These rows are about to run. Returns where the state is until they have: then it is at the
         last grid point of what is certain of them.
         """
-        grid = self.layout.grid
+        grid, seat, start = self.layout.grid, span.seat, span.start
         if start == 0:
             self._states[seat].zero_()
             self._bases[seat] = 0
         base = self._bases[seat]
         if not 0 <= start - base <= self.layout.window:  # a made-up sequence: so is its state
             base = start // grid * grid
-        end = min(certain, start + count)
+        end = min(span.certain, start + span.count)
         self._bases[seat] = max(base, end // grid * grid)
         return base
 

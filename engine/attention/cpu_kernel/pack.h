@@ -174,6 +174,17 @@ template <class Element> struct Sweep {
     }
 };
 
+// Calls turn(keys, first) for 16 keys at a time, as they are stored, which are read as other words.
+template <class Word, class Element, class Turn>
+static inline void each_16_keys(const TileRows<Element>& rows, int64_t offset, Sweep<Element>& sweep, const Turn& turn) {
+    for (int first = 0; first < rows.count; first += 16) {
+        const Word* group[16];
+        for (int k = 0; k < 16; k++) group[k] = (const Word*)(rows.keys[std::min(first + k, rows.count - 1)] + offset);
+        sweep.fetch();
+        turn(group, first);
+    }
+}
+
 // packed[word][TILE]: one column per key, up to a multiple of 16 columns. Extra columns repeat the last key.
 template <class Word, class Element>
 static void pack_keys(const TileRows<Element>& rows, int64_t offset, int head_dim, int words, Sweep<Element>& sweep,
@@ -194,26 +205,14 @@ static void pack_keys(const TileRows<Element>& rows, int64_t offset, int head_di
 static void pack_keys(const TileRows<uint16_t>& rows, int64_t offset, int head_dim, int words, Sweep<uint16_t>& sweep,
                       float* buffer, float* packed) {
     if (head_dim % 2) return pack_keys<float, uint16_t>(rows, offset, head_dim, words, sweep, buffer, packed);
-    for (int first = 0; first < rows.count; first += 16) {
-        const uint32_t* group[16];
-        for (int k = 0; k < 16; k++)
-            group[k] = (const uint32_t*)(rows.keys[std::min(first + k, rows.count - 1)] + offset);
-        sweep.fetch();
-        transpose_pairs(group, head_dim / 2, packed + first);
-    }
+    each_16_keys<uint32_t>(rows, offset, sweep, [&](auto keys, int first) { transpose_pairs(keys, head_dim / 2, packed + first); });
 }
 #endif
 
 // The same for words of two codes.
 static void pack_keys(const TileRows<Int8>& rows, int64_t offset, int head_dim, int, Sweep<Int8>& sweep,
                       int32_t* buffer, int32_t* packed) {
-    for (int first = 0; first < rows.count; first += 16) {
-        const int32_t* group[16];
-        for (int k = 0; k < 16; k++)
-            group[k] = (const int32_t*)(rows.keys[std::min(first + k, rows.count - 1)] + offset);
-        sweep.fetch();
-        transpose_codes(group, head_dim / 4, buffer, packed + first);
-    }
+    each_16_keys<int32_t>(rows, offset, sweep, [&](auto keys, int first) { transpose_codes(keys, head_dim / 4, buffer, packed + first); });
 }
 
 // scales[TILE]: of the rows at this offset, zeros after the last one.

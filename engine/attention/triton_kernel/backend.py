@@ -15,9 +15,9 @@ from engine.attention.triton_kernel import tiles
 from engine.attention.triton_kernel.attend import attend
 from engine.attention.triton_kernel.merge import merge
 from engine.attention.triton_kernel.plan import plan
-from engine.attention.triton_kernel.tiles import ceil_div, power_of_two
 from engine.attention.triton_kernel.write import write
 from engine.kv_rows import KvRows
+from engine.triton_support import ceil_div, power_of_two
 
 LOG2E = 1.4426950408889634
 MULTIPLIED = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

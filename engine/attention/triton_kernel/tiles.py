@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.triton_support import power_of_two
+
 SPLIT = 512
 """Keys of a split: enough programs for one request with a long context, and parts that weigh little."""
 
@@ -27,15 +29,6 @@ class Tile:
     keys: int
     warps: int
     stages: int
-
-
-def ceil_div(number: int, divisor: int) -> int:
-    return -(-number // divisor)
-
-
-def power_of_two(number: int) -> int:
-    """The next one, from 16 on: what tensor cores multiply."""
-    return max(16, 1 << (number - 1).bit_length())
 
 
 def tile_of(

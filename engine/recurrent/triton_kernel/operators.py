@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import triton
 from torch import Tensor
 
 from engine.recurrent.seats import LayerSeats, RowSpan, Seats
@@ -13,6 +14,7 @@ from engine.recurrent.triton_kernel.convolve import convolve
 from engine.recurrent.triton_kernel.keep import keep
 from engine.recurrent.triton_kernel.plan import tables_of, tile_rows
 from engine.recurrent.triton_kernel.scan import scan
+from engine.triton_support import ceil_div, power_of_two
 from engine.upload import upload_to
 
 _ROWS, _CHANNELS = 16, 64
@@ -36,8 +38,7 @@ class TritonOperators:
         self._upload = upload_to(seats.device)
 
     def begin_step(self, spans: Sequence[RowSpan]) -> None:
-        run = self._seats.run
-        bases = [run(span.seat, span.start, span.count, span.certain) for span in spans]
+        bases = [self._seats.run(span) for span in spans]
         *tables, self._num_drafted = tables_of(spans, bases, self._seats.layout, self._reach)
         self._sequences, self._before, self._tails, self._tiles = self._upload(tables)
 
@@ -45,7 +46,7 @@ class TritonOperators:
         of, inputs = self._seats.layers[layer], _aligned(inputs)
         channels, taps = weight.shape
         out = torch.empty(inputs.shape, dtype=torch.float32, device=inputs.device)
-        convolve[(len(self._sequences), _ceil_div(channels, _CHANNELS))](
+        convolve[(len(self._sequences), ceil_div(channels, _CHANNELS))](
             inputs,
             weight,
             bias,
@@ -60,7 +61,7 @@ class TritonOperators:
             *weight.stride(),
             CHANNELS=channels,
             TAPS=taps,
-            PADDED_TAPS=_power_of_two(taps),
+            PADDED_TAPS=triton.next_power_of_2(taps),
             REACH=self._reach,
             WINDOW=self._seats.layout.window,
             ROWS=_ROWS,
@@ -77,10 +78,10 @@ class TritonOperators:
         beta = None if beta is None else _aligned(beta)
         (key_heads, key_dim), (heads, value_dim) = key.shape[1:], value.shape[1:]
         out = torch.empty_like(value)
-        block = min(_VALUES, max(16, _power_of_two(value_dim)))
+        block = min(_VALUES, power_of_two(value_dim))
         by_channel = decay.shape[2] > 1
         drafted = value.new_empty((self._num_drafted, heads, key_dim, value_dim))
-        attend[(len(self._sequences), heads * _ceil_div(value_dim, block))](
+        attend[(len(self._sequences), heads * ceil_div(value_dim, block))](
             query,
             key,
             value,
@@ -117,7 +118,7 @@ class TritonOperators:
         query, key, value, times, rates = (_aligned(rows) for rows in (query, key, value, times, rates))
         heads, key_dim = rates.shape
         out = torch.empty_like(value)
-        scan[(len(self._sequences), _ceil_div(heads, _HEADS))](
+        scan[(len(self._sequences), ceil_div(heads, _HEADS))](
             query,
             key,
             value,
@@ -134,7 +135,7 @@ class TritonOperators:
             *(seats.stride(0) for seats in (of.state, of.keys, of.deltas, of.decays)),
             HEADS=heads,
             KEY_DIM=key_dim,
-            KEY_PADDED=_power_of_two(key_dim),
+            KEY_PADDED=triton.next_power_of_2(key_dim),
             BLOCK=_HEADS,
             ROWS=tile_rows(layout.grid),
             WINDOW=layout.window,
@@ -146,7 +147,7 @@ class TritonOperators:
 
     def _keep(self, of: LayerSeats, key: Tensor, decay: Tensor) -> None:
         keys, decays = key[0].numel(), decay[0].numel()
-        keep[(len(self._sequences), _ceil_div(max(keys, decays), _KEPT_COLUMNS))](
+        keep[(len(self._sequences), ceil_div(max(keys, decays), _KEPT_COLUMNS))](
             key,
             decay,
             of.keys,
@@ -166,11 +167,3 @@ def _aligned(rows: Tensor) -> Tensor:
     """Kernels are compiled anew for rows that are not, and other code might sum in another order."""
     rows = rows.contiguous()
     return rows.clone() if rows.data_ptr() % _ALIGNMENT else rows
-
-
-def _ceil_div(number: int, divisor: int) -> int:
-    return -(-number // divisor)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()

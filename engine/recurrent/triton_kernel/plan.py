@@ -9,6 +9,7 @@ import numpy as np
 
 from engine.recurrent.layout import StateLayout
 from engine.recurrent.seats import RowSpan
+from engine.triton_support import power_of_two
 
 NOTHING = -(2**31)
 """Stands where nothing is. Other negative sources lie in the seat: -1 - i at place i of its window, and from
@@ -49,7 +50,7 @@ class Tables(NamedTuple):
 
 def tile_rows(grid: int) -> int:
     """That a tile has: what matrix units multiply, of which the grid's may be the first."""
-    return max(16, 1 << (grid - 1).bit_length())
+    return power_of_two(grid)
 
 
 def tables_of(spans: Sequence[RowSpan], bases: Sequence[int], layout: StateLayout, reach: int) -> Tables:
@@ -71,10 +72,8 @@ def tables_of(spans: Sequence[RowSpan], bases: Sequence[int], layout: StateLayou
             begins[index], ends[index] = len(tiles), len(tiles) + len(own)
             tiles = np.concatenate([tiles, own])
             kept[index] = step.first[index]  # a row reads what others of its path have left there
-    crosses = np.zeros(len(spans), np.int64)
-    is_drafted = (tiles[:, 2] & DRAFTED).astype(bool)
-    for index in range(len(spans)):
-        crosses[index] = is_drafted[begins[index] : ends[index]].any()
+    num_drafted = np.concatenate([[0], np.cumsum(tiles[:, 2] & DRAFTED)])
+    crosses = (num_drafted[ends] > num_drafted[begins]).astype(np.int64)
     columns = step.seat, step.start, step.first, kept, step.first + step.end - step.start, begins, ends
     sequences = np.stack([*columns, np.cumsum(crosses) - crosses], 1)
     sequences, before, tails, tiles = (each.astype(np.int32) for each in (sequences, before, tails, tiles))
