@@ -255,9 +255,10 @@ def test_refused_and_parked_requests_are_seen(make_router, pool) -> None:
     watching = pool.submit(doctor, router, 1.0)
     while not watching.done():
         assert post(router, max_tokens=3).status_code == 429
-    found = {finding.summary.partition("(")[2]: finding for finding in watching.result(10)}
-    assert {finding.name for finding in found.values()} == {"queue"}
-    assert "queue_full)" in found and found[""].figures == {"parked": 3.0}
+    # Beside what a router says of itself that so many refusals keep busy.
+    queued = [finding for finding in watching.result(10) if finding.name == "queue"]
+    found = {finding.summary.partition("(")[2]: finding for finding in queued}
+    assert found.keys() == {"queue_full)", ""} and found[""].figures == {"parked": 3.0}
     router.add_worker("decode-0")
     assert [each.result(5).status_code for each in waiting] == [200] * 3
 
