@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from engine.attention.triton_kernel.backend import TritonBackend
 from engine.cuda.kernels import add_norm, gate, rotate
 from engine.cuda.products import TiledLinear, TiledWeight, concatenated, join
-from engine.decoder.description import attention_window, joint
+from engine.decoder.description import attention_window
+from engine.decoder.families import LLAMA
 from engine.step_inputs import StepInputs
 from engine.triton_support import ceil_div, power_of_two
 
@@ -141,25 +142,26 @@ def _gate(gate_up: Tensor) -> Tensor:
 
 
 def _layer(layer: Any) -> Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    qkv, gate_up = joint(layer)
+    attention = layer.self_attn
+    qkv, _, output, gate_up, down = LLAMA.products(layer)
     query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     return Layer(
         layer.input_layernorm.weight,
         _joined(qkv),
         None if query_norm is None else query_norm.weight,
         None if key_norm is None else key_norm.weight,
-        _joined([attention.o_proj]),
+        _joined(output),
         layer.post_attention_layernorm.weight,
         _joined(gate_up),
-        _joined([mlp.down_proj]),
+        _joined(down),
         attention_window(attention) or None,
     )
 
 
 def can_join(model: PreTrainedModel) -> bool:
     """Whether the layers of one input are multiplied alike."""
-    return all(_are_alike(linears) for layer in model.model.layers for linears in joint(layer))
+    products = (linears for layer in model.model.layers for linears in LLAMA.products(layer))
+    return all(_are_alike(linears) for linears in products if len(linears) > 1)
 
 
 def _are_alike(linears: Sequence[nn.Module]) -> bool:

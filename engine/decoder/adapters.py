@@ -9,23 +9,13 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from engine.decoder.structs import LayerArgs, RowsArgs
+from engine.decoder.families import Paths
+from engine.decoder.structs import RowsArgs
 from engine.lora.packed import PackedProduct
 from engine.lora.structs import PartArgs
 from engine.lora.table import Adapters, Weights
 from engine.rows import SequenceRows
 
-_ATTENTION = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    (),
-    ("self_attn.o_proj",),
-)
-_DELTA = (
-    ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
-    ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
-    ("linear_attn.out_proj",),
-)
-_MLP = (("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
 _ROOM = 3, 2, 1, 2, 1
 """For the parts of each of a layer's products, in the order of `structs.h`. Linear layers that are one
 product lie side by side in its rows.
@@ -42,15 +32,13 @@ class _Placed(NamedTuple):
 
 
 class NativeAdapters:
-    """Of a decoder with these layers, each of which computes these `columns` of its linear layers by their
-    names; all of those that are not there.
+    """Of a decoder whose layers have linear layers at these `paths`, and compute these `columns` of them; all
+    of those that are not there.
     """
 
-    def __init__(
-        self, adapters: Adapters, layers: ctypes.Array[LayerArgs], columns: Mapping[str, range]
-    ) -> None:
+    def __init__(self, adapters: Adapters, paths: Sequence[Paths], columns: Mapping[str, range]) -> None:
         self._adapters = adapters
-        self._products = [(*(_DELTA if layer.delta else _ATTENTION), *_MLP) for layer in layers]
+        self._paths = paths
         self._columns = columns
         self._parts: WeakKeyDictionary[Weights, ctypes.Array[PartArgs]] = WeakKeyDictionary()
         self._placed = _Placed([], np.empty(0, np.int32), [], None)
@@ -80,8 +68,8 @@ class NativeAdapters:
         return self._parts[weights]
 
     def _layers(self, weights: Weights) -> Iterator[PartArgs]:
-        for layer, products in enumerate(self._products):
-            for names, room in zip(products, _ROOM, strict=True):
+        for layer, paths in enumerate(self._paths):
+            for names, room in zip(paths, _ROOM, strict=True):
                 first = 0
                 for name in names:
                     path = f"model.layers.{layer}.{name}"

@@ -8,22 +8,23 @@
 #include <cstring>
 #include <vector>
 
-#include "delta_rows.h"
+#include "attention_mixer.h"
+#include "delta_mixer.h"
 #include "drafted.h"
 #include "row_math.h"
+#include "short_conv_mixer.h"
 #include "structs.h"
+#include "work.h"
 
 namespace {
 
 constexpr int64_t SERIAL_PRODUCTS = 1 << 22;  // below so many multiplications in a forward, threads don't pay
-constexpr int64_t SERIAL_ROWS = 16;           // below so many rows, threads don't pay between two products
-constexpr int64_t ROWS_AT_ONCE = 8;
 
-class Decoder {
+class Decoder : Work {
   public:
     explicit Decoder(const Model& model)
-        : m(model), layers(model.layers, model.layers + model.num_layers),
-          drafted(m.entry ? m.entry->token_ids : nullptr) {}
+        : Work(model), drafted(m.entry ? m.entry->token_ids : nullptr), attention(*this), delta(*this),
+          short_conv(*this) {}
 
     // Calls from now on use up to so many threads. Results have the same bits on any number of them.
     Decoder& on(int64_t threads) {
@@ -52,7 +53,7 @@ class Decoder {
                 capture(rows, captured++, x.data());
             product.resize(room * std::max(hidden, layer.qkv.out));
             if (layer.input_norm) norm(layer.input_norm, n);
-            const int64_t width = layer.delta ? mix_delta(l, rows) : attend(l, rows);
+            const int64_t width = mix(l, rows);
             if (l + 1 == layers.size() && captured == rows.num_hidden && rows.logit_rows) {
                 if (!rows.num_logits) return;
                 narrows = true, n = rows.num_logits;
@@ -167,13 +168,6 @@ class Decoder {
         return targets.data();
     }
 
-    template <class Work> void each_row(int64_t n, const Work& work) {
-        share_out((n + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, n < SERIAL_ROWS ? 1 : threads, m.parallel, [&](int64_t part) {
-            const int64_t first = part * ROWS_AT_ONCE;
-            for (int64_t r = first; r < std::min(first + ROWS_AT_ONCE, n); r++) work(r);
-        });
-    }
-
     const bf16* embedding(const Rows& rows, int64_t r) const {
         return m.embeddings + rows.token_ids[r] * m.hidden;
     }
@@ -223,120 +217,13 @@ class Decoder {
                    m.hidden * sizeof(bf16));
     }
 
-    void multiply(const bf16* in, const Weights& w, bf16* out, int64_t n) {
-        if (w.quantized) return m.quantized_linear(in, w.quantized, out, n, threads, m.parallel);
-        m.linear(in, w.values, w.bias, out, n, w.in, w.out, threads, m.parallel);
-    }
-
-    // Finds the rows of each adapter, among the `kept` ones (null: all).
-    void group(const Rows& rows, const int64_t* kept, int64_t n) {
-        groups.resize(rows.num_adapters), adapted.resize(rows.num_adapters);
-        for (auto& group : groups) group.clear();
-        for (int64_t i = 0; rows.num_adapters && i < n; i++)
-            if (const int32_t owner = rows.owners[kept ? kept[i] : i]; owner >= 0) groups[owner].push_back(i);
-        adapters = rows.adapters;
-    }
-
-    // One of a layer's products, with what rows' adapters have beside it.
-    void project(size_t l, Product which, const bf16* in, const Weights& w, bf16* out, int64_t n) {
-        multiply(in, w, out, n);
-        if (groups.empty()) return;
-        const int64_t first = l * PARTS + which;
-        const int64_t next = which == QKV ? GATES : which == GATES ? OUTPUT : which == GATE_UP ? DOWN : which + 1;
-        for (size_t i = 0; i < groups.size(); i++)
-            adapted[i] = {adapters[i] + first, next - which, groups[i].data(), int64_t(groups[i].size())};
-        m.adapt(in, w.in, out, w.out, adapted.data(), adapted.size(), threads, m.parallel);
-    }
-
-    // Has `compute` write all `width` outputs of each row; or those that a rank's weights have, which it gathers.
-    template <class Compute>
-    void make_whole(const Weights& w, bf16* out, int64_t n, int64_t width, const Compute& compute) {
-        if (w.out == width) return compute(out);
-        part.resize(n * w.out);
-        compute(part.data());
-        gather(part.data(), out, n, w.first, w.out, width);
-    }
-
-    // Makes rows whole of which a rank has `own` values.
-    void gather(std::vector<bf16>& values, int64_t n, int64_t first, int64_t own, int64_t width) {
-        if (own == width) return;
-        part.swap(values);
-        values.resize(n * width);
-        gather(part.data(), values.data(), n, first, own, width);
-    }
-
-    void gather(const bf16* from, bf16* whole, int64_t n, int64_t first, int64_t own, int64_t width) {
-        m.gather(m.ranks, from, whole, n, first * sizeof(bf16), own * sizeof(bf16), width * sizeof(bf16));
-    }
-
-    // Attention over a layer's `normed` rows: fills `mixed`, and returns its width.
-    int64_t attend(size_t l, const Rows& rows) {
-        const Layer& layer = layers[l];
-        const int64_t n = rows.count, dim = m.head_dim, width = m.num_heads * dim;
-        const int64_t qkv = layer.qkv.out, apart = m.opens_heads ? 2 * dim : dim;  // of queries
-        const int64_t keys = (qkv - m.num_heads * apart) / 2;
-        mixed.resize(room * width);
-        project(l, QKV, normed.data(), layer.qkv, product.data(), n);
-        const bf16 *q = product.data(), *k = q + m.num_heads * apart;
-        each_row(n, [&](int64_t r) {
-            const int64_t position = rows.positions[r] - (m.entry ? 1 : 0);
-            bf16 *query = &product[r * qkv], *key = query + m.num_heads * apart;
-            for (int64_t h = 0; h < m.num_heads; h++) place_head(query + h * apart, layer.query_norm, position);
-            for (int64_t first = 0; first < keys; first += dim) place_head(key + first, layer.key_norm, position);
-        });
-        const Call call{q, k, k + keys, mixed.data(), qkv, apart, qkv, dim, qkv, dim, width, dim,
-                        int64_t(l), m.num_heads, layer.window, m.attention_scale, 0.0};
-        m.attend(m.attention, &call);
-        if (!m.opens_heads) return width;
-        each_row(n, [&](int64_t r) {
-            for (int64_t h = 0; h < m.num_heads; h++)
-                open_row(q + r * qkv + h * apart + dim, dim, &mixed[r * width + h * dim]);
-        });
-        return width;
-    }
-
-    // Normalizes (where the model does) and rotates a head of a row.
-    void place_head(bf16* head, const bf16* weight, int64_t position) {
-        if (weight) norm_row(head, weight, m.centred, m.head_dim, m.norm_epsilon, head);
-        const int64_t first = position * m.rotary_dim;
-        rotate_head(head, m.cosines + first, m.sines + first, m.rotary_dim);
-    }
-
-    // A gated delta net over a layer's `normed` rows: fills `mixed`, and returns its width.
-    int64_t mix_delta(size_t l, const Rows& rows) {
-        const Layer& layer = layers[l];
-        const Delta& delta = *layer.delta;
-        const LayerSeats& of = m.seats[delta.number];
-        const int64_t n = rows.count, channels = of.channels, keys = of.key_heads * of.key_dim;
-        const int64_t width = of.heads * of.value_dim, stride = layer.qkv.out;
-        mixed.resize(room * width), gates.resize(n * 2 * of.heads), convolved.resize(n * channels);
-        betas.resize(n * of.heads), decays.resize(n * of.heads), read.resize(n * width);
-        project(l, QKV, normed.data(), layer.qkv, product.data(), n);
-        project(l, GATES, normed.data(), delta.gates, gates.data(), n);
-        Spans spans = *rows.spans;
-        spans.threads = n < SERIAL_ROWS ? 1 : threads, spans.parallel = m.parallel;
-        const Conv conv{&of, product.data(), delta.taps, nullptr, convolved.data(), stride};
-        m.convolve(&spans, &conv);
-        each_row(n, [&](int64_t r) {
-            float* row = &convolved[r * channels];
-            silu_row(row, channels);
-            for (int64_t first = 0; first < 2 * keys; first += of.key_dim)
-                unit_row(row + first, of.key_dim, first < keys ? 1 / std::sqrt(float(of.key_dim)) : 1);
-            const bf16* made = &gates[r * 2 * of.heads];
-            beta_row(made, of.heads, &betas[r * of.heads]);
-            decay_row(made + of.heads, delta.rates, delta.shifts, of.heads, &decays[r * of.heads]);
-        });
-        spans.threads = threads;
-        const float* query = convolved.data();
-        const LinearAttention linear{&of, query, query + keys, query + 2 * keys, decays.data(), betas.data(),
-                                     nullptr, read.data(), channels, channels, channels};
-        m.attend_linear(&spans, &linear);
-        each_row(n, [&](int64_t r) {
-            for (int64_t first = 0; first < width; first += of.value_dim)
-                opened_norm_row(&read[r * width + first], delta.norm, &product[r * stride + channels + first],
-                                of.value_dim, m.norm_epsilon, &mixed[r * width + first]);
-        });
-        return width;
+    // Fills `mixed` from a layer's `normed` rows, and returns its width.
+    int64_t mix(size_t l, const Rows& rows) {
+        switch (layers[l].mixer) {
+            case DELTA: return delta.mix(l, rows);
+            case SHORT_CONV: return short_conv.mix(l, rows);
+            default: return attention.mix(l, rows);
+        }
     }
 
     void feed_forward(size_t l, int64_t n) {
@@ -354,27 +241,24 @@ class Decoder {
         });
     }
 
-    const Model m;
-    const std::vector<Layer> layers;
     Drafted drafted;
-    std::vector<bf16> x, normed, product, mixed, gates, gated, active, targets, kept, part;
-    std::vector<float> convolved, betas, decays, read;  // of a gated delta net
+    AttentionMixer attention;
+    DeltaMixer delta;
+    ShortConvMixer short_conv;
+    std::vector<bf16> x, gated, active, targets, kept;
     std::vector<bf16> scores, after;  // of each sequence's last row, while drafting
     // The attention's step.
     std::vector<int64_t> last_tokens, positions, slots, last_rows;
     std::vector<int32_t> query_start, context_len;
-    int64_t most_threads = 1, threads = 1, room = 0;
-    std::vector<std::vector<int64_t>> groups;  // the rows of each adapter
-    std::vector<Adapted> adapted;
-    const Part* const* adapters = nullptr;
+    int64_t most_threads = 1;
 };
 
 }  // namespace
 
 extern "C" {
 
-extern const int64_t tandem_sizes[] = {sizeof(Weights), sizeof(Delta), sizeof(Layer), sizeof(Entry),
-                                       sizeof(Model),   sizeof(Rows),  sizeof(Batch), sizeof(Draft)};
+extern const int64_t tandem_sizes[] = {sizeof(Weights), sizeof(Recurrent), sizeof(Layer), sizeof(Entry),
+                                       sizeof(Model),   sizeof(Rows),      sizeof(Batch), sizeof(Draft)};
 
 void* tandem_decoder_create(const Model* model) { return new Decoder(*model); }
 

@@ -10,22 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.decoder.structs import DeltaArgs, LayerArgs, ModelArgs, WeightsArgs
+from engine.decoder.families import ATTENTION, FAMILIES, Family, Mixer, Paths
+from engine.decoder.structs import LayerArgs, ModelArgs, RecurrentArgs, WeightsArgs
 from engine.host_memory import HugePages
 from engine.linear.packed import pack
 from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight, join
 from engine.linear.structs import QuantizedArgs
 from engine.recurrent.layout import GRID
 
-MODELS = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3_5ForCausalLM",
-)
-CENTRED_NORMS = ("Qwen3_5RMSNorm",)
-"""Whose factors are their weights and 1."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -33,39 +25,30 @@ def unfit(model: PreTrainedModel) -> str | None:
     """Why the native decoder can't run the model; None if it can."""
     config = model.config
     name = type(model).__name__
-    if name not in MODELS:
-        return f"{name} is not among {', '.join(MODELS)}"
-    if config.hidden_act not in ("silu", "swish"):
+    family = FAMILIES.get(name)
+    if family is None:
+        return f"{name} is not among {', '.join(FAMILIES)}"
+    if getattr(config, "hidden_act", "silu") not in ("silu", "swish"):
         return f"its activation is {config.hidden_act}"
     rope_type = model.model.rotary_emb.rope_type
     if rope_type not in ROPE_TYPES:
         return f"its rotary embedding is of type {rope_type}"
     for number, layer in enumerate(model.model.layers):
-        if delta := getattr(layer, "linear_attn", None):
-            reach = delta.conv1d.kernel_size[0]
+        mixer = family.mixer(layer)
+        if mixer.kind != ATTENTION:
+            reach = getattr(getattr(layer, mixer.path), mixer.conv).kernel_size[0]
             if reach > GRID + 1:
                 return f"layer {number} has a convolution of {reach} tokens, of at most {GRID + 1}"
-        for linears in joint(layer):
-            if not _can_join(linears):
-                return f"layer {number} has products of one input that are quantized in several ways"
+        if not all(map(_can_join, family.products(layer))):
+            return f"layer {number} has products of one input that are quantized in several ways"
     return None
-
-
-def joint(layer: Any) -> tuple[tuple[nn.Module, ...], ...]:
-    """The linear layers that are computed as one: of the mixer, and the last ones of the MLP."""
-    gate_up = layer.mlp.gate_proj, layer.mlp.up_proj
-    delta = getattr(layer, "linear_attn", None)
-    if delta is not None:
-        return (delta.in_proj_qkv, delta.in_proj_z), (delta.in_proj_b, delta.in_proj_a), gate_up
-    attention = layer.self_attn
-    return (attention.q_proj, attention.k_proj, attention.v_proj), gate_up
 
 
 def _can_join(linears: Sequence[nn.Module]) -> bool:
     packed = [linear.packed for linear in linears if isinstance(linear, PackedQuantizedLinear)]
     alike = all(part.is_like(packed[0]) for part in packed)
     with_bias = [getattr(linear, "bias", None) is not None for linear in linears]
-    return len(packed) in (0, len(linears)) and alike and len(set(with_bias)) == 1
+    return len(packed) in (0, len(linears)) and alike and len(set(with_bias)) <= 1
 
 
 class NativeModel:
@@ -73,8 +56,10 @@ class NativeModel:
 
     model: ModelArgs
     layers: ctypes.Array[LayerArgs]
+    paths: Sequence[Paths] = ()
+    """Of each layer's linear layers, where adapters may come beside them."""
     columns: Mapping[str, range] = {}
-    """Which outputs of a layer's linear layers it computes, by their names; it does all of the others."""
+    """Which outputs of a layer's linear layers it computes, by their paths; it does all of the others."""
 
     def __init__(self) -> None:
         self._memory = HugePages()
@@ -90,8 +75,10 @@ class NativeModel:
         self._kept.append(values)
         return values.data_ptr()
 
-    def keep_floats(self, tensor: Tensor) -> int:
+    def keep_floats(self, tensor: Tensor | None) -> int | None:
         """The address of the tensor's values in float32."""
+        if tensor is None:
+            return None
         values = tensor.detach().float().contiguous()
         self._kept.append(values)
         return values.data_ptr()
@@ -153,10 +140,12 @@ class Description(NativeModel):
     def __init__(self, model: PreTrainedModel, positions: int) -> None:
         super().__init__()
         config, decoder = model.config, model.model
+        family = FAMILIES[type(model).__name__]
         attention = next(layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn"))
         queries = config.num_attention_heads * attention.head_dim
-        self._deltas: list[DeltaArgs] = []
-        layers = [self._take(layer) for layer in decoder.layers]
+        self.paths = [family.paths(layer) for layer in decoder.layers]
+        self._recurrent: list[RecurrentArgs] = []
+        layers = [self._take(layer, family) for layer in decoder.layers]
         self.layers = (LayerArgs * len(layers))(*layers)
         embeddings = model.get_input_embeddings().weight
         self.model = ModelArgs(
@@ -168,51 +157,62 @@ class Description(NativeModel):
             vocab=model.lm_head.out_features,
             products=num_weights(model) - embeddings.numel(),
             embeddings=self.keep(embeddings),
-            final_norm=self.keep(decoder.norm.weight),
+            final_norm=self.keep(getattr(decoder, family.final_norm).weight),
             head=self.weights(model.lm_head),
             **self.rotation(decoder.rotary_emb, positions),
             opens_heads=attention.q_proj.out_features > queries,
-            centred=type(decoder.norm).__name__ in CENTRED_NORMS,
-            norm_epsilon=config.rms_norm_eps,
+            centred=family.centred,
+            norm_epsilon=getattr(config, family.epsilon),
             attention_scale=float(attention.scaling),
         )
 
-    def _take(self, layer: Any) -> LayerArgs:
-        packed = self._layer(layer)
+    def _take(self, layer: Any, family: Family) -> LayerArgs:
+        packed = self._layer(layer, family)
         layer.to("meta")
         return packed
 
-    def _layer(self, layer: Any) -> LayerArgs:
-        qkv, *gates, gate_up = joint(layer)
+    def _layer(self, layer: Any, family: Family) -> LayerArgs:
+        mixer = family.mixer(layer)
+        qkv, gates, output, gate_up, down = family.products(layer)
         args = LayerArgs(
-            input_norm=self.keep(layer.input_layernorm.weight),
-            mlp_norm=self.keep(layer.post_attention_layernorm.weight),
+            mixer=mixer.kind,
+            input_norm=self.keep(_weight(layer, family.input_norm)),
+            mlp_norm=self.keep(_weight(layer, family.mlp_norm)),
             qkv=self.weights(*qkv),
+            output=self.weights(*output),
             gate_up=self.weights(*gate_up),
-            down=self.weights(layer.mlp.down_proj),
+            down=self.weights(*down),
         )
-        if gates:
-            args.output = self.weights(layer.linear_attn.out_proj)
-            args.delta = self._delta(layer.linear_attn, gates[0])
+        if mixer.kind == ATTENTION:
+            args.query_norm = self.keep(_weight(layer, family.query_norm))
+            args.key_norm = self.keep(_weight(layer, family.key_norm))
+            args.window = attention_window(layer.self_attn)
         else:
-            attention = layer.self_attn
-            args.output = self.weights(attention.o_proj)
-            args.query_norm = self.keep(getattr(getattr(attention, "q_norm", None), "weight", None))
-            args.key_norm = self.keep(getattr(getattr(attention, "k_norm", None), "weight", None))
-            args.window = attention_window(attention)
+            args.recurrent = self._take_recurrent(getattr(layer, mixer.path), mixer, gates)
         return args
 
-    def _delta(self, delta: Any, gates: Sequence[nn.Linear | PackedQuantizedLinear]) -> int:
-        args = DeltaArgs(
-            taps=self.keep_floats(delta.conv1d.weight.squeeze(1).t()),
-            rates=self.keep_floats(-delta.A_log.float().exp()),
-            shifts=self.keep_floats(delta.dt_bias),
-            norm=self.keep(delta.norm.weight),
-            gates=self.weights(*gates),
-            number=len(self._deltas),
+    def _take_recurrent(self, module: Any, mixer: Mixer, gates: Sequence[Any]) -> int:
+        conv = getattr(module, mixer.conv)
+        args = RecurrentArgs(
+            number=len(self._recurrent),
+            taps=self.keep_floats(conv.weight.squeeze(1).t()),
+            bias=self.keep_floats(conv.bias),
+            shifts=self.keep_floats(getattr(module, "dt_bias", None)),
+            norm=self.keep(_weight(module, "norm")),
         )
-        self._deltas.append(args)
+        if hasattr(module, "A_log"):
+            args.rates = self.keep_floats(-module.A_log.float().exp())
+        if gates:
+            args.gates = self.weights(*gates)
+        self._recurrent.append(args)
         return ctypes.addressof(args)
+
+
+def _weight(module: Any, path: str) -> Tensor | None:
+    """Of the module at this path, if there is one."""
+    for name in (*path.split("."), "weight"):
+        module = getattr(module, name, None)
+    return module
 
 
 def num_weights(model: nn.Module) -> int:

@@ -18,11 +18,11 @@ from engine.decoder.description import NativeModel
 from engine.decoder.recurrent import NativeSeats
 from engine.decoder.structs import (
     BatchArgs,
-    DeltaArgs,
     DraftArgs,
     EntryArgs,
     LayerArgs,
     ModelArgs,
+    RecurrentArgs,
     RowsArgs,
     WeightsArgs,
 )
@@ -42,7 +42,16 @@ from native.threads import parallel
 @functools.cache
 def library() -> ctypes.CDLL:
     """Raises BuildError."""
-    structs = (WeightsArgs, DeltaArgs, LayerArgs, EntryArgs, ModelArgs, RowsArgs, BatchArgs, DraftArgs)
+    structs = (
+        WeightsArgs,
+        RecurrentArgs,
+        LayerArgs,
+        EntryArgs,
+        ModelArgs,
+        RowsArgs,
+        BatchArgs,
+        DraftArgs,
+    )
     library = load_library(Path(__file__).parent / "decoder.cpp", *structs)
     pointer = ctypes.c_void_p
     declare(library, "tandem_decoder_create", pointer, pointer)
@@ -85,7 +94,7 @@ class NativeDecoder:
         model.quantized_linear = packed_quantized.kernel_address()
         self._adapters: NativeAdapters | None = None
         if adapters is not None:
-            self._adapters = NativeAdapters(adapters, description.layers, description.columns)
+            self._adapters = NativeAdapters(adapters, description.paths, description.columns)
             model.adapt = adapt_address()
         self._seats = NativeSeats(seats, model) if seats is not None else None
         self.drafts = seats is None

@@ -29,22 +29,25 @@ struct Weights {
     explicit operator bool() const { return values || quantized; }
 };
 
-// A gated delta net (Gated DeltaNet, 2024). Its layer's `qkv` are the inputs of a convolution, and behind them what opens
-// each head's output, past a norm. `gates` make of each head its beta, and behind these its decay:
-// rate * softplus(made + shift).
-struct Delta {
-    const float *taps, *rates, *shifts;  // [taps, channels], [heads], [heads]
-    const bf16* norm;                    // [value_dim]
+// What mixes a layer's rows; each has a header that says what a layer's `qkv` makes for it.
+enum Mixer : int64_t { ATTENTION, DELTA, SHORT_CONV };
+
+// What a mixer with a state has beside its layer's products, null where it has none.
+struct Recurrent {
+    int64_t number;              // among recurrent layers
+    const float *taps, *bias;    // of its convolution, [taps, channels], [channels]
+    const float *rates, *shifts;  // [heads]
+    const bf16* norm;
     Weights gates;
-    int64_t number;  // among recurrent layers
 };
 
-// Rows are mixed, by attention or a gated delta net, and each then goes through an MLP.
+// Rows are mixed, and each then goes through an MLP.
 struct Layer {
+    int64_t mixer;
     const bf16 *input_norm, *query_norm, *key_norm, *mlp_norm;  // null where there is none
     Weights qkv, output, gate_up, down;
     int64_t window;
-    const Delta* delta;  // null: attention
+    const Recurrent* recurrent;  // null for attention
 };
 
 // The input of a draft head of one layer (EAGLE): a token and the hidden state before it. Either both are normed and
@@ -82,7 +85,7 @@ struct Model {
     AttendLinear attend_linear;
 };
 
-// Where a layer's parts of an adapter begin: those of queries, keys and values, of a delta net's gates, of the mixer's
+// Where a layer's parts of an adapter begin: those of the mixer's input, of its gates and of its
 // output, of the gate and what it opens, and of the way down.
 enum Product : int64_t { QKV = 0, GATES = 3, OUTPUT = 5, GATE_UP = 6, DOWN = 8, PARTS = 9 };
 

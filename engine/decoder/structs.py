@@ -12,20 +12,21 @@ class WeightsArgs(Structure):
     )
 
 
-class DeltaArgs(Structure):
+class RecurrentArgs(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("taps", "rates", "shifts", "norm")),
-        ("gates", WeightsArgs),
         ("number", c_int64),
+        *((name, c_void_p) for name in ("taps", "bias", "rates", "shifts", "norm")),
+        ("gates", WeightsArgs),
     )
 
 
 class LayerArgs(Structure):
     _fields_ = (
+        ("mixer", c_int64),
         *((name, c_void_p) for name in ("input_norm", "query_norm", "key_norm", "mlp_norm")),
         *((name, WeightsArgs) for name in ("qkv", "output", "gate_up", "down")),
         ("window", c_int64),
-        ("delta", c_void_p),
+        ("recurrent", c_void_p),
     )
 
 

@@ -34,6 +34,7 @@ class DescriptionShare(NativeModel):
             "mlp.up_proj": gated,
             "mlp.down_proj": hidden,
         }
+        self.paths = whole.paths
         self.layers = (LayerArgs * args.num_layers)(*(self._layer(layer, args) for layer in whole.layers))
         self.model = ModelArgs.from_buffer_copy(args)
         self.model.layers = ctypes.addressof(self.layers)

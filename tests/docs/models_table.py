@@ -9,7 +9,7 @@ from pathlib import Path
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engine.decoder.description import MODELS
+from engine.decoder.families import FAMILIES
 from tests.docs.verdicts import Verdict, verdict
 from tests.e2e.architectures import ARCHITECTURES, HYBRIDS
 
@@ -65,7 +65,7 @@ def row(model_type: str, found: Verdict) -> str:
     if found.kind != "served":
         return f"| `{model_type}` | {found.reason.replace('|', '/')} |"
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-    forward = "native" if name in MODELS else "eager" if found.is_recurrent else "torch.compile"
+    forward = "native" if name in FAMILIES else "eager" if found.is_recurrent else "torch.compile"
     kept = ", latents" if found.keeps_latents else ""
     emphasis = "**" if model_type in ARCHITECTURES | HYBRIDS else ""
     return f"| `{model_type}` | {emphasis}`{name}`{emphasis} | {forward}{kept} |"

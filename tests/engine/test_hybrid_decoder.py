@@ -37,6 +37,9 @@ from tests.engine.test_recurrent import needs_seam
 CPU = torch.device("cpu")
 BLOCK, NUM_BLOCKS, DRAFTS = 16, 24, 32
 FAULT = kernel_fault(CPU, torch.bfloat16)
+MODELS: dict[str, dict[str, Any]] = {"qwen3_5_text": {}, "lfm2": {"conv_bias": True}}
+CASES = [("qwen3_5_text", None), ("qwen3_5_text", "int8"), ("qwen3_5_text", "int4"), ("lfm2", None)]
+"""With the format of quantized weights, whose products do not depend on what mixes rows."""
 
 pytestmark = [needs_seam, pytest.mark.skipif(FAULT is not None, reason=str(FAULT))]
 
@@ -65,15 +68,24 @@ class Model:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hybrid")
-    write_model("qwen3_5_text", folder)
-    return folder
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Norms, biases and what heads have one number of matter."""
+    found = {}
+    for model_type, changes in MODELS.items():
+        found[model_type] = tmp_path_factory.mktemp(model_type)
+        write_model(model_type, found[model_type], **changes)
+        model = AutoModelForCausalLM.from_pretrained(found[model_type])
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight.data += 0.3 * torch.randn_like(weight)
+        model.save_pretrained(found[model_type])
+    return found
 
 
-@pytest.fixture(scope="module", params=[None, "int8", "int4"])
-def native(folder: Path, request: pytest.FixtureRequest) -> Model:
-    return Model(folder, "auto", quantization=request.param)
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
+def native(folders: dict[str, Path], request: pytest.FixtureRequest) -> Model:
+    model_type, quantization = request.param
+    return Model(folders[model_type], "auto", quantization=quantization)
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
@@ -88,10 +100,12 @@ def rows_of(
     return SequenceRows(text[start:end], start, [blocks], seat=seat, certain=certain)
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-def test_logits_and_hidden_states_are_the_modules(folder: Path, quantization: str | None) -> None:
+@pytest.mark.parametrize(("model_type", "quantization"), CASES)
+def test_logits_and_hidden_states_are_the_modules(
+    folders: dict[str, Path], model_type: str, quantization: str | None
+) -> None:
     """In chunks, beside another text, with drafts of which none is right, and as a tree."""
-    layers = 1, 3
+    folder, layers = folders[model_type], (1, 3)
     ours, theirs = (Model(folder, mode, layers, quantization=quantization) for mode in ("auto", "off"))
     assert (ours.runner.choice, theirs.runner.choice[:5]) == ("native decoder", "eager")
     one, other = tokens(100), tokens(60, 1)
@@ -150,8 +164,10 @@ def test_drafts_get_the_bits_of_certain_rows_and_leave_nothing_behind(native: Mo
     assert torch.equal(native.logits([rows_of(text, 32, 60)]), whole[32:60])
 
 
-def test_adapters_are_the_modules(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", MODELS)
+def test_adapters_are_the_modules(folders: dict[str, Path], model_type: str, tmp_path: Path) -> None:
     """Of all linear layers, in a batch with two of them and none."""
+    folder = folders[model_type]
     paths = [write_adapter(folder, tmp_path / f"{seed}", seed, rank=4 * seed) for seed in (1, 2)]
     found = []
     for mode in ("auto", "off"):
@@ -167,13 +183,13 @@ def test_adapters_are_the_modules(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_build_of_its_own_operators_that_fails_leaves_it_to_the_modules(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         raise BuildError("no compiler")
 
     monkeypatch.setattr("engine.select_forward.kernel_addresses", fail)
-    assert Model(folder, "auto").runner.choice.startswith("eager")
+    assert Model(folders["lfm2"], "auto").runner.choice.startswith("eager")
 
 
 def test_convolutions_that_reach_beyond_the_grid_are_left_to_the_modules() -> None:

@@ -1,0 +1,81 @@
+// A gated delta net (Gated DeltaNet, 2024). A layer's `qkv` makes the convolution's inputs, and behind them what opens
+// each head's output, past a norm; `gates` makes of each head its beta, and behind these its decay:
+// rate * softplus(made + shift).
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "gate_math.h"
+#include "recurrent_mixer.h"
+
+namespace {
+
+constexpr float UNIT_EPSILON = 1e-6f;  // flash-linear-attention's
+
+class DeltaMixer : RecurrentMixer {
+  public:
+    explicit DeltaMixer(Work& work) : RecurrentMixer(work) {}
+
+    // Fills `mixed` from a layer's `normed` rows, and returns its width.
+    int64_t mix(size_t l, const Rows& rows) {
+        const Layer& layer = w.layers[l];
+        const Recurrent& delta = *layer.recurrent;
+        const LayerSeats& of = m.seats[delta.number];
+        const int64_t n = rows.count, channels = of.channels, keys = of.key_heads * of.key_dim;
+        const int64_t width = of.heads * of.value_dim, step = layer.qkv.out;
+        w.mixed.resize(w.room * width), gates.resize(n * 2 * of.heads);
+        betas.resize(n * of.heads), decays.resize(n * of.heads), read.resize(n * width);
+        w.project(l, QKV, w.normed.data(), layer.qkv, w.product.data(), n);
+        w.project(l, GATES, w.normed.data(), delta.gates, gates.data(), n);
+        convolve(delta, rows, w.product.data(), step);
+        w.each_row(n, [&](int64_t r) {
+            float* row = &convolved[r * channels];
+            silu_row(row, channels);
+            for (int64_t first = 0; first < 2 * keys; first += of.key_dim)
+                unit_row(row + first, of.key_dim, first < keys ? 1 / std::sqrt(float(of.key_dim)) : 1);
+            const bf16* made = &gates[r * 2 * of.heads];
+            for (int64_t h = 0; h < of.heads; h++) {
+                betas[r * of.heads + h] = rounded(1 / (1 + exp_of(-widen(made[h]))));
+                decays[r * of.heads + h] = delta.rates[h] * softplus(widen(made[of.heads + h]) + delta.shifts[h]);
+            }
+        });
+        const float* query = convolved.data();
+        attend(rows, {&of, query, query + keys, query + 2 * keys, decays.data(), betas.data(), nullptr, read.data(),
+                      channels, channels, channels});
+        w.each_row(n, [&](int64_t r) {
+            for (int64_t first = 0; first < width; first += of.value_dim)
+                opened_norm_row(&read[r * width + first], delta.norm, &w.product[r * step + channels + first],
+                                of.value_dim, m.norm_epsilon, &w.mixed[r * width + first]);
+        });
+        return width;
+    }
+
+  private:
+    // To length `length`, in place.
+    static void unit_row(float* __restrict x, int64_t size, float length) {
+        const float factor = 1 / std::sqrt(sum_of_squares(x, size) + UNIT_EPSILON);
+        for (int64_t i = 0; i < size; i++) x[i] = x[i] * factor * length;
+    }
+
+    // The norm of what a head read, opened by silu(gate).
+    static void opened_norm_row(float* __restrict x, const bf16* __restrict weight, const bf16* __restrict gate,
+                                int64_t size, double epsilon, bf16* __restrict out) {
+        for (int64_t i = 0; i < size; i++) x[i] = rounded(x[i]);
+        const float factor = 1 / std::sqrt(sum_of_squares(x, size) / float(size) + float(epsilon));
+        float below[PIECE];
+        for (int64_t first = 0; first < size; first += PIECE) {
+            const int64_t count = std::min(PIECE, size - first);
+            denominators(gate + first, count, below);
+            for (int64_t i = first; i < first + count; i++)
+                out[i] = narrow(rounded(widen(weight[i]) * rounded(x[i] * factor)) * (widen(gate[i]) / below[i - first]));
+        }
+    }
+
+    std::vector<bf16> gates;
+    std::vector<float> betas, decays, read;
+};
+
+}  // namespace

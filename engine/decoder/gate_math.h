@@ -1,0 +1,43 @@
+// The row operations of gates, rounded where Transformers' modules round.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "row_math.h"
+
+namespace {
+
+constexpr int64_t PIECE = 128;
+constexpr float LINEAR_FROM = 20;  // softplus is the identity from there on
+
+inline float softplus(float x) { return x > LINEAR_FROM ? x : std::log1p(exp_of(x)); }
+
+// 1 + exp(-x) of at most PIECE values, apart from the loop that divides by them (see gate_row).
+template <class Value> void denominators(const Value* x, int64_t count, float* __restrict out) {
+    for (int64_t i = 0; i < count; i++) out[i] = 1 + exp_of(-widen(x[i]));
+}
+
+// silu, in place.
+void silu_row(float* __restrict x, int64_t size) {
+    float below[PIECE];
+    for (int64_t first = 0; first < size; first += PIECE) {
+        const int64_t count = std::min(PIECE, size - first);
+        denominators(x + first, count, below);
+        for (int64_t i = 0; i < count; i++) x[first + i] = rounded(x[first + i] / below[i]);
+    }
+}
+
+// x * sigmoid(gate), in place.
+void open_row(const bf16* __restrict gate, int64_t size, bf16* __restrict x) {
+    float below[PIECE];
+    for (int64_t first = 0; first < size; first += PIECE) {
+        const int64_t count = std::min(PIECE, size - first);
+        denominators(gate + first, count, below);
+        for (int64_t i = 0; i < count; i++) x[first + i] = narrow(widen(x[first + i]) * rounded(1 / below[i]));
+    }
+}
+
+}  // namespace

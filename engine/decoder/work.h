@@ -1,0 +1,87 @@
+// What the parts of a step share: its rows, the threads that they are shared out to, and a layer's products.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "row_math.h"
+#include "structs.h"
+
+namespace {
+
+constexpr int64_t SERIAL_ROWS = 16;  // below so many rows, threads don't pay between two products
+constexpr int64_t ROWS_AT_ONCE = 8;
+
+class Work {
+  public:
+    explicit Work(const Model& model) : m(model), layers(model.layers, model.layers + model.num_layers) {}
+
+    const Model m;
+    const std::vector<Layer> layers;
+    // A layer's input; what its products make; what its mixer makes of the rows. There is room for so many rows.
+    std::vector<bf16> normed, product, mixed;
+    int64_t threads = 1, room = 0;
+
+    template <class Job> void each_row(int64_t n, const Job& job) {
+        share_out((n + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, n < SERIAL_ROWS ? 1 : threads, m.parallel, [&](int64_t part) {
+            const int64_t first = part * ROWS_AT_ONCE;
+            for (int64_t r = first; r < std::min(first + ROWS_AT_ONCE, n); r++) job(r);
+        });
+    }
+
+    void multiply(const bf16* in, const Weights& w, bf16* out, int64_t n) {
+        if (w.quantized) return m.quantized_linear(in, w.quantized, out, n, threads, m.parallel);
+        m.linear(in, w.values, w.bias, out, n, w.in, w.out, threads, m.parallel);
+    }
+
+    // Finds the rows of each adapter, among the `kept` ones (null: all).
+    void group(const Rows& rows, const int64_t* kept, int64_t n) {
+        groups.resize(rows.num_adapters), adapted.resize(rows.num_adapters);
+        for (auto& group : groups) group.clear();
+        for (int64_t i = 0; rows.num_adapters && i < n; i++)
+            if (const int32_t owner = rows.owners[kept ? kept[i] : i]; owner >= 0) groups[owner].push_back(i);
+        adapters = rows.adapters;
+    }
+
+    // One of a layer's products, with what rows' adapters have beside it.
+    void project(size_t l, Product which, const bf16* in, const Weights& w, bf16* out, int64_t n) {
+        multiply(in, w, out, n);
+        if (groups.empty()) return;
+        const int64_t first = l * PARTS + which;
+        const int64_t next = which == QKV ? GATES : which == GATES ? OUTPUT : which == GATE_UP ? DOWN : which + 1;
+        for (size_t i = 0; i < groups.size(); i++)
+            adapted[i] = {adapters[i] + first, next - which, groups[i].data(), int64_t(groups[i].size())};
+        m.adapt(in, w.in, out, w.out, adapted.data(), adapted.size(), threads, m.parallel);
+    }
+
+    // Has `compute` write all `width` outputs of each row; or those that a rank's weights have, which it gathers.
+    template <class Compute>
+    void make_whole(const Weights& w, bf16* out, int64_t n, int64_t width, const Compute& compute) {
+        if (w.out == width) return compute(out);
+        part.resize(n * w.out);
+        compute(part.data());
+        gather(part.data(), out, n, w.first, w.out, width);
+    }
+
+    // Makes rows whole of which a rank has `own` values.
+    void gather(std::vector<bf16>& values, int64_t n, int64_t first, int64_t own, int64_t width) {
+        if (own == width) return;
+        part.swap(values);
+        values.resize(n * width);
+        gather(part.data(), values.data(), n, first, own, width);
+    }
+
+  private:
+    void gather(const bf16* from, bf16* whole, int64_t n, int64_t first, int64_t own, int64_t width) {
+        m.gather(m.ranks, from, whole, n, first * sizeof(bf16), own * sizeof(bf16), width * sizeof(bf16));
+    }
+
+    std::vector<bf16> part;
+    std::vector<std::vector<int64_t>> groups;  // the rows of each adapter
+    std::vector<Adapted> adapted;
+    const Part* const* adapters = nullptr;
+};
+
+}  // namespace
