@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from engine.attention.interface import LayerKv
 from engine.host_memory import host_zeros
 from engine.pool_layout import LayerPlace, LayerShape, PoolLayout
 from engine.recurrent.seats import Seats
+from engine.upload import upload_to
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 
@@ -50,6 +52,7 @@ class KVPool:
             for state in (layout.state, layout.draft_state)
         )
         """Of running sequences' states."""
+        self._upload = upload_to(device)
         self.arenas: list[Tensor] = []
         self._segments: list[dict[str, Tensor]] = []
         for segments in layout.arenas():
@@ -110,20 +113,15 @@ class KVPool:
 
     def move_tokens(self, tables: Sequence[Sequence[int]], first: int, places: Sequence[int]) -> None:
         """Of one sequence: move the KV at place `first + places[i]` to `first + i`."""
+        moves = [[first + place for place in places], [*range(first, first + len(places))]]
         for index, block_ids in enumerate(tables):
             segments = self._segments[index * len(self._segments) // len(tables)]
-            sources, source_offsets = self._slots(block_ids, [first + place for place in places])
-            targets, target_offsets = self._slots(block_ids, range(first, first + len(places)))
+            blocks = [[block_ids[place // self.block_size] for place in side] for side in moves]
+            (sources, targets), (source_offsets, target_offsets) = self._upload(
+                [np.array(blocks, np.int64), np.array(moves, np.int64) % self.block_size]
+            )
             for values in segments.values():
                 values[targets, :, :, target_offsets] = values[sources, :, :, source_offsets]
-
-    def _slots(self, block_ids: Sequence[int], places: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The places' blocks, and their offsets in these."""
-        size, device = self.block_size, self.arenas[0].device
-        blocks = [block_ids[place // size] for place in places]
-        offsets = [place % size for place in places]
-        indices = torch.tensor([blocks, offsets], dtype=torch.int64, device=device)
-        return indices[0], indices[1]
 
 
 def _in_rows(rows: Tensor, first: int, shape: LayerShape) -> LayerKv:

@@ -256,6 +256,17 @@ def test_pinned_memory_is_left_alone_while_it_is_copied() -> None:
     assert not gpu.waits
 
 
+def test_the_kv_of_an_accepted_path_moves_without_a_wait() -> None:
+    with absent_gpu() as gpu:
+        pool = pool_of()
+        for _ in range(2):  # the first one makes what is made once
+            gpu.launch("a step before")
+            gpu.clear()
+            pool.move_tokens([[1, 2]], 14, [1, 3])
+    assert gpu.launches["index"] == gpu.launches["index_put_"] == 1
+    assert not gpu.waits, "\n".join(gpu.waits)
+
+
 def test_what_waits_is_named() -> None:
     with absent_gpu() as gpu:
         values = torch.empty(4, device=GPU)
