@@ -62,7 +62,8 @@ class RowArrays:
 
 def _block_tables(batch: Sequence[SequenceRows], num_tables: int) -> np.ndarray:
     tables = [rows.tables[table] for table in range(num_tables) for rows in batch]
-    return block_table(tables).reshape(num_tables, len(batch), -1)
+    table = block_table(tables)
+    return table.reshape(num_tables, len(batch), table.shape[1])
 
 
 def block_table(tables: Sequence[list[int]]) -> np.ndarray:
