@@ -56,6 +56,7 @@ class _HostUploader(Uploader):
 class _Nothing:
     """A backend and a decoder that launch nothing."""
 
+    name = "CUDA decoder"
     arena, num_tables = 0, 1
 
     def __init__(self, block_size: int) -> None:

@@ -169,14 +169,22 @@ class Forward(RowsForward):
         return ForwardOutput(logits[0], None if hidden is None else hidden[0])
 
     def _compute(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        token_ids, positions, rows = inputs
-        capture = {"output_hidden_states": True} if self._hidden_layers else {}
-        output = self._model(
-            input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows, **capture
-        )
-        if not self._hidden_layers:
-            return output.logits, None
-        return output.logits, torch.cat([output.hidden_states[i] for i in self._hidden_layers], dim=-1)
+        return run_model(self._model, self._hidden_layers, *inputs)
+
+
+def run_model(
+    model: PreTrainedModel, hidden_layers: Sequence[int], token_ids: Tensor, positions: Tensor, rows: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Of packed rows [1, total]: logits [1, rows asked for, vocab_size] and, if there are `hidden_layers`,
+    their states [1, total, layers * hidden_size].
+    """
+    capture = {"output_hidden_states": True} if hidden_layers else {}
+    output = model(
+        input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows, **capture
+    )
+    if not hidden_layers:
+        return output.logits, None
+    return output.logits, torch.cat([output.hidden_states[i] for i in hidden_layers], dim=-1)
 
 
 def _compile(

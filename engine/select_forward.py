@@ -67,14 +67,14 @@ def _cuda_runner(
     hidden_layers: tuple[int, ...] = (),
     drafts: bool = False,
 ) -> Runner | None:
-    """None where the CUDA decoder does not fit."""
-    is_plain = loaded.adapters is None and loaded.recurrent is None  # our decoder on CUDA knows of neither
+    """None where steps are not to be replayed as graphs: the host lays out what adapters and recurrent layers
+    do.
+    """
+    is_plain = loaded.adapters is None and loaded.recurrent is None
     if not is_plain or attention.name != "triton" or config.compile != "auto":
         return None
-    if unfit(loaded.model) is not None:
-        return None
-    cuda = importlib.import_module("engine.cuda.runner")
-    runner: Runner | None = cuda.runner_of(config, loaded, attention, hidden_layers, drafts)
+    cuda = importlib.import_module("engine.cuda.runner")  # Triton is not there on every host
+    runner: Runner = cuda.runner_of(config, loaded, attention, hidden_layers, drafts)
     return runner
 
 

@@ -50,6 +50,8 @@ class Layer(NamedTuple):
 class CudaDecoder:
     """Ten kernels a layer, or nine where no sequence has several splits of keys."""
 
+    name = "CUDA decoder"
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -36,6 +36,12 @@ class Graphs(Protocol):
         """Of the device."""
         ...
 
+    def fault(self, work: Callable[[], object]) -> str:
+        """Why `work`, which has run before, cannot be captured, as where it waits for the device. Empty if it
+        can.
+        """
+        ...
+
 
 class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
@@ -48,6 +54,16 @@ class CudaGraphs:
     def free_bytes(self) -> int:
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
+
+    def fault(self, work: Callable[[], object]) -> str:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            work()
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return ""
 
 
 class CudaGraph:
@@ -79,6 +95,9 @@ def capture_all(
             captured[shape] = capture(shape)
         except torch.OutOfMemoryError:
             continue
+        except RuntimeError as error:
+            logger.warning("no more CUDA graphs: the device refuses to capture a step: %s", error)
+            break
     logger.info(
         "captured %d of %d CUDA graphs in %.1f s (at most %.0f s) and %.2f GiB (at most %.2f GiB); "
         "steps without one run eagerly",

@@ -1,4 +1,4 @@
-"""The CUDA decoder as a `Runner`."""
+"""What runs a model on a CUDA device: a `Runner` whose steps graphs replay."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.attention.interface import AttentionBackend
 from engine.attention.triton_kernel.backend import TritonBackend
 from engine.cuda.buckets import Buckets
 from engine.cuda.decoder import CudaDecoder, can_join
 from engine.cuda.graphs import CudaGraphs, Graph, Graphs, capture_all
+from engine.cuda.modules import Modules
 from engine.cuda.products import describe
+from engine.decoder.description import unfit
 from engine.loader import LoadedModel
 from engine.rows import SequenceRows
 from engine.runner import ForwardOutput
@@ -24,6 +27,8 @@ from protocol.config import ServeConfig
 
 
 class Decoder(Protocol):
+    name: str
+
     def forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
         """Logits of the rows asked for, and hidden states, if any. The backend has begun its step."""
         ...
@@ -35,18 +40,17 @@ class CudaRunner:
     """
 
     any_threads = False
-    name = "CUDA decoder"
 
     def __init__(
         self,
         decoder: Decoder,
-        backend: TritonBackend,
+        backend: AttentionBackend,
         device: torch.device,
         products: str,
         buckets: Buckets,
         graphs: Graphs | None = None,
     ) -> None:
-        self.choice = f"{self.name}, eager"
+        self.choice = f"{decoder.name}, eager"
         self.products = products
         self._decoder = decoder
         self._backend = backend
@@ -57,19 +61,21 @@ class CudaRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> float:
-        """Captures the buckets' graphs."""
+        """Captures the buckets' graphs, if the forward can be captured."""
         if self._graphs is None:
             return 0.0
         started = time.monotonic()
         shapes = list(self._buckets)
         for shape in shapes:  # from now on no address changes
             self._inputs([], [], shape)
-        widest = max(shapes, key=lambda shape: shape.rows)
-        logits, hidden = self._forward(self._inputs([], [], widest))
-        self._kept = logits, hidden
+        widest = self._inputs([], [], max(shapes, key=lambda shape: shape.rows))
+        self._kept = self._forward(widest)
+        if fault := self._graphs.fault(partial(self._forward, widest)):
+            self.choice += f" (not to be captured: {fault})"
+            return time.monotonic() - started
         self._captured = capture_all(shapes, partial(self._capture, self._graphs), self._graphs)
         if self._captured:
-            self.choice = f"{self.name}, {len(self._captured)} graphs"
+            self.choice = f"{self._decoder.name}, {len(self._captured)} graphs"
         return time.monotonic() - started
 
     def _capture(self, graphs: Graphs, shape: StepShape) -> Graph:
@@ -129,7 +135,7 @@ class CudaRunner:
         self, batch: Sequence[SequenceRows], logit_rows: Sequence[int], shape: StepShape | None
     ) -> StepInputs:
         upload = self._upload if shape is None else self._upload_bucket
-        return step_inputs(batch, logit_rows, upload, self._backend, shape or StepShape())
+        return step_inputs(batch, logit_rows, upload, self._backend, shape or StepShape(logits=1))
 
     def _forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
         self._backend.begin_step(inputs.attention)
@@ -145,14 +151,15 @@ class CudaRunner:
 def runner_of(
     config: ServeConfig,
     loaded: LoadedModel,
-    backend: TritonBackend,
+    backend: AttentionBackend,
     hidden_layers: tuple[int, ...] = (),
     drafts: bool = False,
-) -> CudaRunner | None:
-    """None where layers of one input are multiplied in several ways. `drafts`: it drafts chains."""
-    if not can_join(loaded.model):
-        return None
-    decoder = CudaDecoder(loaded.model, backend, loaded.max_model_len, hidden_layers)
+) -> CudaRunner:
+    """Of the CUDA decoder where it fits. `drafts`: it drafts chains."""
+    decoder: Decoder = Modules(loaded.model, backend, hidden_layers)
+    if unfit(loaded.model) is None and can_join(loaded.model):
+        assert isinstance(backend, TritonBackend)
+        decoder = CudaDecoder(loaded.model, backend, loaded.max_model_len, hidden_layers)
     products = describe(loaded.model, loaded.dtype)
     buckets = (Buckets.of_drafts if drafts else Buckets.of)(config, loaded.max_model_len)
     return CudaRunner(decoder, backend, loaded.device, products, buckets, graphs_for(config, loaded.device))

@@ -23,6 +23,8 @@ from speculation.eagle.paged import PagedHead
 class FedHead:
     """A head whose hidden states lie at one address, as far as they fit there."""
 
+    name = "torch's operators"
+
     def __init__(
         self, head: PagedHead, backend: TritonBackend, device: torch.device, dtype: torch.dtype
     ) -> None:
@@ -47,8 +49,6 @@ class FedHead:
 
 class HeadRunner(CudaRunner):
     """`hidden` of the output has the rows of the logits, and no others."""
-
-    name = "torch's operators"
 
     def __init__(
         self,

@@ -45,6 +45,16 @@ well that a forward never waits for the device: reading one would fail. CUDA gra
 launching in the interpreter again what a step launched, on the same memory. `tests/gpu` and `tandem bench
 gpu` are what is to be run on a GPU.
 
+As graphs run: steps of decode rows and of drafts to verify, chains and trees, of up to 512 rows, by the CUDA
+decoder or by the modules of another model, unless these wait for the device; and each step of a chain that
+a model or an EAGLE head drafts. Eagerly run: prompts, and what shares a step with them; models with recurrent
+layers, and with adapters, whose tables the host lays out anew; trees' drafting; sampling and verification, in
+two to seven launches. Tensor-parallel ranks are for CPUs.
+
+FlashInfer is no backend here. Its plans cut keys so that the whole batch fills the device; with its option
+`fixed_split_size`, too, tiles of rows are sized by the batch's mean (flashinfer-ai/flashinfer#2424), so that
+a row's bits would depend on its company. Nor was there a GPU to show where it is faster.
+
 A step waits for the device once, for its tokens, whatever the rule of verification. So does a drafted chain:
 each of its steps is the replay of a graph, by the CUDA decoder or an EAGLE head, that takes the tokens of the
 one before from the device. Trees wait after each level of them; so does each token of a request that edits

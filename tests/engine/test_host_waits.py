@@ -19,7 +19,8 @@ from engine.block_manager import BlockManager
 from engine.cuda import runner as cuda_runner
 from engine.cuda.buckets import Buckets
 from engine.cuda.decoder import CudaDecoder
-from engine.cuda.runner import CudaRunner
+from engine.cuda.modules import Modules
+from engine.cuda.runner import CudaRunner, Decoder
 from engine.forward import Forward
 from engine.hybrid_forward import HybridForward
 from engine.kv_pool import KVPool
@@ -159,7 +160,15 @@ def test_which_models_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert eager.choice == "CUDA decoder, eager"
     assert isinstance(runner(compile="off"), Forward)
     loaded.model.config.hidden_act = "gelu"
-    assert isinstance(runner(), Forward)
+    with absent_gpu() as gpu:
+        monkeypatch.setattr(cuda_runner, "CudaGraphs", lambda device: CountedGraphs(gpu))
+        modules = runner(max_num_seqs=2)
+        modules.warm_up()
+        assert modules.choice == "the model's own modules, 2 graphs"
+        loaded.model.model.norm.register_forward_hook(lambda module, args, out: out * out.max().item())
+        modules = runner(max_num_seqs=2)
+        modules.warm_up()
+    assert modules.choice.startswith("the model's own modules, eager (not to be captured: /engine/forward.py")
 
 
 def test_launches_of_64_decode_rows_in_36_layers() -> None:
@@ -187,6 +196,11 @@ class CountedGraphs:
     def free_bytes(self) -> int:
         return 1 << 30
 
+    def fault(self, work: Callable[[], object]) -> str:
+        self._gpu.waits.clear()
+        work()
+        return next(iter(self._gpu.waits), "")
+
     def capture(self, work: Callable[[], object]) -> None:
         work()
         self.captured += 1
@@ -195,16 +209,18 @@ class CountedGraphs:
         self._gpu.launch("graph")
 
 
-def test_a_step_that_was_captured_is_one_launch() -> None:
+@pytest.mark.parametrize(("modules", "num_layers"), [(False, 36), (True, LAYERS)])
+def test_a_step_that_was_captured_is_one_launch(modules: bool, num_layers: int) -> None:
     rows = [SequenceRows([5], 1000, [[1] * 63])] * 60
     with absent_gpu() as gpu:
-        backend, graphs = TritonBackend(pool_of(36).layers(TARGET)), CountedGraphs(gpu)
+        backend, graphs = TritonBackend(pool_of(num_layers).layers(TARGET)), CountedGraphs(gpu)
         buckets = Buckets([16, 64], [1], [64], trees=False)
-        decoder = CudaDecoder(qwen3(36), backend, 1024)
+        model = qwen3(num_layers)
+        decoder: Decoder = Modules(model, backend) if modules else CudaDecoder(model, backend, 1024)
         runner = CudaRunner(decoder, backend, GPU, "", buckets, graphs)
-        assert runner.choice == "CUDA decoder, eager"
+        assert runner.choice == f"{decoder.name}, eager"
         runner.warm_up()
-        assert runner.choice == "CUDA decoder, 2 graphs"
+        assert runner.choice == f"{decoder.name}, 2 graphs"
         gpu.clear()
         output = runner.run(rows, list(range(60)))
     assert gpu.launches == {"graph": 1}

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,17 +14,20 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from engine.attention import transformers_hook
+from engine.attention.tables import TablesBackend
 from engine.attention.triton_kernel import tiles
 from engine.attention.triton_kernel.backend import TritonBackend
 from engine.attention.triton_kernel.tiles import Tile
 from engine.cuda.buckets import Buckets
 from engine.cuda.decoder import CudaDecoder
 from engine.cuda.graphs import Graphs
+from engine.cuda.modules import Modules
 from engine.cuda.runner import CudaRunner
+from engine.forward import Forward
 from engine.kv_pool import KVPool
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.rows import SequenceRows
-from engine.runner import ForwardOutput
+from engine.runner import ForwardOutput, Runner
 from tests.engine.interpreted.recorder import RecordedGraph, RecordedGraphs, pageable_memory
 
 CPU = torch.device("cpu")
@@ -59,10 +63,7 @@ class Side:
     """A decoder with a pool of its own, of the same values."""
 
     def __init__(self, model: PreTrainedModel, buckets: Buckets, graphs: Graphs | None, hidden: bool) -> None:
-        group = Group.uniform(TARGET, Segment(2, 1, 16, torch.float32))
-        self.pool = KVPool(PoolLayout((group,), BLOCK), NUM_BLOCKS, CPU, None)
-        values = self.pool.arenas[0].view(torch.float32)
-        values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(2)))
+        self.pool = made_pool()
         backend = TritonBackend(self.pool.layers(TARGET))
         decoder = CudaDecoder(model, backend, 128, (0, 2) if hidden else ())
         self.runner = CudaRunner(decoder, backend, CPU, "", buckets, graphs)
@@ -71,6 +72,14 @@ class Side:
     def run(self, batch: list[SequenceRows], logit_rows: list[int]) -> ForwardOutput:
         output = self.runner.run(batch, logit_rows)
         return ForwardOutput(output.logits.clone(), output.hidden)
+
+
+def made_pool() -> KVPool:
+    group = Group.uniform(TARGET, Segment(2, 1, 16, torch.float32))
+    pool = KVPool(PoolLayout((group,), BLOCK), NUM_BLOCKS, CPU, None)
+    values = pool.arenas[0].view(torch.float32)
+    values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(2)))
+    return pool
 
 
 def made_model() -> PreTrainedModel:
@@ -126,6 +135,26 @@ def test_a_replay_is_what_the_step_computes_when_it_is_launched() -> None:
         before = sum(graph.num_replays for graph in graphs.graphs)
         same(eager, replayed, batch, logit_rows)
         assert sum(graph.num_replays for graph in graphs.graphs) - before == replays
+
+
+def test_the_models_own_modules_over_two_block_tables() -> None:
+    """Replayed, and launched where there is no bucket."""
+    model, graphs = made_model(), RecordedGraphs()
+    pools = made_pool(), made_pool()
+    plain, replayed = (TablesBackend([TritonBackend(p.layers(TARGET)) for _ in "ab"], [0, 1]) for p in pools)
+    runner = CudaRunner(Modules(model, replayed), replayed, CPU, "", FEW_BUCKETS, graphs)
+    runner.warm_up()
+    runners: list[Runner] = [runner, Forward(model, plain, "off", products="")]
+    for batch, logit_rows, _ in (STEPS[3], STEPS[5]):
+        moved = [replace(rows, tables=two_tables(rows.tables[0])) for rows in batch]
+        found, expected = (each.run(moved, logit_rows).logits for each in runners)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert sum(graph.num_replays for graph in graphs.graphs) == 1
+    torch.testing.assert_close(*(pool.arenas[0].view(torch.float32) for pool in pools))
+
+
+def two_tables(blocks: list[int]) -> list[list[int]]:
+    return [blocks, [(block + 6) % 30 for block in blocks]]
 
 
 def test_tokens_that_only_the_device_knows() -> None:
