@@ -143,6 +143,56 @@ def _attend_to(
     return total, mass, top
 
 
+@triton.jit
+def _queries(
+    place,
+    live,
+    KEY_DIM: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    TAIL_PADDED: tl.constexpr,
+    MULTIPLIED: tl.constexpr,
+):
+    """Of rows that begin at `place`: what meets the first KEY_PADDED values of a key, and the others."""
+    d = tl.arange(0, KEY_PADDED)
+    q = tl.load(place + d[None, :], mask=live[:, None] & (d < KEY_DIM)[None, :], other=0.0).to(MULTIPLIED)
+    q_tail = q
+    if TAIL_PADDED:
+        d = KEY_PADDED + tl.arange(0, TAIL_PADDED)
+        inside = live[:, None] & (d < KEY_DIM)[None, :]
+        q_tail = tl.load(place + d[None, :], mask=inside, other=0.0).to(MULTIPLIED)
+    return q, q_tail
+
+
+@triton.jit
+def _seen_by_all(
+    begin,
+    stop,
+    oldest,
+    newest,
+    first_key,
+    first_of_all,
+    tree_start,
+    sequence,
+    window,
+    KEYS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """Where, within the keys [begin, stop), the blocks of KEYS begin and end that need no mask: rows at
+    places from `oldest` to `newest` see all of them.
+    """
+    free = begin
+    if WINDOWED:
+        free = tl.maximum(free, newest - window + 1)
+    if first_key is not None:
+        free = tl.maximum(free, first_of_all)
+    free = tl.minimum(tl.cdiv(free, KEYS) * KEYS, stop)
+    edge = oldest + 1
+    if tree_start is not None:
+        start = tl.load(tree_start + sequence)
+        edge = tl.where(start >= 0, tl.minimum(edge, start), edge)
+    return free, tl.maximum(tl.minimum(edge, stop) // KEYS * KEYS, free)
+
+
 @triton.jit(do_not_specialize=["first_tile", "num_tiles", "tile_tokens", "table_row", "window"])
 def attend(
     query,
@@ -226,31 +276,14 @@ def attend(
     row = first_row + token
     live = (row < end_row) & (member < GROUP)
     live = live & (tl.load(slots + row, mask=live, other=-1) >= 0)
-    d = tl.arange(0, KEY_PADDED)
     q_place = query + row.to(tl.int64)[:, None] * query_row + head[:, None] * query_head
-    q = tl.load(q_place + d[None, :], mask=live[:, None] & (d < KEY_DIM)[None, :], other=0.0).to(MULTIPLIED)
-    q_tail = q
-    if TAIL_PADDED:
-        d = KEY_PADDED + tl.arange(0, TAIL_PADDED)
-        seen = live[:, None] & (d < KEY_DIM)[None, :]
-        q_tail = tl.load(q_place + d[None, :], mask=seen, other=0.0).to(MULTIPLIED)
-    TREES: tl.constexpr = visible is not None
+    q, q_tail = _queries(q_place, live, KEY_DIM, KEY_PADDED, TAIL_PADDED, MULTIPLIED)
     row_sight = sight(row, live, origin + row, first_of_all, visible, tree_start, sequence, window, WINDOWED)
 
-    # The keys that all rows see lie between those at the edges.
-    free = begin
-    if WINDOWED:
-        newest = origin + tl.minimum(first_row + TOKENS, end_row) - 1
-        free = tl.maximum(free, newest - window + 1)
-    if first_key is not None:
-        free = tl.maximum(free, first_of_all)
-    free = tl.minimum(tl.cdiv(free, KEYS) * KEYS, stop)
-    edge = origin + first_row + 1
-    if TREES:
-        start = tl.load(tree_start + sequence)
-        edge = tl.where(start >= 0, tl.minimum(edge, start), edge)
-    edge = tl.maximum(tl.minimum(edge, stop) // KEYS * KEYS, free)
-
+    oldest, newest = origin + first_row, high - 1
+    free, edge = _seen_by_all(
+        begin, stop, oldest, newest, first_key, first_of_all, tree_start, sequence, window, KEYS, WINDOWED
+    )
     state = (
         tl.zeros([TOKENS * MEMBERS, VALUE_PADDED], tl.float32),
         tl.zeros([TOKENS * MEMBERS], tl.float32),
@@ -283,7 +316,7 @@ def attend(
                 scale,
                 softcap,
                 part != 1,
-                TREES,
+                visible is not None,
                 SOFTCAP,
                 PAGE,
                 KEYS,
