@@ -13,6 +13,7 @@
 #include "drafted.h"
 #include "row_math.h"
 #include "short_conv_mixer.h"
+#include "state_space_mixer.h"
 #include "structs.h"
 #include "work.h"
 
@@ -24,7 +25,7 @@ class Decoder : Work {
   public:
     explicit Decoder(const Model& model)
         : Work(model), drafted(m.entry ? m.entry->token_ids : nullptr), attention(*this), delta(*this),
-          short_conv(*this) {}
+          short_conv(*this), state_space(*this) {}
 
     // Calls from now on use up to so many threads. Results have the same bits on any number of them.
     Decoder& on(int64_t threads) {
@@ -222,6 +223,7 @@ class Decoder : Work {
         switch (layers[l].mixer) {
             case DELTA: return delta.mix(l, rows);
             case SHORT_CONV: return short_conv.mix(l, rows);
+            case STATE_SPACE: return state_space.mix(l, rows);
             default: return attention.mix(l, rows);
         }
     }
@@ -245,6 +247,7 @@ class Decoder : Work {
     AttentionMixer attention;
     DeltaMixer delta;
     ShortConvMixer short_conv;
+    StateSpaceMixer state_space;
     std::vector<bf16> x, gated, active, targets, kept;
     std::vector<bf16> scores, after;  // of each sequence's last row, while drafting
     // The attention's step.

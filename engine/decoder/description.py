@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.decoder.families import ATTENTION, FAMILIES, Family, Mixer, Paths
+from engine.decoder.families import ATTENTION, FAMILIES, STATE_SPACE, Family, Mixer, Paths
 from engine.decoder.structs import LayerArgs, ModelArgs, RecurrentArgs, WeightsArgs
 from engine.host_memory import HugePages
 from engine.linear.packed import pack
@@ -198,8 +198,12 @@ class Description(NativeModel):
             taps=self.keep_floats(conv.weight.squeeze(1).t()),
             bias=self.keep_floats(conv.bias),
             shifts=self.keep_floats(getattr(module, "dt_bias", None)),
+            skips=self.keep_floats(getattr(module, "D", None)),
             norm=self.keep(_weight(module, "norm")),
         )
+        if mixer.kind == STATE_SPACE:
+            args.group = module.norm.group_size
+            args.shortest, args.longest = module.time_step_limit
         if hasattr(module, "A_log"):
             args.rates = self.keep_floats(-module.A_log.float().exp())
         if gates:

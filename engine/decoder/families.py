@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-ATTENTION, DELTA, SHORT_CONV = range(3)
+ATTENTION, DELTA, SHORT_CONV, STATE_SPACE = range(4)
 """What mixes a layer's rows; `structs.h` has the same."""
 
 
@@ -106,6 +106,13 @@ FAMILIES = {
         down="feed_forward.w2",
         final_norm="embedding_norm",
         epsilon="norm_eps",
+    ),
+    "BambaForCausalLM": Family(
+        mixers=(_attention(), Mixer(STATE_SPACE, "mamba", inputs=("in_proj",), output="out_proj")),
+        mlp_norm="pre_ff_layernorm",
+        gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+        down="feed_forward.down_proj",
+        final_norm="final_layernorm",
     ),
 }
 """By the model's class."""

@@ -30,13 +30,14 @@ struct Weights {
 };
 
 // What mixes a layer's rows; each has a header that says what a layer's `qkv` makes for it.
-enum Mixer : int64_t { ATTENTION, DELTA, SHORT_CONV };
+enum Mixer : int64_t { ATTENTION, DELTA, SHORT_CONV, STATE_SPACE };
 
 // What a mixer with a state has beside its layer's products, null where it has none.
 struct Recurrent {
-    int64_t number;              // among recurrent layers
-    const float *taps, *bias;    // of its convolution, [taps, channels], [channels]
-    const float *rates, *shifts;  // [heads]
+    int64_t number, group;                // among recurrent layers; how many values are normed together
+    const float *taps, *bias;             // of its convolution, [taps, channels], [channels]
+    const float *rates, *shifts, *skips;  // [heads]
+    float shortest, longest;              // of times
     const bf16* norm;
     Weights gates;
 };

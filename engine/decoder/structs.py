@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_double, c_int64, c_void_p
+from ctypes import Structure, c_double, c_float, c_int64, c_void_p
 
 
 class WeightsArgs(Structure):
@@ -14,8 +14,10 @@ class WeightsArgs(Structure):
 
 class RecurrentArgs(Structure):
     _fields_ = (
-        ("number", c_int64),
-        *((name, c_void_p) for name in ("taps", "bias", "rates", "shifts", "norm")),
+        *((name, c_int64) for name in ("number", "group")),
+        *((name, c_void_p) for name in ("taps", "bias", "rates", "shifts", "skips")),
+        *((name, c_float) for name in ("shortest", "longest")),
+        ("norm", c_void_p),
         ("gates", WeightsArgs),
     )
 

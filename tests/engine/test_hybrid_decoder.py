@@ -37,8 +37,18 @@ from tests.engine.test_recurrent import needs_seam
 CPU = torch.device("cpu")
 BLOCK, NUM_BLOCKS, DRAFTS = 16, 24, 32
 FAULT = kernel_fault(CPU, torch.bfloat16)
-MODELS: dict[str, dict[str, Any]] = {"qwen3_5_text": {}, "lfm2": {"conv_bias": True}}
-CASES = [("qwen3_5_text", None), ("qwen3_5_text", "int8"), ("qwen3_5_text", "int4"), ("lfm2", None)]
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {},
+    "lfm2": {"conv_bias": True},
+    "bamba": {"time_step_limit": (0.5, 1.5)},
+}
+CASES = [
+    ("qwen3_5_text", None),
+    ("qwen3_5_text", "int8"),
+    ("qwen3_5_text", "int4"),
+    ("lfm2", None),
+    ("bamba", None),
+]
 """With the format of quantized weights, whose products do not depend on what mixes rows."""
 
 pytestmark = [needs_seam, pytest.mark.skipif(FAULT is not None, reason=str(FAULT))]
