@@ -1,9 +1,12 @@
 """The Triton kernels in Triton's interpreter against torch's backend. `test_interpreted_kernels.py` runs it
 in a process of its own: TRITON_INTERPRET must be set before Triton is imported.
+
+ATTENTION_STEPS=300 pytest tests/engine/test_interpreted_kernels.py draws so many random steps.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +15,9 @@ import pytest
 import torch
 import triton.language as tl
 from hypothesis import example, given, settings
+from triton.runtime import interpreter
 
+from engine.attention.interface import LayerKv
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_kernel import backend, tiles
 from engine.attention.triton_kernel.backend import TritonBackend
@@ -52,11 +57,14 @@ def narrow(sequence: Sequence, sliding_window: int | None = None) -> Case:
 @example(narrow(Sequence(1, 37, 1), sliding_window=20))
 @example(narrow(Sequence(2, 75, 1), sliding_window=20))
 @example(narrow(Sequence(2, 100, 1)))
-@settings(reproducible, max_examples=45)
+# A tree of the most keys, whose window and rows lie in four splits.
+@example(narrow(Sequence(6, 114, 1, tree=True, earlier=58), sliding_window=20))
+@settings(reproducible, max_examples=int(os.environ.get("ATTENTION_STEPS", "45")))
 @given(cases())
 def test_it_is_what_torch_computes(case: Case) -> None:
     step = Step.of(case)
     expected = step.in_float64().run(TorchBackend)
+    step.forget_unseen()
     near(step.run(TritonBackend), expected)
 
 
@@ -73,15 +81,17 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [Options(), Options(sliding_window=35, sinks=True), Options(sliding_window=3, softcap=5.0)],
+    [Options(), Options(sliding_window=67, sinks=True), Options(sliding_window=3, softcap=5.0)],
     ids=str,
 )
 def test_rows_to_verify_have_the_bits_of_decode_rows(options: Options) -> None:
-    """Where a row's window begins in another split than that of the first row beside it, too."""
-    shape = Shape(kv_heads=1)
-    together = Step.of(Case(shape, options, (Sequence(6, 69, 3),))).run(TritonBackend)
+    """Where a row's window begins in another split than that of the first row beside it, and three splits are
+    left to add up, too.
+    """
+    shape, context = Shape(kv_heads=1), 66 + (options.sliding_window or 3)
+    together = Step.of(Case(shape, options, (Sequence(6, context, 3),))).run(TritonBackend)
     for row in range(6):
-        step = Step.of(Case(shape, options, (Sequence(6 - row, 69, 3),)))
+        step = Step.of(Case(shape, options, (Sequence(6 - row, context, 3),)))
         assert torch.equal(step.run(TritonBackend), together[row:])
 
 
@@ -150,6 +160,47 @@ def test_every_code_is_read_as_its_value(quantization: str) -> None:
     values = codes.nan_to_num(0.0).clamp(min=-most)
     step.new[2][0, 0] = values
     near(step.run(TritonBackend)[0], values.double().expand(2, -1))
+
+
+def test_programs_may_run_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None writes where another one does."""
+    sequences = Sequence(3, 70, 1), Sequence(9, 20, 2)
+    step = Step.of(Case(Shape(group=3), Options(sinks=True), sequences, padding=1))
+    expected = step.run(TritonBackend)
+    builder = interpreter.interpreter_builder
+    begin = builder.set_grid_idx
+    monkeypatch.setattr(
+        builder,
+        "set_grid_idx",
+        lambda *place: begin(*(size - 1 - i for size, i in zip(builder.grid_dim, place, strict=True))),
+    )
+    assert torch.equal(step.run(TritonBackend), expected)
+
+
+def test_pools_of_more_elements_than_32_bits_count() -> None:
+    """Their pages are not there but for the few that are written."""
+    step = Step.of(Case(Shape(torch.float32, "int8_rows", kv_heads=1), Options(), (Sequence(2, 20, 1),)))
+    expected = step.run(TritonBackend)
+    far = torch.empty(4 << 30, dtype=torch.uint8)
+    layer = LayerKv(
+        *(
+            far[place << 20 :].as_strided(side.shape, (1 << 30, *side.stride()[1:]))
+            for place, side in enumerate(step.layer)
+        )
+    )
+    for side, there in zip(step.layer, layer, strict=True):
+        there.copy_(side)
+    assert int(step.metadata.block_table.max()) > 1
+    assert torch.equal(replace(step, layer=layer).run(TritonBackend), expected)
+
+
+def test_a_row_of_a_sequence_may_be_padding() -> None:
+    step = Step.of(Case(Shape(kv_heads=1), Options(), (Sequence(3, 50, 1), Sequence(9, 20, 2))))
+    slots = step.metadata.slot_mapping.clone()
+    slots[[2, 11]] = -1
+    step = replace(step, metadata=replace(step.metadata, slot_mapping=slots))
+    expected = step.run(TritonBackend)
+    assert not expected[[2, 11]].any() and expected[[1, 10]].all()
 
 
 def test_what_does_not_fit_is_refused() -> None:
