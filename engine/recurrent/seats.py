@@ -16,7 +16,7 @@ from engine.recurrent.layout import StateLayout
 from engine.upload import upload_to
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that takes four times as long to make, for each sequence in each step
 class RowSpan:
     """`count` packed rows of one sequence from place `start` on, its state in `seat`. The tokens of places
     below `certain` are its own, those behind are drafted. With `masks`, as `SequenceRows` has them, they are
