@@ -163,6 +163,7 @@ template <class Math, class Element, class Query> void Attention::attend_as(int6
 template <class Math, class Element, class Query> struct Attention::Worker {
     typedef typename Math::Word Word;
     static constexpr bool CODED = is_coded<Element>;
+    static constexpr bool READABLE = std::is_same_v<Math, FloatMath> && !CODED;  // values, as they are stored
     struct Origin {
         int query, head;
         Sight sight;
@@ -284,14 +285,15 @@ template <class Math, class Element, class Query> struct Attention::Worker {
         if (in_tree) locate(task, first_key + TILE, last_key(task), behind);
         for (int head = 0; head < task.heads; head++) {
             take_keys(*tile, head * key_size, sweep, 0);
-            take_values(*tile, head * value_size, sweep, 0);
+            reads_stored = READABLE && !in_tree && head_rows <= BLOCK_ROWS && width == value_dim;
+            if (!reads_stored) take_values(*tile, head * value_size, sweep, 0);
             if (in_tree) {
                 attend_paths(task, head, first_key, sweep, state);
                 continue;
             }
             const int first = head * head_rows, last = first + head_rows;
             for (int row = first; row < last; row += BLOCK_ROWS)
-                attend_rows(row, std::min(BLOCK_ROWS, last - row), first_key, sweep, state);
+                attend_rows(row, std::min(BLOCK_ROWS, last - row), first_key, head, sweep, state);
         }
     }
 
@@ -322,11 +324,11 @@ template <class Math, class Element, class Query> struct Attention::Worker {
             take_values(moved, head * value_size, sweep, in_place);
             const int first = head * head_rows + q * a.plan.group, last = first + a.plan.group;
             for (int row = first; row < last; row += BLOCK_ROWS)
-                attend_rows(row, std::min(BLOCK_ROWS, last - row), first_key, sweep, state, &path);
+                attend_rows(row, std::min(BLOCK_ROWS, last - row), first_key, head, sweep, state, &path);
         }
     }
 
-    void attend_rows(int row, int count, int64_t first_key, Sweep<Element>& sweep, const RowState& state,
+    void attend_rows(int row, int count, int64_t first_key, int head, Sweep<Element>& sweep, const RowState& state,
                      const Path* path = nullptr) {
         uint64_t seen[BLOCK_ROWS], by_any = 0;
         for (int r = 0; r < count; r++) by_any |= seen[r] = origins[row + r].sight.in_tile(first_key);
@@ -356,14 +358,19 @@ template <class Math, class Element, class Query> struct Attention::Worker {
                 std::copy(weight_units, weight_units + count, rescale);
             }
         }
-        product_of<Math, true>(count, weights, TILE, values, width, depth, rescale, state.output(row),
-                               state.stride(), width / LANES);
+        const auto add = [&](const auto& rows) {
+            product_of<Math, true>(count, weights, TILE, rows, depth, rescale, state.output(row), state.stride(),
+                                   width / LANES);
+        };
+        if constexpr (READABLE)
+            if (reads_stored) return add(InPlace<Element>{tile->values, head * value_size});
+        add(Packed<Word>{values, width});
     }
 
     // Scores of the first keys of tile i, so many.
     void score(int row, int count, int i, int num_keys, float* to) {
-        product_of<Math, false>(count, queries + row * words, words, keys + i * TILE * words, TILE, words, units + row,
-                                to, TILE, num_keys / LANES);
+        product_of<Math, false>(count, queries + row * words, words, Packed<Word>{keys + i * TILE * words, TILE},
+                                words, units + row, to, TILE, num_keys / LANES);
         if constexpr (CODED)
             for (int r = 0; r < count; r++)
                 for (int k = 0; k < num_keys; k += LANES)
@@ -401,6 +408,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
     RowState total, partial;
     TileRows<Element> tiles[2], *tile = &tiles[0], *next = &tiles[1], behind;
     int rows = 0, head_rows = 0;
+    bool reads_stored = false;  // the tile's values, which one block of rows reads, are not packed
     int64_t first_token = 0;
 };
 

@@ -4,6 +4,8 @@
 // result has the same bits alone or in a batch, in decode or in a prefill chunk.
 #pragma once
 
+#include <type_traits>
+
 #include "simd.h"
 
 constexpr int TILE = 64;       // keys
@@ -24,6 +26,7 @@ struct FloatMath {
     static constexpr bool WHOLE = false;
     static inline Vec multiply_add(Vec sum, const float* a, Vec b) { return sum + *a * b; }
     static inline Vec load_words(const float* from) { return load(from); }
+    static inline Vec load_words(const uint16_t* from) { return widen(from); }
     static inline void store_weights(float* to, Vec weights) { store(to, weights); }
     template <bool ADD> static inline Vec first(const float* sums, float scale) {
         return ADD ? load(sums) * scale : Vec{};
@@ -72,18 +75,31 @@ struct WholeMath {
     }
 };
 
-// sums[R][C vectors] = scale[R] * sums + a[R][depth] * b[depth][C vectors], or without the first term.
-template <class Math, bool ADD, int R, int C>
-static __attribute__((noinline)) void product(const typename Math::Word* a, int64_t a_stride,
-                                              const typename Math::Word* b, int64_t b_stride, int depth,
-                                              const float* scale, float* sums, int64_t sums_stride) {
+// The rows of a second factor: packed one after another, or where each is stored.
+template <class Word> struct Packed {
+    const Word* words;
+    int64_t stride;
+    const Word* row(int d) const { return words + d * stride; }
+};
+template <class Element> struct InPlace {
+    const Element* const* rows;
+    int64_t offset;
+    const Element* row(int d) const { return rows[d] + offset; }
+};
+
+// sums[R][C vectors] = scale[R] * sums + a[R][depth] * b[depth][C vectors], or without the first term. Of b these are
+// the vectors from `column` on.
+template <class Math, bool ADD, int R, int C, class Rows>
+static __attribute__((noinline)) void product(const typename Math::Word* a, int64_t a_stride, const Rows& b, int column,
+                                              int depth, const float* scale, float* sums, int64_t sums_stride) {
     typename Math::Sum acc[R][C];
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++)
             acc[r][c] = Math::template first<ADD>(sums + r * sums_stride + c * LANES, ADD ? scale[r] : 0);
     for (int d = 0; d < depth; d++) {
-        decltype(Math::load_words(b)) words[C];
-        for (int c = 0; c < C; c++) words[c] = Math::load_words(b + d * b_stride + c * LANES);
+        const auto* row = b.row(d) + column;
+        decltype(Math::load_words(row)) words[C];
+        for (int c = 0; c < C; c++) words[c] = Math::load_words(row + c * LANES);
         for (int r = 0; r < R; r++)
             for (int c = 0; c < C; c++)
                 acc[r][c] = Math::multiply_add(acc[r][c], a + r * a_stride + d, words[c]);
@@ -95,24 +111,21 @@ static __attribute__((noinline)) void product(const typename Math::Word* a, int6
         }
 }
 
-template <class Math, bool ADD, int R>
-static void product_rows(const typename Math::Word* a, int64_t a_stride, const typename Math::Word* b,
-                         int64_t b_stride, int depth, const float* scale, float* sums, int64_t sums_stride,
-                         int vectors) {
+template <class Math, bool ADD, int R, class Rows>
+static void product_rows(const typename Math::Word* a, int64_t a_stride, const Rows& b, int depth, const float* scale,
+                         float* sums, int64_t sums_stride, int vectors) {
+    const auto columns = [&](auto count, int c) {
+        product<Math, ADD, R, count>(a, a_stride, b, c * LANES, depth, scale, sums + c * LANES, sums_stride);
+        return c + count;
+    };
     int c = 0;
-    for (; c + BLOCK_COLS <= vectors; c += BLOCK_COLS)
-        product<Math, ADD, R, BLOCK_COLS>(a, a_stride, b + c * LANES, b_stride, depth, scale,
-                                          sums + c * LANES, sums_stride);
-    for (; c + 2 <= vectors; c += 2)
-        product<Math, ADD, R, 2>(a, a_stride, b + c * LANES, b_stride, depth, scale, sums + c * LANES,
-                                 sums_stride);
-    for (; c < vectors; c++)
-        product<Math, ADD, R, 1>(a, a_stride, b + c * LANES, b_stride, depth, scale, sums + c * LANES,
-                                 sums_stride);
+    while (c + BLOCK_COLS <= vectors) c = columns(std::integral_constant<int, BLOCK_COLS>(), c);
+    while (c + 2 <= vectors) c = columns(std::integral_constant<int, 2>(), c);
+    while (c < vectors) c = columns(std::integral_constant<int, 1>(), c);
 }
 
 template <class Math, bool ADD, class... Args>
-static inline void product_of(int rows, Args... args) {
+static inline void product_of(int rows, const Args&... args) {
     switch (rows) {
         case 1: return product_rows<Math, ADD, 1>(args...);
         case 2: return product_rows<Math, ADD, 2>(args...);

@@ -54,6 +54,19 @@ static inline IntVec widen(const int8_t* from) {
 #endif
 }
 
+// bfloat16 values.
+static inline Vec widen(const uint16_t* from) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
+#elif defined(__AVX2__)
+    return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
+#else
+    IntVec v;
+    for (int i = 0; i < LANES; i++) v[i] = from[i] << 16;
+    return (Vec)v;
+#endif
+}
+
 // a * b + c, rounded once where the CPU can, wherever it is inlined.
 static inline Vec fused(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
