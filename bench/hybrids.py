@@ -1,4 +1,4 @@
-"""`python -m bench.hybrids`: a hybrid of the bundled model's size beside it, in one process, in turns.
+"""`python -m bench.hybrids`: the bundled hybrid beside the pure model of its size, in one process, in turns.
 
 Decoding with short and long contexts, the bytes that a running sequence holds, and what part of a chat's
 prompts is found in the prefix cache.
@@ -21,23 +21,20 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from bench.quantize import speed
-from bench.shapes import write_shape
 from engine.engine import Engine
 from models.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 
-SHAPE = "qwen3.5-10m"
+HYBRID = BUNDLED_FOLDER / "tandem-code-10m-hybrid"
 MIDDLE, LONG = 256, 4096
 SYSTEM, QUESTION, ANSWER = 256, 64, 32
 """Tokens of what all conversations begin with, and of each turn."""
 
 
 def main(
-    hybrid: Annotated[
-        Path | None, typer.Option(exists=True, help=f"folder of a hybrid; default: random weights, {SHAPE}")
-    ] = None,
+    hybrid: Annotated[Path, typer.Option(exists=True, resolve_path=True, help="folder of a hybrid")] = HYBRID,
     concurrency: Annotated[str, typer.Option(help="requests that decode at once")] = "1,16",
     output_len: Annotated[int, typer.Option(min=2, help="tokens that are decoded")] = 64,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
@@ -47,7 +44,7 @@ def main(
     torch.set_num_threads(threads)
     requests = [int(number) for number in concurrency.split(",")]
     with tempfile.TemporaryDirectory() as folder:
-        models = [BUNDLED_MODEL, hybrid or _random(Path(folder))]
+        models = [BUNDLED_MODEL, hybrid]
         engines = {
             model.name: speed.make_engine(_config(_with_room(model, Path(folder)), max(requests)))[0]
             for model in models
@@ -62,13 +59,6 @@ def main(
         _add(table, f"bytes of a sequence of {context} tokens", values)
     _add(table, "share of a chat's prompts that is cached, %", [_chat_hits(e) for e in engines.values()])
     Console().print(table)
-
-
-def _random(folder: Path) -> Path:
-    model = folder / "random" / SHAPE
-    model.mkdir(parents=True)
-    write_shape(SHAPE, model)
-    return model
 
 
 def _with_room(model: Path, folder: Path) -> Path:

@@ -16,7 +16,7 @@ import msgspec
 
 from deploy.tensor_parallel import check_ranks
 from messaging.tls import http_tls, tls_files
-from models.bundled import BUNDLED_FOLDER, DRAFTS, bundled_path, is_bundled_model
+from models.bundled import bundled_draft, bundled_path
 from protocol.adapters import parse_lora_modules
 from protocol.config import (
     DEFAULT_MODEL,
@@ -272,17 +272,18 @@ def draft_workers_refusal(config: ServeConfig) -> str:
 def speculative_config(value: object, flag: str, target: str) -> SpeculativeConfig:
     """From JSON text or a mapping, for the model `target`.
 
-    The draft is an absolute path, or a hub id as it was given; without one the bundled draft, where the
-    bundled model is served. Raises `ConfigError` that names `flag`, the field and its limit.
+    The draft is an absolute path, or a hub id as it was given; without one the bundled draft, where a
+    bundled model that has one is served. Raises `ConfigError` that names `flag`, the field and its limit.
     """
     config = parse_speculative_config(value, flag)
     if config.method not in MODEL_METHODS:
         return config
     model = config.model
     if not model:
-        if not is_bundled_model(target):
+        bundled = bundled_draft(target, config.method)
+        if bundled is None:
             raise ConfigError(f"{flag}: model: the method {config.method} needs one")
-        model = str(BUNDLED_FOLDER / DRAFTS[config.method])
+        model = bundled
     model = bundled_path(model)
     if model.startswith((".", "~", "/")) and not Path(model).expanduser().is_dir():
         raise ConfigError(f"{flag}: model: there is no folder {model}")

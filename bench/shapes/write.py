@@ -46,24 +46,6 @@ def qwen3_05b() -> Qwen3Config:
     )
 
 
-def qwen35_10m() -> Qwen3_5TextConfig:
-    """Qwen3.5 of the bundled model's width, depth and size: 3 gated delta nets and an attention layer."""
-    return Qwen3_5TextConfig(
-        num_hidden_layers=4,
-        hidden_size=384,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=64,
-        intermediate_size=1024,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        tie_word_embeddings=False,
-        **_COMMON,
-    )
-
-
 def qwen35_05b() -> Qwen3_5TextConfig:
     """Qwen3.5 of 0.5 B parameters: 18 gated delta nets and 6 attention layers, as its smallest model has."""
     return Qwen3_5TextConfig(
@@ -85,7 +67,6 @@ def qwen35_05b() -> Qwen3_5TextConfig:
 SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
     "llama-29m": llama_29m,
     "qwen3-0.5b": qwen3_05b,
-    "qwen3.5-10m": qwen35_10m,
     "qwen3.5-0.5b": qwen35_05b,
 }
 

@@ -1,4 +1,4 @@
-"""A bf16 model as the training loop sees it: fp32 master weights, Muon for matrices, AdamW for the rest."""
+"""A model as the training loop sees it: fp32 master weights, Muon for matrices, AdamW for the rest."""
 
 import copy
 from collections.abc import Callable
@@ -18,7 +18,7 @@ class BatchOf(Protocol):
 
 
 class ModelLearner:
-    """Implements `training.loop.Learner`. Forward and backward run in bf16, the optimizers in fp32.
+    """Implements `training.loop.Learner`. Passes run in the model's dtype, the optimizers in fp32.
 
     Muon (Jordan et al., 2024) orthogonalizes the momentum of each weight matrix; its update is scaled to
     AdamW's RMS (Liu et al., 2025), so that one learning rate fits both.

@@ -1,4 +1,4 @@
-"""How both models are trained: the options, the batches, the run.
+"""How the models are trained: the options, the batches, the run.
 
 The learning rate is constant after the warm-up and falls linearly to zero over the last `--decay-steps`, in
 which windows grow to the model's whole context. Until the decay starts a run doesn't depend on its length:
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from models.training.corpus import DocumentWindows, encode_documents, training_texts
 from models.training.learner import Loss, ModelLearner
@@ -58,8 +58,8 @@ class Batches:
                 return torch.from_numpy(batch)
 
 
-def run(model: LlamaForCausalLM, loss: Loss, tokenizer: Tokenizer, arguments: argparse.Namespace) -> None:
-    """Train the bf16 `model` in place on `loss(tokens [windows, length + 1])`, a mean in nats."""
+def run(model: PreTrainedModel, loss: Loss, tokenizer: Tokenizer, arguments: argparse.Namespace) -> None:
+    """Train `model` in place on `loss(tokens [windows, length + 1])`, a mean in nats."""
     documents = encode_documents(
         tokenizer, read_texts(arguments.texts, "--texts") if arguments.texts else training_texts()
     )

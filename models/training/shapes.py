@@ -1,8 +1,9 @@
-"""The two models' shapes, and how they are saved."""
+"""The models' shapes, and how they are saved."""
 
 from pathlib import Path
 
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+import torch
+from transformers import GenerationConfig, LlamaConfig, PreTrainedModel, Qwen3_5TextConfig
 
 VOCABULARY = 4096
 CONTEXT = 1024
@@ -40,8 +41,32 @@ def draft_config() -> LlamaConfig:
     return _config(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=512, tied=True)
 
 
-def export(model: LlamaForCausalLM, folder: Path) -> None:
+def hybrid_config() -> Qwen3_5TextConfig:
+    """9.6 M parameters: the target's width and depth, three gated delta nets and one attention layer."""
+    return Qwen3_5TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        max_position_embeddings=CONTEXT,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        bos_token_id=END_OF_TEXT_ID,
+        eos_token_id=END_OF_TEXT_ID,
+        pad_token_id=PAD_ID,
+        dtype="bfloat16",
+    )
+
+
+def export(model: PreTrainedModel, folder: Path) -> None:
     """Write config, generation config and bf16 safetensors beside the tokenizer in `folder`."""
+    model.to(torch.bfloat16)
     model.generation_config = GenerationConfig(
         bos_token_id=END_OF_TEXT_ID, eos_token_id=END_OF_TEXT_ID, pad_token_id=PAD_ID
     )

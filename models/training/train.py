@@ -1,19 +1,19 @@
-"""Trains one of the pair on the corpus's text, from scratch or from given weights, for the next token."""
+"""Trains one of the models on the corpus's text, from scratch or from given weights, for the next token."""
 
 import argparse
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models.training.loop import add_arguments, run
-from models.training.shapes import draft_config, export, target_config
+from models.training.shapes import draft_config, export, hybrid_config, target_config
 
-SHAPES = {"target": target_config, "draft": draft_config}
+SHAPES = {"target": target_config, "draft": draft_config, "hybrid": hybrid_config}
 
 
-def next_token_loss(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+def next_token_loss(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy (nats) of `tokens` `[windows, length + 1]` under the model."""
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
@@ -24,15 +24,22 @@ def main() -> None:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path, help="model folder: holds the tokenizer, receives the weights")
     parser.add_argument("--init", type=Path, help="model folder with the weights to start from")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="of a pass: what the CPU has units for",
+    )
     add_arguments(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     tokenizer = Tokenizer.from_file(str(arguments.folder / "tokenizer.json"))
+    dtype = getattr(torch, arguments.dtype)
     if arguments.init:
-        model = LlamaForCausalLM.from_pretrained(arguments.init, dtype=torch.bfloat16).train()
+        model = AutoModelForCausalLM.from_pretrained(arguments.init, dtype=dtype).train()
     else:
-        model = LlamaForCausalLM(SHAPES[arguments.shape]()).to(torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(SHAPES[arguments.shape](), dtype=dtype)
     compiled = torch.compile(next_token_loss, dynamic=False)
     run(model, lambda tokens: compiled(model, tokens), tokenizer, arguments)
     export(model, arguments.folder)

@@ -164,7 +164,7 @@ def test_a_model_is_found_from_any_directory(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_bundled_model_has_a_bundled_draft() -> None:
-    assert set(DRAFTS) == set(METHODS) - {*WEIGHTLESS, SELF}
+    assert set(DRAFTS[BUNDLED_MODEL.name]) == set(METHODS) - {*WEIGHTLESS, SELF}
     config = load_config({"speculative_config": '{"method": "draft_model"}'}, {})
     assert config.speculative_config is not None
     assert config.speculative_config.model == str(DRAFT)
