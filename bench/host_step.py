@@ -50,7 +50,8 @@ class _HostUploader(Uploader):
 
     def _new_buffer(self, nbytes: int) -> Pinned:
         event: Any = _Event()
-        return Pinned(torch.empty(nbytes, dtype=torch.uint8), event)
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        return Pinned(buffer, buffer.numpy(), event)
 
 
 class _Nothing:

@@ -21,7 +21,7 @@ from engine.attention import transformers_hook
 from engine.attention.interface import AttentionBackend
 from engine.lora.layers import begin_step, groups_of
 from engine.lora.table import Adapters
-from engine.rows import SequenceRows
+from engine.rows import BlockTable, SequenceRows
 from engine.runner import ForwardOutput
 from engine.step_inputs import StepInputs, StepShape, step_inputs
 from engine.upload import upload_to
@@ -61,6 +61,7 @@ class RowsForward(ABC):
         self._min_rows = MIN_ROWS if packed else ONEDNN_MIN_ROWS
         self._device = device
         self._upload = upload_to(device)
+        self._block_table = BlockTable(backend.block_size, backend.arena, backend.num_tables)
         self._mode = mode
         self.compiled, self.choice = _choose(mode, device)
         self._run = _compile(self._compute) if self.compiled else self._compute
@@ -100,7 +101,7 @@ class RowsForward(ABC):
     ) -> ForwardOutput:
         """A logit for each row asked for, and those that pad them."""
         backend = self._backend
-        inputs = step_inputs(batch, logit_rows, self._upload, backend, least)
+        inputs = step_inputs(batch, logit_rows, self._upload, self._block_table, least)
         if chosen is not None:
             inputs.take(chosen)
         backend.begin_step(inputs.attention)

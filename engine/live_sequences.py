@@ -8,7 +8,7 @@ from collections.abc import Collection
 from engine.draft import Outcome, Verdict
 from engine.launch import StepLauncher
 from engine.lora.table import Adapters
-from engine.outputs import Kept, failure, keep_tokens, token_output
+from engine.outputs import failure, keep_tokens, token_output
 from engine.sampler import Sampler
 from engine.scheduler import ScheduledStep, Scheduler
 from engine.seating import Seating
@@ -50,11 +50,9 @@ class LiveSequences(dict[str, SequenceState]):
         start, draft, sequence.draft = sequence.num_computed, sequence.draft, None
         first_drafted = start + count
         num_rows = count + (len(draft.token_ids) if draft is not None else 0)
-        kept = Kept()
-        accepted: list[int] = []
-        if verdict is not None and not verdict.failed:
-            kept = keep_tokens(sequence, verdict.token_ids, self._eos)
-            accepted = verdict.accepted[: len(kept.token_ids)]
+        chosen = verdict.token_ids if verdict is not None and not verdict.failed else []
+        kept = keep_tokens(sequence, chosen, self._eos)
+        accepted = verdict.accepted[: len(kept.token_ids)] if verdict is not None else []
         sequence.num_computed = first_drafted + len(accepted)
         outcome = Outcome(start, count + len(accepted), num_rows, len(accepted), draft, verdict)
         step.outcomes.append(outcome)

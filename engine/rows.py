@@ -33,11 +33,45 @@ class SequenceRows:
     """The slot of its adapter; 0: none."""
 
 
+class BlockTable:
+    """The blocks of a batch's sequences in one arena, as an array. In most steps few sequences have got
+    others: lists that are as they were at their places before are not read again.
+    """
+
+    def __init__(self, block_size: int, arena: int = 0, num_tables: int = 1) -> None:
+        self.block_size = block_size
+        self._arena, self._num_tables = arena, num_tables
+        self._lists: list[list[int]] = []
+        """What lies in the array's rows."""
+        self._rows = np.zeros((0, 0), np.int32)
+
+    def of(self, batch: Sequence[SequenceRows]) -> np.ndarray:
+        """int32 [sequences, most blocks], padded with 0, or of several tables [tables, sequences, most
+        blocks].
+        """
+        tables = range(self._num_tables) if self._num_tables > 1 else (self._arena,)
+        lists = [rows.tables[table] for table in tables for rows in batch]
+        width = max(map(len, lists), default=1)
+        self._reserve(len(lists), width)
+        for index, (block_ids, before) in enumerate(zip(lists, self._lists, strict=False)):
+            if block_ids != before:
+                self._lists[index] = [*block_ids]
+                self._rows[index, : len(block_ids)] = block_ids
+                self._rows[index, len(block_ids) :] = 0
+        shape = (len(batch), width) if self._num_tables == 1 else (self._num_tables, len(batch), width)
+        return self._rows[: len(lists), :width].copy().reshape(shape)
+
+    def _reserve(self, num_lists: int, width: int) -> None:
+        if num_lists > len(self._rows) or width > self._rows.shape[1]:
+            self._rows = np.zeros((2 * num_lists, 2 * width), np.int32)
+            self._lists = [[] for _ in self._rows]
+
+
 @dataclass(slots=True, eq=False)
 class RowArrays:
     """Rows of chains. `token_ids` int64 [rows], one sequence after the other; `spans` int64 [2, sequences],
-    their first places and those after the last; `blocks` int32 [sequences, most blocks], those of one arena,
-    or of several tables [tables, sequences, most blocks]; `first_keys` int32 [sequences], None for zeros.
+    their first places and those after the last; `blocks` as `BlockTable.of` has them; `first_keys` int32
+    [sequences], None for zeros.
     """
 
     token_ids: np.ndarray
@@ -46,34 +80,16 @@ class RowArrays:
     first_keys: np.ndarray | None
 
     @classmethod
-    def of(cls, batch: Sequence[SequenceRows], arena: int, num_tables: int = 1) -> RowArrays:
+    def of(cls, batch: Sequence[SequenceRows], table: BlockTable) -> RowArrays:
         starts = [rows.start for rows in batch]
         ends = [rows.start + len(rows.token_ids) for rows in batch]
         first_keys = [rows.first_key for rows in batch]
         return cls(
             token_ids=np.array([token for rows in batch for token in rows.token_ids], np.int64),
             spans=np.array([starts, ends], np.int64),
-            blocks=block_table([rows.tables[arena] for rows in batch])
-            if num_tables == 1
-            else _block_tables(batch, num_tables),
+            blocks=table.of(batch),
             first_keys=np.array(first_keys, np.int32) if any(first_keys) else None,
         )
-
-
-def _block_tables(batch: Sequence[SequenceRows], num_tables: int) -> np.ndarray:
-    tables = [rows.tables[table] for table in range(num_tables) for rows in batch]
-    table = block_table(tables)
-    return table.reshape(num_tables, len(batch), table.shape[1])
-
-
-def block_table(tables: Sequence[list[int]]) -> np.ndarray:
-    """int32 [tables, most blocks], padded with 0."""
-    if len(tables) == 1:
-        return np.array(tables, np.int32)
-    padded = np.zeros((len(tables), max(map(len, tables), default=1)), np.int32)
-    for row, block_ids in zip(padded, tables, strict=True):
-        row[: len(block_ids)] = block_ids
-    return padded
 
 
 def span_of(rows: SequenceRows) -> RowSpan:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from engine.attention.interface import AttentionBackend, AttentionMetadata
-from engine.rows import RowArrays, SequenceRows
+from engine.attention.interface import AttentionMetadata
+from engine.rows import BlockTable, RowArrays, SequenceRows
 from engine.upload import Upload
 
 
@@ -57,25 +57,25 @@ def step_inputs(
     batch: Sequence[SequenceRows],
     logit_rows: Sequence[int],
     upload: Upload,
-    backend: AttentionBackend,
+    table: BlockTable,
     least: StepShape,
 ) -> StepInputs:
-    """For the backend, on the device of `upload`, whose next call ends them."""
-    block_size = backend.block_size
-    rows = RowArrays.of(batch, backend.arena, backend.num_tables)
+    """For the attention that `table` belongs to, on the device of `upload`, whose next call ends them."""
+    block_size = table.block_size
+    rows = RowArrays.of(batch, table)
     counts = rows.spans[1] - rows.spans[0]
     owners = np.repeat(np.arange(len(batch)), counts)
     padded, sequences = max(len(owners), least.rows), max(len(batch), least.sequences)
     query_start = np.full(sequences + 1, len(owners), np.int32)
-    query_start[: len(batch)] = np.cumsum(counts) - counts
+    query_start[: len(batch)] = counts.cumsum() - counts
     places = np.arange(len(owners)) + (rows.spans[0] - query_start[: len(batch)])[owners]
     token_ids, positions = np.zeros((2, padded), np.int64)
     token_ids[: len(owners)] = rows.token_ids
     positions[: len(owners)] = places
     several = rows.blocks.shape[:-2]
     slots = np.full((*several, padded), -1, np.int64)
-    slots[..., : len(owners)] = rows.blocks[..., owners, places // block_size].astype(np.int64) * block_size
-    slots[..., : len(owners)] += places % block_size
+    blocks, offsets = np.divmod(places, block_size)
+    slots[..., : len(owners)] = rows.blocks[..., owners, blocks].astype(np.int64) * block_size + offsets
     wanted = np.zeros(max(len(logit_rows), least.logits), np.int64)
     wanted[: len(logit_rows)] = logit_rows
     longest = int(rows.spans[1].max(initial=0))
@@ -102,8 +102,9 @@ def step_inputs(
 
 def _padded(array: np.ndarray, *shape: int) -> np.ndarray:
     """With zeros, to at least this shape."""
-    missing = [(0, max(least - size, 0)) for size, least in zip(array.shape, shape, strict=True)]
-    return np.pad(array, missing) if any(map(any, missing)) else array
+    padded = np.zeros([*map(max, array.shape, shape)], array.dtype)
+    padded[tuple(map(slice, array.shape))] = array
+    return padded
 
 
 def _trees(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,8 @@ def _views_of(arrays: Sequence[np.ndarray]) -> list[Tensor]:
 
 class Pinned(NamedTuple):
     buffer: Tensor
+    bytes: np.ndarray
+    """Of the buffer."""
     copied: torch.cuda.Event
     """Recorded behind its latest copy."""
 
@@ -39,27 +42,36 @@ class Uploader:
         self._device = device
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
         self._pinned: deque[Pinned] = deque()
+        self._layout: list[tuple[np.dtype, tuple[int, ...]]] = []
+        self._parts: list[slice] = []
+        self._tensors: list[Tensor] = []
+        """Of the layout: they change with it alone."""
 
     def __call__(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        ends = np.cumsum([-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]).tolist()
-        self.reserve(ends[-1])
-        pinned, copied = self._free_buffer()
-        host = pinned.numpy()
-        tensors = []
-        for array, start in zip(arrays, [0, *ends], strict=False):
-            part = slice(start, start + array.nbytes)
-            host[part] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            dtype = torch.from_numpy(array[:0]).dtype
-            tensors.append(self._bytes[part].view(dtype).view(array.shape))
-        self._bytes[: ends[-1]].copy_(pinned[: ends[-1]], non_blocking=True)
-        copied.record()
-        return tensors
+        layout = [(array.dtype, array.shape) for array in arrays]
+        if layout != self._layout:
+            self._lay_out(layout, arrays)
+        pinned = self._free_buffer()
+        for part, array in zip(self._parts, arrays, strict=True):
+            pinned.bytes[part] = array.reshape(-1).view(np.uint8)
+        end = self._parts[-1].stop
+        self._bytes[:end].copy_(pinned.buffer[:end], non_blocking=True)
+        pinned.copied.record()
+        return [*self._tensors]
 
-    def reserve(self, nbytes: int) -> None:
-        """Have room for so much in every upload: while that suffices, addresses stay."""
-        if nbytes > len(self._bytes):
-            self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+    def _lay_out(self, layout: list[tuple[np.dtype, tuple[int, ...]]], arrays: Sequence[np.ndarray]) -> None:
+        """Have a tensor for each array."""
+        starts = [0, *accumulate(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)]
+        if starts[-1] > len(self._bytes):
+            self._bytes = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
             self._pinned.clear()
+        places = zip(starts, arrays, strict=False)
+        self._parts = [slice(start, start + array.nbytes) for start, array in places]
+        self._tensors = [
+            self._bytes[part].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+            for part, array in zip(self._parts, arrays, strict=True)
+        ]
+        self._layout = layout
 
     def _free_buffer(self) -> Pinned:
         """One whose copy is not under way. There are as many as steps are ever launched ahead."""
@@ -69,4 +81,5 @@ class Uploader:
         return self._pinned[-1]
 
     def _new_buffer(self, nbytes: int) -> Pinned:
-        return Pinned(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
+        buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return Pinned(buffer, buffer.numpy(), torch.cuda.Event())

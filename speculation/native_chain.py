@@ -47,7 +47,7 @@ class NativeChain:
         if any(by_chance):
             distributions = torch.empty((len(sequences), counts[0], self._vocab_size))
         drafted = self._forward.draft(
-            RowArrays.of(rows, self._forward.arena),
+            RowArrays.of(rows, self._forward.block_table),
             np.array([[sequence.params.seed for sequence in sequences], counts], np.int64),
             np.array([sequence.params.temperature for sequence in sequences], np.float32),
             min(self._forward.vocab_size, self._vocab_size),

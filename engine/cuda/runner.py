@@ -19,7 +19,7 @@ from engine.cuda.modules import Modules
 from engine.cuda.products import describe
 from engine.decoder.description import unfit
 from engine.loader import LoadedModel
-from engine.rows import SequenceRows
+from engine.rows import BlockTable, SequenceRows
 from engine.runner import ForwardOutput
 from engine.step_inputs import StepInputs, StepShape, step_inputs
 from engine.upload import Uploader
@@ -54,6 +54,7 @@ class CudaRunner:
         self.products = products
         self._decoder = decoder
         self._backend = backend
+        self._block_table = BlockTable(backend.block_size, backend.arena, backend.num_tables)
         self._buckets = buckets
         self._upload, self._upload_bucket = Uploader(device), Uploader(device)
         self._graphs = graphs
@@ -135,7 +136,7 @@ class CudaRunner:
         self, batch: Sequence[SequenceRows], logit_rows: Sequence[int], shape: StepShape | None
     ) -> StepInputs:
         upload = self._upload if shape is None else self._upload_bucket
-        return step_inputs(batch, logit_rows, upload, self._backend, shape or StepShape(logits=1))
+        return step_inputs(batch, logit_rows, upload, self._block_table, shape or StepShape(logits=1))
 
     def _forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
         self._backend.begin_step(inputs.attention)

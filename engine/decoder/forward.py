@@ -31,7 +31,7 @@ from engine.linear.packed import kernel_address
 from engine.lora.layers import kernel_address as adapt_address
 from engine.lora.table import Adapters
 from engine.recurrent.seats import Seats
-from engine.rows import RowArrays, SequenceRows
+from engine.rows import BlockTable, RowArrays, SequenceRows
 from engine.runner import ForwardOutput
 from engine.step_inputs import StepShape, are_chains, step_inputs
 from engine.upload import upload_to
@@ -86,7 +86,7 @@ class NativeDecoder:
         self._upload = upload_to(torch.device("cpu"))
         model = description.model
         self.vocab_size = model.vocab
-        self.arena = backend.arena
+        self.block_table = BlockTable(backend.block_size, backend.arena)
         self._hidden_size = model.hidden
         model.attention, model.begin, model.attend = backend.addresses
         model.linear, model.parallel = kernel_address(), parallel()
@@ -119,11 +119,11 @@ class NativeDecoder:
         `before` the rows instead, and returns those after `logit_rows`. Raises ValueError where the batch is
         out of range.
         """
-        chains = RowArrays.of(batch, self.arena) if are_chains(batch) else None
+        chains = RowArrays.of(batch, self.block_table) if are_chains(batch) else None
         if chains is not None:
             count, token_ids, positions = len(chains.token_ids), chains.token_ids.ctypes.data, None
         else:
-            inputs = step_inputs(batch, [], self._upload, self._backend, StepShape())
+            inputs = step_inputs(batch, [], self._upload, self.block_table, StepShape())
             self._backend.begin_step(inputs.attention)
             count = len(inputs.token_ids)
             token_ids, positions = inputs.token_ids.data_ptr(), inputs.positions.data_ptr()

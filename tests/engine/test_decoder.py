@@ -271,7 +271,7 @@ def test_rows_out_of_range_are_refused(rows: SequenceRows, field: str) -> None:
 def test_drafts_out_of_range_are_refused(start: int, counts: list[int], field: str) -> None:
     model = make_model("llama")
     decoder = DecoderForward(Description(model, POSITIONS), new_backend(model))
-    batch = RowArrays.of([SequenceRows([1], start, [[block]]) for block in (0, 1)], 0)
+    batch = RowArrays.of([SequenceRows([1], start, [[block]]) for block in (0, 1)], decoder.block_table)
     with pytest.raises(ValueError, match=f"{field} is out of range"):
         decoder.draft(batch, np.array([[0, 0], counts]), np.zeros(2, np.float32), 331)
 

@@ -272,6 +272,21 @@ def test_pinned_memory_is_left_alone_while_it_is_copied() -> None:
     assert not gpu.waits
 
 
+def test_uploads_of_any_sizes_lie_where_their_tensors_do() -> None:
+    short, long = np.arange(3), np.arange(40, dtype=np.int32).reshape(5, 8).T
+    with absent_gpu():
+        upload = Uploader(GPU)
+        for arrays in ([short, short], [short.astype(np.int32), short], [short, long], [short, short]):
+            tensors = upload(arrays)
+            uploaded = upload._pinned[-1].bytes
+            for array, tensor in zip(arrays, tensors, strict=True):
+                assert (tensor.dtype, tensor.shape) == (torch.from_numpy(array).dtype, array.shape)
+                start = tensor.storage_offset() * array.itemsize
+                assert start % 16 == 0 and tensor.is_contiguous()
+                assert uploaded[start : start + array.nbytes].tobytes() == array.tobytes()
+            assert tensors[1].storage_offset() * arrays[1].itemsize >= arrays[0].nbytes
+
+
 def test_the_kv_of_an_accepted_path_moves_without_a_wait() -> None:
     with absent_gpu() as gpu:
         pool = pool_of()

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.engine import Engine
 from engine.kv_pool import KVPool
 from engine.pool_layout import TARGET, Group, LayerShape, PoolLayout
-from engine.rows import RowArrays
+from engine.rows import BlockTable
 from protocol.speculation import SpeculativeConfig
 from protocol.window import Window
 from speculation.speculator import speculate
@@ -58,7 +58,7 @@ def make_engine(folder: Path) -> Callable[..., Engine]:
 
 def test_rows_that_are_all_padding_have_all_tables() -> None:
     """As where a forward is compiled or captured."""
-    assert RowArrays.of([], 0, num_tables=3).blocks.shape == (3, 0, 1)
+    assert BlockTable(16, num_tables=3).of([]).shape == (3, 0, 1)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])

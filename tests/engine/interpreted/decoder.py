@@ -22,7 +22,7 @@ from engine.kv_pool import KVPool
 from engine.linear.rounding import round_linears
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.quantization.weight import CodeFormat
-from engine.rows import SequenceRows
+from engine.rows import BlockTable, SequenceRows
 from engine.step_inputs import StepShape, step_inputs
 from engine.upload import upload_to
 from tests.engine.interpreted.recorder import pageable_memory
@@ -133,7 +133,7 @@ def test_padding_rows_write_nowhere() -> None:
         pool = pool_of(16, "none")
         backend = TritonBackend(pool.layers(TARGET))
         decoder = CudaDecoder(model, backend, 128)
-        inputs = step_inputs([STEPS[0][1]], [0, 1], upload_to(CPU), backend, least)
+        inputs = step_inputs([STEPS[0][1]], [0, 1], upload_to(CPU), BlockTable(backend.block_size), least)
         backend.begin_step(inputs.attention)
         with torch.inference_mode():
             results.append((decoder.forward(inputs)[0][:2], pool.arenas[0].view(torch.float32)))

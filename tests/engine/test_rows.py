@@ -1,0 +1,40 @@
+"""Sequences' blocks as an array, of which only what has changed is read again."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from engine.rows import BlockTable, SequenceRows
+
+
+def test_a_table_follows_lists_that_change_in_place() -> None:
+    rng, table = random.Random(0), BlockTable(16)
+    lists = [[1, 2, 3], [4]]
+    seen = []
+    for _ in range(60):
+        for block_ids in lists:
+            match rng.randrange(4):
+                case 0:
+                    block_ids.append(rng.randrange(100))
+                case 1:
+                    block_ids[rng.randrange(len(block_ids))] = rng.randrange(100)
+                case 2:
+                    del block_ids[1:]
+        if rng.random() < 0.2:
+            lists.insert(rng.randrange(len(lists)), [rng.randrange(100)] * rng.randrange(1, 12))
+        elif len(lists) > 1 and rng.random() < 0.2:
+            del lists[rng.randrange(len(lists))]
+        width = max(map(len, lists))
+        expected = [block_ids + [0] * (width - len(block_ids)) for block_ids in lists]
+        seen.append((table.of([SequenceRows([0], 0, [block_ids]) for block_ids in lists]), expected))
+    for array, expected in seen:  # an array is its caller's own
+        assert array.dtype == np.int32 and array.tolist() == expected
+
+
+def test_several_tables_lie_behind_one_another() -> None:
+    batch = [SequenceRows([0], 0, [[1, 2], [3]]), SequenceRows([0], 0, [[4], [5, 6, 7]])]
+    several = BlockTable(16, num_tables=2).of(batch)
+    assert several.tolist() == [[[1, 2, 0], [4, 0, 0]], [[3, 0, 0], [5, 6, 7]]]
+    assert BlockTable(16, arena=1).of(batch).tolist() == several[1].tolist()
