@@ -33,6 +33,14 @@ def test_a_table_follows_lists_that_change_in_place() -> None:
         assert array.dtype == np.int32 and array.tolist() == expected
 
 
+def test_a_table_that_gets_wider_keeps_what_has_not_changed() -> None:
+    table, lists = BlockTable(16), [[1, 2], [3]]
+    for width in (2, 20):
+        lists[1] = [3] * width
+        array = table.of([SequenceRows([0], 0, [block_ids]) for block_ids in lists])
+        assert array.tolist() == [[1, 2] + [0] * (width - 2), lists[1]]
+
+
 def test_several_tables_lie_behind_one_another() -> None:
     batch = [SequenceRows([0], 0, [[1, 2], [3]]), SequenceRows([0], 0, [[4], [5, 6, 7]])]
     several = BlockTable(16, num_tables=2).of(batch)
