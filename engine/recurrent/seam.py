@@ -8,6 +8,7 @@ its layer.
 from __future__ import annotations
 
 import inspect
+import logging
 import types
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,9 @@ from engine.recurrent.operators import Operators
 
 _EPSILON = 1e-6
 """Of the L2 norm of queries and keys (flash-linear-attention's)."""
+
+_ADVISER = "transformers.integrations.hub_kernels"
+"""Its logger warns of slow functions, which run here at most while a model is probed."""
 
 
 class Seam:
@@ -60,7 +64,10 @@ def hook(model: nn.Module) -> Seam | None:
         if _SCAN in names and hasattr(module, "dt_proj"):
             module.dt_proj = TimeProjection(module.dt_proj)
         seam.layers.append(number)
-    return seam if seam.layers else None
+    if not seam.layers:
+        return None
+    logging.getLogger(_ADVISER).setLevel(logging.ERROR)
+    return seam
 
 
 def _bound_conv(seam: Seam, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
