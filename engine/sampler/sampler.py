@@ -6,7 +6,7 @@ penalties, grammar, temperature, min-p, top-k, top-p. Greedy rows take the argma
 Among equals the lowest token id wins.
 
 On a CPU with a compiler, one native call (`native.py`) does everything after the edits of the logits; on a
-CUDA device, three kernels (`triton_kernel/`) do all of it. Torch's operators give the same tokens elsewhere.
+CUDA device, two kernels (`triton_kernel/`) do all of it. Torch's operators give the same tokens elsewhere.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from engine.sampler.noise import NOISE_SPAN, Purpose, round_keys, round_seeds, s
 from engine.sampler.penalties import Penalties
 from engine.sampler.race import draw, race
 from engine.sampler.rows import SamplingRow
+from engine.sampler.triton_kernel.chosen import Chosen
 from engine.sampler.triton_kernel.edits import EditLists, edit_lists
 from engine.upload import upload_to
 from protocol.outputs import TokenLogprobs
@@ -157,7 +158,7 @@ class Sampler:
             logits = self._edited_if_asked(logits, rows, requests, index)
             return self._native.probabilities(logits, requests, index, self.masks(rows))
         if self._kernels is not None:
-            return self.weighed(logits, rows)[1]
+            return self._kernels.shares(self.chosen(logits, rows))
         batch = self._batch_for(requests, index)
         values, failed = self._values(logits, rows, batch)
         greedy = values[batch.greedy_rows].argmax(dim=1) if batch.greedy_rows else None
@@ -169,14 +170,13 @@ class Sampler:
             values[batch.greedy_rows, greedy] = 1.0
         return values.masked_fill_(failed, 0.0)
 
-    def weighed(self, logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor]:
-        """By kernels, `tokens` and `probabilities`."""
+    def chosen(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Chosen:
+        """By kernels, `tokens`, and from what these compute probabilities; it holds until the next call."""
         assert self._kernels is not None
         requests, index = self._requests_of(rows)
         positions = [row.position for row in rows]
-        return self._kernels.weighed(
-            logits, requests, index, positions, self._edit_lists(rows, requests, index)
-        )
+        edits = self._edit_lists(rows, requests, index)
+        return self._kernels.chosen(logits, requests, index, positions, edits)
 
     def draw_drafts(
         self, logits: Tensor, rows: Sequence[SamplingRow], starts: Sequence[int]
@@ -193,7 +193,8 @@ class Sampler:
         if self._kernels is not None:
             edits = self._edit_lists(rows, requests, index)
             keys = round_seeds(np.array(seeds), np.array(starts), Purpose.DRAFT)
-            return self._kernels.weighed(logits, requests, index, positions, edits, keys)
+            chosen = self._kernels.chosen(logits, requests, index, positions, edits, keys)
+            return chosen.tokens, self._kernels.shares(chosen)
         probabilities = self.probabilities(logits, rows)
         columns = torch.tensor([seeds, [*starts], positions], dtype=torch.int64, device=logits.device)
         keys = round_keys(columns[0], columns[1], columns[2], Purpose.DRAFT)

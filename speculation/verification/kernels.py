@@ -10,12 +10,15 @@ import triton.language as tl
 
 from engine.sampler.noise import Purpose
 from engine.sampler.triton_kernel.noise import gumbel, noise_bits, stream_key, uniform
+from engine.sampler.triton_kernel.weigh import share_of
 from speculation.verification.rules import RULES
 
 OWN, STANDARD, BLOCK = map(tl.constexpr, RULES)
 SPAN_FIELDS = tl.constexpr(7)
 NODE_FIELDS = tl.constexpr(3)
 _ACCEPTANCE, _RECOVERY = tl.constexpr(int(Purpose.ACCEPTANCE)), tl.constexpr(int(Purpose.RECOVERY))
+_SLACK = tl.constexpr(1e-3)
+"""What rounding may add to a chance."""
 _TINY = tl.constexpr(1.1754943508222875e-38)
 
 
@@ -44,16 +47,16 @@ def _read_span(spans, sequence):
 
 
 @triton.jit
-def _odds(node, token, row, drawn, shares, SIZE: tl.constexpr):
+def _odds(node, token, row, drawn, target, SIZE: tl.constexpr):
     """The probability that the target gives a node's token, and the one that it was drawn with."""
-    p = tl.load(shares + row * SIZE + token).to(tl.float64)
+    p = share_of(target, row, token, True).to(tl.float64)
     at = drawn.to(tl.pointer_type(tl.float32)) + node * SIZE + token
     q = tl.load(at, mask=drawn != 0, other=1.0)
     return p, tl.maximum(q, _TINY).to(tl.float64)
 
 
 @triton.jit
-def _walk(spans, nodes, chosen, shares, sequence, SIZE: tl.constexpr):
+def _walk(spans, nodes, target, sequence, SIZE: tl.constexpr):
     """By `standard.walk`, or while nodes are the target's own tokens: bits of the accepted nodes, the last of
     them (-1 for none), how many they are, and bits of those rejected, before and behind it.
     """
@@ -64,8 +67,8 @@ def _walk(spans, nodes, chosen, shares, sequence, SIZE: tl.constexpr):
         token = tl.load(nodes + (first_node + node) * NODE_FIELDS)
         parent = tl.load(nodes + (first_node + node) * NODE_FIELDS + 1)
         row = first_row + 1 + last
-        own = tl.load(chosen + row)
-        p, q = _odds(node, token, row, drawn, shares, SIZE)
+        own = tl.load(target[0] + row)
+        p, q = _odds(node, token, row, drawn, target, SIZE)
         key = _round_key(seed, position, position + depth, _ACCEPTANCE)
         by_chance = uniform(noise_bits(key, token)) * q * mass < p
         is_next = (parent == last) & (own >= 0)
@@ -81,28 +84,28 @@ def _walk(spans, nodes, chosen, shares, sequence, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _share_before(spans, nodes, shares, sequence, end, SIZE: tl.constexpr):
+def _share_before(spans, nodes, target, sequence, end, SIZE: tl.constexpr):
     """As `block._shares`: how far the first `end` tokens are as likely as they were drawn."""
     first_row, first_node, _, _, _, _, drawn = _read_span(spans, sequence)
     share = tl.full([], 1.0, tl.float64)
     for node in range(end):
         token = tl.load(nodes + (first_node + node) * NODE_FIELDS)
-        p, q = _odds(node, token, first_row + node, drawn, shares, SIZE)
+        p, q = _odds(node, token, first_row + node, drawn, target, SIZE)
         share = tl.minimum(share * p / q, 1.0)
     return share
 
 
 @triton.jit
-def _excess(masses, node, TILES: tl.constexpr, PADDED: tl.constexpr):
+def _excess(masses, row, TILES: tl.constexpr, PADDED: tl.constexpr):
     tiles = tl.arange(0, PADDED)
-    return tl.sum(tl.load(masses + node * TILES + tiles, mask=tiles < TILES, other=0.0), 0)
+    return tl.sum(tl.load(masses + row * TILES + tiles, mask=tiles < TILES, other=0.0), 0)
 
 
 @triton.jit
 def _judge_block(
     spans,
     nodes,
-    shares,
+    target,
     masses,
     sequence,
     SIZE: tl.constexpr,
@@ -117,14 +120,14 @@ def _judge_block(
     length = tl.full([], 0, tl.int64)
     for node in range(count):
         token = tl.load(nodes + (first_node + node) * NODE_FIELDS)
-        p, q = _odds(node, token, first_row + node, drawn, shares, SIZE)
+        p, q = _odds(node, token, first_row + node, drawn, target, SIZE)
         share = tl.minimum(share * p / q, 1.0)
         chance = share
         if node + 1 < count:
             following = tl.load(nodes + (first_node + node + 1) * NODE_FIELDS)
-            mass = share * (1.0 - tl.load(shares + (first_row + node + 1) * SIZE + following).to(tl.float64))
+            mass = share * (1.0 - share_of(target, first_row + node + 1, following, True).to(tl.float64))
             if drawn != 0:
-                mass = _excess(masses, first_node + node + 1, TILES, PADDED).to(tl.float64)
+                mass = _excess(masses, first_row + node + 1, TILES, PADDED).to(tl.float64)
             chance = tl.where(mass > 0, mass / (mass + 1.0 - share), 0.0)
         key = _round_key(seed, position, position + node, _ACCEPTANCE)
         keeps = uniform(noise_bits(key, token)) < chance
@@ -139,8 +142,7 @@ def _judge_block(
 def _judge(
     spans,
     nodes,
-    chosen,
-    shares,
+    target,
     masses,
     sequence,
     SIZE: tl.constexpr,
@@ -150,35 +152,15 @@ def _judge(
     """Bits of the accepted nodes, the last of them, how many they are, bits of those rejected, and the share
     of the target's distribution that is left at the end.
     """
-    accepted, last, depth, rejected = _walk(spans, nodes, chosen, shares, sequence, SIZE)
+    accepted, last, depth, rejected = _walk(spans, nodes, target, sequence, SIZE)
     share = tl.full([], 1.0, tl.float64)
     if masses is not None:
         _, _, _, _, _, rule, _ = _read_span(spans, sequence)
         if rule == BLOCK:
             accepted, last, depth, rejected, share = _judge_block(
-                spans, nodes, shares, masses, sequence, SIZE, TILES, PADDED
+                spans, nodes, target, masses, sequence, SIZE, TILES, PADDED
             )
     return accepted, last, depth, rejected, share
-
-
-@triton.jit
-def exceed(spans, nodes, shares, masses, SIZE: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr):
-    """Programs: tile, node. `masses` [nodes, TILES] get what the target gives more than the node was drawn
-    with, of a chain that is judged as a block.
-    """
-    tile, node = tl.program_id(0), tl.program_id(1)
-    sequence = tl.load(nodes + node * NODE_FIELDS + 2)
-    first_row, first_node, _, _, _, rule, drawn = _read_span(spans, sequence)
-    if (rule != BLOCK) | (drawn == 0):
-        return
-    own = node - first_node
-    share = _share_before(spans, nodes, shares, sequence, own, SIZE)
-    tokens = tile * TILE + tl.arange(0, TILE)
-    inside = tokens < SIZE
-    target = tl.load(shares + (first_row + own) * SIZE + tokens, mask=inside, other=0.0)
-    taken = tl.load(drawn.to(tl.pointer_type(tl.float32)) + own * SIZE + tokens, mask=inside, other=0.0)
-    more = tl.maximum(share.to(tl.float32) * target - taken, 0.0)
-    tl.store(masses + node * TILES + tile, tl.sum(more, 0))
 
 
 @triton.jit
@@ -190,33 +172,11 @@ def _best(weights, tokens, noise, SIZE: tl.constexpr):
 
 
 @triton.jit
-def recover(
-    spans,
-    nodes,
-    chosen,
-    shares,
-    masses,
-    scores,
-    tokens_of,
-    SIZE: tl.constexpr,
-    TILES: tl.constexpr,
-    TILE: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    """Programs: tile, sequence. Draws from what the rejected nodes left of the target's distribution, and, as
-    that may be nothing, from all of it: `scores` and `tokens_of` [sequences, 2, TILES] get the tile's best.
-    """
-    tile, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first_row, first_node, count, seed, position, rule, drawn = _read_span(spans, sequence)
-    if rule == OWN:
-        return
-    _, last, depth, rejected, share = _judge(
-        spans, nodes, chosen, shares, masses, sequence, SIZE, TILES, PADDED
-    )
-    tokens = tile * TILE + tl.arange(0, TILE)
-    inside = tokens < SIZE
-    target = tl.load(shares + (first_row + 1 + last) * SIZE + tokens, mask=inside, other=0.0)
-    left = target * share.to(tl.float32)
+def _left(spans, nodes, target, sequence, last, rejected, share, tokens, inside, SIZE: tl.constexpr):
+    """What the target gives a tile's tokens behind a node, and what the rejected nodes leave of its share."""
+    first_row, first_node, count, _, _, _, drawn = _read_span(spans, sequence)
+    given = tl.where(inside, share_of(target, first_row + 1 + last, tokens, inside), 0.0)
+    left = given * share.to(tl.float32)
     for node in range(last + 1, count):
         if (rejected >> node) & 1 != 0:
             if drawn != 0:
@@ -225,15 +185,23 @@ def recover(
             else:
                 token = tl.load(nodes + (first_node + node) * NODE_FIELDS)
                 left = tl.where(tokens == token, 0.0, left)
-    key = _round_key(seed, position, position + depth, _RECOVERY)
-    noise = gumbel(noise_bits(key, tokens))
-    place = sequence * 2 * TILES + tile
-    score, token = _best(left, tokens, noise, SIZE)
-    tl.store(scores + place, score)
-    tl.store(tokens_of + place, token.to(tl.int64))
-    score, token = _best(target, tokens, noise, SIZE)
-    tl.store(scores + place + TILES, score)
-    tl.store(tokens_of + place + TILES, token.to(tl.int64))
+    return given, left
+
+
+@triton.jit
+def _stop_of_block(spans, nodes, target, sequence, length, SIZE: tl.constexpr):
+    """Of a chain that stops after `length` nodes: as `_judge`, without the accepted ones, and whether it may
+    stop there, which other tiles have a part in.
+    """
+    _, first_node, count, seed, position, _, _ = _read_span(spans, sequence)
+    share = _share_before(spans, nodes, target, sequence, length, SIZE)
+    may_stop = length == 0
+    if length > 0:
+        token = tl.load(nodes + (first_node + length - 1) * NODE_FIELDS)
+        key = _round_key(seed, position, position + length - 1, _ACCEPTANCE)
+        may_stop = uniform(noise_bits(key, token)) < share + _SLACK  # its chance is no greater
+    rejected = tl.where(length < count, tl.full([], 1, tl.int64) << length, 0)
+    return length - 1, length, rejected, share, may_stop
 
 
 @triton.jit
@@ -246,32 +214,112 @@ def _winner(scores, tokens_of, place, TILES: tl.constexpr, PADDED: tl.constexpr)
     return best, tl.min(tokens, 0)
 
 
-@triton.jit(do_not_specialize=["num_sequences"])
-def conclude(
+@triton.jit
+def _conclude(
     spans,
     nodes,
-    chosen,
-    shares,
+    target,
     masses,
     scores,
     tokens_of,
     out,
+    sequence,
     num_sequences,
     SIZE: tl.constexpr,
     TILES: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Program: sequence. `out` [2, sequences] gets bits of the accepted nodes, and the token after them, -1
-    where none has a finite score.
-    """
-    sequence = tl.program_id(0).to(tl.int64)
     first_row, _, _, _, _, rule, _ = _read_span(spans, sequence)
-    accepted, last, _, _, _ = _judge(spans, nodes, chosen, shares, masses, sequence, SIZE, TILES, PADDED)
-    token = tl.load(chosen + first_row + 1 + last)
+    accepted, last, _, _, _ = _judge(spans, nodes, target, masses, sequence, SIZE, TILES, PADDED)
+    row = first_row + 1 + last
+    token = tl.load(target[0] + row)
     if (rule != OWN) & (token >= 0):
-        place = sequence * 2 * TILES
+        place = row * 2 * TILES
         best, token = _winner(scores, tokens_of, place, TILES, PADDED)
         if best == float("-inf"):  # rounding may leave nothing
             best, token = _winner(scores, tokens_of, place + TILES, TILES, PADDED)
     tl.store(out + sequence, accepted)
     tl.store(out + num_sequences + sequence, token)
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def recover(
+    spans,
+    nodes,
+    chosen,
+    logits,
+    numbers,
+    scales,
+    arrivals,
+    masses,
+    scores,
+    tokens_of,
+    out,
+    stride,
+    num_sequences,
+    SIZE: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Programs: tile, sequence, length. Draws from what the rejected nodes left of the target's distribution,
+    and, as that may be nothing, from all of it: `scores` and `tokens_of` [rows, 2, TILES] get the tile's best
+    behind the last accepted node. Where a block stops depends on all tiles: its draws are made for each
+    length that it may have, and `masses` [rows, TILES] get what the target gives more than the nodes were
+    drawn with.
+
+    A sequence's last program to come here concludes. `out` [2, sequences] gets bits of the accepted nodes,
+    and the token after them, -1 where none has a finite score.
+    """
+    tile, sequence, length = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    target = (chosen, logits, numbers, scales, stride)
+    first_row, _, count, seed, position, rule, _ = _read_span(spans, sequence)
+    lengths = tl.where(rule == BLOCK, count + 1, 1)
+    if length >= lengths:
+        return
+    if rule != OWN:
+        may_stop = True
+        if masses is None:
+            _, last, depth, rejected, share = _judge(
+                spans, nodes, target, masses, sequence, SIZE, TILES, PADDED
+            )
+        elif rule == BLOCK:
+            last, depth, rejected, share, may_stop = _stop_of_block(
+                spans, nodes, target, sequence, length, SIZE
+            )
+        else:
+            _, last, depth, rejected = _walk(spans, nodes, target, sequence, SIZE)
+            share = tl.full([], 1.0, tl.float64)
+        tokens = tile * TILE + tl.arange(0, TILE)
+        given, left = _left(
+            spans, nodes, target, sequence, last, rejected, share, tokens, tokens < SIZE, SIZE
+        )
+        row = first_row + 1 + last
+        if masses is not None:
+            tl.store(masses + row * TILES + tile, tl.sum(left, 0))
+        if may_stop:
+            key = _round_key(seed, position, position + depth, _RECOVERY)
+            noise = gumbel(noise_bits(key, tokens))
+            place = row * 2 * TILES + tile
+            score, token = _best(left, tokens, noise, SIZE)
+            tl.store(scores + place, score)
+            tl.store(tokens_of + place, token.to(tl.int64))
+            score, token = _best(given, tokens, noise, SIZE)
+            tl.store(scores + place + TILES, score)
+            tl.store(tokens_of + place + TILES, token.to(tl.int64))
+    tl.debug_barrier()  # behind the stores of all threads; the addition releases and acquires them
+    if tl.atomic_add(arrivals + first_row, 1) == lengths * TILES - 1:
+        _conclude(
+            spans,
+            nodes,
+            target,
+            masses,
+            scores,
+            tokens_of,
+            out,
+            sequence,
+            num_sequences,
+            SIZE,
+            TILES,
+            PADDED,
+        )

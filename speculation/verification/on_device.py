@@ -14,15 +14,17 @@ from torch import Tensor
 
 from engine.draft import Draft, Verdict
 from engine.sampler import Sampler
+from engine.sampler.triton_kernel.chosen import Chosen
 from engine.sequence import SequenceState
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from speculation.verification.rows import Decision, DraftedRows
 from speculation.verification.rules import BLOCK, OWN, STANDARD
 
-_TILE = 4096
+_TILE = 2048
 _MOST_NODES = 63
-_WARPS = 8
+_OPTIONS = {"num_warps": 8, "maxnreg": 96, "enable_fp_fusion": False}
+"""With fewer registers some devices put some aside. Fused products would round otherwise than the host's."""
 
 
 def can_verify(sequence: SequenceState) -> bool:
@@ -49,12 +51,14 @@ def verify(
     target's own tokens.
     """
     rows = DraftedRows(sequences)
-    chosen, shares = sampler.weighed(logits, rows.sampling)
-    drawn = [_distributions(sequence.draft, shares) for sequence in sequences]
-    spans, nodes = sampler.upload([_spans(rows, drawn, as_blocks), _nodes(sequences)])
-    stops = stops_of(spans, nodes, chosen, shares, as_blocks=as_blocks)
+    chosen = sampler.chosen(logits, rows.sampling)
+    drawn = [_distributions(sequence.draft, chosen.logits) for sequence in sequences]
+    asked = _spans(rows, drawn, as_blocks)
+    spans, nodes = sampler.upload([asked, _nodes(sequences)])
+    stops = stops_of(spans, nodes, chosen, 1 + int(asked[:, 2].max()) if as_blocks else 0)
     has_probes = any(sequence.draft is not None and sequence.draft.probes for sequence in sequences)
-    told = sampler.download(torch.cat([stops.flatten(), chosen]) if has_probes else stops.flatten()).tolist()
+    wanted = torch.cat([stops.flatten(), chosen.tokens]) if has_probes else stops.flatten()
+    told = sampler.download(wanted).tolist()
     count = len(sequences)
     decisions, failed_rows = [], []
     for number, (sequence, span) in enumerate(zip(sequences, rows.spans, strict=True)):
@@ -68,24 +72,31 @@ def verify(
     return rows.conclude(decisions, logits, failed_rows, sampler)
 
 
-def stops_of(spans: Tensor, nodes: Tensor, chosen: Tensor, shares: Tensor, *, as_blocks: bool) -> Tensor:
-    """int64 [2, sequences], as `kernels.conclude` says. `chosen` and `shares` are `Sampler.weighed`'s."""
-    from speculation.verification import kernels
+def stops_of(spans: Tensor, nodes: Tensor, chosen: Chosen, lengths: int = 0) -> Tensor:
+    """int64 [2, sequences], as `kernels.recover` says. Chains that are judged as blocks have at most so many
+    `lengths` to stop at; with 0 none is.
+    """
+    from speculation.verification.kernels import recover
 
-    count, size = len(spans), shares.shape[1]
+    count, (num_rows, size), device = len(spans), chosen.logits.shape, chosen.logits.device
     tiles = -(-size // _TILE)
-    shape = {"SIZE": size, "TILES": tiles}
-    padded = {"PADDED": 1 << (tiles - 1).bit_length()}
-    options = {"num_warps": _WARPS, "enable_fp_fusion": False}
-    masses = torch.empty((len(nodes), tiles), device=shares.device) if as_blocks else None
-    if masses is not None:
-        kernels.exceed[(tiles, len(nodes))](spans, nodes, shares, masses, TILE=_TILE, **shape, **options)
-    given = spans, nodes, chosen, shares, masses
-    scores = torch.empty((count, 2, tiles), device=shares.device)
-    tokens = torch.empty((count, 2, tiles), dtype=torch.int64, device=shares.device)
-    kernels.recover[(tiles, count)](*given, scores, tokens, TILE=_TILE, **shape, **padded, **options)
-    stops = torch.empty((2, count), dtype=torch.int64, device=shares.device)
-    kernels.conclude[(count,)](*given, scores, tokens, stops, count, **shape, **padded, **options)
+    stops = torch.empty((2, count), dtype=torch.int64, device=device)
+    recover[(tiles, count, max(1, lengths))](
+        spans,
+        nodes,
+        *chosen,
+        torch.empty((num_rows, tiles), device=device) if lengths else None,
+        torch.empty((num_rows, 2, tiles), device=device),
+        torch.empty((num_rows, 2, tiles), dtype=torch.int64, device=device),
+        stops,
+        chosen.logits.stride(0),
+        count,
+        SIZE=size,
+        TILES=tiles,
+        TILE=_TILE,
+        PADDED=1 << (tiles - 1).bit_length(),
+        **_OPTIONS,
+    )
     return stops
 
 
@@ -115,10 +126,10 @@ def _nodes(sequences: Sequence[SequenceState]) -> np.ndarray:
     return np.array(nodes, np.int64).reshape(-1, 3)
 
 
-def _distributions(draft: Draft | None, shares: Tensor) -> Tensor | None:
-    """As they lie in the device's memory, [nodes, vocab_size] as `shares`."""
+def _distributions(draft: Draft | None, logits: Tensor) -> Tensor | None:
+    """As they lie in the device's memory, float32 [nodes, vocab_size]."""
     if draft is None or draft.distributions is None:
         return None
-    if draft.distributions.shape != (draft.num_nodes, shares.shape[1]):
+    if draft.distributions.shape != (draft.num_nodes, logits.shape[1]):
         raise ValueError(f"a distribution for each of {draft.num_nodes} tokens: {draft.distributions.shape}")
-    return draft.distributions.to(shares).contiguous()
+    return draft.distributions.to(logits.device, torch.float32).contiguous()

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from engine.quantization.weight import CodeFormat, QuantizedWeight
 from engine.recurrent.layout import RecurrentLayer, StateLayout
 from engine.recurrent.seats import RowSpan, Seats
 from engine.recurrent.triton_kernel import operators
-from engine.sampler.triton_kernel.chooser import choose
+from engine.sampler.triton_kernel.chooser import TritonSampler, choose
+from engine.sampler.triton_kernel.chosen import Chosen
 from engine.sampler.triton_kernel.edits import EditLists
 from engine.step_inputs import StepInputs
 from speculation.verification.on_device import stops_of
@@ -49,7 +51,7 @@ As graphs run: steps of decode rows and of drafts to verify, chains and trees, o
 decoder or by the modules of another model, unless these wait for the device; and each step of a chain that
 a model or an EAGLE head drafts. Eagerly run: prompts, and what shares a step with them; models with recurrent
 layers, and with adapters, whose tables the host lays out anew; trees' drafting; sampling and verification, in
-two to seven launches. Tensor-parallel ranks are for CPUs.
+two or three launches. Tensor-parallel ranks are for CPUs.
 
 FlashInfer is no backend here. Its plans cut keys so that the whole batch fills the device; with its option
 `fixed_split_size`, too, tiles of rows are sized by the batch's mean (flashinfer-ai/flashinfer#2424), so that
@@ -83,15 +85,17 @@ ahead, and no matrix to multiply.
 _SAMPLER_HEAD = """
 ## Sampling
 
-Of four rows with the vocabulary of Qwen3, 151,936 tokens, in bfloat16. Greedy rows take the first and the
-last of the first three kernels. Sums and logarithms that decide are in float64.
+Of four rows with the vocabulary of Qwen3, 151,936 tokens, in bfloat16. A batch takes one for the greatest
+logits and one for the choice: the last program of a row to list what may be chosen chooses. Sums and
+logarithms that decide are in float64.
 
 {columns}"""
 
 _VERIFICATION_HEAD = """
 ## Verification by chance
 
-Of four chains of five tokens (`speculation/verification/kernels.py`), behind the sampler's kernels.
+Of four chains of five tokens. Behind the sampler's two kernels there is one
+(`speculation/verification/kernels.py`), of which a sequence's last program concludes.
 
 {columns}"""
 
@@ -184,19 +188,18 @@ DECODER_KERNELS = {
 SAMPLER_KERNELS = {
     "greatest logits": ("scan", False),
     "greatest logits, with edits": ("scan", True),
-    "what may be chosen": ("sift", False),
-    "filters and choice": ("settle", False),
-    "what drafts and verification draw from": ("weigh", False),
+    "greedy choice": ("settle", False),
+    "filters and choice": ("sift", False),
+    "what drafts are drawn from": ("weigh", False),
 }
 """The kernel's name, and whether the logits are edited."""
 
 VERIFICATION_KERNELS = {
-    "block: what the target has more": ("exceed", True),
-    "standard: a draw of each tile": ("recover", False),
-    "block: a draw of each tile": ("recover", True),
-    "block: what is accepted, and the draw": ("conclude", True),
+    "filters and choice, and what probabilities are computed from": ("sift", 0),
+    "standard: what is accepted, and the draw": ("recover", 0),
+    "block: what is accepted, and the draw": ("recover", 6),
 }
-"""The kernel's name, and whether chains are judged as blocks."""
+"""The kernel's name, and how many lengths a chain may have that is judged as a block."""
 
 
 RECURRENT = {
@@ -264,30 +267,40 @@ def compiled_sampling(name: str, capability: int) -> Code:
             meta(4),
             meta(4, 4748),
         )
+    count = 4
     with launches(capability) as kernels:
+        chosen = chosen_of(count, torch.float32 if edited else torch.bfloat16)
         choose(
-            meta(4, 151936, dtype=torch.bfloat16),
-            meta(3, 4, dtype=torch.int64),
-            meta(3, 4, dtype=torch.float64),
+            meta(count, 151936, dtype=torch.bfloat16),
+            meta(3, count, dtype=torch.int64),
             edits,
-            meta(4, dtype=torch.int64),
-            is_greedy=False,
-            shares=meta(4, 151936, dtype=torch.float32) if kernel_name == "weigh" else None,
+            chosen,
+            is_greedy=kernel_name == "settle",
+            keeps=False,
         )
-    return Code.of([kernel for kernel in kernels if kernel.name == kernel_name][-1])
+        TritonSampler.shares(chosen)
+    return Code.of(next(kernel for kernel in kernels if kernel.name == kernel_name))
+
+
+def chosen_of(count: int, dtype: torch.dtype = torch.bfloat16) -> Chosen:
+    return Chosen(
+        meta(count, dtype=torch.int64),
+        meta(count, 151936, dtype=dtype),
+        meta(3, count, dtype=torch.float64),
+        meta(count, 3, dtype=torch.float64),
+        meta(count),
+    )
 
 
 def compiled_verification(name: str, capability: int) -> Code:
-    kernel_name, as_blocks = VERIFICATION_KERNELS[name]
+    kernel_name, lengths = VERIFICATION_KERNELS[name]
+    chosen = chosen_of(24)
     with launches(capability) as kernels:
-        stops_of(
-            meta(4, 7, dtype=torch.int64),
-            meta(20, 3, dtype=torch.int64),
-            meta(24, dtype=torch.int64),
-            meta(24, 151936, dtype=torch.float32),
-            as_blocks=as_blocks,
-        )
-    return Code.of([kernel for kernel in kernels if kernel.name == kernel_name][-1])
+        if kernel_name == "sift":
+            choose(chosen.logits, meta(3, 24, dtype=torch.int64), None, chosen, is_greedy=False, keeps=True)
+        else:
+            stops_of(meta(4, 7, dtype=torch.int64), meta(20, 3, dtype=torch.int64), chosen, lengths)
+    return Code.of(next(kernel for kernel in kernels if kernel.name == kernel_name))
 
 
 def compiled_recurrent(name: str, capability: int) -> Code:
@@ -413,7 +426,14 @@ def code_of(name: str, capability: int) -> Code:
 
 
 _HEADS = _DECODER_HEAD, _SAMPLER_HEAD, _VERIFICATION_HEAD, _PRODUCTS_HEAD, _RECURRENT_HEAD
-KERNELS = VARIANTS, DECODER_KERNELS, SAMPLER_KERNELS, VERIFICATION_KERNELS, PRODUCT_ROWS, RECURRENT
+KERNELS: tuple[Mapping[str, object], ...] = (
+    VARIANTS,
+    DECODER_KERNELS,
+    SAMPLER_KERNELS,
+    VERIFICATION_KERNELS,
+    PRODUCT_ROWS,
+    RECURRENT,
+)
 """Of each section."""
 
 

@@ -28,8 +28,8 @@ SAMPLES = [
     ("int8 KV, rows to verify", 120),
     ("norms of heads, rotation, KV's writing in fp8", 90),
     ("greatest logits, with edits", 89),
-    ("what may be chosen", 90),
-    ("block: a draw of each tile", 80),
+    ("filters and choice", 90),
+    ("block: what is accepted, and the draw", 80),
     ("int4, groups of 128, zero points, 8 rows", 90),
     ("Qwen3.5: gated delta rule", 90),
 ]

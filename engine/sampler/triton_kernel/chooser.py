@@ -1,5 +1,5 @@
-"""Chooses the tokens of a batch on a CUDA device, in three kernels, or two where all rows are greedy. One
-more writes down what they are drawn from.
+"""Chooses the tokens of a batch on a CUDA device, in two kernels. One more writes down what they are drawn
+from.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.download import Downloader
 from engine.sampler.batch import RequestParams
 from engine.sampler.choice import TokenChoice
+from engine.sampler.triton_kernel.chosen import Chosen
 from engine.sampler.triton_kernel.edits import EditLists
 from engine.sampler.triton_kernel.scan import scan
 from engine.sampler.triton_kernel.settle import settle
@@ -24,7 +25,9 @@ TILE = 4096
 """Tokens of a program: enough programs for a single row, and few parts."""
 
 _GROUP, _WIDTH = 64, 16
-_WARPS = 8
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+"""Fused products and sums would round otherwise than the host's."""
+
 LISTS_BYTES = 256 * 1024**2
 """Of edited logits and what may be chosen. A step with more rows takes several launches."""
 
@@ -65,9 +68,10 @@ class TritonSampler:
         edits: EditLists | None = None,
     ) -> Tensor:
         """The same on the device, -1 where none has a finite score."""
-        return self._chosen(logits, requests, index, positions, requests.seeds[np.array(index)], edits, None)
+        seeds = requests.seeds[np.array(index)]
+        return self._chosen(logits, requests, index, positions, seeds, edits, keeps=False).tokens
 
-    def weighed(
+    def chosen(
         self,
         logits: Tensor,
         requests: RequestParams,
@@ -75,13 +79,30 @@ class TritonSampler:
         positions: Sequence[int],
         edits: EditLists | None = None,
         seeds: np.ndarray | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """And float32 [n, vocab], what they are drawn from: only zeros where none has a finite score. Without
-        `seeds` of the rows' noise it is that of their requests.
+    ) -> Chosen:
+        """`tokens`, and from what probabilities are computed; this holds until the next call. Without `seeds`
+        of the rows' noise it is that of their requests.
         """
         seeds = requests.seeds[np.array(index)] if seeds is None else seeds
-        shares = torch.empty(logits.shape, device=logits.device)
-        return self._chosen(logits, requests, index, positions, seeds, edits, shares), shares
+        return self._chosen(logits, requests, index, positions, seeds, edits, keeps=True)
+
+    @staticmethod
+    def shares(chosen: Chosen) -> Tensor:
+        """float32 [n, vocab], what the tokens are drawn from: only zeros where none has a finite score."""
+        count, size = chosen.logits.shape
+        shares = torch.empty((count, size), device=chosen.logits.device)
+        weigh[(-(-size // TILE), count)](
+            chosen.tokens,
+            chosen.logits,
+            chosen.numbers,
+            chosen.scales,
+            shares,
+            chosen.logits.stride(0),
+            SIZE=size,
+            TILE=TILE,
+            **OPTIONS,
+        )
+        return shares
 
     def _chosen(
         self,
@@ -91,27 +112,39 @@ class TritonSampler:
         positions: Sequence[int],
         seeds: np.ndarray,
         edits: EditLists | None,
-        shares: Tensor | None,
-    ) -> Tensor:
-        if len(logits) != len(index):
-            raise ValueError(f"{len(index)} rows of logits, got {tuple(logits.shape)}")
+        *,
+        keeps: bool,
+    ) -> Chosen:
+        """What is kept beside the tokens is there if it is asked for."""
+        count = len(index)
+        if len(logits) != count:
+            raise ValueError(f"{count} rows of logits, got {tuple(logits.shape)}")
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         integers, numbers, *listed = self._upload(
             [*_asked(requests, np.array(index), positions, seeds), *(edits or ())]
         )
         is_greedy = bool(requests.greedy.all())
-        chosen = torch.empty(len(index), dtype=torch.int64, device=logits.device)
+
+        def kept(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=logits.device)
+
         together = max(1, LISTS_BYTES // (logits.shape[1] * _LISTED_BYTES))
-        for first in range(0, len(index), together):
+        edited = None
+        if edits is not None:
+            edited = kept(torch.float32, count if keeps else min(count, together), logits.shape[1])
+        tokens, arrivals = kept(torch.int64, count), kept(torch.int32, count)
+        scales = kept(torch.float64, count, 3)
+        for first in range(0, count, together):
             rows = slice(first, first + together)
-            some = None
-            if edits is not None:
-                bounds, tokens, amounts, factors, masked, masks = listed
-                some = EditLists(bounds[rows], tokens, amounts, factors[rows], masked[rows], masks)
-            own = None if shares is None else shares[rows]
-            choose(logits[rows], integers[:, rows], numbers[:, rows], some, chosen[rows], is_greedy, own)
-        return chosen
+            some, target = None, logits[rows]
+            if edits is not None and edited is not None:
+                bounds, listed_tokens, amounts, factors, masked, masks = listed
+                some = EditLists(bounds[rows], listed_tokens, amounts, factors[rows], masked[rows], masks)
+                target = edited[rows] if keeps else edited[: len(target)]
+            part = Chosen(tokens[rows], target, numbers[:, rows], scales[rows], arrivals[rows])
+            choose(logits[rows], integers[:, rows], some, part, is_greedy=is_greedy, keeps=keeps)
+        return Chosen(tokens, logits if edited is None else edited, numbers, scales, arrivals)
 
 
 def _asked(
@@ -128,101 +161,60 @@ def _asked(
 
 
 def choose(
-    logits: Tensor,
-    integers: Tensor,
-    numbers: Tensor,
-    edits: EditLists | None,
-    chosen: Tensor,
-    is_greedy: bool,
-    shares: Tensor | None = None,
+    logits: Tensor, integers: Tensor, edits: EditLists | None, chosen: Chosen, *, is_greedy: bool, keeps: bool
 ) -> None:
-    """`chosen`, int64 [n], gets each row's token, -1 where none has a finite score. `shares` [n, vocab], if
-    they are there, get what they are drawn from.
+    """Fills `chosen`, but for its numbers, which are given, and for its logits where there are no `edits`.
+    Scales are found if it `keeps` them.
     """
     count, size = logits.shape
     tiles = -(-size // TILE)
     padded = 1 << (tiles - 1).bit_length()
-    shape = {"TILES": tiles, "TILE": TILE}
-    # Fused products and sums would round otherwise than the host's.
-    options = {"num_warps": _WARPS, "enable_fp_fusion": False}
 
     def kept(dtype: torch.dtype, *each: int) -> Tensor:
         return torch.empty((count, tiles, *each), dtype=dtype, device=logits.device)
 
     tops, firsts = kept(torch.float32), kept(torch.int32)
     peaks = kept(torch.float32, TILE // _GROUP)
-    asked = integers, numbers
-    edited = None if edits is None else torch.empty((count, size), device=logits.device)
     scan[(tiles, count)](
         logits,
-        edited,
+        None if edits is None else chosen.logits,
         *(edits or (None,) * 6),
         tops,
         firsts,
         peaks,
+        chosen.arrivals,
         logits.stride(0),
         SIZE=size,
         WORDS=0 if edits is None else edits.masks.shape[1],
         GROUP=_GROUP,
-        **shape,
-        **options,
+        TILES=tiles,
+        TILE=TILE,
+        **OPTIONS,
     )
-    logits = logits if edited is None else edited
-    lists: tuple[Tensor | None, ...] = (None, None, None, None)
-    weighs = shares is not None and not is_greedy
-    floors, totals = (
-        torch.empty(count, dtype=dtype, device=logits.device) if weighs else None
-        for dtype in (torch.float32, torch.float64)
-    )
-    if not is_greedy:
-        lists = (
-            kept(torch.int32),
-            kept(torch.float64),
-            kept(torch.float32, TILE),
-            kept(torch.int16, TILE),
-        )
-        sift[(tiles, count)](
-            logits,
-            tops,
-            firsts,
-            peaks,
-            *asked,
-            *lists,
-            logits.stride(0),
-            integers.stride(0),
-            SIZE=size,
-            GROUP=_GROUP,
-            PADDED=padded,
-            WEIGHED=weighs,
-            **shape,
-            **options,
-        )
-    settle[(count,)](
+    if is_greedy:
+        settle[(count,)](tops, firsts, chosen.tokens, TILES=tiles, PADDED=padded, **OPTIONS)
+        return
+    sift[(tiles, count)](
+        chosen.logits,
         tops,
         firsts,
-        *asked,
-        *lists,
-        chosen,
-        floors,
-        totals,
+        peaks,
+        integers,
+        chosen.numbers,
+        kept(torch.int32),
+        kept(torch.float64),
+        kept(torch.float32, TILE),
+        kept(torch.int16, TILE),
+        chosen.arrivals,
+        chosen.tokens,
+        chosen.scales if keeps else None,
+        chosen.logits.stride(0),
         integers.stride(0),
+        SIZE=size,
+        GROUP=_GROUP,
+        TILES=tiles,
+        TILE=TILE,
         PADDED=padded,
         WIDTH=_WIDTH,
-        **shape,
-        **options,
+        **OPTIONS,
     )
-    if shares is not None:
-        weigh[(tiles, count)](
-            logits,
-            tops,
-            firsts,
-            numbers,
-            floors,
-            totals,
-            shares,
-            logits.stride(0),
-            SIZE=size,
-            PADDED=padded,
-            **shape,
-            **options,
-        )

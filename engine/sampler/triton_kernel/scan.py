@@ -91,6 +91,7 @@ def scan(
     tops,
     firsts,
     peaks,
+    arrivals,
     stride,
     SIZE: tl.constexpr,
     WORDS: tl.constexpr,
@@ -100,7 +101,8 @@ def scan(
 ):
     """Programs: tile, row. `tops` and `firsts` [rows, TILES] get a tile's greatest value, NaN if one is, and
     the first token that has it; `peaks` [rows, TILES * TILE / GROUP] the greatest of each group.
-    `edited` [rows, SIZE] gets the logits in float32 with all edits, if there are any.
+    `edited` [rows, SIZE] gets the logits in float32 with all edits, if there are any, and `arrivals`
+    [rows] zeros.
     """
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tokens = tile * TILE + tl.arange(0, TILE)
@@ -129,6 +131,7 @@ def scan(
     tl.store(tops + row * TILES + tile, tl.where(has_nan, float("nan"), top))
     groups: tl.constexpr = TILE // GROUP
     peak = tl.max(tl.reshape(values, [groups, GROUP]), 1)
+    tl.store(arrivals + row, 0, mask=tile == 0)
     tl.store(peaks + (row * TILES + tile) * groups + tl.arange(0, groups), peak)
 
 

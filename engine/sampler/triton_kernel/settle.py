@@ -1,15 +1,34 @@
-"""Chooses each row's token among those listed: the filters' floor, then the race."""
+"""Chooses each row's token: the filters' floor among those listed, then the race; or the likeliest."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from engine.sampler.triton_kernel.noise import LEAST, at_order, gumbel, may_reach, noise_bits, order
+from engine.sampler.triton_kernel.noise import (
+    LEAST,
+    at_order,
+    gumbel,
+    may_reach,
+    noise_bits,
+    order,
+    stream_key,
+)
 from engine.sampler.triton_kernel.scan import likeliest
-from engine.sampler.triton_kernel.sift import read_row
 
 _ROUNDING = tl.constexpr(1e-4)
+
+
+@triton.jit
+def read_row(integers, numbers, row, num_rows):
+    """What a row's request asks for: seed, position, top-k; temperature, min-p's floor and top-p."""
+    seed = tl.load(integers + row)
+    position = tl.load(integers + num_rows + row)
+    top_k = tl.load(integers + 2 * num_rows + row).to(tl.int32)
+    temperature = tl.load(numbers + row).to(tl.float32)
+    min_p_floor = tl.load(numbers + num_rows + row).to(tl.float32)
+    top_p = tl.load(numbers + 2 * num_rows + row)
+    return stream_key(seed, position), top_k, temperature, min_p_floor, top_p
 
 
 @triton.jit
@@ -103,8 +122,9 @@ def _race(
     return best
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def settle(
+@triton.jit
+def settle_row(
+    row,
     tops,
     firsts,
     integers,
@@ -113,52 +133,52 @@ def settle(
     masses,
     values,
     places,
-    chosen,
-    floors,
-    totals,
+    scales,
     num_rows,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Program: row. `chosen` gets its token, -1 where none has a finite score. Without `counts` all rows are
-    greedy. If they are there, `floors` gets the least value that may be chosen and `totals` what all of these
-    weigh.
+    """The token of a row that is not greedy, by the lists of `sift`. If they are there, `scales` [rows, 3]
+    get its greatest logit, the least value that may be chosen and what all of these weigh.
     """
+    key, top_k, _, min_p_floor, top_p = read_row(integers, numbers, row, num_rows)
+    top, best = likeliest(tops, firsts, row, TILES, PADDED)
+    tiles = tl.arange(0, PADDED)
+    lists = (row * TILES + tiles) * TILE
+    lengths = tl.load(counts + row * TILES + tiles, mask=tiles < TILES, other=0)
+    longest, count = tl.max(lengths, 0), tl.sum(lengths, 0)
+    floor = min_p_floor
+    if top_k > 0:
+        kth = _floor(
+            top_k.to(tl.float64), floor, count, values, lists, lengths, longest, False, PADDED, WIDTH
+        )
+        floor = tl.maximum(floor, kth)
+    if top_p < 1:
+        if top_k > 0:
+            below = at_order(tl.maximum(order(floor) - 1, LEAST))
+            count, mass = _above(below, values, lists, lengths, longest, True, PADDED, WIDTH)
+        else:
+            mass = tl.sum(tl.load(masses + row * TILES + tiles, mask=tiles < TILES, other=0.0), 0)
+        floor = _floor(top_p * mass, floor, count, values, lists, lengths, longest, True, PADDED, WIDTH)
+    if scales is not None:
+        if (top_k > 0) | (top_p < 1):
+            floor = _least(floor, values, lists, lengths, longest, PADDED, WIDTH)
+            # 0, the greatest value, is not above -0, which is next to it in order.
+            below = at_order(tl.maximum(tl.minimum(order(floor) - 1, -2), LEAST))
+            count, total = _above(below, values, lists, lengths, longest, True, PADDED, WIDTH)
+        else:
+            total = tl.sum(tl.load(masses + row * TILES + tiles, mask=tiles < TILES, other=0.0), 0)
+        tl.store(scales + row * 3, top)
+        tl.store(scales + row * 3 + 1, floor)
+        tl.store(scales + row * 3 + 2, total)
+    return _race(key, best, floor, values, places, lists, lengths, longest, TILE, PADDED, WIDTH)
+
+
+@triton.jit
+def settle(tops, firsts, chosen, TILES: tl.constexpr, PADDED: tl.constexpr):
+    """Program: greedy row. `chosen` gets its token, -1 where none has a finite score."""
     row = tl.program_id(0).to(tl.int64)
     _, best = likeliest(tops, firsts, row, TILES, PADDED)
-    if counts is not None:
-        key, top_k, temperature, min_p_floor, top_p = read_row(integers, numbers, row, num_rows)
-        if (best >= 0) & (temperature > 0):
-            tiles = tl.arange(0, PADDED)
-            lists = (row * TILES + tiles) * TILE
-            lengths = tl.load(counts + row * TILES + tiles, mask=tiles < TILES, other=0)
-            longest, count = tl.max(lengths, 0), tl.sum(lengths, 0)
-            floor = min_p_floor
-            if top_k > 0:
-                kth = _floor(
-                    top_k.to(tl.float64), floor, count, values, lists, lengths, longest, False, PADDED, WIDTH
-                )
-                floor = tl.maximum(floor, kth)
-            if top_p < 1:
-                if top_k > 0:
-                    below = at_order(tl.maximum(order(floor) - 1, LEAST))
-                    count, mass = _above(below, values, lists, lengths, longest, True, PADDED, WIDTH)
-                else:
-                    mass = tl.sum(tl.load(masses + row * TILES + tiles, mask=tiles < TILES, other=0.0), 0)
-                floor = _floor(
-                    top_p * mass, floor, count, values, lists, lengths, longest, True, PADDED, WIDTH
-                )
-            if floors is not None:
-                if (top_k > 0) | (top_p < 1):
-                    floor = _least(floor, values, lists, lengths, longest, PADDED, WIDTH)
-                    # 0, the greatest value, is not above -0, which is next to it in order.
-                    below = at_order(tl.maximum(tl.minimum(order(floor) - 1, -2), LEAST))
-                    count, total = _above(below, values, lists, lengths, longest, True, PADDED, WIDTH)
-                else:
-                    total = tl.sum(tl.load(masses + row * TILES + tiles, mask=tiles < TILES, other=0.0), 0)
-                tl.store(floors + row, floor)
-                tl.store(totals + row, total)
-            best = _race(key, best, floor, values, places, lists, lengths, longest, TILE, PADDED, WIDTH)
     tl.store(chosen + row, best.to(tl.int64))

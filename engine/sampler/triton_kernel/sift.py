@@ -1,4 +1,4 @@
-"""Lists the tokens of each tile that may be chosen, usually few of them."""
+"""Lists the tokens of each tile that may be chosen, usually few of them, and chooses among them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,12 @@ from engine.sampler.triton_kernel.noise import (
     gumbel,
     may_reach,
     noise_bits,
-    stream_key,
 )
 from engine.sampler.triton_kernel.scan import likeliest
+from engine.sampler.triton_kernel.settle import read_row, settle_row
 
 _SLACK = tl.constexpr(1e-3)
 _ROUNDING = tl.constexpr(1e-4)
-
-
-@triton.jit
-def read_row(integers, numbers, row, num_rows):
-    """What a row's request asks for: seed, position, top-k; temperature, min-p's floor and top-p."""
-    seed = tl.load(integers + row)
-    position = tl.load(integers + num_rows + row)
-    top_k = tl.load(integers + 2 * num_rows + row).to(tl.int32)
-    temperature = tl.load(numbers + row).to(tl.float32)
-    min_p_floor = tl.load(numbers + num_rows + row).to(tl.float32)
-    top_p = tl.load(numbers + 2 * num_rows + row)
-    return stream_key(seed, position), top_k, temperature, min_p_floor, top_p
 
 
 @triton.jit
@@ -82,6 +70,9 @@ def sift(
     masses,
     values,
     places,
+    arrivals,
+    chosen,
+    scales,
     stride,
     num_rows,
     SIZE: tl.constexpr,
@@ -89,29 +80,31 @@ def sift(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
-    WEIGHED: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """Programs: tile, row. Lists in `values` and `places` [rows, TILES, TILE] what may be chosen of the tile,
     in the order of tokens: with top-k or top-p all that these may leave, else what its noise may lift over
     the likeliest token. `counts` [rows, TILES] says how many, `masses` what min-p leaves, if top-p needs it
-    or it is WEIGHED without top-k.
+    or `scales` without top-k. A row's last program to come here lets `settle_row` choose from all lists.
     """
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     key, top_k, temperature, min_p_floor, top_p = read_row(integers, numbers, row, num_rows)
     top, best = likeliest(tops, firsts, row, TILES, PADDED)
     if (best < 0) | (temperature == 0):
+        if tile == 0:
+            tl.store(chosen + row, best.to(tl.int64))
         return
+    groups: tl.constexpr = TILE // GROUP
+    low = _low(peaks, row, top, top_k, temperature, min_p_floor, top_p, SIZE, TILES * groups, PADDED * groups)
     tokens = tile * TILE + tl.arange(0, TILE)
     inside = tokens < SIZE
     value = tl.load(logits + row * stride + tokens, mask=inside, other=float("-inf")).to(tl.float32)
     value = tl.div_rn(value - top, temperature)
-    groups: tl.constexpr = TILE // GROUP
-    low = _low(peaks, row, top, top_k, temperature, min_p_floor, top_p, SIZE, TILES * groups, PADDED * groups)
     listed = (value > float("-inf")) & (value >= low)
     if (top_k <= 0) & (top_p >= 1):
         bar = gumbel(noise_bits(key, best)) - _ROUNDING
         listed = listed & may_reach(value, noise_bits(key, tokens), bar)
-        if WEIGHED:
+        if scales is not None:
             least = tl.maximum(min_p_floor, -SPAN)
             mass = tl.sum(tl.where(value >= least, tl.exp(value.to(tl.float64)), 0.0), 0)
             tl.store(masses + row * TILES + tile, mass)
@@ -123,3 +116,24 @@ def sift(
     tl.store(values + to, value, mask=listed)
     tl.store(places + to, (tokens - tile * TILE).to(tl.int16), mask=listed)
     tl.store(counts + row * TILES + tile, tl.sum(listed.to(tl.int32), 0))
+    tl.debug_barrier()  # behind the stores of all threads; the addition releases and acquires them
+    if tl.atomic_add(arrivals + row, 1) == TILES - 1:
+        token = settle_row(
+            row,
+            tops,
+            firsts,
+            integers,
+            numbers,
+            counts,
+            masses,
+            values,
+            places,
+            scales,
+            num_rows,
+            TILES,
+            TILE,
+            PADDED,
+            WIDTH,
+        )
+        tl.store(chosen + row, token.to(tl.int64))
+        tl.store(arrivals + row, 0)

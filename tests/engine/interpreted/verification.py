@@ -17,6 +17,7 @@ from engine.sampler import Sampler
 from engine.sampler.rows import SamplingRow
 from engine.sampler.triton_kernel import chooser
 from engine.sampler.triton_kernel.chooser import TritonSampler
+from engine.sampler.triton_kernel.chosen import Chosen
 from engine.sequence import SequenceState
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
@@ -48,10 +49,14 @@ class Weighed(Sampler):
     def has_kernels(self) -> bool:
         return True
 
-    def weighed(self, logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor]:
+    def chosen(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Chosen:
         tokens, failed = self.choose(logits, rows)
         tokens[failed] = -1
-        return tokens, self.probabilities(logits, rows)
+        count = len(rows)
+        temperatures = torch.tensor([float(not row.params.is_greedy) for row in rows], dtype=torch.float64)
+        scales = torch.tensor([0.0, -torch.inf, 1.0], dtype=torch.float64).expand(count, 3).contiguous()
+        arrivals = torch.zeros(count, dtype=torch.int32)
+        return Chosen(tokens, self.probabilities(logits, rows).log(), temperatures, scales, arrivals)
 
 
 def sampler_of(cls: type[Sampler], kernels: TritonSampler | None = None) -> Sampler:
