@@ -25,9 +25,10 @@ TILE = 4096
 """Tokens of a program: enough programs for a single row, and few parts."""
 
 _GROUP, _WIDTH = 64, 16
-OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 """Fused products and sums would round otherwise than the host's."""
-
+_REGISTERS = 128
+"""Of a thread that sifts: with more a multiprocessor has room for one program only."""
 LISTS_BYTES = 256 * 1024**2
 """Of edited logits and what may be chosen. A step with more rows takes several launches."""
 
@@ -100,7 +101,7 @@ class TritonSampler:
             chosen.logits.stride(0),
             SIZE=size,
             TILE=TILE,
-            **OPTIONS,
+            **_OPTIONS,
         )
         return shares
 
@@ -189,10 +190,10 @@ def choose(
         GROUP=_GROUP,
         TILES=tiles,
         TILE=TILE,
-        **OPTIONS,
+        **_OPTIONS,
     )
     if is_greedy:
-        settle[(count,)](tops, firsts, chosen.tokens, TILES=tiles, PADDED=padded, **OPTIONS)
+        settle[(count,)](tops, firsts, chosen.tokens, TILES=tiles, PADDED=padded, **_OPTIONS)
         return
     sift[(tiles, count)](
         chosen.logits,
@@ -216,5 +217,6 @@ def choose(
         TILE=TILE,
         PADDED=padded,
         WIDTH=_WIDTH,
-        **OPTIONS,
+        maxnreg=_REGISTERS,
+        **_OPTIONS,
     )
