@@ -15,7 +15,7 @@ from speculation.verification.rules import RULES
 
 OWN, STANDARD, BLOCK = map(tl.constexpr, RULES)
 SPAN_FIELDS = tl.constexpr(7)
-NODE_FIELDS = tl.constexpr(3)
+NODE_FIELDS = tl.constexpr(2)
 _ACCEPTANCE, _RECOVERY = tl.constexpr(int(Purpose.ACCEPTANCE)), tl.constexpr(int(Purpose.RECOVERY))
 _SLACK = tl.constexpr(1e-3)
 """What rounding may add to a chance."""

@@ -116,14 +116,14 @@ def _spans(rows: DraftedRows, drawn: Sequence[Tensor | None], as_blocks: bool) -
 
 
 def _nodes(sequences: Sequence[SequenceState]) -> np.ndarray:
-    """int64 [nodes, 3]: token, parent, and the sequence's number."""
+    """int64 [nodes, 2]: token and parent."""
     nodes = [
-        [draft.token_ids[node], draft.parent(node), number]
-        for number, draft in enumerate(sequence.draft for sequence in sequences)
+        [draft.token_ids[node], draft.parent(node)]
+        for draft in (sequence.draft for sequence in sequences)
         if draft is not None
         for node in range(draft.num_nodes)
     ]
-    return np.array(nodes, np.int64).reshape(-1, 3)
+    return np.array(nodes, np.int64).reshape(-1, 2)
 
 
 def _distributions(draft: Draft | None, logits: Tensor) -> Tensor | None:

@@ -299,7 +299,7 @@ def compiled_verification(name: str, capability: int) -> Code:
         if kernel_name == "sift":
             choose(chosen.logits, meta(3, 24, dtype=torch.int64), None, chosen, is_greedy=False, keeps=True)
         else:
-            stops_of(meta(4, 7, dtype=torch.int64), meta(20, 3, dtype=torch.int64), chosen, lengths)
+            stops_of(meta(4, 7, dtype=torch.int64), meta(20, 2, dtype=torch.int64), chosen, lengths)
     return Code.of(next(kernel for kernel in kernels if kernel.name == kernel_name))
 
 
