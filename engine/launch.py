@@ -43,6 +43,12 @@ class Launched:
     kept: list[Holdings] = field(default_factory=list)
     """Of sequences that have ended since, while the device may still write there."""
 
+    @property
+    def sampled(self) -> Tensor:
+        """The logits of the rows to sample from."""
+        count = self.packed.num_sampled_rows
+        return self.logits if len(self.logits) == count else self.logits[:count]
+
     def free_kept(self) -> None:
         """Once the step is over."""
         for holdings in self.kept:
@@ -103,7 +109,7 @@ class StepLauncher:
         launched = Launched(step, packed, logits, hidden)
         if rows and len(rows) == len(packed.sampled):
             launched.rows = rows
-            launched.choice = self._sampler.begin(logits[: packed.num_sampled_rows], rows)
+            launched.choice = self._sampler.begin(launched.sampled, rows)
         return launched
 
     def launch_behind(self, launched: Launched) -> None:
@@ -124,11 +130,10 @@ class StepLauncher:
         sampled = launched.packed.sampled
         if not sampled:
             return []
-        logits = launched.logits[: launched.packed.num_sampled_rows]
         if launched.choice is None:
             assert self._speculator is not None
-            return self._speculator.verify(sampled, logits)
-        output = self._sampler.finish(launched.choice, logits, launched.rows)
+            return self._speculator.verify(sampled, launched.sampled)
+        output = self._sampler.finish(launched.choice, launched.sampled, launched.rows)
         failed = set(output.failed_rows)
         return [
             Verdict([token_id], [], [logprobs], failed=index in failed)
@@ -137,16 +142,16 @@ class StepLauncher:
 
     def collect_prompt_logprobs(self, launched: Launched) -> None:
         """Of the step's chunks of prompts."""
-        logits = launched.logits[launched.packed.num_sampled_rows :]
+        place = launched.packed.num_sampled_rows
         for sequence, count in launched.packed.prompts:
             if not sequence.prompt_logprobs:
                 sequence.prompt_logprobs.append(None)
             first = sequence.num_computed + 1
             targets = sequence.prompt_token_ids[first : first + count]
             num_top = sequence.params.prompt_logprobs or 0
-            rows = self._sampler.prompt_logprobs(logits[: len(targets)], targets, num_top)
-            sequence.prompt_logprobs.extend(rows)
-            logits = logits[count:]
+            logits = launched.logits[place : place + len(targets)]
+            sequence.prompt_logprobs.extend(self._sampler.prompt_logprobs(logits, targets, num_top))
+            place += count
 
     def keep(self, sequence: SequenceState) -> None:
         """The blocks of a sequence that ends, for as long as the device may write there."""
