@@ -16,6 +16,7 @@ from engine.draft import Draft, Verdict
 from engine.sampler import Sampler
 from engine.sampler.triton_kernel.chosen import Chosen
 from engine.sequence import SequenceState
+from engine.triton_support import ceil_div
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from speculation.verification.rows import Decision, DraftedRows
@@ -79,7 +80,7 @@ def stops_of(spans: Tensor, nodes: Tensor, chosen: Chosen, lengths: int = 0) -> 
     from speculation.verification.kernels import recover
 
     count, (num_rows, size), device = len(spans), chosen.logits.shape, chosen.logits.device
-    tiles = -(-size // _TILE)
+    tiles = ceil_div(size, _TILE)
     stops = torch.empty((2, count), dtype=torch.int64, device=device)
     recover[(tiles, count, max(1, lengths))](
         spans,

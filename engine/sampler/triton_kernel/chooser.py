@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
 
 from engine.download import Downloader
@@ -19,6 +20,7 @@ from engine.sampler.triton_kernel.scan import scan
 from engine.sampler.triton_kernel.settle import settle
 from engine.sampler.triton_kernel.sift import sift
 from engine.sampler.triton_kernel.weigh import weigh
+from engine.triton_support import ceil_div
 from engine.upload import upload_to
 
 TILE = 4096
@@ -92,7 +94,7 @@ class TritonSampler:
         """float32 [n, vocab], what the tokens are drawn from: only zeros where none has a finite score."""
         count, size = chosen.logits.shape
         shares = torch.empty((count, size), device=chosen.logits.device)
-        weigh[(-(-size // TILE), count)](
+        weigh[(ceil_div(size, TILE), count)](
             chosen.tokens,
             chosen.logits,
             chosen.numbers,
@@ -168,8 +170,8 @@ def choose(
     Scales are found if it `keeps` them.
     """
     count, size = logits.shape
-    tiles = -(-size // TILE)
-    padded = 1 << (tiles - 1).bit_length()
+    tiles = ceil_div(size, TILE)
+    padded = triton.next_power_of_2(tiles)
 
     def kept(dtype: torch.dtype, *each: int) -> Tensor:
         return torch.empty((count, tiles, *each), dtype=dtype, device=logits.device)
