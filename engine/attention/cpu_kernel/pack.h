@@ -14,11 +14,7 @@ static inline const float* as_words(const uint16_t* row, int head_dim, float* bu
     return buffer;
 }
 
-static inline const float* as_words(const Fp8* row, int head_dim, float* buffer) {
-    for (int d = 0; d < head_dim; d++) buffer[d] = from_code(row[d]);
-    return buffer;
-}
-#if defined(BF16_PAIRS)
+#if defined(__AVX512BW__)
 // 32 codes as bfloat16. Exact: its exponent has a bias of 127 in place of 7, and subnormal codes, of which there are
 // eight, come from a table.
 static inline __m512i bf16_of(__m256i fp8) {
@@ -33,11 +29,33 @@ static inline __m512i bf16_of(__m256i fp8) {
     return _mm512_or_si512(values, sign);
 }
 
-static inline const uint32_t* as_words(const Fp8* row, int head_dim, uint32_t* buffer) {
+template <class Put> static inline void each_32_codes(const Fp8* row, int head_dim, const Put& put) {
     for (int d = 0; d < head_dim; d += 32) {
         const __mmask32 inside = head_dim - d < 32 ? (1u << (head_dim - d)) - 1 : ~0u;
-        _mm512_mask_storeu_epi16((uint16_t*)buffer + d, inside, bf16_of(_mm256_maskz_loadu_epi8(inside, row + d)));
+        put(d, inside, bf16_of(_mm256_maskz_loadu_epi8(inside, row + d)));
     }
+}
+
+static inline const uint32_t* as_words(const Fp8* row, int head_dim, uint32_t* buffer) {
+    each_32_codes(row, head_dim, [&](int d, __mmask32 inside, __m512i values) {
+        _mm512_mask_storeu_epi16((uint16_t*)buffer + d, inside, values);
+    });
+    return buffer;
+}
+
+static inline const float* as_words(const Fp8* row, int head_dim, float* buffer) {
+    each_32_codes(row, head_dim, [&](int d, __mmask32 inside, __m512i values) {
+        const auto put = [&](float* to, __mmask16 mask, __m256i half) {
+            _mm512_mask_storeu_epi32(to, mask, _mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+        };
+        put(buffer + d, __mmask16(inside), _mm512_castsi512_si256(values));
+        put(buffer + d + 16, __mmask16(inside >> 16), _mm512_extracti64x4_epi64(values, 1));
+    });
+    return buffer;
+}
+#else
+static inline const float* as_words(const Fp8* row, int head_dim, float* buffer) {
+    for (int d = 0; d < head_dim; d++) buffer[d] = from_code(row[d]);
     return buffer;
 }
 #endif
@@ -206,6 +224,19 @@ static void pack_keys(const TileRows<uint16_t>& rows, int64_t offset, int head_d
                       float* buffer, float* packed) {
     if (head_dim % 2) return pack_keys<float, uint16_t>(rows, offset, head_dim, words, sweep, buffer, packed);
     each_16_keys<uint32_t>(rows, offset, sweep, [&](auto keys, int first) { transpose_pairs(keys, head_dim / 2, packed + first); });
+}
+#endif
+
+#if defined(__AVX512BW__)
+// The same for codes, by way of bfloat16.
+static void pack_keys(const TileRows<Fp8>& rows, int64_t offset, int head_dim, int words, Sweep<Fp8>& sweep, float* buffer,
+                      float* packed) {
+    if (head_dim % 2) return pack_keys<float, Fp8>(rows, offset, head_dim, words, sweep, buffer, packed);
+    each_16_keys<Fp8>(rows, offset, sweep, [&](auto keys, int first) {
+        const uint32_t* pairs[16];
+        for (int k = 0; k < 16; k++) pairs[k] = as_words(keys[k], head_dim, (uint32_t*)buffer + k * head_dim / 2);
+        transpose_pairs(pairs, head_dim / 2, packed + first);
+    });
 }
 #endif
 
