@@ -14,7 +14,7 @@ from engine.attention.triton_kernel.backend import TritonBackend
 from engine.cuda.kernels import add_norm, gate, rotate
 from engine.cuda.products import TiledLinear, TiledWeight, concatenated, join
 from engine.decoder.description import attention_window
-from engine.decoder.families import LLAMA
+from engine.decoder.families import FAMILIES, LLAMA
 from engine.step_inputs import StepInputs
 from engine.triton_support import ceil_div, power_of_two
 
@@ -160,8 +160,12 @@ def _layer(layer: Any) -> Layer:
     )
 
 
-def can_join(model: PreTrainedModel) -> bool:
-    """Whether the layers of one input are multiplied alike."""
+def fits(model: PreTrainedModel) -> bool:
+    """Whether a model for which `unfit` finds nothing is a Llama, and its layers of one input are multiplied
+    alike.
+    """
+    if FAMILIES[type(model).__name__] is not LLAMA:
+        return False
     products = (linears for layer in model.model.layers for linears in LLAMA.products(layer))
     return all(_are_alike(linears) for linears in products if len(linears) > 1)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.attention.interface import AttentionBackend
 from engine.attention.triton_kernel.backend import TritonBackend
 from engine.cuda.buckets import Buckets
-from engine.cuda.decoder import CudaDecoder, can_join
+from engine.cuda.decoder import CudaDecoder, fits
 from engine.cuda.graphs import CudaGraphs, Graph, Graphs, capture_all
 from engine.cuda.modules import Modules
 from engine.cuda.products import describe
@@ -158,7 +158,7 @@ def runner_of(
 ) -> CudaRunner:
     """Of the CUDA decoder where it fits. `drafts`: it drafts chains."""
     decoder: Decoder = Modules(loaded.model, backend, hidden_layers)
-    if unfit(loaded.model) is None and can_join(loaded.model):
+    if unfit(loaded.model) is None and fits(loaded.model):
         assert isinstance(backend, TritonBackend)
         decoder = CudaDecoder(loaded.model, backend, loaded.max_model_len, hidden_layers)
     products = describe(loaded.model, loaded.dtype)

@@ -44,7 +44,10 @@ class Decoder : Work {
         if (m.entry) {
             enter(*m.entry, rows);
         } else {
-            each_row(n, [&](int64_t r) { memcpy(&x[r * hidden], embedding(rows, r), hidden * sizeof(bf16)); });
+            each_row(n, [&](int64_t r) {
+                memcpy(&x[r * hidden], embedding(rows, r), hidden * sizeof(bf16));
+                if (m.embedding_multiplier) scale_row(&x[r * hidden], float(m.embedding_multiplier), hidden);
+            });
         }
         int64_t captured = 0;
         bool narrows = false;  // after the last layer's attention only rows with logits are computed
@@ -85,6 +88,10 @@ class Decoder : Work {
         make_whole(m.head, rows.logits, rows.num_logits, m.vocab, [&](bf16* out) {
             multiply(normed.data(), m.head, out, rows.num_logits);
         });
+        if (m.logits_scaling)
+            each_row(rows.num_logits, [&](int64_t r) {
+                divide_row(rows.logits + r * m.vocab, float(m.logits_scaling), m.vocab);
+            });
     }
 
     // The name of the field that is out of range, or null.
@@ -201,7 +208,10 @@ class Decoder : Work {
     }
 
     void add_product(int64_t n) {
-        each_row(n, [&](int64_t r) { add_row(&x[r * m.hidden], &product[r * m.hidden], m.hidden); });
+        each_row(n, [&](int64_t r) {
+            if (m.residual_multiplier) scale_row(&product[r * m.hidden], float(m.residual_multiplier), m.hidden);
+            add_row(&x[r * m.hidden], &product[r * m.hidden], m.hidden);
+        });
     }
 
     // Keeps only the rows with logits.

@@ -19,6 +19,7 @@ from engine.linear.structs import QuantizedArgs
 from engine.recurrent.layout import GRID
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 
 def unfit(model: PreTrainedModel) -> str | None:
@@ -30,9 +31,11 @@ def unfit(model: PreTrainedModel) -> str | None:
         return f"{name} is not among {', '.join(FAMILIES)}"
     if getattr(config, "hidden_act", "silu") not in ("silu", "swish"):
         return f"its activation is {config.hidden_act}"
-    rope_type = model.model.rotary_emb.rope_type
-    if rope_type not in ROPE_TYPES:
-        return f"its rotary embedding is of type {rope_type}"
+    rotary = model.model.rotary_emb  # None where attention does not know positions
+    if rotary is not None and rotary.rope_type not in ROPE_TYPES:
+        return f"its rotary embedding is of type {rotary.rope_type}"
+    if getattr(config, "num_local_experts", 0):
+        return "it has experts"
     for number, layer in enumerate(model.model.layers):
         mixer = family.mixer(layer)
         if mixer.kind != ATTENTION:
@@ -123,7 +126,9 @@ class NativeModel:
         return WeightsArgs(values, biases, None, weight.shape[1], len(weight))
 
     def rotation(self, rotary: Any, positions: int) -> dict[str, Any]:
-        """Fields of `ModelArgs`, of a Transformers rotary embedding at so many positions."""
+        """Fields of `ModelArgs`, of a Transformers rotary embedding (None: none) at so many positions."""
+        if rotary is None:
+            return {}
         with torch.inference_mode():
             probe = torch.zeros(1, dtype=torch.bfloat16)
             cosines, sines = rotary(probe, torch.arange(positions).unsqueeze(0))
@@ -141,7 +146,7 @@ class Description(NativeModel):
         super().__init__()
         config, decoder = model.config, model.model
         family = FAMILIES[type(model).__name__]
-        attention = next(layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn"))
+        attention = next(layer.self_attn for layer in decoder.layers if family.mixer(layer).kind == ATTENTION)
         queries = config.num_attention_heads * attention.head_dim
         self.paths = [family.paths(layer) for layer in decoder.layers]
         self._recurrent: list[RecurrentArgs] = []
@@ -164,6 +169,7 @@ class Description(NativeModel):
             centred=family.centred,
             norm_epsilon=getattr(config, family.epsilon),
             attention_scale=float(attention.scaling),
+            **({name: getattr(config, name) for name in _MULTIPLIERS} if family.multipliers else {}),
         )
 
     def _take(self, layer: Any, family: Family) -> LayerArgs:

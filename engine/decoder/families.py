@@ -44,7 +44,8 @@ def _attention(output: str = "o_proj") -> Mixer:
 @dataclass(frozen=True)
 class Family:
     """Paths in a layer, but for the `final_norm`, which is the decoder's, and `epsilon`, the configuration's.
-    The factors of `centred` norms are their weights and 1.
+    The factors of `centred` norms are their weights and 1. With `multipliers` the configuration has those of
+    Granite.
     """
 
     mixers: tuple[Mixer, ...] = (_attention(),)
@@ -57,9 +58,10 @@ class Family:
     final_norm: str = "norm"
     epsilon: str = "rms_norm_eps"
     centred: bool = False
+    multipliers: bool = False
 
     def mixer(self, layer: nn.Module) -> Mixer:
-        return next(mixer for mixer in self.mixers if hasattr(layer, mixer.path))
+        return next(mixer for mixer in self.mixers if getattr(layer, mixer.path, None) is not None)
 
     def paths(self, layer: nn.Module) -> Paths:
         mixer = self.mixer(layer)
@@ -113,6 +115,13 @@ FAMILIES = {
         gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
         down="feed_forward.down_proj",
         final_norm="final_layernorm",
+    ),
+    "GraniteForCausalLM": Family(multipliers=True),
+    "GraniteMoeHybridForCausalLM": Family(
+        mixers=(_attention(), Mixer(STATE_SPACE, "mamba", inputs=("in_proj",), output="out_proj")),
+        gate_up=("shared_mlp.input_linear",),
+        down="shared_mlp.output_linear",
+        multipliers=True,
     ),
 }
 """By the model's class."""

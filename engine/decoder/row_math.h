@@ -49,6 +49,14 @@ void add_row(bf16* __restrict sum, const bf16* __restrict summand, int64_t size)
     for (int64_t i = 0; i < size; i++) sum[i] = narrow(widen(sum[i]) + widen(summand[i]));
 }
 
+void scale_row(bf16* row, float factor, int64_t size) {
+    for (int64_t i = 0; i < size; i++) row[i] = narrow(widen(row[i]) * factor);
+}
+
+void divide_row(bf16* row, float divisor, int64_t size) {
+    for (int64_t i = 0; i < size; i++) row[i] = narrow(widen(row[i]) / divisor);
+}
+
 // silu(gate) * up, in two loops. In a single loop the compiler would also divide every value by exp_of's upper limit,
 // and the denormal quotients take Intel's CPUs a hundred cycles each.
 void gate_row(const bf16* __restrict gate, const bf16* __restrict up, int64_t size, bf16* __restrict out) {

@@ -71,6 +71,7 @@ struct Model {
     int64_t opens_heads;          // whether beside each head's query lies what opens its output
     int64_t centred;              // whether a norm's weights are what its factors have above 1
     double norm_epsilon, attention_scale;
+    double embedding_multiplier, residual_multiplier, logits_scaling;  // Granite's; 0 for none
     void* attention;
     Linear linear;
     QuantizedLinear quantized_linear;

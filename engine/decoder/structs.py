@@ -57,6 +57,7 @@ class ModelArgs(Structure):
         *((name, c_int64) for name in ("rotary_dim", "opens_heads", "centred")),
         ("norm_epsilon", c_double),
         ("attention_scale", c_double),
+        *((name, c_double) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")),
         *((name, c_void_p) for name in ("attention", "linear", "quantized_linear", "begin", "attend")),
         *((name, c_void_p) for name in ("parallel", "entry", "gather", "ranks", "adapt")),
         *((name, c_void_p) for name in ("seats", "convolve", "attend_linear")),

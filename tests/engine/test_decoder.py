@@ -57,6 +57,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
     },
     "qwen3": {"head_dim": 32},
+    "granite": {
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 4.0,
+    },
 }
 
 

@@ -41,6 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {},
     "lfm2": {"conv_bias": True},
     "bamba": {"time_step_limit": (0.5, 1.5)},
+    "granitemoehybrid": {"num_local_experts": 0, "residual_multiplier": 0.4, "logits_scaling": 4.0},
 }
 CASES = [
     ("qwen3_5_text", None),
@@ -48,6 +49,7 @@ CASES = [
     ("qwen3_5_text", "int4"),
     ("lfm2", None),
     ("bamba", None),
+    ("granitemoehybrid", None),
 ]
 """With the format of quantized weights, whose products do not depend on what mixes rows."""
 
@@ -206,6 +208,11 @@ def test_convolutions_that_reach_beyond_the_grid_are_left_to_the_modules() -> No
     config = config_of("qwen3_5_text", linear_conv_kernel_dim=GRID + 2)
     model = AutoModelForCausalLM.from_config(config)
     assert unfit(model) == f"layer 0 has a convolution of {GRID + 2} tokens, of at most {GRID + 1}"
+
+
+def test_experts_are_left_to_the_modules() -> None:
+    model = AutoModelForCausalLM.from_config(config_of("granitemoehybrid"))
+    assert unfit(model) == "it has experts"
 
 
 def test_the_decoder_on_cuda_is_for_attention_alone() -> None:

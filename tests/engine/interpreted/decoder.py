@@ -9,12 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from engine.attention import transformers_hook
 from engine.attention.triton_kernel.backend import TritonBackend
 from engine.cuda.buckets import Buckets
-from engine.cuda.decoder import CudaDecoder, can_join
+from engine.cuda.decoder import CudaDecoder, fits
 from engine.cuda.products import tile_linears
 from engine.cuda.runner import CudaRunner
 from engine.forward import Forward
@@ -111,14 +118,19 @@ def test_products_in_tiles(format: CodeFormat | None) -> None:
     modules = Forward(model, backends[0], "off", products="")
     expected = [modules.run(step, [1, 3]).logits for step in STEPS]
     tile_linears(model, torch.float32, plain=format is None)
-    assert can_join(model)
+    assert fits(model)
     decoder = CudaDecoder(model, backends[1], 128)
     ours = CudaRunner(decoder, backends[1], CPU, "", Buckets([1, 2, 4], [1, 3], [1, 2], trees=True))
     for step, logits in zip(STEPS, expected, strict=True):
         torch.testing.assert_close(ours.run(step, [1, 3]).logits, logits, atol=1e-5, rtol=1e-5)
     tile_linears(model, torch.float32, plain=True)
     model.model.layers[1].mlp.gate_proj = torch.nn.Linear(64, 96)
-    assert not can_join(model)
+    assert not fits(model)
+
+
+def test_granite_is_left_to_its_modules() -> None:
+    model = AutoModelForCausalLM.from_config(GraniteConfig(**SHAPE, residual_multiplier=0.5))
+    assert not fits(model)
 
 
 def test_padding_rows_write_nowhere() -> None:
