@@ -221,7 +221,9 @@ def _load_weights(
             model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, **options)
         elif quantization_config(hf_config) is not None:
             has_kernel = kernel_fault(device, dtype) is None
-            model = load_quantized(config.model, config.revision, hf_config, dtype, options, has_kernel)
+            model = load_quantized(
+                config.model, config.revision, hf_config, dtype, options, device, keeps_experts=has_kernel
+            )
         else:
             if device.type == "cuda" and is_accelerate_available():
                 options["device_map"] = {

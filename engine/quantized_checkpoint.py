@@ -26,7 +26,7 @@ from engine.quantization.checkpoint import Layout, parse_layout
 from engine.quantization.files import read_tensors
 from engine.quantization.stored import StoredLayer
 from engine.quantization.weight import QuantizedWeight
-from engine.quantized_experts import set_experts, take_experts
+from engine.quantized_experts import fill_experts, set_experts, take_experts
 
 logger = logging.getLogger("tandem.engine")
 
@@ -42,10 +42,13 @@ def load_quantized(
     hf_config: Any,
     dtype: torch.dtype,
     options: Mapping[str, Any],
+    device: torch.device,
+    *,
     keeps_experts: bool,
 ) -> PreTrainedModel:
-    """The model on the CPU, made with Transformers' `options`. With `keeps_experts` those that it fuses stay
-    quantized where they can, and are to be joined (`join_experts`); else they are dequantized.
+    """The model, made with Transformers' `options`: quantized weights go from the files to `device`, layer by
+    layer; the rest is on the CPU. With `keeps_experts` those that the model fuses stay quantized where they
+    can, and are to be joined (`join_experts`); else they are dequantized.
 
     Raises UnsupportedModelError, naming a tensor or a field of the configuration, or ConfigError.
     """
@@ -56,36 +59,36 @@ def load_quantized(
         empty = AutoModelForCausalLM.from_config(plain_config, dtype=dtype, **options)
     tensors = read_tensors(model, revision)
     weights: dict[str, QuantizedWeight] = {}
+    fused: dict[str, QuantizedWeight] = {}
     experts: dict[str, Iterable[QuantizedWeight]] = {}
-    known = fused_experts(empty) if keeps_experts else {}
+    known = fused_experts(empty, by_kernel=keeps_experts)
     if method.get("quant_method") == mxfp4.METHOD:
         rest, stacked = mxfp4.split(tensors)
-        for name, stack in stacked.items():
-            if name.rpartition(".")[0] in known:
-                experts[name] = stack
-            else:
-                rest[name] = stack.dequantized(dtype)
-        logger.info("mxfp4 checkpoint: %d of %d tensors of experts stay so", len(experts), len(stacked))
+        unknown = sorted(name for name in stacked if name.rpartition(".")[0] not in known)
+        if unknown:
+            raise UnsupportedModelError(f"{unknown[0]}: no experts of the model have such a tensor")
+        experts |= {name: stack.to(device) for name, stack in stacked.items()}
     else:
-        rest, weights, fused = _split(tensors, parse_layout(method), empty)
-        count = len(weights) + len(fused)
-        experts |= take_experts(fused, empty) if keeps_experts else {}
-        logger.info(
-            "%s checkpoint: %d linear layers stay quantized, and %d of them may round their inputs to int8",
-            method["quant_method"],
-            count - len(fused),
-            sum(weight.input_group > 0 for weight in weights.values()),
-        )
-        if fused:
-            logger.warning(
-                "%d quantized layers that the model fuses, such as experts, are dequantized", len(fused)
-            )
-        while fused:
-            name, weight = fused.popitem()
-            rest[f"{name}.weight"] = weight.dequantized().to(dtype)
+        rest, weights, fused = _split(tensors, parse_layout(method), empty, device)
+        experts |= take_experts(fused, known)
+    logger.info(
+        "%s checkpoint: %d linear layers stay quantized, and %d of them may round their inputs to int8",
+        method["quant_method"],
+        len(weights),
+        sum(weight.input_group > 0 for weight in weights.values()),
+    )
+    dequantized = len(fused) + (0 if keeps_experts else len(experts))
+    if dequantized:
+        logger.warning("%d tensors that the model fuses, such as experts, are dequantized", dequantized)
+    while fused:
+        name, weight = fused.popitem()
+        rest[f"{name}.weight"] = weight.dequantized().to(dtype)
     rest |= {name: _placeholder(empty.get_parameter(name)) for name in experts}
     loaded = _load_rest(empty, rest)
-    set_experts(loaded, experts)
+    if keeps_experts:
+        set_experts(loaded, experts)
+    else:
+        fill_experts(loaded, experts, dtype, device)
     for name, weight in weights.items():
         loaded.set_submodule(name, QuantizedLinear(weight, loaded.get_submodule(name).bias))
     _take_generation_config(loaded, model, revision)
@@ -93,7 +96,7 @@ def load_quantized(
 
 
 def _split(
-    tensors: Mapping[str, Tensor], layout: Layout, empty: PreTrainedModel
+    tensors: Mapping[str, Tensor], layout: Layout, empty: PreTrainedModel, device: torch.device
 ) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight], dict[str, QuantizedWeight]]:
     """What Transformers loads, with placeholders; the weights of the model's quantized linear layers; and of
     those that the model doesn't have as such: experts that lie together there.
@@ -108,6 +111,7 @@ def _split(
             continue
         if "bias" in stored:
             rest[f"{name}.bias"] = stored["bias"]
+        stored = {suffix: each.to(device) for suffix, each in stored.items()}
         if name in linears:
             outputs, inputs = plain_weight(linears[name]).shape
             weights[name] = layout.read(StoredLayer(name, outputs, inputs, stored))

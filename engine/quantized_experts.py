@@ -1,14 +1,15 @@
-"""Quantized experts that the model holds as one tensor: they stay quantized, each for itself."""
+"""Quantized experts that the model holds as one tensor: they stay quantized, each for itself, or fill it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from engine.linear.experts import fused_experts, split_experts
+from engine.linear.experts import split_experts
 from engine.linear.quantized import QuantizedLinear
 from engine.quantization.weight import QuantizedWeight
 
@@ -16,13 +17,15 @@ _INPUTS, _OUTPUTS = ("gate_proj", "up_proj"), "down_proj"
 """An expert's layers, as most models name them; the model joins the first two."""
 
 
-def take_experts(weights: dict[str, QuantizedWeight], model: nn.Module) -> dict[str, list[QuantizedWeight]]:
-    """Takes the weights of experts' layers and returns them by the names of the model's tensors.
+def take_experts(
+    weights: dict[str, QuantizedWeight], known: Mapping[str, Any]
+) -> dict[str, list[QuantizedWeight]]:
+    """Takes the weights of `known` experts' layers and returns them by the names of the model's tensors.
 
     It leaves those that are not all there, or not quantized alike.
     """
     taken: dict[str, list[QuantizedWeight]] = {}
-    for path, experts in fused_experts(model).items():
+    for path, experts in known.items():
         each = [f"{path}.{number}" for number in range(experts.num_experts)]
         names = [f"{expert}.{layer}" for expert in each for layer in (*_INPUTS, _OUTPUTS)]
         if not (experts.has_gate and experts.is_concatenated and weights.keys() >= set(names)):
@@ -49,6 +52,22 @@ def set_experts(model: nn.Module, weights: Mapping[str, Iterable[QuantizedWeight
         assert isinstance(linears, nn.ModuleList)
         for number, weight in enumerate(each):
             linears[number] = QuantizedLinear(weight, linears[number].bias)
+
+
+def fill_experts(
+    model: nn.Module, weights: dict[str, Iterable[QuantizedWeight]], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Gives the model's tensors of these names the weights' values, on `device`. Takes the weights, each as
+    soon as it is used: in float32 all need several times the memory.
+    """
+    for name in list(weights):
+        path, _, tensor = name.rpartition(".")
+        experts = model.get_submodule(path)
+        dense = torch.empty(model.get_parameter(name).shape, dtype=dtype, device=device)
+        for values, weight in zip(dense, weights.pop(name), strict=True):
+            dequantized = weight.dequantized()
+            values.copy_(dequantized.T if experts.is_transposed else dequantized)
+        setattr(experts, tensor, nn.Parameter(dense, requires_grad=False))
 
 
 def _joined(gate: QuantizedWeight, up: QuantizedWeight) -> QuantizedWeight | None:

@@ -56,9 +56,12 @@ class Experts(nn.Module):
         return Experts(self.first.part(own), self.second.part(own), self.rest)
 
 
-def fused_experts(model: nn.Module) -> dict[str, Any]:
-    """By their paths, those that are one tensor and that our kernel can multiply by."""
-    return {path: module for path, module in model.named_modules() if _is_fused(module)}
+def fused_experts(model: nn.Module, *, by_kernel: bool = True) -> dict[str, Any]:
+    """By their paths, those that are one tensor, and `by_kernel` those that our kernel can multiply by."""
+    fused = {path: module for path, module in model.named_modules() if _is_fused(module)}
+    if not by_kernel:
+        return fused
+    return {path: each for path, each in fused.items() if all(_fits(_weights(each, n)) for n in _names(each))}
 
 
 def split_experts(model: nn.Module) -> None:
@@ -103,7 +106,7 @@ def _joined(linears: nn.ModuleList) -> RoutedLinear | RoutedQuantizedLinear:
 def _is_fused(module: Any) -> bool:
     if not all(hasattr(module, name) for name in _DECLARED):
         return False
-    return all(hasattr(module, name) and _fits(_weights(module, name)) for name in _names(module))
+    return all(hasattr(module, name) for name in _names(module))
 
 
 def _names(experts: Any) -> tuple[str, str]:

@@ -37,13 +37,8 @@ class StackedWeights:
             powers = torch.exp2(scales.to(torch.float32) - _BIAS)
             yield QuantizedWeight(CodeFormat.MXFP4, unpack_pairs(blocks.flatten(1)), powers)
 
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """[experts, inputs, outputs]"""
-        experts, outputs, groups, _ = self.blocks.shape
-        dense = torch.empty(experts, 2 * _GROUP_BYTES * groups, outputs, dtype=dtype)
-        for expert, weight in enumerate(self):  # one at a time: in float32 all need several times the memory
-            dense[expert] = weight.dequantized().T
-        return dense
+    def to(self, device: torch.device) -> StackedWeights:
+        return StackedWeights(self.blocks.to(device), self.scales.to(device))
 
 
 def split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, StackedWeights]]:

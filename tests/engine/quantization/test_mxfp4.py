@@ -106,3 +106,15 @@ def test_what_does_not_fit_is_refused_by_name(
         UnsupportedModelError, match=f"layers.1.mlp.experts.down_proj.*{reason}" if broken else reason
     ):
         load(tmp_path)
+
+
+def test_a_tensor_of_no_experts_is_refused_by_name(tmp_path: Path) -> None:
+    write(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    for suffix in ("_blocks", "_scales"):
+        stored[f"model.layers.1.mlp.router{suffix}"] = stored.pop(
+            f"model.layers.1.mlp.experts.down_proj{suffix}"
+        )
+    save(tmp_path, stored)
+    with pytest.raises(UnsupportedModelError, match=r"layers.1.mlp.router: no experts of the model have"):
+        load(tmp_path)

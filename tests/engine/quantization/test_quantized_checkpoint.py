@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, PreTrainedModel
 
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.errors import UnsupportedModelError
@@ -18,6 +20,7 @@ from engine.linear.packed import kernel_fault
 from engine.linear.quantized import QuantizedLinear
 from engine.linear.routed import RoutedQuantizedLinear
 from engine.loader import LoadedModel, load_model
+from engine.quantized_checkpoint import load_quantized
 from engine.select_forward import pack_model
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
@@ -119,6 +122,44 @@ def test_they_stay_quantized_where_our_kernel_multiplies(tmp_path: Path, name: s
         expected = layer.mlp.experts(x.float(), chosen, weights.float())
         error = (own.mlp.experts(x, chosen, weights) - expected).abs().max()
         assert error < 0.02 * expected.abs().max()
+
+
+class OnTheDevice(TorchFunctionMode):
+    """What is moved to the device, and the most tensors that were there at once as the files have them."""
+
+    DEVICE = torch.device("cpu", 0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = self.most = 0
+        self._living: list[weakref.ref[Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not Tensor.to or args[1:] != (self.DEVICE,):
+            return result
+        moved = result.clone()
+        self.num_bytes += moved.nbytes
+        self._living = [*(each for each in self._living if each() is not None), weakref.ref(moved)]
+        self.most = max(self.most, len(self._living))
+        return moved
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_each_layer_goes_to_the_device_as_it_is_read(tmp_path: Path, model_type: str) -> None:
+    """A host that has not the memory for a model fills a GPU with it."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    write_quantized(tmp_path, model_type, "awq", **(experts if model_type == "qwen3_moe" else {}))
+    stored = load_file(tmp_path / "model.safetensors")
+    device = OnTheDevice()
+    with device:
+        config = AutoConfig.from_pretrained(tmp_path)
+        load_quantized(
+            str(tmp_path), None, config, torch.float32, {}, OnTheDevice.DEVICE, keeps_experts=False
+        )
+    quantized = [t for name, t in stored.items() if name.endswith(("qweight", "qzeros", "scales"))]
+    assert device.num_bytes == sum(tensor.nbytes for tensor in quantized)
+    assert device.most <= 2 * 3, "a layer's codes, zero points and scales, and those of the layer before"
 
 
 def test_weights_are_told_from_other_quantizations_of_the_same_model(tmp_path: Path) -> None:
