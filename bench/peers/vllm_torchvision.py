@@ -1,0 +1,28 @@
+"""torchvision in vLLM's environment: vLLM imports it for some models of text, and calls no operator of it.
+
+The library in its wheel is made for CUDA builds of torch. Without it the operators have no names, and the
+import fails where torchvision registers more about them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_MODULE = "torchvision_operators"
+_SOURCE = """\
+import torch
+
+_library = torch.library.Library("torchvision", "DEF")
+for _name in (
+    "nms", "qnms", "roi_align", "qroi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d",
+    "_roi_align_backward", "_roi_pool_backward", "_ps_roi_align_backward", "_ps_roi_pool_backward",
+    "_deform_conv2d_backward",
+):
+    _library.define(f"{_name}(Tensor x) -> Tensor")
+"""
+
+
+def declare_operators(site_packages: Path) -> None:
+    """Each Python there names them at its start: vLLM looks at models in processes of their own."""
+    (site_packages / f"{_MODULE}.py").write_text(_SOURCE)
+    (site_packages / f"{_MODULE}.pth").write_text(f"import {_MODULE}\n")
