@@ -55,9 +55,7 @@ def check_hybrid(config: ServeConfig, is_parallel: bool, grid: int) -> None:
             f"--block-size: {config.block_size}: recurrent layers have states every {grid} tokens, and one "
             "of the two numbers must divide the other"
         )
-    asked = config.speculative_config
     options = {
-        "--speculative-config: self_speculative": asked is not None and asked.method == "self_speculative",
         "--prefill-tensor-parallel-size, --decode-tensor-parallel-size": is_parallel,
         "--compile: on": config.compile == "on",
         "--kv-wire-dtype": config.kv_wire_dtype != "auto",

@@ -19,12 +19,14 @@ from speculation.chains_ahead import chains_ahead
 from speculation.drawing import Chain, Drawing
 from speculation.native_chain import NativeChain
 
-SeatOf = Callable[[SequenceState], int]
-"""Where the state of the runner's recurrent layers is, if it has some."""
+NumberOf = Callable[[SequenceState], int]
 
 
 class ChainDrafting:
-    """`vocab_size` is the target's: `runner` may have more logits. `sampler` must forget requests."""
+    """`vocab_size` is the target's: `runner` may have more logits. `sampler` must forget requests. Where the
+    runner has recurrent layers, `seat_of` says where a sequence's state is, and `certain_of` how many of its
+    tokens that may come to have.
+    """
 
     def __init__(
         self,
@@ -33,10 +35,11 @@ class ChainDrafting:
         verification: Verification,
         sampler: Sampler,
         device: torch.device,
-        seat_of: SeatOf = lambda sequence: 0,
+        seat_of: NumberOf = lambda sequence: 0,
+        certain_of: NumberOf = lambda sequence: len(sequence.token_ids),
     ) -> None:
         self._runner = runner
-        self._seat_of = seat_of
+        self._seat_of, self._certain_of = seat_of, certain_of
         self._vocab_size = vocab_size
         self._drawing = Drawing(sampler, verification)
         self._ahead = chains_ahead(runner, self._drawing, device, self._drafted_row)
@@ -76,6 +79,6 @@ class ChainDrafting:
         return logits[:, : self._vocab_size]
 
     def _drafted_row(self, sequence: SequenceState, token_id: int, place: int) -> SequenceRows:
-        certain = len(sequence.token_ids)
-        blocks, seat = sequence.held.blocks, self._seat_of(sequence)
-        return SequenceRows([token_id], certain + place, blocks, seat=seat, certain=certain)
+        start, blocks = len(sequence.token_ids) + place, sequence.held.blocks
+        seat, certain = self._seat_of(sequence), self._certain_of(sequence)
+        return SequenceRows([token_id], start, blocks, seat=seat, certain=certain)

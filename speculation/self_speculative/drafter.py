@@ -3,11 +3,13 @@
 After Draft & Verify (Zhang et al. 2023), LayerSkip (Elhoushi et al. 2024) and SWIFT (Xia et al. 2024). It has
 no KV of its own. Committed tokens have the model's in each layer that drafts: that is better than the draft's
 own would be, and no prompt need be read. Drafted tokens get the draft's, at places that the verification
-computes anew before anything else reads them, so that no bit of the model's KV is the draft's.
+computes anew before anything else reads them, so that no bit of the model's KV is the draft's. The same goes
+for what recurrent layers keep of each token; their states stay where they are while it drafts.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -46,8 +48,9 @@ class SelfDrafter(Drafter):
         options = with_defaults(options, num_layers, can_round=multiplies)
         self._options, self._config = options, config
         self._kept = kept_layers(options, num_layers)
-        places = target.kv_group.layers
-        if len(self._kept) < num_layers and len(set(places)) < num_layers:
+        recurrent = target.recurrent.seam.layers if target.recurrent is not None else []
+        places = [place for layer, place in enumerate(target.kv_group.layers) if layer not in recurrent]
+        if len(self._kept) < num_layers and len({*places}) < len(places):
             raise ConfigError(
                 f"--speculative-config: skip_layers: {target.model.config.model_type} has layers that share "
                 "their KV, so that it cannot draft with some of its layers alone"
@@ -71,10 +74,17 @@ class SelfDrafter(Drafter):
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
         self._runner = self._build_runner(pool)
-        sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
-        verification = self._options.verification
-        self._drafting = ChainDrafting(self._runner, loaded.vocab_size, verification, sampler, loaded.device)
-        self._sampler = sampler
+        self._seats = pool.seats
+        self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
+        self._drafting = ChainDrafting(
+            self._runner,
+            loaded.vocab_size,
+            self._options.verification,
+            self._sampler,
+            loaded.device,
+            lambda sequence: sequence.seat,
+            self._num_settled,
+        )
 
     def _build_runner(self, pool: KVPool) -> Runner:
         loaded, group = self._loaded, pool.groups[TARGET]
@@ -83,16 +93,36 @@ class SelfDrafter(Drafter):
             layers = [layers[layer] for layer in self._kept]
         backend_class, _ = select_backend(loaded.device, loaded.dtype, self._config.attention_backend)
         backend = backend_over(backend_class, layers, group)
-        return build_runner(loaded, backend, self._config.compile)
+        return build_runner(loaded, backend, self._config.compile, seats=pool.seats)
 
     def warm_up(self) -> None:
         self._runner.warm_up()
 
     def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         rows = [
-            SequenceRows(each.token_ids[-1:], len(each.token_ids) - 1, each.held.blocks) for each in sequences
+            SequenceRows(
+                each.token_ids[-1:],
+                len(each.token_ids) - 1,
+                each.held.blocks,
+                seat=each.seat,
+                certain=self._num_settled(each),
+            )
+            for each in sequences
         ]
-        return [*self._drafting.draft(sequences, rows, counts)]
+        most = min(map(self._room, sequences), default=0)
+        return [*self._drafting.draft(sequences, rows, [min(count, most) for count in counts])]
+
+    def _num_settled(self, sequence: SequenceState) -> int:
+        """The tokens that recurrent layers' states have: no more come to them here, as layers that do not
+        draft would stay behind.
+        """
+        return self._seats.position(sequence.seat) if self._seats is not None else 0
+
+    def _room(self, sequence: SequenceState) -> int:
+        """For drafted tokens, behind what recurrent layers keep of others."""
+        if self._seats is None:
+            return sys.maxsize
+        return self._seats.layout.window - (len(sequence.token_ids) - 1 - self._num_settled(sequence))
 
     def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
         """The model's KV is all that it needs."""

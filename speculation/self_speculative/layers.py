@@ -50,7 +50,8 @@ def kept_layers(options: SpeculativeConfig, num_layers: int) -> list[int]:
 def with_layers(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
     """The model with these of its layers, which share its weights and keep their numbers in its KV.
 
-    Raises `ConfigError` for a model whose layers are not in one list.
+    Raises `ConfigError` for a model whose layers are not in one list, or whose configuration does not list
+    their kinds.
     """
     tensors = [*model.parameters(), *model.buffers()]
     part = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
@@ -65,6 +66,13 @@ def with_layers(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
     stacks[0]._modules = {str(place): stacks[0][layer] for place, layer in enumerate(kept)}
     kinds = getattr(config, "layer_types", None)
     config.num_hidden_layers = len(kept)
-    if kinds is not None:
-        config.layer_types = [kinds[layer] for layer in kept]
+    kept_kinds = [kinds[layer] for layer in kept] if kinds is not None else None
+    if kept_kinds is not None and [*config.layer_types] != kept_kinds:
+        try:
+            config.layer_types = kept_kinds
+        except AttributeError as error:
+            raise ConfigError(
+                f"{_FLAG}: skip_layers: the kinds of {model.config.model_type}'s layers follow from their "
+                "numbers, so that none before the last one can be left out"
+            ) from error
     return part

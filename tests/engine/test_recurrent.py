@@ -21,7 +21,6 @@ from kvtransfer.blocks.layout import conversion_problem
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.outputs import TokenOutput
-from protocol.speculation import SpeculativeConfig
 from tests.e2e.architectures import write_model
 from tests.engine.recurrent_texts import LAYERS, Text, drafted, served, token_by_token
 from tests.engine.test_engine import ask, prompt_of, run, tokens
@@ -177,10 +176,6 @@ def test_bfloat16_gives_the_same_bits_in_any_chunks_and_company(
     ("options", "reason"),
     [
         ({"compile": "on"}, "--compile: on: not supported for a model with recurrent layers"),
-        (
-            {"speculative_config": SpeculativeConfig(method="self_speculative")},
-            "--speculative-config: self_speculative: not supported",
-        ),
         ({"kv_wire_dtype": "int8"}, "--kv-wire-dtype: not supported"),
         ({"block_size": 24}, "--block-size: 24: .* every 16 tokens"),
         ({"max_num_seqs": 4000}, r"--max-num-seqs: 4000 sequences' states.*; \d+ fit"),

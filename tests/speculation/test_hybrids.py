@@ -26,6 +26,7 @@ from protocol.requests import EngineRequest
 from protocol.speculation import SpeculativeConfig
 from speculation.draft_model import DraftModel
 from speculation.draft_seats import DraftSeats
+from speculation.self_speculative import drafter as self_drafter
 from speculation.speculator import BatchSpeculator, speculate
 from tests.e2e.architectures import write_model
 from tests.speculation import scripted
@@ -136,7 +137,7 @@ def cramped(engine: Engine, num_blocks: int) -> ServeConfig:
     return msgspec.structs.replace(engine.config, kv_cache_memory_bytes=room, speculative_config=None)
 
 
-DRAFTING = [name for name in METHODS if name != "self_speculative" and "scripted" not in name]
+DRAFTING = [name for name in METHODS if "scripted" not in name]
 CASES = [(method, num_tokens) for method in DRAFTING for num_tokens in (4, 8 if "tree" in method else 1)]
 """The tokens that each method drafts at most."""
 
@@ -179,13 +180,58 @@ def test_bfloat16_gives_the_same_bits_with_drafts_and_without(model: Path) -> No
             assert (drafted.token_ids, drafted.logprobs) == (alone.token_ids, alone.logprobs), name
 
 
+def drafting_itself(config: ServeConfig, num_tokens: int, **options: Any) -> Engine:
+    asked = SpeculativeConfig(method="self_speculative", num_speculative_tokens=num_tokens, **options)
+    return Engine(msgspec.structs.replace(config, speculative_config=asked), speculate=speculate)
+
+
+@pytest.mark.parametrize("num_tokens", [4, 16])
+def test_with_all_of_its_layers_it_drafts_what_is_right(
+    model: Path, answers: Answers, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far its states lag behind: a draft from another one would be wrong sometimes."""
+    monkeypatch.setattr(self_drafter, "with_defaults", lambda options, *_, **__: options)
+    found = run(drafting_itself(config_of(model), num_tokens), requests())
+    assert tokens(found) == answers
+    drafted = sum(output.drafted_tokens for output in found.values())
+    assert drafted == sum(output.accepted_tokens for output in found.values()) > 100
+
+
+@pytest.mark.parametrize("options", [{"skip_layers": [1]}, {"exit_layer": 2}], ids=str)
+def test_some_of_its_layers_leave_the_tokens_as_they_are(
+    model: Path, answers: Answers, options: dict[str, Any]
+) -> None:
+    """The others' states must not stay behind."""
+    if "skip_layers" in options and model.name.startswith("jamba"):
+        with pytest.raises(ConfigError, match="skip_layers: the kinds of jamba's layers follow"):
+            drafting_itself(config_of(model), 4, **options)
+        return
+    found = run(drafting_itself(config_of(model), 4, **options), requests())
+    assert tokens(found) == answers
+    drafted = sum(output.drafted_tokens for output in found.values())
+    assert 0 < sum(output.accepted_tokens for output in found.values()) < drafted
+
+
+def native_config(model: Path) -> ServeConfig:
+    return config_of(model, dtype="bfloat16", compile="auto", max_num_batched_tokens=512, itl_budget=0.0)
+
+
+@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"skip_layers": [1]}], ids=str)
+def test_a_hybrid_in_the_native_decoder_drafts_for_itself(tmp_path: Path, options: dict[str, Any]) -> None:
+    write_model("qwen3_5_text", tmp_path)
+    config = native_config(tmp_path)
+    found = run(drafting_itself(config, 5, **options), requests())
+    assert tokens(found) == tokens(run(Engine(config), requests()))
+    drafted = sum(output.drafted_tokens for output in found.values())
+    accepted = sum(output.accepted_tokens for output in found.values())
+    assert accepted > (drafted / 2 if "quantization" in options else 0)
+
+
 @pytest.mark.parametrize("tree", [False, True])
 def test_hybrids_in_the_native_decoder_draft_for_each_other(tmp_path: Path, tree: bool) -> None:
     write_model("qwen3_5_text", tmp_path / "target")
     write_noisy(tmp_path / "target", tmp_path / "draft")
-    config = config_of(
-        tmp_path / "target", dtype="bfloat16", compile="auto", max_num_batched_tokens=512, itl_budget=0.0
-    )
+    config = native_config(tmp_path / "target")
     speculative = SpeculativeConfig(
         method="draft_model",
         model=str(tmp_path / "draft"),
@@ -221,17 +267,17 @@ Proposals = dict[tuple[int, ...], tuple[list[int], list[int] | None]]
 def recorded(engine: Engine, num_tokens: int) -> Iterator[Proposals]:
     """What is drafted after which text, where there is room for so many tokens."""
     assert isinstance(engine._speculator, BatchSpeculator)
-    drafter = engine._speculator._drafters["draft_model"]
+    draft_model = engine._speculator._drafters["draft_model"]
     found: Proposals = {}
 
     def recording(sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
-        drafted = DraftModel.propose(drafter, sequences, counts)  # type: ignore[arg-type]
+        drafted = DraftModel.propose(draft_model, sequences, counts)  # type: ignore[arg-type]
         for sequence, draft, count in zip(sequences, drafted, counts, strict=True):
             if draft is not None and count == num_tokens:
                 found[(*sequence.token_ids,)] = draft.token_ids, draft.parents
         return drafted
 
-    with mock.patch.object(drafter, "propose", recording):
+    with mock.patch.object(draft_model, "propose", recording):
         yield found
 
 
