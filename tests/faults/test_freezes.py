@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,11 +52,14 @@ NOT_LARGE_ENOUGH = {"mid payload"}
 
 @pytest.fixture
 def pair(stock: Stock, wire: str, checksum: str, tmp_path: Path) -> Iterator[tuple[Arena, Child, Child]]:
-    """A sender and a receiver over a wire; a sender that aborts waits hardly at all for a frozen peer."""
+    """A sender and a receiver over a wire. A sender that aborts waits hardly at all for a frozen peer; one
+    that was thawed may be late on a busy machine.
+    """
     arena = Arena(stock, ("tcp" if wire == "tls" else wire,))
     certificates = Authority(tmp_path / "authority").issue("worker") if wire == "tls" else None
-    sender = arena.sender(checksum=checksum, certificates=certificates, abort_timeout_s=0.1)
-    yield arena, sender, arena.receiver(certificates=certificates)
+    options: dict[str, Any] = {"certificates": certificates, "progress_timeout_s": 20.0}
+    sender = arena.sender(checksum=checksum, abort_timeout_s=0.1, **options)
+    yield arena, sender, arena.receiver(**options)
     arena.close()
 
 
