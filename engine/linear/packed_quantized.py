@@ -187,12 +187,21 @@ def _num_inputs(words: Tensor, format: CodeFormat) -> int:
 
 def _words(weight: QuantizedWeight) -> Tensor:
     """int16 [out_features, in_features / c]: of 2c consecutive codes the even ones, then the odd ones."""
-    bits = _BITS[weight.format]
-    outputs, inputs = weight.codes.shape
-    codes = weight.codes.view(torch.uint8).int().view(outputs, inputs * bits // 32, 16 // bits, 2)
-    shifts = torch.arange(0, 16, bits, dtype=torch.int32).view(1, 1, -1, 1)
-    words = (codes << shifts).sum(2, dtype=torch.int32)
-    return words.to(torch.int16).view(outputs, -1)
+    codes = weight.codes.contiguous()
+    if _BITS[weight.format] == 8:  # of four bytes the middle ones change places
+        four = codes.view(torch.int32)
+        words = (four & -0xFFFF01) | (four >> 8 & 0xFF00) | (four << 8 & 0xFF0000)
+    else:
+        eight = codes.view(torch.int64)
+        words = (_every_second(eight) | _every_second(eight >> 8) << 16).to(torch.int32)
+    return words.view(torch.int16)
+
+
+def _every_second(codes: Tensor) -> Tensor:
+    """Of eight codes in the bytes of each int64 those of the even bytes, in 16 bits."""
+    codes = codes & 0x000F000F000F000F
+    codes = (codes | codes >> 12) & 0x000000FF000000FF
+    return (codes | codes >> 24) & 0xFFFF
 
 
 def _run(
