@@ -149,6 +149,7 @@ def test_a_worker_changes_its_role_and_serves_in_it(
         assert after["incarnation"] != before["incarnation"]
         assert after["cached_blocks"] > 0
         serving.wait(lambda: changed in kept_prefix(serving))
+        assert serving.metric("tandem_kv_event_gaps_total") == 0
         assert [answer.result(30) for answer in answers] == expected
         operate(serving, f"{to_role}-1", "drain")
         assert ask(serving, REQUESTS[1], max_tokens=NUM_TOKENS) == expected[1]
