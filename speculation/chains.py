@@ -42,7 +42,7 @@ class ChainDrafting:
         self._seat_of, self._certain_of = seat_of, certain_of
         self._vocab_size = vocab_size
         self._drawing = Drawing(sampler, verification)
-        self._ahead = chains_ahead(runner, self._drawing, device, self._drafted_row)
+        self._ahead = chains_ahead(runner, self._drawing, device, self.row)
         self._native: NativeChain | None = None
         if isinstance(runner, DecoderForward) and runner.drafts:
             self._native = NativeChain(runner, vocab_size, verification)
@@ -62,8 +62,7 @@ class ChainDrafting:
             self._drawing.extend(growing, self.logits(batch))
             growing = [chain for chain in growing if len(chain.token_ids) < wanted[chain.sequence]]
             batch = [
-                self._drafted_row(chain.sequence, chain.token_ids[-1], len(chain.token_ids) - 1)
-                for chain in growing
+                self.row(chain.sequence, chain.token_ids[-1], len(chain.token_ids) - 1) for chain in growing
             ]
         return [chain.draft() for chain in chains]
 
@@ -78,7 +77,8 @@ class ChainDrafting:
     def _whole(self, logits: Tensor) -> Tensor:
         return logits[:, : self._vocab_size]
 
-    def _drafted_row(self, sequence: SequenceState, token_id: int, place: int) -> SequenceRows:
+    def row(self, sequence: SequenceState, token_id: int, place: int) -> SequenceRows:
+        """Of a drafted token; of the sequence's last one at place -1."""
         start, blocks = len(sequence.token_ids) + place, sequence.held.blocks
         seat, certain = self._seat_of(sequence), self._certain_of(sequence)
         return SequenceRows([token_id], start, blocks, seat=seat, certain=certain)

@@ -9,7 +9,6 @@ for what recurrent layers keep of each token; their states stay where they are w
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,7 +24,6 @@ from engine.linear.packed import PackedLinear, kernel_fault, unpacked
 from engine.loader import LoadedModel
 from engine.pool_layout import TARGET
 from engine.quantization.weight import CodeFormat
-from engine.rows import SequenceRows
 from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.select_forward import build_runner
@@ -99,18 +97,8 @@ class SelfDrafter(Drafter):
         self._runner.warm_up()
 
     def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
-        rows = [
-            SequenceRows(
-                each.token_ids[-1:],
-                len(each.token_ids) - 1,
-                each.held.blocks,
-                seat=each.seat,
-                certain=self._num_settled(each),
-            )
-            for each in sequences
-        ]
-        most = min(map(self._room, sequences), default=0)
-        return [*self._drafting.draft(sequences, rows, [min(count, most) for count in counts])]
+        rows = [self._drafting.row(each, each.token_ids[-1], -1) for each in sequences]
+        return [*self._drafting.draft(sequences, rows, self._fitting(sequences, counts))]
 
     def _num_settled(self, sequence: SequenceState) -> int:
         """The tokens that recurrent layers' states have: no more come to them here, as layers that do not
@@ -118,11 +106,13 @@ class SelfDrafter(Drafter):
         """
         return self._seats.position(sequence.seat) if self._seats is not None else 0
 
-    def _room(self, sequence: SequenceState) -> int:
-        """For drafted tokens, behind what recurrent layers keep of others."""
+    def _fitting(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> Sequence[int]:
+        """At most so many tokens as recurrent layers have room for, behind what they keep of others."""
         if self._seats is None:
-            return sys.maxsize
-        return self._seats.layout.window - (len(sequence.token_ids) - 1 - self._num_settled(sequence))
+            return counts
+        window = self._seats.layout.window
+        most = min(window - (len(each.token_ids) - 1 - self._num_settled(each)) for each in sequences)
+        return [min(count, most) for count in counts]
 
     def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
         """The model's KV is all that it needs."""

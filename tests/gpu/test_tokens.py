@@ -17,7 +17,7 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
 from speculation.speculator import speculate
 from tests.e2e.architectures import ARCHITECTURES, VOCAB_SIZE, write_model
-from tests.engine.quantization.quantized_model import write_quantized
+from tests.engine.quantization.quantized_model import EXPERTS, write_quantized
 from tests.worker.tiny_model import greedy, load
 
 DEVICE = "cuda"
@@ -85,12 +85,13 @@ def test_products_in_tiles_give_the_tokens_of_a_cpu(options: dict[str, Any], tmp
 
 
 @pytest.mark.parametrize(
-    ("model_type", "layout"), [("qwen3", "gptq"), ("qwen3", "fp8_blocks"), ("qwen3_moe", "awq")]
+    ("model_type", "layout", "shape"),
+    [("qwen3", "gptq", {}), ("qwen3", "fp8_blocks", {}), ("qwen3_moe", "awq", EXPERTS)],
 )
-def test_quantized_checkpoints_give_the_tokens_of_a_cpu(model_type: str, layout: str, tmp_path: Path) -> None:
+def test_quantized_checkpoints_give_the_tokens_of_a_cpu(
+    model_type: str, layout: str, shape: dict[str, int], tmp_path: Path
+) -> None:
     """Their weights go to the device layer by layer."""
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    shape = experts if model_type == "qwen3_moe" else {}
     write_quantized(tmp_path, model_type, layout, vocab_size=VOCAB_SIZE, **shape)
     batch = prompts(LENGTHS)
     ours, cpu = engine_of(tmp_path), engine_of(tmp_path, device="cpu")

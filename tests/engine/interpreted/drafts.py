@@ -57,7 +57,7 @@ def test_a_chain_of_a_model() -> None:
     for side in (eager, replayed):
         drafting = ChainDrafting(side.runner, 60, "standard", Sampler(60, CPU, []), CPU)
         if side is replayed:
-            drafting._ahead = ChainsAhead(side.runner, drafting._drawing, CPU, drafting._drafted_row)
+            drafting._ahead = ChainsAhead(side.runner, drafting._drawing, CPU, drafting.row)
         drafts.append(drafting.draft(sequences, rows, COUNTS))
     for expected, found, count in zip(*drafts, COUNTS, strict=True):
         assert found.token_ids == expected.token_ids and len(found.token_ids) == count

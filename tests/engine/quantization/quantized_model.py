@@ -58,6 +58,10 @@ _COMMON: dict[str, Any] = {
 }
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+"""Of a `qwen3_moe`."""
+
+
 def write_quantized(
     folder: Path,
     model_type: str,

@@ -24,7 +24,7 @@ from engine.quantized_checkpoint import load_quantized
 from engine.select_forward import pack_model
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
-from tests.engine.quantization.quantized_model import LAYOUTS, write_quantized
+from tests.engine.quantization.quantized_model import EXPERTS, LAYOUTS, write_quantized
 
 TOKENS = torch.tensor([[5, 9, 250, 3, 77, 8]])
 
@@ -100,8 +100,7 @@ def test_reads_the_generation_configuration(tmp_path: Path) -> None:
 
 
 def test_experts_that_the_model_fuses_are_dequantized(tmp_path: Path) -> None:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    dense = write_quantized(tmp_path, "qwen3_moe", "awq", **experts)
+    dense = write_quantized(tmp_path, "qwen3_moe", "awq", **EXPERTS)
     loaded = load(tmp_path)
     assert num_quantized(loaded) == 2 * 4, "attention"
     torch.testing.assert_close(logits(loaded.model), logits(dense), rtol=1e-5, atol=1e-5)
@@ -109,8 +108,7 @@ def test_experts_that_the_model_fuses_are_dequantized(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["awq", "packed_int4", "int8", "fp8_blocks"])
 def test_they_stay_quantized_where_our_kernel_multiplies(tmp_path: Path, name: str) -> None:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    dense = write_quantized(tmp_path, "qwen3_moe", name, **experts)
+    dense = write_quantized(tmp_path, "qwen3_moe", name, **EXPERTS)
     loaded = load(tmp_path, "bfloat16")
     if kernel_fault(loaded.device, loaded.dtype) is not None:
         pytest.skip("needs a CPU with AVX2")
@@ -145,11 +143,12 @@ class OnTheDevice(TorchFunctionMode):
         return moved
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
-def test_each_layer_goes_to_the_device_as_it_is_read(tmp_path: Path, model_type: str) -> None:
+@pytest.mark.parametrize(("model_type", "shape"), [("llama", {}), ("qwen3_moe", EXPERTS)])
+def test_each_layer_goes_to_the_device_as_it_is_read(
+    tmp_path: Path, model_type: str, shape: dict[str, int]
+) -> None:
     """A host that has not the memory for a model fills a GPU with it."""
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    write_quantized(tmp_path, model_type, "awq", **(experts if model_type == "qwen3_moe" else {}))
+    write_quantized(tmp_path, model_type, "awq", **shape)
     stored = load_file(tmp_path / "model.safetensors")
     device = OnTheDevice()
     with device:
