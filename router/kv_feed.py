@@ -20,6 +20,9 @@ from router.registry import Registry, Worker
 
 logger = logging.getLogger(__name__)
 
+LATE_S = 1.0
+"""How long events may take that a heartbeat has announced, over another line. Then they are lost."""
+
 REPLAY_INTERVAL_S = 1.0
 """After which a replay that has not come is asked for once more."""
 
@@ -29,13 +32,16 @@ SWEEP_S = 0.002
 
 @dataclass(eq=False)
 class _Source:
-    """One incarnation of a worker. `announced` is how many batches its last heartbeat said it had sent."""
+    """One incarnation of a worker. `announced` is how many batches it had sent at the oldest heartbeat whose
+    batches have not all come, or else at the last one.
+    """
 
     worker: Worker
     slot: int
     has_blocks: bool = False
     next: int = 0
     announced: int = 0
+    announced_at: float = 0.0
     asked_at: float = float("-inf")
 
 
@@ -99,14 +105,15 @@ class KvFeed:
             for change in message.changes:
                 self._apply(source, change)
 
-    def check(self, state: WorkerState) -> None:
-        """A heartbeat may overtake the events that it counts, but not by a whole interval."""
+    def check(self, state: WorkerState, now: float) -> None:
+        """Heartbeats may overtake the events that they count, several where this process was late to read."""
         source = self._source(state.worker_id, state.incarnation)
         if source is None:
             return
-        if source.next < source.announced:
+        if source.next >= source.announced:
+            source.announced, source.announced_at = state.num_kv_events, now
+        elif now > source.announced_at + LATE_S:
             self._ask(source)
-        source.announced = state.num_kv_events
 
     def sweep(self) -> None:
         """Forget what is known of workers that are gone, a little at a time."""

@@ -163,7 +163,7 @@ class RouterState:
             case WorkerState():
                 if not self.registry.update(message):
                     self._on_unknown(message)
-                self.kv_feed.check(message)
+                self.kv_feed.check(message, time.monotonic())
             case KvEvents():
                 self.kv_feed.take(message)
             case Introduced():  # what it says beyond that is not understood

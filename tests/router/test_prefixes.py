@@ -18,7 +18,7 @@ from protocol.sampling import SamplingParams
 from protocol.worker_to_router import KvEvents, Register, WorkerState
 from router.choice import Choice, Prompt
 from router.journal import Generation, Journal, LiveRequest
-from router.kv_feed import KvFeed
+from router.kv_feed import LATE_S, KvFeed
 from router.metrics import Metrics
 from router.placement import placement_policy
 from router.placer import Placer
@@ -195,13 +195,23 @@ def test_what_is_missing_is_asked_for_once_in_a_while(router: Router) -> None:
 
 
 def test_a_heartbeat_shows_that_the_last_events_got_lost(router: Router) -> None:
-    """It may overtake them; the next one may not."""
+    """It may overtake them, and so may others that are read with it; after a while they are lost."""
     router.start("a")
     state = WorkerState(worker_id="a", incarnation="new", role="decode", num_kv_events=2)
-    router.feed.check(state)
-    assert router.sent == []
-    router.feed.check(state)
+    for now in (0, 0, LATE_S):
+        router.feed.check(state, now)
+        assert router.sent == []
+    router.feed.check(state, LATE_S + 0.1)
     assert router.sent == [ReplayKvEvents(incarnation="new", first=1)]
+
+
+def test_events_that_were_announced_may_come_while_more_are(router: Router) -> None:
+    router.start("a")
+    for number in range(1, 10):
+        state = WorkerState(worker_id="a", incarnation="new", role="decode", num_kv_events=number + 2)
+        router.feed.check(state, 0.7 * number * LATE_S)
+        router.tell("a", blocks("stored", tokens(100)), number=number)
+    assert router.sent == []
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from protocol.peers import PeerAddress
 from protocol.roles import ROLES
 from protocol.router_to_worker import ReplayKvEvents
 from protocol.worker_to_router import KvEvents, Register, StepOutput
-from router.kv_feed import KvFeed
+from router.kv_feed import LATE_S, KvFeed
 from router.kv_index import block_keys
 from router.metrics import Metrics
 from router.registry import Registry
@@ -234,8 +234,8 @@ def test_the_last_batch_is_missed_too(wire: Wire) -> None:
     wire.run(*prompts(1))
     wire.deliver()
     wire.lose = lambda message: False
-    for _ in range(2):
-        wire.feed.check(wire.parts.state())
+    for now in (0, 2 * LATE_S):
+        wire.feed.check(wire.parts.state(), now)
     wire.replay()
     wire.deliver()
     assert wire.told() == wire.truth()
