@@ -113,11 +113,19 @@ def test_alone_in_a_crowd_and_on_two_threads(dtype: torch.dtype, quantization: s
 
 @needs_kernel
 @coded
-def test_whole_and_in_chunks_give_the_same_bits_and_bytes(dtype: torch.dtype, quantization: str) -> None:
-    whole = make_pack([(300, 300)], dtype=dtype, quantization=quantization)
+@pytest.mark.parametrize(("heads", "head_dim"), [(4, 64), (6, 128)])
+def test_whole_and_in_chunks_give_the_same_bits_and_bytes(
+    heads: int, head_dim: int, dtype: torch.dtype, quantization: str
+) -> None:
+    """Few rows read codes where they lie, two rows at a time; many read packed ones."""
+
+    def pack() -> Pack:
+        return make_pack([(300, 300)], heads=heads, head_dim=head_dim, dtype=dtype, quantization=quantization)
+
+    whole = pack()
     expected = run("cpu", whole)
     for chunk in (1, 16, 100):
-        chunked = make_pack([(300, 300)], dtype=dtype, quantization=quantization)
+        chunked = pack()
         assert torch.equal(run_in_chunks(chunked, chunk, None, None), expected)
         assert torch.equal(chunked.pool, whole.pool)
 

@@ -12,6 +12,7 @@
 #include "plan.h"
 #include "softmax.h"
 #include "step.h"
+#include "stored_codes.h"
 
 namespace {
 
@@ -164,6 +165,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
     typedef typename Math::Word Word;
     static constexpr bool CODED = is_coded<Element>;
     static constexpr bool READABLE = std::is_same_v<Math, FloatMath> && !CODED;  // values, as they are stored
+    static constexpr bool READABLE_CODES = Math::WHOLE && READS_CODES;  // and keys
     struct Origin {
         int query, head;
         Sight sight;
@@ -178,7 +180,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
                                 size_t(16) * std::max(key_dim, value_dim),
                                 3 * BLOCK_ROWS * TILE, BLOCK_ROWS * TILE,        states,
                                 states,                CODED ? rows : 0,         CODED ? 2 * TILE : 0,
-                                CODED ? TILE : 0};
+                                CODED ? TILE : 0,      READABLE_CODES ? rows * key_dim / 2 : 0};
         size_t floats = 0;
         for (size_t size : sizes) floats += Scratch::rounded(size);
         scratch.reserve(floats);
@@ -193,6 +195,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
         units = scratch.take(sizes[8]);
         key_scales = scratch.take(sizes[9]);
         value_scales = scratch.take(sizes[10]);
+        query_bytes = (int8_t*)scratch.take(sizes[11]);
     }
 
     // `after` is probably this thread's next task: its first keys are prefetched.
@@ -229,6 +232,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
 
     void load_queries(const Task& task) {
         int r = 0;
+        byte_queries.clear();
         for (int head = 0; head < task.heads; head++)
             for (int q = 0; q < task.queries; q++) {
                 const Sight sight = step.sight(task.sequence, task.first_query + q, call.window);
@@ -238,6 +242,8 @@ template <class Math, class Element, class Query> struct Attention::Worker {
                     const Query* row = static_cast<const Query*>(call.query) + offset;
                     const float unit = load_query(row, key_dim, buffer, queries + r * words, words);
                     if (CODED) units[r] = unit;
+                    if constexpr (READABLE_CODES)
+                        byte_queries.emplace_back((const int16_t*)buffer, key_dim, query_bytes + 2 * r * key_dim);
                 }
             }
     }
@@ -267,6 +273,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
             const int last = int(std::min<int64_t>(to.count, k + a.pool.block_size - offset));
             for (; k < last; k++, key += key_stride, value += value_stride) to.keys[k] = key, to.values[k] = value;
         }
+        for (int k = to.count; k % 16; k++) to.keys[k] = to.keys[k - 1], to.values[k] = to.values[k - 1];
     }
 
     void locate_next(const Task& task, int64_t key, int64_t end, const Task* after) {
@@ -278,14 +285,14 @@ template <class Math, class Element, class Query> struct Attention::Worker {
     }
 
     void attend_tile(const Task& task, int64_t first_key, const RowState& state) {
-        constexpr int PLACES = 11;  // a head's fetches: four while packing keys, four for values, then three
-        Sweep<Element> sweep{*next, key_size * task.heads, value_size * task.heads,
-                             2 * TILE / task.heads / PLACES + 1};
         const bool in_tree = step.is_tree(task.sequence) && first_key + TILE > step.tree_start[task.sequence];
+        reads_stored = !in_tree && can_read_stored();
+        const int places = reads_stored ? 7 : 11;  // a head's fetches: four for keys, four to pack values, then three
+        Sweep<Element> sweep{*next, key_size * task.heads, value_size * task.heads,
+                             2 * TILE / task.heads / places + 1};
         if (in_tree) locate(task, first_key + TILE, last_key(task), behind);
         for (int head = 0; head < task.heads; head++) {
-            take_keys(*tile, head * key_size, sweep, 0);
-            reads_stored = READABLE && !in_tree && head_rows <= BLOCK_ROWS && width == value_dim;
+            if (!READABLE_CODES || !reads_stored) take_keys(*tile, head * key_size, sweep, 0);
             if (!reads_stored) take_values(*tile, head * value_size, sweep, 0);
             if (in_tree) {
                 attend_paths(task, head, first_key, sweep, state);
@@ -295,6 +302,12 @@ template <class Math, class Element, class Query> struct Attention::Worker {
             for (int row = first; row < last; row += BLOCK_ROWS)
                 attend_rows(row, std::min(BLOCK_ROWS, last - row), first_key, head, sweep, state);
         }
+    }
+
+    // Whether a head's rows are so few that packing would cost more than it saves.
+    bool can_read_stored() const {
+        if (READABLE) return head_rows <= BLOCK_ROWS && width == value_dim;
+        return READABLE_CODES && head_rows <= MAX_BYTE_ROWS && key_dim % 16 == 0 && value_dim % 64 == 0;
     }
 
     // Packs the keys of tile i: this one, or the one behind it.
@@ -339,6 +352,8 @@ template <class Math, class Element, class Query> struct Attention::Worker {
         sweep.fetch();
         if (path) {
             score_path(row, count, *path);
+        } else if (READABLE_CODES && reads_stored) {
+            if constexpr (READABLE_CODES) score_stored(row, count, groups * 16, head, sweep);
         } else {
             score(row, count, 0, groups * 16, scores);
         }
@@ -355,6 +370,10 @@ template <class Math, class Element, class Query> struct Attention::Worker {
                 weight_units[r] = weigh<Math>(scores + r * TILE, value_scales, groups * 16, weights + r * TILE);
             if constexpr (Math::WHOLE) {
                 rescale_rows(state.output(row), state.stride(), count, width, rescale);
+                if constexpr (READABLE_CODES)
+                    if (reads_stored)
+                        return add_codes(tile->values, head * value_size, value_dim, most, count, weights, weight_units,
+                                         sweep, state.output(row), state.stride());
                 std::copy(weight_units, weight_units + count, rescale);
             }
         }
@@ -371,10 +390,21 @@ template <class Math, class Element, class Query> struct Attention::Worker {
     void score(int row, int count, int i, int num_keys, float* to) {
         product_of<Math, false>(count, queries + row * words, words, Packed<Word>{keys + i * TILE * words, TILE},
                                 words, units + row, to, TILE, num_keys / LANES);
-        if constexpr (CODED)
-            for (int r = 0; r < count; r++)
-                for (int k = 0; k < num_keys; k += LANES)
-                    store(to + r * TILE + k, load(to + r * TILE + k) * load(key_scales + i * TILE + k));
+        if constexpr (CODED) scale_scores(count, num_keys, key_scales + i * TILE, to);
+    }
+
+    // The same of this tile, where its keys lie; and its values' scales.
+    void score_stored(int row, int count, int num_keys, int head, Sweep<Element>& sweep) {
+        score_codes(tile->keys, head * key_size, key_dim, num_keys, count, &byte_queries[row], units + row, sweep,
+                    scores);
+        take_stored_scales(tile->keys, num_keys, head * key_size, key_dim, key_scales);
+        take_stored_scales(tile->values, num_keys, head * value_size, value_dim, value_scales);
+        scale_scores(count, num_keys, key_scales, scores);
+    }
+
+    static void scale_scores(int rows, int num_keys, const float* scales, float* to) {
+        for (int r = 0; r < rows; r++, to += TILE)
+            for (int k = 0; k < num_keys; k += LANES) store(to + k, load(to + k) * load(scales + k));
     }
 
     // Scores this tile and the next, then moves the scores to the places that their keys would have in a chain.
@@ -408,7 +438,9 @@ template <class Math, class Element, class Query> struct Attention::Worker {
     RowState total, partial;
     TileRows<Element> tiles[2], *tile = &tiles[0], *next = &tiles[1], behind;
     int rows = 0, head_rows = 0;
-    bool reads_stored = false;  // the tile's values, which one block of rows reads, are not packed
+    std::vector<ByteQuery> byte_queries;
+    int8_t* query_bytes;
+    bool reads_stored = false;  // what is read where it lies is not packed
     int64_t first_token = 0;
 };
 

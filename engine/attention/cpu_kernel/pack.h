@@ -60,6 +60,8 @@ static inline const float* as_words(const Fp8* row, int head_dim, float* buffer)
 }
 #endif
 
+constexpr float WHOLE_LIMIT = 32639;  // the largest int16 that is 256 * x + y of signed bytes x and y
+
 // Rounds to int16 by the row's largest magnitude; returns the unit: a value is about its number times this.
 static inline float to_whole(const float* row, int count, int16_t* to) {
     uint32_t most = 0;
@@ -69,9 +71,9 @@ static inline float to_whole(const float* row, int count, int16_t* to) {
     }
     const float top = float_of(most);
     const bool finite = most < 0x7f800000, is_zero = top < SMALLEST;
-    const float inverse = is_zero || !finite ? 0 : 32767 / top;
+    const float inverse = is_zero || !finite ? 0 : WHOLE_LIMIT / top;
     for (int i = 0; i < count; i++) to[i] = int16_t(int32_t(__builtin_rintf(finite ? row[i] * inverse : 0)));
-    return !finite ? std::numeric_limits<float>::quiet_NaN() : is_zero ? 0 : top / 32767;
+    return !finite ? std::numeric_limits<float>::quiet_NaN() : is_zero ? 0 : top / WHOLE_LIMIT;
 }
 
 // Puts a query row where the product kernel reads it, in the order of the packed keys' words; returns its unit.
@@ -80,12 +82,16 @@ static inline float load_query(const Query* row, int head_dim, Word* buffer, Wor
     memcpy(to, as_words(row, head_dim, buffer), words * sizeof(Word));
     return 1;
 }
+// As int16, which the buffer has in their own order.
 template <class Query>
 static inline float load_query(const Query* row, int head_dim, int32_t* buffer, int32_t* to, int) {
-    auto* ordered = (float*)buffer;
+    float values[MAX_CODES];
+    for (int d = 0; d < head_dim; d++) values[d] = to_float(row[d]);
+    auto *numbers = (int16_t*)buffer, *ordered = (int16_t*)to;
+    const float unit = to_whole(values, head_dim, numbers);
     for (int d = 0; d < head_dim; d += 4)
-        for (int i = 0; i < 4; i++) ordered[d + i] = to_float(row[d + i / 2 + i % 2 * 2]);
-    return to_whole(ordered, head_dim, (int16_t*)to);
+        for (int i = 0; i < 4; i++) ordered[d + i] = numbers[d + i / 2 + i % 2 * 2];
+    return unit;
 }
 
 #if defined(__AVX512F__)
@@ -167,7 +173,7 @@ static inline void transpose_codes(const int32_t* const* from, int fours, int32_
     }
 }
 
-// Pointers to a tile's keys and values, for the first head of a task.
+// Pointers to a tile's keys and values, for the first head of a task; after them, up to a multiple of 16, to the last.
 template <class Element> struct TileRows {
     const Element *keys[TILE], *values[TILE];
     int count = 0;
@@ -197,7 +203,7 @@ template <class Word, class Element, class Turn>
 static inline void each_16_keys(const TileRows<Element>& rows, int64_t offset, Sweep<Element>& sweep, const Turn& turn) {
     for (int first = 0; first < rows.count; first += 16) {
         const Word* group[16];
-        for (int k = 0; k < 16; k++) group[k] = (const Word*)(rows.keys[std::min(first + k, rows.count - 1)] + offset);
+        for (int k = 0; k < 16; k++) group[k] = (const Word*)(rows.keys[first + k] + offset);
         sweep.fetch();
         turn(group, first);
     }
@@ -210,7 +216,7 @@ static void pack_keys(const TileRows<Element>& rows, int64_t offset, int head_di
     for (int first = 0; first < rows.count; first += 16) {
         const Word* group[16];
         for (int k = 0; k < 16; k++) {
-            const Element* row = rows.keys[std::min(first + k, rows.count - 1)] + offset;
+            const Element* row = rows.keys[first + k] + offset;
             group[k] = as_words(row, head_dim, buffer + k * head_dim);
         }
         sweep.fetch();

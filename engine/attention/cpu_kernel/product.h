@@ -70,8 +70,8 @@ struct WholeMath {
     static inline IntVec load_words(const int32_t* from) { return load(from); }
     template <bool ADD> static inline IntVec first(const float*, float) { return IntVec{}; }
     template <bool ADD> static inline Vec last(IntVec sum, const float* sums, float unit) {
-        const Vec result = __builtin_convertvector(sum, Vec) * unit;
-        return ADD ? load(sums) + result : result;
+        const Vec whole = __builtin_convertvector(sum, Vec);
+        return ADD ? fused(whole, splat(unit), load(sums)) : whole * unit;
     }
 };
 
