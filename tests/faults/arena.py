@@ -22,6 +22,9 @@ from tests.faults.sides import CLOSED_EARLY, Options, Outcome
 DEADLINE_S = 6.0
 """What a request may take; an end that is told of a failure must end it long before."""
 
+SERVED_S = 20.0
+"""What one may take that nothing happens to, on a busy machine."""
+
 ORPHAN_S = 0.6
 """After which a lease is given up under which nobody has sent anything."""
 
@@ -179,7 +182,7 @@ class Arena:
     def serve(self, sender: Child, receiver: Child, count: int = 24, **how: Any) -> Request:
         """A request that nothing may happen to."""
         request = self.begin(sender, receiver, count, **how)
-        self.finish(request)
+        self.finish(request, deadline_s=SERVED_S)
         assert (request.sent, request.received) == ("completed", "completed"), request.outcomes
         return request
 

@@ -40,7 +40,7 @@ from tests.faults.points import RECEIVER_POINTS, SENDER_POINTS, Fault, FaultPoin
 KEY = bytes(range(32))
 CALL_BYTES = 64 * 1024
 """Per system call: so that a piece has a middle."""
-SETTLE_S = 5.0
+SETTLE_S = 20.0
 CLOSED_EARLY = "closed early"
 LOG_LINES = 200
 
