@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -173,16 +173,21 @@ def test_nodes_come_under_load_and_go_after_it(growing: Growing) -> None:
     growing.serve("--autoscale", "decode=1:2", "--scale-down-after", "15", "--max-num-seqs", "4")
     until(lambda: "Listening on" in growing.logs, "it serves")
     assert growing.nodes() == {"head": 1, "prefill": 1, "decode": 1}
-    with under_load(growing):
-        until(lambda: growing.serving() == {"prefill-0", "decode-0", "decode-1"}, "one more serves")
+    with under_load(growing) as asker:
+
+        def one_more_serves() -> bool:
+            assert not asker.done(), asker.exception()
+            return growing.serving() == {"prefill-0", "decode-0", "decode-1"}
+
+        until(one_more_serves, "one more serves")
         assert growing.nodes() == {"head": 1, "prefill": 1, "decode": 2}
     until(lambda: growing.nodes() == {"head": 1, "prefill": 1, "decode": 1}, "its node has gone")
     assert len(growing.serving()) == 2
 
 
 @contextlib.contextmanager
-def under_load(growing: Growing) -> Iterator[None]:
-    """Completions run all the time, and none fails."""
+def under_load(growing: Growing) -> Iterator[Future[None]]:
+    """Completions run all the time, and none fails; what asks for them."""
     is_over = threading.Event()
 
     def ask_again_and_again() -> None:
@@ -192,7 +197,7 @@ def under_load(growing: Growing) -> Iterator[None]:
     with ThreadPoolExecutor(1) as pool:
         asker = pool.submit(ask_again_and_again)
         try:
-            yield
+            yield asker
         finally:
             is_over.set()
     asker.result()
