@@ -42,7 +42,7 @@ class AttentionMixer {
   private:
     // Normalizes (where the model does) and rotates a head of a row.
     void place_head(bf16* head, const bf16* weight, int64_t position) {
-        if (weight) norm_row(head, weight, m.centred, m.head_dim, m.norm_epsilon, head);
+        if (weight) norm_row(head, weight, m.norms, m.head_dim, m.norm_epsilon, head);
         const int64_t first = position * m.rotary_dim;
         rotate_head(head, m.cosines + first, m.sines + first, m.rotary_dim);
     }

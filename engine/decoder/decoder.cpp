@@ -56,22 +56,30 @@ class Decoder : Work {
             if (captured < rows.num_hidden && rows.hidden_layers[captured] == int64_t(l))
                 capture(rows, captured++, x.data());
             product.resize(room * std::max(hidden, layer.qkv.out));
-            if (layer.input_norm) norm(layer.input_norm, n);
-            const int64_t width = mix(l, rows);
+            int64_t width = 0;
+            if (layer.mixer != NOTHING) {
+                if (layer.input_norm) norm(layer.input_norm, n);
+                width = mix(l, rows);
+            }
             if (l + 1 == layers.size() && captured == rows.num_hidden && rows.logit_rows) {
                 if (!rows.num_logits) return;
                 narrows = true, n = rows.num_logits;
                 group(rows, rows.logit_rows, n);
-                keep_rows(rows, x, hidden), keep_rows(rows, mixed, width);
+                keep_rows(rows, x, hidden);
+                if (width) keep_rows(rows, mixed, width);
             }
-            gather(mixed, n, layer.qkv.first, width, layer.output.in);
-            make_whole(layer.output, product.data(), n, hidden, [&](bf16* out) {
-                project(l, OUTPUT, mixed.data(), layer.output, out, n);
-            });
-            add_product(n);
-            norm(layer.mlp_norm, n);
-            feed_forward(l, n);
-            add_product(n);
+            if (layer.mixer != NOTHING) {
+                gather(mixed, n, layer.qkv.first, width, layer.output.in);
+                make_whole(layer.output, product.data(), n, hidden, [&](bf16* out) {
+                    project(l, OUTPUT, mixed.data(), layer.output, out, n);
+                });
+                add_product(n);
+            }
+            if (layer.down) {
+                norm(layer.mlp_norm, n);
+                feed_forward(l, n);
+                add_product(n);
+            }
         }
         if (captured < rows.num_hidden) {  // the last hidden state is taken after the final norm
             norm(m.final_norm, n);
@@ -79,7 +87,7 @@ class Decoder : Work {
         }
         for (int64_t i = 0; i < rows.num_logits; i++) {
             const int64_t r = rows.logit_rows && !narrows ? rows.logit_rows[i] : i;
-            if (m.final_norm) norm_row(&x[r * hidden], m.final_norm, m.centred, hidden, m.norm_epsilon, &normed[i * hidden]);
+            if (m.final_norm) norm_row(&x[r * hidden], m.final_norm, m.norms, hidden, m.norm_epsilon, &normed[i * hidden]);
             else memcpy(&normed[i * hidden], &x[r * hidden], hidden * sizeof(bf16));
             if (rows.after)
                 memcpy(rows.after + i * hidden, m.entry->feeds_normed ? &normed[i * hidden] : &x[r * hidden],
@@ -192,8 +200,8 @@ class Decoder : Work {
                 memcpy(hidden_half, before, hidden * sizeof(bf16));
                 return;
             }
-            norm_row(embedding(rows, r), entry.token_norm, m.centred, hidden, m.norm_epsilon, token_half);
-            norm_row(before, entry.hidden_norm, m.centred, hidden, m.norm_epsilon, hidden_half);
+            norm_row(embedding(rows, r), entry.token_norm, m.norms, hidden, m.norm_epsilon, token_half);
+            norm_row(before, entry.hidden_norm, m.norms, hidden, m.norm_epsilon, hidden_half);
             memcpy(&x[r * hidden], entry.normed_goes_on ? hidden_half : before, hidden * sizeof(bf16));
         });
         if (entry.token_norm) return;
@@ -203,7 +211,7 @@ class Decoder : Work {
 
     void norm(const bf16* weight, int64_t n) {
         each_row(n, [&](int64_t r) {
-            norm_row(&x[r * m.hidden], weight, m.centred, m.hidden, m.norm_epsilon, &normed[r * m.hidden]);
+            norm_row(&x[r * m.hidden], weight, m.norms, m.hidden, m.norm_epsilon, &normed[r * m.hidden]);
         });
     }
 
@@ -240,12 +248,13 @@ class Decoder : Work {
 
     void feed_forward(size_t l, int64_t n) {
         const Layer& layer = layers[l];
-        const int64_t width = layer.gate_up.out / 2;
-        gated.resize(n * 2 * width), active.resize(n * width);
+        const int64_t made = layer.gate_up.out, width = m.squares ? made : made / 2;
+        gated.resize(n * made), active.resize(n * width);
         project(l, GATE_UP, normed.data(), layer.gate_up, gated.data(), n);
         each_row(n, [&](int64_t r) {
-            const bf16* gate = &gated[r * 2 * width];
-            gate_row(gate, gate + width, width, &active[r * width]);
+            const bf16* row = &gated[r * made];
+            if (m.squares) return square_row(row, width, &active[r * width]);
+            gate_row(row, row + width, width, &active[r * width]);
         });
         gather(active, n, layer.gate_up.first, width, layer.down.in);
         make_whole(layer.down, product.data(), n, m.hidden, [&](bf16* out) {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.decoder.families import ATTENTION, FAMILIES, STATE_SPACE, Family, Mixer, Paths
+from engine.decoder.families import ATTENTION, FAMILIES, NOTHING, STATE_SPACE, Family, Mixer, Paths
 from engine.decoder.structs import LayerArgs, ModelArgs, RecurrentArgs, WeightsArgs
 from engine.host_memory import HugePages
 from engine.linear.packed import pack
@@ -29,16 +29,22 @@ def unfit(model: PreTrainedModel) -> str | None:
     family = FAMILIES.get(name)
     if family is None:
         return f"{name} is not among {', '.join(FAMILIES)}"
-    if getattr(config, "hidden_act", "silu") not in ("silu", "swish"):
-        return f"its activation is {config.hidden_act}"
-    rotary = model.model.rotary_emb  # None where attention does not know positions
+    activations = ("relu2",) if family.blocks else ("silu", "swish")
+    activation = getattr(config, "mlp_hidden_act", getattr(config, "hidden_act", "silu"))
+    if activation not in activations:
+        return f"its activation is {activation}"
+    rotary = getattr(model.model, "rotary_emb", None)  # None where attention does not know positions
     if rotary is not None and rotary.rope_type not in ROPE_TYPES:
         return f"its rotary embedding is of type {rotary.rope_type}"
-    if getattr(config, "num_local_experts", 0):
+    if family.blocks:
+        has_experts = any(layer.block_type == "moe" for layer in model.model.layers)
+    else:
+        has_experts = bool(getattr(config, "num_local_experts", 0))
+    if has_experts:
         return "it has experts"
     for number, layer in enumerate(model.model.layers):
         mixer = family.mixer(layer)
-        if mixer.kind != ATTENTION:
+        if mixer is not None and mixer.kind != ATTENTION:
             reach = getattr(getattr(layer, mixer.path), mixer.conv).kernel_size[0]
             if reach > GRID + 1:
                 return f"layer {number} has a convolution of {reach} tokens, of at most {GRID + 1}"
@@ -146,7 +152,10 @@ class Description(NativeModel):
         super().__init__()
         config, decoder = model.config, model.model
         family = FAMILIES[type(model).__name__]
-        attention = next(layer.self_attn for layer in decoder.layers if family.mixer(layer).kind == ATTENTION)
+        mixers = ((layer, family.mixer(layer)) for layer in decoder.layers)
+        attention = next(
+            getattr(layer, mixer.path) for layer, mixer in mixers if mixer and mixer.kind == ATTENTION
+        )
         queries = config.num_attention_heads * attention.head_dim
         self.paths = [family.paths(layer) for layer in decoder.layers]
         self._recurrent: list[RecurrentArgs] = []
@@ -164,9 +173,10 @@ class Description(NativeModel):
             embeddings=self.keep(embeddings),
             final_norm=self.keep(getattr(decoder, family.final_norm).weight),
             head=self.weights(model.lm_head),
-            **self.rotation(decoder.rotary_emb, positions),
+            **self.rotation(getattr(decoder, "rotary_emb", None), positions),
             opens_heads=attention.q_proj.out_features > queries,
-            centred=family.centred,
+            norms=family.norms,
+            squares=family.blocks,
             norm_epsilon=getattr(config, family.epsilon),
             attention_scale=float(attention.scaling),
             **({name: getattr(config, name) for name in _MULTIPLIERS} if family.multipliers else {}),
@@ -181,18 +191,19 @@ class Description(NativeModel):
         mixer = family.mixer(layer)
         qkv, gates, output, gate_up, down = family.products(layer)
         args = LayerArgs(
-            mixer=mixer.kind,
+            mixer=NOTHING if mixer is None else mixer.kind,
             input_norm=self.keep(_weight(layer, family.input_norm)),
             mlp_norm=self.keep(_weight(layer, family.mlp_norm)),
-            qkv=self.weights(*qkv),
-            output=self.weights(*output),
-            gate_up=self.weights(*gate_up),
-            down=self.weights(*down),
         )
+        for name, linears in {"qkv": qkv, "output": output, "gate_up": gate_up, "down": down}.items():
+            if linears:
+                setattr(args, name, self.weights(*linears))
+        if mixer is None:
+            return args
         if mixer.kind == ATTENTION:
             args.query_norm = self.keep(_weight(layer, family.query_norm))
             args.key_norm = self.keep(_weight(layer, family.key_norm))
-            args.window = attention_window(layer.self_attn)
+            args.window = attention_window(getattr(layer, mixer.path))
         else:
             args.recurrent = self._take_recurrent(getattr(layer, mixer.path), mixer, gates)
         return args

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import nn
 
-ATTENTION, DELTA, SHORT_CONV, STATE_SPACE = range(4)
+ATTENTION, DELTA, SHORT_CONV, STATE_SPACE, NOTHING = range(5)
 """What mixes a layer's rows; `structs.h` has the same."""
+
+PLAIN, CENTRED, EXACT = range(3)
+"""How norms multiply by their weights; `row_math.h` has the same."""
 
 
 class Paths(NamedTuple):
@@ -27,7 +30,9 @@ class Paths(NamedTuple):
 
 @dataclass(frozen=True)
 class Mixer:
-    """A layer's module that mixes rows, and what it calls its linear layers and its convolution."""
+    """A layer's module that mixes rows, and what it calls its linear layers and its convolution. Where all
+    layers have their modules at one path, `block` is the type of those that have this one.
+    """
 
     kind: int
     path: str
@@ -35,6 +40,7 @@ class Mixer:
     output: str
     gates: tuple[str, ...] = ()
     conv: str = "conv1d"
+    block: str | None = None
 
 
 def _attention(output: str = "o_proj") -> Mixer:
@@ -44,8 +50,8 @@ def _attention(output: str = "o_proj") -> Mixer:
 @dataclass(frozen=True)
 class Family:
     """Paths in a layer, but for the `final_norm`, which is the decoder's, and `epsilon`, the configuration's.
-    The factors of `centred` norms are their weights and 1. With `multipliers` the configuration has those of
-    Granite.
+    With `multipliers` the configuration has those of Granite. Where each layer is a `block` of one norm, it
+    mixes rows or is an MLP, which has no gate, but squares what is above 0.
     """
 
     mixers: tuple[Mixer, ...] = (_attention(),)
@@ -57,19 +63,26 @@ class Family:
     down: str = "mlp.down_proj"
     final_norm: str = "norm"
     epsilon: str = "rms_norm_eps"
-    centred: bool = False
+    norms: int = PLAIN
     multipliers: bool = False
+    blocks: bool = False
 
-    def mixer(self, layer: nn.Module) -> Mixer:
-        return next(mixer for mixer in self.mixers if getattr(layer, mixer.path, None) is not None)
+    def mixer(self, layer: nn.Module) -> Mixer | None:
+        """None: it is an MLP."""
+        block = getattr(layer, "block_type", None)
+        found = (mixer for mixer in self.mixers if getattr(layer, mixer.path, None) is not None)
+        return next((mixer for mixer in found if mixer.block in (None, block)), None)
 
     def paths(self, layer: nn.Module) -> Paths:
         mixer = self.mixer(layer)
+        if mixer is None:
+            return Paths((), (), (), self.gate_up, (self.down,))
         inputs, gates, output = (
             tuple(f"{mixer.path}.{name}" for name in names)
             for names in (mixer.inputs, mixer.gates, (mixer.output,))
         )
-        return Paths(inputs, gates, output, self.gate_up, (self.down,))
+        mlp = ((), ()) if self.blocks else (self.gate_up, (self.down,))
+        return Paths(inputs, gates, output, *mlp)
 
     def products(self, layer: nn.Module) -> Iterator[tuple[Any, ...]]:
         """The linear layers of each of `paths`."""
@@ -93,7 +106,7 @@ FAMILIES = {
                 output="out_proj",
             ),
         ),
-        centred=True,
+        norms=CENTRED,
     ),
     "Lfm2ForCausalLM": Family(
         mixers=(
@@ -122,6 +135,20 @@ FAMILIES = {
         gate_up=("shared_mlp.input_linear",),
         down="shared_mlp.output_linear",
         multipliers=True,
+    ),
+    "NemotronHForCausalLM": Family(
+        mixers=(
+            replace(_attention(), path="mixer", block="full_attention"),
+            Mixer(STATE_SPACE, "mixer", ("in_proj",), "out_proj", block="linear_attention"),
+        ),
+        input_norm="norm",
+        mlp_norm="norm",
+        gate_up=("mixer.up_proj",),
+        down="mixer.down_proj",
+        final_norm="norm_f",
+        epsilon="layer_norm_epsilon",
+        norms=EXACT,
+        blocks=True,
     ),
 }
 """By the model's class."""

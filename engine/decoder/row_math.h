@@ -33,10 +33,17 @@ template <class Value> float sum_of_squares(const Value* x, int64_t size) {
     return sum;
 }
 
-// `out` may be x. `centred` weights are what the factors have above 1.
-void norm_row(const bf16* x, const bf16* __restrict weight, bool centred, int64_t size, double epsilon, bf16* out) {
+// How a norm multiplies by its weights: what it divides is rounded before; they are what the factors have above 1; as
+// they are, and only the product is rounded.
+enum Norm : int64_t { PLAIN, CENTRED, EXACT };
+
+// `out` may be x.
+void norm_row(const bf16* x, const bf16* __restrict weight, int64_t how, int64_t size, double epsilon, bf16* out) {
     const float factor = 1 / std::sqrt(sum_of_squares(x, size) / float(size) + float(epsilon));
-    if (centred) {
+    if (how == EXACT) {
+#pragma GCC ivdep
+        for (int64_t i = 0; i < size; i++) out[i] = narrow(widen(weight[i]) * (widen(x[i]) * factor));
+    } else if (how == CENTRED) {
 #pragma GCC ivdep
         for (int64_t i = 0; i < size; i++) out[i] = narrow(widen(x[i]) * factor * (1 + widen(weight[i])));
     } else {
@@ -47,6 +54,13 @@ void norm_row(const bf16* x, const bf16* __restrict weight, bool centred, int64_
 
 void add_row(bf16* __restrict sum, const bf16* __restrict summand, int64_t size) {
     for (int64_t i = 0; i < size; i++) sum[i] = narrow(widen(sum[i]) + widen(summand[i]));
+}
+
+void square_row(const bf16* __restrict x, int64_t size, bf16* __restrict out) {
+    for (int64_t i = 0; i < size; i++) {
+        const float above = std::max(widen(x[i]), 0.0f);
+        out[i] = narrow(above * above);
+    }
 }
 
 void scale_row(bf16* row, float factor, int64_t size) {

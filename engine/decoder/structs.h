@@ -30,7 +30,7 @@ struct Weights {
 };
 
 // What mixes a layer's rows; each has a header that says what a layer's `qkv` makes for it.
-enum Mixer : int64_t { ATTENTION, DELTA, SHORT_CONV, STATE_SPACE };
+enum Mixer : int64_t { ATTENTION, DELTA, SHORT_CONV, STATE_SPACE, NOTHING };
 
 // What a mixer with a state has beside its layer's products, null where it has none.
 struct Recurrent {
@@ -42,7 +42,7 @@ struct Recurrent {
     Weights gates;
 };
 
-// Rows are mixed, and each then goes through an MLP.
+// Rows are mixed, and each then goes through an MLP; or only one of both, and the other's products are null.
 struct Layer {
     int64_t mixer;
     const bf16 *input_norm, *query_norm, *key_norm, *mlp_norm;  // null where there is none
@@ -69,7 +69,8 @@ struct Model {
     const bf16 *cosines, *sines;  // [positions, rotary_dim]
     int64_t rotary_dim;           // the first of each head are rotated
     int64_t opens_heads;          // whether beside each head's query lies what opens its output
-    int64_t centred;              // whether a norm's weights are what its factors have above 1
+    int64_t norms;                // one of `Norm`
+    int64_t squares;              // whether an MLP has no gate, but squares what is above 0
     double norm_epsilon, attention_scale;
     double embedding_multiplier, residual_multiplier, logits_scaling;  // Granite's; 0 for none
     void* attention;

@@ -54,7 +54,7 @@ class ModelArgs(Structure):
         ("head", WeightsArgs),
         ("cosines", c_void_p),
         ("sines", c_void_p),
-        *((name, c_int64) for name in ("rotary_dim", "opens_heads", "centred")),
+        *((name, c_int64) for name in ("rotary_dim", "opens_heads", "norms", "squares")),
         ("norm_epsilon", c_double),
         ("attention_scale", c_double),
         *((name, c_double) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")),

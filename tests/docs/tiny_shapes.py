@@ -95,6 +95,10 @@ _OWN: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 16},
     "moshi": {"sliding_window": 512},  # its caches know the window, its masks do not
     "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h": {  # of a least time step `generate` knows only in prompts
+        "layer_types": ["linear_attention", "mlp", "full_attention", "mlp"],
+        "time_step_min": 1e-9,
+    },
     "qwen4_exp_text": _COMPRESSED,
     "reformer": {"axial_pos_embds": False},
     "xlm": {"emb_dim": 64, "causal": True},

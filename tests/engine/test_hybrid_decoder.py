@@ -42,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "lfm2": {"conv_bias": True},
     "bamba": {"time_step_limit": (0.5, 1.5)},
     "granitemoehybrid": {"num_local_experts": 0, "residual_multiplier": 0.4, "logits_scaling": 4.0},
+    "nemotron_h": {"time_step_min": 0.5},
 }
 CASES = [
     ("qwen3_5_text", None),
@@ -50,6 +51,7 @@ CASES = [
     ("lfm2", None),
     ("bamba", None),
     ("granitemoehybrid", None),
+    ("nemotron_h", None),
 ]
 """With the format of quantized weights, whose products do not depend on what mixes rows."""
 
@@ -210,8 +212,15 @@ def test_convolutions_that_reach_beyond_the_grid_are_left_to_the_modules() -> No
     assert unfit(model) == f"layer 0 has a convolution of {GRID + 2} tokens, of at most {GRID + 1}"
 
 
-def test_experts_are_left_to_the_modules() -> None:
-    model = AutoModelForCausalLM.from_config(config_of("granitemoehybrid"))
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("granitemoehybrid", {}),
+        ("nemotron_h", {"layer_types": ["linear_attention", "full_attention", "moe", "mlp"]}),
+    ],
+)
+def test_experts_are_left_to_the_modules(model_type: str, changes: dict[str, Any]) -> None:
+    model = AutoModelForCausalLM.from_config(config_of(model_type, **changes))
     assert unfit(model) == "it has experts"
 
 
