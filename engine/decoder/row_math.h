@@ -33,8 +33,8 @@ template <class Value> float sum_of_squares(const Value* x, int64_t size) {
     return sum;
 }
 
-// How a norm multiplies by its weights: what it divides is rounded before; they are what the factors have above 1; as
-// they are, and only the product is rounded.
+// How a norm applies its weights. PLAIN: to values that are rounded first. CENTRED: they are what the factors have above
+// 1. EXACT: only the product is rounded.
 enum Norm : int64_t { PLAIN, CENTRED, EXACT };
 
 // `out` may be x.

@@ -243,7 +243,8 @@ template <class Math, class Element, class Query> struct Attention::Worker {
                     const float unit = load_query(row, key_dim, buffer, queries + r * words, words);
                     if (CODED) units[r] = unit;
                     if constexpr (READABLE_CODES)
-                        byte_queries.emplace_back((const int16_t*)buffer, key_dim, query_bytes + 2 * r * key_dim);
+                        if (can_read_stored())
+                            byte_queries.emplace_back((const int16_t*)buffer, key_dim, query_bytes + 2 * r * key_dim);
                 }
             }
     }
