@@ -56,10 +56,15 @@ own_options() {
 }
 
 start_ray() {
-    (umask 077 && "$ray" start "$@" --log-color=false --disable-usage-stats --node-manager-port=$((port + 1)) \
+    local tries=3 errors=${RAY_TMPDIR:-/tmp}/ray/session_latest/logs/raylet.err
+    until (umask 077 && "$ray" start "$@" --log-color=false --disable-usage-stats --node-manager-port=$((port + 1)) \
         --object-manager-port=$((port + 2)) --runtime-env-agent-port=$((port + 3)) \
         --dashboard-agent-grpc-port=$((port + 4)) --min-worker-port=$((port + 21)) \
-        --max-worker-port=$((port + 120)) </dev/null) || die "Ray cannot start"
+        --max-worker-port=$((port + 120)) </dev/null); do
+        # Where its agents take over 15 s to start, on a busy host, Ray dies (2.60), and nobody starts it again.
+        ((--tries)) && grep -qs "Timed out waiting for file" "$errors" || die "Ray cannot start"
+        "$ray" stop >/dev/null
+    done
     # What watches Ray's logs would outlive the node.
     setsid bash -c 'tail --pid="$1" -f /dev/null; pkill -u "$2" -f /ray/_private/log_monitor.py' - \
         "$(pgrep -n -u "$user" -x raylet)" "$user" >/dev/null 2>&1 </dev/null &

@@ -48,7 +48,8 @@ cp /run/key.pub $home/.ssh/authorized_keys
     printf '#!%s\nimport sys\nfrom deploy.__main__ import main\nsys.exit(main())\n' $home/tandem-venv/bin/python >bin/tandem
     chmod 755 bin/tandem
 )
-chown tandem: $home $home/tandem-venv $home/tandem-venv/.installed
+chown tandem: $home $home/tandem-venv/.installed
+find $home/tandem-venv -type d -exec chown tandem: {} + # or each process of its would compile anew what it imports
 chown -R tandem: $home/.[!.]*
 [ "$name" != laptop ] || { ln -s $home/tandem-venv $home/tandem/.venv; chown -R -h tandem: $home/tandem; }
 printf '127.0.0.1 localhost\n127.0.1.1 %s\n' "$name" >/etc/hosts # as Debian writes it

@@ -25,8 +25,8 @@ pytestmark = [
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
 ]
 
-UP_S = DOWN_S = SERVES_S = 100.0
-STREAMS_S = HEALED_S = 200.0
+DOWN_S = 100.0
+UP_S = SERVES_S = STREAMS_S = HEALED_S = 200.0
 ENDS_S = 10.0
 STREAMS = 100
 TOKENS = 500

@@ -81,6 +81,28 @@ def test_wrong_hosts_are_refused_before_anything_starts(tmp_path: Path, hosts: s
     assert complaint in run_node_script(tmp_path, hosts)
 
 
+@pytest.mark.parametrize(
+    ("said", "starts"), [("Timed out waiting for file metrics_export_port", 3), ("Address in use", 1)]
+)
+def test_a_node_whose_agents_were_slow_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str, starts: int
+) -> None:
+    """This Ray fails each time: no other failure is tried again, and that one not for ever."""
+    logs = tmp_path / "ray" / "session_latest" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "raylet.err").write_text(said)
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("a token")
+    ray = tmp_path / "checkout" / ".venv" / "bin" / "ray"
+    ray.parent.mkdir(parents=True)
+    ray.write_text(f'#!/bin/sh\necho "$1" >>{tmp_path}/commands\n[ "$1" = stop ]\n')
+    ray.chmod(0o755)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert run_node_script(tmp_path, hosts="") == "node.sh: Ray cannot start\n"
+    commands = (tmp_path / "commands").read_text().split()
+    assert commands == ["start", *["stop", "start"] * (starts - 1)]
+
+
 def test_a_cluster_file_with_an_unknown_role_starts_no_head(tmp_path: Path) -> None:
     """Of the file for clouds, as `ray up` lays it on the head. That with the roles there are is taken."""
     text = (ROOT / "deploy/cluster-cloud.yaml").read_text()

@@ -79,6 +79,7 @@ def knows(server: ServerProcess, index: int, adapter: str) -> bool:
     return adapter in [card["id"] for card in cards]
 
 
+@pytest.mark.timeout(300)
 def test_only_the_connections_of_a_lost_router_break(
     server: ServerProcess, tiny_folder: Path, tmp_path: Path
 ) -> None:

@@ -22,7 +22,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 WATCHED_S = 1.0
 LOOKS = 30
 WHOLE = {"decode-0": ""}
-POOL = 64 << 20
+POOL = 96 << 20
+"""Holds the longest of all loads whole: 64 streams of 408 tokens."""
 BUNDLED_IDS = 2000
 
 Load = Callable[[HttpServing], AbstractContextManager[None]]

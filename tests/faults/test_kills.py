@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.arena import ORPHAN_S, Arena, cases
+from tests.faults.arena import ORPHAN_S, SERVED_S, Arena, cases
 from tests.faults.points import RECEIVER_POINTS, SENDER_POINTS
 
 SENDER_OVER_UCX = ["hello sent", "verdict received", "piece begins", "piece sent", "ack read"]
 RECEIVER_OVER_UCX = ["hello received", "reader ready", "piece admitted", "mid read", "ack due", "told"]
+PATIENT = {"progress_timeout_s": SERVED_S}
+"""A peer that is dead must be found out sooner: by its connection."""
 
 
 @pytest.mark.parametrize(("point", "transport"), cases(SENDER_POINTS, ucx=SENDER_OVER_UCX))
 def test_the_sender_is_killed(arena: Arena, point: str) -> None:
-    sender, receiver = arena.sender(), arena.receiver()
+    sender, receiver = arena.sender(**PATIENT), arena.receiver(**PATIENT)
     sender.arm(point, "KILL")
     request = arena.begin(sender, receiver)
     sender.wait_at(point)
@@ -24,7 +26,7 @@ def test_the_sender_is_killed(arena: Arena, point: str) -> None:
 
 @pytest.mark.parametrize(("point", "transport"), cases(RECEIVER_POINTS, ucx=RECEIVER_OVER_UCX))
 def test_the_receiver_is_killed(arena: Arena, point: str) -> None:
-    sender, receiver = arena.sender(), arena.receiver()
+    sender, receiver = arena.sender(**PATIENT), arena.receiver(**PATIENT)
     receiver.arm(point, "KILL")
     request = arena.begin(sender, receiver)
     arena.finish(request)
@@ -36,7 +38,8 @@ def test_the_receiver_is_killed(arena: Arena, point: str) -> None:
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("point", ["piece sent", "ack read"])
 def test_others_go_on_when_one_of_two_senders_is_killed(arena: Arena, point: str) -> None:
-    doomed, other, receiver = arena.sender("prefill-0"), arena.sender("prefill-1"), arena.receiver()
+    doomed, other = arena.sender("prefill-0", **PATIENT), arena.sender("prefill-1", **PATIENT)
+    receiver = arena.receiver(**PATIENT)
     doomed.arm(point, "KILL", 2)
     requests = [arena.begin(doomed, receiver, 48), arena.begin(other, receiver, 48)]
     doomed.wait_at(point)
@@ -48,7 +51,8 @@ def test_others_go_on_when_one_of_two_senders_is_killed(arena: Arena, point: str
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("point", ["piece admitted", "ack sent"])
 def test_others_go_on_when_one_of_two_receivers_is_killed(arena: Arena, point: str) -> None:
-    sender, doomed, other = arena.sender(), arena.receiver("decode-0"), arena.receiver("decode-1")
+    sender = arena.sender(**PATIENT)
+    doomed, other = arena.receiver("decode-0", **PATIENT), arena.receiver("decode-1", **PATIENT)
     doomed.arm(point, "KILL", 2)
     requests = [arena.begin(sender, doomed), arena.begin(sender, other)]
     arena.finish(*requests)
