@@ -8,11 +8,13 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
+#include "../attention/cpu_kernel/simd.h"
 #include "product.h"
 
 namespace {
@@ -27,8 +29,12 @@ inline uint16_t high_half(float value) {
     return uint16_t(bits >> 16);
 }
 
-// Of each format: how many codes a word has, and their values, of one word or of a vector. Of integers: the bits that differ
-// from codes without a sign, and the code that is zero then.
+// Of each format: how many codes a word has, and their values, of one word or of a vector; also those that multiply the
+// K-th of 2 c inputs, in float32 from an output's two words. Of integers: the bits that differ from codes without a sign,
+// and the code that is zero then.
+
+// The place of the K-th input's code in an output's two words.
+template <class Codes, int K> constexpr int place = 16 * (K % 2) + 16 / Codes::CODES * (K / 2);
 
 // bfloat16 itself.
 struct Plain {
@@ -74,11 +80,33 @@ struct Int4 : FourBits<Int4> {  // -8 to 7
     static constexpr int32_t SIGNS = 0, ZERO = 8;
     static constexpr uint16_t VALUES[] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
                                           0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+
+    template <int K> static Vec floats(IntVec words) {
+        return __builtin_convertvector((words ^ int32_t(0x88888888)) << (28 - place<Int4, K>) >> 28, Vec);
+    }
 };
 
 struct Mxfp4 : FourBits<Mxfp4> {  // 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same below zero
     static constexpr uint16_t VALUES[] = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
                                           0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+
+    template <int K> static Vec floats(IntVec words) {
+        constexpr int PLACE = place<Mxfp4, K>;
+        const IntVec signs = words << (28 - PLACE) & INT32_MIN;
+#if defined(__AVX2__)
+        const auto table = _mm256_setr_ps(0, 0.5, 1, 1.5, 2, 3, 4, 6);
+#if defined(__AVX512F__)
+        const auto index = _mm512_and_si512((__m512i)(words >> PLACE), _mm512_set1_epi32(7));
+        return (Vec)(signs | (IntVec)_mm512_permutexvar_ps(index, _mm512_castps256_ps512(table)));
+#else
+        return (Vec)(signs | (IntVec)_mm256_permutevar8x32_ps(table, (__m256i)(words >> PLACE)));
+#endif
+#else
+        IntVec bits;
+        for (int n = 0; n < LANES; n++) bits[n] = VALUES[words[n] >> PLACE & 7] << 16;
+        return (Vec)(signs | bits);
+#endif
+    }
 };
 
 // Its values are 2^24 times the codes: these are converted from the highest byte of an int32.
@@ -87,6 +115,9 @@ struct Int8 {
     static constexpr int32_t SIGNS = int32_t(0x80808080), ZERO = 128;
 
     static uint16_t value(uint16_t word, int i) { return high_half(float(int32_t(uint32_t(word >> 8 * i) << 24))); }
+    template <int K> static Vec floats(IntVec words) {
+        return __builtin_convertvector(words << (24 - place<Int8, K>) & int32_t(0xff000000), Vec);
+    }
 #if defined(__AVX512BW__)
     template <int I> static __m512i values(__m512i words) {
         const auto to_highest = [&](int32_t byte) {
@@ -119,6 +150,9 @@ struct Fp8 {
         if (magnitude < 8) return uint16_t(high_half(float(magnitude) / (1 << 17)) | sign);
         return uint16_t(((magnitude << 4) + (112 << 7)) | sign);
     }
+    template <int K> static Vec floats(IntVec words) {
+        return (Vec)(words << (24 - place<Fp8, K>) >> 4 & int32_t(0x87f00000)) * 0x1p112f;
+    }
 #if defined(__AVX512BW__)
     template <int I> static __m512i values(__m512i words) {
         const auto exponent = _mm512_set1_epi16(112 << 7), small = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)SMALL));
@@ -128,6 +162,16 @@ struct Fp8 {
         const auto shifted = _mm512_srai_epi16(I ? words : _mm512_slli_epi16(words, 8), 4);
         constexpr int AND_XOR = 0x6a;  // a & b ^ c
         return _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi16(int16_t(0x87f0)), differences, AND_XOR);
+    }
+#elif defined(__AVX2__)
+    template <int I> static __m256i values(__m256i words) {
+        const auto small = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)SMALL));
+        const auto high = I ? words : _mm256_slli_epi16(words, 8), codes = _mm256_srli_epi16(high, 8);
+        const auto is_small = _mm256_cmpeq_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(0x78)), _mm256_setzero_si256());
+        const auto bytes = _mm256_mullo_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(7)), _mm256_set1_epi16(0x202));
+        const auto differences = _mm256_blendv_epi8(
+            _mm256_set1_epi16(112 << 7), _mm256_shuffle_epi8(small, _mm256_or_si256(bytes, _mm256_set1_epi16(0x100))), is_small);
+        return _mm256_xor_si256(_mm256_and_si256(_mm256_srai_epi16(high, 4), _mm256_set1_epi16(int16_t(0x87f0))), differences);
     }
 #endif
 };
@@ -162,7 +206,7 @@ template <class Codes> void expand(const uint16_t* words, uint16_t* to) {
 #if defined(__AVX512BW__)
         for (; j < WORDS; j += 32) _mm512_store_si512(part + j, values<Codes, i()>(words + j));
 #elif defined(__AVX2__)
-        if constexpr (Codes::CODES == 4)  // the compiler does the others as well
+        if constexpr (!std::is_same_v<Codes, Int8>)  // the compiler does these as well
             for (; j < WORDS; j += 16)
                 _mm256_storeu_si256((__m256i*)(part + j), Codes::template values<i()>(_mm256_loadu_si256((const __m256i*)(words + j))));
 #endif

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../attention/cpu_kernel/simd.h"
+#include "codes.h"
 #include "product.h"
 #include "row_tiles.h"
 #include "shares.h"
@@ -18,7 +19,7 @@ namespace {
 class Floats {
   public:
     using Input = float;
-    static constexpr bool EXPANDS = false, ROUNDS = false;
+    static constexpr bool EXPANDS = false, ROUNDS = false, WIDENS = true;
     static constexpr int64_t FEW_ROWS = BLOCK_ROWS, LONGEST_RUN = 128;  // each run's weights are asked for once
     struct Registers {
         explicit Registers(const Product&) {}
@@ -50,6 +51,14 @@ class Floats {
         });
     }
 
+    // The same for at most MOST_ROWS rows, of a run whose codes become float32 in registers.
+    template <class Codes> static void rows_of_coded_run(
+        const Product& p, const uint16_t* words, const Input* x, int64_t first, int64_t end, const Run& run) {
+        in_tiles<MOST_ROWS>(first, end, [&](auto rows, int64_t row) {
+            tile_of_coded_run<Codes, rows()>(p, words, x + (row - first) * p.in_features + run.k, row - first, run);
+        });
+    }
+
     // Of the rows [row, end); totals are those of the first on.
     static void put_totals(const Product& p, const float* totals, int64_t row, int64_t end, int64_t panel) {
         for (int64_t r = row; r < end; r++, totals += PANEL)
@@ -60,37 +69,71 @@ class Floats {
             }
     }
 
-  private:
     static constexpr int MOST_ROWS = 6;
+
+  private:
     static constexpr int VECTORS = LANES == 16 ? 4 : 2;  // with the sums of 6 rows they fit into the registers
     static constexpr int WIDTH = VECTORS * LANES;
     static constexpr int64_t FETCHED = 6144;  // in weights: how far ahead is prefetched
+    static constexpr int64_t AHEAD = 1 << 11;  // in words, 4 KiB: the same for codes
     template <int ROWS> using Sums = Vec[ROWS][VECTORS];
 
+    // Where vectors don't hold a panel's outputs, its parts take turns: memory is read in its order.
     template <int ROWS> static void tile(const Product& p, const Input* x, int64_t row, int64_t panel) {
-        const int64_t K = p.in_features;
-        for (int part = 0; part < PANEL; part += WIDTH) {
-            Sums<ROWS> sums = {};
-            multiply(p.weights + panel * PANEL * K + 2 * part, x, K, K, sums);
-            for (int r = 0; r < ROWS; r++) put(p, sums[r], row + r, panel * PANEL + part);
+        const int64_t K = p.in_features, at_once = WIDTH == PANEL ? K : LONGEST_RUN;
+        float totals[ROWS][PANEL] = {};
+        for (int64_t k = 0; k < K; k += at_once) {
+            const uint16_t* w = p.weights + (panel * K + k) * PANEL;
+            const int64_t count = std::min(at_once, K - k);
+            for (int part = 0; part < PANEL; part += WIDTH) {
+                Sums<ROWS> sums;
+                for (int r = 0; r < ROWS; r++)
+                    for (int v = 0; v < VECTORS; v++) sums[r][v] = load(totals[r] + part + v * LANES);
+                multiply<true>(w + 2 * part, w + FETCHED + part * count, x + k, K, count, sums);
+                for (int r = 0; r < ROWS; r++)
+                    for (int v = 0; v < VECTORS; v++) store(totals[r] + part + v * LANES, sums[r][v]);
+            }
         }
+        put_totals(p, totals[0], row, row + ROWS, panel);
     }
 
     template <int ROWS> static void tile_of_run(
         const Product& p, const uint16_t* w, const Input* x, int64_t row, const Run& run) {
         for (int part = 0; part < PANEL; part += WIDTH) {
             Sums<ROWS> sums = {};
-            multiply(w + 2 * part, x, p.in_features, run.count, sums);
+            multiply<false>(w + 2 * part, w, x, p.in_features, run.count, sums);
+            for (int r = 0; r < ROWS; r++)
+                for (int v = 0; v < VECTORS; v++) add(run, row + r, part + v * LANES, sums[r][v]);
+        }
+    }
+
+    template <class Codes, int ROWS> static void tile_of_coded_run(
+        const Product& p, const uint16_t* words, const Input* x, int64_t row, const Run& run) {
+        const uint16_t* ahead = words + AHEAD;
+        for (int part = 0; part < PANEL; part += WIDTH) {
+            Sums<ROWS> sums = {};
+            const uint16_t* from = words + 2 * part;
+            for (int64_t k = 0; k < run.count; k += 2 * Codes::CODES, from += WORDS, ahead += 2 * WIDTH) {
+                for (int i = 0; i < 2 * WIDTH; i += LINE_VALUES) __builtin_prefetch(ahead + i);
+                IntVec pairs[VECTORS];
+                for (int v = 0; v < VECTORS; v++) pairs[v] = load((const int32_t*)from + v * LANES);
+                each_of([&](auto i) {
+                    for (int v = 0; v < VECTORS; v++) {
+                        const Vec weights = Codes::template floats<i()>(pairs[v]);
+                        for (int r = 0; r < ROWS; r++) sums[r][v] += weights * x[r * p.in_features + k + i()];
+                    }
+                }, std::make_integer_sequence<int, 2 * Codes::CODES>{});
+            }
             for (int r = 0; r < ROWS; r++)
                 for (int v = 0; v < VECTORS; v++) add(run, row + r, part + v * LANES, sums[r][v]);
         }
     }
 
     // Adds up `count` weights of WIDTH outputs, and as many inputs of each row, which lie `stride` apart.
-    template <int ROWS>
-    static void multiply(const uint16_t* w, const Input* x, int64_t stride, int64_t count, Sums<ROWS>& sums) {
-        for (int64_t k = 0; k < count; k += 2, w += 2 * PANEL) {
-            for (int i = 0; i < 2 * WIDTH; i += LINE_VALUES) __builtin_prefetch(w + FETCHED + i);
+    template <bool FETCH, int ROWS> static void multiply(
+        const uint16_t* w, const uint16_t* ahead, const Input* x, int64_t stride, int64_t count, Sums<ROWS>& sums) {
+        for (int64_t k = 0; k < count; k += 2, w += 2 * PANEL, ahead += 2 * WIDTH) {
+            for (int i = 0; FETCH && i < 2 * WIDTH; i += LINE_VALUES) __builtin_prefetch(ahead + i);
             for (int half = 0; half < 2; half++) {
                 Vec weights[VECTORS];
                 for (int v = 0; v < VECTORS; v++) weights[v] = half_of_pairs(w + 2 * v * LANES, half);

@@ -20,7 +20,7 @@ namespace {
 class MatrixTiles {
   public:
     using Input = uint16_t;
-    static constexpr bool EXPANDS = false, ROUNDS = false;
+    static constexpr bool EXPANDS = false, ROUNDS = false, WIDENS = false;
     static constexpr int64_t FEW_ROWS = 16, LONGEST_RUN = INT64_MAX;
 
     // While this object lives, the thread's tile registers are configured as 16 rows of 64 bytes; those of inputs and

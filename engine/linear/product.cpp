@@ -20,7 +20,7 @@
 
 namespace {
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || (defined(__AVX2__) && !defined(__AVX512F__))
 using Integers = Bytes;
 #else
 using Integers = Shorts;

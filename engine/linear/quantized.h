@@ -100,6 +100,12 @@ void rows_of_expanded(Tiles& tiles, const Product& p, const Coded& w, const type
             const int64_t count = std::min(w.run, K - k), scale = k / w.group * PANEL;
             const Run of_run{k, count, w.scales + scale, w.offsets ? w.offsets + scale : nullptr,
                              w.input_sums + row * w.runs + i, w.runs, totals};
+            if constexpr (Tiles::WIDENS)
+                if (last - row <= Tiles::MOST_ROWS) {
+                    const uint16_t* words = w.words + k * (PANEL / Codes::CODES);
+                    tiles.template rows_of_coded_run<Codes>(p, words, inputs + (row - first) * K, row, last, of_run);
+                    continue;
+                }
             if (!are_few && !whole) expand<Codes>(w, k, count, expanded);
             tiles.rows_of_run(p, inputs + (row - first) * K, row, last, of_run, [&](int64_t from, int64_t some) {
                 if (!are_few) return expanded + (whole ? from : from - k) * PANEL;

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <vector>
-#if defined(__AVX512VNNI__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -35,14 +35,11 @@ template <class Input> float round_run(const uint16_t* x, int64_t count, Input* 
     return largest / 127;
 }
 
-#if defined(__AVX512VNNI__)
-// Four products of bytes at once, those of the codes without a sign.
-struct Bytes {
+// How codes lie in the bytes of an output's two words: of four inputs the even ones, then the odd ones; of eight those of
+// the low halves of the bytes, then those of the high ones.
+struct InBytes {
     using Input = int8_t;
-    static constexpr int VECTORS = PANEL / 16;
 
-    // As the codes lie in the bytes of an output's two words: of four inputs the even ones, then the odd ones; of eight
-    // those of the low halves of the bytes, then those of the high ones.
     template <class Codes> static void order(Input* values, int64_t count) {
         for (int64_t k = 0; k < count; k += 8) {
             uint64_t eight;
@@ -53,12 +50,26 @@ struct Bytes {
         }
     }
 
+  private:
+    // With the bits of the mask in the places of those `by` above, and the other way round.
+    static uint64_t swapped(uint64_t bits, int by, uint64_t mask) {
+        const uint64_t differences = (bits ^ bits >> (by)) & mask;
+        return bits ^ differences ^ differences << by;
+    }
+};
+
+#if defined(__AVX512VNNI__)
+// Four products of bytes at once, those of the codes without a sign.
+struct Bytes : InBytes {
+    static constexpr int VECTORS = PANEL / 16;
+    template <class Codes> static constexpr int32_t ZERO = Codes::ZERO;
+
     template <class Codes, int ROWS> static void multiply(
-        const uint16_t* words, const Input* x, int64_t stride, int64_t count, IntVec (&sums)[ROWS][VECTORS]) {
-        for (int64_t k = 0; k < count; k += 2 * Codes::CODES, words += WORDS) {
+        const uint16_t* words, const uint16_t* ahead, const Input* x, int64_t stride, int64_t count, IntVec (&sums)[ROWS][VECTORS]) {
+        for (int64_t k = 0; k < count; k += 2 * Codes::CODES, words += WORDS, ahead += WORDS) {
             __m512i octets[VECTORS];
             for (int v = 0; v < VECTORS; v++) {
-                __builtin_prefetch(words + AHEAD_OF_ROWS + v * LINE_VALUES);
+                __builtin_prefetch(ahead + v * LINE_VALUES);
                 octets[v] = _mm512_loadu_si512(words + v * LINE_VALUES) ^ _mm512_set1_epi32(Codes::SIGNS);
             }
             each_of([&](auto half) {
@@ -73,14 +84,45 @@ struct Bytes {
             }, std::make_integer_sequence<int, Codes::CODES / 2>{});
         }
     }
+};
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+// Two products of bytes at once, and two such sums: those of 8 bits take the codes' signs to the inputs, so that none
+// exceeds 16 bits.
+struct Bytes : InBytes {
+    static constexpr int VECTORS = 2;
+    template <class Codes> static constexpr int32_t ZERO = Codes::CODES == 2 ? 0 : Codes::ZERO;
+
+    template <class Codes, int ROWS> static void multiply(
+        const uint16_t* words, const uint16_t* ahead, const Input* x, int64_t stride, int64_t count, IntVec (&sums)[ROWS][VECTORS]) {
+        const auto one = _mm256_set1_epi16(1), low_half = _mm256_set1_epi8(15);
+        for (int64_t k = 0; k < count; k += 2 * Codes::CODES, words += WORDS, ahead += LINE_VALUES) {
+            __builtin_prefetch(ahead);
+            __m256i codes[VECTORS], others[VECTORS];
+            for (int v = 0; v < VECTORS; v++) {
+                const auto octets = _mm256_loadu_si256((const __m256i*)(words + v * LINE_VALUES / 2));
+                codes[v] = Codes::CODES == 2 ? octets : _mm256_and_si256(octets, low_half);
+                others[v] = Codes::CODES == 2 ? _mm256_abs_epi8(octets) : _mm256_and_si256(_mm256_srli_epi16(octets, 4), low_half);
+            }
+            for (int r = 0; r < ROWS; r++) {
+                const auto inputs = four_inputs(x + r * stride + k);
+                for (int v = 0; v < VECTORS; v++) {
+                    __m256i products;
+                    if constexpr (Codes::CODES == 2)
+                        products = _mm256_maddubs_epi16(others[v], _mm256_sign_epi8(inputs, codes[v]));
+                    else
+                        products = _mm256_add_epi16(_mm256_maddubs_epi16(codes[v], inputs),
+                                                    _mm256_maddubs_epi16(others[v], four_inputs(x + r * stride + k + 4)));
+                    sums[r][v] += (IntVec)_mm256_madd_epi16(products, one);
+                }
+            }
+        }
+    }
 
   private:
-    static constexpr int64_t AHEAD_OF_ROWS = 1 << 11;  // in words, 4 KiB: how far ahead codes are fetched
-
-    // With the bits of the mask in the places of those `by` above, and the other way round.
-    static uint64_t swapped(uint64_t bits, int by, uint64_t mask) {
-        const uint64_t differences = (bits ^ bits >> (by)) & mask;
-        return bits ^ differences ^ differences << by;
+    static __m256i four_inputs(const Input* x) {
+        int32_t four;
+        memcpy(&four, x, sizeof four);
+        return _mm256_set1_epi32(four);
     }
 };
 #endif
@@ -89,11 +131,12 @@ struct Bytes {
 struct Shorts {
     using Input = int16_t;
     static constexpr int VECTORS = LANES == 16 ? 4 : 2;
+    template <class Codes> static constexpr int32_t ZERO = Codes::ZERO;
 
     template <class Codes> static void order(Input*, int64_t) {}
 
     template <class Codes, int ROWS> static void multiply(
-        const uint16_t* words, const Input* x, int64_t stride, int64_t count, IntVec (&sums)[ROWS][VECTORS]) {
+        const uint16_t* words, const uint16_t*, const Input* x, int64_t stride, int64_t count, IntVec (&sums)[ROWS][VECTORS]) {
         constexpr int BITS = 16 / Codes::CODES, MASK = ((1 << BITS) - 1) * 0x10001;
         for (int64_t k = 0; k < count; k += 2 * Codes::CODES, words += WORDS)
             for (int i = 0; i < Codes::CODES; i++) {
@@ -158,18 +201,21 @@ template <class Dot, class Codes> class Rounded {
 
   private:
     static constexpr int WIDTH = Dot::VECTORS * LANES;
+    static constexpr int64_t AHEAD_OF_ROWS = 1 << 11;  // in words, 4 KiB: how far ahead codes are fetched
 
     template <int ROWS> static void tile(
         const Product& p, const Coded& w, const Input* x, const float* input_units, const int32_t* input_sums, int64_t row,
         int64_t panel) {
         float totals[ROWS][PANEL] = {};
-        for (int part = 0; part < PANEL; part += WIDTH)
-            for (int64_t i = 0, k = 0; k < p.in_features; i++, k += w.run) {
+        for (int64_t i = 0, k = 0; k < p.in_features; i++, k += w.run) {
+            const int64_t count = std::min(w.run, p.in_features - k);
+            const uint16_t* words = w.words + k * (PANEL / Codes::CODES);
+            for (int part = 0; part < PANEL; part += WIDTH) {
                 IntVec products[ROWS][Dot::VECTORS];
-                for (int r = 0; r < ROWS; r++)  // codes are without a sign, their zero is above it
-                    for (auto& sum : products[r]) sum = -Codes::ZERO * input_sums[r * w.runs + i] - IntVec{};
-                const uint16_t* words = w.words + k * (PANEL / Codes::CODES) + 2 * part;
-                Dot::template multiply<Codes>(words, x + k, p.in_features, std::min(w.run, p.in_features - k), products);
+                for (int r = 0; r < ROWS; r++)  // codes without a sign have a zero above it
+                    for (auto& sum : products[r]) sum = -Dot::template ZERO<Codes> * input_sums[r * w.runs + i] - IntVec{};
+                const uint16_t* ahead = words + AHEAD_OF_ROWS + part * (count / Codes::CODES);  // all in the order of memory
+                Dot::template multiply<Codes>(words + 2 * part, ahead, x + k, p.in_features, count, products);
                 for (int v = 0; v < Dot::VECTORS; v++) {
                     const int n = part + v * LANES;
                     const int64_t scale = k / w.group * PANEL + n;
@@ -181,6 +227,7 @@ template <class Dot, class Codes> class Rounded {
                     }
                 }
             }
+        }
         Floats::put_totals(p, totals[0], row, row + ROWS, panel);
     }
 

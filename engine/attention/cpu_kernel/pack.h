@@ -95,9 +95,9 @@ static inline float load_query(const Query* row, int head_dim, int32_t* buffer, 
 }
 
 #if defined(__AVX512F__)
+#define TRANSPOSES 1
 // columns[4] = words w to w + 3 of the rows of 16 keys
-template <class Word>
-static inline void four_columns(const Word* const* from, int w, __m512i* columns) {
+template <class Word> static inline void four_columns(const Word* const* from, int w, IntVec* columns) {
     __m512i v[4];  // v[i] holds four words of keys i, i + 4, i + 8 and i + 12
     for (int i = 0; i < 4; i++) {
         v[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i*)(from[i] + w)));
@@ -107,10 +107,39 @@ static inline void four_columns(const Word* const* from, int w, __m512i* columns
     }
     const __m512i low01 = _mm512_unpacklo_epi32(v[0], v[1]), high01 = _mm512_unpackhi_epi32(v[0], v[1]);
     const __m512i low23 = _mm512_unpacklo_epi32(v[2], v[3]), high23 = _mm512_unpackhi_epi32(v[2], v[3]);
-    columns[0] = _mm512_unpacklo_epi64(low01, low23);
-    columns[1] = _mm512_unpackhi_epi64(low01, low23);
-    columns[2] = _mm512_unpacklo_epi64(high01, high23);
-    columns[3] = _mm512_unpackhi_epi64(high01, high23);
+    columns[0] = (IntVec)_mm512_unpacklo_epi64(low01, low23);
+    columns[1] = (IntVec)_mm512_unpackhi_epi64(low01, low23);
+    columns[2] = (IntVec)_mm512_unpacklo_epi64(high01, high23);
+    columns[3] = (IntVec)_mm512_unpackhi_epi64(high01, high23);
+}
+#elif defined(__AVX2__)
+#define TRANSPOSES 1
+// The same of 8 keys.
+template <class Word> static inline void four_columns(const Word* const* from, int w, IntVec* columns) {
+    __m256i v[4];  // v[i] holds four words of keys i and i + 4
+    for (int i = 0; i < 4; i++)
+        v[i] = _mm256_loadu2_m128i((const __m128i*)(from[i + 4] + w), (const __m128i*)(from[i] + w));
+    const __m256i low01 = _mm256_unpacklo_epi32(v[0], v[1]), high01 = _mm256_unpackhi_epi32(v[0], v[1]);
+    const __m256i low23 = _mm256_unpacklo_epi32(v[2], v[3]), high23 = _mm256_unpackhi_epi32(v[2], v[3]);
+    columns[0] = (IntVec)_mm256_unpacklo_epi64(low01, low23);
+    columns[1] = (IntVec)_mm256_unpackhi_epi64(low01, low23);
+    columns[2] = (IntVec)_mm256_unpacklo_epi64(high01, high23);
+    columns[3] = (IntVec)_mm256_unpackhi_epi64(high01, high23);
+}
+#endif
+
+#if defined(TRANSPOSES)
+// Calls put(w, first key, column) for the words below `end`, a vector of keys each; returns how many words it took.
+template <class Word, class Put> static inline int each_column(const Word* const* from, int end, const Put& put) {
+    asm volatile("" : : "r"(from) : "memory");  // keeps g++ from holding the 16 pointers in vector registers
+    int w = 0;
+    for (; w + 4 <= end; w += 4)
+        for (int key = 0; key < 16; key += LANES) {
+            IntVec columns[4];
+            four_columns(from + key, w, columns);
+            for (int i = 0; i < 4; i++) put(w + i, key, columns[i]);
+        }
+    return w;
 }
 #endif
 
@@ -118,35 +147,26 @@ static inline void four_columns(const Word* const* from, int w, __m512i* columns
 template <class Word>
 static inline void transpose_16(const Word* const* from, int words, Word* to) {
     int w = 0;
-#if defined(__AVX512F__)
-    asm volatile("" : : "r"(from) : "memory");  // keeps g++ from holding the 16 pointers in vector registers
-    for (; w + 4 <= words; w += 4) {
-        __m512i columns[4];
-        four_columns(from, w, columns);
-        for (int i = 0; i < 4; i++) _mm512_storeu_si512(to + (w + i) * TILE, columns[i]);
-    }
+#if defined(TRANSPOSES)
+    w = each_column(from, words, [&](int word, int key, IntVec column) { store((int32_t*)to + word * TILE + key, column); });
 #endif
     for (; w < words; w++)
         for (int k = 0; k < 16; k++) to[w * TILE + k] = from[k][w];
 }
 
-#if defined(__AVX512F__)
+#if defined(TRANSPOSES)
 // The same from bfloat16, two values of which become two words.
 static inline void transpose_pairs(const uint32_t* const* from, int pairs, float* to) {
-    const auto put = [&](int pair, int key, __mmask16 keys, __m512i both) {
+    const auto put = [&](int pair, int key, IntVec both) {
         float* even = to + 2 * pair * TILE + key;
-        _mm512_mask_storeu_epi32(even, keys, _mm512_slli_epi32(both, 16));
-        _mm512_mask_storeu_epi32(even + TILE, keys, _mm512_and_si512(both, _mm512_set1_epi32(int32_t(0xffff0000))));
+        store(even, (Vec)(both << 16));
+        store(even + TILE, (Vec)(both & int32_t(0xffff0000)));
     };
-    int pair = 0;
-    asm volatile("" : : "r"(from) : "memory");
-    for (; pair + 4 <= pairs; pair += 4) {
-        __m512i columns[4];
-        four_columns(from, pair, columns);
-        for (int i = 0; i < 4; i++) put(pair + i, 0, 0xffff, columns[i]);
-    }
-    for (; pair < pairs; pair++)
-        for (int k = 0; k < 16; k++) put(pair, k, 1, _mm512_set1_epi32(int32_t(from[k][pair])));
+    for (int pair = each_column(from, pairs, put); pair < pairs; pair++)
+        for (int k = 0; k < 16; k++) {
+            to[2 * pair * TILE + k] = float_of(from[k][pair] << 16);
+            to[(2 * pair + 1) * TILE + k] = float_of(from[k][pair] & 0xffff0000);
+        }
 }
 #endif
 
@@ -159,13 +179,8 @@ static inline void put_codes(IntVec four, int32_t* to) {
 // to[word][TILE] = codes of from[16 keys][four codes]; the buffer has room for them as they are.
 static inline void transpose_codes(const int32_t* const* from, int fours, int32_t* buffer, int32_t* to) {
     int w = 0;
-#if defined(__AVX512F__)
-    asm volatile("" : : "r"(from) : "memory");
-    for (; w + 4 <= fours; w += 4) {
-        __m512i columns[4];
-        four_columns(from, w, columns);
-        for (int i = 0; i < 4; i++) put_codes((IntVec)columns[i], to + 2 * (w + i) * TILE);
-    }
+#if defined(TRANSPOSES)
+    w = each_column(from, fours, [&](int word, int key, IntVec column) { put_codes(column, to + 2 * word * TILE + key); });
 #endif
     for (; w < fours; w++) {
         for (int k = 0; k < 16; k++) buffer[k] = from[k][w];
@@ -224,7 +239,7 @@ static void pack_keys(const TileRows<Element>& rows, int64_t offset, int head_di
     }
 }
 
-#if defined(__AVX512F__)
+#if defined(TRANSPOSES)
 // The same for bfloat16 keys of an even size that are multiplied as float32.
 static void pack_keys(const TileRows<uint16_t>& rows, int64_t offset, int head_dim, int words, Sweep<uint16_t>& sweep,
                       float* buffer, float* packed) {
