@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.transfer.certificates import Authority
-from tests.faults.arena import ORPHAN_S, Arena, cases, needs_nixl
+from tests.faults.arena import ORPHAN_S, SERVED_S, Arena, cases, needs_nixl
 from tests.faults.points import RECEIVER_POINTS, SENDER_POINTS, Point, points_over
 from tests.faults.processes import LARGE, Child, Stock
 
@@ -57,7 +57,11 @@ def pair(stock: Stock, wire: str, checksum: str, tmp_path: Path) -> Iterator[tup
     """
     arena = Arena(stock, ("tcp" if wire == "tls" else wire,))
     certificates = Authority(tmp_path / "authority").issue("worker") if wire == "tls" else None
-    options: dict[str, Any] = {"certificates": certificates, "progress_timeout_s": 20.0}
+    options: dict[str, Any] = {
+        "certificates": certificates,
+        "progress_timeout_s": SERVED_S,
+        "connect_timeout_s": SERVED_S,
+    }
     sender = arena.sender(checksum=checksum, abort_timeout_s=0.1, **options)
     yield arena, sender, arena.receiver(**options)
     arena.close()
