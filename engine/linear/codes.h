@@ -29,12 +29,12 @@ inline uint16_t high_half(float value) {
     return uint16_t(bits >> 16);
 }
 
+// The place of the K-th input's code in an output's two words.
+template <class Codes, int K> constexpr int place = 16 * (K % 2) + 16 / Codes::CODES * (K / 2);
+
 // Of each format: how many codes a word has, and their values, of one word or of a vector; also those that multiply the
 // K-th of 2 c inputs, in float32 from an output's two words. Of integers: the bits that differ from codes without a sign,
 // and the code that is zero then.
-
-// The place of the K-th input's code in an output's two words.
-template <class Codes, int K> constexpr int place = 16 * (K % 2) + 16 / Codes::CODES * (K / 2);
 
 // bfloat16 itself.
 struct Plain {
