@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
@@ -75,8 +74,8 @@ class HttpServing:
         self.router.stop()
         self._thread.join(START_S)
         for worker in self.workers.values():
-            if worker.process.is_alive() and worker.process.pid is not None:
-                os.kill(worker.process.pid, signal.SIGCONT)
+            if worker.process.is_alive():
+                worker.signal(signal.SIGCONT)
             worker.tell_to_stop()  # all of them, so that they end side by side
         for worker in self.workers.values():
             worker.join()

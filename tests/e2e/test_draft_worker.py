@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -94,14 +93,13 @@ def test_both_decode_workers_draft_there(serving: HttpServing, plain: list[list[
 
 
 def test_it_is_frozen_and_wakes_up(serving: HttpServing, plain: list[list[int]]) -> None:
-    pid = serving.workers["draft-0"].process.pid
-    assert pid is not None
+    frozen = serving.workers["draft-0"]
     with ThreadPoolExecutor(4) as pool:
         running = start(serving, pool)
-        os.kill(pid, signal.SIGSTOP)
+        frozen.signal(signal.SIGSTOP)
         assert not all(each.done() for each in running)
         assert [each.result() for each in running] == plain
-        os.kill(pid, signal.SIGCONT)
+        frozen.signal(signal.SIGCONT)
         serving.wait(lambda: "draft-0" in serving.worker_states())
         assert [each.result() for each in start(serving, pool)] == plain
     serving.wait_empty()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -122,10 +121,10 @@ def test_a_worker_that_is_told_to_end_moves_its_requests(
     with HttpServing(folder, {"prefill-0": "", "decode-0": SLOW}) as serving:
         answers = ask_all(serving, pool)
         serving.add("decode-1")
-        process = serving.workers["decode-0"].process
-        os.kill(process.pid or 0, signal.SIGTERM)
+        leaving = serving.workers["decode-0"]
+        leaving.signal(signal.SIGTERM)
         assert [answer.result(30) for answer in answers] == expected
-        serving.wait(lambda: process.exitcode == -signal.SIGTERM)
+        serving.wait(lambda: leaving.process.exitcode == -signal.SIGTERM)
         assert serving.metric("tandem_requests_migrated_total") == len(REQUESTS)
         check_nothing_is_left(serving)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import time
@@ -231,10 +230,8 @@ def test_a_worker_that_froze_and_wakes_up_later_changes_nothing(
         answers = ask_all(serving, pool)
         assert [answer.result(BOUND_S) for answer in answers] == expected
         assert changes(serving) > 0 or workers[frozen].startswith("STOP:after:_send_manifest")
-        pid = serving.workers[frozen].process.pid
-        assert pid is not None
         serving.wait(lambda: frozen not in serving.worker_states())
-        os.kill(pid, signal.SIGCONT)
+        serving.workers[frozen].signal(signal.SIGCONT)
         serving.wait(lambda: frozen in serving.worker_states())
         check_afterwards(serving, expected)
 

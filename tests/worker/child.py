@@ -43,9 +43,9 @@ def run_child(
     """Be a worker until the pipe says "stop" or closes; then say how it ended.
 
     `fault`: "fail:N" lets the first N steps fail, "slow:S" makes every step S seconds slower, "idle:S" closes
-    lines to peers that were unused for S seconds, "KILL:before:METHOD:N" sends the process that signal at the
-    N-th call of a method of the loop or of one of its parts, before it or after it, and "STOP:..." that one.
-    Several are joined by "+".
+    lines to peers that were unused for S seconds, "fetch:S" gives up a prefix of which no block came for S
+    seconds, "KILL:before:METHOD:N" sends the process that signal at the N-th call of a method of the loop or
+    of one of its parts, before it or after it, and "STOP:..." that one. Several are joined by "+".
     """
     engine.calibration._RUNS = engine.calibration._LEAST_RUNS  # hundreds of workers start
     worker.heartbeat.HEARTBEAT_INTERVAL_S = 0.05
@@ -95,6 +95,8 @@ def put_in(loop: WorkerLoop, kind: str, *values: str) -> None:
             slow_steps(loop, float(values[0]))
         case "idle":
             worker.peer_links.IDLE_LINK_S = float(values[0])
+        case "fetch":
+            worker.fetch.FETCH_TIMEOUT_S = float(values[0])
         case _:
             when, method, times = values
             strike(loop, signal.Signals[f"SIG{kind}"], when, method, int(times))

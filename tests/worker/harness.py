@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
+import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -115,6 +117,11 @@ class RunningWorker:
         """Tell it to stop; why it ended: "" as asked, else the error."""
         self._ours.send("stop")
         return self.ended_with()
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.exitcode is None, f"{self.worker_id} ended with {self.process.exitcode}"
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         self.process.kill()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 from pathlib import Path
@@ -16,6 +15,8 @@ from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 from tests.worker.tiny_model import VOCAB_SIZE, greedy
 
 BLOCK_SIZE = 16
+PATIENT = "fetch:25"
+"""A worker that waits this many seconds for blocks that do come, however busy the machine is."""
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -46,7 +47,8 @@ def test_only_what_is_missing_is_computed(
 ) -> None:
     config = tiny_config(model_folder, kv_transports=transport)
     holder = cluster.start("prefill", "prefill-1", config)
-    asking, decode = cluster.start_pair(config)
+    decode = cluster.start("decode", "decode-0", config)
+    asking = cluster.start("prefill", "prefill-0", config, PATIENT)
     cluster.generate(holder, request("before", prompt(200), max_tokens=1))
     cluster.run("before")
     longer = prompt(200) + prompt(50, seed=7)
@@ -64,7 +66,7 @@ def test_a_conversation_comes_back_from_its_decode_worker(
     cluster: Cluster, model_folder: Path, reference: PreTrainedModel
 ) -> None:
     prefill, decode = cluster.start_pair(tiny_config(model_folder))
-    fresh = cluster.start("prefill", "prefill-1", tiny_config(model_folder))
+    fresh = cluster.start("prefill", "prefill-1", tiny_config(model_folder), PATIENT)
     cluster.generate(prefill, request("turn 1", prompt(70), max_tokens=60), decode.address)
     cluster.run("turn 1")
     conversation = prompt(70) + cluster.tokens("turn 1")
@@ -82,7 +84,7 @@ def test_a_conversation_comes_back_from_its_decode_worker(
 def test_a_decode_worker_fetches_too(
     cluster: Cluster, model_folder: Path, holder: RunningWorker, reference: PreTrainedModel
 ) -> None:
-    decode = cluster.start("decode", "decode-0", tiny_config(model_folder))
+    decode = cluster.start("decode", "decode-0", tiny_config(model_folder), PATIENT)
     cluster.generate(decode, request("r", prompt(200)), prefix=holder.address)
     cluster.run("r")
     assert cluster.tokens("r") == greedy(reference, prompt(200), 12)
@@ -91,8 +93,9 @@ def test_a_decode_worker_fetches_too(
 
 
 def test_what_is_here_already_is_not_fetched(
-    cluster: Cluster, holder: RunningWorker, asking: RunningWorker, reference: PreTrainedModel
+    cluster: Cluster, model_folder: Path, holder: RunningWorker, reference: PreTrainedModel
 ) -> None:
+    asking = cluster.start("prefill", "prefill-0", tiny_config(model_folder), PATIENT)
     cluster.generate(asking, request("half", prompt(200)[:100], max_tokens=1))
     cluster.run("half")
     cluster.generate(asking, request("r", prompt(200)), prefix=holder.address)
@@ -176,13 +179,12 @@ def test_an_abort_ends_the_wait(cluster: Cluster, holder: RunningWorker, asking:
 def test_a_frozen_holder_that_wakes_up_late_changes_nothing(
     cluster: Cluster, holder: RunningWorker, asking: RunningWorker, reference: PreTrainedModel
 ) -> None:
-    assert holder.process.pid is not None
-    os.kill(holder.process.pid, signal.SIGSTOP)
+    holder.signal(signal.SIGSTOP)
     try:
         cluster.generate(asking, request("r", prompt(200)), prefix=holder.address)
         cluster.run("r", timeout_s=10)
     finally:
-        os.kill(holder.process.pid, signal.SIGCONT)
+        holder.signal(signal.SIGCONT)
     assert cluster.tokens("r") == greedy(reference, prompt(200), 12)
     cluster.wait(lambda: holder.state.counters.get("kv_leases_failed_total") == 1)
     cluster.wait_empty(holder, asking)
