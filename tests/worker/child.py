@@ -10,6 +10,7 @@ import pkgutil
 import signal
 import threading
 import time
+import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -56,6 +57,7 @@ def run_child(
     faulty = msgspec.structs.replace(role, loop=f"{__name__}:make_faulty_loop")
     launch = Launch(role=faulty, worker_id=worker_id, router_endpoints=endpoints, config=checked, keys=keys)
     leader = fork_ranks(launch, lambda _: pipe.close())
+    faulthandler.enable()
     faulthandler.dump_traceback_later(50, exit=False)
 
     def listen() -> None:
@@ -70,6 +72,7 @@ def run_child(
         run_worker(launch, handle, leader=leader)
         reason = ""
     except Exception as error:
+        traceback.print_exc()  # not every test reads the reason
         reason = f"{type(error).__name__}: {error}"
     with contextlib.suppress(OSError):
         pipe.send(reason)
