@@ -1,7 +1,7 @@
 BIN := .venv/bin
 ARGS ?=
 PYTEST_ARGS ?=
-TEST_PROCESSES ?= 4
+TEST_PROCESSES ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test pytest lint clean

@@ -70,6 +70,8 @@ class ServerProcess:
 
     def look(self) -> None:
         """Note every descendant that exists now."""
+        if self.process.poll() is not None:
+            return  # its number may be another's by now
         try:
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 self.seen[child.pid] = child
