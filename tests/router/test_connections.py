@@ -164,7 +164,8 @@ def test_http_1_0_gets_its_stream_without_chunks(make_router):
         for number in (1, 2, 3):  # a token that is not read yet would be sent with the next one
             worker.stall_after = number
             while answered.count(b"data: {") < number:
-                answered += client.recv(1 << 16)
+                answered += (data := client.recv(1 << 16))
+                assert data, "the router has closed"
         head, _, body = (answered + received(client)).partition(b"\r\n\r\n")
     assert b"transfer-encoding" not in head and b"connection: close" in head
     assert body.startswith(b"data: {") and body.endswith(b"data: [DONE]\n\n")
