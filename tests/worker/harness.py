@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import signal
 import time
 from collections import defaultdict
@@ -27,6 +26,7 @@ from protocol.router_to_worker import Abort, Generate, Redirect, Registered
 from protocol.sampling import SamplingParams
 from protocol.version import PROTOCOL
 from protocol.worker_to_router import Absent, HandoverFailed, KvEvents, Register, StepOutput, WorkerState
+from tests.kvtransfer.signals import send_signal
 from tests.worker.child import run_child
 
 WAIT_S = 30.0
@@ -121,7 +121,7 @@ class RunningWorker:
     def signal(self, number: signal.Signals) -> None:
         assert self.process.exitcode is None, f"{self.worker_id} ended with {self.process.exitcode}"
         assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        send_signal(self.process.pid, number)
 
     def kill(self) -> None:
         self.process.kill()
