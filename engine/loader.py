@@ -64,6 +64,8 @@ class LoadedModel:
     recurrent: Recurrent | None = None
     adapters: Adapters | None = None
     """What it can run beside its own weights; None without `--enable-lora`."""
+    in_ranks: bool = False
+    """Whether some workers have tensor-parallel ranks. All run it alike, as their KV goes around."""
     expansion: str = ""
     """Why the pool has keys and values that it could keep as latents (`engine.latent_attention`)."""
 
@@ -121,6 +123,7 @@ def load_model(config: ServeConfig) -> LoadedModel:
         weights=weights,
         recurrent=Recurrent(seam, kept.state) if seam is not None and kept.state is not None else None,
         adapters=adapters,
+        in_ranks=max(config.prefill_tensor_parallel_size, config.decode_tensor_parallel_size) > 1,
         expansion=expansion,
     )
 

@@ -12,6 +12,7 @@ from engine.attention.interface import AttentionBackend
 from engine.attention.select import select_backend
 from engine.attention.tables import backend_over
 from engine.decoder.description import Description, unfit
+from engine.decoder.families import has_experts
 from engine.decoder.forward import DecoderForward, library
 from engine.forward import Forward
 from engine.hybrid_forward import HybridForward
@@ -129,6 +130,11 @@ def _forward_of(
     )
 
 
+def _runs_natively(loaded: LoadedModel) -> bool:
+    """Ranks share experts by their modules."""
+    return unfit(loaded.model) is None and not (loaded.in_ranks and has_experts(loaded.model))
+
+
 def pack_model(loaded: LoadedModel, compile: str, backend: type[AttentionBackend]) -> LoadedModel:
     """The model with its weights packed as the forward for this backend reads them, if our kernels multiply.
 
@@ -137,7 +143,7 @@ def pack_model(loaded: LoadedModel, compile: str, backend: type[AttentionBackend
     """
     if loaded.description is not None or kernel_fault(loaded.device, loaded.dtype) is not None:
         return loaded
-    if compile == "auto" and issubclass(backend, CpuBackend) and unfit(loaded.model) is None:
+    if compile == "auto" and issubclass(backend, CpuBackend) and _runs_natively(loaded):
         try:
             library()
             if loaded.recurrent is not None:

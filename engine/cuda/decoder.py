@@ -145,7 +145,7 @@ def _gate(gate_up: Tensor) -> Tensor:
 
 def _layer(layer: Any) -> Layer:
     attention = layer.self_attn
-    qkv, _, output, gate_up, down = LLAMA.products(layer)
+    qkv, _, output, gate_up, down, _ = LLAMA.products(layer)
     query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     return Layer(
         layer.input_layernorm.weight,

@@ -16,7 +16,7 @@ from engine.lora.structs import PartArgs
 from engine.lora.table import Adapters, Weights
 from engine.rows import SequenceRows
 
-_ROOM = 3, 2, 1, 2, 1
+_ROOM = 3, 2, 1, 2, 1, 1
 """For the parts of each of a layer's products, in the order of `structs.h`. Linear layers that are one
 product lie side by side in its rows.
 """

@@ -11,6 +11,7 @@
 #include "attention_mixer.h"
 #include "delta_mixer.h"
 #include "drafted.h"
+#include "experts.h"
 #include "row_math.h"
 #include "short_conv_mixer.h"
 #include "state_space_mixer.h"
@@ -25,7 +26,7 @@ class Decoder : Work {
   public:
     explicit Decoder(const Model& model)
         : Work(model), drafted(m.entry ? m.entry->token_ids : nullptr), attention(*this), delta(*this),
-          short_conv(*this), state_space(*this) {}
+          short_conv(*this), state_space(*this), experts(*this) {}
 
     // Calls from now on use up to so many threads. Results have the same bits on any number of them.
     Decoder& on(int64_t threads) {
@@ -75,9 +76,10 @@ class Decoder : Work {
                 });
                 add_product(n);
             }
-            if (layer.down) {
+            if (layer.down || layer.experts) {
                 norm(layer.mlp_norm, n);
-                feed_forward(l, n);
+                if (layer.down) feed_forward(l, n);
+                if (layer.experts) experts.run(l, n);
                 add_product(n);
             }
         }
@@ -251,11 +253,7 @@ class Decoder : Work {
         const int64_t made = layer.gate_up.out, width = m.squares ? made : made / 2;
         gated.resize(n * made), active.resize(n * width);
         project(l, GATE_UP, normed.data(), layer.gate_up, gated.data(), n);
-        each_row(n, [&](int64_t r) {
-            const bf16* row = &gated[r * made];
-            if (m.squares) return square_row(row, width, &active[r * width]);
-            gate_row(row, row + width, width, &active[r * width]);
-        });
+        each_row(n, [&](int64_t r) { activate(&gated[r * made], width, &active[r * width]); });
         gather(active, n, layer.gate_up.first, width, layer.down.in);
         make_whole(layer.down, product.data(), n, m.hidden, [&](bf16* out) {
             project(l, DOWN, active.data(), layer.down, out, n);
@@ -267,6 +265,7 @@ class Decoder : Work {
     DeltaMixer delta;
     ShortConvMixer short_conv;
     StateSpaceMixer state_space;
+    ExpertMlp experts;
     std::vector<bf16> x, gated, active, targets, kept;
     std::vector<bf16> scores, after;  // of each sequence's last row, while drafting
     // The attention's step.
@@ -279,8 +278,9 @@ class Decoder : Work {
 
 extern "C" {
 
-extern const int64_t tandem_sizes[] = {sizeof(Weights), sizeof(Recurrent), sizeof(Layer), sizeof(Entry),
-                                       sizeof(Model),   sizeof(Rows),      sizeof(Batch), sizeof(Draft)};
+extern const int64_t tandem_sizes[] = {sizeof(Weights), sizeof(Recurrent), sizeof(ExpertWeights), sizeof(Experts),
+                                       sizeof(Layer),   sizeof(Entry),     sizeof(Model),         sizeof(Rows),
+                                       sizeof(Batch),   sizeof(Draft)};
 
 void* tandem_decoder_create(const Model* model) { return new Decoder(*model); }
 

@@ -6,6 +6,9 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#include <numeric>
 #include <vector>
 
 #include "gate_math.h"
@@ -30,6 +33,7 @@ class DeltaMixer : RecurrentMixer {
         betas.resize(n * of.heads), decays.resize(n * of.heads), read.resize(n * width);
         w.project(l, QKV, w.normed.data(), layer.qkv, w.product.data(), n);
         w.project(l, GATES, w.normed.data(), delta.gates, gates.data(), n);
+        if (delta.interleaved) part_heads(of, n, step);
         convolve(delta, rows, w.product.data(), step);
         w.each_row(n, [&](int64_t r) {
             float* row = &convolved[r * channels];
@@ -54,6 +58,30 @@ class DeltaMixer : RecurrentMixer {
     }
 
   private:
+    // Products made of each key head its query, its key and its values, with what opens these; and all betas, then all
+    // decays. Sorts them: all queries first.
+    void part_heads(const LayerSeats& of, int64_t n, int64_t step) {
+        const int64_t each = of.heads / of.key_heads;
+        w.each_row(n, [&](int64_t r) {
+            const int64_t values = each * of.value_dim;
+            sort_heads(&w.product[r * step], of.key_heads, {of.key_dim, of.key_dim, values, values});
+            sort_heads(&gates[r * 2 * of.heads], of.key_heads, {each, each});
+        });
+    }
+
+    // A row of `heads` heads, of which each has parts of these sizes, becomes all heads' first parts, then all second
+    // ones, and so on.
+    static void sort_heads(bf16* row, int64_t heads, std::initializer_list<int64_t> sizes) {
+        const int64_t size = std::accumulate(sizes.begin(), sizes.end(), int64_t(0));
+        thread_local std::vector<bf16> made;
+        made.assign(row, row + heads * size);
+        int64_t before = 0;
+        for (const int64_t part : sizes) {
+            for (int64_t h = 0; h < heads; h++, row += part) memcpy(row, &made[h * size + before], part * sizeof(bf16));
+            before += part;
+        }
+    }
+
     // To length `length`, in place.
     static void unit_row(float* __restrict x, int64_t size, float length) {
         const float factor = 1 / std::sqrt(sum_of_squares(x, size) + UNIT_EPSILON);

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from engine.decoder.experts import experts_args, unfit_experts
 from engine.decoder.families import ATTENTION, FAMILIES, NOTHING, STATE_SPACE, Family, Mixer, Paths
-from engine.decoder.structs import LayerArgs, ModelArgs, RecurrentArgs, WeightsArgs
+from engine.decoder.structs import ExpertsArgs, LayerArgs, ModelArgs, RecurrentArgs, WeightsArgs
 from engine.host_memory import HugePages
 from engine.linear.packed import pack
 from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight, join
@@ -33,14 +34,10 @@ def unfit(model: PreTrainedModel) -> str | None:
     activation = getattr(config, "mlp_hidden_act", getattr(config, "hidden_act", "silu"))
     if activation not in activations:
         return f"its activation is {activation}"
-    rotary = getattr(model.model, "rotary_emb", None)  # None where attention does not know positions
+    rotary = getattr(model.model, family.rotary, None)
     if rotary is not None and rotary.rope_type not in ROPE_TYPES:
         return f"its rotary embedding is of type {rotary.rope_type}"
-    if family.blocks:
-        has_experts = any(layer.block_type == "moe" for layer in model.model.layers)
-    else:
-        has_experts = bool(getattr(config, "num_local_experts", 0))
-    if has_experts:
+    if family.routing is None and bool(getattr(config, "num_local_experts", 0)):
         return "it has experts"
     for number, layer in enumerate(model.model.layers):
         mixer = family.mixer(layer)
@@ -48,6 +45,10 @@ def unfit(model: PreTrainedModel) -> str | None:
             reach = getattr(getattr(layer, mixer.path), mixer.conv).kernel_size[0]
             if reach > GRID + 1:
                 return f"layer {number} has a convolution of {reach} tokens, of at most {GRID + 1}"
+        if family.routing is not None and family.experts(layer) is not None:
+            fault = unfit_experts(getattr(layer, family.routing.block), has_gate=not family.blocks)
+            if fault is not None:
+                return fault
         if not all(map(_can_join, family.products(layer))):
             return f"layer {number} has products of one input that are quantized in several ways"
     return None
@@ -75,6 +76,7 @@ class NativeModel:
         self._kept: list[Tensor] = []
         self._quantized: dict[int, tuple[QuantizedArgs, PackedWeight, Tensor | None]] = {}
         """By address: what lies there, with the packed weight and the bias that it points to."""
+        self._experts: list[ExpertsArgs | QuantizedArgs] = []
 
     def keep(self, tensor: Tensor | None) -> int | None:
         """The address of the tensor's values in bfloat16."""
@@ -91,6 +93,17 @@ class NativeModel:
         values = tensor.detach().float().contiguous()
         self._kept.append(values)
         return values.data_ptr()
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        """A copy of it as it is, kept."""
+        values = self._memory.copy(tensor.detach())
+        self._kept.append(values)
+        return values
+
+    def keep_experts(self, args: ExpertsArgs | QuantizedArgs) -> int:
+        """Their address."""
+        self._experts.append(args)
+        return ctypes.addressof(args)
 
     def kept(self, address: int) -> Tensor:
         """What `keep` gave the address of."""
@@ -173,7 +186,7 @@ class Description(NativeModel):
             embeddings=self.keep(embeddings),
             final_norm=self.keep(getattr(decoder, family.final_norm).weight),
             head=self.weights(model.lm_head),
-            **self.rotation(getattr(decoder, "rotary_emb", None), positions),
+            **self.rotation(getattr(decoder, family.rotary, None), positions),
             opens_heads=attention.q_proj.out_features > queries,
             norms=family.norms,
             squares=family.blocks,
@@ -189,7 +202,7 @@ class Description(NativeModel):
 
     def _layer(self, layer: Any, family: Family) -> LayerArgs:
         mixer = family.mixer(layer)
-        qkv, gates, output, gate_up, down = family.products(layer)
+        qkv, gates, output, gate_up, down, _ = family.products(layer)
         args = LayerArgs(
             mixer=NOTHING if mixer is None else mixer.kind,
             input_norm=self.keep(_weight(layer, family.input_norm)),
@@ -198,6 +211,8 @@ class Description(NativeModel):
         for name, linears in {"qkv": qkv, "output": output, "gate_up": gate_up, "down": down}.items():
             if linears:
                 setattr(args, name, self.weights(*linears))
+        if family.routing is not None and family.experts(layer) is not None:
+            args.experts = self.keep_experts(experts_args(self, layer, family.routing))
         if mixer is None:
             return args
         if mixer.kind == ATTENTION:
@@ -217,6 +232,7 @@ class Description(NativeModel):
             shifts=self.keep_floats(getattr(module, "dt_bias", None)),
             skips=self.keep_floats(getattr(module, "D", None)),
             norm=self.keep(_weight(module, "norm")),
+            interleaved=mixer.interleaved,
         )
         if mixer.kind == STATE_SPACE:
             args.group = module.norm.group_size
@@ -244,6 +260,7 @@ def num_weights(model: nn.Module) -> int:
 
 
 def attention_window(attention: Any) -> int:
-    """Mistral's layers read theirs from the configuration; 0 for none."""
-    holder = attention.config if type(attention).__name__ == "MistralAttention" else attention
+    """Mistral's and Mixtral's layers read theirs from the configuration; 0 for none."""
+    reads_config = type(attention).__name__ in ("MistralAttention", "MixtralAttention")
+    holder = attention.config if reads_config else attention
     return getattr(holder, "sliding_window", None) or 0

@@ -14,6 +14,9 @@ ATTENTION, DELTA, SHORT_CONV, STATE_SPACE, NOTHING = range(5)
 PLAIN, CENTRED, EXACT = range(3)
 """How norms multiply by their weights; `row_math.h` has the same."""
 
+SOFTMAX, SIGMOID = range(2)
+"""What makes scores of a router's logits; `routing.h` has the same."""
+
 
 class Paths(NamedTuple):
     """Of a layer's linear layers, in the order of the products that they are computed in; those of one
@@ -26,6 +29,8 @@ class Paths(NamedTuple):
     output: tuple[str, ...]
     gate_up: tuple[str, ...]
     down: tuple[str, ...]
+    opener: tuple[str, ...] = ()
+    """Of the MLP beside experts."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,29 @@ class Mixer:
     gates: tuple[str, ...] = ()
     conv: str = "conv1d"
     block: str | None = None
+    interleaved: bool = False
+    """Whether linear layers' outputs lie key head by key head."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where a layer with experts has them and their router, namely in `block`, and how this makes scores.
+    `shared` is the path of the MLP beside them, whose linear layers are called as in other layers.
+    """
+
+    block: str = "mlp"
+    router: str = "gate"
+    shared: str | None = None
+    opener: str | None = None
+    score: int = SOFTMAX
+    preferences: str | None = None
+    """Added to scores only to find the highest."""
+    exact: bool = False
+    """Whether scores are made and used in float32, else rounded to bfloat16."""
+    rounds: bool = True
+    """Whether the chosen scores are."""
+    least_sum: float = 0.0
+    """Added to the chosen scores' sum, by which they are divided."""
 
 
 def _attention(output: str = "o_proj") -> Mixer:
@@ -49,9 +77,10 @@ def _attention(output: str = "o_proj") -> Mixer:
 
 @dataclass(frozen=True)
 class Family:
-    """Paths in a layer, but for the `final_norm`, which is the decoder's, and `epsilon`, the configuration's.
-    With `multipliers` the configuration has those of Granite. Where each layer is a `block` of one norm, it
-    mixes rows or is an MLP, which has no gate, but squares what is above 0.
+    """Paths in a layer, but for the `final_norm` and the `rotary` embedding, which are the decoder's, and
+    `epsilon`, the configuration's. Without the embedding attention does not know positions. With `multipliers`
+    the configuration has those of Granite. Where each layer is a `block` of one norm, it mixes rows or is an
+    MLP, which has no gate, but squares what is above 0.
     """
 
     mixers: tuple[Mixer, ...] = (_attention(),)
@@ -62,10 +91,12 @@ class Family:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     final_norm: str = "norm"
+    rotary: str = "rotary_emb"
     epsilon: str = "rms_norm_eps"
     norms: int = PLAIN
     multipliers: bool = False
     blocks: bool = False
+    routing: Routing | None = None
 
     def mixer(self, layer: nn.Module) -> Mixer | None:
         """None: it is an MLP."""
@@ -73,16 +104,34 @@ class Family:
         found = (mixer for mixer in self.mixers if getattr(layer, mixer.path, None) is not None)
         return next((mixer for mixer in found if mixer.block in (None, block)), None)
 
+    def experts(self, layer: nn.Module) -> Any:
+        """The module of a layer's experts, or None."""
+        block = None if self.routing is None else getattr(layer, self.routing.block, None)
+        return getattr(block, "experts", None)
+
     def paths(self, layer: nn.Module) -> Paths:
         mixer = self.mixer(layer)
         if mixer is None:
-            return Paths((), (), (), self.gate_up, (self.down,))
+            return Paths((), (), (), *self._mlp(layer))
         inputs, gates, output = (
             tuple(f"{mixer.path}.{name}" for name in names)
             for names in (mixer.inputs, mixer.gates, (mixer.output,))
         )
-        mlp = ((), ()) if self.blocks else (self.gate_up, (self.down,))
+        mlp = ((), ()) if self.blocks else self._mlp(layer)
         return Paths(inputs, gates, output, *mlp)
+
+    def _mlp(self, layer: nn.Module) -> tuple[tuple[str, ...], ...]:
+        """The last three of `Paths`."""
+        routing = self.routing
+        if routing is None or self.experts(layer) is None:
+            return self.gate_up, (self.down,), ()
+        if routing.shared is None:
+            return (), (), ()
+        gate_up, down = (
+            tuple(f"{routing.shared}.{name.rpartition('.')[2]}" for name in names)
+            for names in (self.gate_up, (self.down,))
+        )
+        return gate_up, down, () if routing.opener is None else (f"{routing.block}.{routing.opener}",)
 
     def products(self, layer: nn.Module) -> Iterator[tuple[Any, ...]]:
         """The linear layers of each of `paths`."""
@@ -90,37 +139,58 @@ class Family:
 
 
 LLAMA = Family()
+QWEN_ROUTING = Routing(shared="mlp.shared_expert", opener="shared_expert_gate")
+QWEN3_5 = Family(
+    mixers=(
+        _attention(),
+        Mixer(
+            DELTA,
+            "linear_attn",
+            inputs=("in_proj_qkv", "in_proj_z"),
+            gates=("in_proj_b", "in_proj_a"),
+            output="out_proj",
+        ),
+    ),
+    norms=CENTRED,
+)
+QWEN3_NEXT = Family(
+    mixers=(
+        _attention(),
+        Mixer(DELTA, "linear_attn", ("in_proj_qkvz",), "out_proj", ("in_proj_ba",), interleaved=True),
+    ),
+    norms=CENTRED,
+    routing=QWEN_ROUTING,
+)
+LFM2 = Family(
+    mixers=(
+        _attention("out_proj"),
+        Mixer(SHORT_CONV, "conv", inputs=("in_proj",), output="out_proj", conv="conv"),
+    ),
+    input_norm="operator_norm",
+    mlp_norm="ffn_norm",
+    query_norm="self_attn.q_layernorm",
+    key_norm="self_attn.k_layernorm",
+    gate_up=("feed_forward.w1", "feed_forward.w3"),
+    down="feed_forward.w2",
+    final_norm="embedding_norm",
+    epsilon="norm_eps",
+)
 FAMILIES = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": LLAMA,
     "Qwen2ForCausalLM": LLAMA,
     "Qwen3ForCausalLM": LLAMA,
-    "Qwen3_5ForCausalLM": Family(
-        mixers=(
-            _attention(),
-            Mixer(
-                DELTA,
-                "linear_attn",
-                inputs=("in_proj_qkv", "in_proj_z"),
-                gates=("in_proj_b", "in_proj_a"),
-                output="out_proj",
-            ),
-        ),
-        norms=CENTRED,
-    ),
-    "Lfm2ForCausalLM": Family(
-        mixers=(
-            _attention("out_proj"),
-            Mixer(SHORT_CONV, "conv", inputs=("in_proj",), output="out_proj", conv="conv"),
-        ),
-        input_norm="operator_norm",
-        mlp_norm="ffn_norm",
-        query_norm="self_attn.q_layernorm",
-        key_norm="self_attn.k_layernorm",
-        gate_up=("feed_forward.w1", "feed_forward.w3"),
-        down="feed_forward.w2",
-        final_norm="embedding_norm",
-        epsilon="norm_eps",
+    "MixtralForCausalLM": Family(routing=Routing(rounds=False)),
+    "Qwen2MoeForCausalLM": Family(routing=QWEN_ROUTING),
+    "Qwen3MoeForCausalLM": Family(routing=Routing()),
+    "Qwen3NextForCausalLM": QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5MoeForCausalLM": replace(QWEN3_5, routing=QWEN_ROUTING),
+    "Lfm2ForCausalLM": LFM2,
+    "Lfm2MoeForCausalLM": replace(
+        LFM2,
+        rotary="pos_emb",
+        routing=Routing("feed_forward", score=SIGMOID, preferences="expert_bias", least_sum=1e-6),
     ),
     "BambaForCausalLM": Family(
         mixers=(_attention(), Mixer(STATE_SPACE, "mamba", inputs=("in_proj",), output="out_proj")),
@@ -135,6 +205,7 @@ FAMILIES = {
         gate_up=("shared_mlp.input_linear",),
         down="shared_mlp.output_linear",
         multipliers=True,
+        routing=Routing("block_sparse_moe", "router", shared="shared_mlp"),
     ),
     "NemotronHForCausalLM": Family(
         mixers=(
@@ -149,6 +220,22 @@ FAMILIES = {
         epsilon="layer_norm_epsilon",
         norms=EXACT,
         blocks=True,
+        routing=Routing(
+            "mixer",
+            shared="mixer.shared_experts",
+            score=SIGMOID,
+            preferences="gate.e_score_correction_bias",
+            exact=True,
+            rounds=False,
+            least_sum=1e-20,
+        ),
     ),
 }
 """By the model's class."""
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Of a model that is of one of the `FAMILIES`."""
+    family = FAMILIES[type(model).__name__]
+    layers: Any = model.get_submodule("model.layers")
+    return any(family.experts(layer) is not None for layer in layers)

@@ -20,13 +20,15 @@ from engine.decoder.structs import (
     BatchArgs,
     DraftArgs,
     EntryArgs,
+    ExpertsArgs,
+    ExpertWeightsArgs,
     LayerArgs,
     ModelArgs,
     RecurrentArgs,
     RowsArgs,
     WeightsArgs,
 )
-from engine.linear import packed_quantized
+from engine.linear import packed_quantized, routed
 from engine.linear.packed import kernel_address
 from engine.lora.layers import kernel_address as adapt_address
 from engine.lora.table import Adapters
@@ -45,6 +47,8 @@ def library() -> ctypes.CDLL:
     structs = (
         WeightsArgs,
         RecurrentArgs,
+        ExpertWeightsArgs,
+        ExpertsArgs,
         LayerArgs,
         EntryArgs,
         ModelArgs,
@@ -92,6 +96,7 @@ class NativeDecoder:
         model.linear, model.parallel = kernel_address(), parallel()
         backend.parallel = model.parallel
         model.quantized_linear = packed_quantized.kernel_address()
+        model.routed_linear, model.routed_quantized_linear = routed.kernel_addresses()
         self._adapters: NativeAdapters | None = None
         if adapters is not None:
             self._adapters = NativeAdapters(adapters, description.paths, description.columns)

@@ -6,6 +6,7 @@
 
 #include "../../native/parallel.h"
 #include "../attention/cpu_kernel/step.h"
+#include "../linear/routed_rows.h"
 #include "../lora/adapt.h"
 #include "../recurrent/structs.h"
 #include "../sampler/choice.h"
@@ -14,6 +15,8 @@ namespace {
 
 using Linear = void (*)(const bf16*, const bf16*, const bf16*, bf16*, int64_t, int64_t, int64_t, int64_t, Parallel);
 using QuantizedLinear = void (*)(const bf16*, const void*, bf16*, int64_t, int64_t, Parallel);
+using RoutedLinear = void (*)(const Routed*, const bf16*, const bf16*, int64_t, Parallel);
+using RoutedQuantizedLinear = void (*)(const Routed*, const void*, int64_t, int64_t, int64_t, Parallel);
 using BeginAttention = const char* (*)(void*, const Step*);
 using Attend = void (*)(void*, const Call*);
 // Makes rows whole of which each rank has some: `own` of their `width` bytes, from `first` on.
@@ -35,6 +38,7 @@ enum Mixer : int64_t { ATTENTION, DELTA, SHORT_CONV, STATE_SPACE, NOTHING };
 // What a mixer with a state has beside its layer's products, null where it has none.
 struct Recurrent {
     int64_t number, group;                // among recurrent layers; how many values are normed together
+    int64_t interleaved;                  // whether products' outputs lie key head by key head
     const float *taps, *bias;             // of its convolution, [taps, channels], [channels]
     const float *rates, *shifts, *skips;  // [heads]
     float shortest, longest;              // of times
@@ -42,13 +46,38 @@ struct Recurrent {
     Weights gates;
 };
 
-// Rows are mixed, and each then goes through an MLP; or only one of both, and the other's products are null.
+// One product's packed weights of all experts of a layer, one expert's behind the other's.
+struct ExpertWeights {
+    const bf16 *values, *bias;
+    const void* quantized;  // the first expert's, of which a panel has so many `words` and `scales`
+    int64_t words, scales;
+    int64_t in, out;
+};
+
+// A layer's experts, of which each row goes through those that its router scores highest.
+struct Experts {
+    int64_t count, chosen;
+    int64_t score;               // one of `Score`
+    Weights router;              // makes logits in bfloat16; or
+    const float* exact_router;   // [count, hidden], makes them in float32
+    const float* preferences;    // [count], null for none: added to scores only to find the highest
+    int64_t groups, open_groups; // experts are chosen only from the groups with the highest scores
+    int64_t normalizes;          // whether the chosen scores sum up to 1,
+    float least_sum, scaling;    // then are scaled,
+    int64_t rounds;              // and rounded to bfloat16
+    ExpertWeights first, second;
+    Weights opener;              // makes what opens the output of the layer's MLP; null: it is open
+};
+
+// Rows are mixed, and each then goes through an MLP, through experts or through both side by side; or only the one or
+// the other, and what there is not is null.
 struct Layer {
     int64_t mixer;
     const bf16 *input_norm, *query_norm, *key_norm, *mlp_norm;  // null where there is none
     Weights qkv, output, gate_up, down;
     int64_t window;
     const Recurrent* recurrent;  // null for attention
+    const Experts* experts;
 };
 
 // The input of a draft head of one layer (EAGLE): a token and the hidden state before it. Either both are normed and
@@ -76,6 +105,8 @@ struct Model {
     void* attention;
     Linear linear;
     QuantizedLinear quantized_linear;
+    RoutedLinear routed_linear;
+    RoutedQuantizedLinear routed_quantized_linear;
     BeginAttention begin;
     Attend attend;
     Parallel parallel;
@@ -89,8 +120,8 @@ struct Model {
 };
 
 // Where a layer's parts of an adapter begin: those of the mixer's input, of its gates and of its
-// output, of the gate and what it opens, and of the way down.
-enum Product : int64_t { QKV = 0, GATES = 3, OUTPUT = 5, GATE_UP = 6, DOWN = 8, PARTS = 9 };
+// output, of the gate and what it opens, of the way down, and of what opens an MLP beside experts.
+enum Product : int64_t { QKV = 0, GATES = 3, OUTPUT = 5, GATE_UP = 6, DOWN = 8, OPENER = 9, PARTS = 10 };
 
 struct Rows {
     const int64_t *token_ids, *positions;

@@ -14,11 +14,31 @@ class WeightsArgs(Structure):
 
 class RecurrentArgs(Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("number", "group")),
+        *((name, c_int64) for name in ("number", "group", "interleaved")),
         *((name, c_void_p) for name in ("taps", "bias", "rates", "shifts", "skips")),
         *((name, c_float) for name in ("shortest", "longest")),
         ("norm", c_void_p),
         ("gates", WeightsArgs),
+    )
+
+
+class ExpertWeightsArgs(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("values", "bias", "quantized")),
+        *((name, c_int64) for name in ("words", "scales", "inputs", "outputs")),
+    )
+
+
+class ExpertsArgs(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("count", "chosen", "score")),
+        ("router", WeightsArgs),
+        *((name, c_void_p) for name in ("exact_router", "preferences")),
+        *((name, c_int64) for name in ("groups", "open_groups", "normalizes")),
+        *((name, c_float) for name in ("least_sum", "scaling")),
+        ("rounds", c_int64),
+        *((name, ExpertWeightsArgs) for name in ("first", "second")),
+        ("opener", WeightsArgs),
     )
 
 
@@ -28,7 +48,7 @@ class LayerArgs(Structure):
         *((name, c_void_p) for name in ("input_norm", "query_norm", "key_norm", "mlp_norm")),
         *((name, WeightsArgs) for name in ("qkv", "output", "gate_up", "down")),
         ("window", c_int64),
-        ("recurrent", c_void_p),
+        *((name, c_void_p) for name in ("recurrent", "experts")),
     )
 
 
@@ -58,7 +78,8 @@ class ModelArgs(Structure):
         ("norm_epsilon", c_double),
         ("attention_scale", c_double),
         *((name, c_double) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")),
-        *((name, c_void_p) for name in ("attention", "linear", "quantized_linear", "begin", "attend")),
+        *((name, c_void_p) for name in ("attention", "linear", "quantized_linear")),
+        *((name, c_void_p) for name in ("routed_linear", "routed_quantized_linear", "begin", "attend")),
         *((name, c_void_p) for name in ("parallel", "entry", "gather", "ranks", "adapt")),
         *((name, c_void_p) for name in ("seats", "convolve", "attend_linear")),
     )

@@ -65,6 +65,13 @@ class Work {
         gather(part.data(), out, n, w.first, w.out, width);
     }
 
+    // The `width` values that an MLP's first product makes of a row are squared, or there are as many behind them that
+    // they open.
+    void activate(const bf16* made, int64_t width, bf16* out) const {
+        if (m.squares) square_row(made, width, out);
+        else gate_row(made, made + width, width, out);
+    }
+
     // Makes rows whole of which a rank has `own` values.
     void gather(std::vector<bf16>& values, int64_t n, int64_t first, int64_t own, int64_t width) {
         if (own == width) return;

@@ -9,14 +9,14 @@ import copy
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from engine.linear.packed import library, pack
 from engine.linear.packed_quantized import FORMATS, PackedQuantizedLinear, packed_args
-from engine.linear.structs import RoutedArgs
+from engine.linear.structs import QuantizedArgs, RoutedArgs
 from native.build import declare
 from native.openmp import gomp_parallel
 
@@ -33,6 +33,12 @@ def _quantized_kernel() -> Callable[..., None]:
     """Raises BuildError."""
     pointers, numbers = [ctypes.c_void_p] * 2, [ctypes.c_int64] * 3
     return declare(library(), "tandem_routed_quantized_linear", None, *pointers, *numbers, ctypes.c_void_p)
+
+
+def kernel_addresses() -> tuple[int, int]:
+    """Of the functions for bfloat16 and for quantized weights, for native callers. Raises BuildError."""
+    plain, quantized = (ctypes.cast(each(), ctypes.c_void_p) for each in (_kernel, _quantized_kernel))  # type: ignore[arg-type]
+    return plain.value or 0, quantized.value or 0
 
 
 def _routed(
@@ -71,6 +77,21 @@ def _run(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None, out_fe
     return out
 
 
+def _first(
+    words: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    inputs: Tensor | None,
+    bias: Tensor | None,
+    format: int,
+    input_group: int,
+    out_features: int,
+) -> QuantizedArgs:
+    """The first expert's weights."""
+    offset, order, first_bias = (None if each is None else each[0] for each in (offsets, inputs, bias))
+    return packed_args(words[0], scales[0], offset, order, first_bias, format, input_group, out_features)
+
+
 def _run_quantized(
     x: Tensor,
     experts: Tensor,
@@ -84,8 +105,7 @@ def _run_quantized(
     out_features: int,
 ) -> Tensor:
     x, experts = x.contiguous(), experts.contiguous()
-    offset, order, first_bias = (None if each is None else each[0] for each in (offsets, inputs, bias))
-    first = packed_args(words[0], scales[0], offset, order, first_bias, format, input_group, out_features)
+    first = _first(words, scales, offsets, inputs, bias, format, input_group, out_features)
     args, out = _routed(x, experts, first.in_features, out_features, len(words))
     _quantized_kernel()(
         ctypes.addressof(args),
@@ -180,8 +200,14 @@ class RoutedQuantizedLinear(Routed):
     def num_experts(self) -> int:
         return len(self.words)
 
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        tensors = self.words, self.scales, self.offsets, self.inputs, self.bias
+        return *tensors, FORMATS.index(self.format), self.input_group, self.out_features
+
+    def first(self) -> QuantizedArgs:
+        """The first expert's weights, for native callers. They point to this layer's memory."""
+        return _first(*self._parts)
+
     def forward(self, x: Tensor, experts: Tensor) -> Tensor:
-        parts = self.words, self.scales, self.offsets, self.inputs, self.bias
-        return torch.ops.tandem.routed_quantized_linear.default(
-            x, experts, *parts, FORMATS.index(self.format), self.input_group, self.out_features
-        )
+        return torch.ops.tandem.routed_quantized_linear.default(x, experts, *self._parts)

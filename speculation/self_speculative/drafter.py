@@ -35,7 +35,7 @@ from speculation.chains import ChainDrafting
 from speculation.drafter import Drafter
 from speculation.rounding import FIELD, round_draft
 from speculation.self_speculative.layers import kept_layers, with_defaults, with_layers
-from speculation.self_speculative.native import PartialDescription
+from speculation.self_speculative.native import PRODUCTS, PartialDescription
 
 
 class SelfDrafter(Drafter):
@@ -123,7 +123,8 @@ class SelfDrafter(Drafter):
 
 def _is_quantized(target: LoadedModel) -> bool:
     if target.description is not None:
-        return any(layer.down.quantized is not None for layer in target.description.layers)
+        layers = target.description.layers
+        return any(getattr(layer, name).quantized is not None for layer in layers for name in PRODUCTS)
     head = target.model.get_output_embeddings()
     others = (module for module in target.model.modules() if module is not head)
     return any(isinstance(getattr(module, "format", None), CodeFormat) for module in others)

@@ -12,7 +12,7 @@ from engine.linear.packed_quantized import fits, packed
 from engine.linear.rounding import group_size, round_to_nearest
 from engine.quantization.weight import CodeFormat
 
-_PRODUCTS = ("qkv", "output", "gate_up", "down")
+PRODUCTS = ("qkv", "output", "gate_up", "down")
 
 
 class PartialDescription(NativeModel):
@@ -27,13 +27,13 @@ class PartialDescription(NativeModel):
         self.model = ModelArgs.from_buffer_copy(whole.model)
         self.model.layers = ctypes.addressof(self.layers)
         self.model.num_layers = len(layers)
-        products = [getattr(layer, name) for layer in layers for name in _PRODUCTS]
+        products = [getattr(layer, name) for layer in layers for name in PRODUCTS]
         self.model.products = sum(each.inputs * each.outputs for each in [*products, self.model.head])
 
     def _layer(self, whole: LayerArgs, format: CodeFormat | None) -> LayerArgs:
         layer = LayerArgs.from_buffer_copy(whole)
         if format is not None:
-            for name in _PRODUCTS:
+            for name in PRODUCTS:
                 setattr(layer, name, self._rounded(getattr(whole, name), format))
         return layer
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -63,6 +65,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.4,
         "logits_scaling": 4.0,
     },
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 24},
+    "qwen2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 80,
+        "shared_expert_intermediate_size": 48,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "head_dim": 16},
 }
 
 
@@ -124,15 +135,22 @@ class Both:
         return self.native.run(batch, logit_rows), self.modules.run(batch, logit_rows)
 
 
-def assert_same(ours: Tensor, theirs: Tensor, slack: float = 1.0) -> None:
+def most_swaps(fields: Mapping[str, Any]) -> float:
+    """Of a model with these fields: see `assert_same`."""
+    return 0.1 if "num_experts_per_tok" in fields else 0.0
+
+
+def assert_same(ours: Tensor, theirs: Tensor, slack: float = 1.0, swaps: float = 0.0) -> None:
     """But for a norm's float32 sum, taken in another order: now and then a value is rounded the other way.
 
-    Where inputs are rounded to int8 that is a larger step. States that last need some `slack`.
+    Where inputs are rounded to int8 that is a larger step. States that last need some `slack`. In so many of
+    the rows, `swaps`, that may change which of two experts that are nearly tied is chosen.
     """
     difference = (ours.float() - theirs.float()).abs()
     scale = theirs.float().abs().mean()
     assert difference.mean() < 0.02 * slack * scale
-    assert difference.max() < 0.2 * slack * scale
+    apart = difference.flatten(1).amax(1) > 0.2 * slack * scale
+    assert apart.sum() <= math.ceil(swaps * len(apart))
 
 
 def steps(seed: int = 0) -> list[tuple[list[SequenceRows], list[int]]]:
@@ -169,7 +187,7 @@ def test_logits_are_the_modules(name: str, threads: int, threads_restored: None)
     both = Both(name)
     for batch, logit_rows in steps():
         ours, theirs = both.run(batch, logit_rows)
-        assert_same(ours.logits, theirs.logits)
+        assert_same(ours.logits, theirs.logits, swaps=most_swaps(MODELS[name]))
         assert ours.hidden is None
 
 

@@ -77,6 +77,7 @@ def load(
     dtype: torch.dtype,
     compile: str = "off",
     quantization: CodeFormat | None = None,
+    in_ranks: bool = False,
     **changes: Any,
 ) -> LoadedModel:
     """A random model, packed."""
@@ -92,7 +93,8 @@ def load(
         pack_quantized_linears(model)
     absorb(model)
     kv_group = probe(model, dtype, model.config.num_hidden_layers).kv
-    loaded = LoadedModel(model, CPU, dtype, kv_group, model.config.vocab_size, 512, [], "weights")
+    vocab_size = model.config.vocab_size
+    loaded = LoadedModel(model, CPU, dtype, kv_group, vocab_size, 512, [], "weights", in_ranks=in_ranks)
     return pack_model(loaded, compile, select_backend(CPU, dtype)[0])
 
 
@@ -142,6 +144,18 @@ def test_the_native_decoder_has_them_too(heads: int, kv_heads: int, size: int) -
     assert loaded.description is not None
     expected, pool = run(loaded, 1)
     logits, shared = run(loaded, size)
+    assert all(map(torch.equal, logits, expected))
+    assert torch.equal(shared, pool)
+
+
+@needs_kernel
+def test_experts_are_shared_by_the_modules() -> None:
+    """So a worker of one rank beside one of several leaves its experts to these, too."""
+    assert load("mixtral", torch.bfloat16, "auto").description is not None
+    loaded = load("mixtral", torch.bfloat16, "auto", in_ranks=True)
+    assert loaded.description is None
+    expected, pool = run(loaded, 1)
+    logits, shared = run(loaded, 2)
     assert all(map(torch.equal, logits, expected))
     assert torch.equal(shared, pool)
 
