@@ -78,9 +78,9 @@ def _attention(output: str = "o_proj") -> Mixer:
 @dataclass(frozen=True)
 class Family:
     """Paths in a layer, but for the `final_norm` and the `rotary` embedding, which are the decoder's, and
-    `epsilon`, the configuration's. Without the embedding attention does not know positions. With `multipliers`
-    the configuration has those of Granite. Where each layer is a `block` of one norm, it mixes rows or is an
-    MLP, which has no gate, but squares what is above 0.
+    `epsilon`, the configuration's. Without the embedding attention does not know positions. With
+    `multipliers` the configuration has those of Granite. Where each layer is a `block` of one norm, it mixes
+    rows or is an MLP, which has no gate, but squares what is above 0.
     """
 
     mixers: tuple[Mixer, ...] = (_attention(),)
