@@ -16,8 +16,6 @@
 
 namespace {
 
-constexpr float UNIT_EPSILON = 1e-6f;  // flash-linear-attention's
-
 class DeltaMixer : RecurrentMixer {
   public:
     explicit DeltaMixer(Work& work) : RecurrentMixer(work) {}
@@ -80,12 +78,6 @@ class DeltaMixer : RecurrentMixer {
             for (int64_t h = 0; h < heads; h++, row += part) memcpy(row, &made[h * size + before], part * sizeof(bf16));
             before += part;
         }
-    }
-
-    // To length `length`, in place.
-    static void unit_row(float* __restrict x, int64_t size, float length) {
-        const float factor = 1 / std::sqrt(sum_of_squares(x, size) + UNIT_EPSILON);
-        for (int64_t i = 0; i < size; i++) x[i] = x[i] * factor * length;
     }
 
     // The norm of what a head read, opened by silu(gate).
