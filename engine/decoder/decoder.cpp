@@ -12,6 +12,8 @@
 #include "delta_mixer.h"
 #include "drafted.h"
 #include "experts.h"
+#include "kda_mixer.h"
+#include "latent_mixer.h"
 #include "row_math.h"
 #include "short_conv_mixer.h"
 #include "state_space_mixer.h"
@@ -26,7 +28,7 @@ class Decoder : Work {
   public:
     explicit Decoder(const Model& model)
         : Work(model), drafted(m.entry ? m.entry->token_ids : nullptr), attention(*this), delta(*this),
-          short_conv(*this), state_space(*this), experts(*this) {}
+          short_conv(*this), state_space(*this), kda(*this), latent(*this), experts(*this) {}
 
     // Calls from now on use up to so many threads. Results have the same bits on any number of them.
     Decoder& on(int64_t threads) {
@@ -244,6 +246,8 @@ class Decoder : Work {
             case DELTA: return delta.mix(l, rows);
             case SHORT_CONV: return short_conv.mix(l, rows);
             case STATE_SPACE: return state_space.mix(l, rows);
+            case CHANNEL_DELTA: return kda.mix(l, rows);
+            case LATENT: return latent.mix(l, rows);
             default: return attention.mix(l, rows);
         }
     }
@@ -265,6 +269,8 @@ class Decoder : Work {
     DeltaMixer delta;
     ShortConvMixer short_conv;
     StateSpaceMixer state_space;
+    KdaMixer kda;
+    LatentMixer latent;
     ExpertMlp experts;
     std::vector<bf16> x, gated, active, targets, kept;
     std::vector<bf16> scores, after;  // of each sequence's last row, while drafting
@@ -278,9 +284,9 @@ class Decoder : Work {
 
 extern "C" {
 
-extern const int64_t tandem_sizes[] = {sizeof(Weights), sizeof(Recurrent), sizeof(ExpertWeights), sizeof(Experts),
-                                       sizeof(Layer),   sizeof(Entry),     sizeof(Model),         sizeof(Rows),
-                                       sizeof(Batch),   sizeof(Draft)};
+extern const int64_t tandem_sizes[] = {sizeof(Weights), sizeof(Recurrent), sizeof(Latent), sizeof(ExpertWeights),
+                                       sizeof(Experts), sizeof(Layer),     sizeof(Entry),  sizeof(Model),
+                                       sizeof(Rows),    sizeof(Batch),     sizeof(Draft)};
 
 void* tandem_decoder_create(const Model* model) { return new Decoder(*model); }
 

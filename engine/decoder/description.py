@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.decoder.experts import experts_args, unfit_experts
-from engine.decoder.families import ATTENTION, FAMILIES, NOTHING, STATE_SPACE, Family, Mixer, Paths
-from engine.decoder.structs import ExpertsArgs, LayerArgs, ModelArgs, RecurrentArgs, WeightsArgs
+from engine.decoder.families import ATTENTION, FAMILIES, LATENT, NOTHING, STATE_SPACE, Family, Mixer, Paths
+from engine.decoder.structs import ExpertsArgs, LatentArgs, LayerArgs, ModelArgs, RecurrentArgs, WeightsArgs
 from engine.host_memory import HugePages
 from engine.linear.packed import pack
 from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight, join
@@ -41,7 +41,10 @@ def unfit(model: PreTrainedModel) -> str | None:
         return "it has experts"
     for number, layer in enumerate(model.model.layers):
         mixer = family.mixer(layer)
-        if mixer is not None and mixer.kind != ATTENTION:
+        if mixer is not None and mixer.kind == LATENT:
+            if not hasattr(getattr(layer, mixer.path), "absorbed"):
+                return f"layer {number} keeps keys and values, not latents"
+        elif mixer is not None and mixer.kind != ATTENTION:
             reach = getattr(getattr(layer, mixer.path), mixer.conv).kernel_size[0]
             if reach > GRID + 1:
                 return f"layer {number} has a convolution of {reach} tokens, of at most {GRID + 1}"
@@ -166,12 +169,17 @@ class Description(NativeModel):
         config, decoder = model.config, model.model
         family = FAMILIES[type(model).__name__]
         mixers = ((layer, family.mixer(layer)) for layer in decoder.layers)
-        attention = next(
-            getattr(layer, mixer.path) for layer, mixer in mixers if mixer and mixer.kind == ATTENTION
+        attention, has_latents = next(
+            (getattr(layer, mixer.path), mixer.kind == LATENT)
+            for layer, mixer in mixers
+            if mixer and mixer.kind in (ATTENTION, LATENT)
         )
-        queries = config.num_attention_heads * attention.head_dim
+        head_dim = attention.qk_head_dim if has_latents else attention.head_dim
+        queries = config.num_attention_heads * head_dim
         self.paths = [family.paths(layer) for layer in decoder.layers]
         self._recurrent: list[RecurrentArgs] = []
+        self._latent: list[LatentArgs] = []
+        self._head_products: list[ctypes.Array[WeightsArgs]] = []
         layers = [self._take(layer, family) for layer in decoder.layers]
         self.layers = (LayerArgs * len(layers))(*layers)
         embeddings = model.get_input_embeddings().weight
@@ -180,14 +188,14 @@ class Description(NativeModel):
             num_layers=len(layers),
             hidden=config.hidden_size,
             num_heads=config.num_attention_heads,
-            head_dim=attention.head_dim,
+            head_dim=head_dim,
             vocab=model.lm_head.out_features,
             products=num_weights(model) - embeddings.numel(),
             embeddings=self.keep(embeddings),
             final_norm=self.keep(getattr(decoder, family.final_norm).weight),
             head=self.weights(model.lm_head),
             **self.rotation(getattr(decoder, family.rotary, None), positions),
-            opens_heads=attention.q_proj.out_features > queries,
+            opens_heads=not has_latents and attention.q_proj.out_features > queries,
             norms=family.norms,
             squares=family.blocks,
             norm_epsilon=getattr(config, family.epsilon),
@@ -219,28 +227,50 @@ class Description(NativeModel):
             args.query_norm = self.keep(_weight(layer, family.query_norm))
             args.key_norm = self.keep(_weight(layer, family.key_norm))
             args.window = attention_window(getattr(layer, mixer.path))
+        elif mixer.kind == LATENT:
+            args.query_norm = self.keep(_weight(layer, f"{mixer.path}.q_a_layernorm"))
+            args.key_norm = self.keep(_weight(layer, f"{mixer.path}.kv_a_layernorm"))
+            args.latent = self._take_latent(getattr(layer, mixer.path))
         else:
             args.recurrent = self._take_recurrent(getattr(layer, mixer.path), mixer, gates)
         return args
 
+    def _take_latent(self, module: Any) -> int:
+        args = LatentArgs(
+            to_latent=self._of_heads(module.absorbed.to_latent.weight),
+            to_value=self._of_heads(module.absorbed.to_value.weight),
+            norm_epsilon=module.kv_a_layernorm.variance_epsilon,
+        )
+        if module.q_b_proj is not None:
+            args.queries = self.weights(module.q_b_proj)
+        self._latent.append(args)
+        return ctypes.addressof(args)
+
+    def _of_heads(self, weights: Tensor) -> int:
+        heads = (WeightsArgs * len(weights))(*map(self.matrix, weights))
+        self._head_products.append(heads)
+        return ctypes.addressof(heads)
+
     def _take_recurrent(self, module: Any, mixer: Mixer, gates: Sequence[Any]) -> int:
-        conv = getattr(module, mixer.conv)
+        conv, decays = getattr(module, mixer.conv), module.get_submodule(mixer.decays)
         args = RecurrentArgs(
             number=len(self._recurrent),
             taps=self.keep_floats(conv.weight.squeeze(1).t()),
             bias=self.keep_floats(conv.bias),
-            shifts=self.keep_floats(getattr(module, "dt_bias", None)),
+            shifts=self.keep_floats(getattr(decays, "dt_bias", None)),
             skips=self.keep_floats(getattr(module, "D", None)),
-            norm=self.keep(_weight(module, "norm")),
+            norm=self.keep(_weight(module, mixer.norm)),
             interleaved=mixer.interleaved,
         )
         if mixer.kind == STATE_SPACE:
             args.group = module.norm.group_size
             args.shortest, args.longest = module.time_step_limit
-        if hasattr(module, "A_log"):
-            args.rates = self.keep_floats(-module.A_log.float().exp())
+        if hasattr(decays, "A_log"):
+            args.rates = self.keep_floats(-decays.A_log.float().exp())
         if gates:
             args.gates = self.weights(*gates)
+        if mixer.low_rank:
+            args.decays, args.opening = (self.weights(module.get_submodule(name)) for name in mixer.low_rank)
         self._recurrent.append(args)
         return ctypes.addressof(args)
 

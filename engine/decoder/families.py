@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-ATTENTION, DELTA, SHORT_CONV, STATE_SPACE, NOTHING = range(5)
+ATTENTION, DELTA, SHORT_CONV, STATE_SPACE, NOTHING, CHANNEL_DELTA, LATENT = range(7)
 """What mixes a layer's rows; `structs.h` has the same."""
 
 PLAIN, CENTRED, EXACT = range(3)
@@ -36,7 +36,9 @@ class Paths(NamedTuple):
 @dataclass(frozen=True)
 class Mixer:
     """A layer's module that mixes rows, and what it calls its linear layers and its convolution. Where all
-    layers have their modules at one path, `block` is the type of those that have this one.
+    layers have their modules at one path, `block` is the type of those that have this one. Of the `inputs`
+    those that are None are left out. `low_rank` are what goes on from the last of the gates, for decays and
+    for what opens outputs; `decays` has what decays are made with, if that is a module of its own.
     """
 
     kind: int
@@ -45,7 +47,10 @@ class Mixer:
     output: str
     gates: tuple[str, ...] = ()
     conv: str = "conv1d"
+    norm: str = "norm"
     block: str | None = None
+    low_rank: tuple[str, ...] = ()
+    decays: str = ""
     interleaved: bool = False
     """Whether linear layers' outputs lie key head by key head."""
 
@@ -113,9 +118,11 @@ class Family:
         mixer = self.mixer(layer)
         if mixer is None:
             return Paths((), (), (), *self._mlp(layer))
+        module = getattr(layer, mixer.path)
+        present = tuple(name for name in mixer.inputs if getattr(module, name) is not None)
         inputs, gates, output = (
             tuple(f"{mixer.path}.{name}" for name in names)
-            for names in (mixer.inputs, mixer.gates, (mixer.output,))
+            for names in (present, mixer.gates, (mixer.output,))
         )
         mlp = ((), ()) if self.blocks else self._mlp(layer)
         return Paths(inputs, gates, output, *mlp)
@@ -140,6 +147,14 @@ class Family:
 
 LLAMA = Family()
 QWEN_ROUTING = Routing(shared="mlp.shared_expert", opener="shared_expert_gate")
+DEEPSEEK_ROUTING = Routing(
+    shared="mlp.shared_experts",
+    score=SIGMOID,
+    preferences="gate.e_score_correction_bias",
+    exact=True,
+    rounds=False,
+    least_sum=1e-20,
+)
 QWEN3_5 = Family(
     mixers=(
         _attention(),
@@ -220,15 +235,30 @@ FAMILIES = {
         epsilon="layer_norm_epsilon",
         norms=EXACT,
         blocks=True,
-        routing=Routing(
-            "mixer",
-            shared="mixer.shared_experts",
-            score=SIGMOID,
-            preferences="gate.e_score_correction_bias",
-            exact=True,
-            rounds=False,
-            least_sum=1e-20,
+        routing=replace(DEEPSEEK_ROUTING, block="mixer", shared="mixer.shared_experts"),
+    ),
+    "KimiLinearForCausalLM": Family(
+        mixers=(
+            Mixer(
+                CHANNEL_DELTA,
+                "self_attn",
+                inputs=("q_proj", "k_proj", "v_proj"),
+                gates=("b_proj", "forget_gate.f_a_proj", "g_a_proj"),
+                output="o_proj",
+                norm="o_norm",
+                block="linear_attention",
+                low_rank=("forget_gate.f_b_proj", "g_b_proj"),
+                decays="forget_gate",
+            ),
+            Mixer(
+                LATENT,
+                "self_attn",
+                inputs=("q_proj", "q_a_proj", "kv_a_proj_with_mqa"),
+                output="o_proj",
+                block="full_attention",
+            ),
         ),
+        routing=DEEPSEEK_ROUTING,
     ),
 }
 """By the model's class."""

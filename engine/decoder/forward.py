@@ -22,6 +22,7 @@ from engine.decoder.structs import (
     EntryArgs,
     ExpertsArgs,
     ExpertWeightsArgs,
+    LatentArgs,
     LayerArgs,
     ModelArgs,
     RecurrentArgs,
@@ -47,6 +48,7 @@ def library() -> ctypes.CDLL:
     structs = (
         WeightsArgs,
         RecurrentArgs,
+        LatentArgs,
         ExpertWeightsArgs,
         ExpertsArgs,
         LayerArgs,

@@ -33,17 +33,25 @@ struct Weights {
 };
 
 // What mixes a layer's rows; each has a header that says what a layer's `qkv` makes for it.
-enum Mixer : int64_t { ATTENTION, DELTA, SHORT_CONV, STATE_SPACE, NOTHING };
+enum Mixer : int64_t { ATTENTION, DELTA, SHORT_CONV, STATE_SPACE, NOTHING, CHANNEL_DELTA, LATENT };
 
 // What a mixer with a state has beside its layer's products, null where it has none.
 struct Recurrent {
     int64_t number, group;                // among recurrent layers; how many values are normed together
     int64_t interleaved;                  // whether products' outputs lie key head by key head
     const float *taps, *bias;             // of its convolution, [taps, channels], [channels]
-    const float *rates, *shifts, *skips;  // [heads]
+    const float *rates, *shifts, *skips;  // [heads]; with decays of channels `shifts` are [heads, key_dim]
     float shortest, longest;              // of times
     const bf16* norm;
     Weights gates;
+    Weights decays, opening;  // of low rank: they make these of the last that `gates` makes
+};
+
+// What latent attention has beside its layer's products.
+struct Latent {
+    Weights queries;  // of what `qkv` makes, past a norm; none: `qkv` makes the heads' queries
+    const Weights *to_latent, *to_value;  // of each head
+    double norm_epsilon;
 };
 
 // One product's packed weights of all experts of a layer, one expert's behind the other's.
@@ -77,6 +85,7 @@ struct Layer {
     Weights qkv, output, gate_up, down;
     int64_t window;
     const Recurrent* recurrent;  // null for attention
+    const Latent* latent;        // null but for latent attention
     const Experts* experts;
 };
 

@@ -18,7 +18,16 @@ class RecurrentArgs(Structure):
         *((name, c_void_p) for name in ("taps", "bias", "rates", "shifts", "skips")),
         *((name, c_float) for name in ("shortest", "longest")),
         ("norm", c_void_p),
-        ("gates", WeightsArgs),
+        *((name, WeightsArgs) for name in ("gates", "decays", "opening")),
+    )
+
+
+class LatentArgs(Structure):
+    _fields_ = (
+        ("queries", WeightsArgs),
+        ("to_latent", c_void_p),
+        ("to_value", c_void_p),
+        ("norm_epsilon", c_double),
     )
 
 
@@ -48,7 +57,7 @@ class LayerArgs(Structure):
         *((name, c_void_p) for name in ("input_norm", "query_norm", "key_norm", "mlp_norm")),
         *((name, WeightsArgs) for name in ("qkv", "output", "gate_up", "down")),
         ("window", c_int64),
-        *((name, c_void_p) for name in ("recurrent", "experts")),
+        *((name, c_void_p) for name in ("recurrent", "latent", "experts")),
     )
 
 

@@ -63,7 +63,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 64,
         "routed_scaling_factor": 1.5,
     },
+    "kimi_linear": {**_FEW, "num_experts": 8, "num_expert_group": 4, "topk_group": 2},
+    "kimi_linear-whole_queries": {
+        "model_type": "kimi_linear",
+        "mlp_layer_types": ["dense"] * 3,
+        "q_lora_rank": None,
+        "rms_norm_eps": 4.0,  # of which the norm of latents has its own
+    },
 }
+EXPANDED = [name for name in MODELS if name.startswith("kimi_linear")]
+"""With adapters these keep keys and values, which the native decoder leaves to the modules."""
 CASES = [
     ("qwen3_5_text", None),
     ("qwen3_5_text", "int8"),
@@ -77,6 +86,10 @@ CASES = [
     ("lfm2_moe", None),
     ("nemotron_h", None),
     ("nemotron-experts", None),
+    ("kimi_linear", None),
+    ("kimi_linear", "int8"),
+    ("kimi_linear", "int4"),
+    ("kimi_linear-whole_queries", None),
 ]
 """With the format of quantized weights, whose products do not depend on what mixes rows."""
 
@@ -99,11 +112,17 @@ class Model:
         assert isinstance(backend, CpuBackend)
         self.adapters = loaded.adapters
         self.seats = Seats(layout, 3, CPU)
+        self.pool = pool
         self.runner: Runner = build_runner(loaded, backend, compile, hidden_layers, self.seats)
 
     def logits(self, batch: list[SequenceRows]) -> Tensor:
         """Of all rows."""
         return self.runner.run(batch, list(range(sum(len(rows.token_ids) for rows in batch)))).logits
+
+    def kept(self) -> list[Tensor]:
+        """Of the sequence in the first seat, which has the first blocks."""
+        states = [part[0] for layer in self.seats.layers for part in layer if part.numel()]
+        return states + [side[:3] for layer in self.pool.layers(TARGET) for side in layer]
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +229,17 @@ def test_drafts_get_the_bits_of_certain_rows_and_leave_nothing_behind(native: Mo
 
 
 @pytest.mark.parametrize("model_type", MODELS)
+def test_states_and_kv_are_the_modules(folders: dict[str, Path], model_type: str) -> None:
+    """In seats and blocks of the same layout: a worker may go on from another one's."""
+    ours, theirs = (Model(folders[model_type], mode) for mode in ("auto", "off"))
+    for model in (ours, theirs):
+        model.logits([rows_of(tokens(40), 0, 40)])
+    for found, expected in zip(ours.kept(), theirs.kept(), strict=True):
+        assert expected.any()
+        assert_same(found, expected, slack=2, swaps=most_swaps(MODELS[model_type]))
+
+
+@pytest.mark.parametrize("model_type", [name for name in MODELS if name not in EXPANDED])
 def test_adapters_are_the_modules(folders: dict[str, Path], model_type: str, tmp_path: Path) -> None:
     """Of all linear layers, in a batch with two of them and none."""
     folder = folders[model_type]
@@ -225,6 +255,15 @@ def test_adapters_are_the_modules(folders: dict[str, Path], model_type: str, tmp
         found.append((model.runner.choice, model.logits(batch)))
     assert found[0][0] == "native decoder"
     assert_same(found[0][1], found[1][1], slack=2, swaps=most_swaps(MODELS[model_type]))
+
+
+@pytest.mark.parametrize("model_type", EXPANDED)
+def test_latents_that_adapters_expand_are_left_to_the_modules(
+    folders: dict[str, Path], model_type: str
+) -> None:
+    assert Model(folders[model_type], "auto", enable_lora=True).runner.choice.startswith("eager")
+    model = AutoModelForCausalLM.from_pretrained(folders[model_type])
+    assert unfit(model) == "layer 2 keeps keys and values, not latents"
 
 
 def test_a_build_of_its_own_operators_that_fails_leaves_it_to_the_modules(

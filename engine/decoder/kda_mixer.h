@@ -1,0 +1,85 @@
+// Kimi Delta Attention (2025): a gated delta net whose states decay by channels of their keys. A layer's `qkv` makes
+// the convolution's inputs. `gates` makes each head's beta, and behind these two short vectors: of one `decays` makes
+// each channel's decay, rate * softplus(made + shift), of the other `opening` what opens each head's output, past a
+// norm.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "gate_math.h"
+#include "recurrent_mixer.h"
+
+namespace {
+
+class KdaMixer : RecurrentMixer {
+  public:
+    explicit KdaMixer(Work& work) : RecurrentMixer(work) {}
+
+    // Fills `mixed` from a layer's `normed` rows, and returns its width.
+    int64_t mix(size_t l, const Rows& rows) {
+        const Layer& layer = w.layers[l];
+        const Recurrent& kda = *layer.recurrent;
+        const LayerSeats& of = m.seats[kda.number];
+        const int64_t n = rows.count, channels = of.channels, keys = of.key_heads * of.key_dim;
+        const int64_t width = of.heads * of.value_dim, decaying = of.heads * of.decay_dim, made = kda.gates.out;
+        w.mixed.resize(w.room * width), gates.resize(n * made);
+        betas.resize(n * of.heads), decays.resize(n * decaying), read.resize(n * width);
+        w.project(l, QKV, w.normed.data(), layer.qkv, w.product.data(), n);
+        w.project(l, GATES, w.normed.data(), kda.gates, gates.data(), n);
+        expand(kda.decays, of.heads, made, n, decayed);
+        expand(kda.opening, of.heads + kda.decays.in, made, n, opening);
+        convolve(kda, rows, w.product.data(), layer.qkv.out);
+        w.each_row(n, [&](int64_t r) {
+            float* row = &convolved[r * channels];
+            silu_row(row, channels);
+            for (int64_t first = 0; first < 2 * keys; first += of.key_dim)
+                unit_row(row + first, of.key_dim, first < keys ? 1 / std::sqrt(float(of.key_dim)) : 1);
+            for (int64_t h = 0; h < of.heads; h++) {
+                betas[r * of.heads + h] = rounded(1 / (1 + exp_of(-widen(gates[r * made + h]))));
+                const int64_t first = h * of.decay_dim;
+                for (int64_t i = first; i < first + of.decay_dim; i++)
+                    decays[r * decaying + i] = kda.rates[h] * softplus(widen(decayed[r * decaying + i]) + kda.shifts[i]);
+            }
+        });
+        const float* query = convolved.data();
+        attend(rows, {&of, query, query + keys, query + 2 * keys, decays.data(), betas.data(), nullptr, read.data(),
+                      channels, channels, channels});
+        w.each_row(n, [&](int64_t r) {
+            for (int64_t first = r * width; first < (r + 1) * width; first += of.value_dim)
+                opened_norm_row(&read[first], kda.norm, &opening[first], of.value_dim, m.norm_epsilon, &w.mixed[first]);
+        });
+        return width;
+    }
+
+  private:
+    // What weights of low rank make of the values from `first` on in each of the gates' rows.
+    void expand(const Weights& weights, int64_t first, int64_t step, int64_t n, std::vector<bf16>& out) {
+        low.resize(n * weights.in), out.resize(n * weights.out);
+        for (int64_t r = 0; r < n; r++)
+            memcpy(&low[r * weights.in], &gates[r * step + first], weights.in * sizeof(bf16));
+        w.multiply(low.data(), weights, out.data(), n);
+    }
+
+    // The norm of what a head read, opened by sigmoid(gate); only the result is rounded.
+    static void opened_norm_row(float* __restrict x, const bf16* __restrict weight, const bf16* __restrict gate,
+                                int64_t size, double epsilon, bf16* __restrict out) {
+        for (int64_t i = 0; i < size; i++) x[i] = rounded(x[i]);
+        const float factor = 1 / std::sqrt(sum_of_squares(x, size) / float(size) + float(epsilon));
+        float below[PIECE];
+        for (int64_t first = 0; first < size; first += PIECE) {
+            const int64_t count = std::min(PIECE, size - first);
+            denominators(gate + first, count, below);
+            for (int64_t i = first; i < first + count; i++)
+                out[i] = narrow(widen(weight[i]) * (x[i] * factor) / below[i - first]);
+        }
+    }
+
+    std::vector<bf16> gates, low, decayed, opening;
+    std::vector<float> betas, decays, read;
+};
+
+}  // namespace
