@@ -175,7 +175,7 @@ class Assembly:
             runner,
             sampler,
             scheduler,
-            runs_ahead=self.loaded.device.type != "cpu" and self.speculator is None and self.state is None,
+            runs_ahead=self.loaded.device.type != "cpu" and self.state is None,
             embeds=self.config.enable_embeddings,
             speculator=self.speculator,
         )

@@ -93,6 +93,8 @@ class StepLauncher:
     def take_ahead(self) -> Launched | None:
         """It is to be finished now."""
         launched, self._ahead = self._ahead, None
+        if launched is not None and self._speculator is not None:
+            self._speculator.went_ahead(launched.step, self._scheduler.num_active)
         return launched
 
     def launch(self, step: ScheduledStep) -> Launched:
@@ -117,13 +119,19 @@ class StepLauncher:
         if self._ahead_runner is None or launched.choice is None:
             return
         step = self._scheduler.following(launched.step)
-        if step is None:
+        if step is None or not self._is_plain(step):
             return
         packed = pack_ahead(step.sequences, launched.packed)
         chosen = launched.choice.token_ids
         logits, _ = self._ahead_runner.run_ahead(packed.batch, packed.logit_rows, chosen)
         rows = [sequence.row_after_next() for sequence in step.sequences]
         self._ahead = Launched(step, packed, logits, None, rows, self._sampler.begin(logits, rows))
+
+    def _is_plain(self, step: ScheduledStep) -> bool:
+        """Whether no sequence of a step that may go ahead drafts in it."""
+        if self._speculator is None:
+            return True
+        return self._speculator.may_go_ahead(step, self._scheduler.num_active_with(len(step.sequences)))
 
     def verdicts(self, launched: Launched) -> list[Verdict]:
         """What each of the sequences that sample in this step gets; waits for its tokens."""

@@ -137,7 +137,11 @@ class Scheduler:
     @property
     def num_active(self) -> int:
         """Sequences that run, or are about to."""
-        return min(len(self.running) + len(self.waiting), self._max_num_seqs)
+        return self.num_active_with(len(self.running))
+
+    def num_active_with(self, num_running: int) -> int:
+        """The same when no more than so many run on."""
+        return min(num_running + len(self.waiting), self._max_num_seqs)
 
     def schedule(self) -> ScheduledStep:
         step = ScheduledStep()

@@ -30,12 +30,13 @@ returns how many got room."""
 class Speculator(Protocol):
     """One per engine, for the engine's thread; `counters` and `report` may be called from any thread.
 
-    In each step the engine calls `prepare`, `verify` if there are drafts, and `finish`. `kv_group` is the
-    draft's KV, named `DRAFT`, None if it has none, and `state_layout` what its recurrent layers keep of a
-    sequence, None if it has none. `hidden_layers` are the hidden states that it reads,
-    numbered as in Transformers' `hidden_states`: 0 the embeddings, i the output of layer i, the last one
-    after the final norm. `most_drafted` is the number of tokens for which recurrent layers have room; longer
-    drafts get room for fewer.
+    In each step the engine calls `prepare`, `verify` if there are drafts, and `finish`. A step that was
+    launched ahead, which it allows by `may_go_ahead`, has `went_ahead` in the place of `prepare`. `kv_group`
+    is the draft's KV, named `DRAFT`, None if it has none, and `state_layout` what its recurrent layers keep
+    of a sequence, None if it has none. `hidden_layers` are the hidden states that it reads, numbered as in
+    Transformers' `hidden_states`: 0 the embeddings, i the output of layer i, the last one after the final
+    norm. `most_drafted` is the number of tokens for which recurrent layers have room; longer drafts get room
+    for fewer.
     """
 
     kv_group: Group | None
@@ -66,6 +67,16 @@ class Speculator(Protocol):
         `num_active` sequences decode, or will soon. How much is drafted must not depend on
         uncommitted tokens.
         """
+        ...
+
+    def may_go_ahead(self, step: ScheduledStep, num_active: int) -> bool:
+        """Whether this decode step needs no draft and no hidden states, whatever tokens the step before it
+        brings: that one runs. `num_active` as in `prepare`, as far as is known.
+        """
+        ...
+
+    def went_ahead(self, step: ScheduledStep, num_active: int) -> None:
+        """Its turn has come. Sequences that have ended since the launch are no longer among its own."""
         ...
 
     def verify(self, sequences: Sequence[SequenceState], logits: Tensor) -> list[Verdict]:

@@ -116,6 +116,12 @@ class RunAhead:
     def prepare(self, step: ScheduledStep, num_active: int, make_room: MakeRoom) -> bool:
         return False
 
+    def may_go_ahead(self, step: ScheduledStep, num_active: int) -> bool:
+        return False  # a step may end with more tokens than one
+
+    def went_ahead(self, step: ScheduledStep, num_active: int) -> None:
+        raise AssertionError("no step of this engine goes ahead")
+
     def verify(self, sequences: Sequence[SequenceState], logits: Tensor) -> list[Verdict]:
         raise AssertionError("nothing is drafted for this engine")
 

@@ -159,6 +159,22 @@ class BatchSpeculator:
             self._draft(step, decoding, make_room)
         return bool(self.hidden_layers) and self._wants_hidden(step)
 
+    def may_go_ahead(self, step: ScheduledStep, num_active: int) -> bool:
+        """Grammars need no look: a sequence with one runs in no step that goes ahead."""
+        if self._num_speculating == 0:
+            return True
+        num_decoding = len(step.sequences)
+        to_come = num_active - num_decoding
+        return self._controller.may_go_ahead(num_decoding, to_come, bool(self.hidden_layers))
+
+    def went_ahead(self, step: ScheduledStep, num_active: int) -> None:
+        num_decoding = len(step.sequences)
+        self._has_speculating_requests = self._num_speculating > 0 and num_decoding > 0
+        self._rooms = {}
+        self._grammar_drafts.forced.clear()
+        if self._has_speculating_requests:
+            self._controller.went_ahead(num_decoding, num_active - num_decoding)
+
     def _draft_forced(
         self, step: ScheduledStep, decoding: Sequence[SequenceState], make_room: MakeRoom
     ) -> None:

@@ -42,9 +42,9 @@ class DraftController:
         """Whether to `plan` the coming step; otherwise the present plan stands. Plans are made as if the
         requests to come did decode: what was read of their prompts is lost where drafting then doesn't pay.
         """
-        before, self._load = self._load, (num_decoding, num_to_come)
-        has_come = num_decoding > before[0] or num_to_come != before[1]
-        is_due = self._steps_left <= 0 or (has_come and (self._fixed_to_come or self._may_pay()))
+        before, load = self._load, (num_decoding, num_to_come)
+        is_due = self._is_due(load)
+        self._load = load
         self._fixed_to_come &= num_to_come > 0
         if is_due:
             return num_decoding > 0
@@ -57,6 +57,27 @@ class DraftController:
             window.begin_step()
         return False
 
+    def _is_due(self, load: tuple[int, int]) -> bool:
+        """Whether a step of this load needs a plan of its own."""
+        has_come = load[0] > self._load[0] or load[1] != self._load[1]
+        return self._steps_left <= 0 or (has_come and (self._fixed_to_come or self._may_pay(load)))
+
+    def may_go_ahead(self, num_decoding: int, num_to_come: int, reads_hidden: bool) -> bool:
+        """Whether nobody drafts in the coming step, which the present plan is for. Drafters that read hidden
+        states miss none that it would capture: see `reads_steps`.
+        """
+        if self.drafts or self._is_due((num_decoding, num_to_come)):
+            return False
+        return not (reads_hidden and (self._sees or self._steps_left == 1))
+
+    def went_ahead(self, num_decoding: int, num_to_come: int) -> None:
+        """The coming step was launched by the present plan. One that has become due since waits for the step
+        behind it.
+        """
+        if self.begin_step(num_decoding, num_to_come):
+            self.end_window()
+            self._steps_left = 0
+
     def join(self, request: SpeculatingRequest, *, is_read: bool) -> None:
         """A request joins, to which the present plan grants nothing. `is_read`: its prompt was, elsewhere.
 
@@ -67,8 +88,8 @@ class DraftController:
         if request.fixed_tokens is not None or is_read or self._may_pay():
             self._steps_left = 0
 
-    def _may_pay(self) -> bool:
-        return self._pays.get(sum(self._load).bit_length(), True)
+    def _may_pay(self, load: tuple[int, int] | None = None) -> bool:
+        return self._pays.get(sum(load or self._load).bit_length(), True)
 
     def end_window(self) -> None:
         """Learn from the steps since the latest plan. To be called when the engine has no more to do."""

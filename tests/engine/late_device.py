@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.assembly import Assembly
 from engine.engine import Engine
-from engine.launch import StepLauncher
 from engine.rows import SequenceRows
 from engine.runner import ForwardOutput
 from engine.sampler.choice import TokenChoice
@@ -70,7 +72,7 @@ class LateRunner:
         self, run: Callable[..., Any], batch: Sequence[SequenceRows], logit_rows: list[int], *chosen: Tensor
     ) -> Tensor:
         rows = [
-            SequenceRows([*each.token_ids], each.start, [[*blocks] for blocks in each.tables])
+            replace(each, token_ids=[*each.token_ids], tables=[[*blocks] for blocks in each.tables])
             for each in batch
         ]
         logits = self._kept[: len(logit_rows)]
@@ -120,20 +122,37 @@ class LateSampler:
 
 
 def put_on_late_device(engine: Engine, *, ahead: bool) -> LateDevice:
-    """An engine without speculation on the CPU, with a runner in torch, computes on such a device from now
-    on; with or without steps ahead.
+    """An engine on the CPU, with a runner in torch, computes on such a device from now on; with or without
+    steps ahead. Drafts must not come from a model.
     """
     device, held = LateDevice(), engine.pool
-    runner = LateRunner(engine._runner, engine.vocab_size, device)
+    runner: Any = LateRunner(engine._runner, engine.vocab_size, device)
     sampler: Any = LateSampler(engine._sampler, device)
     copy = held.copy_block
     held.copy_block = lambda *args: device.put(lambda: copy(*args))  # type: ignore[method-assign]
     engine._sampler = sampler
-    engine._launcher = StepLauncher(
-        runner,  # type: ignore[arg-type]
-        sampler,
-        engine._scheduler,
-        runs_ahead=ahead,
+    engine._launcher = _assembly(engine, "meta" if ahead else "cpu").launcher(
+        runner, sampler, engine._scheduler
     )
     engine._sequences.sampler, engine._sequences.launcher = sampler, engine._launcher
+    if engine._speculator is not None:
+        _verify_late(engine._speculator, device)
     return device
+
+
+def _assembly(engine: Engine, device: str) -> Assembly:
+    """That of such an engine on another device."""
+    loaded: Any = SimpleNamespace(device=torch.device(device), recurrent=None)
+    unused: Any = None
+    return Assembly(engine.config, loaded, engine._speculator, unused)
+
+
+def _verify_late(speculator: Any, device: LateDevice) -> None:
+    verify = speculator.verify
+
+    def wait_and_verify(*args: Any) -> Any:
+        device.log.append(("wait", device.num_steps - 1))
+        device.finish()
+        return verify(*args)
+
+    speculator.verify = wait_and_verify

@@ -20,6 +20,7 @@ from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from tests.engine.late_device import LateDevice, put_on_late_device
 from tests.worker.tiny_model import VOCAB_SIZE, write_tiny_llama
+from worker.setup import build_engine
 
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
 
@@ -44,10 +45,11 @@ def make_engine(folder: Path) -> MakeEngine:
             compile="off",
             max_model_len=128,
             max_num_batched_tokens=48,
+            itl_budget=0.0,  # chunks as long on a slow host
             kv_cache_memory_bytes=num_blocks * BLOCK_BYTES,
             **{"max_num_seqs": 4} | options,
         )
-        engine = Engine(config)
+        engine, _ = build_engine(config)
         return engine, put_on_late_device(engine, ahead=ahead)
 
     return make

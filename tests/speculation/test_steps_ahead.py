@@ -1,0 +1,187 @@
+"""Steps that go ahead beside speculation, by the workers' own engine: the tokens are those without either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.engine import Engine
+from protocol.config import ServeConfig
+from protocol.requests import DraftPlan, EngineRequest
+from protocol.sampling import SamplingParams
+from protocol.speculation import RequestSpeculation, SpeculativeConfig
+from speculation.control.controller import DraftController
+from speculation.speculator import BatchSpeculator
+from tests.engine.late_device import LateDevice, put_on_late_device
+from tests.speculation.small_engine import prompt_of, small_config
+from tests.worker.tiny_model import write_tiny_llama
+from worker.setup import build_engine
+
+MakeEngine = Callable[..., tuple[Engine, LateDevice]]
+WORDS = [5, 6, 7]
+SAMPLED = {"temperature": 0.9, "top_p": 0.9}
+STOPPED = {"allowed_token_ids": None, "stop_token_ids": [*range(0, 64, 9)]}
+NGRAM = RequestSpeculation(method="ngram", num_speculative_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_llama(folder)
+    return folder
+
+
+@pytest.fixture
+def make_engine(folder: Path) -> MakeEngine:
+    def make(ahead: bool = True, **options: Any) -> tuple[Engine, LateDevice]:
+        config: ServeConfig = small_config(folder, itl_budget=0.0, **options)
+        engine, _ = build_engine(config)
+        assert isinstance(engine._speculator, BatchSpeculator)
+        return engine, put_on_late_device(engine, ahead=ahead)
+
+    return make
+
+
+def ask(
+    name: str, max_tokens: int, speculation: RequestSpeculation | None = None, **sampling: Any
+) -> EngineRequest:
+    """Answered in few words, so that prompt lookup finds them again."""
+    prompt = prompt_of(24, ord(name))
+    params: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "seed": ord(name)}
+    params |= {"allowed_token_ids": WORDS} | sampling
+    return EngineRequest(
+        request_id=name,
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=max_tokens, **params),
+        speculation=speculation,
+    )
+
+
+class Play:
+    """Steps an engine to its end. `kinds` has of each step whether it was launched ahead, and whether it had
+    drafts to verify.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tokens: dict[str, list[int]] = {}
+        self.kinds: list[tuple[bool, bool]] = []
+
+    def step(self) -> None:
+        was_ahead, verified = self.engine._launcher.is_ahead, self._num_verified
+        for output in self.engine.step().outputs:
+            assert output.error is None
+            self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        self.kinds.append((was_ahead, self._num_verified > verified))
+
+    def steps(self, count: int) -> list[tuple[bool, bool]]:
+        for _ in range(count):
+            self.step()
+        return self.kinds[-count:]
+
+    def finish(self) -> dict[str, list[int]]:
+        while self.engine.has_work():
+            self.step()
+        assert sum(self.engine.blocks.available) == self.engine.blocks.num_blocks
+        return self.tokens
+
+    @property
+    def _num_verified(self) -> float:
+        return self.engine.counters().get('spec_decode_steps_total{drafts="yes"}', 0.0)
+
+    @property
+    def num_ahead(self) -> int:
+        return sum(was_ahead for was_ahead, _ in self.kinds)
+
+    @property
+    def num_verified(self) -> int:
+        assert not any(was_ahead and verified for was_ahead, verified in self.kinds)
+        return sum(verified for _, verified in self.kinds)
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED, STOPPED], ids=["greedy", "sampled", "stop tokens"])
+def test_by_the_default_configuration(make_engine: MakeEngine, sampling: dict[str, Any]) -> None:
+    played = []
+    for ahead in (False, True):
+        play = Play(make_engine(ahead)[0])
+        for name in "abc":
+            play.engine.add(ask(name, 30 + ord(name) % 3, **sampling))
+        play.finish()
+        played.append(play)
+    apart, ahead_play = played
+    assert ahead_play.tokens == apart.tokens
+    assert apart.num_ahead == 0
+    longest = max(map(len, apart.tokens.values()))
+    assert ahead_play.num_ahead >= longest - 2 > 0  # all but those of the prompts
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_who_speculates_beside_who_does_not(make_engine: MakeEngine, sampling: dict[str, Any]) -> None:
+    """While it runs no step goes ahead; before and after, all do."""
+    play, plain = Play(make_engine()[0]), Play(make_engine(ahead=False)[0])
+    for each, speculation in ((play, NGRAM), (plain, None)):
+        each.engine.add(ask("a", 80, **sampling))
+        each.engine.add(ask("b", 70, RequestSpeculation(enabled=False), **sampling))
+        each.steps(10)
+        each.engine.add(ask("c", 25, speculation, **sampling))
+        each.finish()
+    assert play.tokens == plain.tokens
+    assert plain.num_ahead == plain.num_verified == 0
+    drafting = [place for place, (_, verified) in enumerate(play.kinds) if verified]
+    assert drafting
+    beside = [was_ahead for was_ahead, _ in play.kinds[drafting[0] : drafting[-1] + 1]]
+    assert not any(beside)
+    assert all(was_ahead for was_ahead, _ in play.kinds[1:10] + play.kinds[-10:])
+
+
+def test_who_begins_to_speculate_later(make_engine: MakeEngine) -> None:
+    """The step that is under way then is plain to its end, and the one behind it drafts."""
+    play, plain = Play(make_engine()[0]), Play(make_engine(ahead=False)[0])
+    for each in (play, plain):
+        asked = ask("a", 60, RequestSpeculation(num_speculative_tokens=3))
+        each.engine.add(msgspec.structs.replace(asked, draft_plan=DraftPlan()))
+        each.engine.add(ask("b", 60))
+    assert play.steps(6) == [(False, False)] + [(True, False)] * 5
+    assert play.engine._launcher.is_ahead
+    play.engine.replan("a", DraftPlan(method="ngram"))
+    assert play.steps(1) == [(True, False)]
+    assert not any(was_ahead for was_ahead, _ in play.steps(10))
+    play.engine.replan("a", DraftPlan())
+    assert not play.steps(1)[0][0]
+    assert play.steps(5) == [(True, False)] * 5
+    assert play.finish() == plain.finish()
+    assert play.num_verified > 0
+
+
+def test_whose_drafts_do_not_pay(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the steps that are planned anew go ahead."""
+    monkeypatch.setattr(DraftController, "_is_faster", lambda *_: False)
+    monkeypatch.setattr("speculation.control.explorer.Explorer.tries", lambda *_: False)
+    options = {"speculative_config": SpeculativeConfig(method="ngram")}
+    play, plain = Play(make_engine(**options)[0]), Play(make_engine(ahead=False)[0])
+    for each in (play, plain):
+        for name in "abc":
+            each.engine.add(ask(name, 80))
+        each.finish()
+    assert play.tokens == plain.tokens
+    assert play.num_verified == 0
+    assert play.num_ahead > 70
+    counters = play.engine.counters()
+    assert counters['spec_decode_steps_total{drafts="no"}'] == len(play.kinds)
+
+
+def test_one_that_is_aborted_while_its_step_runs(make_engine: MakeEngine) -> None:
+    play, plain = Play(make_engine()[0]), Play(make_engine(ahead=False)[0])
+    for each, speculation in ((play, NGRAM), (plain, None)):
+        each.engine.add(ask("a", 40))
+        each.engine.add(ask("b", 60))
+        each.steps(5)
+        each.engine.abort("a")
+        each.engine.add(ask("c", 20, speculation))
+        each.finish()
+    assert play.tokens == plain.tokens
+    assert play.num_ahead > 20 and play.num_verified > 0
