@@ -26,11 +26,14 @@ _WITHOUT_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "_unsafe
 
 
 class AbsentGpu:
-    """`waits` are counted by reason and line, `launches` by kernel or operator."""
+    """`waits` are counted by reason and line, `launches` by kernel or operator, and `uploads`: copies from
+    the host.
+    """
 
     def __init__(self) -> None:
         self.waits: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
+        self.uploads = 0
         self.pinned: set[int] = set()
         self.num_queued = 0
         """Things that the host has asked of the GPU, and of these those known to be done."""
@@ -52,6 +55,7 @@ class AbsentGpu:
     def clear(self) -> None:
         self.waits.clear()
         self.launches.clear()
+        self.uploads = 0
 
 
 def _on_gpu(value: Any) -> bool:
@@ -118,6 +122,7 @@ class _Operators(TorchDispatchMode):
         if name in ("to", "_to_copy") and args[0].device != result.device:
             self._gpu.wait("a copy of memory that is not pinned")
         if name == "copy_" and args[0].device != args[1].device:
+            self._gpu.uploads += _on_gpu(args[0])
             host = next(tensor for tensor in args[:2] if not tensor.is_meta)
             is_pinned = host.untyped_storage().data_ptr() in self._gpu.pinned
             if not is_pinned or not (kwargs.get("non_blocking") or args[2:] == (True,)):

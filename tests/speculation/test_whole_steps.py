@@ -1,0 +1,161 @@
+"""Whole steps of an engine on a CUDA device, from schedule to outputs: how often the host waits for that and
+copies to it. See `absent_gpu`. All tokens are 0 there, so that a draft of these is accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is for Linux")
+
+from engine import engine as engine_module
+from engine.attention import select
+from engine.cuda import runner as cuda_runner
+from engine.draft import Draft
+from engine.engine import Engine
+from engine.loader import LoadedModel
+from engine.pool_layout import TARGET, Group, Segment
+from engine.sequence import SequenceState
+from protocol.config import ServeConfig
+from protocol.requests import EngineRequest
+from protocol.sampling import SamplingParams
+from protocol.speculation import RequestSpeculation, SpeculativeConfig
+from speculation.drafter import Drafter
+from speculation.eagle import graphed
+from speculation.speculator import speculate
+from tests.engine.absent_gpu import GPU, AbsentGpu, absent_gpu
+from tests.engine.test_host_waits import CountedGraphs, qwen3
+from tests.speculation import eagle_files
+
+LAYERS = 8
+SAMPLING = pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}], ids=["greedy", "top-p"]
+)
+
+
+class Trees(Drafter):
+    """Of which the second branch is accepted."""
+
+    def __init__(self, *_: object) -> None:
+        """It reads no option."""
+
+    def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
+        """It knows nothing of a sequence."""
+
+    def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
+        return [Draft([1, 0, 0], [-1, -1, 1]) for _ in sequences]
+
+    def forget(self, request_id: str) -> None:
+        """There is nothing to forget."""
+
+
+class Steps:
+    """Of an engine as workers make it, of the default configuration but for `speculative`."""
+
+    def __init__(
+        self, gpu: AbsentGpu, patch: pytest.MonkeyPatch, speculative: SpeculativeConfig | None
+    ) -> None:
+        self.gpu = gpu
+        patch.setattr(select, "triton_fault", lambda device: None)
+        for module in (cuda_runner, graphed):
+            patch.setattr(module, "graphs_for", lambda *_: CountedGraphs(gpu))
+        group = Group.uniform(TARGET, Segment(LAYERS, 2, 16, torch.bfloat16))
+        model = qwen3(LAYERS, hidden_size=eagle_files.WIDTH, vocab_size=eagle_files.VOCAB)
+        loaded = LoadedModel(model, GPU, torch.bfloat16, group, eagle_files.VOCAB, 512, [], "")
+        patch.setattr(engine_module, "load_served", lambda *_, **__: loaded)
+        config = ServeConfig(
+            model="absent", max_num_seqs=4, kv_cache_memory_bytes=16 << 20, speculative_config=speculative
+        )
+        self.engine = Engine(config, speculate=speculate)
+
+    def ask(self, name: str, speculation: RequestSpeculation | None = None, **sampling: Any) -> None:
+        params = SamplingParams(max_tokens=200, ignore_eos=True, **sampling)
+        prompt = [1, 2, 3] * 15
+        self.engine.add(
+            EngineRequest(request_id=name, prompt_token_ids=prompt, sampling=params, speculation=speculation)
+        )
+
+    def steady(self) -> int:
+        """Tokens of a step after some others, the first of which make what is made once."""
+        for _ in range(6):
+            self.engine.step()
+        self.gpu.clear()
+        return sum(len(output.token_ids) for output in self.engine.step().outputs)
+
+    @property
+    def waits(self) -> int:
+        """All of them for tokens, which come in one copy."""
+        assert all(each.startswith("/engine/download.py") for each in self.gpu.waits), self.gpu.waits
+        return self.gpu.waits.total()
+
+
+@SAMPLING
+@pytest.mark.parametrize("drafted", [None, 0], ids=["by default", "with drafts for none"])
+def test_a_step_without_drafts(
+    sampling: dict[str, Any], drafted: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits for its tokens alone, and the device has the next one to do meanwhile."""
+    options = None if drafted is None else SpeculativeConfig(method="ngram", num_speculative_tokens=drafted)
+    with absent_gpu() as gpu:
+        steps = Steps(gpu, monkeypatch, options)
+        for name in "ab":
+            steps.ask(name, **sampling)
+        for _ in range(3):
+            assert steps.steady() == 2
+            assert steps.engine._launcher.is_ahead
+            assert gpu.num_done < gpu.num_queued
+            assert steps.waits == 1
+            assert gpu.launches["graph"] == 1
+            assert gpu.uploads == 2  # the rows, and what their tokens are chosen by
+
+
+@SAMPLING
+def test_a_step_that_verifies_chains(sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prompt lookup, beside a request that drafts nothing."""
+    options = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    with absent_gpu() as gpu:
+        steps = Steps(gpu, monkeypatch, options)
+        steps.ask("a", **sampling)
+        steps.ask("b", RequestSpeculation(enabled=False), **sampling)
+        assert steps.steady() == 4 + 1
+        assert not steps.engine._launcher.is_ahead
+        assert steps.waits == 1
+        assert gpu.launches["graph"] == 1 and gpu.uploads == 2
+
+
+@SAMPLING
+def test_a_step_that_verifies_trees(sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The accepted path's KV moves."""
+    drafter = f"{__name__}:{Trees.__name__}"
+    options = SpeculativeConfig(method="custom", drafter=drafter, num_speculative_tokens=3, tree=True)
+    with absent_gpu() as gpu:
+        steps = Steps(gpu, monkeypatch, options)
+        for name in "ab":
+            steps.ask(name, **sampling)
+        assert steps.steady() == 2 * 3
+        assert steps.waits == 1
+        assert gpu.launches["index_put_"] == 2
+        assert gpu.uploads == 2 + 2
+
+
+@SAMPLING
+def test_a_step_that_drafts_chains(
+    sampling: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head's; the drafted tokens come in one copy too."""
+    head = eagle_files.eagle3().write(tmp_path / "head")
+    options = SpeculativeConfig(method="eagle", model=str(head), num_speculative_tokens=3)
+    with absent_gpu() as gpu:
+        steps = Steps(gpu, monkeypatch, options)
+        for name in "ab":
+            steps.ask(name, **sampling)
+        assert steps.steady() == 2 * 4
+        assert steps.waits == 2
+        assert gpu.launches["graph"] == 1 + 3
+        assert gpu.uploads == 2 * (1 + 3)
