@@ -1,5 +1,6 @@
-"""Times the host's part of a decode step on a GPU, on any host: scheduling, inputs, commits and outputs. What
-the device computes is left out, and a graph's replay costs nothing.
+"""Times the host's part of a decode step on a GPU, on any host: scheduling, inputs, commits and outputs, by a
+worker's engine, which launches each step behind the one before. What the device computes is left out, and a
+graph's replay costs nothing.
 
 `python -m bench.host_step` prints the median, and with `--profile` where it goes.
 """
@@ -24,12 +25,13 @@ from engine.cuda.runner import CudaRunner
 from engine.engine import Engine
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
-from engine.runner import Runner
+from engine.runner import AheadRunner, Runner
 from engine.step_inputs import StepInputs
 from engine.upload import Pinned, Uploader
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
+from speculation.speculator import speculate
 
 _CPU = torch.device("cpu")
 _VOCABULARY = 512
@@ -98,7 +100,16 @@ def engine_of(folder: Path, sequences: int, max_model_len: int) -> Engine:
         max_num_seqs=sequences,
         max_model_len=max_model_len,
     )
-    return Engine(serve, make_runner=_runner)
+    engine = Engine(serve, make_runner=_runner, speculate=speculate)
+    _go_ahead(engine)
+    return engine
+
+
+def _go_ahead(engine: Engine) -> None:
+    """As on a GPU."""
+    runner = engine._runner
+    assert isinstance(runner, AheadRunner)
+    engine._launcher._ahead_runner = runner
 
 
 def step_times(engine: Engine, sequences: int, context: int, steps: int) -> list[float]:

@@ -16,6 +16,7 @@ from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import MAX_DRAFT_TOKENS, SpeculativeConfig
+from speculation.speculator import speculate
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,10 @@ def _config(plan: Plan, enforce_eager: bool) -> ServeConfig:
 
 
 def _step_s(model: MadeUpModel, plan: Plan, batch: int) -> float:
-    """Of an engine in which so many requests decode greedily: scheduling, forward, sampling. Their contexts
-    are from three quarters of the plan's on.
+    """Of a worker's engine in which so many requests decode greedily: scheduling, forward, sampling, on a GPU
+    with the next step launched ahead. Their contexts are from three quarters of the plan's on.
     """
-    engine = Engine(model.config(batch, plan.context))
+    engine = Engine(model.config(batch, plan.context), speculate=speculate)
     prompt_len, steps = plan.context * 3 // 4, plan.context // 16
     for number in range(batch):
         engine.add(

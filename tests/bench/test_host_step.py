@@ -18,3 +18,4 @@ def test_it_times_steps_of_all_requests(tmp_path: Path) -> None:
     assert len(times) == 5
     assert min(times) > 0
     assert engine.num_running == 3
+    assert engine._launcher.is_ahead

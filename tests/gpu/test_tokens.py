@@ -10,7 +10,9 @@ import msgspec
 import pytest
 import torch
 
+from engine.draft import Verdict
 from engine.engine import Engine
+from engine.launch import Launched
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
@@ -55,6 +57,18 @@ def generate(engine: Engine, batch: list[list[int]], **sampling: Any) -> list[li
         for output in engine.step().outputs:
             tokens[int(output.request_id)] += output.token_ids
     return tokens
+
+
+def steps_ahead_of(engine: Engine) -> list[bool]:
+    """Of each of its steps from now on: whether the next one was launched before its tokens came."""
+    launched, verdicts = [], engine._launcher.verdicts
+
+    def note(step: Launched) -> list[Verdict]:
+        launched.append(engine._launcher.is_ahead)
+        return verdicts(step)
+
+    engine._launcher.verdicts = note  # type: ignore[method-assign]
+    return launched
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
@@ -129,9 +143,12 @@ def test_steps_ahead_give_the_tokens_of_one_after_another(sampling: dict[str, An
     write_model("qwen3", tmp_path)
     ahead, apart = engine_of(tmp_path), engine_of(tmp_path)
     apart._launcher._ahead_runner = None
+    launched_ahead, launched_apart = steps_ahead_of(ahead), steps_ahead_of(apart)
     sampling = sampling | {"stop_token_ids": list(range(0, VOCAB_SIZE, 10))}
     batch = prompts(LENGTHS)
     assert generate(ahead, batch, **sampling) == generate(apart, batch, **sampling)
+    assert sum(launched_ahead) > NUM_TOKENS // 2
+    assert not any(launched_apart)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9}], ids=["greedy", "sampled"])
