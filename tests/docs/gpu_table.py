@@ -57,10 +57,11 @@ FlashInfer is no backend here. Its plans cut keys so that the whole batch fills 
 `fixed_split_size`, too, tiles of rows are sized by the batch's mean (flashinfer-ai/flashinfer#2424), so that
 a row's bits would depend on its company. Nor was there a GPU to show where it is faster.
 
-A step waits for the device once, for its tokens, whatever the rule of verification. So does a drafted chain:
-each of its steps is the replay of a graph, by the CUDA decoder or an EAGLE head, that takes the tokens of the
-one before from the device. Trees wait after each level of them; so does each token of a request that edits
-logits by the tokens before it. Trees that are drawn by chance are verified by torch's operators.
+A step waits for the device once, for its tokens, whatever the rule of verification. Where nobody drafts, the
+device has the next step by then. A drafted chain waits once too: each of its steps is the replay of a graph,
+by the CUDA decoder or an EAGLE head, that takes the tokens of the one before from the device. Trees wait
+several times for each level of them; each token of a request that edits logits by the tokens before it waits
+once. Trees that are drawn by chance are verified by torch's operators.
 
 `copies` are instructions that copy 128 bits a thread from global to shared memory asynchronously;
 `products` those of the matrix units; `spills` those that put registers aside or bring them back.
