@@ -49,7 +49,7 @@ def runner_of_one_process(
 ) -> Runner:
     backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
     attention = backend_over(backend, pool.layers(TARGET), pool.groups[TARGET])
-    runner = _cuda_runner(config, loaded, attention, hidden_layers)
+    runner = _cuda_runner(config, loaded, attention, hidden_layers, seats=pool.seats)
     return runner or build_runner(loaded, attention, config.compile, hidden_layers, pool.seats)
 
 
@@ -57,7 +57,7 @@ def runner_of_drafts(
     config: ServeConfig, loaded: LoadedModel, attention: AttentionBackend, seats: Seats | None = None
 ) -> Runner:
     """For a model that drafts chains."""
-    runner = _cuda_runner(config, loaded, attention, drafts=True)
+    runner = _cuda_runner(config, loaded, attention, drafts=True, seats=seats)
     return runner or build_runner(loaded, attention, config.compile, seats=seats)
 
 
@@ -67,15 +67,13 @@ def _cuda_runner(
     attention: AttentionBackend,
     hidden_layers: tuple[int, ...] = (),
     drafts: bool = False,
+    seats: Seats | None = None,
 ) -> Runner | None:
-    """None where steps are not to be replayed as graphs: the host lays out what adapters and recurrent layers
-    do.
-    """
-    is_plain = loaded.adapters is None and loaded.recurrent is None
-    if not is_plain or attention.name != "triton" or config.compile != "auto":
+    """None where steps are not to be replayed as graphs: the host lays out what adapters do."""
+    if loaded.adapters is not None or attention.name != "triton" or config.compile != "auto":
         return None
     cuda = importlib.import_module("engine.cuda.runner")  # Triton is not there on every host
-    runner: Runner = cuda.runner_of(config, loaded, attention, hidden_layers, drafts)
+    runner: Runner = cuda.runner_of(config, loaded, attention, hidden_layers, drafts, seats)
     return runner
 
 

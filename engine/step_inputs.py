@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from engine.attention.interface import AttentionMetadata
+from engine.recurrent.triton_kernel.plan import Tables
 from engine.rows import BlockTable, RowArrays, SequenceRows
 from engine.upload import Upload
 
@@ -42,6 +43,7 @@ class StepInputs(NamedTuple):
     logit_rows: Tensor
     """int64 [logits]: the rows that logits are wanted of."""
     attention: AttentionMetadata
+    recurrent: Tables[Tensor] | None = None
 
     def take(self, chosen: Tensor) -> None:
         """The tokens that the rows named by their places. Any, where none could be chosen (-1)."""
@@ -59,8 +61,11 @@ def step_inputs(
     upload: Upload,
     table: BlockTable,
     least: StepShape,
+    recurrent: Tables[np.ndarray] | None = None,
 ) -> StepInputs:
-    """For the attention that `table` belongs to, on the device of `upload`, whose next call ends them."""
+    """For the attention that `table` belongs to, on the device of `upload`, whose next call ends them. With
+    the tables of recurrent layers' operators, if there are any.
+    """
     block_size = table.block_size
     rows = RowArrays.of(batch, table)
     counts = rows.spans[1] - rows.spans[0]
@@ -91,13 +96,16 @@ def step_inputs(
     if least.first_keys or rows.first_keys is not None:
         first_keys = np.zeros(len(batch), np.int32) if rows.first_keys is None else rows.first_keys
         arrays["first_key"] = _padded(first_keys, sequences)
-    step_tensors = upload([token_ids, positions, wanted, *arrays.values()])
+    listed = [] if recurrent is None else recurrent.arrays
+    uploaded = upload([token_ids, positions, wanted, *arrays.values(), *listed])
+    step_tensors, tables = uploaded[: 3 + len(arrays)], uploaded[3 + len(arrays) :]
     metadata = AttentionMetadata(
         **dict(zip(arrays, step_tensors[3:], strict=True)),  # type: ignore[arg-type]
         max_query_len=max(int(counts.max(initial=0)), least.rows_each),
         max_context_len=max(longest, least.blocks * block_size),
     )
-    return StepInputs(step_tensors[0], step_tensors[1], step_tensors[2], metadata)
+    of_recurrent = None if recurrent is None else recurrent.on(tables)
+    return StepInputs(step_tensors[0], step_tensors[1], step_tensors[2], metadata, of_recurrent)
 
 
 def _padded(array: np.ndarray, *shape: int) -> np.ndarray:

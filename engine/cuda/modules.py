@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.attention import transformers_hook
 from engine.attention.interface import AttentionBackend
 from engine.forward import run_model
-from engine.step_inputs import StepInputs
+from engine.loader import LoadedModel
+from engine.recurrent.seats import Seats
+from engine.recurrent.triton_kernel.operators import TritonOperators
+from engine.recurrent.triton_kernel.plan import Room, Tables
+from engine.rows import SequenceRows, span_of
+from engine.step_inputs import StepInputs, StepShape
 
 
 class Modules:
@@ -28,3 +36,41 @@ class Modules:
         rows = inputs.token_ids.unsqueeze(0), inputs.positions.unsqueeze(0), inputs.logit_rows
         logits, hidden = run_model(self._model, self._hidden_layers, *rows)
         return logits[0], None if hidden is None else hidden[0]
+
+
+class HybridModules(Modules):
+    """With recurrent layers, over the states of sequences in `seats`."""
+
+    name = f"{Modules.name}, recurrent layers by {TritonOperators.name} operators"
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        backend: AttentionBackend,
+        seats: Seats,
+        hidden_layers: tuple[int, ...] = (),
+        drafts: bool = False,
+    ) -> None:
+        """`drafts`: lone rows of sequences may be drafted, too."""
+        super().__init__(loaded.model, backend, hidden_layers)
+        assert loaded.recurrent is not None
+        self._seam = loaded.recurrent.seam
+        self._layout = seats.layout
+        self._operators = TritonOperators(seats)
+        self._drafts = drafts
+
+    def tables(self, batch: Sequence[SequenceRows], shape: StepShape | None) -> Tables[np.ndarray]:
+        """Of a step that is about to run. Those of one shape have the same sizes."""
+        room = None if shape is None else self._room(shape)
+        return self._operators.tables([span_of(rows) for rows in batch], room)
+
+    def _room(self, shape: StepShape) -> Room:
+        drafts = self._drafts or shape.rows_each > 1
+        return Room.of(self._layout, shape.sequences, shape.rows_each, trees=shape.trees, drafts=drafts)
+
+    def forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
+        """As `Decoder.forward`."""
+        assert inputs.recurrent is not None
+        self._operators.use(inputs.recurrent)
+        self._seam.operators = self._operators
+        return super().forward(inputs)

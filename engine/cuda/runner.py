@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,15 +16,19 @@ from engine.attention.triton_kernel.backend import TritonBackend
 from engine.cuda.buckets import Buckets
 from engine.cuda.decoder import CudaDecoder, fits
 from engine.cuda.graphs import CudaGraphs, Graph, Graphs, capture_all
-from engine.cuda.modules import Modules
+from engine.cuda.modules import HybridModules, Modules
 from engine.cuda.products import describe
 from engine.decoder.description import unfit
 from engine.loader import LoadedModel
+from engine.recurrent.seats import Seats
+from engine.recurrent.triton_kernel.plan import Tables
 from engine.rows import BlockTable, SequenceRows
 from engine.runner import ForwardOutput
 from engine.step_inputs import StepInputs, StepShape, step_inputs
 from engine.upload import Uploader
 from protocol.config import ServeConfig
+
+TablesOf = Callable[[Sequence[SequenceRows], StepShape | None], Tables[np.ndarray]]
 
 
 class Decoder(Protocol):
@@ -49,7 +54,9 @@ class CudaRunner:
         products: str,
         buckets: Buckets,
         graphs: Graphs | None = None,
+        tables_of: TablesOf | None = None,
     ) -> None:
+        """`tables_of`: of recurrent layers, where the model has some."""
         self.choice = f"{decoder.name}, eager"
         self.products = products
         self._decoder = decoder
@@ -58,6 +65,7 @@ class CudaRunner:
         self._buckets = buckets
         self._upload, self._upload_bucket = Uploader(device), Uploader(device)
         self._graphs = graphs
+        self._tables_of = tables_of
         self._captured: dict[StepShape, Graph] = {}
 
     @torch.inference_mode()
@@ -136,7 +144,9 @@ class CudaRunner:
         self, batch: Sequence[SequenceRows], logit_rows: Sequence[int], shape: StepShape | None
     ) -> StepInputs:
         upload = self._upload if shape is None else self._upload_bucket
-        return step_inputs(batch, logit_rows, upload, self._block_table, shape or StepShape(logits=1))
+        tables = None if self._tables_of is None else self._tables_of(batch, shape)
+        least = shape or StepShape(logits=1)
+        return step_inputs(batch, logit_rows, upload, self._block_table, least, tables)
 
     def _forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
         self._backend.begin_step(inputs.attention)
@@ -155,15 +165,21 @@ def runner_of(
     backend: AttentionBackend,
     hidden_layers: tuple[int, ...] = (),
     drafts: bool = False,
+    seats: Seats | None = None,
 ) -> CudaRunner:
-    """Of the CUDA decoder where it fits. `drafts`: it drafts chains."""
+    """Of the CUDA decoder where it fits. `drafts`: it drafts chains. Recurrent layers need `seats`."""
     decoder: Decoder = Modules(loaded.model, backend, hidden_layers)
-    if unfit(loaded.model) is None and fits(loaded.model):
+    tables_of: TablesOf | None = None
+    if seats is not None:
+        decoder = hybrid = HybridModules(loaded, backend, seats, hidden_layers, drafts)
+        tables_of = hybrid.tables
+    elif unfit(loaded.model) is None and fits(loaded.model):
         assert isinstance(backend, TritonBackend)
         decoder = CudaDecoder(loaded.model, backend, loaded.max_model_len, hidden_layers)
     products = describe(loaded.model, loaded.dtype)
     buckets = (Buckets.of_drafts if drafts else Buckets.of)(config, loaded.max_model_len)
-    return CudaRunner(decoder, backend, loaded.device, products, buckets, graphs_for(config, loaded.device))
+    graphs = graphs_for(config, loaded.device)
+    return CudaRunner(decoder, backend, loaded.device, products, buckets, graphs, tables_of)
 
 
 def graphs_for(config: ServeConfig, device: torch.device) -> Graphs | None:

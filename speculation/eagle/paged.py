@@ -68,7 +68,7 @@ class HeadForward(RowsForward):
         return ForwardOutput(logits, None if hidden is None else hidden[: len(logit_rows)])
 
     def _call(self, inputs: StepInputs, before: Tensor | None) -> ForwardOutput:
-        token_ids, positions, logit_rows, _ = inputs
+        token_ids, positions, logit_rows = inputs[:3]
         if before is None:  # padding alone
             weight = next(self._head.parameters())
             before = weight.new_zeros((0, self._head.head.shape.hidden_size))

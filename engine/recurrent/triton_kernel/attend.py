@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from engine.recurrent.triton_kernel import plan
-from engine.recurrent.triton_kernel.keep import SEQUENCE_COLUMNS
+from engine.recurrent.triton_kernel.keep import NO_SEAT, SEQUENCE_COLUMNS, clear_rows
 
 TILE_COLUMNS = tl.constexpr(plan.TILE_COLUMNS)
 NOTHING = tl.constexpr(plan.NOTHING)
@@ -196,6 +196,9 @@ def attend(
     slot = tl.arange(0, ROWS)
     e = tl.program_id(1) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     is_value = e < VALUE_DIM
+    if seat == NO_SEAT:
+        clear_rows(out, entry, head * VALUE_DIM + e, HEADS * VALUE_DIM)
+        return
     keys += seat * keys_step
     deltas += seat * deltas_step
     decays += seat * decays_step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.recurrent.triton_kernel.keep import SEQUENCE_COLUMNS, keep_rows
+from engine.recurrent.triton_kernel.keep import NO_SEAT, SEQUENCE_COLUMNS, clear_rows, keep_rows
 
 
 @triton.jit
@@ -61,10 +61,13 @@ def convolve(
     entry = sequences + sequence * SEQUENCE_COLUMNS
     seat = tl.load(entry).to(tl.int64)
     first, end = tl.load(entry + 2), tl.load(entry + 4)
-    tail += seat * tail_step
-    recent += seat * recent_step
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_channel = channel < CHANNELS
+    if seat == NO_SEAT:
+        clear_rows(out, entry, channel, CHANNELS)
+        return
+    tail += seat * tail_step
+    recent += seat * recent_step
     for begin in range(first, end, ROWS):
         row = begin + tl.arange(0, ROWS)
         live = row < end

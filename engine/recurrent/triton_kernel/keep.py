@@ -5,9 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.recurrent.triton_kernel.plan import SEQUENCE_COLUMNS as _COLUMNS
+from engine.recurrent.triton_kernel import plan
 
-SEQUENCE_COLUMNS = tl.constexpr(_COLUMNS)
+SEQUENCE_COLUMNS = tl.constexpr(plan.SEQUENCE_COLUMNS)
+NO_SEAT = tl.constexpr(plan.NO_SEAT)
 _ROWS = tl.constexpr(16)
 
 
@@ -22,6 +23,16 @@ def keep_rows(rows, window, entry, column, WIDTH: tl.constexpr, WINDOW: tl.const
         values = tl.load(rows + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=inside)
         place = (start + row - first) % WINDOW
         tl.store(window + place[:, None] * WIDTH + column[None, :], values, mask=inside)
+
+
+@triton.jit
+def clear_rows(out, entry, column, WIDTH: tl.constexpr):
+    """These columns of the rows of a sequence without a seat."""
+    first, end = tl.load(entry + 2), tl.load(entry + 4)
+    for begin in range(first, end, _ROWS):
+        row = begin + tl.arange(0, _ROWS)
+        inside = (row < end)[:, None] & (column < WIDTH)[None, :]
+        tl.store(out + row.to(tl.int64)[:, None] * WIDTH + column[None, :], 0.0, mask=inside)
 
 
 @triton.jit

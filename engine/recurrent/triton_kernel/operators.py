@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -12,7 +13,7 @@ from engine.recurrent.seats import LayerSeats, RowSpan, Seats
 from engine.recurrent.triton_kernel.attend import attend
 from engine.recurrent.triton_kernel.convolve import convolve
 from engine.recurrent.triton_kernel.keep import keep
-from engine.recurrent.triton_kernel.plan import tables_of, tile_rows
+from engine.recurrent.triton_kernel.plan import Room, Tables, padded, tables_of, tile_rows
 from engine.recurrent.triton_kernel.scan import scan
 from engine.triton_support import ceil_div, power_of_two
 from engine.upload import upload_to
@@ -38,24 +39,33 @@ class TritonOperators:
         self._upload = upload_to(seats.device)
 
     def begin_step(self, spans: Sequence[RowSpan]) -> None:
+        tables = self.tables(spans)
+        self.use(tables.on(self._upload(tables.arrays)))
+
+    def tables(self, spans: Sequence[RowSpan], room: Room | None = None) -> Tables[np.ndarray]:
+        """Of a step that is about to run, with this room."""
         bases = [self._seats.run(span) for span in spans]
-        *tables, self._num_drafted = tables_of(spans, bases, self._seats.layout, self._reach)
-        self._sequences, self._before, self._tails, self._tiles = self._upload(tables)
+        tables = tables_of(spans, bases, self._seats.layout, self._reach)
+        return tables if room is None else padded(tables, room)
+
+    def use(self, tables: Tables[Tensor]) -> None:
+        """From now on."""
+        self._tables = tables
 
     def causal_conv(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         of, inputs = self._seats.layers[layer], _aligned(inputs)
         channels, taps = weight.shape
         out = torch.empty(inputs.shape, dtype=torch.float32, device=inputs.device)
-        convolve[(len(self._sequences), ceil_div(channels, _CHANNELS))](
+        convolve[(len(self._tables.sequences), ceil_div(channels, _CHANNELS))](
             inputs,
             weight,
             bias,
             out,
             of.tail,
             of.inputs,
-            self._sequences,
-            self._before,
-            self._tails,
+            self._tables.sequences,
+            self._tables.before,
+            self._tables.tails,
             of.tail.stride(0),
             of.inputs.stride(0),
             *weight.stride(),
@@ -80,8 +90,8 @@ class TritonOperators:
         out = torch.empty_like(value)
         block = min(_VALUES, power_of_two(value_dim))
         by_channel = decay.shape[2] > 1
-        drafted = value.new_empty((self._num_drafted, heads, key_dim, value_dim))
-        attend[(len(self._sequences), heads * ceil_div(value_dim, block))](
+        drafted = value.new_empty((self._tables.num_drafted, heads, key_dim, value_dim))
+        attend[(len(self._tables.sequences), heads * ceil_div(value_dim, block))](
             query,
             key,
             value,
@@ -93,8 +103,8 @@ class TritonOperators:
             of.keys,
             of.deltas,
             of.decays,
-            self._sequences,
-            self._tiles,
+            self._tables.sequences,
+            self._tables.tiles,
             *(seats.stride(0) for seats in (of.state, of.keys, of.deltas, of.decays)),
             HEADS=heads,
             KEY_HEADS=key_heads,
@@ -118,7 +128,7 @@ class TritonOperators:
         query, key, value, times, rates = (_aligned(rows) for rows in (query, key, value, times, rates))
         heads, key_dim = rates.shape
         out = torch.empty_like(value)
-        scan[(len(self._sequences), ceil_div(heads, _HEADS))](
+        scan[(len(self._tables.sequences), ceil_div(heads, _HEADS))](
             query,
             key,
             value,
@@ -126,12 +136,12 @@ class TritonOperators:
             rates,
             out,
             of.state,
-            value.new_empty((self._num_drafted, heads, key_dim)),
+            value.new_empty((self._tables.num_drafted, heads, key_dim)),
             of.keys,
             of.deltas,
             of.decays,
-            self._sequences,
-            self._tiles,
+            self._tables.sequences,
+            self._tables.tiles,
             *(seats.stride(0) for seats in (of.state, of.keys, of.deltas, of.decays)),
             HEADS=heads,
             KEY_DIM=key_dim,
@@ -147,12 +157,12 @@ class TritonOperators:
 
     def _keep(self, of: LayerSeats, key: Tensor, decay: Tensor) -> None:
         keys, decays = key[0].numel(), decay[0].numel()
-        keep[(len(self._sequences), ceil_div(max(keys, decays), _KEPT_COLUMNS))](
+        keep[(len(self._tables.sequences), ceil_div(max(keys, decays), _KEPT_COLUMNS))](
             key,
             decay,
             of.keys,
             of.decays,
-            self._sequences,
+            self._tables.sequences,
             of.keys.stride(0),
             of.decays.stride(0),
             KEYS=keys,

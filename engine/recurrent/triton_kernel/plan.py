@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from engine.recurrent.layout import StateLayout
 from engine.recurrent.seats import RowSpan
-from engine.triton_support import power_of_two
+from engine.triton_support import ceil_div, power_of_two
+
+Array = TypeVar("Array")
+Other = TypeVar("Other")
 
 NOTHING = -(2**31)
 """Stands where nothing is. Other negative sources lie in the seat: -1 - i at place i of its window, and from
@@ -22,6 +25,9 @@ one behind its last; its first tile and the one behind its last; and, of the seq
 behind a grid point, its number.
 """
 
+NO_SEAT = -1
+"""Of a sequence that pads the table. Its rows pad the step: their results are zeros, and it keeps none."""
+
 TILE_COLUMNS = 3
 """Of a tile: its first new row, the one behind its last, and flags. Behind them are its rows' sources."""
 
@@ -31,21 +37,50 @@ is wanted; and the seat gets it.
 """
 
 
-class Tables(NamedTuple):
+class Tables(NamedTuple, Generic[Array]):
     """All int32. A tile has the rows of one grid, each at its position modulo that: the new rows of a chain
     between two grid points, or the path to one new row of a tree.
     """
 
-    sequences: np.ndarray
+    sequences: Array
     """[sequences, SEQUENCE_COLUMNS]"""
-    before: np.ndarray
+    before: Array
     """[rows, reach]: sources of what a convolution reads before each row"""
-    tails: np.ndarray
+    tails: Array
     """[sequences, reach]: and of what it will read before the new grid point"""
-    tiles: np.ndarray
+    tiles: Array
     """[tiles, TILE_COLUMNS + tile_rows(grid)]"""
     num_drafted: int
     """Sequences whose drafts go on behind a grid point."""
+
+    @property
+    def arrays(self) -> list[Array]:
+        return [self.sequences, self.before, self.tails, self.tiles]
+
+    def on(self, arrays: Sequence[Other]) -> Tables[Other]:
+        """These tables, whose arrays are there now."""
+        sequences, before, tails, tiles = arrays
+        return Tables(sequences, before, tails, tiles, self.num_drafted)
+
+
+class Room(NamedTuple):
+    """The sizes of the tables of all steps that have one shape."""
+
+    sequences: int
+    rows: int
+    tiles: int
+    num_drafted: int
+
+    @classmethod
+    def of(cls, layout: StateLayout, sequences: int, rows_each: int, *, trees: bool, drafts: bool) -> Room:
+        """A sequence has at most a window and its rows behind its state. Without `drafts` none of these goes
+        on behind a grid point.
+        """
+        places, grid = layout.window + rows_each, layout.grid
+        tiles = ceil_div(places, grid)
+        if trees:  # each row has a tile, behind those of its path
+            tiles += rows_each * (1 + places // grid)
+        return cls(sequences, sequences * rows_each, sequences * tiles, sequences if drafts else 0)
 
 
 def tile_rows(grid: int) -> int:
@@ -53,7 +88,9 @@ def tile_rows(grid: int) -> int:
     return power_of_two(grid)
 
 
-def tables_of(spans: Sequence[RowSpan], bases: Sequence[int], layout: StateLayout, reach: int) -> Tables:
+def tables_of(
+    spans: Sequence[RowSpan], bases: Sequence[int], layout: StateLayout, reach: int
+) -> Tables[np.ndarray]:
     """Their states are at `bases`, and the convolutions read at most `reach` tokens back."""
     step = _Step(spans, bases, layout)
     before = step.sources(step.owner, step.place[:, None] + np.arange(-reach, 0))
@@ -78,6 +115,20 @@ def tables_of(spans: Sequence[RowSpan], bases: Sequence[int], layout: StateLayou
     sequences = np.stack([*columns, np.cumsum(crosses) - crosses], 1)
     sequences, before, tails, tiles = (each.astype(np.int32) for each in (sequences, before, tails, tiles))
     return Tables(sequences, before, tails, tiles, int(crosses.sum()))
+
+
+def padded(tables: Tables[np.ndarray], room: Room) -> Tables[np.ndarray]:
+    """With the room's sizes. A sequence more has the rows that pad the step."""
+    assert tables.num_drafted <= room.num_drafted
+    lengths = room.sequences + 1, room.rows, room.sequences + 1, room.tiles
+    arrays = []
+    for length, array in zip(lengths, tables.arrays, strict=True):
+        arrays.append(np.zeros((length, array.shape[1]), np.int32))
+        arrays[-1][: len(array)] = array
+    sequences, num_rows = arrays[0], len(tables.before)
+    sequences[len(tables.sequences) :, 0] = NO_SEAT
+    sequences[-1, 2:5] = num_rows, room.rows, room.rows  # first, kept, end
+    return tables.on(arrays)._replace(num_drafted=room.num_drafted)
 
 
 class _Step:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from engine.recurrent.triton_kernel.attend import ADVANCE, CERTAIN, DRAFTED, TILE_COLUMNS
-from engine.recurrent.triton_kernel.keep import SEQUENCE_COLUMNS, keep_rows
+from engine.recurrent.triton_kernel.keep import NO_SEAT, SEQUENCE_COLUMNS, clear_rows, keep_rows
 
 
 @triton.jit
@@ -52,6 +52,9 @@ def scan(
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, KEY_PADDED)
     is_head, is_key = h < HEADS, d < KEY_DIM
+    if seat == NO_SEAT:
+        clear_rows(out, entry, h, HEADS)
+        return
     keys += seat * keys_step
     deltas += seat * deltas_step
     decays += seat * decays_step

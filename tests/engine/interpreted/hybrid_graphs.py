@@ -1,0 +1,237 @@
+"""Models with recurrent layers whose steps are replayed, against the same ones that launch them anew: see
+`graphs.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attention.triton_kernel import tiles
+from engine.attention.triton_kernel.backend import TritonBackend
+from engine.attention.triton_kernel.tiles import Tile
+from engine.cuda.buckets import Buckets
+from engine.cuda.graphs import Graphs
+from engine.cuda.modules import HybridModules
+from engine.cuda.runner import CudaRunner
+from engine.hybrid_forward import HybridForward
+from engine.kv_pool import KVPool
+from engine.loader import LoadedModel, load_model
+from engine.pool_layout import TARGET, PoolLayout
+from engine.recurrent.seats import Seats
+from engine.recurrent.triton_kernel import operators
+from engine.rows import SequenceRows
+from engine.runner import Runner
+from engine.step_inputs import StepShape
+from protocol.config import ServeConfig
+from tests.e2e.architectures import write_model
+from tests.engine.interpreted.recorder import RecordedGraph, RecordedGraphs, pageable_memory
+
+CPU = torch.device("cpu")
+BLOCK, NUM_BLOCKS, NUM_SEATS, DRAFTS = 16, 18, 3, 8
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 1,
+    },
+    "nemotron_h": {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "mlp"],
+        "mamba_num_heads": 2,
+        "n_groups": 1,
+    },
+}
+"""With gated delta nets, and with Mamba2."""
+CHAINS = Buckets([3], [1, 4], [6], trees=False)
+TREES = Buckets([2], [1, 5], [6], trees=True)
+
+Step = tuple[list[SequenceRows], int]
+"""And the number of graphs that it replays."""
+
+
+@pytest.fixture(autouse=True)
+def small_tiles() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch, pageable_memory():
+        patch.setattr(tiles, "tile_of", lambda short, *_: Tile(16 if short else 32, 16, 4, 1))
+        patch.setattr(operators, "_VALUES", 16)
+        yield
+
+
+@cache
+def made(model_type: str) -> LoadedModel:
+    with TemporaryDirectory() as folder:
+        write_model(model_type, Path(folder), **SMALL, **MODELS[model_type])
+        return load_model(ServeConfig(model=folder, dtype="float32", device="cpu", max_model_len=96))
+
+
+class Side:
+    """A runner with blocks and seats of its own."""
+
+    def __init__(
+        self, model_type: str, buckets: Buckets, graphs: Graphs | None = None, drafts: bool = False
+    ) -> None:
+        loaded = made(model_type)
+        assert loaded.recurrent is not None
+        self.pool = KVPool(PoolLayout((loaded.kv_group,), BLOCK), NUM_BLOCKS, CPU, None)
+        self.seats = Seats(loaded.recurrent.state.with_drafts(DRAFTS), NUM_SEATS, CPU)
+        self.backend = TritonBackend(self.pool.layers(TARGET))
+        decoder = HybridModules(loaded, self.backend, self.seats, (1,), drafts)
+        self.cuda = CudaRunner(decoder, self.backend, CPU, "", buckets, graphs, decoder.tables)
+        self.cuda.warm_up()
+        self.runner: Runner = self.cuda
+
+    def logits(self, batch: list[SequenceRows]) -> Tensor:
+        """Of all rows."""
+        return self.runner.run(batch, list(range(num_rows(batch)))).logits.clone()
+
+    def recorded(self, batch: list[SequenceRows], buckets: Buckets) -> list[Any]:
+        """What the step launches."""
+        graph, wanted = RecordedGraph(), list(range(num_rows(batch)))
+        with torch.inference_mode():
+            inputs = self.cuda._inputs(batch, wanted, shape_of(buckets, batch))
+            graph.capture(partial(self.cuda._forward, inputs))
+        return graph.listed
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """Keys and values, states, and what is behind these."""
+        arena = self.pool.arenas[0].view(torch.float32)
+        return [arena, *(part for layer in self.seats.layers for part in layer)]
+
+
+class Modules(Side):
+    """The same modules with the operators of CPUs."""
+
+    def __init__(self, model_type: str) -> None:
+        super().__init__(model_type, CHAINS)
+        self.runner = HybridForward(made(model_type), self.backend, self.seats, products="", packed=False)
+
+
+def num_rows(batch: list[SequenceRows]) -> int:
+    return sum(len(rows.token_ids) for rows in batch)
+
+
+def shape_of(buckets: Buckets, batch: list[SequenceRows]) -> StepShape | None:
+    return buckets.shape_of(batch, num_rows(batch), BLOCK)
+
+
+def rows_of(seat: int, start: int, count: int, certain: int | None = None) -> SequenceRows:
+    """Of a text, and behind what is certain other tokens."""
+    end = start + count
+    wrong = range(end if certain is None else certain, end)
+    tokens = [(7 * place + seat + 5 * (place in wrong)) % 290 + 3 for place in range(start, end)]
+    return SequenceRows(tokens, start, [blocks_of(seat)], seat=seat, certain=certain)
+
+
+def blocks_of(seat: int) -> list[int]:
+    return list(range(6 * seat, 6 * seat + 6))
+
+
+def tree(seat: int, start: int) -> SequenceRows:
+    """Behind one certain token: a branch of three, and one of one."""
+    masks = [0b1, 0b11, 0b101, 0b1011, 0b11011]
+    return SequenceRows([9, 8, 7, 6, 5], start, [blocks_of(seat)], masks, seat=seat, certain=start + 1)
+
+
+PROMPTS = [rows_of(0, 0, 13), rows_of(1, 0, 30), rows_of(2, 0, 5)]
+STEPS: list[Step] = [
+    (PROMPTS, 0),
+    ([rows_of(0, 13, 1), rows_of(1, 30, 1)], 1),
+    ([rows_of(1, 31, 1), rows_of(0, 14, 1), rows_of(2, 5, 1)], 1),
+    ([rows_of(0, 15, 4, certain=16), rows_of(2, 6, 2, certain=7)], 1),
+    ([rows_of(0, 16, 1), rows_of(1, 32, 4, certain=33), rows_of(2, 7, 3, certain=8)], 1),
+    ([rows_of(2, 8, 6), rows_of(0, 17, 1)], 0),
+    ([rows_of(2, 14, 4, certain=15)], 1),
+    ([rows_of(2, 0, 1)], 1),
+    ([rows_of(2, 1, 1), rows_of(1, 33, 1)], 1),
+]
+"""Prompts and what shares a step with one; decode rows, and drafts of which none is right, on both sides of
+grid points; and a seat that another sequence takes.
+"""
+TREE_STEPS: list[Step] = [
+    (PROMPTS[:2], 0),
+    ([rows_of(0, 13, 1)], 1),
+    ([tree(0, 14), rows_of(1, 30, 1)], 1),
+    ([tree(1, 31), tree(0, 15)], 1),
+    ([rows_of(0, 16, 3, certain=17)], 1),
+    ([rows_of(1, 32, 1), rows_of(0, 17, 1)], 1),
+]
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize(
+    ("buckets", "steps"), [(CHAINS, STEPS), (TREES, TREE_STEPS)], ids=["chains", "trees"]
+)
+def test_a_replay_is_what_the_step_computes_when_it_is_launched(
+    model_type: str, buckets: Buckets, steps: list[Step]
+) -> None:
+    """And what it computes without padding, by other operators: padding changes no row and no state."""
+    graphs = RecordedGraphs()
+    eager, replayed = Side(model_type, buckets), Side(model_type, buckets, graphs)
+    modules = Modules(model_type)
+    assert len(graphs.graphs) == len(list(buckets)) == 2
+    for batch, replays in steps:
+        before = sum(graph.num_replays for graph in graphs.graphs)
+        expected, found, theirs = (side.logits(batch) for side in (eager, replayed, modules))
+        assert torch.equal(found, expected)
+        torch.testing.assert_close(found, theirs, atol=1e-4, rtol=1e-4)
+        assert all(map(torch.equal, replayed.memory, eager.memory))
+        for ours, others in zip(replayed.seats.layers, modules.seats.layers, strict=True):
+            torch.testing.assert_close(ours[:2], others[:2], atol=1e-4, rtol=1e-4)
+        assert sum(graph.num_replays for graph in graphs.graphs) - before == replays
+        shape, hidden = shape_of(buckets, batch), replayed.cuda._kept[1]
+        assert hidden is not None and (shape is None or hidden[: shape.rows].isfinite().all())
+
+
+ALIKE: list[tuple[Buckets, list[list[SequenceRows]]]] = [
+    (CHAINS, [[rows_of(0, 13, 1)], [rows_of(2, 0, 1), rows_of(1, 30, 1), rows_of(0, 14, 1)]]),
+    (CHAINS, [[rows_of(0, 13, 2, certain=14)], [rows_of(0, 14, 4, certain=15), rows_of(1, 30, 4)]]),
+    (TREES, [[rows_of(1, 30, 3, certain=31)], [tree(1, 31), tree(0, 14)]]),
+]
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize(("buckets", "steps"), ALIKE, ids=["decode rows", "drafts", "trees"])
+def test_all_steps_of_a_bucket_launch_the_same(
+    model_type: str, buckets: Buckets, steps: list[list[SequenceRows]]
+) -> None:
+    """Few sequences and many, that cross grid points and do not."""
+    side = Side(model_type, buckets)
+    for shape in buckets:
+        side.cuda._inputs([], [], shape)
+    first, second = (side.recorded(batch, buckets) for batch in steps)
+    assert {"convolve", "attend", "keep"} <= {name for name, _ in first}
+    assert first == second
+
+
+def test_drafted_tokens_that_only_the_device_knows() -> None:
+    """One row at a time, behind a state that no draft changes, and across a grid point."""
+    graphs = RecordedGraphs()
+    drafting = Buckets([2], [1], [6], trees=False)
+    eager = Side("qwen3_5_text", drafting, drafts=True)
+    replayed = Side("qwen3_5_text", drafting, graphs, drafts=True)
+    chosen = torch.tensor([9, 4])
+    for side in (eager, replayed):
+        side.logits([rows_of(0, 0, 14), rows_of(1, 0, 30)])
+        side.logits([rows_of(0, 14, 1), rows_of(1, 30, 1)])
+    states = [layer.state.clone() for layer in replayed.seats.layers]
+    for start in range(15, 19):
+        batch = [rows_of(0, start, 1, certain=15), rows_of(1, start + 16, 1, certain=31)]
+        for place, rows in enumerate(batch):
+            rows.token_ids = [place]
+        expected, found = (side.cuda.run_ahead(batch, [0, 1], chosen).logits for side in (eager, replayed))
+        assert torch.equal(found, expected)
+    assert graphs.graphs[0].num_replays == 5
+    assert all(map(torch.equal, replayed.memory, eager.memory))
+    for state, layer in zip(states, replayed.seats.layers, strict=True):
+        assert torch.equal(layer.state[:2], state[:2])
