@@ -48,10 +48,10 @@ launching in the interpreter again what a step launched, on the same memory. `te
 gpu` are what is to be run on a GPU.
 
 As graphs run: steps of decode rows and of drafts to verify, chains and trees, of up to 512 rows, by the CUDA
-decoder or by the modules of another model, unless these wait for the device; and each step of a chain that
-a model or an EAGLE head drafts. Eagerly run: prompts, and what shares a step with them; models with recurrent
-layers, and with adapters, whose tables the host lays out anew; trees' drafting; sampling and verification, in
-two or three launches. Tensor-parallel ranks are for CPUs.
+decoder or by the modules of another model, with recurrent layers too, unless these wait for the device; and
+each step of a chain that a model or an EAGLE head drafts. Eagerly run: prompts, and what shares a step with
+them; models with adapters, whose tables the host lays out anew; trees' drafting; sampling and verification,
+in two or three launches. Tensor-parallel ranks are for CPUs.
 
 FlashInfer is no backend here. Its plans cut keys so that the whole batch fills the device; with its option
 `fixed_split_size`, too, tiles of rows are sized by the batch's mean (flashinfer-ai/flashinfer#2424), so that

@@ -40,6 +40,7 @@ from engine.upload import Uploader
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
+from protocol.speculation import SpeculativeConfig
 from tests.e2e.architectures import config_of
 from tests.engine.absent_gpu import GPU, AbsentGpu, absent_gpu
 from tests.engine.test_recurrent import needs_seam
@@ -94,9 +95,7 @@ def test_a_forward_of_the_models_own_modules(batch: list[SequenceRows], logits: 
     assert gpu.launches["attend"] == LAYERS
 
 
-@needs_seam
-def test_a_model_with_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt, decode rows and a tree, of which some is accepted."""
+def hybrid() -> LoadedModel:
     config = config_of("qwen3_5_text")
     transformers_hook.register()
     with GPU:
@@ -108,10 +107,21 @@ def test_a_model_with_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Group.uniform(TARGET, Segment(3, 2, 16, torch.bfloat16))
     seam = hook(model)
     assert seam is not None
-    loaded = LoadedModel(model, GPU, torch.bfloat16, group, 320, 64, [], "", recurrent=Recurrent(seam, state))
+    return LoadedModel(model, GPU, torch.bfloat16, group, 320, 64, [], "", recurrent=Recurrent(seam, state))
+
+
+def hybrid_pool(loaded: LoadedModel) -> KVPool:
+    assert loaded.recurrent is not None
+    return KVPool(PoolLayout((loaded.kv_group,), 16, loaded.recurrent.state, 3), 64, GPU, None)
+
+
+@needs_seam
+def test_a_model_with_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt, decode rows and a tree, of which some is accepted."""
+    loaded = hybrid()
     monkeypatch.setattr(native, "triton_fault", lambda device: None)
     with absent_gpu() as gpu:
-        pool = KVPool(PoolLayout((group,), 16, state, 3), 64, GPU, None)
+        pool = hybrid_pool(loaded)
         assert pool.seats is not None
         backend = TritonBackend(pool.layers(TARGET))
         runner = HybridForward(loaded, backend, pool.seats, products="", packed=False)
@@ -124,6 +134,33 @@ def test_a_model_with_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
             gpu.num_done = gpu.num_queued
     assert not gpu.waits, "\n".join(gpu.waits)
     assert gpu.launches["convolve"] == gpu.launches["attend"] - 3 == gpu.launches["keep"] == 6
+
+
+@needs_seam
+def test_steps_of_a_model_with_recurrent_layers_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode rows are one launch, and so are drafts to verify; a prompt is launched kernel by kernel."""
+    loaded = hybrid()
+    monkeypatch.setattr(select_forward, "select_backend", lambda *_: (TritonBackend, ""))
+    config = ServeConfig(
+        max_num_seqs=2, speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=2)
+    )
+    drafts = [SequenceRows([5, 6, 7], 31, [[1, 2, 3]], certain=32)]
+    prompt = [SequenceRows([5] * 40, 1, [[1, 2, 3]])]
+    with absent_gpu() as gpu:
+        monkeypatch.setattr(cuda_runner, "CudaGraphs", lambda device: CountedGraphs(gpu))
+        pool = hybrid_pool(loaded)
+        runner = select_forward.runner_of_one_process(config, loaded, pool, ())
+        runner.warm_up()
+        assert runner.choice == "the model's own modules, recurrent layers by triton operators, 6 graphs"
+        for batch in (HYBRID[0], drafts, prompt):
+            gpu.clear()
+            runner.run(batch, [0, 1])
+            gpu.num_done = gpu.num_queued
+            assert not gpu.waits, "\n".join(gpu.waits)
+            if batch is prompt:
+                assert gpu.launches["convolve"] == gpu.launches["keep"] == 2 and not gpu.launches["graph"]
+            else:
+                assert gpu.launches == {"graph": 1}
 
 
 @pytest.mark.parametrize(("batch", "logits"), [(DECODE, 2), (TREES, 6)], ids=["decode rows", "trees"])

@@ -21,7 +21,7 @@ from engine.kv_pool import KVPool
 from engine.linear.packed import kernel_fault
 from engine.loader import load_model
 from engine.pool_layout import TARGET, PoolLayout
-from engine.recurrent.layout import GRID
+from engine.recurrent.layout import GRID, RecurrentLayer, StateLayout
 from engine.recurrent.seats import Seats
 from engine.rows import SequenceRows
 from engine.runner import Runner
@@ -36,6 +36,7 @@ from tests.engine.test_recurrent import needs_seam
 
 CPU = torch.device("cpu")
 BLOCK, NUM_BLOCKS, DRAFTS = 16, 24, 32
+LAYOUT = StateLayout((RecurrentLayer(8, 4),), torch.bfloat16)
 FAULT = kernel_fault(CPU, torch.bfloat16)
 _FEW = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 MODELS: dict[str, dict[str, Any]] = {
@@ -288,8 +289,13 @@ def test_experts_on_latents_are_left_to_the_modules() -> None:
     assert unfit(model) == "its experts work on latents"
 
 
-def test_the_decoder_on_cuda_is_for_attention_alone() -> None:
-    hybrid: Any = SimpleNamespace(adapters=None, recurrent="some")
+def test_adapters_alone_keep_hybrids_from_the_runner_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+    cuda = SimpleNamespace(runner_of=lambda *options: asked.append(options))
+    monkeypatch.setattr("engine.select_forward.importlib.import_module", lambda name: cuda)
+    plain, adapted = (SimpleNamespace(adapters=each, recurrent="some") for each in (None, "some"))
     attention: Any = SimpleNamespace(name="triton")
-    config = ServeConfig(model="hybrid", compile="auto")
-    assert _cuda_runner(config, hybrid, attention) is None
+    config, seats = ServeConfig(model="hybrid", compile="auto"), Seats(LAYOUT, 1, CPU)
+    for loaded in (adapted, plain):
+        _cuda_runner(config, loaded, attention, seats=seats)  # type: ignore[arg-type]
+    assert asked == [(config, plain, attention, (), False, seats)]

@@ -11,7 +11,17 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 ROOT = Path(__file__).parents[2]
-KINDS = ("attention", "decoder", "drafts", "graphs", "products", "recurrent", "sampler", "verification")
+KINDS = (
+    "attention",
+    "decoder",
+    "drafts",
+    "graphs",
+    "hybrid_graphs",
+    "products",
+    "recurrent",
+    "sampler",
+    "verification",
+)
 FILES = [f"tests/engine/interpreted/{kind}.py" for kind in KINDS]
 FASTER = "tests.engine.interpreted.faster"
 

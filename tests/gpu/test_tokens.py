@@ -18,8 +18,9 @@ from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
 from speculation.speculator import speculate
-from tests.e2e.architectures import ARCHITECTURES, VOCAB_SIZE, write_model
+from tests.e2e.architectures import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, write_model
 from tests.engine.quantization.quantized_model import EXPERTS, write_quantized
+from tests.engine.test_recurrent import needs_seam
 from tests.worker.tiny_model import greedy, load
 
 DEVICE = "cuda"
@@ -127,6 +128,29 @@ def test_graphs_give_the_tokens_of_steps_that_are_launched(
     assert graphs.start_up["forward"].endswith(" graphs")
     assert eager.start_up["forward"].endswith(", eager")
     assert generate(graphs, batch) == generate(eager, batch)
+
+
+@needs_seam
+@pytest.mark.parametrize("model_type", HYBRIDS)
+@pytest.mark.parametrize("drafted", [None, 3], ids=["decode rows", "drafts to verify"])
+def test_graphs_give_hybrids_the_tokens_of_steps_that_are_launched(
+    drafted: int | None, model_type: str, tmp_path: Path
+) -> None:
+    """Without graphs in the same shapes, and in those of each step alone."""
+    write_model(model_type, tmp_path)
+    batch = prompts(LENGTHS)
+    options: dict[str, Any] = {}
+    if drafted:
+        options["speculative_config"] = SpeculativeConfig(method="ngram", num_speculative_tokens=drafted)
+    graphs, eager, modules = (
+        engine_of(tmp_path, **each, **options)
+        for each in ({"enforce_eager": False}, {"enforce_eager": True}, {"compile": "off"})
+    )
+    assert graphs.start_up["forward"].endswith(" graphs")
+    assert eager.start_up["forward"].endswith("triton operators, eager")
+    assert modules.start_up["forward"].startswith("eager")
+    tokens = generate(graphs, batch)
+    assert tokens == generate(eager, batch) == generate(modules, batch)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=["greedy", "sampled"])
