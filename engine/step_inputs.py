@@ -35,6 +35,11 @@ class StepShape:
     first_keys: bool = False
     """Whether there are first keys, even where all of them are seen."""
 
+    def takes(self, other: StepShape) -> bool:
+        """Whether the steps of `other` fit this one."""
+        sizes = zip(vars(self).values(), vars(other).values(), strict=True)
+        return all(own >= least for own, least in sizes)
+
 
 class StepInputs(NamedTuple):
     token_ids: Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -83,12 +83,10 @@ class CudaGraph:
 def capture_all(
     shapes: Sequence[StepShape], capture: Callable[[StepShape], Graph], graphs: Graphs
 ) -> dict[StepShape, Graph]:
-    """One for each shape, as far as `MOST_S` and half of the free memory go. The largest come first: the
-    others find their memory.
-    """
+    """One for each shape, as far as `MOST_S` and half of the free memory go."""
     captured: dict[StepShape, Graph] = {}
     started, free = time.monotonic(), graphs.free_bytes()
-    for shape in sorted(shapes, key=lambda shape: (shape.rows, shape.blocks), reverse=True):
+    for shape in _by_need(shapes):
         if time.monotonic() - started > MOST_S or graphs.free_bytes() < free / 2:
             break
         try:
@@ -100,7 +98,7 @@ def capture_all(
             break
     logger.info(
         "captured %d of %d CUDA graphs in %.1f s (at most %.0f s) and %.2f GiB (at most %.2f GiB); "
-        "steps without one run eagerly",
+        "steps without one take a larger one, or run eagerly",
         len(captured),
         len(shapes),
         time.monotonic() - started,
@@ -109,3 +107,28 @@ def capture_all(
         free / 2 / 2**30,
     )
     return captured
+
+
+def _by_need(shapes: Sequence[StepShape]) -> list[StepShape]:
+    """First the largest for each number of rows of a sequence, in whose memory the others find theirs, and
+    which any of their steps fits. Then from the smallest on: launches are most of a small step's time.
+    """
+    rising = sorted(shapes, key=_size)
+    largest = {shape.rows_each: shape for shape in rising}
+    first = sorted(largest.values(), key=_size, reverse=True)
+    return [*first, *(shape for shape in rising if shape not in first)]
+
+
+def stand_ins(shapes: Sequence[StepShape], captured: Collection[StepShape]) -> dict[StepShape, StepShape]:
+    """Of shapes that were not captured, the least one that was and takes their steps, if any does."""
+    rising = sorted(captured, key=_size)
+    found = {}
+    for shape in shapes:
+        larger = None if shape in captured else next((each for each in rising if each.takes(shape)), None)
+        if larger is not None:
+            found[shape] = larger
+    return found
+
+
+def _size(shape: StepShape) -> tuple[int, int]:
+    return shape.rows, shape.blocks

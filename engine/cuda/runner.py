@@ -15,7 +15,7 @@ from engine.attention.interface import AttentionBackend
 from engine.attention.triton_kernel.backend import TritonBackend
 from engine.cuda.buckets import Buckets
 from engine.cuda.decoder import CudaDecoder, fits
-from engine.cuda.graphs import CudaGraphs, Graph, Graphs, capture_all
+from engine.cuda.graphs import CudaGraphs, Graph, Graphs, capture_all, stand_ins
 from engine.cuda.modules import HybridModules, Modules
 from engine.cuda.products import describe
 from engine.decoder.description import unfit
@@ -67,6 +67,8 @@ class CudaRunner:
         self._graphs = graphs
         self._tables_of = tables_of
         self._captured: dict[StepShape, Graph] = {}
+        self._stand_ins: dict[StepShape, StepShape] = {}
+        """Of buckets without a graph."""
 
     @torch.inference_mode()
     def warm_up(self) -> float:
@@ -83,6 +85,7 @@ class CudaRunner:
             self.choice += f" (not to be captured: {fault})"
             return time.monotonic() - started
         self._captured = capture_all(shapes, partial(self._capture, self._graphs), self._graphs)
+        self._stand_ins = stand_ins(shapes, self._captured)
         if self._captured:
             self.choice = f"{self._decoder.name}, {len(self._captured)} graphs"
         return time.monotonic() - started
@@ -129,6 +132,8 @@ class CudaRunner:
     ) -> tuple[Tensor, Tensor | None, bool]:
         """Logits, hidden states of all rows and those that pad them, and whether the next call ends them."""
         shape = self._buckets.shape_of(batch, len(logit_rows), self._backend.block_size)
+        if shape is not None:
+            shape = self._stand_ins.get(shape, shape)
         inputs = self._inputs(batch, logit_rows, shape)
         if chosen is not None:
             inputs.take(chosen)

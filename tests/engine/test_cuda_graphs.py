@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.cuda import graphs
-from engine.cuda.graphs import Graph, capture_all
+from engine.cuda.graphs import Graph, capture_all, stand_ins
 from engine.step_inputs import StepShape
 
 GIB = 1 << 30
@@ -66,6 +66,12 @@ def test_what_waits_for_the_device_is_not_captured(monkeypatch: pytest.MonkeyPat
     assert modes == ["error", "default"] * 2
 
 
+def shapes(rows_each: int, *sequences: int) -> list[StepShape]:
+    return [
+        StepShape(n * rows_each, n * rows_each, n, rows_each, blocks) for n in sequences for blocks in (8, 16)
+    ]
+
+
 @pytest.mark.parametrize(
     ("device", "count"),
     [
@@ -73,19 +79,43 @@ def test_what_waits_for_the_device_is_not_captured(monkeypatch: pytest.MonkeyPat
         (Device(2 * GIB), 3),
         (Device(0, seconds=25.0), 3),
         (Device(0, too_large=2), 4),
-        (Device(0, refused=2), 2),
+        (Device(0, refused=2), 1),
     ],
     ids=["all", "as memory goes", "as time goes", "but for what is too large", "until one is refused"],
 )
-def test_the_largest_are_captured_first(
+def test_the_largest_is_captured_first_and_then_the_smallest(
     device: Device, count: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(graphs.time, "monotonic", lambda: device.now)
     caplog.set_level(logging.INFO, "tandem.engine")
     captured = capture_all(SHAPES, device.capture, device)
-    assert len(captured) == count
-    assert list(captured) == device.order == sorted(device.order, key=lambda s: (-s.rows, -s.blocks))
+    order = [shape for shape in [SHAPES[-1], *SHAPES[:-1]] if shape.rows <= device._too_large]
+    assert list(captured) == device.order == order[:count]
     *refusal, line = caplog.messages
     assert all("stream is capturing" in each for each in refusal)
     assert line.startswith(f"captured {count} of 6 CUDA graphs in {device.now - 100:.1f} s (at most 60 s)")
     assert f"{(8 * GIB - device.free) / GIB:.2f} GiB (at most 4.00 GiB)" in line
+
+
+def test_steps_with_as_many_rows_of_a_sequence_have_a_graph_that_takes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where time ends midway, the largest of each kind is there, and of the others the smallest."""
+    device = Device(0, seconds=10.0)
+    monkeypatch.setattr(graphs.time, "monotonic", lambda: device.now)
+    decode, verify = shapes(1, 1, 2, 4, 8), shapes(3, 1, 2, 4)
+    captured = capture_all([*verify, *decode], device.capture, device)
+    assert list(captured) == [verify[-1], decode[-1], *decode[:4], verify[0]]
+    missing = dict.fromkeys(decode[4:7], decode[-1]) | dict.fromkeys(verify[1:5], verify[-1])
+    assert stand_ins([*verify, *decode], captured) == missing
+
+
+def test_a_step_without_a_graph_takes_the_least_that_fits() -> None:
+    """Of fewer rows first, then of fewer keys; trees take chains, and chains no trees."""
+    one, tree = StepShape(1, 1, 1, 1, 8), StepShape(3, 3, 1, 3, 8, trees=True)
+    long, wide = StepShape(2, 2, 2, 1, 16), StepShape(8, 8, 8, 1, 8)
+    assert stand_ins([one], [wide, long]) == {one: long}
+    assert stand_ins([one], [wide, tree]) == {one: tree}
+    assert stand_ins([tree], [one, wide]) == {}
+    assert stand_ins([StepShape(1, 1, 1, 1, 16)], [wide]) == {}
+    assert stand_ins([one], [one, wide]) == {}

@@ -91,8 +91,10 @@ def made_model() -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def sides(buckets: Buckets, hidden: bool = False) -> tuple[Side, Side, RecordedGraphs]:
-    graphs = RecordedGraphs()
+def sides(
+    buckets: Buckets, hidden: bool = False, most_graphs: int = 100
+) -> tuple[Side, Side, RecordedGraphs]:
+    graphs = RecordedGraphs(most_graphs)
     model = made_model()
     return Side(model, buckets, None, hidden), Side(model, buckets, graphs, hidden), graphs
 
@@ -135,6 +137,18 @@ def test_a_replay_is_what_the_step_computes_when_it_is_launched() -> None:
         before = sum(graph.num_replays for graph in graphs.graphs)
         same(eager, replayed, batch, logit_rows)
         assert sum(graph.num_replays for graph in graphs.graphs) - before == replays
+
+
+def test_a_step_without_a_graph_is_a_replay_of_a_larger_one() -> None:
+    """There was time for the largest of each kind and no more."""
+    eager, replayed, graphs = sides(BUCKETS, most_graphs=2)
+    assert len(graphs.graphs) == 2
+    for batch, logit_rows, replays in STEPS:
+        before = sum(graph.num_replays for graph in graphs.graphs)
+        theirs, ours = eager.run(batch, logit_rows), replayed.run(batch, logit_rows)
+        torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-5, rtol=1e-5)
+        assert sum(graph.num_replays for graph in graphs.graphs) - before == replays
+    torch.testing.assert_close(*(side.pool.arenas[0].view(torch.float32) for side in (replayed, eager)))
 
 
 def test_the_models_own_modules_over_two_block_tables() -> None:
