@@ -19,7 +19,7 @@ from engine.linear.experts import join_experts, split_experts
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import pack_quantized_linears
 from engine.linear.rounding import round_head, round_linears
-from engine.linear.tiles import tile_fault, tile_on_gpu
+from engine.linear.tiles import fault_of_options, fault_of_weights, tile_on_gpu
 from engine.lora.table import Adapters, adaptable
 from engine.pool_layout import Group
 from engine.preloaded import take_preloaded
@@ -87,9 +87,12 @@ def load_model(config: ServeConfig) -> LoadedModel:
     transformers_hook.register()
     hf_config = _load_hf_config(config)
     dtype = choose_dtype(config.dtype, hf_config, device)
-    if config.deterministic and device.type == "cuda" and (fault := tile_fault(device, dtype)) is not None:
+    in_tiles = config.deterministic and device.type == "cuda"
+    if in_tiles and (fault := fault_of_options(config, device, dtype)) is not None:
         raise ConfigError(f"--deterministic: {fault}")
     model = _load_weights(config, hf_config, dtype, device)
+    if in_tiles and (fault := fault_of_weights(model)) is not None:
+        raise ConfigError(f"--deterministic: {fault}")
     has_kernel = kernel_fault(device, dtype) is None
     if config.quantization is not None:
         if has_kernel:
@@ -108,7 +111,7 @@ def load_model(config: ServeConfig) -> LoadedModel:
         pack_quantized_linears(model)
         join_experts(model)
     elif device.type == "cuda":
-        tile_on_gpu(model, device, dtype, plain=config.deterministic)
+        tile_on_gpu(model, device, dtype, plain=in_tiles)
     text_config = hf_config.get_text_config(decoder=True)
     seam = hook(model)
     kept = probe(model, dtype, text_config.num_hidden_layers, seam)

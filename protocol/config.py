@@ -255,8 +255,8 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     deterministic: Annotated[
         bool,
         _doc(
-            "On a GPU, multiply in tiles of a fixed size, so that a row has the same bits in every batch;"
-            " on a CPU in bfloat16 it always has."
+            "On a GPU, multiply in tiles of a fixed size, so that a row's products have the same bits in"
+            " every batch (not with experts or adapters); on a CPU in bfloat16 they always have."
         ),
     ] = False
     enforce_eager: Annotated[bool, _doc("Launch each step's kernels on a GPU anew, without CUDA graphs.")] = (

@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from engine.cuda import product_kernel
 from engine.cuda.product_kernel import multiply
+from engine.linear.packed import plain_weight
 from engine.linear.quantized import QuantizedLinear
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 from engine.triton_support import ceil_div
@@ -176,8 +178,9 @@ def tile_linears(model: nn.Module, dtype: torch.dtype, *, plain: bool) -> None:
                 continue
             model.set_submodule(path, module.plain(dtype))
         module = model.get_submodule(path)
-        if plain and type(module) is nn.Linear:
-            model.set_submodule(path, TiledLinear(TiledWeight.plain(module.weight.detach(), module.bias)))
+        if plain and type(module) in (nn.Linear, Conv1D):
+            weight = plain_weight(module).detach().contiguous()
+            model.set_submodule(path, TiledLinear(TiledWeight.plain(weight, module.bias)))
 
 
 def join(linears: Sequence[TiledLinear]) -> TiledWeight:

@@ -103,9 +103,9 @@ Of four chains of five tokens. Behind the sampler's two kernels there is one
 _PRODUCTS_HEAD = """
 ## Products in tiles
 
-Of quantized weights, and with `--deterministic` of all (`engine/cuda/product_kernel.py`): in tiles of 64
-rows in every batch, so that a row has the same bits in each. Codes are expanded in registers. A weight has
-4096 inputs and outputs here, and inputs are bfloat16.
+Of quantized weights, and with `--deterministic` of all linear layers (`engine/cuda/product_kernel.py`): in
+tiles of 64 rows in every batch, so that a row has the same bits in each. Codes are expanded in registers. A
+weight has 4096 inputs and outputs here, and inputs are bfloat16.
 
 {columns}"""
 

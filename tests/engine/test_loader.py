@@ -15,12 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine import loader
 from engine.engine import Engine
 from engine.errors import UnsupportedModelError
+from engine.linear import tiles
 from engine.loader import load_model
 from engine.pool_layout import Group, Segment
 from engine.preloaded import is_preloaded, keep_preloaded
 from engine.select_forward import load_packed
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
+from tests.e2e.architectures import ARCHITECTURES, HYBRIDS, config_of, write_model
 from tests.engine.refused_models import REFUSED
 from tests.worker.tiny_model import write_tiny_llama
 
@@ -112,3 +114,49 @@ def test_deterministic_needs_triton_on_a_gpu(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(loader, "_load_weights", lambda *_: pytest.fail("it reads the weights"))
     with pytest.raises(ConfigError, match="--deterministic: the triton kernel found no cuda device"):
         load_model(config_for(tmp_path, dtype="bfloat16", deterministic=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"enable_lora": True}, "adapters are multiplied by torch's operators"),
+        ({"attention_backend": "torch"}, "with --attention-backend torch sums depend on the batch"),
+    ],
+)
+def test_deterministic_is_refused_beside_what_torch_sums(
+    tmp_path: Path, options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny_llama(tmp_path)
+    monkeypatch.setattr(loader, "choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(loader, "_load_weights", lambda *_: pytest.fail("it reads the weights"))
+    with pytest.raises(ConfigError, match=f"--deterministic: {reason}"):
+        load_model(config_for(tmp_path, deterministic=True, **options))
+
+
+def test_deterministic_is_refused_for_a_model_whose_products_torch_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on a CPU, whose kernel multiplies by all of them."""
+    write_model("qwen3_moe", tmp_path)
+    config = config_for(tmp_path, dtype="bfloat16", deterministic=True)
+    load_model(config)
+    load_weights = loader._load_weights
+
+    def on_the_cpu(config: ServeConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+        return load_weights(config, hf_config, dtype, torch.device("cpu"))
+
+    monkeypatch.setattr(loader, "choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(loader, "_load_weights", on_the_cpu)
+    monkeypatch.setattr(tiles, "tile_fault", lambda *_: None)
+    with pytest.raises(
+        ConfigError, match=r"--deterministic: model\.layers\.0\.mlp\.experts\.gate_up_proj, of Qwen3"
+    ):
+        load_model(config)
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES | HYBRIDS)
+def test_what_is_not_multiplied_in_tiles_is_found(model_type: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of(model_type))
+    has_experts = "num_experts_per_tok" in (ARCHITECTURES | HYBRIDS)[model_type]
+    assert (tiles.fault_of_weights(model) is not None) == has_experts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from engine.cuda.products import TiledLinear, TiledWeight, fits, join, tile_linears
 from engine.linear.quantized import QuantizedLinear
@@ -124,4 +125,17 @@ def test_a_models_layers() -> None:
     torch.testing.assert_close(model(x), expected, atol=1e-4, rtol=0)
     tile_linears(model, torch.float32, plain=True)
     assert {type(module) for module in model} == {TiledLinear}
+    torch.testing.assert_close(model(x), expected, atol=1e-4, rtol=0)
+
+
+def test_gpt2s_layers_which_have_their_weights_transposed() -> None:
+    torch.manual_seed(5)
+    layer = Conv1D(OUTPUTS, 64)
+    nn.init.normal_(layer.bias)
+    model, x = nn.Sequential(layer), torch.randn(2, 3, 64)
+    expected = model(x)
+    tile_linears(model, torch.float32, plain=False)
+    assert model[0] is layer
+    tile_linears(model, torch.float32, plain=True)
+    assert type(model[0]) is TiledLinear
     torch.testing.assert_close(model(x), expected, atol=1e-4, rtol=0)
