@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from engine.kv_pool import KVPool
 from engine.pool_layout import PoolLayout
@@ -22,21 +23,32 @@ def activation_bytes(
     device: torch.device,
     num_tokens: int,
     rows: int,
+    choose: Callable[[Tensor], object],
 ) -> int:
-    """Of a forward of `num_tokens` tokens of a prompt, with logits of `rows` of them."""
+    """Of a forward of `num_tokens` tokens of a prompt, and of what `choose` does with the logits of `rows`
+    of them.
+    """
     blocks = list(range(-(-num_tokens // layout.block_size)))
     tables = [blocks] * len(layout.windows)
-    taken = _measure(make_runner(KVPool(layout, len(blocks), device, None)), tables, device, num_tokens, rows)
+    runner = make_runner(KVPool(layout, len(blocks), device, None))
+    taken = _measure(runner, tables, device, num_tokens, rows, choose)
+    del runner
     gc.collect()
     torch.cuda.empty_cache()
     return taken
 
 
+@torch.inference_mode()
 def _measure(
-    runner: Runner, tables: list[list[int]], device: torch.device, num_tokens: int, rows: int
+    runner: Runner,
+    tables: list[list[int]],
+    device: torch.device,
+    num_tokens: int,
+    rows: int,
+    choose: Callable[[Tensor], object],
 ) -> int:
     for count in (_FIRST_TOKENS, num_tokens):
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        runner.run([SequenceRows([0] * count, 0, tables)], list(range(min(rows, count))))
+        choose(runner.run([SequenceRows([0] * count, 0, tables)], list(range(min(rows, count)))).logits)
     return torch.cuda.max_memory_allocated(device) - before

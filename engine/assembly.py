@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import inf
+
+from torch import Tensor
 
 from engine.activations import activation_bytes
 from engine.block_manager import BlockManager
@@ -20,7 +23,7 @@ from engine.lora.files import AdapterError
 from engine.pool_layout import PoolLayout
 from engine.recurrent.layout import StateLayout
 from engine.runner import Runner
-from engine.sampler import Grammars, Sampler
+from engine.sampler import Grammars, Sampler, SamplingRow
 from engine.scheduler import Scheduler
 from engine.seating import Seating
 from engine.select_forward import MakeRunner, load_packed, runner_of_one_process
@@ -32,7 +35,11 @@ from protocol.config import ServeConfig
 from protocol.costs import StepCosts, itl_bound
 from protocol.errors import ConfigError
 from protocol.kv_events import CacheFormat
+from protocol.sampling import SamplingParams
+from protocol.speculation import WEIGHTLESS
 from protocol.window import Window
+
+logger = logging.getLogger("tandem.engine")
 
 
 def load_served(config: ServeConfig, *, in_one_process: bool) -> LoadedModel:
@@ -203,5 +210,39 @@ class Assembly:
         is_sized_by_gpu = device.type == "cuda" and self.config.kv_cache_memory_bytes is None
         if not is_sized_by_gpu or self.make_runner is not runner_of_one_process:
             return 0
-        budget, rows = self.token_budget, self.config.max_num_seqs
-        return activation_bytes(self.runner, self.layout, device, budget, rows)
+        budget, rows = self.token_budget, self._logit_rows
+        step = activation_bytes(self.runner, self.layout, device, budget, rows, self._sample_trial)
+        kept = step << self._num_captured
+        logger.info(
+            "beside the KV pool %d MiB stay free: %d for a step of %d tokens with logits of %d of them, "
+            "and %d that CUDA graphs may take",
+            kept >> 20,
+            step >> 20,
+            budget,
+            rows,
+            (kept - step) >> 20,
+        )
+        return kept
+
+    @property
+    def _logit_rows(self) -> int:
+        """The most of a step whose tokens are chosen: each sequence's last token, and those of its draft."""
+        drafted = self.speculator.most_drafted if self.speculator is not None else 0
+        return min(self.token_budget, self.config.max_num_seqs * (1 + drafted))
+
+    @property
+    def _num_captured(self) -> int:
+        """Models that are captured as graphs, each in up to half of the memory that is free then."""
+        if self.config.enforce_eager:
+            return 0
+        options = self.config.speculative_config
+        return 1 if options is None or options.method in WEIGHTLESS else 2
+
+    def _sample_trial(self, logits: Tensor) -> None:
+        """As for the requests that take the most memory."""
+        params = SamplingParams(max_tokens=1, logprobs=1, logit_bias={0: 1.0})
+        rows = [SamplingRow(params, [], [], 0, "")] * len(logits)
+        sampler, options = self.sampler(), self.config.speculative_config
+        sampler.sample(logits, rows)
+        if options is not None and options.verification != "coupled":
+            sampler.probabilities(logits, rows)

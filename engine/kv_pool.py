@@ -187,7 +187,8 @@ def _pool_budget(
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         own_share = int(total * config.gpu_memory_utilization) - torch.cuda.memory_reserved(device)
-        reason = f"{share}, less what this worker uses already and {kept_free >> 20} MiB for its steps"
+        steps = f"{kept_free >> 20} MiB for its steps and graphs"
+        reason = f"{share}, less what this worker uses already and {steps}"
         return max(0, min(own_share, free) - kept_free), reason
     fair = int(psutil.virtual_memory().available * config.gpu_memory_utilization / 2)
     # Few sequences get that long: what they leave keeps prefixes of earlier ones.

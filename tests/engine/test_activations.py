@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from engine import assembly
 from engine.activations import activation_bytes
+from engine.assembly import Assembly
 from engine.kv_pool import KVPool
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.rows import SequenceRows
 from engine.runner import ForwardOutput
+from engine.sampler import Sampler
+from engine.select_forward import runner_of_one_process
+from protocol.config import ServeConfig
+from protocol.speculation import SpeculativeConfig
+
+GIB = 1 << 30
 
 
 class Memory:
-    """Of a GPU whose forwards take 100 bytes for each token and 10 for each row of logits. What the first one
-    takes stays."""
+    """Of a GPU whose forwards take 100 bytes for each token and 10 for each row of logits, and choosing a
+    token 200 beside its logits. What the first forward takes stays."""
 
     def __init__(self) -> None:
         self.allocated = self.peak = 1000
@@ -26,6 +37,9 @@ class Memory:
         if self.allocated == 1000:
             self.allocated += 7
         self.peak = max(self.peak, self.allocated + 100 * tokens + 10 * rows)
+
+    def choose(self, rows: int) -> None:
+        self.peak = max(self.peak, self.allocated + 210 * rows)
 
     def reset_peak_memory_stats(self, device: torch.device) -> None:
         self.peak = self.allocated
@@ -64,6 +78,85 @@ def test_it_is_what_the_largest_forward_takes_beside_what_stays(monkeypatch: pyt
         monkeypatch.setattr(torch.cuda, name, getattr(memory, name))
     layout = PoolLayout((Group.uniform(TARGET, Segment(1, 1, 8, torch.float32)),), 16)
     device = torch.device("cpu")
-    taken = activation_bytes(lambda pool: Runner(pool, memory), layout, device, num_tokens=40, rows=8)
-    assert taken == 4080
-    assert memory.emptied == 1
+    for tokens, rows, expected in ((40, 8, 4080), (8, 8, 1680), (2, 1, 210)):
+        taken = activation_bytes(
+            lambda pool: Runner(pool, memory),
+            layout,
+            device,
+            num_tokens=tokens,
+            rows=rows,
+            choose=lambda logits: memory.choose(len(logits)),
+        )
+        assert taken == expected
+    assert memory.emptied == 3
+
+
+CHAINS = SpeculativeConfig(method="ngram")
+HEAD = SpeculativeConfig(method="eagle", model="a head", verification="standard")
+
+
+@pytest.mark.parametrize(
+    ("options", "drafted", "rows", "gib"),
+    [
+        ({}, None, 128, 2),
+        ({"enforce_eager": True}, None, 128, 1),
+        ({"speculative_config": CHAINS}, 8, 128 * 9, 2),
+        ({"speculative_config": CHAINS, "max_num_batched_tokens": 256}, 8, 256, 2),
+        ({"speculative_config": HEAD}, 3, 128 * 4, 4),
+    ],
+    ids=["decode rows", "without graphs", "drafts", "as many as fit a step", "graphs of two models"],
+)
+def test_what_stays_free_is_for_all_rows_and_for_graphs(
+    options: dict[str, Any],
+    drafted: int | None,
+    rows: int,
+    gib: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each model's graphs take up to half of what is free when they are captured."""
+    made = assembly_of(options, "cuda", drafted)
+    asked: list[int] = []
+
+    def measure(*given: Any) -> int:
+        asked.append(given[4])
+        return GIB
+
+    monkeypatch.setattr(assembly, "activation_bytes", measure)
+    monkeypatch.setattr(Assembly, "layout", None)
+    caplog.set_level(logging.INFO, "tandem.engine")
+    assert made._kept_free() == gib * GIB
+    assert asked == [rows]
+    text = f"{gib << 10} MiB stay free: 1024 for a step of {made.token_budget} tokens with logits of {rows}"
+    assert text in caplog.messages[0]
+    assert caplog.messages[0].endswith(f"{(gib - 1) << 10} that CUDA graphs may take")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [(CHAINS, ["logprobs"]), (HEAD, ["logprobs", "probabilities"])],
+    ids=["drafts of the model's own tokens", "drafts by chance"],
+)
+def test_a_trial_samples_and_verifies(
+    options: SpeculativeConfig, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+
+    class Recording(Sampler):
+        def logprobs(self, *given: Any) -> Any:
+            called.append("logprobs")
+            return super().logprobs(*given)
+
+        def probabilities(self, *given: Any) -> Any:
+            called.append("probabilities")
+            return super().probabilities(*given)
+
+    monkeypatch.setattr(assembly, "Sampler", Recording)
+    assembly_of({"speculative_config": options}, "cpu", 3)._sample_trial(torch.zeros(4, 32))
+    assert called == expected
+
+
+def assembly_of(options: dict[str, Any], device: str, drafted: int | None) -> Assembly:
+    loaded: Any = SimpleNamespace(device=torch.device(device), vocab_size=32, eos_token_ids=[])
+    speculator: Any = None if drafted is None else SimpleNamespace(most_drafted=drafted)
+    return Assembly(ServeConfig(**options), loaded, speculator, runner_of_one_process)
