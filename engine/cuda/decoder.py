@@ -36,6 +36,8 @@ Product = PlainWeight | TiledWeight
 
 
 class Layer(NamedTuple):
+    place: int
+    """In the pool: its number in the whole model, of which this one may be a part."""
     input_norm: Tensor
     qkv: Product
     query_norm: Tensor | None
@@ -83,8 +85,10 @@ class CudaDecoder:
             normed = self._add_norm(added, residual, layer.input_norm)
             if number in self._hidden_layers:
                 captured[number] = residual.clone()
-            query = self._rotate(number, layer, layer.qkv(normed), inputs)
-            attended = self._backend.attend(number, query, scale=self._scale, sliding_window=layer.window)
+            query = self._rotate(layer, layer.qkv(normed), inputs)
+            attended = self._backend.attend(
+                layer.place, query, scale=self._scale, sliding_window=layer.window
+            )
             added = layer.output(attended.flatten(1))
             normed = self._add_norm(added, residual, layer.mlp_norm)
             added = layer.down(_gate(layer.gate_up(normed)))
@@ -109,9 +113,9 @@ class CudaDecoder:
         )
         return out
 
-    def _rotate(self, number: int, layer: Layer, qkv: Tensor, inputs: StepInputs) -> Tensor:
+    def _rotate(self, layer: Layer, qkv: Tensor, inputs: StepInputs) -> Tensor:
         """Writes keys and values to the pool; returns the queries."""
-        stored = self._backend.layers[number]
+        stored = self._backend.layers[layer.place]
         query = qkv.new_empty((len(qkv), self._heads, self._dim))
         rotate[(len(qkv), self._heads + 2 * self._kv_heads)](
             qkv,
@@ -148,6 +152,7 @@ def _layer(layer: Any) -> Layer:
     qkv, _, output, gate_up, down, _ = LLAMA.products(layer)
     query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     return Layer(
+        attention.layer_idx,
         layer.input_layernorm.weight,
         _joined(qkv),
         None if query_norm is None else query_norm.weight,

@@ -26,7 +26,7 @@ from engine.pool_layout import TARGET
 from engine.quantization.weight import CodeFormat
 from engine.runner import Runner
 from engine.sampler import Sampler
-from engine.select_forward import build_runner
+from engine.select_forward import runner_of_drafts
 from engine.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
@@ -56,7 +56,9 @@ class SelfDrafter(Drafter):
         self._format = None if options.quantization is None else CodeFormat(options.quantization)
         if self._format is not None and _is_quantized(target):
             raise ConfigError(f"{FIELD}: the model's weights are quantized already: leave it away")
-        self._loaded = self._part(target)
+        part = self._part(target)
+        self._is_made_late = target.device.type != "cpu" and self._format is None and _is_plain(target)
+        self._loaded = target if self._is_made_late else part
 
     def _part(self, target: LoadedModel) -> LoadedModel:
         if target.description is not None:
@@ -71,6 +73,8 @@ class SelfDrafter(Drafter):
         return replace(target, model=model, adapters=None)
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
+        if self._is_made_late:  # of weights that the model's runner has joined, lest they be there twice
+            self._loaded = self._part(loaded)
         self._runner = self._build_runner(pool)
         self._seats = pool.seats
         self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
@@ -91,7 +95,7 @@ class SelfDrafter(Drafter):
             layers = [layers[layer] for layer in self._kept]
         backend_class, _ = select_backend(loaded.device, loaded.dtype, self._config.attention_backend)
         backend = backend_over(backend_class, layers, group)
-        return build_runner(loaded, backend, self._config.compile, seats=pool.seats)
+        return runner_of_drafts(self._config, loaded, backend, pool.seats)
 
     def warm_up(self) -> None:
         self._runner.warm_up()
@@ -119,6 +123,10 @@ class SelfDrafter(Drafter):
 
     def forget(self, request_id: str) -> None:
         self._sampler.forget(request_id)
+
+
+def _is_plain(target: LoadedModel) -> bool:
+    return target.adapters is None and target.recurrent is None
 
 
 def _is_quantized(target: LoadedModel) -> bool:

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is for Linux")
 
 from engine.attention.triton_kernel.backend import TritonBackend
+from engine.cuda import runner as cuda_runner
 from engine.cuda.buckets import Buckets
 from engine.cuda.decoder import CudaDecoder
 from engine.cuda.runner import CudaRunner
@@ -31,6 +32,8 @@ from speculation.chains import ChainDrafting
 from speculation.eagle import drafter as eagle_drafter
 from speculation.eagle import graphed
 from speculation.eagle.drafter import EagleDrafter
+from speculation.self_speculative import drafter as self_drafter
+from speculation.self_speculative.drafter import SelfDrafter
 from speculation.verification.verify import prepare, verify
 from tests.engine.absent_gpu import GPU, AbsentGpu, absent_gpu
 from tests.engine.test_host_waits import CountedGraphs, pool_of, qwen3, runner_of
@@ -179,6 +182,31 @@ def drafting_sequences() -> list[SequenceState]:
 def waits_for_the_tokens(gpu: AbsentGpu) -> bool:
     ((line, times),) = gpu.waits.items()
     return times == 1 and line.startswith("/engine/download.py") and line.endswith("an event")
+
+
+def test_a_chain_of_a_models_own_layers_is_a_replay_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, options = pool_of(), SpeculativeConfig(method="self_speculative", skip_layers=[0])
+    config = ServeConfig(max_num_seqs=2, speculative_config=options)
+    with absent_gpu() as gpu:
+        monkeypatch.setattr(self_drafter, "select_backend", lambda *_: (TritonBackend, ""))
+        monkeypatch.setattr(cuda_runner, "CudaGraphs", lambda device: CountedGraphs(gpu))
+        loaded = LoadedModel(qwen3(), GPU, torch.bfloat16, pool.groups[TARGET], 512, 64, [2], "")
+        drafter = SelfDrafter(options, config, loaded)
+        CudaDecoder(loaded.model, TritonBackend(pool.layers(TARGET)), 64)
+        drafter.attach(loaded, pool)
+        drafter.warm_up()
+        sequences = drafting_sequences()
+        for _ in range(2):
+            gpu.clear()
+            drafts = drafter.propose(sequences, [5, 3])
+    assert drafter._runner.choice == "CUDA decoder, 4 graphs"
+    assert [len(draft.token_ids) for draft in drafts if draft is not None] == [5, 3]
+    assert gpu.launches["graph"] == 5
+    assert waits_for_the_tokens(gpu)
+    joined, own = (
+        model.model.layers[-1].mlp.up_proj.weight for model in (loaded.model, drafter._loaded.model)
+    )
+    assert joined.untyped_storage()._cdata == own.untyped_storage()._cdata, "weights are there twice"
 
 
 def test_a_chain_of_a_model_is_a_replay_a_token_and_waits_once() -> None:

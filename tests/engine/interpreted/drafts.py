@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 from engine.attention.triton_kernel.backend import TritonBackend
 from engine.cuda.buckets import Buckets
+from engine.cuda.decoder import CudaDecoder
+from engine.cuda.runner import CudaRunner
 from engine.draft import Draft
+from engine.forward import Forward
 from engine.kv_pool import KVPool
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.rows import SequenceRows
@@ -26,7 +29,18 @@ from speculation.chains_ahead import ChainsAhead
 from speculation.eagle.graphed import FedHead, HeadRunner
 from speculation.eagle.head import Head, HeadShape
 from speculation.eagle.paged import HeadForward, PagedHead
-from tests.engine.interpreted.graphs import BLOCK, CPU, NUM_BLOCKS, sides, small_tiles
+from speculation.self_speculative.layers import with_layers
+from tests.engine.interpreted.graphs import (
+    BLOCK,
+    CPU,
+    KINDS,
+    NUM_BLOCKS,
+    chain,
+    made_model,
+    made_pool,
+    sides,
+    small_tiles,
+)
 from tests.engine.interpreted.recorder import RecordedGraphs
 
 __all__ = ["small_tiles"]
@@ -65,6 +79,29 @@ def test_a_chain_of_a_model() -> None:
     assert [each.distributions is None for each in drafts[1]] == [False, True]
     assert sum(graph.num_replays for graph in graphs.graphs) == 3
     assert torch.equal(replayed.pool.arenas[0], eager.pool.arenas[0])
+
+
+def test_some_of_a_models_layers() -> None:
+    """They are at their places in its pool, and no weight is there twice."""
+    model, pools = made_model(num_hidden_layers=4, layer_types=KINDS * 2), [made_pool(4) for _ in range(2)]
+    backends = [TritonBackend(pool.layers(TARGET)) for pool in pools]
+    part = with_layers(model, [0, 3])
+    expected = Forward(part, backends[0], "off", products="").run(UNREAD, [0, 2]).logits
+    CudaDecoder(model, backends[1], 128)
+    part = with_layers(model, [0, 3])
+    decoder = CudaDecoder(part, backends[1], 128)
+    found = CudaRunner(decoder, backends[1], CPU, "", Buckets([2], [2], [2], trees=False)).run(UNREAD, [0, 2])
+    torch.testing.assert_close(found.logits, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(*(pool.arenas[0].view(torch.float32) for pool in pools), atol=1e-5, rtol=1e-5)
+    for own, whole in (
+        (part.model.layers[1], model.model.layers[3]),
+        (part.model.layers[0], model.model.layers[0]),
+    ):
+        assert own.mlp.up_proj.weight.data_ptr() == whole.mlp.up_proj.weight.data_ptr()
+        assert own.self_attn.k_proj.weight.data_ptr() == whole.self_attn.k_proj.weight.data_ptr()
+
+
+UNREAD = [chain(0, 10, 3), chain(1, 28, 5, 6)]
 
 
 def test_what_looks_at_the_tokens_before_is_drawn_by_the_host() -> None:

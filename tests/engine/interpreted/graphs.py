@@ -44,7 +44,7 @@ SHAPE = {
     "initializer_range": 0.3,
 }
 KINDS = ["full_attention", "sliding_attention"]
-CONFIG = Qwen3Config(**SHAPE, layer_types=KINDS, use_sliding_window=True, sliding_window=20)
+WINDOWS = {"layer_types": KINDS, "use_sliding_window": True, "sliding_window": 20}
 BUCKETS = Buckets([3], [1, 2], [2, 6], trees=False)
 FEW_BUCKETS = Buckets([2], [1], [6], trees=False)
 TREES = Buckets([2], [1, 3], [6], trees=True)
@@ -74,19 +74,20 @@ class Side:
         return ForwardOutput(output.logits.clone(), output.hidden)
 
 
-def made_pool() -> KVPool:
-    group = Group.uniform(TARGET, Segment(2, 1, 16, torch.float32))
+def made_pool(num_layers: int = 2) -> KVPool:
+    group = Group.uniform(TARGET, Segment(num_layers, 1, 16, torch.float32))
     pool = KVPool(PoolLayout((group,), BLOCK), NUM_BLOCKS, CPU, None)
     values = pool.arenas[0].view(torch.float32)
     values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(2)))
     return pool
 
 
-def made_model() -> PreTrainedModel:
+def made_model(**changes: Any) -> PreTrainedModel:
     transformers_hook.register()
     torch.manual_seed(1)
+    config = Qwen3Config(**SHAPE | WINDOWS | changes)
     model = AutoModelForCausalLM.from_config(
-        CONFIG, dtype=torch.float32, attn_implementation=transformers_hook.NAME
+        config, dtype=torch.float32, attn_implementation=transformers_hook.NAME
     )
     return model.eval().requires_grad_(False)
 
