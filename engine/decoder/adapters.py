@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from engine.decoder.families import Paths
+from engine.decoder.families import NumberedPaths
 from engine.decoder.structs import RowsArgs
 from engine.lora.packed import PackedProduct
 from engine.lora.structs import PartArgs
@@ -32,11 +32,13 @@ class _Placed(NamedTuple):
 
 
 class NativeAdapters:
-    """Of a decoder whose layers have linear layers at these `paths`, and compute these `columns` of them; all
-    of those that are not there.
+    """Of a decoder whose linear layers lie at these `paths` of the model's layers, which are numbered, and
+    which computes these `columns` of them; all of those that are not there.
     """
 
-    def __init__(self, adapters: Adapters, paths: Sequence[Paths], columns: Mapping[str, range]) -> None:
+    def __init__(
+        self, adapters: Adapters, paths: Sequence[NumberedPaths], columns: Mapping[str, range]
+    ) -> None:
         self._adapters = adapters
         self._paths = paths
         self._columns = columns
@@ -68,7 +70,7 @@ class NativeAdapters:
         return self._parts[weights]
 
     def _layers(self, weights: Weights) -> Iterator[PartArgs]:
-        for layer, paths in enumerate(self._paths):
+        for layer, paths in self._paths:
             for names, room in zip(paths, _ROOM, strict=True):
                 first = 0
                 for name in names:

@@ -28,7 +28,9 @@ class Decoder : Work {
   public:
     explicit Decoder(const Model& model)
         : Work(model), drafted(m.entry ? m.entry->token_ids : nullptr), attention(*this), delta(*this),
-          short_conv(*this), state_space(*this), kda(*this), latent(*this), experts(*this) {}
+          short_conv(*this), state_space(*this), kda(*this), latent(*this), experts(*this) {
+        for (const Layer& layer : layers) widest = std::max(widest, layer.qkv.out);
+    }
 
     // Calls from now on use up to so many threads. Results have the same bits on any number of them.
     Decoder& on(int64_t threads) {
@@ -41,7 +43,7 @@ class Decoder : Work {
         int64_t n = rows.count;
         const int64_t hidden = m.hidden;
         room = std::max(n, rows.num_logits);  // a row's logits may be wanted twice
-        x.resize(room * hidden), normed.resize(room * hidden);
+        x.resize(room * hidden), normed.resize(room * hidden), product.resize(room * std::max(hidden, widest));
         threads = n * m.products < SERIAL_PRODUCTS ? 1 : most_threads;
         group(rows, nullptr, n);
         if (m.entry) {
@@ -54,28 +56,23 @@ class Decoder : Work {
         }
         int64_t captured = 0;
         bool narrows = false;  // after the last layer's attention only rows with logits are computed
-        for (size_t l = 0; l < layers.size(); l++) {
+        for (int64_t l = 0; l < m.num_layers; l++) {
             const Layer& layer = layers[l];
-            if (captured < rows.num_hidden && rows.hidden_layers[captured] == int64_t(l))
+            if (captured < rows.num_hidden && rows.hidden_layers[captured] == l)
                 capture(rows, captured++, x.data());
-            product.resize(room * std::max(hidden, layer.qkv.out));
-            int64_t width = 0;
-            if (layer.mixer != NOTHING) {
-                if (layer.input_norm) norm(layer.input_norm, n);
-                width = mix(l, rows);
-            }
-            if (l + 1 == layers.size() && captured == rows.num_hidden && rows.logit_rows) {
+            const int64_t beside_width = layer.beside ? mix_beside(layer.beside, rows) : 0;
+            const int64_t width = layer.mixer != NOTHING ? mix(l, rows) : 0;
+            if (l + 1 == m.num_layers && captured == rows.num_hidden && rows.logit_rows) {
                 if (!rows.num_logits) return;
                 narrows = true, n = rows.num_logits;
                 group(rows, rows.logit_rows, n);
                 keep_rows(rows, x, hidden);
                 if (width) keep_rows(rows, mixed, width);
+                if (beside_width) keep_rows(rows, beside, beside_width);
             }
             if (layer.mixer != NOTHING) {
-                gather(mixed, n, layer.qkv.first, width, layer.output.in);
-                make_whole(layer.output, product.data(), n, hidden, [&](bf16* out) {
-                    project(l, OUTPUT, mixed.data(), layer.output, out, n);
-                });
+                make_output(l, mixed, width, product, n);
+                if (layer.beside) add_output(layer.beside, beside_width, n);
                 add_product(n);
             }
             if (layer.down || layer.experts) {
@@ -99,6 +96,7 @@ class Decoder : Work {
         }
         make_whole(m.head, rows.logits, rows.num_logits, m.vocab, [&](bf16* out) {
             multiply(normed.data(), m.head, out, rows.num_logits);
+            scale(m.head, out, rows.num_logits);
         });
         if (m.logits_scaling)
             each_row(rows.num_logits, [&](int64_t r) {
@@ -240,9 +238,15 @@ class Decoder : Work {
                    m.hidden * sizeof(bf16));
     }
 
-    // Fills `mixed` from a layer's `normed` rows, and returns its width.
+    // Fills `mixed` from rows, and returns its width.
     int64_t mix(size_t l, const Rows& rows) {
-        switch (layers[l].mixer) {
+        const Layer& layer = layers[l];
+        if (layer.input_norm) norm(layer.input_norm, rows.count);
+        if (layer.input_multiplier)
+            each_row(rows.count, [&](int64_t r) {
+                scale_row(&normed[r * m.hidden], float(layer.input_multiplier), m.hidden);
+            });
+        switch (layer.mixer) {
             case DELTA: return delta.mix(l, rows);
             case SHORT_CONV: return short_conv.mix(l, rows);
             case STATE_SPACE: return state_space.mix(l, rows);
@@ -250,6 +254,30 @@ class Decoder : Work {
             case LATENT: return latent.mix(l, rows);
             default: return attention.mix(l, rows);
         }
+    }
+
+    // As `mix`, but fills `beside`.
+    int64_t mix_beside(size_t l, const Rows& rows) {
+        mixed.swap(beside);
+        const int64_t width = mix(l, rows);
+        mixed.swap(beside);
+        return width;
+    }
+
+    // Fills `out` with a layer's output product of what its mixer made.
+    void make_output(size_t l, std::vector<bf16>& made, int64_t width, std::vector<bf16>& out, int64_t n) {
+        const Layer& layer = layers[l];
+        gather(made, n, layer.qkv.first, width, layer.output.in);
+        make_whole(layer.output, out.data(), n, m.hidden, [&](bf16* to) {
+            project(l, OUTPUT, made.data(), layer.output, to, n);
+        });
+    }
+
+    // Adds to `product` the output of what is in `beside`.
+    void add_output(size_t l, int64_t width, int64_t n) {
+        summand.resize(n * m.hidden);
+        make_output(l, beside, width, summand, n);
+        each_row(n, [&](int64_t r) { add_row(&product[r * m.hidden], &summand[r * m.hidden], m.hidden); });
     }
 
     void feed_forward(size_t l, int64_t n) {
@@ -273,11 +301,13 @@ class Decoder : Work {
     LatentMixer latent;
     ExpertMlp experts;
     std::vector<bf16> x, gated, active, targets, kept;
+    std::vector<bf16> beside, summand;  // what a layer's second mixer makes of the rows, and its output
     std::vector<bf16> scores, after;  // of each sequence's last row, while drafting
     // The attention's step.
     std::vector<int64_t> last_tokens, positions, slots, last_rows;
     std::vector<int32_t> query_start, context_len;
     int64_t most_threads = 1;
+    int64_t widest = 0;  // of what is made for mixers
 };
 
 }  // namespace

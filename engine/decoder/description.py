@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,7 +13,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.decoder.experts import experts_args, unfit_experts
-from engine.decoder.families import ATTENTION, FAMILIES, LATENT, NOTHING, STATE_SPACE, Family, Mixer, Paths
+from engine.decoder.families import (
+    ATTENTION,
+    FAMILIES,
+    LATENT,
+    NOTHING,
+    STATE_SPACE,
+    Family,
+    Mixer,
+    NumberedPaths,
+    Paths,
+    linears,
+)
 from engine.decoder.structs import ExpertsArgs, LatentArgs, LayerArgs, ModelArgs, RecurrentArgs, WeightsArgs
 from engine.host_memory import HugePages
 from engine.linear.packed import pack
@@ -20,7 +33,6 @@ from engine.linear.structs import QuantizedArgs
 from engine.recurrent.layout import GRID
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 
 def unfit(model: PreTrainedModel) -> str | None:
@@ -40,21 +52,26 @@ def unfit(model: PreTrainedModel) -> str | None:
     if family.routing is None and bool(getattr(config, "num_local_experts", 0)):
         return "it has experts"
     for number, layer in enumerate(model.model.layers):
-        mixer = family.mixer(layer)
-        if mixer is not None and mixer.kind == LATENT:
-            if not hasattr(getattr(layer, mixer.path), "absorbed"):
-                return f"layer {number} keeps keys and values, not latents"
-        elif mixer is not None and mixer.kind != ATTENTION:
-            reach = getattr(getattr(layer, mixer.path), mixer.conv).kernel_size[0]
-            if reach > GRID + 1:
-                return f"layer {number} has a convolution of {reach} tokens, of at most {GRID + 1}"
+        for mixer, paths in family.branches(layer):
+            fault = None if mixer is None else _unfit_mixer(getattr(layer, mixer.path), mixer)
+            if fault is not None:
+                return f"layer {number} {fault}"
+            if not all(_can_join(linears(layer, names)) for names in paths):
+                return f"layer {number} has products of one input that are quantized in several ways"
         if family.routing is not None and family.experts(layer) is not None:
             fault = unfit_experts(getattr(layer, family.routing.block), has_gate=not family.blocks)
             if fault is not None:
                 return fault
-        if not all(map(_can_join, family.products(layer))):
-            return f"layer {number} has products of one input that are quantized in several ways"
     return None
+
+
+def _unfit_mixer(module: Any, mixer: Mixer) -> str | None:
+    if mixer.kind == ATTENTION:
+        return None
+    if mixer.kind == LATENT:
+        return None if hasattr(module, "absorbed") else "keeps keys and values, not latents"
+    reach = getattr(module, mixer.conv).kernel_size[0]
+    return f"has a convolution of {reach} tokens, of at most {GRID + 1}" if reach > GRID + 1 else None
 
 
 def _can_join(linears: Sequence[nn.Module]) -> bool:
@@ -69,8 +86,8 @@ class NativeModel:
 
     model: ModelArgs
     layers: ctypes.Array[LayerArgs]
-    paths: Sequence[Paths] = ()
-    """Of each layer's linear layers, where adapters may come beside them."""
+    paths: Sequence[NumberedPaths] = ()
+    """Of the linear layers of each of `layers`, where adapters may come beside them."""
     columns: Mapping[str, range] = {}
     """Which outputs of a layer's linear layers it computes, by their paths; it does all of the others."""
 
@@ -176,16 +193,21 @@ class Description(NativeModel):
         )
         head_dim = attention.qk_head_dim if has_latents else attention.head_dim
         queries = config.num_attention_heads * head_dim
-        self.paths = [family.paths(layer) for layer in decoder.layers]
         self._recurrent: list[RecurrentArgs] = []
         self._latent: list[LatentArgs] = []
         self._head_products: list[ctypes.Array[WeightsArgs]] = []
-        layers = [self._take(layer, family) for layer in decoder.layers]
+        branches = zip(*map(family.branches, decoder.layers), strict=True)
+        self.paths = [(number, paths) for alike in branches for number, (_, paths) in enumerate(alike)]
+        taken = [self._take(layer, family) for layer in decoder.layers]
+        count, layers = len(taken), list(itertools.chain(*zip(*taken, strict=True)))
         self.layers = (LayerArgs * len(layers))(*layers)
+        for number in range(count, len(layers)):
+            self.layers[number - count].beside = number
         embeddings = model.get_input_embeddings().weight
         self.model = ModelArgs(
             layers=ctypes.addressof(self.layers),
-            num_layers=len(layers),
+            num_layers=count,
+            num_beside=len(layers) - count,
             hidden=config.hidden_size,
             num_heads=config.num_attention_heads,
             head_dim=head_dim,
@@ -193,36 +215,45 @@ class Description(NativeModel):
             products=num_weights(model) - embeddings.numel(),
             embeddings=self.keep(embeddings),
             final_norm=self.keep(getattr(decoder, family.final_norm).weight),
-            head=self.weights(model.lm_head),
+            head=self._head(model, family),
             **self.rotation(getattr(decoder, family.rotary, None), positions),
             opens_heads=not has_latents and attention.q_proj.out_features > queries,
             norms=family.norms,
             squares=family.blocks,
             norm_epsilon=getattr(config, family.epsilon),
             attention_scale=float(attention.scaling),
-            **({name: getattr(config, name) for name in _MULTIPLIERS} if family.multipliers else {}),
+            **{name: getattr(config, name) for name in family.multipliers},
         )
 
-    def _take(self, layer: Any, family: Family) -> LayerArgs:
-        packed = self._layer(layer, family)
+    def _take(self, layer: Any, family: Family) -> list[LayerArgs]:
+        """One for each of its mixers."""
+        packed = [self._layer(layer, family, *branch) for branch in family.branches(layer)]
         layer.to("meta")
         return packed
 
-    def _layer(self, layer: Any, family: Family) -> LayerArgs:
-        mixer = family.mixer(layer)
-        qkv, gates, output, gate_up, down, _ = family.products(layer)
+    def _head(self, model: Any, family: Family) -> WeightsArgs:
+        head = self.weights(model.lm_head)
+        if family.head_multiplier is not None:
+            multiplier = getattr(model.config, family.head_multiplier)
+            head.multipliers = self._keep_multipliers(torch.full((head.outputs,), multiplier))
+        return head
+
+    def _layer(self, layer: Any, family: Family, mixer: Mixer | None, paths: Paths) -> LayerArgs:
         args = LayerArgs(
             mixer=NOTHING if mixer is None else mixer.kind,
             input_norm=self.keep(_weight(layer, family.input_norm)),
             mlp_norm=self.keep(_weight(layer, family.mlp_norm)),
         )
-        for name, linears in {"qkv": qkv, "output": output, "gate_up": gate_up, "down": down}.items():
-            if linears:
-                setattr(args, name, self.weights(*linears))
+        fields = {"qkv": paths.inputs, "output": paths.output, "gate_up": paths.gate_up, "down": paths.down}
+        for field, names in fields.items():
+            if names:
+                setattr(args, field, self._product(layer, family, names))
         if family.routing is not None and family.experts(layer) is not None:
             args.experts = self.keep_experts(experts_args(self, layer, family.routing))
         if mixer is None:
             return args
+        if mixer.input_multiplier is not None:
+            args.input_multiplier = attrgetter(mixer.input_multiplier)(layer)
         if mixer.kind == ATTENTION:
             args.query_norm = self.keep(_weight(layer, family.query_norm))
             args.key_norm = self.keep(_weight(layer, family.key_norm))
@@ -232,6 +263,7 @@ class Description(NativeModel):
             args.key_norm = self.keep(_weight(layer, f"{mixer.path}.kv_a_layernorm"))
             args.latent = self._take_latent(getattr(layer, mixer.path))
         else:
+            gates = linears(layer, paths.gates)
             args.recurrent = self._take_recurrent(getattr(layer, mixer.path), mixer, gates)
         return args
 
@@ -251,6 +283,19 @@ class Description(NativeModel):
         self._head_products.append(heads)
         return ctypes.addressof(heads)
 
+    def _product(self, layer: Any, family: Family, names: Sequence[str]) -> WeightsArgs:
+        joined = linears(layer, names)
+        product = self.weights(*joined)
+        multipliers = [torch.ones(linear.out_features) for linear in joined]
+        for values, name in zip(multipliers, names, strict=True):
+            if name in family.output_multipliers:
+                values *= torch.as_tensor(attrgetter(family.output_multipliers[name])(layer)).flatten()
+        product.multipliers = self._keep_multipliers(torch.cat(multipliers))
+        return product
+
+    def _keep_multipliers(self, values: Tensor) -> int | None:
+        return None if bool((values == 1).all()) else self.keep_floats(values)
+
     def _take_recurrent(self, module: Any, mixer: Mixer, gates: Sequence[Any]) -> int:
         conv, decays = getattr(module, mixer.conv), module.get_submodule(mixer.decays)
         args = RecurrentArgs(
@@ -263,7 +308,8 @@ class Description(NativeModel):
             interleaved=mixer.interleaved,
         )
         if mixer.kind == STATE_SPACE:
-            args.group = module.norm.group_size
+            args.group = _group_size(module.norm)
+            args.norms_first = getattr(module.norm, "norm_before_gate", False)
             args.shortest, args.longest = module.time_step_limit
         if hasattr(decays, "A_log"):
             args.rates = self.keep_floats(-decays.A_log.float().exp())
@@ -280,6 +326,13 @@ def _weight(module: Any, path: str) -> Tensor | None:
     for name in (*path.split("."), "weight"):
         module = getattr(module, name, None)
     return module
+
+
+def _group_size(norm: Any) -> int:
+    """How many values a state space's norm takes together; 0 where there is none."""
+    if not hasattr(norm, "weight"):
+        return 0
+    return getattr(norm, "group_size", None) or len(norm.weight) // norm.n_groups
 
 
 def num_weights(model: nn.Module) -> int:

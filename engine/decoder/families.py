@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -33,12 +33,17 @@ class Paths(NamedTuple):
     """Of the MLP beside experts."""
 
 
+NumberedPaths = tuple[int, Paths]
+"""With the number of the layer."""
+
+
 @dataclass(frozen=True)
 class Mixer:
     """A layer's module that mixes rows, and what it calls its linear layers and its convolution. Where all
     layers have their modules at one path, `block` is the type of those that have this one. Of the `inputs`
     those that are None are left out. `low_rank` are what goes on from the last of the gates, for decays and
-    for what opens outputs; `decays` has what decays are made with, if that is a module of its own.
+    for what opens outputs; `decays` has what decays are made with, if that is a module of its own. The layer
+    has an `input_multiplier` of what it reads.
     """
 
     kind: int
@@ -53,6 +58,16 @@ class Mixer:
     decays: str = ""
     interleaved: bool = False
     """Whether linear layers' outputs lie key head by key head."""
+    input_multiplier: str | None = None
+
+    def paths(self, layer: nn.Module) -> Paths:
+        """Without an MLP."""
+        module = getattr(layer, self.path)
+        present = tuple(name for name in self.inputs if getattr(module, name) is not None)
+        inputs, gates, output = (
+            tuple(f"{self.path}.{name}" for name in names) for names in (present, self.gates, (self.output,))
+        )
+        return Paths(inputs, gates, output, (), ())
 
 
 @dataclass(frozen=True)
@@ -83,12 +98,15 @@ def _attention(output: str = "o_proj") -> Mixer:
 @dataclass(frozen=True)
 class Family:
     """Paths in a layer, but for the `final_norm` and the `rotary` embedding, which are the decoder's, and
-    `epsilon`, the configuration's. Without the embedding attention does not know positions. With
-    `multipliers` the configuration has those of Granite. Where each layer is a `block` of one norm, it mixes
-    rows or is an MLP, which has no gate, but squares what is above 0.
+    `epsilon`, the configuration's. Without the embedding attention does not know positions. The configuration
+    has the `multipliers`, and `head_multiplier`, that of logits; the layer has the `output_multipliers`, by
+    the paths of the linear layers whose outputs they are of. Where each layer is a `block` of one norm, it
+    mixes rows or is an MLP, which has no gate, but squares what is above 0.
     """
 
     mixers: tuple[Mixer, ...] = (_attention(),)
+    beside: Mixer | None = None
+    """A second one, of all layers: it reads the same rows, and the outputs of both are added."""
     input_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     query_norm: str = "self_attn.q_norm"
@@ -99,7 +117,9 @@ class Family:
     rotary: str = "rotary_emb"
     epsilon: str = "rms_norm_eps"
     norms: int = PLAIN
-    multipliers: bool = False
+    multipliers: tuple[str, ...] = ()
+    output_multipliers: Mapping[str, str] = field(default_factory=dict)
+    head_multiplier: str | None = None
     blocks: bool = False
     routing: Routing | None = None
 
@@ -118,14 +138,10 @@ class Family:
         mixer = self.mixer(layer)
         if mixer is None:
             return Paths((), (), (), *self._mlp(layer))
-        module = getattr(layer, mixer.path)
-        present = tuple(name for name in mixer.inputs if getattr(module, name) is not None)
-        inputs, gates, output = (
-            tuple(f"{mixer.path}.{name}" for name in names)
-            for names in (present, mixer.gates, (mixer.output,))
-        )
-        mlp = ((), ()) if self.blocks else self._mlp(layer)
-        return Paths(inputs, gates, output, *mlp)
+        if self.blocks:
+            return mixer.paths(layer)
+        gate_up, down, opener = self._mlp(layer)
+        return mixer.paths(layer)._replace(gate_up=gate_up, down=down, opener=opener)
 
     def _mlp(self, layer: nn.Module) -> tuple[tuple[str, ...], ...]:
         """The last three of `Paths`."""
@@ -140,12 +156,19 @@ class Family:
         )
         return gate_up, down, () if routing.opener is None else (f"{routing.block}.{routing.opener}",)
 
-    def products(self, layer: nn.Module) -> Iterator[tuple[Any, ...]]:
-        """The linear layers of each of `paths`."""
-        return (tuple(map(layer.get_submodule, names)) for names in self.paths(layer))
+    def branches(self, layer: nn.Module) -> list[tuple[Mixer | None, Paths]]:
+        """The mixer and the paths of each of the decoder's layers that run it."""
+        beside = [] if self.beside is None else [(self.beside, self.beside.paths(layer))]
+        return [(self.mixer(layer), self.paths(layer)), *beside]
+
+
+def linears(layer: nn.Module, names: Sequence[str]) -> list[Any]:
+    """Those of one product."""
+    return [layer.get_submodule(name) for name in names]
 
 
 LLAMA = Family()
+GRANITE_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 QWEN_ROUTING = Routing(shared="mlp.shared_expert", opener="shared_expert_gate")
 DEEPSEEK_ROUTING = Routing(
     shared="mlp.shared_experts",
@@ -214,12 +237,36 @@ FAMILIES = {
         down="feed_forward.down_proj",
         final_norm="final_layernorm",
     ),
-    "GraniteForCausalLM": Family(multipliers=True),
+    "FalconH1ForCausalLM": Family(
+        mixers=(replace(_attention(), input_multiplier="attention_in_multiplier"),),
+        beside=Mixer(
+            STATE_SPACE,
+            "mamba",
+            inputs=("in_proj",),
+            output="out_proj",
+            input_multiplier="mamba.ssm_in_multiplier",
+        ),
+        mlp_norm="pre_ff_layernorm",
+        gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+        down="feed_forward.down_proj",
+        final_norm="final_layernorm",
+        multipliers=("embedding_multiplier",),
+        output_multipliers={
+            "self_attn.k_proj": "self_attn.key_multiplier",
+            "self_attn.o_proj": "attn_out_multiplier",
+            "mamba.in_proj": "mamba.mup_vector",
+            "mamba.out_proj": "ssm_out_multiplier",
+            "feed_forward.gate_proj": "feed_forward.gate_multiplier",
+            "feed_forward.down_proj": "feed_forward.down_multiplier",
+        },
+        head_multiplier="lm_head_multiplier",
+    ),
+    "GraniteForCausalLM": Family(multipliers=GRANITE_MULTIPLIERS),
     "GraniteMoeHybridForCausalLM": Family(
         mixers=(_attention(), Mixer(STATE_SPACE, "mamba", inputs=("in_proj",), output="out_proj")),
         gate_up=("shared_mlp.input_linear",),
         down="shared_mlp.output_linear",
-        multipliers=True,
+        multipliers=GRANITE_MULTIPLIERS,
         routing=Routing("block_sparse_moe", "router", shared="shared_mlp"),
     ),
     "NemotronHForCausalLM": Family(

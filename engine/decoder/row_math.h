@@ -67,6 +67,10 @@ void scale_row(bf16* row, float factor, int64_t size) {
     for (int64_t i = 0; i < size; i++) row[i] = narrow(widen(row[i]) * factor);
 }
 
+void scale_row(bf16* __restrict row, const float* __restrict factors, int64_t size) {
+    for (int64_t i = 0; i < size; i++) row[i] = narrow(widen(row[i]) * factors[i]);
+}
+
 void divide_row(bf16* row, float divisor, int64_t size) {
     for (int64_t i = 0; i < size; i++) row[i] = narrow(widen(row[i]) / divisor);
 }

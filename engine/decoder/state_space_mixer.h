@@ -1,7 +1,7 @@
 // A state space (Mamba2, 2024): linear attention without the delta rule. A layer's `qkv` makes what opens the outputs,
-// before a norm; the convolution's inputs, which become values, keys and queries; and of each head a time,
-// softplus(made + shift) within limits, for which its state decays at the head's rate. Its output has the value, too,
-// times the head's skip.
+// before a norm, behind it or without one; the convolution's inputs, which become values, keys and queries; and of each
+// head a time, softplus(made + shift) within limits, for which its state decays at the head's rate. Its output has the
+// value, too, times the head's skip.
 
 #pragma once
 
@@ -48,7 +48,7 @@ class StateSpaceMixer : RecurrentMixer {
             float* row = &read[r * width];
             for (int64_t i = 0; i < width; i++)
                 row[i] += space.skips[i / of.value_dim] * convolved[r * channels + i];
-            normed_row(space, row, made + r * step, width, &w.mixed[r * width]);
+            finish_row(space, row, made + r * step, width, &w.mixed[r * width]);
         });
         return width;
     }
@@ -59,19 +59,32 @@ class StateSpaceMixer : RecurrentMixer {
         return std::min(std::max(time, space.shortest), space.longest);
     }
 
-    // The norm, group by group, of what silu(gate) opens.
-    void normed_row(const Recurrent& space, float* __restrict x, const bf16* __restrict gate, int64_t width,
-                    bf16* __restrict out) const {
+    void finish_row(const Recurrent& space, float* x, const bf16* gate, int64_t width, bf16* __restrict out) const {
+        if (space.norm && space.norms_first) norm_groups(space, x, width);
+        if (space.norm) open_groups(x, gate, width, [](float opening) { return opening; });
+        else open_groups(x, gate, width, rounded);
+        if (space.norm && !space.norms_first) norm_groups(space, x, width);
+        for (int64_t i = 0; i < width; i++) out[i] = narrow(x[i]);
+    }
+
+    // x * silu(gate), in place.
+    template <class Round>
+    static void open_groups(float* __restrict x, const bf16* __restrict gate, int64_t width, const Round& round) {
         float below[PIECE];
         for (int64_t first = 0; first < width; first += PIECE) {
             const int64_t count = std::min(PIECE, width - first);
             denominators(gate + first, count, below);
-            for (int64_t i = 0; i < count; i++) x[first + i] *= widen(gate[first + i]) / below[i];
+            for (int64_t i = 0; i < count; i++) x[first + i] *= round(widen(gate[first + i]) / below[i]);
         }
+    }
+
+    // In place, group by group.
+    void norm_groups(const Recurrent& space, float* __restrict x, int64_t width) const {
+        const bf16* __restrict weight = space.norm;
         for (int64_t first = 0; first < width; first += space.group) {
             const float mean = sum_of_squares(x + first, space.group) / float(space.group);
             const float factor = 1 / std::sqrt(mean + float(m.norm_epsilon));
-            for (int64_t i = first; i < first + space.group; i++) out[i] = narrow(widen(space.norm[i]) * (x[i] * factor));
+            for (int64_t i = first; i < first + space.group; i++) x[i] = widen(weight[i]) * (x[i] * factor);
         }
     }
 

@@ -28,6 +28,7 @@ struct Weights {
     const void* quantized;
     int64_t in, out;
     int64_t first;  // of a rank, whose weights have some of the outputs: where what it makes of them begins in a whole row
+    const float* multipliers;  // of its outputs, [out]; null for none
 
     explicit operator bool() const { return values || quantized; }
 };
@@ -43,6 +44,7 @@ struct Recurrent {
     const float *rates, *shifts, *skips;  // [heads]; with decays of channels `shifts` are [heads, key_dim]
     float shortest, longest;              // of times
     const bf16* norm;
+    int64_t norms_first;                  // whether outputs are normed before they are opened
     Weights gates;
     Weights decays, opening;  // of low rank: they make these of the last that `gates` makes
 };
@@ -78,7 +80,8 @@ struct Experts {
 };
 
 // Rows are mixed, and each then goes through an MLP, through experts or through both side by side; or only the one or
-// the other, and what there is not is null.
+// the other, and what there is not is null. Where two mixers read the same rows and their outputs are added, the second
+// is a layer of its own without an MLP.
 struct Layer {
     int64_t mixer;
     const bf16 *input_norm, *query_norm, *key_norm, *mlp_norm;  // null where there is none
@@ -87,6 +90,8 @@ struct Layer {
     const Recurrent* recurrent;  // null for attention
     const Latent* latent;        // null but for latent attention
     const Experts* experts;
+    int64_t beside;              // the number of the layer with the second mixer; 0 for none
+    double input_multiplier;     // of what its mixer reads; 0 for none
 };
 
 // The input of a draft head of one layer (EAGLE): a token and the hidden state before it. Either both are normed and
@@ -100,8 +105,8 @@ struct Entry {
 };
 
 struct Model {
-    const Layer* layers;
-    int64_t num_layers, hidden, num_heads, head_dim, vocab, products;  // of a rank: its own heads and products
+    const Layer* layers;  // first those that follow each other, then second mixers
+    int64_t num_layers, num_beside, hidden, num_heads, head_dim, vocab, products;  // of a rank: its own heads and products
     const bf16 *embeddings, *final_norm;
     Weights head;
     const bf16 *cosines, *sines;  // [positions, rotary_dim]

@@ -9,6 +9,7 @@ class WeightsArgs(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("values", "bias", "quantized")),
         *((name, c_int64) for name in ("inputs", "outputs", "first")),
+        ("multipliers", c_void_p),
     )
 
 
@@ -18,6 +19,7 @@ class RecurrentArgs(Structure):
         *((name, c_void_p) for name in ("taps", "bias", "rates", "shifts", "skips")),
         *((name, c_float) for name in ("shortest", "longest")),
         ("norm", c_void_p),
+        ("norms_first", c_int64),
         *((name, WeightsArgs) for name in ("gates", "decays", "opening")),
     )
 
@@ -58,6 +60,8 @@ class LayerArgs(Structure):
         *((name, WeightsArgs) for name in ("qkv", "output", "gate_up", "down")),
         ("window", c_int64),
         *((name, c_void_p) for name in ("recurrent", "latent", "experts")),
+        ("beside", c_int64),
+        ("input_multiplier", c_double),
     )
 
 
@@ -76,7 +80,7 @@ class EntryArgs(Structure):
 class ModelArgs(Structure):
     _fields_ = (
         ("layers", c_void_p),
-        *((name, c_int64) for name in ("num_layers", "hidden", "num_heads", "head_dim")),
+        *((name, c_int64) for name in ("num_layers", "num_beside", "hidden", "num_heads", "head_dim")),
         *((name, c_int64) for name in ("vocab", "products")),
         ("embeddings", c_void_p),
         ("final_norm", c_void_p),

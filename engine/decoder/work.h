@@ -16,7 +16,8 @@ constexpr int64_t ROWS_AT_ONCE = 8;
 
 class Work {
   public:
-    explicit Work(const Model& model) : m(model), layers(model.layers, model.layers + model.num_layers) {}
+    explicit Work(const Model& model)
+        : m(model), layers(model.layers, model.layers + model.num_layers + model.num_beside) {}
 
     const Model m;
     const std::vector<Layer> layers;
@@ -36,6 +37,10 @@ class Work {
         m.linear(in, w.values, w.bias, out, n, w.in, w.out, threads, m.parallel);
     }
 
+    void scale(const Weights& w, bf16* out, int64_t n) {
+        if (w.multipliers) each_row(n, [&](int64_t r) { scale_row(out + r * w.out, w.multipliers, w.out); });
+    }
+
     // Finds the rows of each adapter, among the `kept` ones (null: all).
     void group(const Rows& rows, const int64_t* kept, int64_t n) {
         groups.resize(rows.num_adapters), adapted.resize(rows.num_adapters);
@@ -48,12 +53,8 @@ class Work {
     // One of a layer's products, with what rows' adapters have beside it.
     void project(size_t l, Product which, const bf16* in, const Weights& w, bf16* out, int64_t n) {
         multiply(in, w, out, n);
-        if (groups.empty()) return;
-        const int64_t first = l * PARTS + which;
-        const int64_t next = which == QKV ? GATES : which == GATES ? OUTPUT : which == GATE_UP ? DOWN : which + 1;
-        for (size_t i = 0; i < groups.size(); i++)
-            adapted[i] = {adapters[i] + first, next - which, groups[i].data(), int64_t(groups[i].size())};
-        m.adapt(in, w.in, out, w.out, adapted.data(), adapted.size(), threads, m.parallel);
+        if (!groups.empty()) add_adapters(l, which, in, w, out, n);
+        scale(w, out, n);
     }
 
     // Has `compute` write all `width` outputs of each row; or those that a rank's weights have, which it gathers.
@@ -81,6 +82,15 @@ class Work {
     }
 
   private:
+    // To one of a layer's products, what rows' adapters have beside it.
+    void add_adapters(size_t l, Product which, const bf16* in, const Weights& w, bf16* out, int64_t n) {
+        const int64_t first = l * PARTS + which;
+        const int64_t next = which == QKV ? GATES : which == GATES ? OUTPUT : which == GATE_UP ? DOWN : which + 1;
+        for (size_t i = 0; i < groups.size(); i++)
+            adapted[i] = {adapters[i] + first, next - which, groups[i].data(), int64_t(groups[i].size())};
+        m.adapt(in, w.in, out, w.out, adapted.data(), adapted.size(), threads, m.parallel);
+    }
+
     void gather(const bf16* from, bf16* whole, int64_t n, int64_t first, int64_t own, int64_t width) {
         m.gather(m.ranks, from, whole, n, first * sizeof(bf16), own * sizeof(bf16), width * sizeof(bf16));
     }

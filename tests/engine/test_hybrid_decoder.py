@@ -39,6 +39,17 @@ BLOCK, NUM_BLOCKS, DRAFTS = 16, 24, 32
 LAYOUT = StateLayout((RecurrentLayer(8, 4),), torch.bfloat16)
 FAULT = kernel_fault(CPU, torch.bfloat16)
 _FEW = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MULTIPLIED: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "attention_in_multiplier": 0.7,
+    "key_multiplier": 0.6,
+    "attention_out_multiplier": 1.7,
+    "ssm_in_multiplier": 1.3,
+    "ssm_multipliers": [0.6, 1.4, 0.7, 1.3, 0.8],
+    "ssm_out_multiplier": 0.4,
+    "mlp_multipliers": [0.7, 1.4],
+    "lm_head_multiplier": 0.3,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {},
     "qwen3_next": {"num_experts": 6, **_FEW},
@@ -71,7 +82,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "q_lora_rank": None,
         "rms_norm_eps": 4.0,  # of which the norm of latents has its own
     },
+    "falcon_h1": MULTIPLIED | {"mamba_proj_bias": True, "projectors_bias": True, "mlp_bias": True},
+    "falcon_h1-normed": {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    "falcon_h1-normed-first": {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
 }
+"""What differs from the small model of the type, with which a name begins unless it is told."""
 EXPANDED = [name for name in MODELS if name.startswith("kimi_linear")]
 """With adapters these keep keys and values, which the native decoder leaves to the modules."""
 CASES = [
@@ -91,6 +106,11 @@ CASES = [
     ("kimi_linear", "int8"),
     ("kimi_linear", "int4"),
     ("kimi_linear-whole_queries", None),
+    ("falcon_h1", None),
+    ("falcon_h1", "int8"),
+    ("falcon_h1", "int4"),
+    ("falcon_h1-normed", None),
+    ("falcon_h1-normed-first", None),
 ]
 """With the format of quantized weights, whose products do not depend on what mixes rows."""
 
@@ -132,7 +152,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
     for name, changes in MODELS.items():
         found[name] = tmp_path_factory.mktemp(name)
-        fields = {"model_type": name} | changes
+        fields = {"model_type": name.split("-")[0]} | changes
         write_model(folder=found[name], **fields)
         model = AutoModelForCausalLM.from_pretrained(found[name])
         for weight in (*model.parameters(), *_preferences(model)):
