@@ -14,7 +14,7 @@ from engine.attention.triton_kernel.backend import TritonBackend
 from engine.cuda.kernels import add_norm, gate, rotate
 from engine.cuda.products import TiledLinear, TiledWeight, concatenated, join
 from engine.decoder.description import attention_window
-from engine.decoder.families import FAMILIES, LLAMA, linears
+from engine.decoder.families import FAMILIES, LLAMA
 from engine.step_inputs import StepInputs
 from engine.triton_support import ceil_div, power_of_two
 
@@ -149,20 +149,18 @@ def _gate(gate_up: Tensor) -> Tensor:
 
 def _layer(layer: Any) -> Layer:
     attention = layer.self_attn
-    paths = LLAMA.paths(layer)
-    products = paths.inputs, paths.output, paths.gate_up, paths.down
-    qkv, output, gate_up, down = (_joined(linears(layer, names)) for names in products)
+    qkv, _, output, gate_up, down, _ = LLAMA.products(layer)
     query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     return Layer(
         attention.layer_idx,
         layer.input_layernorm.weight,
-        qkv,
+        _joined(qkv),
         None if query_norm is None else query_norm.weight,
         None if key_norm is None else key_norm.weight,
-        output,
+        _joined(output),
         layer.post_attention_layernorm.weight,
-        gate_up,
-        down,
+        _joined(gate_up),
+        _joined(down),
         attention_window(attention) or None,
     )
 
@@ -173,23 +171,23 @@ def fits(model: PreTrainedModel) -> bool:
     """
     if FAMILIES[type(model).__name__] is not LLAMA:
         return False
-    products = (linears(layer, names) for layer in model.model.layers for names in LLAMA.paths(layer))
-    return all(_are_alike(joined) for joined in products if len(joined) > 1)
+    products = (linears for layer in model.model.layers for linears in LLAMA.products(layer))
+    return all(_are_alike(linears) for linears in products if len(linears) > 1)
 
 
-def _are_alike(joined: Sequence[nn.Module]) -> bool:
-    tiled = [linear.tiled for linear in joined if isinstance(linear, TiledLinear)]
+def _are_alike(linears: Sequence[nn.Module]) -> bool:
+    tiled = [linear.tiled for linear in linears if isinstance(linear, TiledLinear)]
     if tiled:
-        return len(tiled) == len(joined) and all(part.is_like(tiled[0]) for part in tiled)
-    return all(isinstance(linear, nn.Linear) for linear in joined)
+        return len(tiled) == len(linears) and all(part.is_like(tiled[0]) for part in tiled)
+    return all(isinstance(linear, nn.Linear) for linear in linears)
 
 
-def _joined(layers: Sequence[nn.Module]) -> Product:
+def _joined(linears: Sequence[nn.Module]) -> Product:
     """Of layers of one input. What two decoders of the same layers join is there once."""
-    tiled = [each for each in layers if isinstance(each, TiledLinear)]
+    tiled = [each for each in linears if isinstance(each, TiledLinear)]
     if tiled:
         return join(tiled)
-    plain = [each for each in layers if isinstance(each, nn.Linear)]
+    plain = [each for each in linears if isinstance(each, nn.Linear)]
     weight = concatenated([each.weight.detach() for each in plain])
     bias = concatenated([None if each.bias is None else each.bias.detach() for each in plain])
     assert weight is not None

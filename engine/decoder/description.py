@@ -52,16 +52,16 @@ def unfit(model: PreTrainedModel) -> str | None:
     if family.routing is None and bool(getattr(config, "num_local_experts", 0)):
         return "it has experts"
     for number, layer in enumerate(model.model.layers):
-        for mixer, paths in family.branches(layer):
+        for mixer, _ in family.branches(layer):
             fault = None if mixer is None else _unfit_mixer(getattr(layer, mixer.path), mixer)
             if fault is not None:
                 return f"layer {number} {fault}"
-            if not all(_can_join(linears(layer, names)) for names in paths):
-                return f"layer {number} has products of one input that are quantized in several ways"
         if family.routing is not None and family.experts(layer) is not None:
             fault = unfit_experts(getattr(layer, family.routing.block), has_gate=not family.blocks)
             if fault is not None:
                 return fault
+        if not all(map(_can_join, family.products(layer))):
+            return f"layer {number} has products of one input that are quantized in several ways"
     return None
 
 

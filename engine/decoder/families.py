@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -161,10 +161,14 @@ class Family:
         beside = [] if self.beside is None else [(self.beside, self.beside.paths(layer))]
         return [(self.mixer(layer), self.paths(layer)), *beside]
 
+    def products(self, layer: nn.Module) -> Iterator[tuple[Any, ...]]:
+        """The linear layers of each of the paths of `branches`."""
+        return (linears(layer, names) for _, paths in self.branches(layer) for names in paths)
 
-def linears(layer: nn.Module, names: Sequence[str]) -> list[Any]:
+
+def linears(layer: nn.Module, names: Sequence[str]) -> tuple[Any, ...]:
     """Those of one product."""
-    return [layer.get_submodule(name) for name in names]
+    return tuple(map(layer.get_submodule, names))
 
 
 LLAMA = Family()

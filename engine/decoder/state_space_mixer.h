@@ -59,10 +59,11 @@ class StateSpaceMixer : RecurrentMixer {
         return std::min(std::max(time, space.shortest), space.longest);
     }
 
+    // Opens and norms what was read. Without a norm the modules round silu(gate) first.
     void finish_row(const Recurrent& space, float* x, const bf16* gate, int64_t width, bf16* __restrict out) const {
         if (space.norm && space.norms_first) norm_groups(space, x, width);
         if (space.norm) open_groups(x, gate, width, [](float opening) { return opening; });
-        else open_groups(x, gate, width, rounded);
+        else open_groups(x, gate, width, [](float opening) { return rounded(opening); });
         if (space.norm && !space.norms_first) norm_groups(space, x, width);
         for (int64_t i = 0; i < width; i++) out[i] = narrow(x[i]);
     }
