@@ -53,15 +53,21 @@ each step of a chain that a model or an EAGLE head drafts. Eagerly run: prompts,
 them; models with adapters, whose tables the host lays out anew; trees' drafting; sampling and verification,
 in two or three launches. Tensor-parallel ranks are for CPUs.
 
+Nor are these graphs: a step with a chunk of a prompt that is longer than a draft may be, as a whole, and one
+of more than 512 rows; every step of a server with adapters; Gemma 3n's, whose sparse activations wait for
+the device; Medusa's heads; and every step with `--enforce-eager`, or with `--compile` other than `auto`. A
+step whose bucket there was no time or memory to capture is padded to the least larger one that was.
+
 FlashInfer is no backend here. Its plans cut keys so that the whole batch fills the device; with its option
 `fixed_split_size`, too, tiles of rows are sized by the batch's mean (flashinfer-ai/flashinfer#2424), so that
 a row's bits would depend on its company. Nor was there a GPU to show where it is faster.
 
 A step waits for the device once, for its tokens, whatever the rule of verification. Where nobody drafts, the
 device has the next step by then. A drafted chain waits once too: each of its steps is the replay of a graph,
-by the CUDA decoder or an EAGLE head, that takes the tokens of the one before from the device. Trees wait
-several times for each level of them; each token of a request that edits logits by the tokens before it waits
-once. Trees that are drawn by chance are verified by torch's operators.
+by the CUDA decoder, with some of the model's own layers too, or an EAGLE head, that takes the tokens of the
+one before from the device. Trees wait several times for each level of them; each token of a request that
+edits logits by the tokens before it waits once. Trees that are drawn by chance are verified by torch's
+operators.
 
 `copies` are instructions that copy 128 bits a thread from global to shared memory asynchronously;
 `products` those of the matrix units; `spills` those that put registers aside or bring them back.
