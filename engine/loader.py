@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import is_accelerate_available
 
 from engine.attention import transformers_hook
-from engine.decoder.description import NativeModel, unfit
+from engine.decoder.description import unfit
+from engine.decoder.native_model import NativeModel
 from engine.errors import UnsupportedModelError
 from engine.fingerprint import model_fingerprint
 from engine.latent_attention import absorb, expansion_reason

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from engine.decoder.families import Routing
+from engine.decoder.native_model import NativeModel
 from engine.decoder.structs import ExpertsArgs, ExpertWeightsArgs
 from engine.linear.experts import Experts, fused_experts, pack_experts
 from engine.linear.routed import RoutedLinear, RoutedQuantizedLinear
-
-if TYPE_CHECKING:
-    from engine.decoder.description import NativeModel
 
 
 def unfit_experts(block: nn.Module, has_gate: bool) -> str | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.decoder.adapters import NativeAdapters
-from engine.decoder.description import NativeModel
+from engine.decoder.native_model import NativeModel
 from engine.decoder.recurrent import NativeSeats
 from engine.decoder.structs import (
     BatchArgs,

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from engine.decoder.description import NativeModel
+from engine.decoder.native_model import NativeModel
 from engine.decoder.structs import LayerArgs, ModelArgs, WeightsArgs
 from engine.linear.packed import PANEL, packed_rows
 from engine.parallel.group import Ranks

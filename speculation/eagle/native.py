@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from engine.attention.cpu_kernel.backend import CpuBackend
-from engine.decoder.description import ROPE_TYPES, NativeModel, num_weights
+from engine.decoder.description import ROPE_TYPES, num_weights
 from engine.decoder.forward import NativeDecoder
+from engine.decoder.native_model import NativeModel
 from engine.decoder.structs import EntryArgs, LayerArgs, ModelArgs, WeightsArgs
 from engine.linear.packed_quantized import PackedQuantizedLinear
 from engine.rows import SequenceRows

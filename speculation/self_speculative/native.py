@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from engine.decoder.description import NativeModel
+from engine.decoder.native_model import NativeModel
 from engine.decoder.structs import LayerArgs, ModelArgs, WeightsArgs
 from engine.linear.packed import unpacked
 from engine.linear.packed_quantized import fits, packed
