@@ -64,7 +64,7 @@ class RowsForward(ABC):
         self._block_table = BlockTable(backend.block_size, backend.arena, backend.num_tables)
         self._mode = mode
         self.compiled, self.choice = _choose(mode, device)
-        self._run = _compile(self._compute) if self.compiled else self._compute
+        self._run = _compile(self._compute, adapters is not None) if self.compiled else self._compute
 
     def run(
         self,
@@ -189,20 +189,23 @@ def run_model(
 
 
 def _compile(
-    method: Callable[..., tuple[Tensor, Tensor | None]],
+    method: Callable[..., tuple[Tensor, Tensor | None]], with_adapters: bool
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
     import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
 
     dynamo.specialize_float = True  # an epsilon or a scale is no input to be made a tensor of at each step
     inductor.freezing = True
-    inductor.cpp.enable_concat_linear = True  # one product for q, k, v and one for gate and up
     inductor.cpp.dynamic_threads = True
     inductor.size_asserts = inductor.alignment_asserts = False
     # The model never changes, so guards on it would only cost time at each step. But what is compiled
     # belongs to the code, and without guards one model's would serve the next: so each has a code of its
     # own.
-    options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    options = {
+        "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
+        # One product for q, k, v and one for gate and up; it loses what adapters add to a part.
+        "cpp.enable_concat_linear": not with_adapters,
+    }
     assert isinstance(method, types.MethodType)
     function = method.__func__
     own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)

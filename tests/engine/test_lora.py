@@ -109,8 +109,9 @@ def test_merged_and_separate_weights_give_equal_tokens(name: str, folders: dict[
 
 
 @pytest.mark.slow
-def test_a_compiled_forward_adds_adapters(folders: dict[str, Path]) -> None:
-    folder = folders["gpt2"]
+@pytest.mark.parametrize("name", MODELS)
+def test_a_compiled_forward_adds_adapters(name: str, folders: dict[str, Path]) -> None:
+    folder = folders[name]
     engine = make_engine(folder, compile="on")
     assert engine.start_up["forward"].startswith("torch.compile")
     prompt = prompt_of(20)
