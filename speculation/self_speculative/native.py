@@ -23,10 +23,16 @@ class PartialDescription(NativeModel):
         self._whole = whole  # which owns most of the memory
         self.num_rounded = 0
         layers = [self._layer(whole.layers[layer], format) for layer in kept]
-        self.layers = (LayerArgs * len(layers))(*layers)
         self.model = ModelArgs.from_buffer_copy(whole.model)
-        self.model.layers = ctypes.addressof(self.layers)
         self.model.num_layers = len(layers)
+        for layer in layers[:]:
+            if layer.beside:
+                second = self._layer(whole.layers[layer.beside], format)
+                layer.beside = len(layers)
+                layers.append(second)
+        self.model.num_beside = len(layers) - len(kept)
+        self.layers = (LayerArgs * len(layers))(*layers)
+        self.model.layers = ctypes.addressof(self.layers)
         products = [getattr(layer, name) for layer in layers for name in PRODUCTS]
         self.model.products = sum(each.inputs * each.outputs for each in [*products, self.model.head])
 
@@ -40,7 +46,7 @@ class PartialDescription(NativeModel):
     def _rounded(self, whole: WeightsArgs, format: CodeFormat) -> WeightsArgs:
         """Or as they are, where the format does not fit them."""
         group = group_size(format, whole.inputs)
-        if group is None or whole.quantized is not None:
+        if group is None or whole.values is None:  # quantized, or of a product that there is not
             return whole
         weight = unpacked(self._whole.kept(whole.values))[: whole.outputs]
         rounded = round_to_nearest(weight, format, group)
@@ -48,4 +54,6 @@ class PartialDescription(NativeModel):
             return whole
         self.num_rounded += 1
         bias = None if whole.bias is None else self._whole.kept(whole.bias)
-        return self.keep_quantized(packed(rounded), bias)
+        args = self.keep_quantized(packed(rounded), bias)
+        args.multipliers = whole.multipliers
+        return args

@@ -27,6 +27,7 @@ from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.self_speculative import drafter
 from speculation.speculator import speculate
+from tests.e2e.architectures import write_model
 from tests.speculation.scripted import Answers
 from tests.speculation.small_engine import ask, prompt_of, run, small_config, tokens
 
@@ -134,6 +135,26 @@ def test_all_layers_are_always_right(
     found = run(engine_of(folders[model], dtype), REQUESTS).values()
     drafted = sum(output.drafted_tokens for output in found)
     assert drafted == sum(output.accepted_tokens for output in found) > 40
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="no kernels")
+@pytest.mark.parametrize("options", [{}, {"quantization": "int4"}], ids=str)
+@pytest.mark.parametrize("model", ["falcon_h1", "qwen3_moe"])
+def test_layers_of_two_mixers_and_of_experts_draft_natively(
+    model: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them, so that unless they are rounded they are always right."""
+    monkeypatch.setattr(drafter, "with_defaults", lambda options, *_, **__: options)
+    write_model(model, tmp_path)
+    config = msgspec.structs.replace(config_of(tmp_path, **options), compile="auto")
+    engine = Engine(config, speculate=speculate)
+    assert engine.start_up["forward"] == "native decoder"
+    found = run(engine, REQUESTS)
+    plain = Engine(msgspec.structs.replace(config, speculative_config=None))
+    assert tokens(found) == tokens(run(plain, REQUESTS))
+    drafted = sum(output.drafted_tokens for output in found.values())
+    accepted = sum(output.accepted_tokens for output in found.values())
+    assert drafted / 5 < accepted and (options or accepted == drafted > 40)
 
 
 # --- the KV that the model and its draft share ------------------------------------------------------
