@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
+from engine.engine import Engine
+from engine.linear.packed import kernel_fault
 from protocol.speculation import SpeculativeConfig
 from tests.e2e.architectures import HYBRIDS, write_model
 from tests.e2e.test_token_equality import prompts, run_all
-from tests.speculation.small_engine import write_noisy
+from tests.speculation.small_engine import run, write_noisy
 from tests.worker.harness import Cluster, request, tiny_config
 from tests.worker.tiny_model import greedy, load
 
@@ -22,6 +25,7 @@ CHUNK = 50
 
 LENGTHS = [1, 15, 16, 17, 49, 111]
 NUM_TOKENS = 20
+NO_KERNEL = kernel_fault(torch.device("cpu"), torch.bfloat16)
 
 pytestmark = pytest.mark.skipif(
     tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23),
@@ -51,6 +55,39 @@ def test_tokens_equal_generate(model_type: str, tmp_path: Path) -> None:
             cluster.generate(prefill, resumed, decode.address)
         cluster.run(*ids, timeout_s=60)
         assert [cluster.tokens(request_id) for request_id in ids] == [tokens[7:] for tokens in expected]
+        cluster.wait_empty(prefill, decode)
+
+
+@pytest.mark.skipif(NO_KERNEL is not None, reason=str(NO_KERNEL))
+@pytest.mark.parametrize("model_type", ["qwen3_next", "falcon_h1", "kimi_linear"])
+def test_native_layers_give_the_tokens_of_a_lone_engine(model_type: str, tmp_path: Path) -> None:
+    """In bfloat16: in chunks, in company, after prefix hits, resumed, with drafts of which some are wrong."""
+    write_model(model_type, tmp_path)
+    options: dict[str, Any] = {"dtype": "bfloat16", "compile": "auto"}
+    lone = Engine(tiny_config(tmp_path, enable_prefix_caching=False, **options))
+    assert lone.start_up["forward"] == "native decoder"
+    batch = prompts(LENGTHS, seed=1)
+    expected = [run(lone, [request("", prompt, NUM_TOKENS)])[""].token_ids for prompt in batch]
+    drafts = SpeculativeConfig(method="self_speculative", num_speculative_tokens=4)
+    with Cluster() as cluster:
+        limits = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 5}
+        config = tiny_config(tmp_path, speculative_config=drafts, **limits, **options)
+        prefill, decode = cluster.start_pair(config)
+        for name in ("first", "after prefix hits"):
+            assert run_all(cluster, prefill, decode, name, batch) == expected
+        for number, (prompt, tokens) in enumerate(zip(batch, expected, strict=True)):
+            resumed = request(f"resumed-{number}", prompt, NUM_TOKENS)
+            resumed.output_token_ids.extend(tokens[:7])
+            cluster.generate(prefill, resumed, decode.address)
+        ids = [f"resumed-{number}" for number in range(len(batch))]
+        cluster.run(*ids, timeout_s=60)
+        assert [cluster.tokens(request_id) for request_id in ids] == [tokens[7:] for tokens in expected]
+        outputs = [output for parts in cluster.outputs.values() for _, output in parts]
+        assert (
+            0
+            < sum(output.accepted_tokens for output in outputs)
+            < sum(output.drafted_tokens for output in outputs)
+        )
         cluster.wait_empty(prefill, decode)
 
 
