@@ -83,13 +83,11 @@ def _first(
     offsets: Tensor | None,
     inputs: Tensor | None,
     bias: Tensor | None,
-    format: int,
-    input_group: int,
-    out_features: int,
+    *numbers: int,
 ) -> QuantizedArgs:
-    """The first expert's weights."""
+    """The first expert's weights; `numbers` are the last three of `packed_args`."""
     offset, order, first_bias = (None if each is None else each[0] for each in (offsets, inputs, bias))
-    return packed_args(words[0], scales[0], offset, order, first_bias, format, input_group, out_features)
+    return packed_args(words[0], scales[0], offset, order, first_bias, *numbers)
 
 
 def _run_quantized(
