@@ -10,6 +10,7 @@ import json
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -86,15 +87,22 @@ def _config(model: Path, requests: int) -> ServeConfig:
 def _decode_speeds(
     engines: Sequence[Engine], requests: int, context: int, output: int, rounds: int
 ) -> list[float]:
-    """Tokens per second while all requests decode: their prompts are in the cache before."""
-    found: list[list[float]] = []
+    """Tokens per second of the median step, which engines take in turns: a host's moods meet all of them.
+
+    All requests decode, and their prompts are in the cache before.
+    """
+    seconds: list[list[float]] = [[] for _ in engines]
     for round_number in range(rounds):
         name = f"{round_number}-{context}-{requests}"
         for engine in engines:
             speed.answer(engine, name, requests, context, 1)
-        seconds = [speed.answer(engine, name, requests, context, output) for engine in engines]
-        found.append([(output - 1) * requests / each for each in seconds])
-    return [statistics.median(column) for column in zip(*found, strict=True)]
+            speed.begin(engine, name, requests, context, output)
+        for _ in range(output - 1):
+            for engine, found in zip(engines, seconds, strict=True):
+                started = time.perf_counter()
+                engine.step()
+                found.append(time.perf_counter() - started)
+    return [requests / statistics.median(found) for found in seconds]
 
 
 def _bytes_of_sequence(engine: Engine, context: int) -> float:

@@ -78,6 +78,15 @@ def measure(
 
 def answer(engine: Engine, name: str, count: int, prompt: int, output: int) -> float:
     """Seconds from when each of `count` requests has its first token until they end."""
+    begin(engine, name, count, prompt, output)
+    started = time.perf_counter()
+    while engine.has_work():
+        engine.step()
+    return time.perf_counter() - started
+
+
+def begin(engine: Engine, name: str, count: int, prompt: int, output: int) -> None:
+    """Of `count` requests, up to the first token of each."""
     for index in range(count):
         token_ids = [3 + (index * 131 + place * 17) % (engine.vocab_size - 3) for place in range(prompt)]
         sampling = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
@@ -87,9 +96,5 @@ def answer(engine: Engine, name: str, count: int, prompt: int, output: int) -> f
             )
         )
     begun: set[str] = set()
-    started = 0.0
-    while engine.has_work():
+    while len(begun) < count:
         begun |= {output.request_id for output in engine.step().outputs}
-        if not started and len(begun) == count:
-            started = time.perf_counter()
-    return time.perf_counter() - started
