@@ -11,42 +11,37 @@
 #include <numeric>
 #include <vector>
 
+#include "delta_rule.h"
 #include "gate_math.h"
-#include "recurrent_mixer.h"
 
 namespace {
 
-class DeltaMixer : RecurrentMixer {
+class DeltaMixer : DeltaRule {
   public:
-    explicit DeltaMixer(Work& work) : RecurrentMixer(work) {}
+    explicit DeltaMixer(Work& work) : DeltaRule(work) {}
 
     // Fills `mixed` from a layer's `normed` rows, and returns its width.
     int64_t mix(size_t l, const Rows& rows) {
         const Layer& layer = w.layers[l];
         const Recurrent& delta = *layer.recurrent;
         const LayerSeats& of = m.seats[delta.number];
-        const int64_t n = rows.count, channels = of.channels, keys = of.key_heads * of.key_dim;
+        const int64_t n = rows.count, channels = of.channels;
         const int64_t width = of.heads * of.value_dim, step = layer.qkv.out;
         w.mixed.resize(w.room * width), gates.resize(n * 2 * of.heads);
-        betas.resize(n * of.heads), decays.resize(n * of.heads), read.resize(n * width);
+        make_room(of, n, of.heads);
         w.project(l, QKV, w.normed.data(), layer.qkv, w.product.data(), n);
         w.project(l, GATES, w.normed.data(), delta.gates, gates.data(), n);
         if (delta.interleaved) part_heads(of, n, step);
         convolve(delta, rows, w.product.data(), step);
         w.each_row(n, [&](int64_t r) {
-            float* row = &convolved[r * channels];
-            silu_row(row, channels);
-            for (int64_t first = 0; first < 2 * keys; first += of.key_dim)
-                unit_row(row + first, of.key_dim, first < keys ? 1 / std::sqrt(float(of.key_dim)) : 1);
+            finish_convolved(of, r);
             const bf16* made = &gates[r * 2 * of.heads];
             for (int64_t h = 0; h < of.heads; h++) {
-                betas[r * of.heads + h] = rounded(1 / (1 + exp_of(-widen(made[h]))));
+                betas[r * of.heads + h] = beta_of(made[h]);
                 decays[r * of.heads + h] = delta.rates[h] * softplus(widen(made[of.heads + h]) + delta.shifts[h]);
             }
         });
-        const float* query = convolved.data();
-        attend(rows, {&of, query, query + keys, query + 2 * keys, decays.data(), betas.data(), nullptr, read.data(),
-                      channels, channels, channels});
+        apply(rows, of);
         w.each_row(n, [&](int64_t r) {
             for (int64_t first = 0; first < width; first += of.value_dim)
                 opened_norm_row(&read[r * width + first], delta.norm, &w.product[r * step + channels + first],
@@ -95,7 +90,6 @@ class DeltaMixer : RecurrentMixer {
     }
 
     std::vector<bf16> gates;
-    std::vector<float> betas, decays, read;
 };
 
 }  // namespace

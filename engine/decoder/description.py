@@ -53,8 +53,8 @@ def unfit(model: PreTrainedModel) -> str | None:
             fault = None if mixer is None else _unfit_mixer(getattr(layer, mixer.path), mixer)
             if fault is not None:
                 return f"layer {number} {fault}"
-        if family.routing is not None and family.experts(layer) is not None:
-            fault = unfit_experts(getattr(layer, family.routing.block), has_gate=not family.blocks)
+        if (routing := family.routing_of(layer)) is not None:
+            fault = unfit_experts(getattr(layer, routing.block), has_gate=not family.blocks)
             if fault is not None:
                 return fault
         if not all(map(_can_join, family.products(layer))):
@@ -151,8 +151,8 @@ class Description(NativeModel):
         for field, names in fields.items():
             if names:
                 setattr(args, field, self._product(layer, family, names))
-        if family.routing is not None and family.experts(layer) is not None:
-            args.experts = self.keep_experts(experts_args(self, layer, family.routing))
+        if (routing := family.routing_of(layer)) is not None:
+            args.experts = self.keep_experts(experts_args(self, layer, routing))
         if mixer is None:
             return args
         if mixer.input_multiplier is not None:

@@ -129,10 +129,10 @@ class Family:
         found = (mixer for mixer in self.mixers if getattr(layer, mixer.path, None) is not None)
         return next((mixer for mixer in found if mixer.block in (None, block)), None)
 
-    def experts(self, layer: nn.Module) -> Any:
-        """The module of a layer's experts, or None."""
+    def routing_of(self, layer: nn.Module) -> Routing | None:
+        """None where the layer has no experts."""
         block = None if self.routing is None else getattr(layer, self.routing.block, None)
-        return getattr(block, "experts", None)
+        return self.routing if hasattr(block, "experts") else None
 
     def paths(self, layer: nn.Module) -> Paths:
         mixer = self.mixer(layer)
@@ -145,8 +145,8 @@ class Family:
 
     def _mlp(self, layer: nn.Module) -> tuple[tuple[str, ...], ...]:
         """The last three of `Paths`."""
-        routing = self.routing
-        if routing is None or self.experts(layer) is None:
+        routing = self.routing_of(layer)
+        if routing is None:
             return self.gate_up, (self.down,), ()
         if routing.shared is None:
             return (), (), ()
@@ -319,4 +319,4 @@ def has_experts(model: nn.Module) -> bool:
     """Of a model that is of one of the `FAMILIES`."""
     family = FAMILIES[type(model).__name__]
     layers: Any = model.get_submodule("model.layers")
-    return any(family.experts(layer) is not None for layer in layers)
+    return any(family.routing_of(layer) is not None for layer in layers)

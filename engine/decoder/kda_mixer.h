@@ -10,44 +10,39 @@
 #include <cstring>
 #include <vector>
 
+#include "delta_rule.h"
 #include "gate_math.h"
-#include "recurrent_mixer.h"
 
 namespace {
 
-class KdaMixer : RecurrentMixer {
+class KdaMixer : DeltaRule {
   public:
-    explicit KdaMixer(Work& work) : RecurrentMixer(work) {}
+    explicit KdaMixer(Work& work) : DeltaRule(work) {}
 
     // Fills `mixed` from a layer's `normed` rows, and returns its width.
     int64_t mix(size_t l, const Rows& rows) {
         const Layer& layer = w.layers[l];
         const Recurrent& kda = *layer.recurrent;
         const LayerSeats& of = m.seats[kda.number];
-        const int64_t n = rows.count, channels = of.channels, keys = of.key_heads * of.key_dim;
+        const int64_t n = rows.count;
         const int64_t width = of.heads * of.value_dim, decaying = of.heads * of.decay_dim, made = kda.gates.out;
         w.mixed.resize(w.room * width), gates.resize(n * made);
-        betas.resize(n * of.heads), decays.resize(n * decaying), read.resize(n * width);
+        make_room(of, n, decaying);
         w.project(l, QKV, w.normed.data(), layer.qkv, w.product.data(), n);
         w.project(l, GATES, w.normed.data(), kda.gates, gates.data(), n);
         expand(kda.decays, of.heads, made, n, decayed);
         expand(kda.opening, of.heads + kda.decays.in, made, n, opening);
         convolve(kda, rows, w.product.data(), layer.qkv.out);
         w.each_row(n, [&](int64_t r) {
-            float* row = &convolved[r * channels];
-            silu_row(row, channels);
-            for (int64_t first = 0; first < 2 * keys; first += of.key_dim)
-                unit_row(row + first, of.key_dim, first < keys ? 1 / std::sqrt(float(of.key_dim)) : 1);
+            finish_convolved(of, r);
             for (int64_t h = 0; h < of.heads; h++) {
-                betas[r * of.heads + h] = rounded(1 / (1 + exp_of(-widen(gates[r * made + h]))));
+                betas[r * of.heads + h] = beta_of(gates[r * made + h]);
                 const int64_t first = h * of.decay_dim;
                 for (int64_t i = first; i < first + of.decay_dim; i++)
                     decays[r * decaying + i] = kda.rates[h] * softplus(widen(decayed[r * decaying + i]) + kda.shifts[i]);
             }
         });
-        const float* query = convolved.data();
-        attend(rows, {&of, query, query + keys, query + 2 * keys, decays.data(), betas.data(), nullptr, read.data(),
-                      channels, channels, channels});
+        apply(rows, of);
         w.each_row(n, [&](int64_t r) {
             for (int64_t first = r * width; first < (r + 1) * width; first += of.value_dim)
                 opened_norm_row(&read[first], kda.norm, &opening[first], of.value_dim, m.norm_epsilon, &w.mixed[first]);
@@ -79,7 +74,6 @@ class KdaMixer : RecurrentMixer {
     }
 
     std::vector<bf16> gates, low, decayed, opening;
-    std::vector<float> betas, decays, read;
 };
 
 }  // namespace

@@ -56,9 +56,8 @@ class SelfDrafter(Drafter):
         self._format = None if options.quantization is None else CodeFormat(options.quantization)
         if self._format is not None and _is_quantized(target):
             raise ConfigError(f"{FIELD}: the model's weights are quantized already: leave it away")
-        part = self._part(target)
         self._is_made_late = target.device.type != "cpu" and self._format is None and _is_plain(target)
-        self._loaded = target if self._is_made_late else part
+        self._loaded = target if self._is_made_late else self._part(target)
 
     def _part(self, target: LoadedModel) -> LoadedModel:
         if target.description is not None:
