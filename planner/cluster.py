@@ -62,7 +62,7 @@ class SimulatedCluster:
         self._block_tokens = block_tokens
         self.num_ended = 0
         self.meter = DemandMeter()
-        self._registry = Registry(worker_timeout=inf)
+        self._registry = Registry(worker_timeout=inf, max_rows=profile.max_num_seqs)
         self._loads = Loads(self._registry)
         self._index: KvIndex[str] = KvIndex()
         self._state = PolicyState()

@@ -41,7 +41,9 @@ class Worker:
     running. `is_reachable` is false between a message that could not be sent and the worker's next one.
     """
 
-    def __init__(self, register: Register, role: RoleSpec, block_size: int, shared: bool) -> None:
+    def __init__(
+        self, register: Register, role: RoleSpec, block_size: int, shared: bool, max_rows: int
+    ) -> None:
         self.key = WorkerKey(register.address.worker_id, register.address.incarnation)
         self.address = register.address
         self.role = role
@@ -68,7 +70,7 @@ class Worker:
         """Of these, those that it computes itself."""
         self._block_size = block_size
         self._shared = shared
-        self.load = WorkerSnapshot(self.key.worker_id, role.tasks)
+        self.load = WorkerSnapshot(self.key.worker_id, role.tasks, max_rows=max_rows)
         self.take(register.state)
 
     @property
@@ -115,11 +117,14 @@ class Registry:
     same incarnation is taken back; one reported dead never is.
     """
 
-    def __init__(self, worker_timeout: float, block_size: int = 16, shared: bool = False) -> None:
-        """`shared`: other routers send requests to the same workers."""
+    def __init__(
+        self, worker_timeout: float, block_size: int = 16, shared: bool = False, max_rows: int = 0
+    ) -> None:
+        """`shared`: other routers send requests to the same workers. Each decodes `max_rows` at once."""
         self._timeout = worker_timeout
         self._block_size = block_size
         self._shared = shared
+        self._max_rows = max_rows
         self.cluster = Cluster()
         """The workers that requests or their drafts can be sent to, as placement policies see them."""
         self.on_registered: Callable[[Worker], None] = lambda worker: None
@@ -189,7 +194,8 @@ class Registry:
             self.heard(known)
             self.on_registered(known)
             return known
-        worker = self._workers[key.worker_id] = Worker(register, role, self._block_size, self._shared)
+        worker = Worker(register, role, self._block_size, self._shared, self._max_rows)
+        self._workers[key.worker_id] = worker
         self._group_by_host()
         self.known_purposes.add(role.purpose)
         self.cluster.remove(key.worker_id)

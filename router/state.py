@@ -81,7 +81,8 @@ class RouterState:
         self.tokenizer = Tokenizer.load(config)
         self.chats = Chats(config, self.tokenizer)
         self.grammars = GrammarCompiler(self.tokenizer)
-        self.registry = Registry(config.worker_timeout, config.block_size, config.router_replicas > 1)
+        is_shared = config.router_replicas > 1
+        self.registry = Registry(config.worker_timeout, config.block_size, is_shared, config.max_num_seqs)
         self.metrics = Metrics(config.model_name, self.registry)
         self.keys = ApiKeys(config, self.metrics)
         self.tracing = _tracing(config, self.metrics)

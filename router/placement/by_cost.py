@@ -90,9 +90,9 @@ def cheapest_decode(request: RequestFacts, cluster: Cluster) -> WorkerSnapshot |
 
 
 def whole(prefill: PrefillCost, decode: DecodeCost) -> Option:
-    """All of it on one worker."""
+    """All of it on one worker, whose rows are those that compute prompts, too."""
     predicted = Prediction(
-        queue_s=prefill.queue_s,
+        queue_s=prefill.queue_s + decode.row_s,
         fetch_s=prefill.fetch_s,
         prefill_s=prefill.prefill_s,
         room_s=decode.room_s,
@@ -110,7 +110,7 @@ def split(request: RequestFacts, prefill: PrefillCost, decode: DecodeCost) -> Op
         fetch_s=prefill.fetch_s,
         prefill_s=prefill.prefill_s,
         handoff_s=handoff_seconds(prefill, decode, request.num_tokens - cached_on(request, decode.worker)),
-        room_s=decode.room_s,
+        room_s=decode.row_s + decode.room_s,
         decode_s=decode.decode_s + decode.pending_s,
         delay_s=prefill.delay_s,
         slowdown_s=decode.slowdown_s,

@@ -55,13 +55,13 @@ class LinkSpeed(NamedTuple):
 class WorkerSnapshot:
     """A live worker's load; policies only read it.
 
-    `tasks` is what its role may be asked, its purpose first. Of its `requests`, `rows` are or will be decoded
-    there, with `context_tokens` in all, of which it computes `computed_tokens` itself. `prefill_tokens` are
-    those of `prompts` whose first token is still to come, less what is cached. `kv_usage` is the share of the
-    KV pool that requests hold, `kv_tokens` the size of that pool (0: unknown). `last_placed` rises with each
-    request that is placed anywhere: who has the smallest number was asked the longest ago. `links` are its
-    wires to peers. `on_host` are the workers of its host, which lend each other their cores while idle; it is
-    among them.
+    `tasks` is what its role may be asked, its purpose first. Of its `requests`, `rows` are or will be
+    decoded there, with `context_tokens` in all, of which it computes `computed_tokens` itself.
+    `prefill_tokens` are those of `prompts` whose first token is still to come, less what is cached.
+    `kv_usage` is the share of the KV pool that requests hold, `kv_tokens` the size of that pool; it decodes
+    `max_rows` at once (of both, 0: unknown). `last_placed` rises with each request that is placed anywhere:
+    who has the smallest number was asked the longest ago. `links` are its wires to peers. `on_host` are the
+    workers of its host, which lend each other their cores while idle; it is among them.
     """
 
     worker_id: str
@@ -74,6 +74,7 @@ class WorkerSnapshot:
     prompts: float = 0
     kv_usage: float = 0.0
     kv_tokens: float = 0
+    max_rows: int = 0
     last_placed: int = 0
     costs: StepCosts = UNKNOWN_COSTS
     links: Mapping[str, LinkSpeed] = field(default_factory=dict)
@@ -109,9 +110,10 @@ class WorkerSnapshot:
 class Prediction(NamedTuple):
     """Seconds that a placement is expected to take: the request's own, and those that others lose by it.
 
-    To its first token: `queue_s` for prompts ahead, `fetch_s` for a prefix from another worker, `prefill_s`.
-    Then `handoff_s` to its decode worker, as far as no chunk hides it, `room_s` for KV blocks, `decode_s`.
-    `delay_s` is what requests that decode beside its prefill lose, `slowdown_s` those beside its decode.
+    To its first token: `queue_s` for what is ahead of it, `fetch_s` for a prefix from another worker,
+    `prefill_s`. Then `handoff_s` to its decode worker, as far as no chunk hides it, `room_s` for KV blocks
+    and a row, `decode_s`. `delay_s` is what requests that decode beside its prefill lose, `slowdown_s` those
+    beside its decode.
     """
 
     queue_s: float = 0.0

@@ -33,9 +33,12 @@ class PrefillCost(NamedTuple):
 
 
 class DecodeCost(NamedTuple):
-    """Of decoding it on a worker, beside the prompts that come meanwhile: `pending_s` for those that wait."""
+    """Of decoding it on a worker, beside the prompts that come meanwhile: `pending_s` for those that wait.
+    `row_s` is until one of its rows is free, `room_s` until there is room for its KV.
+    """
 
     worker: WorkerSnapshot
+    row_s: float
     room_s: float
     decode_s: float
     slowdown_s: float
@@ -43,7 +46,7 @@ class DecodeCost(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        return self.room_s + self.decode_s + self.slowdown_s + self.pending_s
+        return self.row_s + self.room_s + self.decode_s + self.slowdown_s + self.pending_s
 
 
 def prefill_cost(request: RequestFacts, worker: WorkerSnapshot, holder: WorkerSnapshot | None) -> PrefillCost:
@@ -73,11 +76,12 @@ def decode_cost(request: RequestFacts, worker: WorkerSnapshot) -> DecodeCost:
     steps = output / max(costs.tokens_per_row, 1.0)
     most_s = steps * _most_beside_s(request, worker)
     pending_s = min(costs.chunks_s(_waiting(worker), 0, costs.chunk_tokens) * worker.prompts, most_s)
+    row_s = _row_share(worker) * steps * after_s
     room_s = _room_share(worker, request.num_tokens + output) * steps * after_s
     slowdown_s = rows * steps * (after_s - before_s) + slowed_s(worker, steps * after_s)
     coming_s = _coming_s(worker) * output / max(request.mean_output_tokens, output, 1.0)
     decode_s = steps * after_s + min(coming_s, most_s)
-    return DecodeCost(worker, room_s, decode_s, slowdown_s, pending_s)
+    return DecodeCost(worker, row_s, room_s, decode_s, slowdown_s, pending_s)
 
 
 def _coming_s(worker: WorkerSnapshot) -> float:
@@ -183,6 +187,11 @@ def best_holder(request: RequestFacts, cluster: Cluster) -> WorkerSnapshot | Non
 def _waiting(worker: WorkerSnapshot) -> float:
     """Mean tokens of the prompts that wait."""
     return worker.prefill_tokens / worker.prompts if worker.prompts > 0 else 0.0
+
+
+def _row_share(worker: WorkerSnapshot) -> float:
+    """What must end before one more decodes there, as a share of what decodes at once."""
+    return max(worker.rows + 1 - worker.max_rows, 0.0) / worker.max_rows if worker.max_rows > 0 else 0.0
 
 
 def _room_share(worker: WorkerSnapshot, tokens: float) -> float:

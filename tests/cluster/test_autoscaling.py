@@ -140,6 +140,13 @@ class Growing(Isolated):
     def serving(self) -> set[str]:
         return {each["id"] for each in self.get("/workers")["workers"] if each["lifecycle"] == "ready"}
 
+    def load(self) -> str:
+        """What the router and its workers say of themselves."""
+        try:
+            return f"{self.get('/workers')}\n{self.run('curl', '-sS', '-m', '10', URL + '/metrics').stdout}"
+        except (subprocess.SubprocessError, ValueError) as error:
+            return repr(error)
+
     def nodes(self) -> Counter[str]:
         """How many of each type run, by their processes."""
         found: Counter[str] = Counter()
@@ -166,7 +173,7 @@ def test_nodes_come_under_load_and_go_after_it(growing: Growing) -> None:
     began = time.monotonic()
 
     def until(done: Callable[[], bool], what: str) -> None:
-        wait(done, WAIT_S, lambda: f"{what}: {dict(growing.nodes())}\n{growing.logs}")
+        wait(done, WAIT_S, lambda: f"{what}: {dict(growing.nodes())}\n{growing.logs}\n{growing.load()}")
         print(f"{time.monotonic() - began:.1f} s: {what}, {dict(growing.nodes())}")
 
     until(lambda: "Ray runtime started" in growing.log, "Ray runs")

@@ -450,6 +450,27 @@ def test_room_for_the_kv_is_waited_for_as_long_as_what_must_end_first() -> None:
     )
 
 
+def test_a_row_is_waited_for_as_long_as_what_must_end_first() -> None:
+    """Whole, it waits to begin; where another worker computes its prompt, it waits after its first token."""
+    load = {"rows": 9, "requests": 9, "context_tokens": 4000}
+    free, full = decode("d", max_rows=10, **load), decode("d", max_rows=4, **load)
+    for names in (("d",), ("p", "d")):
+        without, found = (prediction([prefill("p"), each], names) for each in (free, full))
+        row_s = 6 / 4 * prediction([full]).decode_s
+        assert found.total_s == pytest.approx(without.total_s + row_s), "6 of 4 at once must end"
+        assert (found.ttft_s == without.ttft_s) == (len(names) == 2)
+    unknown = prediction([decode("d", **load)])
+    assert unknown == prediction([free])
+
+
+def test_a_slow_worker_that_is_idle_helps_one_whose_rows_are_taken() -> None:
+    slow = msgspec.structs.replace(COSTS, step_s=4 * COSTS.step_s)
+    for rows, helps in ((3, False), (24, True)):
+        fast = prefill("p", max_rows=4, rows=rows, requests=rows, context_tokens=100 * rows)
+        found = placed("cost", [fast, decode("d", max_rows=4, costs=slow)])
+        assert ("d" in found.workers.values()) == helps
+
+
 # --- workers of one host --------------------------------------------------------------------------
 
 LENDING = msgspec.structs.replace(COSTS, decode_scaling=0.5, prefill_scaling=0.9)
