@@ -46,8 +46,11 @@ class DraftController:
         is_due = self._is_due(load)
         self._load = load
         self._fixed_to_come &= num_to_come > 0
+        if num_decoding == 0:
+            self.end_window()
+            return False
         if is_due:
-            return num_decoding > 0
+            return True
         self._steps_left -= 1
         window = self.estimator.window
         if num_decoding != before[0] or window is None:

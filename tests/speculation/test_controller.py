@@ -329,6 +329,20 @@ def test_what_was_disturbed_is_not_learned_from(monkeypatch: pytest.MonkeyPatch)
         assert (made.estimator.target.seconds(1, [0]) == before) == disturbs
 
 
+def test_a_step_in_which_nobody_decodes_is_not_learned_from() -> None:
+    """As of a prompt of one token, which disturbs nothing: before a plan that stands, and behind one."""
+    made = controller(row_seconds=1.0)
+    made.begin_step(1)
+    made.plan(requests(made, 1))
+    for _ in range(2):
+        made.begin_step(0)
+        assert made.estimator.window is None
+    assert not made.begin_step(1)
+    made.begin_step(0, 1)
+    made.begin_step(1)
+    made.plan(requests(made, 1))
+
+
 @pytest.mark.parametrize("at", range(9))
 def test_a_pause_is_not_taken_for_a_slow_step(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In whichever of a window's steps the process stood still."""
