@@ -13,6 +13,7 @@ from engine.engine import Engine
 from engine.sequence import SequenceState
 from messaging.sockets import ClusterKeys
 from protocol.roles import ROLES
+from speculation.control.controller import DraftController
 from speculation.speculator import BatchSpeculator
 from tests.speculation.engines import ask, finish, make_engine, ticks
 from tests.worker.tiny_model import VOCAB_SIZE, write_tiny_llama
@@ -94,6 +95,15 @@ def test_a_perfect_draft_that_costs_nothing_is_used(
     label = '{method="draft_model"}'
     drafted = counters[f"spec_decode_num_draft_tokens_total{label}"]
     assert counters[f"spec_decode_num_accepted_tokens_total{label}"] > 0.9 * drafted > 0
+
+
+def test_a_prompt_of_one_token_while_a_plan_stands(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step is as short as one that decodes, and nobody decodes in it."""
+    monkeypatch.setattr(DraftController, "_may_pay", lambda *arguments: False)
+    engine, _ = make_engine(folder, folder)
+    for name, prompt in (("r0", PROMPTS[0]), ("r1", [7]), ("r2", [9])):
+        engine.add(ask(name, prompt, max_tokens=3))
+        assert len(finish(engine)[name]) == 3
 
 
 def test_what_is_counted(folder: Path) -> None:
