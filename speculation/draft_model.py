@@ -20,6 +20,7 @@ from engine.kv_pool import KVPool
 from engine.loader import LoadedModel, ModelShape, load_model
 from engine.pool_layout import DRAFT
 from engine.rows import SequenceRows
+from engine.runner import ForwardOutput
 from engine.sampler import Sampler
 from engine.select_forward import runner_of_drafts
 from engine.sequence import SequenceState
@@ -29,9 +30,9 @@ from protocol.speculation import SpeculativeConfig
 from speculation.chains import ChainDrafting
 from speculation.draft_seats import DraftSeats
 from speculation.drafter import Computed, Drafter
-from speculation.ranking import rank_drafted
 from speculation.shapes import default_drafted
-from speculation.tree import TREE_WIDTH, DraftTrees, TreeRows
+from speculation.tree import TreeRows
+from speculation.tree_drafting import TreeDrafting
 
 _READ_AT_ONCE = 2048
 """Tokens that are read at most in one step, lest the others wait long for their next token."""
@@ -101,6 +102,7 @@ class DraftModel(Drafter):
         if pool.draft_seats is not None:
             self._seats = DraftSeats(pool.draft_seats)
         self._sampler = Sampler(self._vocab_size, device, loaded.eos_token_ids)
+        self._tree_drafting = TreeDrafting(self._options, device)
         self._drafting = ChainDrafting(
             self._runner, self._vocab_size, self._options.verification, self._sampler, device, self._seat
         )
@@ -154,18 +156,14 @@ class DraftModel(Drafter):
         return [*drafts]
 
     def _trees(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
-        trees = DraftTrees(counts, self._options.max_speculative_tokens, TREE_WIDTH)
-        logits = self._drafting.logits(self._unread_rows(sequences))
+        first = ForwardOutput(self._drafting.logits(self._unread_rows(sequences)), None)
         for sequence in sequences:
             self._computed[sequence.request_id] = len(sequence.token_ids)
-        with_noise = self._options.verification == "coupled"
-        depths = [[0] for _ in sequences]
-        while True:
-            grown = trees.grow(*rank_drafted(logits, sequences, depths, with_noise=with_noise))
-            depths = [rows.depths for rows in grown]
-            if not any(depths):
-                return trees.drafts()
-            logits = self._run_trees(sequences, grown)
+
+        def run(grown: list[TreeRows], _: Tensor | None) -> ForwardOutput:
+            return ForwardOutput(self._run_trees(sequences, grown), None)
+
+        return self._tree_drafting.draft(sequences, counts, first, run)
 
     def _run_trees(self, sequences: Sequence[SequenceState], grown: list[TreeRows]) -> Tensor:
         batch = []

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from engine.draft import Draft, Outcome
@@ -35,7 +36,7 @@ class HiddenRows:
         """[len, captured layers * hidden_size]; a view where the rows lie one after the other."""
         if isinstance(self.rows, range):
             return self.of_step[self.rows.start : self.rows.stop]
-        return self.of_step[list(self.rows)]
+        return torch.stack([self.of_step[row] for row in self.rows])  # a list as an index would have to wait
 
     def newest(self) -> HiddenRows:
         """The last one alone; a copy where the step was so large that it had better not be kept for it."""

@@ -6,7 +6,7 @@ run in the next round. The draft is all nodes that were run, and the likeliest o
 a tree runs only nodes that it will have room for and that come near the likeliest: what is run stays, so that
 its KV needn't be moved.
 
-    trees = DraftTrees(max_nodes, depth=8, width=4)
+    trees = DraftTrees(max_nodes, depth=8, width=4, download=Downloader(device))
     scores, token_ids = ...  # of what follows each sequence's last token, a row each
     while any(rows.token_ids for rows in (grown := trees.grow(scores, token_ids))):
         scores, token_ids = ...  # of what follows each of the rows in `grown`
@@ -21,10 +21,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from engine.draft import Draft
@@ -41,13 +43,15 @@ this brought the most accepted tokens (bundled pair, 8 to 24 nodes)."""
 class TreeRows:
     """Rows of one tree to run next, in order; the first of them is its row `first`.
 
-    `parents` are the rows that they follow. `masks` have a bit for each row on the path to them, their own
+    `parents` are the rows that they follow, and `sources` where these lie among the rows that were run last,
+    of all trees one after the other. `masks` have a bit for each row on the path to them, their own
     included (bit i: row i), as `engine.runner.SequenceRows` takes them.
     """
 
     first: int
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
     masks: list[int] = field(default_factory=list)
 
     @property
@@ -59,12 +63,16 @@ class TreeRows:
 class DraftTrees:
     """A tree for each sequence of a batch, of at most `max_nodes[i]` nodes (63 fit the masks) and `depth`.
 
-    In a round up to `width` of a tree's rows are run, and each row gets up to `width` children.
+    In a round up to `width` of a tree's rows are run, and each row gets up to `width` children. `download`
+    brings values from the model's device, which is all that the host waits for in a round.
     """
 
-    def __init__(self, max_nodes: Sequence[int], depth: int, width: int) -> None:
+    def __init__(
+        self, max_nodes: Sequence[int], depth: int, width: int, download: Callable[[Tensor], Tensor]
+    ) -> None:
         self._trees = [_Tree(limit, depth, width) for limit in max_nodes]
         self._width = width
+        self._download = download
 
     def grow(self, scores: Tensor, token_ids: Tensor) -> list[TreeRows]:
         """The rows to run next, for each sequence; none where its tree is complete.
@@ -73,11 +81,14 @@ class DraftTrees:
         run last, of all trees one after the other. A row's tokens differ.
         """
         best = scores.topk(min(self._width, scores.shape[1]))
-        children = zip(best.values.tolist(), token_ids.gather(1, best.indices).tolist(), strict=True)
+        tokens = token_ids.gather(1, best.indices)
+        both = self._download(torch.stack([best.values.double(), tokens.double()]))  # which has them exactly
+        children = zip(both[0].tolist(), both[1].long().tolist(), strict=True)
         for tree in self._trees:
             for row in tree.newest:
                 tree.add_children(row, *next(children))
-        return [tree.advance() for tree in self._trees]
+        offsets = [*accumulate((len(tree.newest) for tree in self._trees), initial=0)]
+        return [tree.advance(offset) for tree, offset in zip(self._trees, offsets, strict=False)]
 
     def drafts(self) -> list[Draft | None]:
         """Each sequence's draft; None where no token has a finite score."""
@@ -109,8 +120,10 @@ class _Tree:
             if math.isfinite(score):
                 self._leaves.append(_Node(token_id, row, path_score + score))
 
-    def advance(self) -> TreeRows:
-        """Keep the leaves that there is room for, and run the best of the new ones."""
+    def advance(self, offset: int) -> TreeRows:
+        """Keep the leaves that there is room for, and run the best of the new ones. `offset`: rows of other
+        trees that lie before this one's newest.
+        """
         self._rounds_left -= 1
         room = self._max_nodes - len(self._run)
         self._leaves = heapq.nlargest(room, self._leaves, key=lambda leaf: leaf.score)
@@ -123,6 +136,7 @@ class _Tree:
             self._run.append(leaf)
             rows.token_ids.append(leaf.token_id)
             rows.parents.append(leaf.parent)
+            rows.sources.append(offset + leaf.parent - self.newest.start)
             rows.masks.append(mask)
         self.newest = range(rows.first, len(self._masks))
         return rows

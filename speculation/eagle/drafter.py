@@ -34,8 +34,8 @@ from speculation.eagle.native import NativeHead
 from speculation.eagle.select import build_head_runner
 from speculation.eagle.weights import load_head
 from speculation.native_chain import NativeChain
-from speculation.ranking import rank_drafted
-from speculation.tree import TREE_WIDTH, DraftTrees, TreeRows
+from speculation.tree import TreeRows
+from speculation.tree_drafting import TreeDrafting
 
 _SIGHT = 64
 """Tokens behind which a head's drafts are about as good as behind a whole text."""
@@ -91,6 +91,7 @@ class EagleDrafter(Drafter):
         self._sampler = Sampler(loaded.vocab_size, device, loaded.eos_token_ids)
         self._drawing = Drawing(self._sampler, self._options.verification)
         self._ahead = chains_ahead(self._runner, self._drawing, device, self._drafted_row)
+        self._tree_drafting = TreeDrafting(self._options, device)
         self._vocab_size = loaded.vocab_size
         feature_size = self._loaded.head.shape.feature_size
         self._no_feature = HiddenRows(torch.zeros((1, feature_size), dtype=dtype, device=device), range(1))
@@ -135,27 +136,20 @@ class EagleDrafter(Drafter):
         )
 
     def _trees(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
-        with_noise = self._options.verification == "coupled"
-        trees = DraftTrees(counts, self._options.max_speculative_tokens, TREE_WIDTH)
         rows, features = self._committed_rows(sequences)
-        logits, newest = self._run(rows, self._combine(features))
-        hidden = list(newest.split(1))  # of each tree's rows
-        depths = [[0] for _ in sequences]
-        while True:
-            scores = rank_drafted(self._whole(logits), sequences, depths, with_noise=with_noise)
-            grown = trees.grow(*scores)
-            depths = [rows.depths for rows in grown]
-            if not any(depths):
-                return trees.drafts()
-            before = [its[rows.parents] for its, rows in zip(hidden, grown, strict=True)]
+        logits, hidden = self._run(rows, self._combine(features))
+
+        def run(grown: list[TreeRows], before: Tensor | None) -> ForwardOutput:
+            assert before is not None
             batch = [
                 self._tree_rows(sequence, rows)
                 for sequence, rows in zip(sequences, grown, strict=True)
                 if rows.token_ids
             ]
-            logits, newest = self._run(batch, torch.cat(before), every=True)
-            added = newest.split([len(rows.token_ids) for rows in grown])
-            hidden = [torch.cat(pair) for pair in zip(hidden, added, strict=True)]
+            logits, hidden = self._run(batch, before, every=True)
+            return ForwardOutput(self._whole(logits), hidden)
+
+        return self._tree_drafting.draft(sequences, counts, ForwardOutput(self._whole(logits), hidden), run)
 
     def _tree_rows(self, sequence: SequenceState, rows: TreeRows) -> SequenceRows:
         root, first_key = len(sequence.token_ids) - 1, self._known[sequence.request_id].first

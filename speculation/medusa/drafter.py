@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.download import Downloader
 from engine.draft import Draft
 from engine.loader import LoadedModel
 from engine.quantization.weight import CodeFormat
 from engine.sampler import Sampler
 from engine.sequence import SequenceState
+from engine.upload import upload_to
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed, Drafter, HiddenRows
 from speculation.drawing import Chain, Drawing
@@ -39,6 +41,7 @@ class MedusaDrafter(Drafter):
         self._heads = MedusaHeads(weights, target, format)
         self._sampler = Sampler(target.vocab_size, target.device, target.eos_token_ids)
         self._drawing = Drawing(self._sampler, options.verification)
+        self._upload, self._download = upload_to(target.device), Downloader(target.device)
         self._shares_noise = options.verification == "coupled"
         self._tree: StaticTree | None = None
         if options.tree:
@@ -92,8 +95,8 @@ class MedusaDrafter(Drafter):
         logits = self._logits(sequences, depth).flatten(0, 1)
         params = [sequence.params for sequence in sequences for _ in range(depth)]
         positions = [sequence.position + head for sequence in sequences for head in range(depth)]
-        scores, token_ids = rank(logits, params, positions, with_noise=self._shares_noise)
-        best_first = token_ids.gather(1, scores.topk(tree.num_ranks).indices)
+        scores, token_ids = rank(logits, params, positions, self._upload, with_noise=self._shares_noise)
+        best_first = self._download(token_ids.gather(1, scores.topk(tree.num_ranks).indices))
         of_heads = best_first.unflatten(0, (len(sequences), depth)).tolist()
         return [tree.draft(ranked, room) for ranked, room in zip(of_heads, rooms, strict=True)]
 

@@ -12,11 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from engine.download import Downloader
 from engine.sampler import Sampler
 from engine.sampler.rows import SamplingRow
 from engine.scheduler import ScheduledStep
 from engine.sequence import SequenceState
 from engine.speculation_interface import MakeRoom
+from engine.upload import upload_to
 from protocol.sampling import SamplingParams
 from speculation.control.controller import DraftController
 from speculation.drafter import Computed, HiddenRows
@@ -28,6 +30,7 @@ from tests.speculation.eagle_engine import Watched
 from tests.speculation.eagle_reference import PlainHead
 from tests.worker.tiny_model import greedy
 
+CPU = torch.device("cpu")
 FORMATS: dict[str, Callable[[Path], files.Published]] = {
     "eagle1-bin": lambda target: files.eagle1(target),
     "eagle1-safetensors-no-bias": lambda target: files.eagle1(target, bias=False, file="model.safetensors"),
@@ -376,13 +379,13 @@ def test_trees_grow_along_the_likeliest_paths(
     plain = PlainHead(published, model, files.THETA)
     assert any(len(set(draft.parents or [])) > 3 for draft in watched.trees)
     for (_, token_ids, _), draft in zip(watched.drafts[:8], watched.trees[:8], strict=True):
-        trees = DraftTrees([len(draft.token_ids)], depth=4, width=4)
+        trees = DraftTrees([len(draft.token_ids)], depth=4, width=4, download=Downloader(CPU))
         paths: list[list[int]] = [[]]
         newest = [0]
         while newest:
             logits = torch.stack([plain.logits(token_ids, paths[row]) for row in newest])
             positions = [len(token_ids) + len(paths[row]) for row in newest]
-            scores = rank(logits, [params] * len(newest), positions, with_noise=True)
+            scores = rank(logits, [params] * len(newest), positions, upload_to(CPU), with_noise=True)
             (rows,) = trees.grow(*scores)
             paths += [
                 [*paths[parent], token] for parent, token in zip(rows.parents, rows.token_ids, strict=True)

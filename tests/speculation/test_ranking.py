@@ -9,6 +9,7 @@ import torch
 
 from engine.sampler import Sampler
 from engine.sampler.rows import SamplingRow
+from engine.upload import upload_to
 from protocol.sampling import SamplingParams
 from speculation.ranking import rank
 
@@ -38,7 +39,7 @@ def test_the_first_is_what_the_sampler_takes(sampling: dict[str, Any]) -> None:
     params = [SamplingParams(max_tokens=1, seed=seed, **sampling) for seed in range(40)]
     rows = [SamplingRow(p, [], [], 100 + i, str(i)) for i, p in enumerate(params)]
     taken = Sampler(VOCAB_SIZE, CPU, []).sample(logits, rows).token_ids
-    scores, token_ids = rank(logits, params, [row.position for row in rows], with_noise=True)
+    scores, token_ids = rank(logits, params, [row.position for row in rows], upload_to(CPU), with_noise=True)
     first = token_ids.gather(1, scores.argmax(1, keepdim=True))[:, 0].tolist()
     assert sum(a == b for a, b in zip(first, taken, strict=True)) >= 39  # one may come from far below
     torch.testing.assert_close(scores.exp().sum(1), torch.ones(40))
@@ -48,7 +49,7 @@ def test_without_noise_drawn_rows_have_their_own_probabilities() -> None:
     """Greedy ones are surer: the target's likeliest token is no draw."""
     logits = logits_of(2)
     params = [SamplingParams(max_tokens=1, temperature=t, seed=1) for t in (0.0, 2.0)]
-    scores, token_ids = rank(logits, params, [5, 5], with_noise=False)
+    scores, token_ids = rank(logits, params, [5, 5], upload_to(CPU), with_noise=False)
     for row, p in enumerate(params):
         assert token_ids[row].tolist() == logits[row].topk(64).indices.tolist(), p
     expected = (logits[1] / 2.0)[token_ids[1]].log_softmax(0)
@@ -59,8 +60,10 @@ def test_without_noise_drawn_rows_have_their_own_probabilities() -> None:
 def test_a_row_does_not_depend_on_the_others() -> None:
     logits = logits_of(3)
     params = [SamplingParams(max_tokens=1, temperature=t, seed=3, top_k=9) for t in (0.0, 0.7, 1.0)]
-    together, _ = rank(logits, params, [7, 8, 9], with_noise=True)
+    together, _ = rank(logits, params, [7, 8, 9], upload_to(CPU), with_noise=True)
     for row in range(3):
-        alone, _ = rank(logits[row : row + 1], params[row : row + 1], [7 + row], with_noise=True)
+        alone, _ = rank(
+            logits[row : row + 1], params[row : row + 1], [7 + row], upload_to(CPU), with_noise=True
+        )
         torch.testing.assert_close(together[row : row + 1], alone)
     assert together[0].isfinite().all() and together[1].isfinite().sum() == 9

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.download import Downloader
 from engine.draft import Draft
 from speculation.tree import DraftTrees, TreeRows
 
 VOCAB_SIZE = 5
+CPU = torch.device("cpu")
 
 
 def log_probs_after(path: tuple[int, ...], seed: int) -> Tensor:
@@ -33,16 +35,17 @@ def grow_all(
     seeds: list[int], max_nodes: list[int], depth: int, width: int
 ) -> tuple[list[Draft], list[list[TreeRows]]]:
     """The drafts, and by tree the rows of every round."""
-    trees = DraftTrees(max_nodes, depth, width)
+    trees = DraftTrees(max_nodes, depth, width, Downloader(CPU))
     paths: list[list[tuple[int, ...]]] = [[()] for _ in seeds]
     newest: list[tuple[int, tuple[int, ...]]] = [(seed, ()) for seed in seeds]
     rounds: list[list[TreeRows]] = [[] for _ in seeds]
     while True:
         scores = torch.stack([log_probs_after(path, seed) for seed, path in newest])
         grown = trees.grow(scores, torch.arange(VOCAB_SIZE).expand(len(newest), -1))
-        newest = []
+        before, newest = newest, []
         for seed, rows, of_tree, so_far in zip(seeds, grown, rounds, paths, strict=True):
             assert rows.first == len(so_far)
+            assert [before[i] for i in rows.sources] == [(seed, so_far[parent]) for parent in rows.parents]
             so_far += [
                 (*so_far[parent], token) for parent, token in zip(rows.parents, rows.token_ids, strict=True)
             ]
@@ -120,7 +123,7 @@ def test_a_batch_is_its_trees() -> None:
 
 
 def test_impossible_tokens_are_not_drafted() -> None:
-    trees = DraftTrees([8, 8], depth=3, width=4)
+    trees = DraftTrees([8, 8], depth=3, width=4, download=Downloader(CPU))
     scores = torch.full((2, VOCAB_SIZE), -math.inf)
     scores[0, 2] = scores[1, :] = 0.0
     scores[1, :] = math.nan

@@ -5,6 +5,7 @@ copies to it. See `absent_gpu`. All tokens are 0 there, so that a draft of these
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,26 @@ from engine.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
-from protocol.speculation import RequestSpeculation, SpeculativeConfig
+from protocol.speculation import Method, RequestSpeculation, SpeculativeConfig
+from speculation import draft_model
 from speculation.drafter import Drafter
 from speculation.eagle import graphed
 from speculation.speculator import speculate
 from tests.engine.absent_gpu import GPU, AbsentGpu, absent_gpu
 from tests.engine.test_host_waits import CountedGraphs, qwen3
-from tests.speculation import eagle_files
+from tests.speculation import eagle_files, medusa_files
 
 LAYERS = 8
 SAMPLING = pytest.mark.parametrize(
     "sampling", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}], ids=["greedy", "top-p"]
 )
+
+
+def loaded(*_: object, **__: object) -> LoadedModel:
+    segment = Segment(LAYERS, 2, 16, torch.bfloat16)
+    group = replace(Group.uniform(TARGET, segment), sights=(0,) * LAYERS)
+    model = qwen3(LAYERS, hidden_size=eagle_files.WIDTH, vocab_size=eagle_files.VOCAB)
+    return LoadedModel(model, GPU, torch.bfloat16, group, eagle_files.VOCAB, 512, [], "")
 
 
 class Trees(Drafter):
@@ -65,10 +74,8 @@ class Steps:
         patch.setattr(select, "triton_fault", lambda device: None)
         for module in (cuda_runner, graphed):
             patch.setattr(module, "graphs_for", lambda *_: CountedGraphs(gpu))
-        group = Group.uniform(TARGET, Segment(LAYERS, 2, 16, torch.bfloat16))
-        model = qwen3(LAYERS, hidden_size=eagle_files.WIDTH, vocab_size=eagle_files.VOCAB)
-        loaded = LoadedModel(model, GPU, torch.bfloat16, group, eagle_files.VOCAB, 512, [], "")
-        patch.setattr(engine_module, "load_served", lambda *_, **__: loaded)
+        patch.setattr(engine_module, "load_served", loaded)
+        patch.setattr(draft_model, "load_model", loaded)
         config = ServeConfig(
             model="absent", max_num_seqs=4, kv_cache_memory_bytes=16 << 20, speculative_config=speculative
         )
@@ -159,3 +166,32 @@ def test_a_step_that_drafts_chains(
         assert steps.waits == 2
         assert gpu.launches["graph"] == 1 + 3
         assert gpu.uploads == 2 * (1 + 3)
+
+
+def heads_of(method: Method, folder: Path) -> str:
+    if method == "medusa":
+        heads = medusa_files.random_heads(3, 1, eagle_files.WIDTH, eagle_files.VOCAB)
+        medusa_files.write_v1(folder, medusa_files.own_names(heads))
+        return str(folder)
+    return str(eagle_files.eagle3().write(folder))
+
+
+@SAMPLING
+@pytest.mark.parametrize(("method", "levels"), [("eagle", 3), ("draft_model", 3), ("medusa", 1)])
+def test_a_step_that_drafts_trees(
+    method: Method, levels: int, sampling: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits once a level, of which a tree of Medusa's heads has a single one."""
+    options = SpeculativeConfig(
+        method=method,
+        model=heads_of(method, tmp_path),
+        tree=True,
+        num_speculative_tokens=20,
+        max_speculative_tokens=3,
+    )
+    with absent_gpu() as gpu:
+        steps = Steps(gpu, monkeypatch, options)
+        for name in "ab":
+            steps.ask(name, **sampling)
+        steps.steady()
+        assert steps.waits == levels + 1
