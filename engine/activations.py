@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.kv_pool import KVPool
+from engine.lora.runner import AdaptedRunner
 from engine.pool_layout import PoolLayout
 from engine.rows import SequenceRows
 from engine.runner import Runner
@@ -31,11 +32,16 @@ def activation_bytes(
     blocks = list(range(-(-num_tokens // layout.block_size)))
     tables = [blocks] * len(layout.windows)
     runner = make_runner(KVPool(layout, len(blocks), device, None))
-    taken = _measure(runner, tables, device, num_tokens, rows, choose)
+    taken = max(_measure(each, tables, device, num_tokens, rows, choose) for each in _parts(runner))
     del runner
     gc.collect()
     torch.cuda.empty_cache()
     return taken
+
+
+def _parts(runner: Runner) -> tuple[Runner, ...]:
+    """Those that run whole steps."""
+    return (runner.plain, runner.adapted) if isinstance(runner, AdaptedRunner) else (runner,)
 
 
 @torch.inference_mode()

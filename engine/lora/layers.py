@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,7 @@ def groups_of(batch: Sequence[SequenceRows], adapters: Adapters, device: torch.d
 
 
 _current: Sequence[AdaptedRows] = ()
+_attached: WeakSet[nn.Module] = WeakSet()
 
 
 def begin_step(groups: Sequence[AdaptedRows]) -> None:
@@ -66,9 +68,14 @@ def begin_step(groups: Sequence[AdaptedRows]) -> None:
 
 
 def attach(model: PreTrainedModel, adapters: Adapters) -> None:
-    """Have the model's layers add what `begin_step` says. A layer that is replaced later does not."""
+    """Have the model's layers add what `begin_step` says, once, however many runners it gets. A layer that is
+    replaced later does not.
+    """
     for path in adapters.linears:
-        model.get_submodule(path).register_forward_hook(functools.partial(_hook, path))
+        layer = model.get_submodule(path)
+        if layer not in _attached:
+            layer.register_forward_hook(functools.partial(_hook, path))
+            _attached.add(layer)
 
 
 def _hook(path: str, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -56,7 +56,8 @@ class SelfDrafter(Drafter):
         self._format = None if options.quantization is None else CodeFormat(options.quantization)
         if self._format is not None and _is_quantized(target):
             raise ConfigError(f"{FIELD}: the model's weights are quantized already: leave it away")
-        self._is_made_late = target.device.type != "cpu" and self._format is None and _is_plain(target)
+        is_plain = self._format is None and target.recurrent is None
+        self._is_made_late = is_plain and target.device.type != "cpu"
         self._loaded = target if self._is_made_late else self._part(target)
 
     def _part(self, target: LoadedModel) -> LoadedModel:
@@ -122,10 +123,6 @@ class SelfDrafter(Drafter):
 
     def forget(self, request_id: str) -> None:
         self._sampler.forget(request_id)
-
-
-def _is_plain(target: LoadedModel) -> bool:
-    return target.adapters is None and target.recurrent is None
 
 
 def _is_quantized(target: LoadedModel) -> bool:

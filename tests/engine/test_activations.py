@@ -14,6 +14,7 @@ from engine import assembly
 from engine.activations import activation_bytes
 from engine.assembly import Assembly
 from engine.kv_pool import KVPool
+from engine.lora.runner import AdaptedRunner
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.rows import SequenceRows
 from engine.runner import ForwardOutput
@@ -89,6 +90,25 @@ def test_it_is_what_the_largest_forward_takes_beside_what_stays(monkeypatch: pyt
         )
         assert taken == expected
     assert memory.emptied == 3
+
+
+def test_of_two_runners_the_one_that_takes_more_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory()
+    for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, getattr(memory, name))
+    layout = PoolLayout((Group.uniform(TARGET, Segment(1, 1, 8, torch.float32)),), 16)
+
+    class Thirsty(Runner):
+        def run(self, batch: Sequence[SequenceRows], *given: Any, **options: Any) -> ForwardOutput:
+            memory.peak = memory.allocated + 1000 * len(batch[0].token_ids)
+            return super().run(batch, *given, **options)
+
+    for kinds in ((Runner, Thirsty), (Thirsty, Runner)):
+
+        def make(pool: KVPool, kinds: Any = kinds) -> AdaptedRunner:
+            return AdaptedRunner(*(kind(pool, memory) for kind in kinds))
+
+        assert activation_bytes(make, layout, torch.device("cpu"), 40, 8, lambda logits: None) == 40_000
 
 
 CHAINS = SpeculativeConfig(method="ngram")

@@ -26,12 +26,13 @@ from engine.hybrid_forward import HybridForward
 from engine.kv_pool import KVPool
 from engine.launch import StepLauncher
 from engine.loader import LoadedModel, Recurrent
+from engine.lora.table import Adapters, adaptable
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.recurrent import native
 from engine.recurrent.layout import RecurrentLayer, StateLayout
 from engine.recurrent.seam import hook
 from engine.rows import SequenceRows
-from engine.runner import Runner
+from engine.runner import AheadRunner, Runner
 from engine.sampler import Sampler
 from engine.sampler.triton_kernel.chooser import TritonSampler
 from engine.scheduler import Scheduler
@@ -206,6 +207,33 @@ def test_which_models_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         modules = runner(max_num_seqs=2)
         modules.warm_up()
     assert modules.choice.startswith("the model's own modules, eager (not to be captured: /engine/forward.py")
+
+
+def test_a_server_with_adapters_launches_as_much_for_who_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replay of a graph, after what the decoder launches for a step that none takes."""
+    monkeypatch.setattr(select_forward, "select_backend", lambda *_: (TritonBackend, ""))
+    config, prompt = ServeConfig(max_num_seqs=2), [SequenceRows([5] * 20, 0, [[1, 2]])]
+    launches: list[dict[str, int]] = []
+    for has_adapters in (False, True):
+        with absent_gpu() as gpu:
+            graphs = CountedGraphs(gpu)
+            monkeypatch.setattr(cuda_runner, "CudaGraphs", lambda device, graphs=graphs: graphs)
+            model, pool = qwen3(), pool_of()
+            linears = adaptable(model)
+            adapters = Adapters(linears, GPU, torch.bfloat16, 64) if has_adapters else None
+            group = pool.groups[TARGET]
+            loaded = LoadedModel(model, GPU, torch.bfloat16, group, 512, 64, [], "", adapters=adapters)
+            runner = select_forward.runner_of_one_process(config, loaded, pool, ())
+            assert isinstance(runner, AheadRunner)
+            runner.warm_up()
+            gpu.clear()
+            runner.run(prompt, [19])
+            assert not gpu.launches["graph"] and gpu.launches["rotate"] == LAYERS
+            runner.run_ahead(DECODE, [0, 1], torch.empty(2, dtype=torch.int64, device=GPU))
+            assert gpu.launches["graph"] == 1
+            assert not gpu.waits, "\n".join(gpu.waits)
+            launches.append(dict(gpu.launches))
+    assert launches[0] == launches[1]
 
 
 def test_launches_of_64_decode_rows_in_36_layers() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.engine import Engine
 from engine.linear.packed import kernel_fault
 from engine.lora.files import AdapterError, Product
-from engine.lora.layers import AdaptedRows, begin_step
+from engine.lora.layers import AdaptedRows, attach, begin_step
 from engine.lora.packed import pack
 from engine.lora.table import Adapters, Weights
 from engine.rows import SequenceRows
@@ -182,6 +182,16 @@ def test_the_native_decoder_adds_what_the_modules_add(folders: dict[str, Path]) 
         )
     for ours, theirs in zip(logits_of(native, batches[0]), logits_of(modules, batches[1]), strict=True):
         assert (ours.float() - theirs.float()).abs().mean() < 0.02 * theirs.float().abs().mean()
+
+
+def test_a_second_runner_of_a_model_adds_nothing_twice(folders: dict[str, Path]) -> None:
+    """On a GPU there is one before the engine's, for a trial."""
+    engine = make_engine(folders["llama"])
+    attach(engine._runner._model, adapters_of(engine))  # type: ignore[attr-defined]
+    prompt = prompt_of(20)
+    engine.add(ask("one", prompt, adapter=named(engine, "one")))
+    merged = merge(load(folders["llama"]), folders["llama"] / "one", SCALES["one"])
+    assert tokens(run(engine)["one"]) == greedy(merged, prompt, 8)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])

@@ -50,6 +50,30 @@ def test_adapters_give_the_tokens_of_merged_weights(drafts: SpeculativeConfig | 
     assert adapted(engine, batch) == expected
 
 
+@pytest.mark.parametrize("drafts", [None, DRAFTS], ids=["decode rows", "drafts to verify"])
+def test_requests_without_adapters_get_the_tokens_of_a_server_without(
+    drafts: SpeculativeConfig | None, tmp_path: Path
+) -> None:
+    """By graphs, before and after requests with adapters, beside a pool that leaves room for both."""
+    write_model("qwen3", tmp_path)
+    path = write_adapter(tmp_path, tmp_path / "adapter", 0)
+    options: dict[str, Any] = {
+        "speculative_config": drafts,
+        "kv_cache_memory_bytes": None,
+        "gpu_memory_utilization": 0.1,
+        "enable_prefix_caching": False,
+    }
+    batch = prompts(LENGTHS)
+    expected = generate(engine_of(tmp_path, **options), batch)
+    engine = engine_of(tmp_path, lora_modules={"adapter": str(path)}, **options)
+    plain, _, with_adapters = engine.start_up["forward"].partition("; ")
+    assert plain.startswith("CUDA decoder") and plain.endswith("graphs") and with_adapters
+    assert generate(engine, batch) == expected
+    merged = merge(load(tmp_path), path, lambda _: 2.0)
+    assert adapted(engine, batch[:2]) == [expected[0], greedy(merged, batch[1], NUM_TOKENS)]
+    assert generate(engine, batch) == expected
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=["greedy", "sampled"])
 def test_coded_kv_is_the_same_in_any_company(

@@ -1,0 +1,200 @@
+"""The runners of a server with adapters on a GPU. Graphs are those of `recorder.py`.
+`test_interpreted_kernels.py` runs it in a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine.attention.triton_kernel.backend import TritonBackend
+from engine.cuda import runner as cuda_runner
+from engine.cuda.buckets import Buckets
+from engine.cuda.modules import Modules
+from engine.cuda.runner import CudaRunner
+from engine.forward import Forward
+from engine.kv_pool import KVPool
+from engine.loader import LoadedModel
+from engine.lora.layers import attach, begin_step
+from engine.lora.runner import AdaptedRunner
+from engine.lora.table import Adapters, adaptable
+from engine.pool_layout import TARGET
+from engine.rows import SequenceRows
+from engine.runner import Runner
+from engine.select_forward import _cuda_runner
+from protocol.config import ServeConfig
+from protocol.speculation import SpeculativeConfig
+from speculation.self_speculative import drafter as drafts
+from speculation.self_speculative.drafter import SelfDrafter
+from speculation.self_speculative.layers import with_layers
+from tests.engine.adapter_files import write_adapter
+from tests.engine.interpreted.graphs import CPU, STEPS, chain, made_model, made_pool, small_tiles
+from tests.engine.interpreted.recorder import RecordedGraphs
+
+__all__ = ["small_tiles"]
+CONFIG = ServeConfig(model="qwen3", compile="auto")
+BUCKETS = Buckets([2], [1], [6], trees=False)
+OTHERS = slice(3 * 6, 4 * 6)
+"""The blocks of `chain(3, ...)`, which alone has an adapter here."""
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    made_model().save_pretrained(folder)
+    return write_adapter(folder, folder / "one", 1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_to_add() -> Iterator[None]:
+    yield
+    begin_step(())
+
+
+class Side:
+    """Of a server with an adapter in slot 1, or without `--enable-lora`."""
+
+    def __init__(self, adapter: Path | None, monkeypatch: pytest.MonkeyPatch, replays: bool = False) -> None:
+        self.pool, self.graphs, self.model = made_pool(), RecordedGraphs(), made_model()
+        monkeypatch.setattr(cuda_runner, "graphs_for", lambda *_: self.graphs if replays else None)
+        monkeypatch.setattr(Buckets, "of", lambda *_: BUCKETS)
+        self.loaded = loaded_of(self.model, self.pool, adapter)
+        backend = TritonBackend(self.pool.layers(TARGET))
+        runner = _cuda_runner(CONFIG, self.loaded, backend)
+        assert runner is not None
+        self.runner = runner
+        runner.warm_up()
+
+    @property
+    def num_replays(self) -> int:
+        return sum(graph.num_replays for graph in self.graphs.graphs)
+
+    @property
+    def kv(self) -> Tensor:
+        """Of all but `OTHERS`."""
+        kept = torch.ones(len(self.pool.arenas[0]), dtype=torch.bool)
+        kept[OTHERS] = False
+        return self.pool.arenas[0][kept]
+
+
+def loaded_of(model: PreTrainedModel, pool: KVPool, adapter: Path | None) -> LoadedModel:
+    adapters = None
+    if adapter is not None:
+        adapters = Adapters(adaptable(model), CPU, torch.float32, 64)
+        assert adapters.acquire(adapters.load("one", str(adapter))) == 1
+    group = pool.groups[TARGET]
+    return LoadedModel(model, CPU, torch.float32, group, 60, 128, [], "", adapters=adapters)
+
+
+def logits_of(runner: Runner, batch: Sequence[SequenceRows], logit_rows: Sequence[int]) -> Tensor:
+    return runner.run(batch, [*logit_rows]).logits.clone()
+
+
+def adapted(start: int, *token_ids: int) -> SequenceRows:
+    return replace(chain(3, start, *token_ids), adapter=1)
+
+
+PROMPT = chain(0, 16, *range(1, 41))
+PLAIN = [STEPS[0], STEPS[1], STEPS[3], ([PROMPT], [39], 0)]
+ADAPTED = [[adapted(0, 5, 6, 7)], [adapted(3, 8)], [adapted(4, 9)]]
+
+
+@pytest.mark.parametrize("decoder", ["CUDA decoder", "the model's own modules"])
+def test_steps_without_adapters_are_those_of_a_server_without(
+    decoder: str, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit, and replayed as often, whatever was run with adapters between them."""
+    if decoder != "CUDA decoder":
+        monkeypatch.setattr(cuda_runner, "fits", lambda model: False)
+    plain, ours = (Side(each, monkeypatch, replays=True) for each in (None, adapter))
+    assert isinstance(plain.runner, CudaRunner) and isinstance(ours.runner, AdaptedRunner)
+    assert ours.runner.choice.startswith(f"{decoder}, 1 graphs; steps with adapters by the model's own")
+    for number, (batch, logit_rows, _) in enumerate(PLAIN):
+        before = plain.num_replays, ours.num_replays
+        expected = logits_of(plain.runner, batch, logit_rows)
+        assert torch.equal(logits_of(ours.runner, batch, logit_rows), expected)
+        assert torch.equal(ours.kv, plain.kv)
+        assert ours.num_replays - before[1] == plain.num_replays - before[0] == (number < 3)
+        if number < 3:
+            replays = ours.num_replays
+            ours.runner.run(ADAPTED[number], [0])
+            assert ours.num_replays == replays
+
+
+def test_steps_with_adapters_are_those_of_the_modules(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In which rows without one read what steps without have written."""
+    ours = Side(adapter, monkeypatch)
+    model, pool = made_model(), made_pool()
+    loaded = loaded_of(model, pool, adapter)
+    assert loaded.adapters is not None
+    attach(model, loaded.adapters)
+    backend = TritonBackend(pool.layers(TARGET))
+    modules = Forward(model, backend, "off", products="", adapters=loaded.adapters)
+    steps = [
+        ([chain(0, 10, 3), chain(1, 40, 5)], [0, 1]),
+        ([chain(0, 11, 4), adapted(0, 5, 6, 7)], [0, 3]),
+        ([chain(0, 12, 6)], [0]),
+        ([adapted(3, 8), chain(0, 13, 6), chain(1, 41, 2)], [0, 1, 2]),
+    ]
+    for batch, logit_rows in steps:
+        expected = logits_of(modules, batch, logit_rows)
+        torch.testing.assert_close(logits_of(ours.runner, batch, logit_rows), expected, atol=1e-5, rtol=1e-5)
+        values = (each.arenas[0].view(torch.float32) for each in (ours.pool, pool))
+        torch.testing.assert_close(*values, atol=1e-5, rtol=1e-5)
+    without = logits_of(ours.runner, [replace(adapted(3, 8), adapter=0)], [0])
+    assert not torch.allclose(without, expected[:1], atol=1e-2)
+
+
+def test_tokens_that_only_the_device_knows(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = Side(adapter, monkeypatch)
+    assert isinstance(ours.runner, AdaptedRunner)
+    for batch in ([chain(0, 10, 2), chain(1, 40, 0)], [chain(0, 10, 2), adapted(0, 0)]):
+        known = [replace(rows, token_ids=[[3, 7, 9][place] for place in rows.token_ids]) for rows in batch]
+        expected = logits_of(ours.runner, known, [0, 1])
+        found, _ = ours.runner.run_ahead(batch, [0, 1], torch.tensor([3, 7, 9]))
+        assert torch.equal(found, expected)
+
+
+def test_no_weight_is_there_twice(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor in what drafts with some of the layers, which is there before the runner."""
+    model, pool = made_model(), made_pool()
+    loaded = loaded_of(model, pool, adapter)
+    target = replace(loaded, device=torch.device("cuda"))
+    drafter = SelfDrafter(SpeculativeConfig(method="self_speculative", skip_layers=[1]), CONFIG, target)
+    monkeypatch.setattr(cuda_runner, "graphs_for", lambda *_: None)
+    assert _cuda_runner(CONFIG, loaded, TritonBackend(pool.layers(TARGET))) is not None
+    held = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in weights(model)}
+    assert sum(each.nbytes() for each in held.values()) == sum(each.nbytes for each in weights(model))
+    mlp = model.model.layers[0].mlp
+    gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
+    assert up.untyped_storage().data_ptr() == gate.data_ptr() != up.data_ptr()
+    monkeypatch.setattr(drafter, "_build_runner", lambda pool: None)
+    monkeypatch.setattr(drafts, "ChainDrafting", lambda *_: None)
+    drafter.attach(loaded, pool)
+    part = weights(drafter._loaded.model)
+    assert part and {each.untyped_storage().data_ptr() for each in part} <= {*held}
+
+
+def test_what_drafts_with_the_layers_adds_nothing(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though they are copies of some to which adapters are attached."""
+    found = []
+    for each in (None, adapter):
+        side = Side(each, monkeypatch)
+        if each is not None:
+            side.runner.run([adapted(0, 5)], [0])
+        backend = TritonBackend(side.pool.layers(TARGET))
+        layers = Modules(with_layers(side.model, [1]), backend)
+        runner = CudaRunner(layers, backend, CPU, "", BUCKETS)
+        found.append(logits_of(runner, [chain(0, 10, 3)], [0]))
+    assert torch.equal(*found)
+
+
+def weights(model: PreTrainedModel) -> list[Tensor]:
+    """But for those that are both embeddings and head."""
+    return [*{each.data_ptr(): each for each in model.parameters()}.values()]
