@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from engine.late_tokens import LateTokens
 from protocol.outputs import TokenLogprobs
 
 
@@ -20,18 +22,31 @@ class Draft:
 
     `distributions` [nodes, vocab_size], float32, has the probabilities that each node was drawn with; None
     says that the draft is deterministic. `is_blind`: drafted with truncated context; its acceptance is
-    left out of statistics that requests share.
+    left out of statistics that requests share. While its tokens are `late`, `ids` has names of them; whoever
+    asks for `token_ids` waits.
     """
 
-    token_ids: list[int]
+    ids: list[int]
     parents: list[int] | None = None
     probes: list[int] = field(default_factory=list)
     distributions: Tensor | None = None
     is_blind: bool = False
+    late: LateTokens | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        if self.late is not None:
+            values, self.late = self.late.values, None
+            self.ids = [values[~each] for each in self.ids]
+        return self.ids
+
+    def ids_beside(self, late: LateTokens | None) -> list[int]:
+        """Its tokens, by name if they are among these `late` ones."""
+        return self.ids if self.late is late else self.token_ids
 
     @property
     def num_nodes(self) -> int:
-        return len(self.token_ids) - len(self.probes)
+        return len(self.ids) - len(self.probes)
 
     @property
     def depth(self) -> int:
@@ -80,6 +95,11 @@ class Draft:
         for node in range(self.num_nodes):
             masks.append(masks[self.parent(node) + 1] | 1 << (node + 1))
         return masks + self.probes
+
+
+def late_among(drafts: Iterable[Draft | None]) -> LateTokens | None:
+    """Those of the first draft that has some. Others than these come to the host where they are read."""
+    return next((draft.late for draft in drafts if draft is not None and draft.late is not None), None)
 
 
 @dataclass(slots=True, eq=False)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from engine.attention import transformers_hook
 from engine.attention.interface import AttentionBackend
+from engine.late_tokens import LateTokens
 from engine.lora.layers import begin_step, groups_of
 from engine.lora.table import Adapters
 from engine.rows import BlockTable, SequenceRows
@@ -75,8 +76,19 @@ class RowsForward(ABC):
         before: Tensor | None = None,
     ) -> ForwardOutput:
         """As `Runner.run`."""
-        least = StepShape(self._min_rows, MIN_ROWS) if self.compiled else StepShape(logits=1)
-        logits, hidden = self._execute(batch, logit_rows, least, before)
+        logits, hidden = self._execute(batch, logit_rows, self._least, before)
+        return ForwardOutput(logits[: len(logit_rows)], hidden if wants_hidden else None)
+
+    def run_late(
+        self,
+        batch: Sequence[SequenceRows],
+        logit_rows: list[int],
+        late: LateTokens,
+        *,
+        wants_hidden: bool = True,
+    ) -> ForwardOutput:
+        """As `LateRunner.run_late`."""
+        logits, hidden = self._execute(batch, logit_rows, self._least, late=late)
         return ForwardOutput(logits[: len(logit_rows)], hidden if wants_hidden else None)
 
     def run_ahead(
@@ -90,6 +102,10 @@ class RowsForward(ABC):
         """As `AheadRunner.run_ahead`."""
         return self._execute(batch, logit_rows, StepShape(), before, chosen)
 
+    @property
+    def _least(self) -> StepShape:
+        return StepShape(self._min_rows, MIN_ROWS) if self.compiled else StepShape(logits=1)
+
     @torch.inference_mode()
     def _execute(
         self,
@@ -98,12 +114,15 @@ class RowsForward(ABC):
         least: StepShape,
         before: Tensor | None = None,
         chosen: Tensor | None = None,
+        late: LateTokens | None = None,
     ) -> ForwardOutput:
         """A logit for each row asked for, and those that pad them."""
         backend = self._backend
         inputs = step_inputs(batch, logit_rows, self._upload, self._block_table, least)
         if chosen is not None:
             inputs.take(chosen)
+        if late is not None:
+            late.fill(inputs.token_ids)
         backend.begin_step(inputs.attention)
         self._begin(batch)
         return self._call(inputs, before)

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.draft import Verdict
 from engine.holdings import Holdings
 from engine.packing import PackedStep, pack, pack_ahead
-from engine.runner import AheadRunner, Runner
+from engine.runner import AheadRunner, ForwardOutput, LateRunner, Runner
 from engine.sampler import Sampler
 from engine.sampler.choice import TokenChoice
 from engine.sampler.rows import SamplingRow
@@ -71,6 +71,7 @@ class StepLauncher:
         """
         self._runner = runner
         self._ahead_runner = runner if runs_ahead and isinstance(runner, AheadRunner) else None
+        self._late_runner = runner if isinstance(runner, LateRunner) else None
         self._sampler = sampler
         self._scheduler = scheduler
         self._embeds = embeds
@@ -104,15 +105,22 @@ class StepLauncher:
             wants_hidden = self._speculator.prepare(step, scheduler.num_active, scheduler.make_room)
         if self._embeds:
             wants_hidden = any(sequence.params.embeds for sequence in step.sequences)
-        packed = pack(step)
+        packed = pack(step, takes_late=self._late_runner is not None)
         rows = _sampling_rows(packed)
         self._sampler.expect(rows)
-        logits, hidden = self._runner.run(packed.batch, packed.logit_rows, wants_hidden=wants_hidden)
+        logits, hidden = self._run(packed, wants_hidden)
         launched = Launched(step, packed, logits, hidden)
         if rows and len(rows) == len(packed.sampled):
             launched.rows = rows
             launched.choice = self._sampler.begin(launched.sampled, rows)
         return launched
+
+    def _run(self, packed: PackedStep, wants_hidden: bool) -> ForwardOutput:
+        batch, rows = packed.batch, packed.logit_rows
+        if packed.late is None:
+            return self._runner.run(batch, rows, wants_hidden=wants_hidden)
+        assert self._late_runner is not None
+        return self._late_runner.run_late(batch, rows, packed.late, wants_hidden=wants_hidden)
 
     def launch_behind(self, launched: Launched) -> None:
         """The next step, if it is one token more of each sequence that goes on, whatever this one brings."""

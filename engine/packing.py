@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.draft import late_among
+from engine.late_tokens import LateTokens
 from engine.rows import SequenceRows
 from engine.scheduler import ScheduledStep
 from engine.sequence import SequenceState
@@ -16,7 +18,7 @@ class PackedStep:
 
     `logit_rows` are the packed rows that need logits: those of the `sampled` sequences, after their last
     token and after each drafted one, then whole chunks of `prompts` (with their number of rows) that want
-    log-probabilities.
+    log-probabilities. Rows of drafted tokens that are `late` have their names.
     """
 
     batch: list[SequenceRows] = field(default_factory=list)
@@ -25,10 +27,14 @@ class PackedStep:
     logit_rows: list[int] = field(default_factory=list)
     num_sampled_rows: int = 0
     num_tokens: int = 0
+    late: LateTokens | None = None
 
 
-def pack(step: ScheduledStep) -> PackedStep:
+def pack(step: ScheduledStep, *, takes_late: bool = False) -> PackedStep:
+    """Only what `takes_late` can run tokens that the host does not know; else it waits for them here."""
     packed = PackedStep()
+    if takes_late:
+        packed.late = late_among(sequence.draft for sequence in step.sequences)
     prompt_rows: list[int] = []
     row = 0
     for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
@@ -37,7 +43,7 @@ def pack(step: ScheduledStep) -> PackedStep:
         if count == sequence.num_uncomputed:
             packed.sampled.append(sequence)
             if sequence.draft is not None:
-                token_ids = token_ids + sequence.draft.token_ids
+                token_ids = token_ids + sequence.draft.ids_beside(packed.late)
                 masks = sequence.draft.masks()
             packed.logit_rows.extend(range(row + count - 1, row + len(token_ids)))
         if sequence.wants_prompt_logprobs:

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from engine.late_tokens import LateTokens
 from engine.rows import SequenceRows
 
 
@@ -60,4 +61,20 @@ class AheadRunner(Protocol):
         """As `run`. In the rows stand places in `chosen`, the tokens on the device. Of the step before nobody
         reads the results any more but the device; these hold until the next call.
         """
+        ...
+
+
+@runtime_checkable
+class LateRunner(Protocol):
+    """A `Runner` that can run some drafted tokens which the host does not know yet."""
+
+    def run_late(
+        self,
+        batch: Sequence[SequenceRows],
+        logit_rows: list[int],
+        late: LateTokens,
+        *,
+        wants_hidden: bool = True,
+    ) -> ForwardOutput:
+        """As `run`. Token ids below 0 name tokens of `late`."""
         ...

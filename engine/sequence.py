@@ -125,7 +125,7 @@ class SequenceState:
         if draft is None:
             return [self.sampling_row()]
         if draft.parents is None and not draft.probes:
-            return self.chain_rows(draft.token_ids)
+            return self.chain_rows(draft.token_ids if needs_history(self.params) else draft.ids)
         rows = [self.sampling_row(), *map(self.sampling_row, draft.paths())]
         probe = SamplingRow(_LIKELIEST, [], [], self.position, self.request_id)
         return rows + [probe] * len(draft.probes)

@@ -1,16 +1,18 @@
-"""Drafting chains whose tokens stay on the device until all are drawn: each step takes those of the one
-before from there, so that the host waits once a chain.
+"""Drafting chains whose tokens stay on the device: each step takes those of the one before from there, and so
+does what verifies them, so that the host does not wait for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from engine.download import Downloader
 from engine.draft import Draft
+from engine.late_tokens import LateTokens
 from engine.rows import SequenceRows
 from engine.runner import AheadRunner, ForwardOutput, Runner
 from engine.sampler.rows import needs_history
@@ -53,13 +55,14 @@ class ChainsAhead:
                 rows = list(range(len(growing)))
                 logits, hidden = self._runner.run_ahead(batch, rows, drawn[-1].token_ids, before=before)
             drawn.append(self._drawing.draw(growing, whole(logits), place))
-        token_ids = self._download(torch.cat([each.token_ids for each in drawn])).clamp_min(0)
-        columns = [each.tolist() for each in token_ids.split([len(each.token_ids) for each in drawn])]
+        late = LateTokens(torch.cat([each.token_ids for each in drawn]).clamp_min(0), self._download)
+        firsts = [0, *accumulate(len(each.token_ids) for each in drawn)]
         drafts = []
         for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             taken = [each.distributions[row] for each in drawn[:count] if each.distributions is not None]
             distributions = torch.stack(taken) if taken and not sequence.params.is_greedy else None
-            drafts.append(Draft([column[row] for column in columns[:count]], distributions=distributions))
+            names = [~(first + row) for first in firsts[:count]]
+            drafts.append(Draft(names, distributions=distributions, late=late))
         return drafts
 
 

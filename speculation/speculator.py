@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engine.draft import Draft, Outcome, Verdict
+from engine.draft import Draft, Outcome, Verdict, late_among
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
 from engine.pool_layout import Group
@@ -28,6 +28,7 @@ from speculation.control.calibration import measure_reading, measure_target
 from speculation.control.controller import DraftController
 from speculation.control.request import SpeculatingRequest
 from speculation.custom import problem
+from speculation.draft_turn import DraftTurn
 from speculation.drafter import Computed, Drafter
 from speculation.grammar_drafts import GrammarDrafts
 from speculation.remote import RemoteDrafter
@@ -67,6 +68,8 @@ class BatchSpeculator:
         """The sequences that draft in the current step, the tokens that they have room for, and their
         requests, since those that end with the step are forgotten before it is learnt."""
         self._drafted_at = 0.0
+        self._late_turns: list[DraftTurn] = []
+        """Of the current step: how long they took is known with the verdicts."""
         self._account = Account()
         self._watch = CollapseWatch()
         self._controller = DraftController(config.max_num_seqs, most_drafted(self._options))
@@ -209,13 +212,14 @@ class BatchSpeculator:
                 self._rooms[sequence] = room, request
                 by_method.setdefault(request.method, []).append(sequence)
         for method, sequences in by_method.items():
-            started = time.perf_counter()
             sequences.sort(key=lambda sequence: self._rooms[sequence][0], reverse=True)
+            rooms = [self._rooms[sequence][0] for sequence in sequences]
+            requests = [self._rooms[sequence][1] for sequence in sequences]
+            turn = DraftTurn(method, requests, rooms, self._loaded.device)
             drafter = self._drafters[method]
             for sequence in sequences:
                 if missed := self._unread.of(sequence):
                     drafter.observe(missed)
-            rooms = [self._rooms[sequence][0] for sequence in sequences]
             drafts = drafter.propose(sequences, rooms)
             if method == CUSTOM:
                 drafts = self._runnable(drafts, rooms)
@@ -223,11 +227,17 @@ class BatchSpeculator:
                 sequence.draft = draft
                 if draft is not None and sequence.params.grammar is not None:
                     sequence.draft = self._grammar_drafts.constrain(sequence, draft, method)
-            self._drafted_at = time.perf_counter()
-            seconds = self._drafted_at - started
-            self._account.drafted(method, seconds)
-            requests = [self._rooms[sequence][1] for sequence in sequences]
-            self._controller.estimator.drafted(method, requests, rooms, seconds)
+            turn.end(is_late=late_among(drafts) is not None)
+            if turn.is_late:
+                self._late_turns.append(turn)
+            else:
+                self._learn_turn(turn)
+
+    def _learn_turn(self, turn: DraftTurn) -> None:
+        seconds = turn.seconds
+        self._drafted_at = max(self._drafted_at, turn.began + seconds)
+        self._account.drafted(turn.method, seconds)
+        self._controller.estimator.drafted(turn.method, turn.requests, turn.rooms, seconds)
 
     def _runnable(self, drafts: Sequence[Draft | None], rooms: Sequence[int]) -> list[Draft | None]:
         """Those that the step can run: another one would end it for all requests."""
@@ -240,7 +250,10 @@ class BatchSpeculator:
         return runnable
 
     def verify(self, sequences: Sequence[SequenceState], logits: Tensor) -> list[Verdict]:
-        return verify(self._options.verification, sequences, logits, self._sampler)
+        verdicts = verify(self._options.verification, sequences, logits, self._sampler)
+        while self._late_turns:
+            self._learn_turn(self._late_turns.pop(0))
+        return verdicts
 
     def _wants_hidden(self, step: ScheduledStep) -> bool:
         """Capturing hidden states takes time, so only where drafts may read them."""

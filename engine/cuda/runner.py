@@ -19,6 +19,7 @@ from engine.cuda.graphs import CudaGraphs, Graph, Graphs, capture_all, stand_ins
 from engine.cuda.modules import HybridModules, Modules
 from engine.cuda.products import describe
 from engine.decoder.description import unfit
+from engine.late_tokens import LateTokens
 from engine.loader import LoadedModel
 from engine.recurrent.seats import Seats
 from engine.recurrent.triton_kernel.plan import Tables
@@ -108,7 +109,28 @@ class CudaRunner:
         before: Tensor | None = None,
     ) -> ForwardOutput:
         """As `Runner.run`. The logits hold until the next call."""
-        logits, hidden, is_kept = self._run(batch, logit_rows)
+        return self._run_whole(batch, logit_rows, wants_hidden)
+
+    @torch.inference_mode()
+    def run_late(
+        self,
+        batch: Sequence[SequenceRows],
+        logit_rows: list[int],
+        late: LateTokens,
+        *,
+        wants_hidden: bool = True,
+    ) -> ForwardOutput:
+        """As `LateRunner.run_late`. The logits hold until the next call."""
+        return self._run_whole(batch, logit_rows, wants_hidden, late)
+
+    def _run_whole(
+        self,
+        batch: Sequence[SequenceRows],
+        logit_rows: list[int],
+        wants_hidden: bool,
+        late: LateTokens | None = None,
+    ) -> ForwardOutput:
+        logits, hidden, is_kept = self._run(batch, logit_rows, late=late)
         if not wants_hidden or hidden is None:
             return ForwardOutput(logits, None)
         hidden = hidden[: sum(len(rows.token_ids) for rows in batch)]
@@ -128,7 +150,11 @@ class CudaRunner:
         return ForwardOutput(logits, hidden)
 
     def _run(
-        self, batch: Sequence[SequenceRows], logit_rows: Sequence[int], chosen: Tensor | None = None
+        self,
+        batch: Sequence[SequenceRows],
+        logit_rows: Sequence[int],
+        chosen: Tensor | None = None,
+        late: LateTokens | None = None,
     ) -> tuple[Tensor, Tensor | None, bool]:
         """Logits, hidden states of all rows and those that pad them, and whether the next call ends them."""
         shape = self._buckets.shape_of(batch, len(logit_rows), self._backend.block_size)
@@ -137,6 +163,8 @@ class CudaRunner:
         inputs = self._inputs(batch, logit_rows, shape)
         if chosen is not None:
             inputs.take(chosen)
+        if late is not None:
+            late.fill(inputs.token_ids)
         graph = self._captured.get(shape) if shape is not None else None
         if graph is None:
             logits, hidden = self._forward(inputs)

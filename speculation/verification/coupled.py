@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.draft import Draft, Verdict
+from engine.draft import Draft, Verdict, late_among
 from engine.sampler import Sampler
 from engine.sequence import SequenceState
 from speculation.verification.rows import Decision, DraftedRows
@@ -23,12 +23,21 @@ def verify(sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler)
     drafted token. Returns a verdict for each sequence.
     """
     rows = DraftedRows(sequences)
-    chosen, failed_rows = sampler.choose(logits, rows.sampling)
-    tokens = chosen.tolist()
+    tokens, failed_rows = _own_tokens(rows, logits, sampler)
     decisions = [
         _decide(sequence.draft, tokens[span]) for sequence, span in zip(sequences, rows.spans, strict=True)
     ]
     return rows.conclude(decisions, logits, failed_rows, sampler)
+
+
+def _own_tokens(rows: DraftedRows, logits: Tensor, sampler: Sampler) -> tuple[list[int], list[int]]:
+    """The target's after each row, and the rows that failed. Drafted ones that are late come along."""
+    late = late_among(sequence.draft for sequence in rows.sequences)
+    if late is None or not sampler.has_kernels:
+        chosen, failed_rows = sampler.choose(logits, rows.sampling)
+        return chosen.tolist(), failed_rows
+    told = late.bring(sampler.tokens(logits, rows.sampling), sampler.download)
+    return [max(token, 0) for token in told], [row for row, token in enumerate(told) if token < 0]
 
 
 def _decide(draft: Draft | None, tokens: list[int]) -> Decision:

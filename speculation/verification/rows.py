@@ -69,7 +69,7 @@ class DraftedRows:
 
 
 def num_rows(sequence: SequenceState) -> int:
-    return 1 + (len(sequence.draft.token_ids) if sequence.draft is not None else 0)
+    return 1 + (len(sequence.draft.ids) if sequence.draft is not None else 0)
 
 
 def _tokens(draft: Draft | None, nodes: Sequence[int]) -> list[int]:

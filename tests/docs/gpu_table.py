@@ -65,11 +65,13 @@ FlashInfer is no backend here. Its plans cut keys so that the whole batch fills 
 a row's bits would depend on its company. Nor was there a GPU to show where it is faster.
 
 A step waits for the device once, for its tokens, whatever the rule of verification. Where nobody drafts, the
-device has the next step by then. A drafted chain waits once too: each of its steps is the replay of a graph,
-by the CUDA decoder, with some of the model's own layers too, or an EAGLE head, that takes the tokens of the
-one before from the device. A drafted tree waits once for each level of it, as its likeliest tokens and their
-scores come in one copy, and one of Medusa's heads once in all; in a chain each token of a request that edits
-logits by the tokens before it waits once. Trees that are drawn by chance are verified by torch's operators.
+device has the next step by then. Drafting chains waits for nothing: each of its steps is the replay of a
+graph, by the CUDA decoder, with some of the model's own layers too, or an EAGLE head, that takes the tokens
+of the one before from the device. So does the step that verifies them, and the host gets them with its
+tokens. Where one of the requests that draft chooses by the tokens before (penalties, grammars), the host
+waits for each token of the chains. A drafted tree waits once for each level of it, as its likeliest tokens
+and their scores come in one copy, and one of Medusa's heads once in all. Trees that are drawn by chance are
+verified by torch's operators.
 
 `copies` are instructions that copy 128 bits a thread from global to shared memory asynchronously;
 `products` those of the matrix units; `spills` those that put registers aside or bring them back.

@@ -22,6 +22,8 @@ from engine.attention import transformers_hook
 
 GPU = torch.device("meta")
 ROOT = str(Path(__file__).parents[2])
+DEVICE_MS = 1234.0
+"""Between any two marks."""
 _WITHOUT_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "_reshape_alias"}
 
 
@@ -139,7 +141,9 @@ def absent_gpu() -> Iterator[AbsentGpu]:
     class Event:
         """Of torch.cuda."""
 
-        _after = 0
+        def __init__(self, enable_timing: bool = False) -> None:
+            self._after = 0
+            self._enable_timing = enable_timing
 
         def record(self) -> None:
             self._after = gpu.num_queued
@@ -147,6 +151,11 @@ def absent_gpu() -> Iterator[AbsentGpu]:
         def synchronize(self) -> None:
             if self._after > gpu.num_done:
                 gpu.wait("an event", self._after)
+
+        def elapsed_time(self, end: Event) -> float:
+            """In milliseconds. Before the end has come it is an error."""
+            assert self._enable_timing and end._enable_timing and end.query()
+            return DEVICE_MS
 
         def query(self) -> bool:
             return self._after <= gpu.num_done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,6 +158,8 @@ def test_a_chain_that_is_drawn_by_chance_waits_once() -> None:
         for _ in range(2):
             gpu.clear()
             drafts = drafting.draft(sequences, [rows_of(each, 1) for each in sequences], [4, 3])
+        assert not gpu.waits, "\n".join(gpu.waits)
+        assert lengths_of(drafts) == [4, 3]
     assert [draft.distributions is None for draft in drafts] == [True, False]
     assert drafts[1].distributions is not None and drafts[1].distributions.shape == (3, 512)
     assert gpu.launches["weigh"] == 3  # the last token is drawn for the greedy one alone
@@ -179,6 +182,11 @@ def drafting_sequences() -> list[SequenceState]:
     return sequences
 
 
+def lengths_of(drafts: Sequence[Draft | None]) -> list[int]:
+    """Of their tokens, which come now."""
+    return [len(draft.token_ids) for draft in drafts if draft is not None]
+
+
 def waits_for_the_tokens(gpu: AbsentGpu) -> bool:
     ((line, times),) = gpu.waits.items()
     return times == 1 and line.startswith("/engine/download.py") and line.endswith("an event")
@@ -199,8 +207,9 @@ def test_a_chain_of_a_models_own_layers_is_a_replay_a_token(monkeypatch: pytest.
         for _ in range(2):
             gpu.clear()
             drafts = drafter.propose(sequences, [5, 3])
+        assert not gpu.waits, "\n".join(gpu.waits)
+        assert lengths_of(drafts) == [5, 3]
     assert drafter._runner.choice == "CUDA decoder, 4 graphs"
-    assert [len(draft.token_ids) for draft in drafts if draft is not None] == [5, 3]
     assert gpu.launches["graph"] == 5
     assert waits_for_the_tokens(gpu)
     joined, own = (
@@ -221,7 +230,8 @@ def test_a_chain_of_a_model_is_a_replay_a_token_and_waits_once() -> None:
         for _ in range(2):  # the first one makes what is made once
             gpu.clear()
             drafts = drafting.draft(sequences, [rows_of(each, 1) for each in sequences], [5, 3])
-    assert [len(draft.token_ids) for draft in drafts] == [5, 3]
+        assert not gpu.waits, "\n".join(gpu.waits)
+        assert lengths_of(drafts) == [5, 3]
     assert gpu.launches["graph"] == gpu.launches["scan"] == 5
     assert gpu.launches["attend"] == 0
     assert waits_for_the_tokens(gpu)
@@ -248,7 +258,8 @@ def test_a_chain_of_a_head_is_a_replay_a_token_and_waits_once(
         for _ in range(2):
             gpu.clear()
             drafts = drafter.propose(sequences, [5, 3])
-    assert [len(draft.token_ids) for draft in drafts if draft is not None] == [5, 3]
+        assert not gpu.waits, "\n".join(gpu.waits)
+        assert lengths_of(drafts) == [5, 3]
     assert gpu.launches["graph"] == gpu.launches["scan"] == 5
     assert gpu.launches["attend"] == 0
     assert waits_for_the_tokens(gpu), "\n".join(gpu.waits)

@@ -26,12 +26,12 @@ from engine.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
-from protocol.speculation import Method, RequestSpeculation, SpeculativeConfig
+from protocol.speculation import Method, RequestSpeculation, SpeculativeConfig, Verification
 from speculation import draft_model
 from speculation.drafter import Drafter
 from speculation.eagle import graphed
 from speculation.speculator import speculate
-from tests.engine.absent_gpu import GPU, AbsentGpu, absent_gpu
+from tests.engine.absent_gpu import DEVICE_MS, GPU, AbsentGpu, absent_gpu
 from tests.engine.test_host_waits import CountedGraphs, qwen3
 from tests.speculation import eagle_files, medusa_files
 
@@ -39,13 +39,6 @@ LAYERS = 8
 SAMPLING = pytest.mark.parametrize(
     "sampling", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}], ids=["greedy", "top-p"]
 )
-
-
-def loaded(*_: object, **__: object) -> LoadedModel:
-    segment = Segment(LAYERS, 2, 16, torch.bfloat16)
-    group = replace(Group.uniform(TARGET, segment), sights=(0,) * LAYERS)
-    model = qwen3(LAYERS, hidden_size=eagle_files.WIDTH, vocab_size=eagle_files.VOCAB)
-    return LoadedModel(model, GPU, torch.bfloat16, group, eagle_files.VOCAB, 512, [], "")
 
 
 class Trees(Drafter):
@@ -64,6 +57,12 @@ class Trees(Drafter):
         """There is nothing to forget."""
 
 
+def absent_model(num_layers: int, sights: tuple[int, ...] = ()) -> LoadedModel:
+    group = replace(Group.uniform(TARGET, Segment(num_layers, 2, 16, torch.bfloat16)), sights=sights)
+    model = qwen3(num_layers, hidden_size=eagle_files.WIDTH, vocab_size=eagle_files.VOCAB)
+    return LoadedModel(model, GPU, torch.bfloat16, group, eagle_files.VOCAB, 512, [], "")
+
+
 class Steps:
     """Of an engine as workers make it, of the default configuration but for `speculative`."""
 
@@ -74,8 +73,8 @@ class Steps:
         patch.setattr(select, "triton_fault", lambda device: None)
         for module in (cuda_runner, graphed):
             patch.setattr(module, "graphs_for", lambda *_: CountedGraphs(gpu))
-        patch.setattr(engine_module, "load_served", loaded)
-        patch.setattr(draft_model, "load_model", loaded)
+        patch.setattr(engine_module, "load_served", lambda *_, **__: absent_model(LAYERS))
+        patch.setattr(draft_model, "load_model", lambda _: absent_model(2, sights=(0, 0)))
         config = ServeConfig(
             model="absent", max_num_seqs=4, kv_cache_memory_bytes=16 << 20, speculative_config=speculative
         )
@@ -94,6 +93,10 @@ class Steps:
             self.engine.step()
         self.gpu.clear()
         return sum(len(output.token_ids) for output in self.engine.step().outputs)
+
+    @property
+    def draft_seconds(self) -> float:
+        return self.engine.counters()['spec_decode_draft_seconds_total{method="eagle"}']
 
     @property
     def waits(self) -> int:
@@ -152,20 +155,49 @@ def test_a_step_that_verifies_trees(sampling: dict[str, Any], monkeypatch: pytes
 
 
 @SAMPLING
+@pytest.mark.parametrize("verification", ["coupled", "standard", "block"])
 def test_a_step_that_drafts_chains(
-    sampling: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sampling: dict[str, Any], verification: Verification, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head's; the drafted tokens come in one copy too."""
+    """A head's, by each rule; the drafted tokens come with those that the model adds."""
     head = eagle_files.eagle3().write(tmp_path / "head")
-    options = SpeculativeConfig(method="eagle", model=str(head), num_speculative_tokens=3)
+    options = SpeculativeConfig(
+        method="eagle", model=str(head), num_speculative_tokens=3, verification=verification
+    )
+    by_chance = verification != "coupled" and sampling["temperature"] > 0
     with absent_gpu() as gpu:
         steps = Steps(gpu, monkeypatch, options)
         for name in "ab":
             steps.ask(name, **sampling)
-        assert steps.steady() == 2 * 4
-        assert steps.waits == 2
+        assert steps.steady() == 2 * (1 if by_chance else 4)  # as bits, zeros accept nothing
+        assert steps.waits == 1
         assert gpu.launches["graph"] == 1 + 3
-        assert gpu.uploads == 2 * (1 + 3)
+        assert gpu.uploads == 2 * (1 + 3) + by_chance  # of the nodes
+        before = steps.draft_seconds
+        steps.engine.step()
+        assert steps.draft_seconds - before == pytest.approx(DEVICE_MS / 1e3)
+
+
+@SAMPLING
+@pytest.mark.parametrize("method", ["draft_model", "self_speculative"])
+def test_a_step_that_a_model_drafts_for(
+    sampling: dict[str, Any], method: Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a request that has no draft and one that looks at what it drafts, which begins later."""
+    if method == "draft_model":
+        options = SpeculativeConfig(method=method, model="absent", num_speculative_tokens=3)
+    else:
+        options = SpeculativeConfig(method=method, skip_layers=[0], num_speculative_tokens=3)
+    with absent_gpu() as gpu:
+        steps = Steps(gpu, monkeypatch, options)
+        steps.ask("a", **sampling)
+        steps.ask("b", RequestSpeculation(enabled=False), **sampling)
+        assert steps.steady() == 4 + 1
+        assert steps.waits == 1
+        assert gpu.launches["graph"] == 1 + 3
+        steps.ask("c", repetition_penalty=1.2)
+        assert steps.steady() == 4 + 1 + 4
+        assert gpu.waits.total() == 3 + 1
 
 
 def heads_of(method: Method, folder: Path) -> str:

@@ -23,8 +23,10 @@ from engine.cuda.decoder import CudaDecoder
 from engine.cuda.graphs import Graphs
 from engine.cuda.modules import Modules
 from engine.cuda.runner import CudaRunner
+from engine.download import Downloader
 from engine.forward import Forward
 from engine.kv_pool import KVPool
+from engine.late_tokens import LateTokens
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.rows import SequenceRows
 from engine.runner import ForwardOutput, Runner
@@ -183,6 +185,19 @@ def test_tokens_that_only_the_device_knows() -> None:
         assert torch.equal(side.pool.arenas[0], kv)
         failed, _ = side.runner.run_ahead([chain(0, 10, 1)], [0], torch.tensor([3, -1, 9]))
         assert failed.isfinite().all()
+
+
+def test_drafts_that_only_the_device_knows() -> None:
+    """Launched and replayed, beside rows whose tokens the host knows."""
+    late = LateTokens(torch.tensor([8, 5, 0]), Downloader(CPU))
+    for side in sides(BUCKETS, hidden=True)[:2]:
+        expected = side.run([chain(0, 14, 4, 5), chain(1, 45, 6), chain(2, 30, 0, 8)], [*range(5)])
+        kv = side.pool.arenas[0].clone()
+        batch = [chain(0, 14, 4, ~1), chain(1, 45, 6), chain(2, 30, ~2, ~0)]
+        found = side.runner.run_late(batch, [*range(5)], late)
+        assert all(map(torch.equal, found, expected))
+        assert side.runner.run_late(batch, [*range(5)], late, wants_hidden=False).hidden is None
+        assert torch.equal(side.pool.arenas[0], kv)
 
 
 def test_hidden_states_are_kept_from_the_next_replay() -> None:

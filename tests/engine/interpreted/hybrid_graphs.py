@@ -21,8 +21,10 @@ from engine.cuda.buckets import Buckets
 from engine.cuda.graphs import Graphs
 from engine.cuda.modules import HybridModules
 from engine.cuda.runner import CudaRunner
+from engine.download import Downloader
 from engine.hybrid_forward import HybridForward
 from engine.kv_pool import KVPool
+from engine.late_tokens import LateTokens
 from engine.loader import LoadedModel, load_model
 from engine.pool_layout import TARGET, PoolLayout
 from engine.recurrent.seats import Seats
@@ -235,3 +237,20 @@ def test_drafted_tokens_that_only_the_device_knows() -> None:
     assert all(map(torch.equal, replayed.memory, eager.memory))
     for state, layer in zip(states, replayed.seats.layers, strict=True):
         assert torch.equal(layer.state[:2], state[:2])
+
+
+def test_drafts_that_only_the_device_knows() -> None:
+    """To be verified, of which nothing but the tokens is to be known: states and all else come out alike."""
+    told, learning = (Side("qwen3_5_text", CHAINS, RecordedGraphs()) for _ in range(2))
+    for side in (told, learning):
+        side.logits([rows_of(0, 0, 14), rows_of(1, 0, 30)])
+    late = LateTokens(torch.tensor([9, 4, 7]), Downloader(CPU))
+    known = [rows_of(0, 14, 3, certain=15), rows_of(1, 30, 2, certain=31)]
+    drafted = [rows_of(0, 14, 3, certain=15), rows_of(1, 30, 2, certain=31)]
+    for batch, ids in ((known, [9, 4, 7]), (drafted, [~0, ~1, ~2])):
+        batch[0].token_ids = [*batch[0].token_ids[:1], *ids[:2]]
+        batch[1].token_ids = [*batch[1].token_ids[:1], ids[2]]
+    expected = told.cuda.run(known, [*range(5)])
+    found = learning.cuda.run_late(drafted, [*range(5)], late)
+    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, learning.memory, told.memory))

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.download import Downloader
 from engine.draft import Draft, Verdict
+from engine.late_tokens import LateTokens
 from engine.sampler import Sampler
 from engine.sampler.rows import SamplingRow
 from engine.sampler.triton_kernel import chooser
@@ -185,6 +187,34 @@ def test_kernels_from_logits_to_verdicts() -> None:
     kernels = sampler_of(Sampler, TritonSampler(CPU))
     expected = verify("block", batch.sequences, batch.logits, sampler_of(Sampler))
     assert told(verify("block", batch.sequences, batch.logits, kernels)) == told(expected)
+
+
+@pytest.mark.parametrize("rule", ["coupled", *RULES])
+def test_chains_whose_tokens_only_the_device_knows(rule: Verification) -> None:
+    """Beside trees and a sequence without a draft: in one copy come the verdicts and what was drafted."""
+    expected = told(verify(rule, Batch(3).sequences, Batch(3).logits, sampler_of(Sampler)))
+    batch, kernels = Batch(3), sampler_of(Sampler, TritonSampler(CPU))
+    chains = [each.draft for each in batch.sequences if each.draft and each.draft.parents is None]
+    tokens = [token for draft in chains for token in draft.token_ids]
+    late = LateTokens(torch.tensor(tokens), Downloads())
+    names = iter(range(len(tokens)))
+    for draft in chains:
+        draft.ids, draft.late = [~next(names) for _ in draft.ids], late
+    kernels.download = downloads = Downloads()
+    assert told(verify(rule, batch.sequences, batch.logits, kernels)) == expected
+    assert (downloads.count, late._download.count) == (1, 0)  # type: ignore[attr-defined]
+    assert len(chains) == 4 and sum(len(accepted) for _, accepted, _, _ in expected) > 3
+    assert [token for draft in chains for token in draft.token_ids] == tokens
+
+
+class Downloads(Downloader):
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.count = 0
+
+    def __call__(self, values: Tensor) -> Tensor:
+        self.count += 1
+        return super().__call__(values)
 
 
 def test_what_is_left_to_torch() -> None:

@@ -1,0 +1,168 @@
+"""Drafted tokens that the host learns with the verdicts: all tokens are those that it knew from the start."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from engine.draft import Draft, late_among
+from engine.forward import RowsForward
+from engine.late_tokens import LateTokens
+from engine.runner import ForwardOutput
+from engine.sampler import Sampler
+from engine.sampler.rows import needs_history
+from protocol.requests import EngineRequest
+from protocol.speculation import Verification
+from speculation import chains
+from speculation.chains_ahead import ChainsAhead
+from speculation.eagle import drafter as eagle_drafter
+from tests.speculation.small_engine import run, small_config, tokens
+from tests.speculation.test_token_equality import (  # noqa: F401
+    METHODS,
+    ROOMY,
+    SAMPLING,
+    SEGMENTS,
+    Given,
+    head,
+    medusa,
+    plain,
+    requests,
+)
+
+DRAFTED, SEEDED = 5, "seeded"
+CHAINS = pytest.mark.parametrize("method", ["draft_model", "eagle", "self_speculative"])
+CPU = torch.device("cpu")
+
+
+def refuse(*_: object) -> NoReturn:
+    raise AssertionError("the drafted tokens come with the verdicts")
+
+
+@pytest.fixture
+def late_steps(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Chains are drafted as on a GPU; counts the steps that take their tokens from the device."""
+    steps: Counter[str] = Counter()
+    run_late = RowsForward.run_late
+
+    def counted(self: RowsForward, *args: Any, **options: Any) -> ForwardOutput:
+        steps["late"] += 1
+        return run_late(self, *args, **options)
+
+    monkeypatch.setattr(RowsForward, "run_late", counted)
+    for module in (chains, eagle_drafter):
+        monkeypatch.setattr(module, "chains_ahead", ChainsAhead)
+    return steps
+
+
+def engine_of(given: Given, method: str, verification: Verification) -> Any:
+    """Alike but for the rule."""
+    deploy = Given.deploy
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Given, "deploy", lambda self, **options: deploy(self, verification=verification, **options)
+        )
+        return METHODS[method](given)
+
+
+def given_for(method: str, pair: tuple[Path, Path], head: Path, medusa: Path) -> Given:  # noqa: F811
+    config = small_config(pair[0], round(SEGMENTS.get(method, 1.0) * ROOMY), itl_budget=0.0)
+    return Given(config, pair[1], head, medusa, {}, DRAFTED)
+
+
+def asked(sampling: str) -> list[EngineRequest]:
+    """Without those whose drafts the host must know."""
+    return [each for each in requests(sampling) if not needs_history(each.sampling)]
+
+
+@CHAINS
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_tokens_come_with_the_verdicts(
+    method: str,
+    sampling: str,
+    pair: tuple[Path, Path],
+    head: Path,  # noqa: F811
+    medusa: Path,  # noqa: F811
+    plain: dict[str, dict[str, list[int]]],  # noqa: F811
+    late_steps: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the path of a device with kernels, and never by a copy of their own. One request has no drafts."""
+    expected = plain[sampling]
+    monkeypatch.setattr(Sampler, "has_kernels", True)
+    monkeypatch.setattr("speculation.verification.verify._is_native", lambda *_: False)
+    monkeypatch.setattr(LateTokens, "__init__", without_download(LateTokens.__init__))
+    engine = engine_of(given_for(method, pair, head, medusa), method, "coupled")
+    found = run(engine, asked(sampling))
+    assert tokens(found) == {name: expected[name] for name in found}
+    assert sum(output.accepted_tokens for output in found.values()) > 0
+    assert late_steps["late"] > 10
+
+
+def without_download(init: Any) -> Any:
+    return lambda self, on_device, download: init(self, on_device, refuse)
+
+
+@CHAINS
+@pytest.mark.parametrize("rule", ["coupled", "standard", "block"])
+def test_whoever_must_know_them_waits(
+    method: str,
+    rule: Verification,
+    pair: tuple[Path, Path],
+    head: Path,  # noqa: F811
+    medusa: Path,  # noqa: F811
+    request: pytest.FixtureRequest,
+) -> None:
+    """By what verifies on a CPU, beside requests that edit logits by what is drafted before."""
+    given = given_for(method, pair, head, medusa)
+    batches = requests(SEEDED), asked(SEEDED)
+    expected = [tokens(run(engine_of(given, method, rule), each)) for each in batches]
+    late_steps = request.getfixturevalue("late_steps")
+    assert tokens(run(engine_of(given, method, rule), requests(SEEDED))) == expected[0]
+    late_steps.clear()
+    assert tokens(run(engine_of(given, method, rule), asked(SEEDED))) == expected[1]
+    assert late_steps["late"] > 10
+
+
+def late_drafts(values: Sequence[int], lengths: Sequence[int]) -> tuple[list[Draft], list[int]]:
+    """Chains of tokens on the device, and a list to which each download adds how many came."""
+    downloads: list[int] = []
+
+    def download(on_device: torch.Tensor) -> torch.Tensor:
+        downloads.append(len(on_device))
+        return on_device
+
+    late, names = LateTokens(torch.tensor(values), download), iter(range(len(values)))  # type: ignore[arg-type]
+    return [Draft([~next(names) for _ in range(length)], late=late) for length in lengths], downloads
+
+
+def test_a_drafts_tokens_come_once_for_all() -> None:
+    drafts, downloads = late_drafts([7, 8, 9], [1, 2])
+    assert [draft.num_nodes for draft in drafts] == [draft.depth for draft in drafts] == [1, 2]
+    assert [draft.masks() for draft in drafts] == [None, None] and not downloads
+    assert late_among([None, *drafts]) is drafts[1].late is not None
+    assert [draft.token_ids for draft in drafts] == [[7], [8, 9]] == [draft.ids for draft in drafts]
+    assert downloads == [3] and late_among(drafts) is None
+    assert drafts[1].path(1) == [8, 9]
+
+
+def test_tokens_of_another_turn_come_where_they_are_read() -> None:
+    (first,), _ = late_drafts([7], [1])
+    (other,), downloads = late_drafts([8], [1])
+    late = late_among([first, other])
+    assert (first.ids_beside(late), other.ids_beside(late)) == ([-1], [8])
+    assert downloads == [1] and first.late is late
+
+
+def test_tokens_fill_the_rows_that_name_them() -> None:
+    (draft,), downloads = late_drafts([7, 8, 9], [3])
+    assert draft.late is not None
+    nodes = torch.tensor([[-3, -1], [5, 0], [-1, 1], [0, 2]])
+    draft.late.fill(nodes[:, 0])
+    assert nodes.tolist() == [[9, -1], [5, 0], [7, 1], [0, 2]]
+    assert draft.late.bring(torch.tensor([1, 2]), lambda found: found) == [1, 2]  # type: ignore[arg-type]
+    assert draft.token_ids == [7, 8, 9] and not downloads
