@@ -182,7 +182,7 @@ class Assembly:
             runner,
             sampler,
             scheduler,
-            runs_ahead=self.loaded.device.type != "cpu" and self.state is None,
+            runs_ahead=self.loaded.device.type != "cpu",
             embeds=self.config.enable_embeddings,
             speculator=self.speculator,
         )

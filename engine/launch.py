@@ -6,7 +6,8 @@ What the host does with the tokens, and all else up to the following launch, goe
 
 Sequences know nothing of it. They hold what is committed, and get a step's tokens when the step is over. One
 that turns out to have ended has a row in the next step that nobody looks at. That writes KV behind its last
-token, so its blocks are kept until the step is over.
+token, so its blocks are kept until the step is over. Of the state of recurrent layers it changes nothing but
+what lies behind the grid point (see `pack_ahead`), and seats are taken only when no step is ahead.
 """
 
 from __future__ import annotations

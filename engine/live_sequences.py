@@ -94,8 +94,9 @@ class LiveSequences(dict[str, SequenceState]):
 
     def forget(self, sequence: SequenceState) -> None:
         """In whatever stage it is."""
-        self.launcher.keep(sequence)
         self._scheduler.remove(sequence)
+        self.launcher.keep(sequence)
+        self._scheduler.free(sequence)
         self.sampler.forget(sequence.request_id)
         if self._speculator is not None:
             self._speculator.forget(sequence)

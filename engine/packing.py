@@ -68,10 +68,21 @@ def pack(step: ScheduledStep, *, takes_late: bool = False) -> PackedStep:
 
 
 def pack_ahead(sequences: Sequence[SequenceState], before: PackedStep) -> PackedStep:
-    """The tokens that `before` chooses for these sequences: a row's token is its place among them."""
+    """The tokens that `before` chooses for these sequences: a row's token is its place among them.
+
+    None of them is certain, as it may be beyond its sequence's end. So a recurrent layer's state comes to a
+    grid point only with the step behind that, and at each commit it is where it is without steps ahead.
+    """
     places = {sequence: place for place, sequence in enumerate(before.sampled)}
     batch = [
-        SequenceRows([places[each]], each.position, each.held.blocks, adapter=each.adapter)
+        SequenceRows(
+            [places[each]],
+            each.position,
+            each.held.blocks,
+            seat=each.seat,
+            certain=each.position,
+            adapter=each.adapter,
+        )
         for each in sequences
     ]
     count = len(batch)

@@ -116,10 +116,9 @@ class Scheduler:
             sequence.stage = SequenceStage.HELD
 
     def remove(self, sequence: SequenceState) -> None:
-        """Forget the sequence and free its blocks. Safe in every stage."""
+        """Forget the sequence, but for its blocks: see `free`. Safe in every stage."""
         self._leave_queue(sequence)
         sequence.stage = SequenceStage.ENDED
-        self.free(sequence)
 
     def _leave_queue(self, sequence: SequenceState) -> None:
         if sequence.stage is SequenceStage.RUNNING:

@@ -143,17 +143,18 @@ class TorchOperators:
             seat = LayerSeats(*(part[span.seat] for part in of))
             state, passed = seat.state[..., 0].clone(), list[int]()
             for place in range(span.start, span.start + span.count):
-                at = place % self._window
-                seat.keys[at, 0], seat.deltas[at, :, 0], seat.decays[at, :, 0] = (
-                    key[row],
-                    value[row],
-                    times[row],
-                )
                 path = [*span.path(place, base), place]
                 if path[: len(passed)] != passed:
                     state, passed = seat.state[..., 0].clone(), []
                 for other in path[len(passed) :]:
-                    state = _scanned(state, seat, other % self._window, rates)
+                    at = other % self._window
+                    if other == place:  # only now: a window's first token may have been there
+                        seat.keys[at, 0], seat.deltas[at, :, 0], seat.decays[at, :, 0] = (
+                            key[row],
+                            value[row],
+                            times[row],
+                        )
+                    state = _scanned(state, seat, at, rates)
                     passed.append(other)
                     if other < span.certain and (other + 1) % self._grid == 0:
                         seat.state[..., 0], base, passed = state, other + 1, []

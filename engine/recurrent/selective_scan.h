@@ -32,9 +32,6 @@ class Scan {
         turn(state, held.data(), heads, size);
         for (int64_t place = span.start; place < span.start + span.count; place++) {
             const int64_t here = row + place - span.start, inputs = here * of.heads + first;
-            const int64_t at = place % window * of.heads;
-            memcpy(deltas + at, in.value + here * in.value_step + first, heads * sizeof(float));
-            memcpy(times + at, in.decay + inputs, heads * sizeof(float));
             find_path(span, place, base, path);
             path.push_back(place);
             follow();
@@ -71,8 +68,13 @@ class Scan {
 
     void add(int64_t place) {
         const int64_t count = heads, at = place % window * of.heads;
-        const bool is_new = place >= span.start;  // and so not in the window yet
-        const float* key = is_new ? in.key + (row + place - span.start) * in.key_step : keys + place % window * size;
+        const int64_t here = row + place - span.start;
+        const bool is_new = place >= span.start;  // and so not in the window yet, whose first token may be there
+        const float* key = is_new ? in.key + here * in.key_step : keys + place % window * size;
+        if (is_new) {
+            memcpy(deltas + at, in.value + here * in.value_step + first, heads * sizeof(float));
+            memcpy(times + at, in.decay + here * of.heads + first, heads * sizeof(float));
+        }
         const float* __restrict delta = deltas + at;
         const float* __restrict time = times + at;
         for (int64_t k = 0; k < size; k++) {

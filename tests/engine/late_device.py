@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from engine.assembly import Assembly
 from engine.engine import Engine
-from engine.rows import SequenceRows
+from engine.recurrent.seats import RowSpan
+from engine.rows import SequenceRows, span_of
 from engine.runner import ForwardOutput
 from engine.sampler.choice import TokenChoice
 from engine.sampler.rows import SamplingRow
@@ -51,12 +53,57 @@ class LateDevice:
         return bool(self._queue)
 
 
+class LateSeats:
+    """Puts what reads or writes states on the device. The host knows at once where they will be."""
+
+    def __init__(self, seats: Any, device: LateDevice) -> None:
+        self._states, self._device = seats._states, device
+        self._run, self._save, self._load = seats.run, seats.save, seats.load
+        self._spans: list[tuple[RowSpan, int]] = []
+        self._seats = seats
+        self._seats.run, self._seats.save, self._seats.load = self.run, self.save, self.load
+
+    def launch(self, batch: Sequence[SequenceRows]) -> None:
+        """Of a step: what its operators ask for when it is computed."""
+        seats = range(len(self._states))
+        self._seats._states = [SimpleNamespace(zero_=partial(self._clear, seat)) for seat in seats]
+        spans = [span_of(rows) for rows in batch]
+        self._spans += [(span, self._run(span)) for span in spans]
+        self._seats._states = self._states
+
+    def _clear(self, seat: int) -> None:
+        self._device.put(self._states[seat].zero_)
+
+    def run(self, span: RowSpan) -> int:
+        launched, base = self._spans.pop(0)
+        assert launched == span
+        return base
+
+    def save(self, seat: int, arena: Tensor, blocks: Sequence[int]) -> None:
+        self._device.put(partial(self._save, seat, arena, [*blocks]))
+
+    def load(self, seat: int, arena: Tensor, blocks: Sequence[int], num_tokens: int) -> int:
+        bases, copied = self._seats._bases, [*blocks]
+        bases[seat] = point = self._seats.layout.position(num_tokens)
+
+        def load() -> None:
+            now = bases[seat]
+            self._load(seat, arena, copied, num_tokens)
+            bases[seat] = now
+
+        self._device.put(load)
+        return point
+
+
 class LateRunner:
     """Rows are as they are at the launch; tokens of `chosen`, as they are on the device by then."""
 
-    def __init__(self, runner: Any, vocab_size: int, device: LateDevice) -> None:
+    def __init__(
+        self, runner: Any, vocab_size: int, device: LateDevice, seats: LateSeats | None = None
+    ) -> None:
         self._runner = runner
         self._device = device
+        self._seats = seats
         self._kept = torch.empty(256, vocab_size)
         """Logits, until others are computed."""
 
@@ -76,6 +123,8 @@ class LateRunner:
             for each in batch
         ]
         logits = self._kept[: len(logit_rows)]
+        if self._seats is not None:
+            self._seats.launch(rows)
 
         def compute() -> None:
             computed = run(rows, logit_rows, *chosen).logits
@@ -126,7 +175,8 @@ def put_on_late_device(engine: Engine, *, ahead: bool) -> LateDevice:
     steps ahead. Drafts must not come from a model.
     """
     device, held = LateDevice(), engine.pool
-    runner: Any = LateRunner(engine._runner, engine.vocab_size, device)
+    seats = LateSeats(held.seats, device) if held.seats is not None else None
+    runner: Any = LateRunner(engine._runner, engine.vocab_size, device, seats)
     sampler: Any = LateSampler(engine._sampler, device)
     copy = held.copy_block
     held.copy_block = lambda *args: device.put(lambda: copy(*args))  # type: ignore[method-assign]

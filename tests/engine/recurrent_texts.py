@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -89,6 +90,23 @@ def served(
             found[i].append((outputs[0], outputs[1]))
             done[i] += count
     return [(torch.cat([a for a, _ in parts]), torch.cat([b for _, b in parts])) for parts in found]
+
+
+def served_ahead(
+    kind: type[StepOperators], text: Text, rng: random.Random, device: torch.device = CPU
+) -> tuple[Tensor, Tensor]:
+    """As `served`: a prompt, then row by row, of which some run before they are certain. So at a grid point
+    all of the window lies behind the state.
+    """
+    operators = kind(Seats(StateLayout((text.layer,), text.inputs.dtype), 1, device))
+    count = rng.randint(1, GRID)
+    bounds = [0, *range(count, text.length + 1)]
+    parts = []
+    for start, end in itertools.pairwise(bounds):
+        certain = end if start == 0 or rng.random() < 0.3 else start
+        operators.begin_step([RowSpan(0, start, end - start, certain)])
+        parts.append(_run(operators, text, [rows.to(device) for rows in text.rows(start, end)]))
+    return torch.cat([conv for conv, _ in parts]), torch.cat([out for _, out in parts])
 
 
 def _run(operators: StepOperators, text: Text, rows: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,7 @@ from engine.runner import AheadRunner, Runner
 from engine.sampler import Sampler
 from engine.sampler.triton_kernel.chooser import TritonSampler
 from engine.scheduler import Scheduler
+from engine.seating import Seating
 from engine.sequence import SequenceState
 from engine.upload import Uploader
 from protocol.config import ServeConfig
@@ -298,28 +299,66 @@ def test_the_next_step_is_launched_behind_one_that_nobody_waited_for() -> None:
         pool = pool_of()
         backend = TritonBackend(pool.layers(TARGET))
         runner = runner_of(CudaDecoder(qwen3(), backend, 64), backend)
-        sampler = Sampler(512, GPU, [])
-        sampler._kernels = TritonSampler(GPU)
-        greedy = SamplingParams(max_tokens=9, temperature=0.0)
-        limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
-        scheduler = Scheduler(BlockManager(pool), model="", kv_format="", **limits)
-        launcher = StepLauncher(runner, sampler, scheduler, runs_ahead=True)
-        for order in range(2):
-            asked = EngineRequest(request_id=str(order), prompt_token_ids=[5 + order] * 16, sampling=greedy)
-            scheduler.add_waiting(SequenceState(asked, order))
-        for _ in range(2):  # the first one makes what is made once
-            launched = launcher.take_ahead() or launcher.launch(scheduler.schedule())
-            gpu.clear()
-            launcher.launch_behind(launched)
-            assert launcher.is_ahead and gpu.launches["attend"] == LAYERS
-            assert not gpu.waits, "\n".join(gpu.waits)
-            assert launched.choice is not None
-            tokens, _ = launched.choice.wait()
-            assert len(tokens) == 2 and sum(gpu.waits.values()) == 1
-            assert gpu.num_done < gpu.num_queued  # the next one's
-            for sequence, count in zip(launched.step.sequences, launched.step.num_tokens, strict=True):
-                sequence.append(0)
-                sequence.num_computed += count
+        assert launches_behind(gpu, runner, 512, BlockManager(pool), 2) == [{"attend": LAYERS}] * 2
+
+
+@needs_seam
+def test_the_next_step_of_a_model_with_recurrent_layers_is_launched_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Across a grid point, and beside copies of states that are kept."""
+    loaded = hybrid()
+    monkeypatch.setattr(select_forward, "select_backend", lambda *_: (TritonBackend, ""))
+    with absent_gpu() as gpu:
+        monkeypatch.setattr(cuda_runner, "CudaGraphs", lambda device: CountedGraphs(gpu))
+        pool = hybrid_pool(loaded)
+        assert pool.seats is not None
+        runner = select_forward.runner_of_one_process(ServeConfig(max_num_seqs=2), loaded, pool, ())
+        runner.warm_up()
+        blocks = BlockManager(pool)
+        seating = Seating(pool.seats, blocks)
+        assert launches_behind(gpu, runner, 320, blocks, 18, seating) == [{"graph": 1}] * 18
+        assert blocks.arenas[0].num_states == 2
+
+
+def launches_behind(
+    gpu: AbsentGpu,
+    runner: Runner,
+    vocab_size: int,
+    blocks: BlockManager,
+    num_steps: int,
+    seating: Seating | None = None,
+) -> list[dict[str, int]]:
+    """Of each step that is launched behind another one, what its forward launches of these kinds."""
+    sampler = Sampler(vocab_size, GPU, [])
+    sampler._kernels = TritonSampler(GPU)
+    greedy = SamplingParams(max_tokens=29, temperature=0.0)
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    scheduler = Scheduler(blocks, model="", kv_format="", seating=seating, **limits)
+    launcher = StepLauncher(runner, sampler, scheduler, runs_ahead=True)
+    for order in range(2):
+        asked = EngineRequest(request_id=str(order), prompt_token_ids=[5 + order] * 20, sampling=greedy)
+        scheduler.add_waiting(SequenceState(asked, order))
+    launches = []
+    for _ in range(num_steps):  # the first one makes what is made once
+        launched = launcher.take_ahead() or launcher.launch(scheduler.schedule())
+        gpu.clear()
+        launcher.launch_behind(launched)
+        assert launcher.is_ahead
+        launches.append({name: gpu.launches[name] for name in ("attend", "graph") if gpu.launches[name]})
+        assert not gpu.waits, "\n".join(gpu.waits)
+        assert launched.choice is not None
+        tokens, _ = launched.choice.wait()
+        assert len(tokens) == 2 and sum(gpu.waits.values()) == 1
+        assert gpu.num_done < gpu.num_queued  # the next one's
+        for sequence, count in zip(launched.step.sequences, launched.step.num_tokens, strict=True):
+            sequence.append(0)
+            sequence.num_computed += count
+            if seating is not None:
+                sequence.held.commit(sequence.num_computed, [], sequence.token_ids)
+                seating.stepped(sequence, sequence.num_computed, [])
+        assert sum(gpu.waits.values()) == 1
+    return launches
 
 
 def test_pinned_memory_is_left_alone_while_it_is_copied() -> None:

@@ -22,7 +22,7 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.outputs import TokenOutput
 from tests.e2e.architectures import write_model
-from tests.engine.recurrent_texts import LAYERS, Text, drafted, served, token_by_token
+from tests.engine.recurrent_texts import LAYERS, Text, drafted, served, served_ahead, token_by_token
 from tests.engine.test_engine import ask, prompt_of, run, tokens
 from tests.worker.tiny_model import greedy, load
 
@@ -59,6 +59,15 @@ def test_drafted_rows_have_the_bits_of_certain_ones_and_leave_nothing_behind(
     text = Text(0, rule, torch.bfloat16)
     whole = served(kind, [text], None)[0]
     assert sum(drafted(kind, text, whole, random.Random(seed), trees) for seed in range(6)) > 100
+
+
+@pytest.mark.parametrize("kind", [TorchOperators, CpuOperators])
+@pytest.mark.parametrize("rule", LAYERS)
+def test_rows_that_go_ahead_have_the_bits_of_certain_ones(kind: type[StepOperators], rule: str) -> None:
+    text = Text(0, rule, torch.bfloat16)
+    whole = served(kind, [text], None)[0]
+    for seed in range(4):
+        assert all(map(torch.equal, served_ahead(kind, text, random.Random(seed)), whole))
 
 
 def test_a_state_that_decays_to_almost_nothing_has_no_denormal_numbers() -> None:

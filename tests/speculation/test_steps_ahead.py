@@ -16,7 +16,9 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation, SpeculativeConfig
 from speculation.control.controller import DraftController
 from speculation.speculator import BatchSpeculator
+from tests.e2e.architectures import write_model
 from tests.engine.late_device import LateDevice, put_on_late_device
+from tests.engine.test_recurrent import needs_seam
 from tests.speculation.small_engine import prompt_of, small_config
 from tests.worker.tiny_model import write_tiny_llama
 from worker.setup import build_engine
@@ -155,6 +157,26 @@ def test_who_begins_to_speculate_later(make_engine: MakeEngine) -> None:
     assert play.steps(5) == [(True, False)] * 5
     assert play.finish() == plain.finish()
     assert play.num_verified > 0
+
+
+@needs_seam
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h"])
+def test_drafts_of_a_model_with_recurrent_layers(tmp_path: Path, model_type: str) -> None:
+    """Behind steps that went ahead, the state may still be at the last grid point but one."""
+    write_model(model_type, tmp_path)
+    options: dict[str, Any] = {"max_num_seqs": 2, "kv_cache_memory_bytes": 2**22, "itl_budget": 0.0}
+    play, plain = (Play(build_engine(small_config(tmp_path, **options))[0]) for _ in range(2))
+    put_on_late_device(play.engine, ahead=True)
+    for each in (play, plain):
+        asked = ask("a", 130, RequestSpeculation(num_speculative_tokens=3))
+        each.engine.add(msgspec.structs.replace(asked, draft_plan=DraftPlan()))
+        each.engine.add(ask("b", 130))
+    for turn in range(18):
+        play.steps(3)
+        play.engine.replan("a", DraftPlan(method="ngram" if turn % 2 == 0 else None))
+    play.engine.replan("a", DraftPlan())
+    assert play.finish() == plain.finish()
+    assert play.num_ahead > 20 and play.num_verified > 10
 
 
 def test_whose_drafts_do_not_pay(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -214,6 +216,28 @@ def test_all_steps_of_a_bucket_launch_the_same(
     first, second = (side.recorded(batch, buckets) for batch in steps)
     assert {"convolve", "attend", "keep"} <= {name for name, _ in first}
     assert first == second
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_rows_that_go_ahead(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their states come to a grid point one step later: all of a window without drafts lies behind them."""
+    monkeypatch.setattr(sys.modules[__name__], "DRAFTS", 0)
+    graphs, buckets = RecordedGraphs(), Buckets([2], [1], [6], trees=False)
+    known, ahead = Side(model_type, buckets), Side(model_type, buckets, graphs)
+    for side in (known, ahead):
+        side.logits([rows_of(0, 0, 13), rows_of(1, 0, 30)])
+    for start in range(13, 19):
+        batch = [rows_of(0, start, 1), rows_of(1, start + 17, 1)]
+        expected = known.logits(batch)
+        chosen = torch.tensor([rows.token_ids[0] for rows in batch])
+        named = [replace(rows, token_ids=[i], certain=rows.start) for i, rows in enumerate(batch)]
+        assert torch.equal(ahead.cuda.run_ahead(named, [0, 1], chosen).logits, expected)
+        points = [side.seats.position(0) for side in (known, ahead)]
+        assert points == [(start + 1) // 16 * 16, start // 16 * 16]
+    assert graphs.graphs[0].num_replays == 6
+    assert torch.equal(known.pool.arenas[0], ahead.pool.arenas[0])
+    for ours, others in zip(ahead.seats.layers, known.seats.layers, strict=True):
+        assert all(map(torch.equal, ours[:2], others[:2]))
 
 
 def test_drafted_tokens_that_only_the_device_knows() -> None:

@@ -14,7 +14,7 @@ from engine.recurrent.layout import RecurrentLayer
 from engine.recurrent.operators import TorchOperators
 from engine.recurrent.triton_kernel import operators
 from engine.recurrent.triton_kernel.operators import TritonOperators
-from tests.engine.recurrent_texts import Text, drafted, served
+from tests.engine.recurrent_texts import Text, drafted, served, served_ahead
 
 LAYER = RecurrentLayer(channels=40, taps=4, num_heads=2, num_key_heads=1, key_dim=20, value_dim=18)
 LAYERS = {
@@ -43,6 +43,13 @@ def test_rows_are_what_torch_computes_and_have_the_same_bits_in_any_chunks_and_c
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
     crowd = served(TritonOperators, texts, random.Random(2))[0]
     assert all(torch.equal(one, other) for one, other in zip(alone, crowd, strict=True))
+
+
+@pytest.mark.parametrize("rule", LAYERS)
+def test_rows_that_go_ahead_have_the_bits_of_certain_ones(rule: str) -> None:
+    text = Text(0, rule, torch.bfloat16, LAYERS, 35)
+    whole = served(TritonOperators, [text], None)[0]
+    assert all(map(torch.equal, served_ahead(TritonOperators, text, random.Random(0)), whole))
 
 
 def test_grids_smaller_than_what_is_multiplied() -> None:
