@@ -49,16 +49,14 @@ gpu` are what is to be run on a GPU.
 
 As graphs run: steps of decode rows and of drafts to verify, chains and trees, of up to 512 rows, by the CUDA
 decoder or by the modules of another model, with recurrent layers too, unless these wait for the device; and
-each step of a chain that a model or an EAGLE head drafts. Eagerly run: prompts, and what shares a step with
-them; rows with adapters, whose tables the host lays out anew, and what shares a step with them, by the
-model's modules; trees' drafting; sampling and verification, in two or three launches. Tensor-parallel ranks
-are for CPUs.
+each step of a chain that a model or an EAGLE head drafts. A step whose bucket there was no time or memory to
+capture is padded to the least larger one that was. Sampling and verification are two or three launches more.
 
-Nor are these graphs: a step with a chunk of a prompt that is longer than a draft may be, as a whole, and one
-of more than 512 rows; every step of a model with recurrent layers on a server with adapters; Gemma 3n's,
-whose sparse activations wait for the device; Medusa's heads; and every step with `--enforce-eager`, or with
-`--compile` other than `auto`. A step whose bucket there was no time or memory to capture is padded to the
-least larger one that was.
+Eagerly run: prompts, and what shares a step with them; steps of more than 512 rows; rows with adapters, whose
+tables the host lays out anew, and what shares a step with them, by the model's modules; every step of a model
+with recurrent layers on a server with adapters; trees' drafting and Medusa's heads; Gemma 3n, whose sparse
+activations wait for the device; and every step with `--enforce-eager`, or with `--compile` other than `auto`.
+Tensor-parallel ranks are for CPUs.
 
 FlashInfer is no backend here. Its plans cut keys so that the whole batch fills the device; with its option
 `fixed_split_size`, too, tiles of rows are sized by the batch's mean (flashinfer-ai/flashinfer#2424), so that
