@@ -8,13 +8,14 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine.late_tokens import LateTokens
 from engine.lora.layers import begin_step
 from engine.rows import SequenceRows
-from engine.runner import AheadRunner, ForwardOutput, Runner
+from engine.runner import AheadRunner, ForwardOutput, LateRunner, Runner
 
 
-class StepRunner(Runner, AheadRunner, Protocol):
-    """A `Runner` that runs ahead, too."""
+class StepRunner(Runner, AheadRunner, LateRunner, Protocol):
+    """A `Runner` that also takes tokens which the host does not know yet."""
 
 
 class AdaptedRunner:
@@ -58,6 +59,18 @@ class AdaptedRunner:
         """As `AheadRunner.run_ahead`."""
         with self._runner_of(batch) as runner:
             return runner.run_ahead(batch, logit_rows, chosen, before=before)
+
+    def run_late(
+        self,
+        batch: Sequence[SequenceRows],
+        logit_rows: list[int],
+        late: LateTokens,
+        *,
+        wants_hidden: bool = True,
+    ) -> ForwardOutput:
+        """As `LateRunner.run_late`."""
+        with self._runner_of(batch) as runner:
+            return runner.run_late(batch, logit_rows, late, wants_hidden=wants_hidden)
 
     @contextmanager
     def _runner_of(self, batch: Sequence[SequenceRows]) -> Iterator[StepRunner]:

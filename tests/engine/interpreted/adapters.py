@@ -18,8 +18,10 @@ from engine.cuda import runner as cuda_runner
 from engine.cuda.buckets import Buckets
 from engine.cuda.modules import Modules
 from engine.cuda.runner import CudaRunner
+from engine.download import Downloader
 from engine.forward import Forward
 from engine.kv_pool import KVPool
+from engine.late_tokens import LateTokens
 from engine.loader import LoadedModel
 from engine.lora.layers import attach, begin_step
 from engine.lora.runner import AdaptedRunner
@@ -159,6 +161,9 @@ def test_tokens_that_only_the_device_knows(adapter: Path, monkeypatch: pytest.Mo
         expected = logits_of(ours.runner, known, [0, 1])
         found, _ = ours.runner.run_ahead(batch, [0, 1], torch.tensor([3, 7, 9]))
         assert torch.equal(found, expected)
+        named = [replace(rows, token_ids=[~place for place in rows.token_ids]) for rows in batch]
+        late = LateTokens(torch.tensor([3, 7, 9]), Downloader(CPU))
+        assert torch.equal(ours.runner.run_late(named, [0, 1], late).logits, expected)
 
 
 def test_no_weight_is_there_twice(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
