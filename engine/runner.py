@@ -23,9 +23,11 @@ class Runner(Protocol):
     another number of threads at each call: its results have the same bits.
     """
 
-    choice: str
     products: str
     any_threads: bool
+
+    @property
+    def choice(self) -> str: ...
 
     def warm_up(self) -> float:
         """Compile the forward if it is to be; returns the seconds it took."""

@@ -251,8 +251,9 @@ class BatchSpeculator:
 
     def verify(self, sequences: Sequence[SequenceState], logits: Tensor) -> list[Verdict]:
         verdicts = verify(self._options.verification, sequences, logits, self._sampler)
-        while self._late_turns:
-            self._learn_turn(self._late_turns.pop(0))
+        for turn in self._late_turns:
+            self._learn_turn(turn)
+        self._late_turns.clear()
         return verdicts
 
     def _wants_hidden(self, step: ScheduledStep) -> bool:

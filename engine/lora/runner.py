@@ -26,15 +26,13 @@ class AdaptedRunner:
     def __init__(self, plain: StepRunner, adapted: StepRunner) -> None:
         self.plain, self.adapted = plain, adapted
         self.products = plain.products
-        self._describe()
 
-    def _describe(self) -> None:
-        self.choice = f"{self.plain.choice}; steps with adapters by the model's own modules, eager"
+    @property
+    def choice(self) -> str:
+        return f"{self.plain.choice}; steps with adapters by the model's own modules, eager"
 
     def warm_up(self) -> float:
-        taken = self.plain.warm_up()
-        self._describe()
-        return taken + self.adapted.warm_up()
+        return self.plain.warm_up() + self.adapted.warm_up()
 
     def run(
         self,
