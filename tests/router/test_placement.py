@@ -464,9 +464,10 @@ def test_a_row_is_waited_for_as_long_as_what_must_end_first() -> None:
 
 
 def test_a_slow_worker_that_is_idle_helps_one_whose_rows_are_taken() -> None:
-    slow = msgspec.structs.replace(COSTS, step_s=4 * COSTS.step_s)
+    quick = msgspec.structs.replace(COSTS, row_s=0.0, context_s=0.0)  # so that rows slow nobody down
+    slow = msgspec.structs.replace(quick, step_s=4 * COSTS.step_s)
     for rows, helps in ((3, False), (24, True)):
-        fast = prefill("p", max_rows=4, rows=rows, requests=rows, context_tokens=100 * rows)
+        fast = prefill("p", max_rows=4, rows=rows, requests=rows, context_tokens=100 * rows, costs=quick)
         found = placed("cost", [fast, decode("d", max_rows=4, costs=slow)])
         assert ("d" in found.workers.values()) == helps
 
