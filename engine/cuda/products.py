@@ -105,6 +105,8 @@ class TiledWeight:
         outputs, inputs = out.shape[1], rows.shape[1]
         is_few = len(rows) <= _ROWS
         columns = 32 if is_few or rows.itemsize > 2 else 128
+        copied = _ROWS * rows.itemsize * self.depth // (2 if self.format in _IN_HALVES else 1)
+        is_thin = copied < 8 * 32 * 16  # of eight warps, each thread would copy less than 128 bits
         multiply[(ceil_div(outputs, columns), ceil_div(len(rows), _ROWS))](
             rows,
             self.weight,
@@ -123,7 +125,7 @@ class TiledWeight:
             COLUMNS=columns,
             DEPTH=self.depth,
             PRECISION="ieee",
-            num_warps=4 if is_few else 8,
+            num_warps=4 if is_few or is_thin else 8,
             num_stages=4 if is_few else 3,
         )
 
