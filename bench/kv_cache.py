@@ -74,9 +74,11 @@ class Decoding:
         pool, generator = self.engine.pool, torch.Generator().manual_seed(0)
         rows = pool.groups[TARGET].rows
         for layer in pool.layers(TARGET):
-            for side in layer:
-                shape = (*side.shape[1:3], rows.head_dim(side.shape[3]))
-                side.copy_(rows.encode(torch.randn(shape, generator=generator).to(rows.dtype)))
+            for side in layer.sides:
+                made = rows.encode(torch.randn(side.values.shape[1:], generator=generator).to(rows.dtype))
+                side.values.copy_(made.values)
+                if side.scales is not None and made.scales is not None:
+                    side.scales.copy_(made.scales.T)
 
     def step(self) -> float:
         """Its seconds."""

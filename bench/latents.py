@@ -73,8 +73,8 @@ def make_engine(model: str, expanded: bool, context: int, requests: int) -> Engi
         )
     )
     for layer in engine.pool.layers(TARGET):
-        for side in layer:
-            side.normal_()
+        for side in layer.sides:
+            side.values.normal_()
     return engine
 
 

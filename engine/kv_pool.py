@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.attention.interface import LayerKv
 from engine.host_memory import host_zeros
+from engine.kv_rows import StoredRows
 from engine.pool_layout import LayerPlace, LayerShape, PoolLayout
 from engine.recurrent.seats import Seats
 from engine.upload import upload_to
@@ -31,8 +32,8 @@ class KVPool:
     """A block is the segments of its arena one after the other, so all of it is one extent.
 
     `arenas` are the bytes, each uint8 [num_blocks, bytes of a block]. A segment is [num_blocks, num_layers,
-    num_planes, block_size, num_kv_heads, head_dim], contiguous in each block; where rows are coded it is of
-    bytes, as many as a row takes in place of head_dim (`engine.kv_rows`).
+    num_planes, block_size, num_kv_heads, head_dim], of bytes where rows are coded; then these have `scales`
+    (`Segment.views`).
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class KVPool:
         """Of running sequences' states."""
         self._upload = upload_to(device)
         self.arenas: list[Tensor] = []
-        self._segments: list[dict[str, Tensor]] = []
+        self._segments: list[dict[str, StoredRows]] = []
         for segments in layout.arenas():
             nbytes = [segment.block_bytes(layout.block_size) for segment in segments.values()]
             total = num_blocks * sum(nbytes)
@@ -66,11 +67,10 @@ class KVPool:
                 memory = host_zeros(total)
             blocks = memory.view(num_blocks, sum(nbytes))
             self.arenas.append(blocks)
-            views = {}
-            for (name, segment), raw in zip(segments.items(), blocks.split(nbytes, dim=1), strict=True):
-                shape = segment.stored_shape(layout.block_size)
-                views[name] = raw.view(segment.rows.stored_dtype).unflatten(1, shape)
-            self._segments.append(views)
+            parts = zip(segments.items(), blocks.split(nbytes, dim=1), strict=True)
+            self._segments.append(
+                {name: segment.views(part, layout.block_size) for (name, segment), part in parts}
+            )
 
     @property
     def num_bytes(self) -> int:
@@ -86,24 +86,31 @@ class KVPool:
         return self.arenas[0].is_cuda
 
     def segment(self, name: str) -> Tensor:
+        return self._stored(name).values
+
+    def _stored(self, name: str) -> StoredRows:
         return next(views[name] for views in self._segments if name in views)
 
     def layers(self, group: str) -> list[LayerKv]:
         """The keys and values of each of the group's layers."""
         of = self.groups[group]
 
-        def view(segment: int, index: int) -> Tensor:
-            return self.segment(of.segment_name(segment))[:, index]
+        def view(segment: int, index: int) -> StoredRows:
+            values, scales = self._stored(of.segment_name(segment))
+            return StoredRows(values[:, index], None if scales is None else scales[:, index])
 
         def layer(place: LayerPlace) -> LayerKv:
-            both = view(place.segment, place.index)
+            own = view(place.segment, place.index)
+            keys = own.values[:, 0]
             if place.shape is not None:
-                return _in_rows(both[:, 0, :, 0], place.first, place.shape)
+                return _in_rows(keys[:, :, 0], place.first, place.shape)
             if place.value_dim is not None:
-                return LayerKv(both[:, 0], both[:, 0, ..., : place.value_dim])
+                return LayerKv(keys, keys[..., : place.value_dim])
             if place.value_segment is None:
-                return LayerKv.of(both)
-            return LayerKv(both[:, 0], view(place.value_segment, place.index)[:, 0])
+                return LayerKv.of(*own)
+            value = view(place.value_segment, place.index)
+            scales = [None if side.scales is None else side.scales[:, 0] for side in (own, value)]
+            return LayerKv(keys, value.values[:, 0], *scales)
 
         return [layer(place) for place in of.layers]
 
@@ -120,8 +127,10 @@ class KVPool:
             (sources, targets), (source_offsets, target_offsets) = self._upload(
                 [np.array(blocks, np.int64), np.array(moves, np.int64) % self.block_size]
             )
-            for values in segments.values():
+            for values, scales in segments.values():
                 values[targets, :, :, target_offsets] = values[sources, :, :, source_offsets]
+                if scales is not None:
+                    scales[targets, ..., target_offsets] = scales[sources, ..., source_offsets]
 
 
 def _in_rows(rows: Tensor, first: int, shape: LayerShape) -> LayerKv:

@@ -1,21 +1,26 @@
 """How the pool keeps a row, one head's key or value of one token: as the model computes it, or as codes.
 
-A coded row is one byte a value, and behind them their scale, a float32: a value is its code times the scale.
-The scale is the row's largest magnitude over the largest code, so nothing is clipped and zero stays zero. A
-row is written once, from its own values alone: its bytes depend neither on the tokens that are computed
-beside it nor on those that come after it in its block, as they would with one scale for the block.
+A coded row is one byte a value and a scale, a float32: a value is its code times the scale. Scales lie behind
+the codes of a whole plane of a block, so that rows of codes are aligned. The scale is the row's largest
+magnitude over the largest code, so nothing is clipped and zero stays zero. A row is written once, from its
+own values alone: its bytes depend neither on the tokens that are computed beside it nor on those that come
+after it in its block, as they would with one scale for the block.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from protocol.handoff import SCALE_BYTES
+from protocol.handoff import ROW_QUANTIZATIONS, SCALE_BYTES
 
-CODE_DTYPES = {"int8_rows": torch.int8, "fp8_rows": torch.float8_e4m3fn}
+CODE_DTYPES = {
+    ROW_QUANTIZATIONS["int8"]: torch.int8,
+    ROW_QUANTIZATIONS["fp8"]: torch.float8_e4m3fn,
+}
 """Of `SegmentInfo.quantization`. FP8 is OCP's E4M3 without infinities."""
 
 _LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -26,6 +31,13 @@ _CODED_MULTIPLE, _LARGEST_CODED = 4, 512
 """Scales lie at multiples of their size, and the CPU kernel's integer sums of so many products fit."""
 
 
+class StoredRows(NamedTuple):
+    """`values` of `KvRows.stored_dtype`, and the scales of coded rows, float32; else None."""
+
+    values: Tensor
+    scales: Tensor | None
+
+
 @dataclass(frozen=True)
 class KvRows:
     """Rows of what the model computes in `dtype`; `quantization` is "none" or of `CODE_DTYPES`."""
@@ -34,9 +46,9 @@ class KvRows:
     quantization: str = "none"
 
     def __str__(self) -> str:
-        return (
-            self.quantization.removesuffix("_rows") if self.coded else str(self.dtype).removeprefix("torch.")
-        )
+        if self.coded:
+            return self.quantization.removesuffix("_row_scales")
+        return str(self.dtype).removeprefix("torch.")
 
     @property
     def coded(self) -> bool:
@@ -47,13 +59,8 @@ class KvRows:
         """Of the pool's views: bytes where the rows are coded."""
         return torch.uint8 if self.coded else self.dtype
 
-    def width(self, head_dim: int) -> int:
-        """Stored elements of a row."""
-        return head_dim + SCALE_BYTES if self.coded else head_dim
-
-    def head_dim(self, width: int) -> int:
-        """The inverse of `width`."""
-        return width - SCALE_BYTES if self.coded else width
+    def row_bytes(self, head_dim: int) -> int:
+        return head_dim * self.stored_dtype.itemsize + (SCALE_BYTES if self.coded else 0)
 
     def fault(self, head_dim: int) -> str | None:
         """Why rows of this size cannot be kept so."""
@@ -61,12 +68,12 @@ class KvRows:
             return None
         return f"{head_dim} values in a head are not a multiple of {_CODED_MULTIPLE} up to {_LARGEST_CODED}"
 
-    def encode(self, rows: Tensor) -> Tensor:
-        """`dtype` [..., head_dim] to `stored_dtype` [..., width]. A row with a value that is not finite
-        decodes to NaN.
+    def encode(self, rows: Tensor) -> StoredRows:
+        """`dtype` [..., head_dim] to values of this shape and scales [...]. A row with a value that is not
+        finite decodes to NaN.
         """
         if not self.coded:
-            return rows
+            return StoredRows(rows, None)
         code_dtype = CODE_DTYPES[self.quantization]
         values, largest = rows.float(), torch.tensor(_LARGEST_CODE[code_dtype], device=rows.device)
         top = values.abs().amax(-1, keepdim=True)
@@ -75,12 +82,11 @@ class KvRows:
         scale = (top / largest).masked_fill(is_zero, 0.0).masked_fill(~finite, torch.nan)
         codes = (values * inverse).masked_fill(~finite, 0.0)
         codes = codes.round().to(code_dtype) if code_dtype is torch.int8 else codes.to(code_dtype)
-        return torch.cat([codes.view(torch.uint8), scale.view(torch.uint8)], dim=-1)
+        return StoredRows(codes.view(torch.uint8), scale.squeeze(-1))
 
-    def decode(self, stored: Tensor) -> Tensor:
+    def decode(self, stored: StoredRows) -> Tensor:
         """The values of what `encode` made, rounded to `dtype`."""
-        if not self.coded:
-            return stored
-        codes = stored[..., :-SCALE_BYTES].view(CODE_DTYPES[self.quantization])
-        scale = stored[..., -SCALE_BYTES:].contiguous().view(torch.float32)
-        return (codes.float() * scale).to(self.dtype)
+        if stored.scales is None:
+            return stored.values
+        codes = stored.values.view(CODE_DTYPES[self.quantization])
+        return (codes.float() * stored.scales.unsqueeze(-1)).to(self.dtype)

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from engine.kv_rows import KvRows
+from engine.kv_rows import KvRows, StoredRows
 from engine.recurrent.layout import StateLayout
 from protocol.handoff import PAGED, WINDOWED, SegmentInfo
 
@@ -42,12 +43,21 @@ class Segment:
     def block_shape(self, block_size: int) -> tuple[int, int, int, int, int]:
         return (self.num_layers, self.num_planes, block_size, self.num_kv_heads, self.head_dim)
 
-    def stored_shape(self, block_size: int) -> tuple[int, int, int, int, int]:
-        """The same in elements as they are stored."""
-        return (*self.block_shape(block_size)[:-1], self.rows.width(self.head_dim))
-
     def block_bytes(self, block_size: int) -> int:
-        return math.prod(self.stored_shape(block_size)) * self.rows.stored_dtype.itemsize
+        return math.prod(self.block_shape(block_size)[:-1]) * self.rows.row_bytes(self.head_dim)
+
+    def views(self, blocks: Tensor, block_size: int) -> StoredRows:
+        """Of bytes [num_blocks, block_bytes]: values [num_blocks, *block_shape], and behind those of each
+        plane the scales of coded rows, [num_blocks, num_layers, num_planes, num_kv_heads, block_size].
+        """
+        layers, planes, *rows = self.block_shape(block_size)
+        stored = blocks.unflatten(1, (layers, planes, -1))
+        end = math.prod(rows) * self.rows.stored_dtype.itemsize
+        values = stored[..., :end].view(self.rows.stored_dtype).unflatten(3, rows)
+        if not self.rows.coded:
+            return StoredRows(values, None)
+        scales = stored[..., end:].view(torch.float32)
+        return StoredRows(values, scales.unflatten(3, (self.num_kv_heads, block_size)))
 
     @property
     def dtype_name(self) -> str:

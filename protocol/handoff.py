@@ -15,9 +15,9 @@ MANIFEST_VERSION = 2
 MAX_HANDOFF_S = 86400.0
 """Nobody waits longer than a day for another worker. Clocks of others can't be checked more closely."""
 
-ROW_QUANTIZATIONS = {"int8": "int8_rows", "fp8": "fp8_rows"}
-"""What `--kv-cache-dtype` makes of a pool's segment: `SegmentInfo.quantization`. Behind the codes of each
-head's key or value of a token lies their scale, of `SCALE_BYTES`."""
+ROW_QUANTIZATIONS = {"int8": "int8_row_scales", "fp8": "fp8_row_scales"}
+"""What `--kv-cache-dtype` makes of a pool's segment: `SegmentInfo.quantization`. Each head's key or value of
+a token has a scale of its own, of `SCALE_BYTES`, behind all codes of their plane."""
 SCALE_BYTES = 4
 
 _ITEM_SIZES = (2, 4)

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from engine.kv_rows import KvRows
+from engine.kv_rows import KvRows, StoredRows
 
 
 @dataclass
@@ -47,17 +47,37 @@ class AttentionMetadata:
 
 
 class LayerKv(NamedTuple):
-    """A layer's part of a pool: two views [num_blocks, block_size, num_kv_heads, head_dim], or the width of a
-    coded row in place of head_dim. Keys and values may differ in that.
+    """A layer's part of a pool: two views [num_blocks, block_size, num_kv_heads, head_dim], which may differ
+    in head_dim. Of coded rows there are scales, float32 [num_blocks, num_kv_heads, block_size], in the same
+    blocks.
     """
 
     keys: Tensor
     values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
 
     @classmethod
-    def of(cls, both: Tensor) -> LayerKv:
-        """Of one view [num_blocks, 2, block_size, num_kv_heads, head_dim]."""
-        return cls(*both.unbind(1))
+    def of(cls, both: Tensor, scales: Tensor | None = None) -> LayerKv:
+        """Of views of both, [num_blocks, 2, ...]."""
+        return cls(*both.unbind(1), *((None, None) if scales is None else scales.unbind(1)))
+
+    def fits(self, rows: KvRows) -> bool:
+        """Whether it has such rows."""
+        has_scales = self.key_scales is not None and self.value_scales is not None
+        return self.keys.dtype is rows.stored_dtype and has_scales is rows.coded
+
+    @property
+    def sides(self) -> tuple[StoredRows, StoredRows]:
+        """Keys, and values."""
+        return StoredRows(self.keys, self.key_scales), StoredRows(self.values, self.value_scales)
+
+    def of_heads(self, heads: slice) -> LayerKv:
+        """Some of the KV heads."""
+        key_scales, value_scales = (
+            None if side.scales is None else side.scales[:, heads] for side in self.sides
+        )
+        return LayerKv(self.keys[:, :, heads], self.values[:, :, heads], key_scales, value_scales)
 
     @property
     def values_in_keys(self) -> bool:

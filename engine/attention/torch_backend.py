@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention.interface import AttentionMetadata, LayerKv
-from engine.kv_rows import KvRows
+from engine.kv_rows import KvRows, StoredRows
 
 
 @dataclass(slots=True)
@@ -100,9 +100,16 @@ class TorchBackend:
         if self._has_padding:
             key, value = key[self._rows], value[self._rows]
         of = self._layers[layer]
-        of.keys[self._blocks, self._offsets] = self._stored.encode(key)
+        keys, values = of.sides
+        self._put(keys, key)
         if not of.values_in_keys:
-            of.values[self._blocks, self._offsets] = self._stored.encode(value)
+            self._put(values, value)
+
+    def _put(self, pool: StoredRows, rows: Tensor) -> None:
+        values, scales = self._stored.encode(rows)
+        pool.values[self._blocks, self._offsets] = values
+        if pool.scales is not None and scales is not None:
+            pool.scales[self._blocks, :, self._offsets] = scales
 
     def _gather(self, layer: int, sequence: _Sequence, window: int | None) -> tuple[int, Tensor, Tensor]:
         """The position of the first gathered key, and keys and values [num_kv_heads, keys, head_dim]."""
@@ -114,13 +121,15 @@ class TorchBackend:
         last = -(-sequence.context_len // size)
         blocks = sequence.blocks[first // size : last]
 
-        def gathered(pool: Tensor) -> Tensor:
-            rows = self._stored.decode(pool[blocks]).flatten(0, 1)
+        def gathered(pool: StoredRows) -> Tensor:
+            scales = None if pool.scales is None else pool.scales[blocks].transpose(1, 2)
+            rows = self._stored.decode(StoredRows(pool.values[blocks], scales)).flatten(0, 1)
             return rows[: sequence.context_len - first].transpose(0, 1)
 
         of = self._layers[layer]
-        keys = gathered(of.keys)
-        values = keys[..., : of.values.shape[3]] if of.values_in_keys else gathered(of.values)
+        keys_of, values_of = of.sides
+        keys = gathered(keys_of)
+        values = keys[..., : of.values.shape[3]] if of.values_in_keys else gathered(values_of)
         return first, keys, values
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.attention.triton_kernel.write import store_row
+from engine.attention.triton_kernel.write import scale_at, store_row
 
 
 @triton.jit
@@ -96,12 +96,16 @@ def rotate(
     if head < HEADS + KV_HEADS:
         turned = _turned(own, key_norm, cosines + angle, sines + angle, epsilon, DIM, PADDED)
         place = block * keys_block + token * keys_token + (head - HEADS) * keys_head
-        key_scale = None if key_scales is None else key_scales + place // 4
+        key_scale = None
+        if key_scales is not None:
+            key_scale = scale_at(key_scales, block, token, head - HEADS, keys_block, PAGE)
         store_row(turned, keys + place, key_scale, DIM, PADDED, FP8)
     else:
         value = tl.load(own + d, mask=inside, other=0.0).to(tl.float32)
         place = block * values_block + token * values_token + (head - HEADS - KV_HEADS) * values_head
-        value_scale = None if value_scales is None else value_scales + place // 4
+        value_scale = None
+        if value_scales is not None:
+            value_scale = scale_at(value_scales, block, token, head - HEADS - KV_HEADS, values_block, PAGE)
         store_row(value, values + place, value_scale, DIM, PADDED, FP8)
 
 

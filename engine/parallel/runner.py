@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from engine.attention.interface import LayerKv
 from engine.attention.select import select_backend
 from engine.attention.tables import backend_over
 from engine.errors import UnsupportedModelError
@@ -45,7 +44,7 @@ class ShareRunner:
         self._ranks = ranks
         heads = _share_heads(loaded, ranks)
         layers = [
-            LayerKv(*(side[:, :, own.keys.start : own.keys.stop] for side in layer))
+            layer.of_heads(slice(own.keys.start, own.keys.stop))
             for layer, own in zip(pool.layers(TARGET), heads, strict=True)
         ]
         backend_class, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)

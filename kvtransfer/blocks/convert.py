@@ -96,14 +96,21 @@ class Converter:
                     self._move(move, wire, ours, blocks)
 
     def _move(self, move: Move, wire: SegmentLayout, ours: SegmentLayout, blocks: Tensor) -> None:
-        values = wire.values(blocks).narrow(2, move.source_slot, move.count)
-        target = ours.values(self._pool).narrow(2, move.target_slot, move.count)
+        def of_wire(tokens: Tensor) -> Tensor:
+            return tokens.narrow(2, move.source_slot, move.count)
+
+        def of_pool(tokens: Tensor) -> Tensor:
+            return tokens.narrow(2, move.target_slot, move.count)
+
+        values, target = of_wire(wire.values(blocks)), of_pool(ours.values(self._pool))
         _, heads, width = wire.tokens_shape
         for rows, planes in chunks(len(move.wire_blocks), wire.planes, move.count * heads * width):
             index = move.wire_blocks[rows]
             chunk = _select(values[:, planes], index)
             if ours.in_rows:
+                scales = _select(of_wire(wire.scales(blocks))[:, planes], index)
                 _write(target[:, planes], move.our_blocks[rows], chunk)
+                _write(of_pool(ours.scales(self._pool))[:, planes], move.our_blocks[rows], scales)
                 continue
             if wire.quantized:
                 chunk = self._dequantize(chunk, _select(wire.scales(blocks)[:, planes], index))

@@ -6,8 +6,9 @@ value takes one byte instead, and behind the values come the scales: [layers, pl
 for all tokens of the block. A value is its code times its scale. Little-endian, no padding; fp8 is OCP's E4M3
 without infinities (`torch.float8_e4m3fn`).
 
-A pool may itself be quantized: "int8_rows" and "fp8_rows" have a scale for each token's head, behind its
-codes (`engine.kv_rows`). Such blocks travel as they are, to pools of the same quantization alone.
+A pool may itself be quantized: "int8_row_scales" and "fp8_row_scales" have a scale for each token's head
+(`engine.kv_rows`): [kv_heads, block_size] float32 behind the codes of each plane. Such blocks travel as they
+are, to pools of the same quantization alone.
 
 Scales of finer groups were measured on the bundled model: one for each token and head makes the error smaller
 by a quarter, one for each channel of K by half, and neither makes more of its greedy continuations agree.
@@ -25,7 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from protocol.handoff import PAGED, ROW_QUANTIZATIONS, SCALE_BYTES, STATE, WINDOWED, SegmentInfo
+from protocol.handoff import PAGED, ROW_QUANTIZATIONS, STATE, WINDOWED, SegmentInfo
 from protocol.window import TILE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -67,7 +68,7 @@ class SegmentLayout:
 
     @property
     def in_rows(self) -> bool:
-        """With a scale in each row, so that a row is bytes that no one else reads."""
+        """With a scale for each row, so that a row's bytes depend on no other."""
         return self.info.quantization in _CACHE_DTYPES
 
     @property
@@ -76,9 +77,9 @@ class SegmentLayout:
 
     @property
     def tokens_shape(self) -> tuple[int, int, int]:
-        """Of one plane: block_size, kv_heads, and the elements of a row, head_dim or all bytes."""
+        """Of one plane: block_size, kv_heads, head_dim."""
         _, _, block_size, kv_heads, head_dim = self.info.shape
-        return block_size, kv_heads, head_dim + SCALE_BYTES if self.in_rows else head_dim
+        return block_size, kv_heads, head_dim
 
     @property
     def code_dtype(self) -> torch.dtype:
@@ -93,7 +94,9 @@ class SegmentLayout:
 
     @property
     def scales_bytes(self) -> int:
-        return self.planes * self.tokens_shape[1] * SCALE_DTYPE.itemsize if self.quantized else 0
+        block_size, kv_heads, _ = self.tokens_shape
+        scales = kv_heads if self.quantized else block_size * kv_heads if self.in_rows else 0
+        return self.planes * scales * SCALE_DTYPE.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -101,14 +104,23 @@ class SegmentLayout:
 
     def values(self, blocks: Tensor) -> Tensor:
         """View of the values in blocks [n, block_bytes]: [n, planes, *tokens_shape]."""
-        raw = blocks[:, self.start : self.start + self.values_bytes]
-        return raw.view(self.code_dtype).view(len(blocks), self.planes, *self.tokens_shape)
+        values, _ = self._parts(blocks)
+        return values.view(self.code_dtype).unflatten(2, self.tokens_shape)
 
     def scales(self, blocks: Tensor) -> Tensor:
-        """View of a quantized segment's scales: [n, planes, 1, kv_heads, 1]."""
-        start = self.start + self.values_bytes
-        raw = blocks[:, start : start + self.scales_bytes]
-        return raw.view(SCALE_DTYPE).view(len(blocks), self.planes, 1, self.tokens_shape[1], 1)
+        """View of the scales, [n, planes, 1, kv_heads, 1]; of rows [n, planes, block_size, kv_heads, 1]."""
+        _, scales = self._parts(blocks)
+        by_head = scales.view(SCALE_DTYPE).unflatten(2, (self.tokens_shape[1], -1))
+        return by_head.transpose(2, 3).unsqueeze(4)
+
+    def _parts(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Bytes of values and of scales, each [n, planes, ...]."""
+        whole = blocks[:, self.start : self.start + self.nbytes]
+        if self.in_rows:
+            plane, end = whole.unflatten(1, (self.planes, -1)), self.values_bytes // self.planes
+            return plane[..., :end], plane[..., end:]
+        values, scales = whole[:, : self.values_bytes], whole[:, self.values_bytes :]
+        return values.unflatten(1, (self.planes, -1)), scales.unflatten(1, (self.planes, -1))
 
 
 class BlockLayout:

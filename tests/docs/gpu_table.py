@@ -20,7 +20,8 @@ from engine.attention.interface import AttentionMetadata, LayerKv
 from engine.attention.triton_kernel import backend
 from engine.cuda.decoder import CudaDecoder
 from engine.cuda.products import TiledWeight
-from engine.kv_rows import KvRows
+from engine.kv_rows import KvRows, StoredRows
+from engine.pool_layout import Segment
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 from engine.recurrent.layout import RecurrentLayer, StateLayout
 from engine.recurrent.seats import RowSpan, Seats
@@ -73,8 +74,7 @@ verified by torch's operators.
 
 `copies` are instructions that copy 128 bits a thread from global to shared memory asynchronously;
 `products` those of the matrix units; `spills` those that put registers aside or bring them back.
-Products of float32 are made without matrix units, as these would round, but for those of recurrent layers. A
-coded row has an odd length, with its scale behind the codes, so it is read by 32 bits.
+Products of float32 are made without matrix units, as these would round, but for those of recurrent layers.
 
 ## Attention
 
@@ -155,9 +155,9 @@ VARIANTS = {
     "bf16, trees": Variant(8, trees=True),
     "bf16, chunk": Variant(512),
     "fp32, rows to verify": Variant(8, dtype=torch.float32),
-    "fp8 KV, rows to verify": Variant(8, quantization="fp8_rows"),
-    "fp8 KV, chunk": Variant(512, quantization="fp8_rows"),
-    "int8 KV, rows to verify": Variant(8, quantization="int8_rows"),
+    "fp8 KV, rows to verify": Variant(8, quantization="fp8_row_scales"),
+    "fp8 KV, chunk": Variant(512, quantization="fp8_row_scales"),
+    "int8 KV, rows to verify": Variant(8, quantization="int8_row_scales"),
     "gpt-oss (head 64, window, sinks), rows to verify": Variant(8, 64, 8, (64, 64), window=128, sinks=True),
     "gpt-oss, chunk": Variant(512, 64, 8, (64, 64), window=128, sinks=True),
     "Gemma 2 (head 256, window, soft cap), rows to verify": Variant(
@@ -188,7 +188,7 @@ PRODUCT_ROWS = {f"{name}, {rows} rows": (name, rows) for name in PRODUCTS for ro
 DECODER_KERNELS = {
     "norm with residual": ("add_norm", "none"),
     "norms of heads, rotation, KV's writing": ("rotate", "none"),
-    "norms of heads, rotation, KV's writing in fp8": ("rotate", "fp8_rows"),
+    "norms of heads, rotation, KV's writing in fp8": ("rotate", "fp8_row_scales"),
     "gate": ("gate", "none"),
 }
 """The kernel's name, and how KV is kept."""
@@ -228,6 +228,14 @@ def meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
+def stored(rows: KvRows, heads: int, dim: int, block_size: int = 16) -> StoredRows:
+    """A layer's keys or values in a pool of two layers."""
+    segment = Segment(2, heads, dim, rows.dtype, num_planes=1, quantization=rows.quantization)
+    blocks = meta(64, segment.block_bytes(block_size), dtype=torch.uint8)
+    values, scales = segment.views(blocks, block_size)
+    return StoredRows(values[:, 1, 0], None if scales is None else scales[:, 1, 0])
+
+
 def compiled_between(name: str, capability: int) -> Code:
     """Of a kernel of the decoder."""
     kernel_name, quantization = DECODER_KERNELS[name]
@@ -246,7 +254,8 @@ def compiled_between(name: str, capability: int) -> Code:
             config, dtype=torch.bfloat16, attn_implementation=transformers_hook.NAME
         )
     rows = KvRows(torch.bfloat16, quantization)
-    layer = LayerKv.of(meta(64, 2, 16, 8, rows.width(128), dtype=rows.stored_dtype))
+    (keys, key_scales), (values, value_scales) = (stored(rows, 8, 128) for _ in range(2))
+    layer = LayerKv(keys, values, key_scales, value_scales)
     metadata = AttentionMetadata(
         query_start=meta(5),
         context_len=meta(4),
@@ -343,12 +352,10 @@ def compiled(variant: Variant, capability: int) -> Code:
     rows = KvRows(variant.dtype, variant.quantization)
     size, context, sequences = 16, 4096, 4
     total = sequences * variant.num_rows
-    layer = LayerKv(
-        *(
-            meta(64, 2, size, variant.kv_heads, rows.width(dim), dtype=rows.stored_dtype)[:, 1]
-            for dim in variant.dims
-        )
+    (keys, key_scales), (values, value_scales) = (
+        stored(rows, variant.kv_heads, dim, size) for dim in variant.dims
     )
+    layer = LayerKv(keys, values, key_scales, value_scales)
     if variant.values_in_keys:
         layer = LayerKv(layer.keys, layer.keys[..., : variant.dims[1]])
     metadata = AttentionMetadata(

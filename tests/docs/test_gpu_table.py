@@ -74,5 +74,5 @@ def test_every_kernel_is_listed_for_every_gpu_and_fits_it() -> None:
             assert (products > 0) == (RECURRENT[name][0] == "attend")
             continue
         variant = VARIANTS.get(name)
-        assert (copies > 0) == (variant is not None and variant.quantization == "none")
+        assert (copies > 0) == (variant is not None)
         assert (products > 0) == (variant is not None and variant.dtype.itemsize == 2)

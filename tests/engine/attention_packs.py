@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.attention.interface import AttentionMetadata, LayerKv
 from engine.attention.select import select_backend
 from engine.kv_rows import KvRows
+from engine.pool_layout import Segment
 
 LAYERS = 3
 
@@ -21,6 +22,9 @@ class Pack:
     """Per sequence [context_len, kv_heads, head_dim]: all its keys, this step's included."""
     values: list[Tensor]
     pool: Tensor
+    """[blocks, layers, 2, block_size, kv_heads, head_dim]"""
+    scales: Tensor | None
+    """Of coded rows, as `Segment.views` has them."""
     rows: KvRows
     block_size: int
     metadata: AttentionMetadata
@@ -30,7 +34,42 @@ class Pack:
 
     @property
     def layers(self) -> list[LayerKv]:
-        return [LayerKv.of(layer) for layer in self.pool.unbind(1)]
+        scales = [None] * LAYERS if self.scales is None else self.scales.unbind(1)
+        return [LayerKv.of(*layer) for layer in zip(self.pool.unbind(1), scales, strict=True)]
+
+    def put(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Of each slot, in all layers: [slots, kv_heads, head_dim]."""
+        for layer in self.layers:
+            put_rows(layer, self.rows, slots, keys, values)
+
+
+def empty_layer(
+    rows: KvRows, kv_heads: int, dims: tuple[int, int], num_blocks: int, block_size: int
+) -> LayerKv:
+    """Of a pool of two layers, keys and values of a block one behind the other. NaN: must not be read."""
+    segments = [
+        Segment(1, kv_heads, dim, rows.dtype, num_planes=1, quantization=rows.quantization) for dim in dims
+    ]
+    sizes = [segment.block_bytes(block_size) for segment in segments]
+    memory = torch.zeros(num_blocks, 2 * sum(sizes), dtype=torch.uint8)
+    sides = []
+    for segment, part in zip(segments, memory[:, sum(sizes) :].split(sizes, dim=1), strict=True):
+        values, scales = segment.views(part, block_size)
+        (values if scales is None else scales).fill_(torch.nan)
+        sides.append((values[:, 0, 0], None if scales is None else scales[:, 0, 0]))
+    (keys, key_scales), (values, value_scales) = sides
+    return LayerKv(keys, values, key_scales, value_scales)
+
+
+def put_rows(layer: LayerKv, rows: KvRows, slots: Tensor, *new: Tensor) -> None:
+    """Keys and values [slots, kv_heads, dim]."""
+    block_size = layer.keys.shape[1]
+    blocks, places = slots // block_size, slots % block_size
+    for pool, side in zip(layer.sides, new, strict=True):
+        stored = rows.encode(side)
+        pool.values[blocks, places] = stored.values
+        if pool.scales is not None and stored.scales is not None:
+            pool.scales[blocks, :, places] = stored.scales
 
 
 def describe(lengths: list[tuple[int, int]], block_table: Tensor, slots: Tensor) -> AttentionMetadata:
@@ -61,8 +100,10 @@ def make_pack(
     contexts = [context for _, context in lengths]
     counts = [-(-context // block_size) for context in contexts]
     order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(0)).int()
-    unowned = torch.full((len(order), LAYERS, 2, block_size, kv_heads, head_dim), torch.nan, dtype=dtype)
-    pool = rows.encode(unowned)  # NaN: must never be read
+    segment = Segment(LAYERS, kv_heads, head_dim, dtype, quantization=quantization)
+    memory = torch.zeros(len(order), segment.block_bytes(block_size), dtype=torch.uint8)
+    pool, scales = segment.views(memory, block_size)
+    (scales if scales is not None else pool).fill_(torch.nan)  # must never be read
     table = torch.zeros(len(lengths), max(counts) + 2, dtype=torch.int32)
     keys, values, queries, slots, taken = [], [], [], [], 0
     for s, (query_len, context) in enumerate(lengths):
@@ -74,24 +115,18 @@ def make_pack(
         taken += counts[s]
         positions = torch.arange(context)
         slot = table[s, positions // block_size].long() * block_size + positions % block_size
-        for layer in range(LAYERS):
-            past = slot[: context - query_len]
-            pool[past // block_size, layer, 0, past % block_size] = rows.encode(
-                keys[s][: context - query_len]
-            )
-            pool[past // block_size, layer, 1, past % block_size] = rows.encode(
-                values[s][: context - query_len]
-            )
-        slots.append(slot[-query_len:])
+        slots.append(slot)
     pad = torch.zeros(padding, 1, head_dim, dtype=dtype)
-    metadata = describe(lengths, table, torch.cat([*slots, torch.full((padding,), -1)]))
+    new_slots = [slot[-q:] for slot, (q, _) in zip(slots, lengths, strict=True)]
+    metadata = describe(lengths, table, torch.cat([*new_slots, torch.full((padding,), -1)]))
     new_keys = [k[-q:] for k, (q, _) in zip(keys, lengths, strict=True)]
     new_values = [v[-q:] for v, (q, _) in zip(values, lengths, strict=True)]
-    return Pack(
+    pack = Pack(
         lengths,
         keys,
         values,
         pool,
+        scales,
         rows,
         block_size,
         metadata,
@@ -99,6 +134,9 @@ def make_pack(
         torch.cat([*new_keys, pad.expand(-1, kv_heads, -1)]),
         torch.cat([*new_values, pad.expand(-1, kv_heads, -1)]),
     )
+    for slot, k, v, (q, _) in zip(slots, keys, values, lengths, strict=True):
+        pack.put(slot[:-q], k[:-q], v[:-q])
+    return pack
 
 
 def run(

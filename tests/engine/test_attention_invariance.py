@@ -83,7 +83,7 @@ def run_in_chunks(
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8_rows"])
+@pytest.mark.parametrize("quantization", ["none", "int8_row_scales"])
 def test_sinks(quantization: str) -> None:
     """Alone, in a crowd, with splits shared by threads, in chunks."""
     sinks = torch.tensor([0.5, -3.0, 4.0, 0.0])

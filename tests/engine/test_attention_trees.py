@@ -88,8 +88,8 @@ def chain_of(pack: Pack, places: list[int], query_len: int) -> Pack:
     rows = [place - base for place in places[-query_len:]]
     slots = torch.arange(len(places) - query_len)
     blocks = chain.metadata.block_table[0, slots // chain.block_size].long()
-    chain.pool[blocks, :, 0, slots % chain.block_size] = rows_kept.encode(key[:-query_len, None])
-    chain.pool[blocks, :, 1, slots % chain.block_size] = rows_kept.encode(value[:-query_len, None])
+    past = blocks * chain.block_size + slots % chain.block_size
+    chain.put(past, key[:-query_len], value[:-query_len])
     return replace(chain, query=pack.query[rows], key=key[-query_len:], value=value[-query_len:])
 
 

@@ -143,7 +143,7 @@ class Model:
     def kept(self) -> list[Tensor]:
         """Of the sequence in the first seat, which has the first blocks."""
         states = [part[0] for layer in self.seats.layers for part in layer if part.numel()]
-        return states + [side[:3] for layer in self.pool.layers(TARGET) for side in layer]
+        return states + [side.values[:3] for layer in self.pool.layers(TARGET) for side in layer.sides]
 
 
 @pytest.fixture(scope="module")

@@ -152,7 +152,7 @@ def test_more_tokens_fit_and_the_format_has_a_name_of_its_own(make_engine: Make,
     # A head's 16 values are 32 bytes, or 16 and a scale.
     assert engine.blocks.num_blocks == plain.blocks.num_blocks * 32 // 20
     assert engine.cache_format.kv_format == plain.cache_format.kv_format.replace(
-        "bfloat16", f"bfloat16:{kv_cache_dtype}_rows"
+        "bfloat16", f"bfloat16:{kv_cache_dtype}_row_scales"
     )
     for each in (engine, plain):
         each.add(ask(0))

@@ -63,7 +63,9 @@ def test_layers_are_views_of_their_places(pool: KVPool) -> None:
     assert second.keys.shape == (NUM_BLOCKS, BLOCK_SIZE, 1, 12)
     assert second.values.shape == (NUM_BLOCKS, BLOCK_SIZE, 1, 4)
     assert torch.equal(third.keys, pool.segment(TARGET)[:, 1, 0])
-    assert [side.data_ptr() for side in shared] == [side.data_ptr() for side in first]
+    assert [side.values.data_ptr() for side in shared.sides] == [
+        side.values.data_ptr() for side in first.sides
+    ]
     third.values[5].fill_(9.0)
     assert (pool.segment(TARGET)[5, 1, 1] == 9.0).all()
 

@@ -245,7 +245,7 @@ def test_layers_of_several_shapes_lie_in_rows() -> None:
     group = whole.in_tables(4096)
     assert group.windows == (FULL, *[1024] * 10)
     assert group.num_values == whole.num_values
-    for one in (whole.in_tables(4096, rows=False), whole.stored_as("int8_rows").in_tables(4096)):
+    for one in (whole.in_tables(4096, rows=False), whole.stored_as("int8_row_scales").in_tables(4096)):
         assert one.windows == (0,)
     many = divided([SLIDING] * 40 + [FULL] * 4, [LIKE] * 40 + [LayerShape(1, 8, 8)] * 4)
     assert many.in_tables(100).windows == (FULL, *[SLIDING] * 10)  # rows of half as many values would need 21

@@ -11,11 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from kvtransfer.blocks import scratch
 from kvtransfer.blocks.convert import Converter, RangeError, moves
-from kvtransfer.blocks.layout import LayoutError
-from protocol.handoff import SegmentInfo
+from kvtransfer.blocks.layout import LayoutError, block_bytes
+from protocol.handoff import ROW_QUANTIZATIONS, SegmentInfo
 from tests.kvtransfer.plain_layout import (
     parts,
     plain_block_bytes,
@@ -209,3 +210,42 @@ def test_the_pages_of_cached_tokens_are_not_written_at_all() -> None:
     process.start()
     process.join(60)
     assert process.exitcode == 0
+
+
+def rows_and_scales(block: bytearray | memoryview, info: SegmentInfo) -> tuple[Tensor, Tensor]:
+    """Codes [layers, planes, block_size, kv_heads, head_dim] of a block in rows, and the bits of their scales
+    [layers, planes, kv_heads, block_size].
+    """
+    layers, planes, block_size, heads, head_dim = info.shape
+    of_planes = torch.frombuffer(block, dtype=torch.uint8).view(layers, planes, -1)
+    codes = of_planes[..., : block_size * heads * head_dim].reshape(info.shape)
+    scales = of_planes[..., block_size * heads * head_dim :].contiguous().view(torch.int32)
+    return codes, scales.view(layers, planes, heads, block_size)
+
+
+@pytest.mark.parametrize("block_ids", [[0, 1, 2, 3], [5, 1, 3, 0]], ids=["one after the other", "scattered"])
+@pytest.mark.parametrize("sizes", [(6, 12), (16, 16)], ids=str)
+@pytest.mark.parametrize("quantization", ROW_QUANTIZATIONS.values())
+def test_coded_rows_move_with_their_scales(
+    quantization: str, sizes: tuple[int, int], block_ids: list[int]
+) -> None:
+    kinds = zip(sizes, ("float32", "bfloat16"), strict=True)  # dtypes of what the model computes
+    wire, own = (segment(2, size, 3, 4, dtype=dtype, quantization=quantization) for size, dtype in kinds)
+    wire_bytes, our_bytes = block_bytes([wire]), block_bytes([own])
+    generator = np.random.default_rng(1)
+    staged, pool = (bytearray(generator.bytes(count)) for count in (8 * wire_bytes, 6 * our_bytes))
+    before, num_tokens = bytearray(pool), 45
+    converter = Converter([wire], [own], memoryview(pool))
+    converter.place(memoryview(staged), np.arange(45 // sizes[0] + 1), np.array(block_ids), 2, num_tokens)
+    changed = 0
+    for token in range(num_tokens):
+        index, slot = divmod(token, sizes[0])
+        codes, scales = rows_and_scales(memoryview(staged)[index * wire_bytes :][:wire_bytes], wire)
+        index, place = divmod(token, sizes[1])
+        start = block_ids[index] * our_bytes
+        for kept, is_there in ((pool, token >= 2), (before, False)):
+            to_codes, to_scales = rows_and_scales(memoryview(kept)[start:][:our_bytes], own)
+            same = torch.equal(to_codes[:, :, place], codes[:, :, slot])
+            assert (same and torch.equal(to_scales[..., place], scales[..., slot])) == is_there
+        changed += codes[:, :, slot].numel() + 4 * scales[..., slot].numel() if token >= 2 else 0
+    assert sum(a != b for a, b in zip(pool, before, strict=True)) <= changed

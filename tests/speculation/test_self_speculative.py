@@ -166,7 +166,9 @@ def kv(engine: Engine, sequence: SequenceState, places: range, num_layers: int =
     size = engine.pool.block_size
     numbers, offsets = [blocks[place // size] for place in places], [place % size for place in places]
     layers = engine.pool.layers(TARGET)[:num_layers]
-    return torch.stack([torch.stack([side[numbers, offsets] for side in layer], dim=1) for layer in layers])
+    return torch.stack(
+        [torch.stack([side.values[numbers, offsets] for side in layer.sides], dim=1) for layer in layers]
+    )
 
 
 @pytest.mark.skipif(not HAS_KERNELS, reason="no kernels")

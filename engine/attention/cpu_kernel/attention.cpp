@@ -119,22 +119,30 @@ template <class Query> void Attention::write_row(int64_t token) {
     }
 }
 
-template <class Query> static void put(const Query* row, int head_dim, Query* to) {
+template <class Query> static void put(const Query* row, int head_dim, Query* to, float*) {
     memcpy(to, row, head_dim * sizeof(Query));
 }
-template <class Query> static void put(const Query* row, int head_dim, Int8* to) { encode(row, head_dim, to); }
-template <class Query> static void put(const Query* row, int head_dim, Fp8* to) { encode(row, head_dim, to); }
+template <class Query> static void put(const Query* row, int head_dim, Int8* to, float* scale) {
+    encode(row, head_dim, to, scale);
+}
+template <class Query> static void put(const Query* row, int head_dim, Fp8* to, float* scale) {
+    encode(row, head_dim, to, scale);
+}
 
 template <class Element, class Query> void Attention::write_heads(int64_t token, int64_t slot) {
     const int key_dim = int(layer->key_dim), value_dim = int(layer->value_dim);
     const auto* key = static_cast<const Query*>(call.key) + token * call.key_token;
     const auto* value = static_cast<const Query*>(call.value) + token * call.value_token;
     const int64_t block = slot / pool.block_size * pool.block_stride, offset = slot % pool.block_size;
+    const auto scale = [&](float* scales, int64_t head) {
+        return is_coded<Element> ? scales + block / 4 + head * pool.block_size + offset : nullptr;
+    };
     auto* keys = static_cast<Element*>(layer->keys) + block + offset * layer->key_stride;
     auto* values = static_cast<Element*>(layer->values) + block + offset * layer->value_stride;
     for (int64_t h = 0; h < layer->num_kv_heads; h++) {
-        put(key + h * call.key_head, key_dim, keys + h * stored<Element>(key_dim));
-        if (values != keys) put(value + h * call.value_head, value_dim, values + h * stored<Element>(value_dim));
+        put(key + h * call.key_head, key_dim, keys + h * key_dim, scale(layer->key_scales, h));
+        if (values == keys) continue;
+        put(value + h * call.value_head, value_dim, values + h * value_dim, scale(layer->value_scales, h));
     }
 }
 
@@ -173,8 +181,8 @@ template <class Math, class Element, class Query> struct Attention::Worker {
 
     Worker(Attention& attention, Scratch& scratch)
         : a(attention), step(a.step), call(a.call), how(float(call.scale), float(call.softcap)),
-          key_dim(int(a.layer->key_dim)), value_dim(int(a.layer->value_dim)), key_size(stored<Element>(key_dim)),
-          value_size(stored<Element>(value_dim)), words(key_dim / Math::PER_WORD), width(a.width), origins(a.plan.max_rows()) {
+          key_dim(int(a.layer->key_dim)), value_dim(int(a.layer->value_dim)), words(key_dim / Math::PER_WORD),
+          width(a.width), origins(a.plan.max_rows()) {
         const size_t rows = a.plan.max_rows(), states = rows * RowState::stride(width);
         const size_t sizes[] = {rows * words,          2 * size_t(TILE) * words, size_t(TILE) * width,
                                 size_t(16) * std::max(key_dim, value_dim),
@@ -262,16 +270,21 @@ template <class Math, class Element, class Query> struct Attention::Worker {
     }
 
     void locate(const Task& task, int64_t first_key, int64_t end, TileRows<Element>& to) const {
-        const auto* keys = static_cast<const Element*>(a.layer->keys) + task.first_head * key_size;
-        const auto* values = static_cast<const Element*>(a.layer->values) + task.first_head * value_size;
+        const auto* keys = static_cast<const Element*>(a.layer->keys) + task.first_head * key_dim;
+        const auto* values = static_cast<const Element*>(a.layer->values) + task.first_head * value_dim;
         const int64_t key_stride = a.layer->key_stride, value_stride = a.layer->value_stride;
         int64_t block = first_key / a.pool.block_size, offset = first_key % a.pool.block_size;
         to.count = int(std::clamp<int64_t>(end - first_key, 0, TILE));
+        to.num_runs = 0;
         for (int k = 0; k < to.count; block++, offset = 0) {
             const int64_t start = step.block(task.sequence, block) * a.pool.block_stride;
             const Element* key = keys + start + offset * key_stride;
             const Element* value = values + start + offset * value_stride;
             const int last = int(std::min<int64_t>(to.count, k + a.pool.block_size - offset));
+            if constexpr (CODED) {
+                const int64_t place = start / 4 + task.first_head * a.pool.block_size + offset;
+                to.scales[to.num_runs++] = {a.layer->key_scales + place, a.layer->value_scales + place, last - k};
+            }
             for (; k < last; k++, key += key_stride, value += value_stride) to.keys[k] = key, to.values[k] = value;
         }
         for (int k = to.count; k % 16; k++) to.keys[k] = to.keys[k - 1], to.values[k] = to.values[k - 1];
@@ -289,12 +302,12 @@ template <class Math, class Element, class Query> struct Attention::Worker {
         const bool in_tree = step.is_tree(task.sequence) && first_key + TILE > step.tree_start[task.sequence];
         reads_stored = !in_tree && can_read_stored();
         const int places = reads_stored ? 7 : 11;  // a head's fetches: four for keys, four to pack values, then three
-        Sweep<Element> sweep{*next, key_size * task.heads, value_size * task.heads,
-                             2 * TILE / task.heads / places + 1};
+        Sweep<Element> sweep{*next, key_dim * task.heads, value_dim * task.heads,
+                             2 * TILE / task.heads / places + 1, task.heads, a.pool.block_size};
         if (in_tree) locate(task, first_key + TILE, last_key(task), behind);
         for (int head = 0; head < task.heads; head++) {
-            if (!READABLE_CODES || !reads_stored) take_keys(*tile, head * key_size, sweep, 0);
-            if (!reads_stored) take_values(*tile, head * value_size, sweep, 0);
+            if (!READABLE_CODES || !reads_stored) take_keys(*tile, head, sweep, 0);
+            if (!reads_stored) take_values(*tile, head, sweep, 0);
             if (in_tree) {
                 attend_paths(task, head, first_key, sweep, state);
                 continue;
@@ -312,34 +325,51 @@ template <class Math, class Element, class Query> struct Attention::Worker {
     }
 
     // Packs the keys of tile i: this one, or the one behind it.
-    void take_keys(const TileRows<Element>& from, int64_t offset, Sweep<Element>& sweep, int i) {
-        pack_keys(from, offset, key_dim, words, sweep, buffer, keys + i * TILE * words);
-        if constexpr (CODED) take_scales(from.keys, from.count, offset, key_dim, 0, key_scales + i * TILE);
+    void take_keys(const TileRows<Element>& from, int head, Sweep<Element>& sweep, int i) {
+        pack_keys(from, int64_t(head) * key_dim, key_dim, words, sweep, buffer, keys + i * TILE * words);
+        if constexpr (CODED) take_scales(from, &ScaleRun::keys, head, key_scales + i * TILE, key_scales + (i + 1) * TILE);
+    }
+
+    // Of the rows' keys or values, and zeros behind them.
+    void take_scales(const TileRows<Element>& from, const float* ScaleRun::*side, int head, float* to, float* end) const {
+        for (int i = 0; i < from.num_runs; i++) {
+            const float* scales = from.scales[i].*side + head * a.pool.block_size;
+            const float* const last = scales + from.scales[i].count;
+            for (; last - scales >= 16; scales += 16) to = std::copy_n(scales, 16, to);
+            to = std::copy(scales, last, to);
+        }
+        std::fill(to, end, 0.0f);
     }
 
     // Packs values to the places from `first` on, a multiple of the keys in a word.
-    void take_values(const TileRows<Element>& from, int64_t offset, Sweep<Element>& sweep, int first) {
-        pack_values(from, offset, value_dim, sweep, width, buffer, values + first / Math::PER_WORD * width);
-        if constexpr (CODED) take_scales(from.values, from.count, offset, value_dim, first, value_scales);
+    void take_values(const TileRows<Element>& from, int head, Sweep<Element>& sweep, int first) {
+        Word* const to = values + first / Math::PER_WORD * width;
+        pack_values(from, int64_t(head) * value_dim, value_dim, sweep, width, buffer, to);
+        if constexpr (CODED) take_scales(from, &ScaleRun::values, head, value_scales + first, value_scales + TILE);
     }
 
     // For a tile with keys of the tree: each row's keys are moved to the places that they would have in a chain, so
     // that the row's result has the same bits as in a chain.
     void attend_paths(const Task& task, int head, int64_t first_key, Sweep<Element>& sweep, const RowState& state) {
         const int64_t start = step.tree_start[task.sequence];
-        take_keys(behind, head * key_size, sweep, 1);
+        take_keys(behind, head, sweep, 1);
         const int in_place = int(std::clamp<int64_t>(start - first_key, 0, TILE)) / Math::PER_WORD * Math::PER_WORD;
         for (int q = 0; q < task.queries; q++) {
             const Path path(step.path(task.sequence, task.first_query + q), start - first_key);
             if (path.end <= in_place) continue;
             TileRows<Element> moved;
             for (int k = in_place; k < path.end; k++)
-                moved.values[moved.count++] = (path.from[k] < TILE ? *tile : behind).values[path.from[k] % TILE];
-            take_values(moved, head * value_size, sweep, in_place);
+                move_value(path.from[k] < TILE ? *tile : behind, path.from[k] % TILE, moved);
+            take_values(moved, head, sweep, in_place);
             const int first = head * head_rows + q * a.plan.group, last = first + a.plan.group;
             for (int row = first; row < last; row += BLOCK_ROWS)
                 attend_rows(row, std::min(BLOCK_ROWS, last - row), first_key, head, sweep, state, &path);
         }
+    }
+
+    static void move_value(const TileRows<Element>& from, int k, TileRows<Element>& to) {
+        to.values[to.count++] = from.values[k];
+        if constexpr (CODED) to.scales[to.num_runs++] = from.scale(k);
     }
 
     void attend_rows(int row, int count, int64_t first_key, int head, Sweep<Element>& sweep, const RowState& state,
@@ -373,7 +403,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
                 rescale_rows(state.output(row), state.stride(), count, width, rescale);
                 if constexpr (READABLE_CODES)
                     if (reads_stored)
-                        return add_codes(tile->values, head * value_size, value_dim, most, count, weights, weight_units,
+                        return add_codes(tile->values, head * value_dim, value_dim, most, count, weights, weight_units,
                                          sweep, state.output(row), state.stride());
                 std::copy(weight_units, weight_units + count, rescale);
             }
@@ -383,7 +413,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
                                    width / LANES);
         };
         if constexpr (READABLE)
-            if (reads_stored) return add(InPlace<Element>{tile->values, head * value_size});
+            if (reads_stored) return add(InPlace<Element>{tile->values, head * value_dim});
         add(Packed<Word>{values, width});
     }
 
@@ -396,10 +426,10 @@ template <class Math, class Element, class Query> struct Attention::Worker {
 
     // The same of this tile, where its keys lie; and its values' scales.
     void score_stored(int row, int count, int num_keys, int head, Sweep<Element>& sweep) {
-        score_codes(tile->keys, head * key_size, key_dim, num_keys, count, &byte_queries[row], units + row, sweep,
+        score_codes(tile->keys, head * key_dim, key_dim, num_keys, count, &byte_queries[row], units + row, sweep,
                     scores);
-        take_stored_scales(tile->keys, num_keys, head * key_size, key_dim, key_scales);
-        take_stored_scales(tile->values, num_keys, head * value_size, value_dim, value_scales);
+        take_scales(*tile, &ScaleRun::keys, head, key_scales, key_scales + TILE);
+        take_scales(*tile, &ScaleRun::values, head, value_scales, value_scales + TILE);
         scale_scores(count, num_keys, key_scales, scores);
     }
 
@@ -432,7 +462,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
     const Step& step;
     const Call& call;
     const ScoreScale how;
-    const int key_dim, value_dim, key_size, value_size, words, width;
+    const int key_dim, value_dim, words, width;
     std::vector<Origin> origins;
     Word *queries, *keys, *values, *buffer, *weights;
     float *scores, *units, *key_scales, *value_scales;

@@ -16,8 +16,9 @@ from engine.attention.interface import AttentionMetadata, LayerKv
 from engine.kv_rows import KvRows
 from native.build import declare, load_library
 from native.openmp import gomp_parallel
+from protocol.handoff import ROW_QUANTIZATIONS
 
-_STORED = ("none", "int8_rows", "fp8_rows")
+_STORED = ("none", ROW_QUANTIZATIONS["int8"], ROW_QUANTIZATIONS["fp8"])
 """`Stored` of step.h."""
 
 
@@ -49,22 +50,13 @@ class CpuBackend:
         self._rows = rows or KvRows(first.dtype)
         self.parallel = gomp_parallel()
         """The address of the function that runs work on several threads (native/parallel.h)."""
-        if (
-            self._rows.dtype not in (torch.float32, torch.bfloat16)
-            or first.dtype is not self._rows.stored_dtype
-        ):
+        if self._rows.dtype not in (torch.float32, torch.bfloat16) or not layers[0].fits(self._rows):
             raise ValueError(f"layers of {first.dtype} are not rows of {self._rows} that the kernel reads")
         num_blocks, self.block_size, _, _ = first.shape
         self._library = load()
         self._layers = list(layers)
         self._num_rows = 0
-        table = [
-            KvLayerArgs(
-                *(side.data_ptr() for side in layer), *(side.stride(1) for side in layer), *self._shape(layer)
-            )
-            for layer in layers
-        ]
-        copied = (KvLayerArgs * len(layers))(*table)
+        copied = (KvLayerArgs * len(layers))(*map(_layer_args, layers))
         described = PoolArgs(
             ctypes.addressof(copied),
             len(layers),
@@ -152,18 +144,13 @@ class CpuBackend:
         self._run(self._kernel, ctypes.byref(call))
         return out
 
-    def _shape(self, layer: LayerKv) -> tuple[int, int, int]:
-        """A layer's KV heads, and the sizes of their keys and values."""
-        key_dim, value_dim = (self._rows.head_dim(side.shape[3]) for side in layer)
-        return layer.keys.shape[2], key_dim, value_dim
-
     def _check(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """What the kernel would read or write out of bounds."""
         if self._metadata is None:
             raise RuntimeError("begin_step must come before forward")
         if not 0 <= layer < len(self._layers):
             raise ValueError(f"layer {layer} is not among the pool's {len(self._layers)}")
-        rows, (kv_heads, key_dim, value_dim) = self._num_rows, self._shape(self._layers[layer])
+        rows, (kv_heads, key_dim, value_dim) = self._num_rows, _shape(self._layers[layer])
         keys, values = (rows, kv_heads, key_dim), (rows, kv_heads, value_dim)
         if key.shape != keys or value.shape != values:
             raise ValueError(
@@ -173,3 +160,16 @@ class CpuBackend:
             raise ValueError(f"query {tuple(query.shape)} does not fit keys {keys}")
         if not query.dtype is key.dtype is value.dtype is self._rows.dtype:
             raise ValueError(f"query, key and value must be of the pool's {self._rows.dtype}")
+
+
+def _shape(layer: LayerKv) -> tuple[int, int, int]:
+    """A layer's KV heads, and the sizes of their keys and values."""
+    return *layer.keys.shape[2:], layer.values.shape[3]
+
+
+def _layer_args(layer: LayerKv) -> KvLayerArgs:
+    return KvLayerArgs(
+        *(None if each is None else each.data_ptr() for each in layer),
+        *(side.values.stride(1) for side in layer.sides),
+        *_shape(layer),
+    )

@@ -1,5 +1,5 @@
-// Rows of the pool in one byte a value: a head's key or value of one token is its codes, then their scale, a
-// float32. A value is its code times the scale. Each row is written once, from its own values alone.
+// Rows of the pool in one byte a value: a head's key or value of one token is its codes, and a scale, a float32, which
+// lies apart. A value is its code times the scale. Each row is written once, from its own values alone.
 #pragma once
 
 #include "simd.h"
@@ -17,14 +17,8 @@ template <class Element> inline constexpr bool is_coded = false;
 template <> inline constexpr bool is_coded<Int8> = true;
 template <> inline constexpr bool is_coded<Fp8> = true;
 
-constexpr int SCALE_BYTES = 4;
 constexpr int MAX_CODES = 512;  // of a row
 constexpr float SMALLEST = 1e-30f;  // rows with no larger value are stored as zeros
-
-// Elements of a stored row.
-template <class Element> static inline int stored(int head_dim) {
-    return is_coded<Element> ? head_dim + SCALE_BYTES : head_dim;
-}
 
 static inline float to_float(float x) { return x; }
 static inline float to_float(uint16_t x) { return bf16_to_float(x); }
@@ -54,7 +48,7 @@ static inline float from_code(Fp8 x) {
 }
 
 // A row with a value that is not finite gets a scale that is not a number, and so do all results from it.
-template <class Code, class Element> static void encode(const Element* row, int head_dim, Code* to) {
+template <class Code, class Element> static void encode(const Element* row, int head_dim, Code* to, float* scale) {
     uint32_t most = 0;  // without its sign, a float orders like its bits
     for (int d = 0; d < head_dim; d++) {
         const uint32_t magnitude = bits_of(to_float(row[d])) & 0x7fffffff;
@@ -63,13 +57,6 @@ template <class Code, class Element> static void encode(const Element* row, int 
     const float top = float_of(most);
     const bool finite = most < 0x7f800000, is_zero = top < SMALLEST;
     const float inverse = is_zero || !finite ? 0 : Code::LARGEST / top;
-    const float scale = !finite ? std::numeric_limits<float>::quiet_NaN() : is_zero ? 0 : top / Code::LARGEST;
+    *scale = !finite ? std::numeric_limits<float>::quiet_NaN() : is_zero ? 0 : top / Code::LARGEST;
     for (int d = 0; d < head_dim; d++) to[d] = to_code(finite ? to_float(row[d]) * inverse : 0, Code{});
-    memcpy(to + head_dim, &scale, sizeof scale);
-}
-
-template <class Code> static inline float scale_of(const Code* row, int head_dim) {
-    float scale;
-    memcpy(&scale, row + head_dim, sizeof scale);
-    return scale;
 }

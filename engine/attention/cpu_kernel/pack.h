@@ -188,10 +188,25 @@ static inline void transpose_codes(const int32_t* const* from, int fours, int32_
     }
 }
 
+// Where the scales of so many tokens lie, one after the other, for the first head of a task.
+struct ScaleRun {
+    const float *keys, *values;
+    int count;
+};
+
 // Pointers to a tile's keys and values, for the first head of a task; after them, up to a multiple of 16, to the last.
 template <class Element> struct TileRows {
     const Element *keys[TILE], *values[TILE];
     int count = 0;
+    ScaleRun scales[is_coded<Element> ? TILE : 1];
+    int num_runs = 0;
+
+    // Of row k alone.
+    ScaleRun scale(int k) const {
+        const ScaleRun* run = scales;
+        while (k >= run->count) k -= run++->count;
+        return {run->keys + k, run->values + k, 1};
+    }
 };
 
 // Prefetches the next tile, for all heads of the task, in memory order. It takes a few rows at a time, between
@@ -200,7 +215,16 @@ template <class Element> struct Sweep {
     const TileRows<Element>& rows;
     int key_elements, value_elements;  // of a row, all heads
     int quota;                         // rows to fetch at a time
+    int heads;
+    int64_t block_size;
     int done = 0;
+
+    __attribute__((always_inline)) void fetch_scales(const ScaleRun& run) {
+        for (int head = 0; head < heads; head++) {
+            __builtin_prefetch(run.keys + head * block_size, 0, 2);
+            __builtin_prefetch(run.values + head * block_size, 0, 2);
+        }
+    }
 
     // always_inline: g++ drops calls to a function that only prefetches, because it sees no effect.
     __attribute__((always_inline)) void fetch() {
@@ -209,6 +233,7 @@ template <class Element> struct Sweep {
             const bool value = done >= rows.count;
             const Element* row = value ? rows.values[done - rows.count] : rows.keys[done];
             for (int e = 0; e < (value ? value_elements : key_elements); e += LINE) __builtin_prefetch(row + e, 0, 2);
+            if (done < rows.num_runs) fetch_scales(rows.scales[done]);
         }
     }
 };
@@ -265,14 +290,6 @@ static void pack_keys(const TileRows<Fp8>& rows, int64_t offset, int head_dim, i
 static void pack_keys(const TileRows<Int8>& rows, int64_t offset, int head_dim, int, Sweep<Int8>& sweep,
                       int32_t* buffer, int32_t* packed) {
     each_16_keys<int32_t>(rows, offset, sweep, [&](auto keys, int first) { transpose_codes(keys, head_dim / 4, buffer, packed + first); });
-}
-
-// scales[TILE]: of the rows at this offset, zeros after the last one.
-template <class Element>
-static void take_scales(const Element* const* rows, int count, int64_t offset, int head_dim, int first, float* scales) {
-#pragma GCC unroll 8
-    for (int k = 0; k < count; k++) scales[first + k] = scale_of(rows[k] + offset, head_dim);
-    for (int k = first + count; k < TILE; k++) scales[k] = 0;
 }
 
 // packed[key][width]: the rows one after another, zeros from head_dim to width.

@@ -12,9 +12,11 @@ enum Stored : int64_t { PLAIN, INT8, FP8 };
 
 // A layer's KV: where the first block's keys and values begin, and the strides from a token's to the next one's, in
 // elements. An element is a value, or a byte where codes are stored. A token's heads lie one after the other. Where
-// both begin at one place, values are the first ones of each row of keys.
+// both begin at one place, values are the first ones of each row of keys. Codes have scales, [num_kv_heads, block_size]
+// in each block.
 struct KvLayer {
     void *keys, *values;
+    float *key_scales, *value_scales;  // or null
     int64_t key_stride, value_stride, num_kv_heads, key_dim, value_dim;
 };
 

@@ -43,19 +43,6 @@ static inline __m512i four_rows(const Int8* const* rows, int64_t offset) {
     return _mm512_inserti32x4(v, bytes(12), 3);
 }
 
-// Of 16 rows.
-static inline Vec scales_of_16(const Int8* const* rows, int64_t offset, int head_dim) {
-    __m512i v[4];  // a scale is the last word of each lane
-    for (int i = 0; i < 4; i++) v[i] = four_rows(rows + i, offset + head_dim + SCALE_BYTES - 16);
-    const __m512i v01 = _mm512_unpackhi_epi32(v[0], v[1]), v23 = _mm512_unpackhi_epi32(v[2], v[3]);
-    return (Vec)_mm512_unpackhi_epi64(v01, v23);
-}
-
-// scales[TILE]: of a tile's keys, or of its values.
-static void take_stored_scales(const Int8* const* rows, int count, int64_t offset, int head_dim, float* scales) {
-    for (int first = 0; first < count; first += 16) store(scales + first, scales_of_16(rows + first, offset, head_dim));
-}
-
 // The sum of each lane's words, of 16 lanes: v[i] has those of keys i, i + 4, i + 8 and i + 12.
 static inline IntVec sums_of_lanes(const IntVec* sums) {
     const auto* v = (const __m512i*)sums;

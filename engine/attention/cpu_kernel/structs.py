@@ -7,7 +7,7 @@ from ctypes import Structure, c_double, c_int64, c_void_p
 
 class KvLayerArgs(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("keys", "values")),
+        *((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
         *((name, c_int64) for name in ("key_stride", "value_stride", "num_kv_heads", "key_dim", "value_dim")),
     )
 

@@ -18,8 +18,9 @@ from engine.attention.triton_kernel.softmax import fade, mean, share, tanh
 @triton.jit
 def _rows_of(
     pool,
-    scales,
     place,
+    scales,
+    scale_place,
     inside,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
@@ -35,7 +36,7 @@ def _rows_of(
     factor = 1.0
     if scales is not None:
         stored = decode(stored, FP8)
-        factor = tl.load(scales + place // 4, mask=inside, other=0.0)
+        factor = tl.load(scales + scale_place, mask=inside, other=0.0)
         if FP8:
             factor = factor * 256.0
     return stored.to(MULTIPLIED), factor
@@ -61,6 +62,7 @@ def _attend_to(
     values_block,
     values_token,
     values_offset,
+    scales_offset,
     scale,
     softcap,
     EDGE: tl.constexpr,
@@ -90,8 +92,9 @@ def _attend_to(
         place = block * keys_block + token * keys_token + keys_offset
         k, k_factor = _rows_of(
             keys,
-            key_scales,
             place,
+            key_scales,
+            block * (keys_block // 4) + scales_offset + token,
             inside,
             KEY_DIM,
             KEY_PADDED,
@@ -102,8 +105,9 @@ def _attend_to(
         if TAIL_PADDED:
             k_tail, _ = _rows_of(
                 keys,
-                None,
                 place + KEY_PADDED,
+                None,
+                None,
                 inside,
                 KEY_DIM - KEY_PADDED,
                 TAIL_PADDED,
@@ -128,8 +132,9 @@ def _attend_to(
         else:
             v, v_factor = _rows_of(
                 values,
-                value_scales,
                 block * values_block + token * values_token + values_offset,
+                value_scales,
+                block * (values_block // 4) + scales_offset + token,
                 inside,
                 VALUE_DIM,
                 VALUE_PADDED,
@@ -313,6 +318,7 @@ def attend(
                 values_block,
                 values_token,
                 values_offset,
+                kv_head * PAGE,
                 scale,
                 softcap,
                 part != 1,

@@ -18,6 +18,7 @@ from engine.attention.triton_kernel.plan import plan
 from engine.attention.triton_kernel.write import write
 from engine.kv_rows import KvRows
 from engine.triton_support import ceil_div, power_of_two
+from protocol.handoff import ROW_QUANTIZATIONS
 
 LOG2E = 1.4426950408889634
 MULTIPLIED = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -52,23 +53,17 @@ class PoolLayer:
     """What the kernels are told of a layer's part of the pool."""
 
     def __init__(self, kv: LayerKv, rows: KvRows) -> None:
-        _, self.block_size, self.kv_heads, _ = kv.keys.shape
-        self.dims = rows.head_dim(kv.keys.shape[3]), rows.head_dim(kv.values.shape[3])
-        key_dim, value_dim = self.dims
+        _, self.block_size, self.kv_heads, key_dim = kv.keys.shape
+        self.dims = key_dim, value_dim = key_dim, kv.values.shape[3]
         tail = 0 if rows.coded else min(max(0, key_dim - LARGEST_DIM), LARGEST_DIM)
         if max(key_dim - tail, value_dim) > LARGEST_DIM:
             raise ValueError(f"head_dim {max(self.dims)}: the triton kernel takes at most {LARGEST_DIM}")
         self.padded = power_of_two(key_dim - tail), power_of_two(value_dim)
         self.tail_padded = power_of_two(tail) if tail else 0
         self.values_in_keys = kv.values_in_keys
-        scales: list[Tensor | None] = [None, None]
-        if rows.coded:
-            scales = [
-                side.view(torch.float32)[..., dim // 4 :] for side, dim in zip(kv, self.dims, strict=True)
-            ]
-        self.strides = [stride for side in kv for stride in side.stride()[:3]]
-        self.pool = kv.keys, scales[0], kv.values, scales[1]
-        self.is_fp8 = rows.quantization == "fp8_rows"
+        self.strides = [stride for side in kv.sides for stride in side.values.stride()[:3]]
+        self.pool = kv.keys, kv.key_scales, kv.values, kv.value_scales
+        self.is_fp8 = rows.quantization == ROW_QUANTIZATIONS["fp8"]
 
 
 class TritonBackend:
@@ -82,7 +77,7 @@ class TritonBackend:
         self.arena, self.num_tables = arena, 1
         first = layers[0].keys
         self._rows = rows or KvRows(first.dtype)
-        if self._rows.dtype not in MULTIPLIED or first.dtype is not self._rows.stored_dtype:
+        if self._rows.dtype not in MULTIPLIED or not layers[0].fits(self._rows):
             raise ValueError(f"layers of {first.dtype} are not rows of {self._rows} that the kernel reads")
         self.block_size = first.shape[1]
         self.layers = [PoolLayer(layer, self._rows) for layer in layers]

@@ -9,6 +9,12 @@ from engine.attention.triton_kernel.codes import encode
 
 
 @triton.jit
+def scale_at(scales, block, token, head, block_stride, PAGE: tl.constexpr):
+    """Where a row's scale lies among `scales` [blocks, heads, PAGE], in blocks of so many bytes."""
+    return scales + block * (block_stride // 4) + head * PAGE + token
+
+
+@triton.jit
 def store_row(values, place, scale_place, DIM: tl.constexpr, PADDED: tl.constexpr, FP8: tl.constexpr):
     """A head's key or value [PADDED], as the pool keeps it; `scale_place` is None where it is not coded."""
     d = tl.arange(0, PADDED)
@@ -50,9 +56,7 @@ def write(
     PAGE: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Of a row (program 0) and a KV head (program 1). Strides are in elements; those of the scales' views are
-    a quarter of those of the bytes.
-    """
+    """Of a row (program 0) and a KV head (program 1). Strides are in elements, of codes in bytes."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -64,8 +68,10 @@ def write(
     block, token = slot // PAGE, slot % PAGE
     key_place = block * keys_block + token * keys_token + head * keys_head
     value_place = block * values_block + token * values_token + head * values_head
-    key_scale = None if key_scales is None else key_scales + key_place // 4
-    value_scale = None if value_scales is None else value_scales + value_place // 4
+    key_scale, value_scale = None, None
+    if key_scales is not None:
+        key_scale = scale_at(key_scales, block, token, head, keys_block, PAGE)
+        value_scale = scale_at(value_scales, block, token, head, values_block, PAGE)
     d = tl.arange(0, KEY_PADDED)
     new_key = tl.load(key + row * key_row + head * key_head + d, mask=d < KEY_DIM, other=0.0)
     store_row(new_key, keys + key_place, key_scale, KEY_DIM, KEY_PADDED, FP8)

@@ -130,7 +130,7 @@ def test_groups_larger_than_a_tile() -> None:
     near(step.run(TritonBackend), step.in_float64().run(TorchBackend))
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8_rows", "fp8_rows"])
+@pytest.mark.parametrize("quantization", ["none", "int8_row_scales", "fp8_row_scales"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_pool_gets_the_bytes_that_torch_writes(dtype: torch.dtype, quantization: str) -> None:
     steps = [
@@ -150,13 +150,13 @@ def test_the_pool_gets_the_bytes_that_torch_writes(dtype: torch.dtype, quantizat
         torch.testing.assert_close(ours, theirs, atol=0, rtol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("quantization", ["int8_rows", "fp8_rows"])
+@pytest.mark.parametrize("quantization", ["int8_row_scales", "fp8_row_scales"])
 def test_every_code_is_read_as_its_value(quantization: str) -> None:
     """A row that sees itself alone gives its value, which has all codes, at a scale of 1."""
     shape = Shape(torch.float32, quantization, kv_heads=1, value_dim=256)
     step = Step.of(Case(shape, Options(), (Sequence(1, 1, 1),)))
     codes = torch.arange(256, dtype=torch.uint8).view(CODE_DTYPES[quantization]).float()
-    most = 127 if quantization == "int8_rows" else 448
+    most = 127 if quantization == "int8_row_scales" else 448
     values = codes.nan_to_num(0.0).clamp(min=-most)
     step.new[2][0, 0] = values
     near(step.run(TritonBackend)[0], values.double().expand(2, -1))
@@ -179,12 +179,16 @@ def test_programs_may_run_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pools_of_more_elements_than_32_bits_count() -> None:
     """Their pages are not there but for the few that are written."""
-    step = Step.of(Case(Shape(torch.float32, "int8_rows", kv_heads=1), Options(), (Sequence(2, 20, 1),)))
+    step = Step.of(
+        Case(Shape(torch.float32, "int8_row_scales", kv_heads=1), Options(), (Sequence(2, 20, 1),))
+    )
     expected = step.run(TritonBackend)
     far = torch.empty(4 << 30, dtype=torch.uint8)
     layer = LayerKv(
         *(
-            far[place << 20 :].as_strided(side.shape, (1 << 30, *side.stride()[1:]))
+            far[place << 20 :]
+            .view(side.dtype)
+            .as_strided(side.shape, ((1 << 30) // side.itemsize, *side.stride()[1:]))
             for place, side in enumerate(step.layer)
         )
     )

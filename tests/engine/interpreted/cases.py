@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.attention.interface import AttentionMetadata, LayerKv
-from engine.kv_rows import KvRows
+from engine.kv_rows import KvRows, StoredRows
+from tests.engine.attention_packs import empty_layer, put_rows
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,10 @@ FORMATS = [
     (torch.float32, "none"),
     (torch.bfloat16, "none"),
     (torch.float16, "none"),
-    (torch.float32, "int8_rows"),
-    (torch.bfloat16, "int8_rows"),
-    (torch.float32, "fp8_rows"),
-    (torch.bfloat16, "fp8_rows"),
+    (torch.float32, "int8_row_scales"),
+    (torch.bfloat16, "int8_row_scales"),
+    (torch.float32, "fp8_row_scales"),
+    (torch.bfloat16, "fp8_row_scales"),
 ]
 
 
@@ -147,7 +148,8 @@ class Step:
         shape, size = case.shape, case.shape.block_size
         counts = [-(-each.context_len // size) for each in case.sequences]
         blocks = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(1)).int()
-        layer = _empty_layer(shape, len(blocks))
+        dims = shape.key_dim, shape.value_dim
+        layer = _of_shape(shape, *empty_layer(shape.rows, shape.kv_heads, dims, len(blocks), size))
         table = torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32)
         parts, slots, taken = [], [], 0
         for each, count, row in zip(case.sequences, counts, table, strict=True):
@@ -157,8 +159,7 @@ class Step:
             place = torch.arange(each.context_len)
             slot = row[place // size].long() * size + place % size
             old = slot[: -each.query_len]
-            for pool, values in zip(layer, numbers[1:], strict=True):
-                pool[old // size, old % size] = shape.rows.encode(values[: -each.query_len])
+            put_rows(layer, shape.rows, old, *(values[: -each.query_len] for values in numbers[1:]))
             slots.append(slot[-each.query_len :])
             parts.append([values[-each.query_len :] for values in numbers])
         pad = torch.zeros(case.padding, 1, 1, dtype=shape.dtype)
@@ -200,13 +201,13 @@ class Step:
         size, window = self.case.shape.block_size, self.case.options.sliding_window
         for each, table in zip(self.case.sequences, self.metadata.block_table, strict=True):
             place = torch.arange(each.first_seen(window))
-            for pool, new in zip(self.layer, self.new[1:], strict=True):
-                pool[table[place // size].long(), place % size] = self.rows.encode(new[:1] * torch.nan)
+            slots = table[place // size].long() * size + place % size
+            put_rows(self.layer, self.rows, slots, *(new[:1] * torch.nan for new in self.new[1:]))
 
     def in_float64(self) -> Step:
         """The same values; coded ones are decoded."""
         exact = KvRows(torch.float32, self.rows.quantization)
-        decoded = LayerKv(*(exact.decode(side).double() for side in self.layer))
+        decoded = LayerKv(*(exact.decode(_by_token(side)).double() for side in self.layer.sides))
         new = [tensor.double() for tensor in self.new]
         if self.rows.coded:
             new[1:] = [exact.decode(exact.encode(tensor)).double() for tensor in new[1:]]
@@ -214,30 +215,22 @@ class Step:
         return Step(replace(self.case, shape=shape), decoded, self.metadata, tuple(new), self.sinks)
 
 
-def _empty_layer(shape: Shape, num_blocks: int) -> LayerKv:
-    """Of a pool of two layers, keys and values of a block one behind the other. NaN: must not be read."""
-    sides = [
-        shape.rows.encode(
-            torch.full((num_blocks, shape.block_size, shape.kv_heads, dim), torch.nan).to(shape.dtype)
-        )
-        for dim in (shape.key_dim, shape.value_dim)
-    ]
-    widths = [side[0].numel() for side in sides]
-    both = torch.cat([side.flatten(1) for side in sides] * 2, dim=1)
-    parts = both[:, sum(widths) :].split(widths, dim=1)
-    return _of_shape(
-        shape, *(part.unflatten(1, side.shape[1:]) for part, side in zip(parts, sides, strict=True))
-    )
+def _of_shape(shape: Shape, keys: Tensor, values: Tensor, *scales: Tensor | None) -> LayerKv:
+    return LayerKv(keys, keys[..., : shape.value_dim] if shape.values_in_keys else values, *scales)
 
 
-def _of_shape(shape: Shape, keys: Tensor, values: Tensor) -> LayerKv:
-    return LayerKv(keys, keys[..., : shape.value_dim] if shape.values_in_keys else values)
+def _by_token(side: StoredRows) -> StoredRows:
+    """With the scales in the order of the values."""
+    return side if side.scales is None else side._replace(scales=side.scales.transpose(1, 2))
 
 
-def _moved(layer: LayerKv, device: torch.device) -> list[Tensor]:
+def _moved(layer: LayerKv, device: torch.device) -> list[Any]:
     """With the strides that they have in their pool."""
-    moved = []
+    moved: list[Tensor | None] = []
     for side in layer:
+        if side is None:
+            moved.append(None)
+            continue
         whole = side.as_strided((side.untyped_storage().nbytes() // side.itemsize,), (1,), 0)
         moved.append(whole.to(device).as_strided(side.shape, side.stride(), side.storage_offset()))
     return moved

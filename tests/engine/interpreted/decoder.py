@@ -72,7 +72,7 @@ def pool_of(head_dim: int, quantization: str) -> KVPool:
     return KVPool(PoolLayout((group,), 16), 8, CPU, None)
 
 
-CASES = [*((name, "none") for name in CONFIGS), ("qwen3", "int8_rows")]
+CASES = [*((name, "none") for name in CONFIGS), ("qwen3", "int8_row_scales")]
 
 
 @pytest.mark.parametrize(("name", "quantization"), CASES)
