@@ -7,7 +7,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from engine.lora.packed import PackedProduct
 from engine.lora.structs import AdaptedArgs, PartArgs
-from engine.lora.table import Adapters, Weights
+from engine.lora.table import NOTHING, Adapters, Weights
 from engine.rows import SequenceRows
 from native.build import declare, load_library
 from native.openmp import gomp_parallel
@@ -36,11 +36,25 @@ def kernel_address() -> int:
     return ctypes.cast(kernel(), ctypes.c_void_p).value or 0  # type: ignore[arg-type]
 
 
+class Addition(Protocol):
+    def add(self, out: Tensor, x: Tensor, path: str) -> None:
+        """To a layer's output `out` [..., outputs], for its input `x` [..., inputs]."""
+
+
 class AdaptedRows(NamedTuple):
     """The packed rows of one adapter, int64."""
 
     weights: Weights
     rows: Tensor
+
+    def add(self, out: Tensor, x: Tensor, path: str) -> None:
+        """As `Addition.add`."""
+        product = self.weights.products.get(path)
+        if isinstance(product, PackedProduct):
+            _run_kernel(out, x, product, self.rows)
+        elif product is not None:
+            own = x.reshape(-1, x.shape[-1]).index_select(0, self.rows)
+            out.view(-1, out.shape[-1]).index_add_(0, self.rows, own @ product.down.T @ product.up.T)
 
 
 def groups_of(batch: Sequence[SequenceRows], adapters: Adapters, device: torch.device) -> list[AdaptedRows]:
@@ -49,7 +63,7 @@ def groups_of(batch: Sequence[SequenceRows], adapters: Adapters, device: torch.d
     start = 0
     for each in batch:
         end = start + len(each.token_ids)
-        if each.adapter:
+        if each.adapter not in (0, NOTHING):
             rows[each.adapter].extend(range(start, end))
         start = end
     return [
@@ -57,14 +71,14 @@ def groups_of(batch: Sequence[SequenceRows], adapters: Adapters, device: torch.d
     ]
 
 
-_current: Sequence[AdaptedRows] = ()
+_current: Sequence[Addition] = ()
 _attached: WeakSet[nn.Module] = WeakSet()
 
 
-def begin_step(groups: Sequence[AdaptedRows]) -> None:
+def begin_step(additions: Sequence[Addition]) -> None:
     """What the layers add from now on, whatever model they belong to."""
     global _current
-    _current = groups
+    _current = additions
 
 
 def attach(model: PreTrainedModel, adapters: Adapters) -> None:
@@ -79,17 +93,12 @@ def attach(model: PreTrainedModel, adapters: Adapters) -> None:
 
 
 def _hook(path: str, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    _add_adapters(output, inputs[0], path)
+    add_adapters(output, inputs[0], path)
 
 
 def _run(out: Tensor, x: Tensor, path: str) -> None:
-    for weights, rows in _current:
-        product = weights.products.get(path)
-        if isinstance(product, PackedProduct):
-            _run_kernel(out, x, product, rows)
-        elif product is not None:
-            own = x.reshape(-1, x.shape[-1]).index_select(0, rows)
-            out.view(-1, out.shape[-1]).index_add_(0, rows, own @ product.down.T @ product.up.T)
+    for addition in _current:
+        addition.add(out, x, path)
 
 
 def _run_kernel(out: Tensor, x: Tensor, product: PackedProduct, rows: Tensor) -> None:
@@ -109,4 +118,4 @@ _library = torch.library.Library("tandem", "FRAGMENT")
 _library.define("add_adapters(Tensor(a!) out, Tensor x, str path) -> ()")
 _library.impl("add_adapters", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("tandem::add_adapters", _run_meta, lib=_library)
-_add_adapters = torch.ops.tandem.add_adapters.default
+add_adapters = torch.ops.tandem.add_adapters.default

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -17,9 +17,14 @@ from engine.linear.packed import kernel_fault
 from engine.linear.quantized import QuantizedLinear
 from engine.lora.files import AdapterError, AdapterFiles, LinearShape, Product, read_adapter
 from engine.lora.packed import PackedProduct, pack
+from engine.lora.placed import place, table_of
+from engine.rows import SequenceRows
 from protocol.adapters import MAX_ADAPTERS, Adapter
 
 logger = logging.getLogger("tandem.engine")
+
+NOTHING = -1
+"""A slot of no adapter: its rows are computed as those with one, to which it adds nothing."""
 
 
 def adaptable(model: PreTrainedModel) -> dict[str, LinearShape]:
@@ -39,13 +44,14 @@ def adaptable(model: PreTrainedModel) -> dict[str, LinearShape]:
 
 @dataclass(eq=False)
 class Weights:
-    """Of a loaded adapter. `products` are by the paths of the linear layers: packed where the kernel adds
-    them, else in the model's dtype.
+    """Of a loaded adapter. `products` are by the paths of the linear layers: packed where the kernel of CPUs
+    adds them, else in the model's dtype, with a `table` of them on the device (`engine.lora.placed`).
     """
 
     products: Mapping[str, Product | PackedProduct]
     path: str
     digest: str
+    table: Tensor | None = None
     named: dict[str, Adapter] = field(default_factory=dict)
     num_users: int = 0
 
@@ -70,7 +76,7 @@ class Adapters:
         self, linears: Mapping[str, LinearShape], device: torch.device, dtype: torch.dtype, max_rank: int
     ) -> None:
         self.linears = linears
-        self._device, self._dtype, self._max_rank = device, dtype, max_rank
+        self.device, self.dtype, self.max_rank = device, dtype, max_rank
         self._slots: dict[str, int] = {}
         self._weights: dict[int, Weights] = {}
         self._numbers = itertools.count(1)
@@ -121,6 +127,19 @@ class Adapters:
     def weights(self, slot: int) -> Weights:
         return self._weights[slot]
 
+    def addresses(self, batch: Sequence[SequenceRows]) -> list[int]:
+        """Of the table of each sequence's adapter, which stays there while one of them uses it, and until
+        the device has run what was launched meanwhile; 0: none.
+        """
+        return [self._address(rows.adapter) for rows in batch]
+
+    def _address(self, slot: int) -> int:
+        if slot in (0, NOTHING):
+            return 0
+        table = self._weights[slot].table
+        assert table is not None
+        return table.data_ptr()
+
     def keep(self, slot: int, path: str, digest: str) -> None:
         """What another table has in this slot. Raises `AdapterError`."""
         self._put(slot, path, self._files(path, digest))
@@ -139,7 +158,7 @@ class Adapters:
                 self._others.drop(slot)
 
     def _files(self, path: str, digest: str) -> AdapterFiles:
-        files = read_adapter(path, self.linears, self._max_rank)
+        files = read_adapter(path, self.linears, self.max_rank)
         if digest not in ("", files.digest):
             raise AdapterError(f"{path}: its files are not those that were loaded under this name before")
         return files
@@ -158,14 +177,14 @@ class Adapters:
 
     def _put(self, slot: int, path: str, files: AdapterFiles) -> None:
         found = files.products  # in memory they lie in the order in which layers are run
-        products = self._prepared({layer: found[layer] for layer in self.linears if layer in found})
+        ordered = {layer: found[layer] for layer in self.linears if layer in found}
         self._slots[files.digest] = slot
-        self._weights[slot] = Weights(products, path, files.digest)
-        num_bytes = sum(product.down.nbytes + product.up.nbytes for product in products.values())
-        logger.info("adapter %s: %d layers, %.1f MB", path, len(products), num_bytes / 1e6)
+        self._weights[slot] = weights = self._prepared(ordered, path, files.digest)
+        num_bytes = sum(product.down.nbytes + product.up.nbytes for product in weights.products.values())
+        logger.info("adapter %s: %d layers, %.1f MB", path, len(ordered), num_bytes / 1e6)
 
-    def _prepared(self, products: Mapping[str, Product]) -> Mapping[str, Product | PackedProduct]:
-        if kernel_fault(self._device, self._dtype) is None:
-            return pack(products)
-        place = self._device, self._dtype
-        return {path: Product(*(side.to(*place) for side in product)) for path, product in products.items()}
+    def _prepared(self, products: Mapping[str, Product], path: str, digest: str) -> Weights:
+        if kernel_fault(self.device, self.dtype) is None:
+            return Weights(pack(products), path, digest)
+        placed = place(products, self.device, self.dtype)
+        return Weights(placed, path, digest, table_of(placed, self.linears, self.device))

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is for Linux")
 ROOT = Path(__file__).parents[2]
 KINDS = (
+    "adapter_kernels",
     "adapters",
     "attention",
     "decoder",

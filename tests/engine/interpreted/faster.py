@@ -106,9 +106,13 @@ def check_types(
 
 
 def dot_of_rows(self: Any, a: Any, b: Any, d: Any, *how: Any) -> Any:
-    """Row by row: some CPUs' BLAS gives a row other bits at another place of a matrix, which no GPU does."""
+    """Row by row: some CPUs' BLAS gives a row other bits at another place of a matrix, which no GPU does. And
+    of the values of bfloat16, for whose bits the interpreter multiplies the integers.
+    """
 
     def shown(handle: Any, data: Any) -> Any:
+        if handle.dtype.scalar == tl.bfloat16:
+            return interpreter.TensorHandle((data.astype(np.uint32) << 16).view(np.float32), tl.float32)
         return interpreter.TensorHandle(data, handle.dtype)
 
     rows = (
@@ -117,7 +121,7 @@ def dot_of_rows(self: Any, a: Any, b: Any, d: Any, *how: Any) -> Any:
         shown(d, d.data[..., :, None, :]),
     )
     done = _create_dot(self, *rows, *how)
-    return shown(done, done.data[..., 0, :])
+    return interpreter.TensorHandle(done.data[..., 0, :], done.dtype)
 
 
 interpreter._patch_lang = patch_lang
