@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from engine.kv_pool import KVPool
-from engine.lora.runner import AdaptedRunner
 from engine.pool_layout import PoolLayout
 from engine.rows import SequenceRows
 from engine.runner import Runner
@@ -25,36 +24,22 @@ def activation_bytes(
     num_tokens: int,
     rows: int,
     choose: Callable[[Tensor], object],
+    adapter: int = 0,
 ) -> int:
-    """Of a forward of `num_tokens` tokens of a prompt, and of what `choose` does with the logits of `rows`
-    of them.
+    """Of a forward of `num_tokens` tokens of a prompt with an `adapter`'s slot, and of what `choose` does
+    with the logits of `rows` of them.
     """
     blocks = list(range(-(-num_tokens // layout.block_size)))
     tables = [blocks] * len(layout.windows)
     runner = make_runner(KVPool(layout, len(blocks), device, None))
-    taken = max(_measure(each, tables, device, num_tokens, rows, choose) for each in _parts(runner))
+    with torch.inference_mode():
+        for count in (_FIRST_TOKENS, num_tokens):
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            batch = [SequenceRows([0] * count, 0, tables, adapter=adapter)]
+            choose(runner.run(batch, list(range(min(rows, count)))).logits)
+        taken = torch.cuda.max_memory_allocated(device) - before
     del runner
     gc.collect()
     torch.cuda.empty_cache()
     return taken
-
-
-def _parts(runner: Runner) -> tuple[Runner, ...]:
-    """Those that run whole steps."""
-    return (runner.plain, runner.adapted) if isinstance(runner, AdaptedRunner) else (runner,)
-
-
-@torch.inference_mode()
-def _measure(
-    runner: Runner,
-    tables: list[list[int]],
-    device: torch.device,
-    num_tokens: int,
-    rows: int,
-    choose: Callable[[Tensor], object],
-) -> int:
-    for count in (_FIRST_TOKENS, num_tokens):
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        choose(runner.run([SequenceRows([0] * count, 0, tables)], list(range(min(rows, count)))).logits)
-    return torch.cuda.max_memory_allocated(device) - before

@@ -20,6 +20,7 @@ from engine.launch import StepLauncher
 from engine.live_sequences import LiveSequences
 from engine.loader import LoadedModel
 from engine.lora.files import AdapterError
+from engine.lora.table import NOTHING
 from engine.pool_layout import PoolLayout
 from engine.recurrent.layout import StateLayout
 from engine.runner import Runner
@@ -211,7 +212,8 @@ class Assembly:
         if not is_sized_by_gpu or self.make_runner is not runner_of_one_process:
             return 0
         budget, rows = self.token_budget, self._logit_rows
-        step = activation_bytes(self.runner, self.layout, device, budget, rows, self._sample_trial)
+        adapter = 0 if self.loaded.adapters is None else NOTHING
+        step = activation_bytes(self.runner, self.layout, device, budget, rows, self._sample_trial, adapter)
         kept = step << self._num_captured
         logger.info(
             "beside the KV pool %d MiB stay free: %d for a step of %d tokens with logits of %d of them, "

@@ -24,7 +24,6 @@ from engine.linear.packed_quantized import PackedQuantizedLinear, dequantize_lin
 from engine.linear.routed import RoutedLinear, RoutedQuantizedLinear
 from engine.loader import LoadedModel, load_model
 from engine.lora.layers import attach
-from engine.lora.runner import AdaptedRunner, StepRunner
 from engine.pool_layout import TARGET
 from engine.recurrent.native import kernel_addresses
 from engine.recurrent.seats import Seats
@@ -70,22 +69,12 @@ def _cuda_runner(
     drafts: bool = False,
     seats: Seats | None = None,
 ) -> Runner | None:
-    """None where no steps are to be replayed as graphs. Those with adapters never are: the host lays out what
-    these do.
-    """
+    """None where no steps are to be replayed as graphs."""
     if attention.name != "triton" or config.compile != "auto":
         return None
-    if loaded.adapters is not None and seats is not None:
-        return None
     cuda = importlib.import_module("engine.cuda.runner")  # Triton is not there on every host
-    runner: StepRunner = cuda.runner_of(config, loaded, attention, hidden_layers, drafts, seats)
-    if loaded.adapters is None:
-        return runner
-    # The modules read views of the weights that the runner has joined: these are there once.
-    modules = _forward_of(
-        loaded, attention, "off", hidden_layers, None, products=runner.products, packed=False
-    )
-    return AdaptedRunner(runner, modules)
+    runner: Runner = cuda.runner_of(config, loaded, attention, hidden_layers, drafts, seats)
+    return runner
 
 
 def build_runner(

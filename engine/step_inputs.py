@@ -34,6 +34,8 @@ class StepShape:
     """Whether there are masks, even of chains alone."""
     first_keys: bool = False
     """Whether there are first keys, even where all of them are seen."""
+    adapters: bool = False
+    """Whether rows may have adapters, even if none has."""
 
     def takes(self, other: StepShape) -> bool:
         """Whether the steps of `other` fit this one."""
@@ -49,6 +51,8 @@ class StepInputs(NamedTuple):
     """int64 [logits]: the rows that logits are wanted of."""
     attention: AttentionMetadata
     recurrent: Tables[Tensor] | None = None
+    adapters: Tensor | None = None
+    """int64 [rows], the address of each one's adapter, 0 for none; None where no row has any."""
 
     def take(self, chosen: Tensor) -> None:
         """The tokens that the rows named by their places. Any, where none could be chosen (-1)."""
@@ -67,9 +71,11 @@ def step_inputs(
     table: BlockTable,
     least: StepShape,
     recurrent: Tables[np.ndarray] | None = None,
+    adapters: Sequence[int] | None = None,
 ) -> StepInputs:
     """For the attention that `table` belongs to, on the device of `upload`, whose next call ends them. With
-    the tables of recurrent layers' operators, if there are any.
+    the tables of recurrent layers' operators, if there are any, and the addresses of the sequences'
+    `adapters`, if some row may have one.
     """
     block_size = table.block_size
     rows = RowArrays.of(batch, table)
@@ -102,15 +108,17 @@ def step_inputs(
         first_keys = np.zeros(len(batch), np.int32) if rows.first_keys is None else rows.first_keys
         arrays["first_key"] = _padded(first_keys, sequences)
     listed = [] if recurrent is None else recurrent.arrays
-    uploaded = upload([token_ids, positions, wanted, *arrays.values(), *listed])
+    owned = [] if adapters is None else [_padded(np.array(adapters, np.int64)[owners], padded)]
+    uploaded = upload([token_ids, positions, wanted, *arrays.values(), *owned, *listed])
     step_tensors, tables = uploaded[: 3 + len(arrays)], uploaded[3 + len(arrays) :]
+    of_rows = None if adapters is None else tables.pop(0)
     metadata = AttentionMetadata(
         **dict(zip(arrays, step_tensors[3:], strict=True)),  # type: ignore[arg-type]
         max_query_len=max(int(counts.max(initial=0)), least.rows_each),
         max_context_len=max(longest, least.blocks * block_size),
     )
     of_recurrent = None if recurrent is None else recurrent.on(tables)
-    return StepInputs(step_tensors[0], step_tensors[1], step_tensors[2], metadata, of_recurrent)
+    return StepInputs(step_tensors[0], step_tensors[1], step_tensors[2], metadata, of_recurrent, of_rows)
 
 
 def _padded(array: np.ndarray, *shape: int) -> np.ndarray:

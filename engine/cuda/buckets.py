@@ -27,24 +27,27 @@ class Buckets:
         blocks: Sequence[int],
         trees: bool,
         first_keys: bool = False,
+        adapters: bool = False,
     ) -> None:
         """All rising. With `trees` several rows of a sequence may be a tree; with `first_keys` rows may not
-        look at the first keys.
+        look at the first keys; with `adapters` there are steps with these, and without.
         """
         self._sequences = sequences
         self._rows_each = rows_each
         self._blocks = blocks
         self._trees = trees
         self._first_keys = first_keys
+        self._adapters = adapters
 
     @classmethod
-    def of(cls, config: ServeConfig, max_model_len: int) -> Buckets:
+    def of(cls, config: ServeConfig, max_model_len: int, adapters: bool = False) -> Buckets:
         drafted, trees = _drafted(config)
         return cls(
             _sequences(min(config.max_num_seqs, MOST_ROWS)),
             [1 + count for count in drafted],
             _blocks(max_model_len, config.block_size),
             trees,
+            adapters=adapters,
         )
 
     @classmethod
@@ -66,13 +69,17 @@ class Buckets:
             for rows_each in reversed(self._rows_each):
                 for sequences in reversed(self._sequences):
                     if sequences * rows_each <= MOST_ROWS:
-                        yield self._shape(sequences, rows_each, blocks)
+                        for adapters in (True, False) if self._adapters else (False,):
+                            yield self._shape(sequences, rows_each, blocks, adapters)
 
     def shape_of(self, batch: Sequence[SequenceRows], num_logits: int, block_size: int) -> StepShape | None:
         """None where the step fits none."""
         if not self._first_keys and any(rows.first_key for rows in batch):
             return None
         if not (self._trees or are_chains(batch)):
+            return None
+        adapters = any(rows.adapter for rows in batch)
+        if adapters and not self._adapters:
             return None
         longest = max(len(rows.token_ids) for rows in batch)
         keys = max(rows.start + len(rows.token_ids) for rows in batch)
@@ -83,13 +90,13 @@ class Buckets:
         ]
         if None in least:
             return None
-        shape = self._shape(*least)  # type: ignore[arg-type]
+        shape = self._shape(*least, adapters)  # type: ignore[arg-type,call-arg]
         return shape if num_logits <= shape.rows <= MOST_ROWS else None
 
-    def _shape(self, sequences: int, rows_each: int, blocks: int) -> StepShape:
+    def _shape(self, sequences: int, rows_each: int, blocks: int, adapters: bool) -> StepShape:
         rows = sequences * rows_each
         trees = self._trees and rows_each > 1
-        return StepShape(rows, rows, sequences, rows_each, blocks, trees, self._first_keys)
+        return StepShape(rows, rows, sequences, rows_each, blocks, trees, self._first_keys, adapters)
 
 
 def _next(rising: Sequence[int], least: int) -> int | None:

@@ -11,10 +11,12 @@ from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
 from engine.attention.triton_kernel.backend import TritonBackend
+from engine.cuda.adapters import AdaptedProduct
 from engine.cuda.kernels import add_norm, gate, rotate
 from engine.cuda.products import TiledLinear, TiledWeight, concatenated, join
 from engine.decoder.description import attention_window
 from engine.decoder.families import FAMILIES, LLAMA
+from engine.lora.table import Adapters
 from engine.step_inputs import StepInputs
 from engine.triton_support import ceil_div, power_of_two
 
@@ -32,7 +34,21 @@ class PlainWeight(NamedTuple):
         return linear(x, self.weight, self.bias)
 
 
-Product = PlainWeight | TiledWeight
+Weight = PlainWeight | TiledWeight
+
+
+class Product(NamedTuple):
+    """A weight, and what adapters add beside it."""
+
+    weight: Weight
+    adapted: AdaptedProduct | None
+
+    def __call__(self, x: Tensor, adapters: Tensor | None) -> Tensor:
+        """With the rows' `adapters`, if some row may have one."""
+        out = self.weight(x)
+        if self.adapted is not None and adapters is not None:
+            self.adapted.add(out, x, adapters)
+        return out
 
 
 class Layer(NamedTuple):
@@ -60,6 +76,7 @@ class CudaDecoder:
         backend: TritonBackend,
         positions: int,
         hidden_layers: tuple[int, ...] = (),
+        adapters: Adapters | None = None,
     ) -> None:
         """For a model for which `unfit` finds nothing. Its linear layers keep views of what is joined here.
         `hidden_layers` are captured, numbered as in Transformers' `hidden_states`.
@@ -72,7 +89,8 @@ class CudaDecoder:
         self._kv_heads, self._scale = config.num_key_value_heads, float(attention.scaling)
         self._epsilon = config.rms_norm_eps
         self._embeddings = model.get_input_embeddings().weight
-        self._layers = [_layer(layer) for layer in decoder.layers]
+        products = _Products(model, adapters)
+        self._layers = [_layer(layer, products) for layer in decoder.layers]
         self._final_norm, self._head = decoder.norm.weight, _joined([model.lm_head])
         with torch.inference_mode():
             self._cosines, self._sines = _rotation(decoder.rotary_emb, positions, self._embeddings)
@@ -81,17 +99,18 @@ class CudaDecoder:
         """Logits of the rows asked for, and hidden states of all rows. The backend has begun its step."""
         residual, added = embedding(inputs.token_ids, self._embeddings), None
         captured: dict[int, Tensor] = {}
+        adapters = inputs.adapters
         for number, layer in enumerate(self._layers):
             normed = self._add_norm(added, residual, layer.input_norm)
             if number in self._hidden_layers:
                 captured[number] = residual.clone()
-            query = self._rotate(layer, layer.qkv(normed), inputs)
+            query = self._rotate(layer, layer.qkv(normed, adapters), inputs)
             attended = self._backend.attend(
                 layer.place, query, scale=self._scale, sliding_window=layer.window
             )
-            added = layer.output(attended.flatten(1))
+            added = layer.output(attended.flatten(1), adapters)
             normed = self._add_norm(added, residual, layer.mlp_norm)
-            added = layer.down(_gate(layer.gate_up(normed)))
+            added = layer.down(_gate(layer.gate_up(normed, adapters)), adapters)
         captured[len(self._layers)] = last = self._add_norm(added, residual, self._final_norm)
         logits = self._head(last[inputs.logit_rows])
         if not self._hidden_layers:
@@ -147,20 +166,35 @@ def _gate(gate_up: Tensor) -> Tensor:
     return out
 
 
-def _layer(layer: Any) -> Layer:
+class _Products:
+    """Makes those of a model."""
+
+    def __init__(self, model: PreTrainedModel, adapters: Adapters | None) -> None:
+        self._adapters = adapters
+        self._paths = {module: path for path, module in model.named_modules()}
+
+    def of(self, linears: Sequence[nn.Module]) -> Product:
+        """Of layers of one input."""
+        adapted = None
+        if self._adapters is not None:
+            adapted = AdaptedProduct.of([self._paths[linear] for linear in linears], self._adapters)
+        return Product(_joined(linears), adapted)
+
+
+def _layer(layer: Any, products: _Products) -> Layer:
     attention = layer.self_attn
     qkv, _, output, gate_up, down, _ = LLAMA.products(layer)
     query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     return Layer(
         attention.layer_idx,
         layer.input_layernorm.weight,
-        _joined(qkv),
+        products.of(qkv),
         None if query_norm is None else query_norm.weight,
         None if key_norm is None else key_norm.weight,
-        _joined(output),
+        products.of(output),
         layer.post_attention_layernorm.weight,
-        _joined(gate_up),
-        _joined(down),
+        products.of(gate_up),
+        products.of(down),
         attention_window(attention) or None,
     )
 
@@ -182,7 +216,7 @@ def _are_alike(linears: Sequence[nn.Module]) -> bool:
     return all(isinstance(linear, nn.Linear) for linear in linears)
 
 
-def _joined(linears: Sequence[nn.Module]) -> Product:
+def _joined(linears: Sequence[nn.Module]) -> Weight:
     """Of layers of one input. What two decoders of the same layers join is there once."""
     tiled = [each for each in linears if isinstance(each, TiledLinear)]
     if tiled:

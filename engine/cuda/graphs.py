@@ -130,5 +130,5 @@ def stand_ins(shapes: Sequence[StepShape], captured: Collection[StepShape]) -> d
     return found
 
 
-def _size(shape: StepShape) -> tuple[int, int]:
-    return shape.rows, shape.blocks
+def _size(shape: StepShape) -> tuple[int, int, bool]:
+    return shape.rows, shape.blocks, shape.adapters

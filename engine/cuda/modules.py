@@ -10,8 +10,11 @@ from transformers import PreTrainedModel
 
 from engine.attention import transformers_hook
 from engine.attention.interface import AttentionBackend
+from engine.cuda.adapters import AdaptedProduct, ModuleAdapters
 from engine.forward import run_model
 from engine.loader import LoadedModel
+from engine.lora.layers import attach, begin_step
+from engine.lora.table import Adapters
 from engine.recurrent.seats import Seats
 from engine.recurrent.triton_kernel.operators import TritonOperators
 from engine.recurrent.triton_kernel.plan import Room, Tables
@@ -23,16 +26,26 @@ class Modules:
     name = "the model's own modules"
 
     def __init__(
-        self, model: PreTrainedModel, backend: AttentionBackend, hidden_layers: tuple[int, ...] = ()
+        self,
+        model: PreTrainedModel,
+        backend: AttentionBackend,
+        hidden_layers: tuple[int, ...] = (),
+        adapters: Adapters | None = None,
     ) -> None:
         """`hidden_layers` are captured, numbered as in Transformers' `hidden_states`."""
         self._model = model
         self._backend = backend
         self._hidden_layers = hidden_layers
+        self._adapted: dict[str, AdaptedProduct] = {}
+        if adapters is not None:
+            attach(model, adapters)
+            self._adapted = {path: AdaptedProduct.of([path], adapters) for path in adapters.linears}
 
     def forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
         """As `Decoder.forward`."""
         transformers_hook.set_current_backend(self._backend)
+        adapters = inputs.adapters
+        begin_step(() if adapters is None else [ModuleAdapters(self._adapted, adapters)])
         rows = inputs.token_ids.unsqueeze(0), inputs.positions.unsqueeze(0), inputs.logit_rows
         logits, hidden = run_model(self._model, self._hidden_layers, *rows)
         return logits[0], None if hidden is None else hidden[0]
@@ -52,7 +65,7 @@ class HybridModules(Modules):
         drafts: bool = False,
     ) -> None:
         """`drafts`: lone rows of sequences may be drafted, too."""
-        super().__init__(loaded.model, backend, hidden_layers)
+        super().__init__(loaded.model, backend, hidden_layers, loaded.adapters)
         assert loaded.recurrent is not None
         self._seam = loaded.recurrent.seam
         self._layout = seats.layout

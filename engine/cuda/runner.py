@@ -21,6 +21,7 @@ from engine.cuda.products import describe
 from engine.decoder.description import unfit
 from engine.late_tokens import LateTokens
 from engine.loader import LoadedModel
+from engine.lora.table import Adapters
 from engine.recurrent.seats import Seats
 from engine.recurrent.triton_kernel.plan import Tables
 from engine.rows import BlockTable, SequenceRows
@@ -56,8 +57,11 @@ class CudaRunner:
         buckets: Buckets,
         graphs: Graphs | None = None,
         tables_of: TablesOf | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
-        """`tables_of`: of recurrent layers, where the model has some."""
+        """`tables_of`: of recurrent layers, where the model has some. `adapters`: those of rows, which the
+        decoder adds.
+        """
         self.choice = f"{decoder.name}, eager"
         self.products = products
         self._decoder = decoder
@@ -67,6 +71,7 @@ class CudaRunner:
         self._upload, self._upload_bucket = Uploader(device), Uploader(device)
         self._graphs = graphs
         self._tables_of = tables_of
+        self._adapters = adapters
         self._captured: dict[StepShape, Graph] = {}
         self._stand_ins: dict[StepShape, StepShape] = {}
         """Of buckets without a graph."""
@@ -80,7 +85,7 @@ class CudaRunner:
         shapes = list(self._buckets)
         for shape in shapes:  # from now on no address changes
             self._inputs([], [], shape)
-        widest = self._inputs([], [], max(shapes, key=lambda shape: shape.rows))
+        widest = self._inputs([], [], max(shapes, key=lambda shape: (shape.rows, shape.adapters)))
         self._kept = self._forward(widest)
         if fault := self._graphs.fault(partial(self._forward, widest)):
             self.choice += f" (not to be captured: {fault})"
@@ -178,8 +183,9 @@ class CudaRunner:
     ) -> StepInputs:
         upload = self._upload if shape is None else self._upload_bucket
         tables = None if self._tables_of is None else self._tables_of(batch, shape)
-        least = shape or StepShape(logits=1)
-        return step_inputs(batch, logit_rows, upload, self._block_table, least, tables)
+        least = shape or StepShape(logits=1, adapters=any(rows.adapter for rows in batch))
+        adapters = self._adapters.addresses(batch) if self._adapters is not None and least.adapters else None
+        return step_inputs(batch, logit_rows, upload, self._block_table, least, tables, adapters)
 
     def _forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
         self._backend.begin_step(inputs.attention)
@@ -201,18 +207,24 @@ def runner_of(
     seats: Seats | None = None,
 ) -> CudaRunner:
     """Of the CUDA decoder where it fits. `drafts`: it drafts chains. Recurrent layers need `seats`."""
-    decoder: Decoder = Modules(loaded.model, backend, hidden_layers)
+    decoder: Decoder
     tables_of: TablesOf | None = None
+    adapters, longest = loaded.adapters, loaded.max_model_len
     if seats is not None:
         decoder = hybrid = HybridModules(loaded, backend, seats, hidden_layers, drafts)
         tables_of = hybrid.tables
     elif unfit(loaded.model) is None and fits(loaded.model):
         assert isinstance(backend, TritonBackend)
-        decoder = CudaDecoder(loaded.model, backend, loaded.max_model_len, hidden_layers)
+        decoder = CudaDecoder(loaded.model, backend, longest, hidden_layers, adapters)
+    else:
+        decoder = Modules(loaded.model, backend, hidden_layers, adapters)
     products = describe(loaded.model, loaded.dtype)
-    buckets = (Buckets.of_drafts if drafts else Buckets.of)(config, loaded.max_model_len)
+    if drafts:
+        buckets = Buckets.of_drafts(config, longest)
+    else:
+        buckets = Buckets.of(config, longest, adapters is not None)
     graphs = graphs_for(config, loaded.device)
-    return CudaRunner(decoder, backend, loaded.device, products, buckets, graphs, tables_of)
+    return CudaRunner(decoder, backend, loaded.device, products, buckets, graphs, tables_of, adapters)
 
 
 def graphs_for(config: ServeConfig, device: torch.device) -> Graphs | None:

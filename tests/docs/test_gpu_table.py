@@ -10,6 +10,7 @@ triton = pytest.importorskip("triton", reason="Triton is for Linux")
 
 from tests.docs import gpu_table  # noqa: E402
 from tests.docs.gpu_table import (  # noqa: E402
+    ADAPTERS,
     KERNELS,
     PRODUCT_ROWS,
     RECURRENT,
@@ -32,6 +33,8 @@ SAMPLES = [
     ("block: what is accepted, and the draw", 80),
     ("int4, groups of 128, zero points, 8 rows", 90),
     ("mxfp4, 512 rows", 90),
+    ("to ranks, rank 64", 90),
+    ("from ranks, and sums, rank 16", 80),
     ("Qwen3.5: gated delta rule", 90),
 ]
 
@@ -69,6 +72,10 @@ def test_every_kernel_is_listed_for_every_gpu_and_fits_it() -> None:
         assert shared << 10 <= device.shared_bytes
         if name in PRODUCT_ROWS:
             assert copies > 0 and products > 0
+            continue
+        if name in ADAPTERS:
+            assert products > 0
+            assert (copies > 0) == (ADAPTERS[name][0] == "shrink")
             continue
         if name in RECURRENT:
             assert (products > 0) == (RECURRENT[name][0] == "attend")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from engine.attention import transformers_hook
+from engine.lora import layers
 
 GPU = torch.device("meta")
 ROOT = str(Path(__file__).parents[2])
 DEVICE_MS = 1234.0
 """Between any two marks."""
+_LAUNCHERS: dict[Any, Callable[..., Any]] = {
+    transformers_hook.paged_attention: transformers_hook._run,
+    layers.add_adapters: layers._run,
+}
+"""Operators of ours, which launch others."""
 _WITHOUT_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "_reshape_alias"}
 
 
@@ -113,9 +119,9 @@ class _Operators(TorchDispatchMode):
         if name == "_local_scalar_dense" and _on_gpu(args[0]):
             self._gpu.wait("its value")
             return 1
-        if func is transformers_hook.paged_attention:  # it has a substitute for such tensors
+        if func in _LAUNCHERS:  # it has a substitute for such tensors
             with self:
-                return transformers_hook._run(*args, **kwargs)
+                return _LAUNCHERS[func](*args, **kwargs)
         if name in ("index", "index_put_") and any(_on_gpu(i) and i.dtype is torch.bool for i in args[1]):
             self._gpu.wait("a shape that depends on values")
             return args[0]

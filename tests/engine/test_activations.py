@@ -14,7 +14,6 @@ from engine import assembly
 from engine.activations import activation_bytes
 from engine.assembly import Assembly
 from engine.kv_pool import KVPool
-from engine.lora.runner import AdaptedRunner
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.rows import SequenceRows
 from engine.runner import ForwardOutput
@@ -92,7 +91,7 @@ def test_it_is_what_the_largest_forward_takes_beside_what_stays(monkeypatch: pyt
     assert memory.emptied == 3
 
 
-def test_of_two_runners_the_one_that_takes_more_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_may_be_adapters_a_step_with_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory()
     for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, getattr(memory, name))
@@ -100,15 +99,25 @@ def test_of_two_runners_the_one_that_takes_more_counts(monkeypatch: pytest.Monke
 
     class Thirsty(Runner):
         def run(self, batch: Sequence[SequenceRows], *given: Any, **options: Any) -> ForwardOutput:
-            memory.peak = memory.allocated + 1000 * len(batch[0].token_ids)
+            if batch[0].adapter:
+                memory.peak = memory.allocated + 1000 * len(batch[0].token_ids)
             return super().run(batch, *given, **options)
 
-    for kinds in ((Runner, Thirsty), (Thirsty, Runner)):
+    def taken(adapters: object) -> int:
+        made = assembly_of({}, "cuda", None)
+        made.loaded.adapters = adapters  # type: ignore[misc, assignment]
+        monkeypatch.setattr(Assembly, "token_budget", 40)
+        monkeypatch.setattr(Assembly, "runner", lambda self, pool: Thirsty(pool, memory))
+        monkeypatch.setattr(Assembly, "layout", layout)
+        monkeypatch.setattr(Assembly, "_sample_trial", lambda self, logits: None)
+        monkeypatch.setattr(assembly, "activation_bytes", on_the_cpu)
+        return made._kept_free() >> 1
 
-        def make(pool: KVPool, kinds: Any = kinds) -> AdaptedRunner:
-            return AdaptedRunner(*(kind(pool, memory) for kind in kinds))
+    def on_the_cpu(make: Any, layout: Any, device: Any, *given: Any) -> int:
+        return activation_bytes(make, layout, torch.device("cpu"), *given)
 
-        assert activation_bytes(make, layout, torch.device("cpu"), 40, 8, lambda logits: None) == 40_000
+    assert taken("some") == 40_000
+    assert taken(None) < 10_000
 
 
 CHAINS = SpeculativeConfig(method="ngram")
@@ -177,6 +186,6 @@ def test_a_trial_samples_and_verifies(
 
 
 def assembly_of(options: dict[str, Any], device: str, drafted: int | None) -> Assembly:
-    loaded: Any = SimpleNamespace(device=torch.device(device), vocab_size=32, eos_token_ids=[])
+    loaded: Any = SimpleNamespace(device=torch.device(device), vocab_size=32, eos_token_ids=[], adapters=None)
     speculator: Any = None if drafted is None else SimpleNamespace(most_drafted=drafted)
     return Assembly(ServeConfig(**options), loaded, speculator, runner_of_one_process)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from engine.hybrid_forward import HybridForward
 from engine.kv_pool import KVPool
 from engine.launch import StepLauncher
 from engine.loader import LoadedModel, Recurrent
-from engine.lora.table import Adapters, adaptable
+from engine.lora.table import Adapters, Weights, adaptable
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.recurrent import native
 from engine.recurrent.layout import RecurrentLayer, StateLayout
@@ -139,7 +140,10 @@ def test_a_model_with_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_seam
-def test_steps_of_a_model_with_recurrent_layers_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("adapter", [0, 1])
+def test_steps_of_a_model_with_recurrent_layers_are_captured(
+    adapter: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Decode rows are one launch, and so are drafts to verify; a prompt is launched kernel by kernel."""
     loaded = hybrid()
     monkeypatch.setattr(select_forward, "select_backend", lambda *_: (TritonBackend, ""))
@@ -148,19 +152,24 @@ def test_steps_of_a_model_with_recurrent_layers_are_captured(monkeypatch: pytest
     )
     drafts = [SequenceRows([5, 6, 7], 31, [[1, 2, 3]], certain=32)]
     prompt = [SequenceRows([5] * 40, 1, [[1, 2, 3]])]
+    adapters = adapters_of(loaded.model) if adapter else None
     with absent_gpu() as gpu:
         monkeypatch.setattr(cuda_runner, "CudaGraphs", lambda device: CountedGraphs(gpu))
         pool = hybrid_pool(loaded)
-        runner = select_forward.runner_of_one_process(config, loaded, pool, ())
+        served = replace(loaded, adapters=adapters)
+        runner = select_forward.runner_of_one_process(config, served, pool, ())
         runner.warm_up()
-        assert runner.choice == "the model's own modules, recurrent layers by triton operators, 6 graphs"
+        count = 12 if adapter else 6
+        name = "the model's own modules, recurrent layers by triton operators"
+        assert runner.choice == f"{name}, {count} graphs"
         for batch in (HYBRID[0], drafts, prompt):
             gpu.clear()
-            runner.run(batch, [0, 1])
+            runner.run([replace(rows, adapter=adapter) for rows in batch], [0, 1])
             gpu.num_done = gpu.num_queued
             assert not gpu.waits, "\n".join(gpu.waits)
             if batch is prompt:
                 assert gpu.launches["convolve"] == gpu.launches["keep"] == 2 and not gpu.launches["graph"]
+                assert (gpu.launches["expand"] > 0) == (adapter > 0)
             else:
                 assert gpu.launches == {"graph": 1}
 
@@ -235,6 +244,51 @@ def test_a_server_with_adapters_launches_as_much_for_who_has_none(monkeypatch: p
             assert not gpu.waits, "\n".join(gpu.waits)
             launches.append(dict(gpu.launches))
     assert launches[0] == launches[1]
+
+
+def adapters_of(model: PreTrainedModel) -> Adapters:
+    """With one in slot 1."""
+    adapters = Adapters(adaptable(model), GPU, torch.bfloat16, 64)
+    table = torch.empty((len(adapters.linears), 3), dtype=torch.int64, device=GPU)
+    adapters._weights[1] = Weights({}, "", "", table)
+    return adapters
+
+
+@pytest.mark.parametrize("decoder", ["CUDA decoder", "the model's own modules"])
+def test_a_step_with_adapters_is_one_launch(decoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With drafts to verify, too; in a prompt they are two more launches for each product."""
+    monkeypatch.setattr(select_forward, "select_backend", lambda *_: (TritonBackend, ""))
+    if decoder != "CUDA decoder":
+        monkeypatch.setattr(cuda_runner, "fits", lambda model: False)
+    config = ServeConfig(
+        max_num_seqs=2, speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=2)
+    )
+    decode = [replace(DECODE[0], adapter=1), DECODE[1]]
+    drafts = [SequenceRows([5, 6, 7], 20, [[1, 2]], adapter=1)]
+    prompt = [SequenceRows([5] * 20, 0, [[1, 2]], adapter=1)]
+    with absent_gpu() as gpu:
+        monkeypatch.setattr(cuda_runner, "CudaGraphs", lambda device: CountedGraphs(gpu))
+        model, pool = qwen3(), pool_of()
+        group, adapters = pool.groups[TARGET], adapters_of(model)
+        loaded = LoadedModel(model, GPU, torch.bfloat16, group, 512, 64, [], "", adapters=adapters)
+        runner = select_forward.runner_of_one_process(config, loaded, pool, ())
+        assert isinstance(runner, AheadRunner)
+        runner.warm_up()
+        assert runner.choice == f"{decoder}, 12 graphs"
+        for batch in (decode, drafts, prompt):
+            gpu.clear()
+            runner.run(batch, [0, 1])
+            assert not gpu.waits, "\n".join(gpu.waits)
+            assert gpu.uploads == 1
+            products = 4 if decoder == "CUDA decoder" else 7
+            if batch is prompt:
+                assert gpu.launches["shrink"] == gpu.launches["expand"] == products * LAYERS
+            else:
+                assert gpu.launches == {"graph": 1}
+        gpu.clear()
+        runner.run_ahead(decode, [0, 1], torch.empty(2, dtype=torch.int64, device=GPU))
+        assert gpu.launches["graph"] == 1 and not gpu.launches["shrink"]
+        assert not gpu.waits, "\n".join(gpu.waits)
 
 
 def test_launches_of_64_decode_rows_in_36_layers() -> None:

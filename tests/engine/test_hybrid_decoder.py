@@ -309,7 +309,7 @@ def test_experts_on_latents_are_left_to_the_modules() -> None:
     assert unfit(model) == "its experts work on latents"
 
 
-def test_adapters_alone_keep_hybrids_from_the_runner_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hybrids_have_the_runner_on_cuda_with_adapters_too(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
     cuda = SimpleNamespace(runner_of=lambda *options: asked.append(options))
     monkeypatch.setattr("engine.select_forward.importlib.import_module", lambda name: cuda)
@@ -318,4 +318,4 @@ def test_adapters_alone_keep_hybrids_from_the_runner_on_cuda(monkeypatch: pytest
     config, seats = ServeConfig(model="hybrid", compile="auto"), Seats(LAYOUT, 1, CPU)
     for loaded in (adapted, plain):
         _cuda_runner(config, loaded, attention, seats=seats)  # type: ignore[arg-type]
-    assert asked == [(config, plain, attention, (), False, seats)]
+    assert asked == [(config, each, attention, (), False, seats) for each in (adapted, plain)]

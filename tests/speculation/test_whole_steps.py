@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
@@ -21,8 +22,11 @@ from engine.cuda import runner as cuda_runner
 from engine.draft import Draft
 from engine.engine import Engine
 from engine.loader import LoadedModel
+from engine.lora.files import AdapterFiles
+from engine.lora.table import Adapters, adaptable
 from engine.pool_layout import TARGET, Group, Segment
 from engine.sequence import SequenceState
+from protocol.adapters import Adapter
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
@@ -57,34 +61,63 @@ class Trees(Drafter):
         """There is nothing to forget."""
 
 
-def absent_model(num_layers: int, sights: tuple[int, ...] = ()) -> LoadedModel:
+ADAPTERS = [Adapter(name=name, path=f"/{name}", digest=digest * 32) for name, digest in ("xa", "yb")]
+
+
+def absent_model(num_layers: int, sights: tuple[int, ...] = (), with_adapters: bool = False) -> LoadedModel:
     group = replace(Group.uniform(TARGET, Segment(num_layers, 2, 16, torch.bfloat16)), sights=sights)
     model = qwen3(num_layers, hidden_size=eagle_files.WIDTH, vocab_size=eagle_files.VOCAB)
-    return LoadedModel(model, GPU, torch.bfloat16, group, eagle_files.VOCAB, 512, [], "")
+    adapters = absent_adapters(model) if with_adapters else None
+    return LoadedModel(model, GPU, torch.bfloat16, group, eagle_files.VOCAB, 512, [], "", adapters=adapters)
+
+
+def absent_adapters(model: PreTrainedModel) -> Adapters:
+    """With `ADAPTERS`."""
+    adapters = Adapters(adaptable(model), GPU, torch.bfloat16, 64)
+    for each in ADAPTERS:
+        adapters._put(next(adapters._numbers), each.path, AdapterFiles(each.digest, {}))
+        adapters.load(each.name, each.path, each.digest)
+    return adapters
 
 
 class Steps:
     """Of an engine as workers make it, of the default configuration but for `speculative`."""
 
     def __init__(
-        self, gpu: AbsentGpu, patch: pytest.MonkeyPatch, speculative: SpeculativeConfig | None
+        self,
+        gpu: AbsentGpu,
+        patch: pytest.MonkeyPatch,
+        speculative: SpeculativeConfig | None,
+        with_adapters: bool = False,
     ) -> None:
         self.gpu = gpu
         patch.setattr(select, "triton_fault", lambda device: None)
         for module in (cuda_runner, graphed):
             patch.setattr(module, "graphs_for", lambda *_: CountedGraphs(gpu))
-        patch.setattr(engine_module, "load_served", lambda *_, **__: absent_model(LAYERS))
+        patch.setattr(engine_module, "load_served", lambda *_, **__: absent_model(LAYERS, (), with_adapters))
         patch.setattr(draft_model, "load_model", lambda _: absent_model(2, sights=(0, 0)))
         config = ServeConfig(
             model="absent", max_num_seqs=4, kv_cache_memory_bytes=16 << 20, speculative_config=speculative
         )
         self.engine = Engine(config, speculate=speculate)
 
-    def ask(self, name: str, speculation: RequestSpeculation | None = None, **sampling: Any) -> None:
+    def ask(
+        self,
+        name: str,
+        speculation: RequestSpeculation | None = None,
+        adapter: Adapter | None = None,
+        **sampling: Any,
+    ) -> None:
         params = SamplingParams(max_tokens=200, ignore_eos=True, **sampling)
         prompt = [1, 2, 3] * 15
         self.engine.add(
-            EngineRequest(request_id=name, prompt_token_ids=prompt, sampling=params, speculation=speculation)
+            EngineRequest(
+                request_id=name,
+                prompt_token_ids=prompt,
+                sampling=params,
+                speculation=speculation,
+                adapter=adapter,
+            )
         )
 
     def steady(self) -> int:
@@ -123,6 +156,26 @@ def test_a_step_without_drafts(
             assert steps.waits == 1
             assert gpu.launches["graph"] == 1
             assert gpu.uploads == 2  # the rows, and what their tokens are chosen by
+
+
+@SAMPLING
+@pytest.mark.parametrize("drafted", [None, 3], ids=["decode rows", "drafts to verify"])
+def test_a_step_of_requests_with_adapters(
+    sampling: dict[str, Any], drafted: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two, beside a request without: waits, launches and uploads are those of a step without any."""
+    options = None if drafted is None else SpeculativeConfig(method="ngram", num_speculative_tokens=drafted)
+    with absent_gpu() as gpu:
+        steps = Steps(gpu, monkeypatch, options, with_adapters=True)
+        for name, adapter in zip("abc", [*ADAPTERS, None], strict=True):
+            steps.ask(name, adapter=adapter, **sampling)
+        for _ in range(3):
+            assert steps.steady() == 3 * (1 + (drafted or 0))
+            assert {each.adapter for each in steps.engine._sequences.values()} == {0, 1, 2}
+            assert steps.engine._launcher.is_ahead == (drafted is None)
+            assert steps.waits == 1
+            assert gpu.launches["graph"] == 1 and not gpu.launches["shrink"]
+            assert gpu.uploads == 2
 
 
 @SAMPLING

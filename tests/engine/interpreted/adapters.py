@@ -1,4 +1,4 @@
-"""The runners of a server with adapters on a GPU. Graphs are those of `recorder.py`.
+"""The runner of a server with adapters on a GPU. Graphs are those of `recorder.py`.
 `test_interpreted_kernels.py` runs it in a process of its own.
 """
 
@@ -20,12 +20,12 @@ from engine.cuda.modules import Modules
 from engine.cuda.runner import CudaRunner
 from engine.download import Downloader
 from engine.forward import Forward
+from engine.hybrid_forward import HybridForward
 from engine.kv_pool import KVPool
 from engine.late_tokens import LateTokens
 from engine.loader import LoadedModel
 from engine.lora.layers import attach, begin_step
-from engine.lora.runner import AdaptedRunner
-from engine.lora.table import Adapters, adaptable
+from engine.lora.table import NOTHING, Adapters, adaptable
 from engine.pool_layout import TARGET
 from engine.rows import SequenceRows
 from engine.runner import Runner
@@ -37,11 +37,13 @@ from speculation.self_speculative.drafter import SelfDrafter
 from speculation.self_speculative.layers import with_layers
 from tests.engine.adapter_files import write_adapter
 from tests.engine.interpreted.graphs import CPU, STEPS, chain, made_model, made_pool, small_tiles
+from tests.engine.interpreted.hybrid_graphs import Side as HybridSide
+from tests.engine.interpreted.hybrid_graphs import made, rows_of
 from tests.engine.interpreted.recorder import RecordedGraphs
 
 __all__ = ["small_tiles"]
 CONFIG = ServeConfig(model="qwen3", compile="auto")
-BUCKETS = Buckets([2], [1], [6], trees=False)
+BUCKETS, ADAPTED_BUCKETS = (Buckets([2], [1], [6], trees=False, adapters=each) for each in (False, True))
 OTHERS = slice(3 * 6, 4 * 6)
 """The blocks of `chain(3, ...)`, which alone has an adapter here."""
 
@@ -65,17 +67,22 @@ class Side:
     def __init__(self, adapter: Path | None, monkeypatch: pytest.MonkeyPatch, replays: bool = False) -> None:
         self.pool, self.graphs, self.model = made_pool(), RecordedGraphs(), made_model()
         monkeypatch.setattr(cuda_runner, "graphs_for", lambda *_: self.graphs if replays else None)
-        monkeypatch.setattr(Buckets, "of", lambda *_: BUCKETS)
+        monkeypatch.setattr(Buckets, "of", lambda *given: ADAPTED_BUCKETS if given[2] else BUCKETS)
         self.loaded = loaded_of(self.model, self.pool, adapter)
         backend = TritonBackend(self.pool.layers(TARGET))
         runner = _cuda_runner(CONFIG, self.loaded, backend)
-        assert runner is not None
+        assert isinstance(runner, CudaRunner)
         self.runner = runner
         runner.warm_up()
 
     @property
     def num_replays(self) -> int:
         return sum(graph.num_replays for graph in self.graphs.graphs)
+
+    @property
+    def adapters(self) -> Adapters:
+        assert self.loaded.adapters is not None
+        return self.loaded.adapters
 
     @property
     def kv(self) -> Tensor:
@@ -107,16 +114,21 @@ PLAIN = [STEPS[0], STEPS[1], STEPS[3], ([PROMPT], [39], 0)]
 ADAPTED = [[adapted(0, 5, 6, 7)], [adapted(3, 8)], [adapted(4, 9)]]
 
 
-@pytest.mark.parametrize("decoder", ["CUDA decoder", "the model's own modules"])
+@pytest.fixture(params=["CUDA decoder", "the model's own modules"])
+def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of who decodes from now on."""
+    name: str = request.param
+    if name != "CUDA decoder":
+        monkeypatch.setattr(cuda_runner, "fits", lambda model: False)
+    return name
+
+
 def test_steps_without_adapters_are_those_of_a_server_without(
     decoder: str, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit by bit, and replayed as often, whatever was run with adapters between them."""
-    if decoder != "CUDA decoder":
-        monkeypatch.setattr(cuda_runner, "fits", lambda model: False)
     plain, ours = (Side(each, monkeypatch, replays=True) for each in (None, adapter))
-    assert isinstance(plain.runner, CudaRunner) and isinstance(ours.runner, AdaptedRunner)
-    assert ours.runner.choice.startswith(f"{decoder}, 1 graphs; steps with adapters by the model's own")
+    assert [side.runner.choice for side in (plain, ours)] == [f"{decoder}, {n} graphs" for n in (1, 2)]
     for number, (batch, logit_rows, _) in enumerate(PLAIN):
         before = plain.num_replays, ours.num_replays
         expected = logits_of(plain.runner, batch, logit_rows)
@@ -126,12 +138,15 @@ def test_steps_without_adapters_are_those_of_a_server_without(
         if number < 3:
             replays = ours.num_replays
             ours.runner.run(ADAPTED[number], [0])
-            assert ours.num_replays == replays
+            assert ours.num_replays == replays + (number > 0)
 
 
-def test_steps_with_adapters_are_those_of_the_modules(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("replays", [False, True])
+def test_steps_with_adapters_are_those_of_torchs_operators(
+    decoder: str, replays: bool, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In which rows without one read what steps without have written."""
-    ours = Side(adapter, monkeypatch)
+    ours = Side(adapter, monkeypatch, replays)
     model, pool = made_model(), made_pool()
     loaded = loaded_of(model, pool, adapter)
     assert loaded.adapters is not None
@@ -149,13 +164,83 @@ def test_steps_with_adapters_are_those_of_the_modules(adapter: Path, monkeypatch
         torch.testing.assert_close(logits_of(ours.runner, batch, logit_rows), expected, atol=1e-5, rtol=1e-5)
         values = (each.arenas[0].view(torch.float32) for each in (ours.pool, pool))
         torch.testing.assert_close(*values, atol=1e-5, rtol=1e-5)
+    assert ours.num_replays == 2 * replays
     without = logits_of(ours.runner, [replace(adapted(3, 8), adapter=0)], [0])
     assert not torch.allclose(without, expected[:1], atol=1e-2)
 
 
+def test_a_replay_is_what_the_step_computes_when_it_is_launched(
+    decoder: str, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit: of rows with several adapters and none, and with padding."""
+    eager, replayed = (Side(adapter, monkeypatch, replays) for replays in (False, True))
+    other = write_adapter(adapter.parent, adapter.parent / "other", 2, rank=9, targets=("q_proj", "up_proj"))
+    for side in (eager, replayed):  # after the graphs were captured
+        assert side.adapters.acquire(side.adapters.load("other", str(other))) == 2
+    steps = [
+        [adapted(0, 5)],
+        [adapted(1, 6), replace(chain(0, 10, 3), adapter=2)],
+        [chain(0, 11, 4), adapted(2, 8)],
+        [replace(chain(1, 40, 5), adapter=2), chain(0, 12, 6)],
+    ]
+    for number, batch in enumerate(steps):
+        logit_rows = range(len(batch))
+        expected, found = (logits_of(side.runner, batch, logit_rows) for side in (eager, replayed))
+        assert torch.equal(found, expected)
+        assert torch.equal(replayed.pool.arenas[0], eager.pool.arenas[0])
+        assert replayed.num_replays == number + 1
+
+
+def test_graphs_read_the_adapter_that_a_row_has_now(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that is dropped, none is left; another one comes in its place."""
+    ours, other = Side(adapter, monkeypatch, replays=True), adapter.parent / "another"
+    write_adapter(adapter.parent, other, 3)
+    before = logits_of(ours.runner, [adapted(0, 5)], [0])
+    ours.adapters.unload("one")
+    ours.adapters.release(1)
+    slot = ours.adapters.acquire(ours.adapters.load("another", str(other)))
+    batch = [replace(chain(3, 0, 5), adapter=slot)]
+    found = logits_of(ours.runner, batch, [0])
+    assert ours.num_replays == 2 and not torch.allclose(found, before, atol=1e-2)
+    expected = Side(other, monkeypatch)
+    assert torch.equal(found, logits_of(expected.runner, [adapted(0, 5)], [0]))
+
+
+def test_rows_of_a_slot_of_nothing_are_those_without_adapters(
+    decoder: str, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a trial of a step's memory has them."""
+    ours = Side(adapter, monkeypatch)
+    expected = logits_of(ours.runner, [chain(0, 10, 3, 4)], [0, 1])
+    nothing = replace(chain(0, 10, 3, 4), adapter=NOTHING)
+    assert torch.equal(logits_of(ours.runner, [nothing], [0, 1]), expected)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h"])
+def test_a_model_with_recurrent_layers(model_type: str, tmp_path: Path) -> None:
+    """Replayed bit by bit as it is launched, and as torch's operators add."""
+    loaded = made.__wrapped__(model_type)
+    loaded.model.save_pretrained(tmp_path)
+    adapters = Adapters(adaptable(loaded.model), CPU, torch.float32, 64)
+    adapters.load("one", str(write_adapter(tmp_path, tmp_path / "one", 1, strength=0.1)))
+    loaded = replace(loaded, adapters=adapters)
+    buckets, graphs = Buckets([3], [1], [6], trees=False, adapters=True), RecordedGraphs()
+    eager, replayed = (HybridSide(model_type, buckets, each, loaded=loaded) for each in (None, graphs))
+    torchs = HybridSide(model_type, buckets, loaded=loaded)
+    torchs.runner = HybridForward(loaded, torchs.backend, torchs.seats, products="", packed=False)
+    for number in range(3):
+        batch = [replace(rows_of(seat, number, 1), adapter=seat % 2) for seat in range(3)]
+        expected = eager.logits(batch)
+        assert torch.equal(replayed.logits(batch), expected)
+        assert all(map(torch.equal, replayed.memory, eager.memory))
+        torch.testing.assert_close(torchs.logits(batch), expected, atol=1e-5, rtol=1e-5)
+    assert sum(graph.num_replays for graph in graphs.graphs) == 3 and len(graphs.graphs) == 2
+    plain = [replace(rows, adapter=0) for rows in batch]
+    assert not torch.allclose(eager.logits(plain)[1], expected[1], atol=1e-3)
+
+
 def test_tokens_that_only_the_device_knows(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = Side(adapter, monkeypatch)
-    assert isinstance(ours.runner, AdaptedRunner)
     for batch in ([chain(0, 10, 2), chain(1, 40, 0)], [chain(0, 10, 2), adapted(0, 0)]):
         known = [replace(rows, token_ids=[[3, 7, 9][place] for place in rows.token_ids]) for rows in batch]
         expected = logits_of(ours.runner, known, [0, 1])

@@ -82,15 +82,21 @@ class Side:
     """A runner with blocks and seats of its own."""
 
     def __init__(
-        self, model_type: str, buckets: Buckets, graphs: Graphs | None = None, drafts: bool = False
+        self,
+        model_type: str,
+        buckets: Buckets,
+        graphs: Graphs | None = None,
+        drafts: bool = False,
+        loaded: LoadedModel | None = None,
     ) -> None:
-        loaded = made(model_type)
+        loaded = loaded or made(model_type)
         assert loaded.recurrent is not None
         self.pool = KVPool(PoolLayout((loaded.kv_group,), BLOCK), NUM_BLOCKS, CPU, None)
         self.seats = Seats(loaded.recurrent.state.with_drafts(DRAFTS), NUM_SEATS, CPU)
         self.backend = TritonBackend(self.pool.layers(TARGET))
         decoder = HybridModules(loaded, self.backend, self.seats, (1,), drafts)
-        self.cuda = CudaRunner(decoder, self.backend, CPU, "", buckets, graphs, decoder.tables)
+        options = graphs, decoder.tables, loaded.adapters
+        self.cuda = CudaRunner(decoder, self.backend, CPU, "", buckets, *options)
         self.cuda.warm_up()
         self.runner: Runner = self.cuda
 

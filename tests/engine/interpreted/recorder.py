@@ -17,8 +17,14 @@ from torch.utils._pytree import tree_flatten
 from triton.runtime.interpreter import InterpretedFunction
 
 from engine.attention import transformers_hook
+from engine.lora import layers
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty"}
+_LAUNCHERS: dict[Any, Callable[..., Any]] = {
+    transformers_hook.paged_attention: transformers_hook._run,
+    layers.add_adapters: layers._run,
+}
+"""Operators of ours, which launch others."""
 
 
 @contextmanager
@@ -106,9 +112,9 @@ class _Operators(TorchDispatchMode):
         self._graph = graph
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is transformers_hook.paged_attention:
+        if func in _LAUNCHERS:
             with self:  # what it launches is launched again
-                return transformers_hook._run(*args, **(kwargs or {}))
+                return _LAUNCHERS[func](*args, **(kwargs or {}))
         return self._graph.operator(func, args, kwargs or {})
 
 
