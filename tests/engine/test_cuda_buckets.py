@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("triton", reason="Triton is for Linux")
@@ -52,6 +54,19 @@ def test_drafters_have_buckets_of_their_own() -> None:
     assert all(each.first_keys for each in heads)
     expected = StepShape(2, 2, 2, 1, 7, first_keys=True)
     assert shape(heads, step(1, 1)) == shape(heads, step(1, 1, first_key=9)) == expected
+
+
+def test_steps_with_adapters_have_shapes_of_their_own() -> None:
+    """Where rows may have some; else none of theirs fits."""
+    config = ServeConfig(max_num_seqs=2, block_size=BLOCK)
+    plain, of = Buckets.of(config, 100), Buckets.of(config, 100, True)
+    assert {*of} == {replace(each, adapters=adapters) for each in plain for adapters in (False, True)}
+    assert len([*of]) == len({*of})
+    batch = [*step(1), replace(step(1)[0], adapter=3)]
+    expected = shape(plain, step(1, 1))
+    assert expected is not None and shape(of, step(1, 1)) == expected
+    assert shape(of, batch) == replace(expected, adapters=True)
+    assert shape(plain, batch) is None
 
 
 @pytest.mark.parametrize(

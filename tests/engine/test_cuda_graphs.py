@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -108,6 +109,19 @@ def test_steps_with_as_many_rows_of_a_sequence_have_a_graph_that_takes_them(
     assert list(captured) == [verify[-1], decode[-1], *decode[:4], verify[0]]
     missing = dict.fromkeys(decode[4:7], decode[-1]) | dict.fromkeys(verify[1:5], verify[-1])
     assert stand_ins([*verify, *decode], captured) == missing
+
+
+def test_of_the_largest_the_one_with_adapters_is_captured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes steps without, too, but those have their own where there was time."""
+    plain = shapes(1, 1, 2, 4)
+    adapted = [replace(shape, adapters=True) for shape in plain]
+    device = Device(0, seconds=15.0)
+    monkeypatch.setattr(graphs.time, "monotonic", lambda: device.now)
+    captured = capture_all([*adapted, *plain], device.capture, device)
+    assert list(captured) == [adapted[-1], plain[0], adapted[0], plain[1], adapted[1]]
+    taken = stand_ins([*adapted, *plain], captured)
+    assert taken == dict.fromkeys([*adapted[2:-1], *plain[2:]], adapted[-1])
+    assert stand_ins(adapted[:1], plain) == {}
 
 
 def test_a_step_without_a_graph_takes_the_least_that_fits() -> None:
