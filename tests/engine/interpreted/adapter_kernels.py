@@ -108,6 +108,20 @@ def test_ranks_beyond_those_of_a_program() -> None:
     torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=2e-6)
 
 
+def test_matrices_lie_where_wide_loads_begin() -> None:
+    """Each, and each row of `up`: the compiler is told so, and the interpreter would not mind."""
+    for dtype in (torch.float32, torch.bfloat16):
+        side = Side(RANKS, dtype)
+        for products, table in zip(side._placed, side._tables, strict=True):
+            for path, (down, up, rank) in zip(LINEARS, table.tolist(), strict=True):
+                assert down % 16 == up % 16 == rank % 8 == 0
+                assert (rank > 0) == (path in products)
+                if rank:
+                    assert [*map(Tensor.data_ptr, products[path])] == [down, up]
+                    assert products[path].down.is_contiguous() and products[path].up.is_contiguous()
+                    assert rank == len(products[path].down) == products[path].up.shape[1]
+
+
 def test_rows_that_lie_apart_and_inputs_in_any_layout() -> None:
     """As a module's, which are of a batch of one."""
     side, owners = Side([{"layer": 5}], linears={"layer": LinearShape(20, 40)}), [1, 0, 1]

@@ -16,17 +16,21 @@ from transformers import PreTrainedModel
 from engine.attention.triton_kernel.backend import TritonBackend
 from engine.cuda import runner as cuda_runner
 from engine.cuda.buckets import Buckets
+from engine.cuda.decoder import CudaDecoder
 from engine.cuda.modules import Modules
+from engine.cuda.products import TiledLinear, tile_linears
 from engine.cuda.runner import CudaRunner
 from engine.download import Downloader
 from engine.forward import Forward
 from engine.hybrid_forward import HybridForward
 from engine.kv_pool import KVPool
 from engine.late_tokens import LateTokens
+from engine.linear.rounding import round_linears
 from engine.loader import LoadedModel
 from engine.lora.layers import attach, begin_step
 from engine.lora.table import NOTHING, Adapters, adaptable
 from engine.pool_layout import TARGET
+from engine.quantization.weight import CodeFormat
 from engine.rows import SequenceRows
 from engine.runner import Runner
 from engine.select_forward import _cuda_runner
@@ -64,10 +68,16 @@ def nothing_is_left_to_add() -> Iterator[None]:
 class Side:
     """Of a server with an adapter in slot 1, or without `--enable-lora`."""
 
-    def __init__(self, adapter: Path | None, monkeypatch: pytest.MonkeyPatch, replays: bool = False) -> None:
+    def __init__(
+        self,
+        adapter: Path | None,
+        monkeypatch: pytest.MonkeyPatch,
+        replays: bool = False,
+        adapted_buckets: Buckets = ADAPTED_BUCKETS,
+    ) -> None:
         self.pool, self.graphs, self.model = made_pool(), RecordedGraphs(), made_model()
         monkeypatch.setattr(cuda_runner, "graphs_for", lambda *_: self.graphs if replays else None)
-        monkeypatch.setattr(Buckets, "of", lambda *given: ADAPTED_BUCKETS if given[2] else BUCKETS)
+        monkeypatch.setattr(Buckets, "of", lambda *given: adapted_buckets if given[2] else BUCKETS)
         self.loaded = loaded_of(self.model, self.pool, adapter)
         backend = TritonBackend(self.pool.layers(TARGET))
         runner = _cuda_runner(CONFIG, self.loaded, backend)
@@ -161,7 +171,9 @@ def test_steps_with_adapters_are_those_of_torchs_operators(
     ]
     for batch, logit_rows in steps:
         expected = logits_of(modules, batch, logit_rows)
-        torch.testing.assert_close(logits_of(ours.runner, batch, logit_rows), expected, atol=1e-5, rtol=1e-5)
+        found = logits_of(ours.runner, batch, logit_rows)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        assert torch.equal(found.argmax(-1), expected.argmax(-1))
         values = (each.arenas[0].view(torch.float32) for each in (ours.pool, pool))
         torch.testing.assert_close(*values, atol=1e-5, rtol=1e-5)
     assert ours.num_replays == 2 * replays
@@ -172,8 +184,9 @@ def test_steps_with_adapters_are_those_of_torchs_operators(
 def test_a_replay_is_what_the_step_computes_when_it_is_launched(
     decoder: str, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit by bit: of rows with several adapters and none, and with padding."""
-    eager, replayed = (Side(adapter, monkeypatch, replays) for replays in (False, True))
+    """Bit by bit: of rows with several adapters and none, with padding, and drafts to verify."""
+    buckets = Buckets([2], [1, 3], [6], trees=False, adapters=True)
+    eager, replayed = (Side(adapter, monkeypatch, replays, buckets) for replays in (False, True))
     other = write_adapter(adapter.parent, adapter.parent / "other", 2, rank=9, targets=("q_proj", "up_proj"))
     for side in (eager, replayed):  # after the graphs were captured
         assert side.adapters.acquire(side.adapters.load("other", str(other))) == 2
@@ -182,13 +195,35 @@ def test_a_replay_is_what_the_step_computes_when_it_is_launched(
         [adapted(1, 6), replace(chain(0, 10, 3), adapter=2)],
         [chain(0, 11, 4), adapted(2, 8)],
         [replace(chain(1, 40, 5), adapter=2), chain(0, 12, 6)],
+        [replace(chain(1, 41, 5, 6, 7), adapter=2), adapted(3, 8, 9)],
     ]
     for number, batch in enumerate(steps):
-        logit_rows = range(len(batch))
+        logit_rows = range(sum(len(rows.token_ids) for rows in batch))
         expected, found = (logits_of(side.runner, batch, logit_rows) for side in (eager, replayed))
         assert torch.equal(found, expected)
         assert torch.equal(replayed.pool.arenas[0], eager.pool.arenas[0])
         assert replayed.num_replays == number + 1
+
+
+def test_adapters_stand_beside_quantized_weights(adapter: Path) -> None:
+    """In tiles, and one layer's product is joined with others'."""
+    models, pools = [made_model(), made_model()], [made_pool(), made_pool()]
+    for model in models:
+        round_linears(model, CodeFormat.INT4)
+    theirs, ours = (loaded_of(model, pool, adapter) for model, pool in zip(models, pools, strict=True))
+    tile_linears(models[1], torch.float32, plain=True)
+    assert isinstance(models[1].model.layers[0].self_attn.q_proj, TiledLinear)
+    backends = [TritonBackend(pool.layers(TARGET)) for pool in pools]
+    assert theirs.adapters is not None
+    attach(models[0], theirs.adapters)
+    modules = Forward(models[0], backends[0], "off", products="", adapters=theirs.adapters)
+    decoder = CudaDecoder(models[1], backends[1], 128, adapters=ours.adapters)
+    runner = CudaRunner(decoder, backends[1], CPU, "", ADAPTED_BUCKETS, adapters=ours.adapters)
+    for batch in ([adapted(0, 5, 6, 7), chain(0, 16, 3)], [adapted(3, 8)]):
+        expected, found = (logits_of(each, batch, [0]) for each in (modules, runner))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(logits_of(runner, [replace(batch[0], adapter=0)], [0]), found, atol=1e-2)
+        logits_of(runner, batch, [0])  # its KV is that of the adapter again
 
 
 def test_graphs_read_the_adapter_that_a_row_has_now(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
