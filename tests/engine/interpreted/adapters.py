@@ -203,6 +203,10 @@ def test_a_replay_is_what_the_step_computes_when_it_is_launched(
         assert torch.equal(found, expected)
         assert torch.equal(replayed.pool.arenas[0], eager.pool.arenas[0])
         assert replayed.num_replays == number + 1
+    untouched = chain(4, 10, 3)
+    found = logits_of(replayed.runner, [adapted(5, 7), replace(untouched, adapter=2)], [1])
+    alone = logits_of(Side(other, monkeypatch).runner, [replace(untouched, adapter=1)], [0])
+    torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
 
 
 def test_adapters_stand_beside_quantized_weights(adapter: Path) -> None:
