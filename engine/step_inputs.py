@@ -52,7 +52,7 @@ class StepInputs(NamedTuple):
     attention: AttentionMetadata
     recurrent: Tables[Tensor] | None = None
     adapters: Tensor | None = None
-    """int64 [rows], the address of each one's adapter, 0 for none; None where no row has any."""
+    """int64 [rows], the address of each one's adapter, 0 for none; None where no row may have one."""
 
     def take(self, chosen: Tensor) -> None:
         """The tokens that the rows named by their places. Any, where none could be chosen (-1)."""

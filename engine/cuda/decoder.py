@@ -66,7 +66,9 @@ class Layer(NamedTuple):
 
 
 class CudaDecoder:
-    """Ten kernels a layer, or nine where no sequence has several splits of keys."""
+    """Ten kernels a layer, or nine where no sequence has several splits of keys, and eight more where some
+    row may have an adapter.
+    """
 
     name = "CUDA decoder"
 
