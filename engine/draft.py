@@ -23,7 +23,7 @@ class Draft:
     `distributions` [nodes, vocab_size], float32, has the probabilities that each node was drawn with; None
     says that the draft is deterministic. `is_blind`: drafted with truncated context; its acceptance is
     left out of statistics that requests share. While its tokens are `late`, `ids` has names of them; whoever
-    asks for `token_ids` waits.
+    asks for `token_ids` waits. If its shape is late too, all nodes follow the last token until it is settled.
     """
 
     ids: list[int]
@@ -35,10 +35,21 @@ class Draft:
 
     @property
     def token_ids(self) -> list[int]:
-        if self.late is not None:
-            values, self.late = self.late.values, None
-            self.ids = [values[~each] for each in self.ids]
+        self.settle()
         return self.ids
+
+    def settle(self) -> None:
+        """Take what is late; the host waits for it if it has not come yet. Rows that turn out to be no nodes
+        of a tree are left as probes.
+        """
+        if self.late is None:
+            return
+        late, self.late = self.late, None
+        parents = late.parents(self.ids)
+        self.ids = [late.values[~each] for each in self.ids]
+        if parents is not None:
+            self.parents = [parent for parent in parents if parent >= -1]
+            self.probes = [1 | 2 << node for node in range(len(self.parents), len(parents))]
 
     def ids_beside(self, late: LateTokens | None) -> list[int]:
         """Its tokens, by name if they are among these `late` ones."""
@@ -51,12 +62,15 @@ class Draft:
     @property
     def depth(self) -> int:
         """Nodes of the longest path."""
-        if self.parents is None:
-            return self.num_nodes
+        return self.num_nodes if self.parents is None else max(self.depths(), default=0)
+
+    def depths(self) -> list[int]:
+        """How many tokens behind the sequence's last one each node is."""
         depths: list[int] = []
-        for parent in self.parents:
+        for node in range(self.num_nodes):
+            parent = self.parent(node)
             depths.append(1 if parent < 0 else depths[parent] + 1)
-        return max(depths, default=0)
+        return depths
 
     def parent(self, node: int) -> int:
         return node - 1 if self.parents is None else self.parents[node]

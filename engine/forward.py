@@ -19,11 +19,10 @@ from transformers import PreTrainedModel
 
 from engine.attention import transformers_hook
 from engine.attention.interface import AttentionBackend
-from engine.late_tokens import LateTokens
 from engine.lora.layers import begin_step, groups_of
 from engine.lora.table import Adapters
 from engine.rows import BlockTable, SequenceRows
-from engine.runner import ForwardOutput
+from engine.runner import ForwardOutput, LateRows
 from engine.step_inputs import StepInputs, StepShape, step_inputs
 from engine.upload import upload_to
 from protocol.errors import ConfigError
@@ -83,12 +82,13 @@ class RowsForward(ABC):
         self,
         batch: Sequence[SequenceRows],
         logit_rows: list[int],
-        late: LateTokens,
+        late: LateRows,
         *,
         wants_hidden: bool = True,
+        before: Tensor | None = None,
     ) -> ForwardOutput:
         """As `LateRunner.run_late`."""
-        logits, hidden = self._execute(batch, logit_rows, self._least, late=late)
+        logits, hidden = self._execute(batch, logit_rows, self._least, before, late=late)
         return ForwardOutput(logits[: len(logit_rows)], hidden if wants_hidden else None)
 
     def run_ahead(
@@ -114,7 +114,7 @@ class RowsForward(ABC):
         least: StepShape,
         before: Tensor | None = None,
         chosen: Tensor | None = None,
-        late: LateTokens | None = None,
+        late: LateRows | None = None,
     ) -> ForwardOutput:
         """A logit for each row asked for, and those that pad them."""
         backend = self._backend
@@ -122,7 +122,7 @@ class RowsForward(ABC):
         if chosen is not None:
             inputs.take(chosen)
         if late is not None:
-            late.fill(inputs.token_ids)
+            late.fill_rows(inputs)
         backend.begin_step(inputs.attention)
         self._begin(batch)
         return self._call(inputs, before)

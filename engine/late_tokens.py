@@ -4,10 +4,13 @@ them from the device, so that they come to the host with what it waits for anywa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from engine.download import Downloader
+from engine.step_inputs import StepInputs
 
 
 class LateTokens:
@@ -21,8 +24,15 @@ class LateTokens:
 
     def fill(self, ids: Tensor) -> None:
         """Put tokens, on the device, in the places of the `ids` [n] that name them."""
-        places = ids.bitwise_not().clamp_min(0)
-        ids.copy_(torch.where(ids < 0, self._on_device.index_select(0, places), ids))
+        ids.copy_(taken(self._on_device, ids, ids))
+
+    def fill_rows(self, inputs: StepInputs) -> None:
+        """Of a step, for the rows that name them."""
+        self.fill(inputs.token_ids)
+
+    def fill_nodes(self, nodes: Tensor) -> None:
+        """int64 [n, 2]: tokens, or their names, and parents."""
+        self.fill(nodes[:, 0])
 
     def bring(self, wanted: Tensor, download: Downloader) -> list[int]:
         """What is `wanted`, int64 [n], and the tokens beside it: the host waits once."""
@@ -36,3 +46,13 @@ class LateTokens:
         if self._values is None:
             self._values = self._download(self._on_device).tolist()
         return self._values
+
+    def parents(self, names: Sequence[int]) -> list[int] | None:
+        """As `Draft.parents`, where these are late too, and -2 of what is no node; else None."""
+        return None
+
+
+def taken(values: Tensor, names: Tensor, others: Tensor) -> Tensor:
+    """The `values` that the `names` [n] name, and `others` [n] where they name none."""
+    places = names.bitwise_not().clamp_min(0)
+    return torch.where(names < 0, values.index_select(0, places), others)

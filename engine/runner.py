@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from engine.late_tokens import LateTokens
 from engine.rows import SequenceRows
+from engine.step_inputs import StepInputs
 
 
 class ForwardOutput(NamedTuple):
@@ -66,17 +66,24 @@ class AheadRunner(Protocol):
         ...
 
 
+class LateRows(Protocol):
+    """What the device knows of a step's rows and the host does not."""
+
+    def fill_rows(self, inputs: StepInputs) -> None: ...
+
+
 @runtime_checkable
 class LateRunner(Protocol):
-    """A `Runner` that can run some drafted tokens which the host does not know yet."""
+    """A `Runner` that can run some drafted rows which the host does not know yet."""
 
     def run_late(
         self,
         batch: Sequence[SequenceRows],
         logit_rows: list[int],
-        late: LateTokens,
+        late: LateRows,
         *,
         wants_hidden: bool = True,
+        before: Tensor | None = None,
     ) -> ForwardOutput:
-        """As `run`. Token ids below 0 name tokens of `late`."""
+        """As `run`, when `late` has filled in what it knows."""
         ...

@@ -112,10 +112,14 @@ class SequenceState:
         """For the token that comes next, and for the one after each of the `drafted`."""
         if needs_history(self.params):
             return [self.sampling_row(drafted[:end]) for end in range(len(drafted) + 1)]
-        params, prompt, output = self.params, self.prompt_token_ids, self.output_token_ids
-        first, request_id = self.position, self.request_id
-        positions = range(first, first + len(drafted) + 1)
-        return [SamplingRow(params, prompt, output, position, request_id) for position in positions]
+        return [self._row_behind(count) for count in range(len(drafted) + 1)]
+
+    def _row_behind(self, count: int) -> SamplingRow:
+        """For the token after so many drafted ones, which nobody looks at."""
+        position = self.position + count
+        return SamplingRow(
+            self.params, self.prompt_token_ids, self.output_token_ids, position, self.request_id
+        )
 
     def step_rows(self) -> list[SamplingRow]:
         """For the token after the last one, and for the one after each that is drafted. After a probe only
@@ -126,7 +130,10 @@ class SequenceState:
             return [self.sampling_row()]
         if draft.parents is None and not draft.probes:
             return self.chain_rows(draft.token_ids if needs_history(self.params) else draft.ids)
-        rows = [self.sampling_row(), *map(self.sampling_row, draft.paths())]
+        if needs_history(self.params):
+            rows = [self.sampling_row(), *map(self.sampling_row, draft.paths())]
+        else:
+            rows = [self._row_behind(depth) for depth in (0, *draft.depths())]
         probe = SamplingRow(_LIKELIEST, [], [], self.position, self.request_id)
         return rows + [probe] * len(draft.probes)
 

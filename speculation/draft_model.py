@@ -20,7 +20,7 @@ from engine.kv_pool import KVPool
 from engine.loader import LoadedModel, ModelShape, load_model
 from engine.pool_layout import DRAFT
 from engine.rows import SequenceRows
-from engine.runner import ForwardOutput
+from engine.runner import ForwardOutput, LateRows, LateRunner
 from engine.sampler import Sampler
 from engine.select_forward import runner_of_drafts
 from engine.sequence import SequenceState
@@ -32,7 +32,7 @@ from speculation.draft_seats import DraftSeats
 from speculation.drafter import Computed, Drafter
 from speculation.shapes import default_drafted
 from speculation.tree import TreeRows
-from speculation.tree_drafting import TreeDrafting
+from speculation.tree_drafting import TreeDrafting, can_grow_on_device
 
 _READ_AT_ONCE = 2048
 """Tokens that are read at most in one step, lest the others wait long for their next token."""
@@ -102,7 +102,12 @@ class DraftModel(Drafter):
         if pool.draft_seats is not None:
             self._seats = DraftSeats(pool.draft_seats)
         self._sampler = Sampler(self._vocab_size, device, loaded.eos_token_ids)
-        self._tree_drafting = TreeDrafting(self._options, device)
+        self._tree_drafting = TreeDrafting(
+            self._options,
+            device,
+            self._config.block_size,
+            on_device=can_grow_on_device(self._runner, self._loaded, loaded),
+        )
         self._drafting = ChainDrafting(
             self._runner, self._vocab_size, self._options.verification, self._sampler, device, self._seat
         )
@@ -160,12 +165,14 @@ class DraftModel(Drafter):
         for sequence in sequences:
             self._computed[sequence.request_id] = len(sequence.token_ids)
 
-        def run(grown: list[TreeRows], _: Tensor | None) -> ForwardOutput:
-            return ForwardOutput(self._run_trees(sequences, grown), None)
+        def run(grown: list[TreeRows], _: Tensor | None, late: LateRows | None) -> ForwardOutput:
+            return ForwardOutput(self._run_trees(sequences, grown, late), None)
 
         return self._tree_drafting.draft(sequences, counts, first, run)
 
-    def _run_trees(self, sequences: Sequence[SequenceState], grown: list[TreeRows]) -> Tensor:
+    def _run_trees(
+        self, sequences: Sequence[SequenceState], grown: list[TreeRows], late: LateRows | None
+    ) -> Tensor:
         batch = []
         for sequence, rows in zip(sequences, grown, strict=True):
             if rows.token_ids:
@@ -175,9 +182,13 @@ class DraftModel(Drafter):
                 batch.append(
                     SequenceRows(rows.token_ids, start, tables, rows.masks, root, seat=seat, certain=certain)
                 )
-                self._computed[sequence.request_id] = start + len(rows.token_ids)
-        every = range(sum(len(rows.token_ids) for rows in batch))
-        return self._runner.run(batch, list(every)).logits[:, : self._vocab_size]
+                if late is None:
+                    self._computed[sequence.request_id] = start + len(rows.token_ids)
+        every = list(range(sum(len(rows.token_ids) for rows in batch)))
+        if late is None:
+            return self._runner.run(batch, every).logits[:, : self._vocab_size]
+        assert isinstance(self._runner, LateRunner)
+        return self._runner.run_late(batch, every, late).logits[:, : self._vocab_size]
 
     def _unread_rows(self, sequences: Sequence[SequenceState]) -> list[SequenceRows]:
         return [self._rows(each, self._first_unread(each), len(each.token_ids)) for each in sequences]
@@ -215,7 +226,9 @@ class DraftModel(Drafter):
         for each in computed:
             request_id, first_drafted = each.sequence.request_id, each.start + 1
             if each.draft is not None:
-                num_run = self._computed[request_id] - first_drafted
+                # Of a tree that grew on the device it is known that a node was run which others follow.
+                followed = map(each.draft.parent, range(each.draft.num_nodes))
+                num_run = max(self._computed[request_id] - first_drafted, 1 + max(followed, default=-1))
                 kept = sum(node < num_run for node in each.accepted)
                 self._computed[request_id] = first_drafted + kept
                 if self._seats is not None:

@@ -34,7 +34,7 @@ from engine.draft import Draft
 TREE_WIDTH = 4
 """Rows of a tree in a forward, and children of a row."""
 
-_NEAR = math.log(0.3)
+NEAR = math.log(0.3)
 """Paths this much less likely than their round's likeliest are not followed: of 0.02 to 0.6 times as likely,
 this brought the most accepted tokens (bundled pair, 8 to 24 nodes)."""
 
@@ -143,7 +143,7 @@ class _Tree:
 
     def _worth_running(self) -> list[_Node]:
         new = [leaf for leaf in self._leaves if leaf.parent in self.newest]
-        return [leaf for leaf in new[: self._width] if leaf.score >= new[0].score + _NEAR]
+        return [leaf for leaf in new[: self._width] if leaf.score >= new[0].score + NEAR]
 
     def draft(self) -> Draft | None:
         nodes = self._run + self._leaves

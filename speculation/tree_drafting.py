@@ -1,5 +1,8 @@
-"""Drafting trees with a model. The host waits for the device once for each level of them: the likeliest
-tokens and their scores come in one copy, and what it answers with goes there without a wait.
+"""Drafting trees with a model.
+
+Where the host grows them, it waits for the device once for each level: the likeliest tokens and their scores
+come in one copy, and what it answers with goes there without a wait. Where they grow on the device, as the
+host need not know them before they are verified, it waits for nothing.
 """
 
 from __future__ import annotations
@@ -12,30 +15,41 @@ from torch import Tensor
 
 from engine.download import Downloader
 from engine.draft import Draft
-from engine.runner import ForwardOutput
+from engine.late_trees import LateTrees
+from engine.loader import LoadedModel
+from engine.runner import ForwardOutput, LateRows, LateRunner, Runner
+from engine.sampler.rows import needs_history
 from engine.sequence import SequenceState
 from engine.upload import upload_to
 from protocol.speculation import SpeculativeConfig
 from speculation.ranking import rank
 from speculation.tree import TREE_WIDTH, DraftTrees, TreeRows
+from speculation.tree_growth import TreeGrowth
 
-RunRows = Callable[[list[TreeRows], Tensor | None], ForwardOutput]
-"""Runs rows of each sequence, whose parents have those hidden states. Of each row there are logits
-[rows, vocab_size], and hidden states if rows are run on these.
+RunRows = Callable[[list[TreeRows], Tensor | None, LateRows | None], ForwardOutput]
+"""Runs rows of each sequence, whose parents have those hidden states, and of which the device knows the rest.
+Of each row there are logits [rows, vocab_size], and hidden states if rows are run on these.
 """
 
 
 class TreeDrafting:
-    def __init__(self, options: SpeculativeConfig, device: torch.device) -> None:
+    def __init__(
+        self, options: SpeculativeConfig, device: torch.device, block_size: int, *, on_device: bool
+    ) -> None:
+        """`block_size` is the KV pool's; `on_device` says where trees grow if they can."""
         self._depth = options.max_speculative_tokens
         self._with_noise = options.verification == "coupled"
-        self._upload_rows, self._upload_sources = upload_to(device), upload_to(device)
+        self._block_size = block_size
+        self._on_device = on_device
+        self._upload_rows, self._upload_sources, self._upload_rooms = (upload_to(device) for _ in range(3))
         self._download = Downloader(device)
 
     def draft(
         self, sequences: Sequence[SequenceState], counts: Sequence[int], first: ForwardOutput, run: RunRows
     ) -> list[Draft | None]:
-        """Of at most `counts` nodes. `first` is of each sequence's last token."""
+        """Of at most `counts` nodes, which fall. `first` is of each sequence's last token."""
+        if self._on_device and all(map(_may_be_late, sequences)):
+            return self._grown_on_device(sequences, counts, first, run)
         trees = DraftTrees(counts, self._depth, TREE_WIDTH, self._download)
         logits, hidden = first
         depths = [[0] for _ in sequences]
@@ -45,7 +59,27 @@ class TreeDrafting:
             if not any(depths):
                 return trees.drafts()
             before = None if hidden is None else hidden.index_select(0, self._sources(grown))
-            logits, hidden = run(grown, before)
+            logits, hidden = run(grown, before, None)
+
+    def _grown_on_device(
+        self, sequences: Sequence[SequenceState], counts: Sequence[int], first: ForwardOutput, run: RunRows
+    ) -> list[Draft | None]:
+        growth = TreeGrowth(counts, TREE_WIDTH, self._block_size, self._upload_rooms)
+        logits, hidden = first
+        depths = [0]
+        for depth in range(1, 1 + min(self._depth - 1, counts[0])):
+            level, sources = growth.grow(*self._rank(logits, sequences, [depths] * len(sequences)))
+            depths = [depth] * (len(sources) // len(counts))
+            before = None if hidden is None else hidden.index_select(0, sources)
+            rows = [_unknown_rows(min(depth * TREE_WIDTH, count), len(depths)) for count in counts]
+            logits, hidden = run(rows, before, level)
+        nodes = growth.end(*self._rank(logits, sequences, [depths] * len(sequences)))
+        late = LateTrees(nodes, self._download)
+        firsts = range(0, len(counts) * counts[0], counts[0])
+        return [
+            Draft([~(first + node) for node in range(count)], [-1] * count, late=late)
+            for first, count in zip(firsts, counts, strict=True)
+        ]
 
     def _rank(
         self, logits: Tensor, sequences: Sequence[SequenceState], depths: Sequence[Sequence[int]]
@@ -59,3 +93,22 @@ class TreeDrafting:
     def _sources(self, grown: Sequence[TreeRows]) -> Tensor:
         (sources,) = self._upload_sources([np.array([i for rows in grown for i in rows.sources], np.int64)])
         return sources
+
+
+def can_grow_on_device(runner: Runner, draft: LoadedModel, *others: LoadedModel) -> bool:
+    """Whether trees may grow on the device: there is something to wait for, and what runs them can. Recurrent
+    layers must know on the host which rows follow which.
+    """
+    is_cpu = draft.device.type == "cpu"
+    recurs = any(model.recurrent is not None for model in (draft, *others))
+    return not is_cpu and not recurs and isinstance(runner, LateRunner)
+
+
+def _may_be_late(sequence: SequenceState) -> bool:
+    """Whether nobody looks at what is drafted. `_unknown_rows` want a text as long as they."""
+    return not needs_history(sequence.params) and len(sequence.token_ids) >= TREE_WIDTH
+
+
+def _unknown_rows(end: int, count: int) -> TreeRows:
+    """The last of at most `end` rows behind a tree's root: all that the host knows is where they end."""
+    return TreeRows(first=1 + end - count, token_ids=[0] * count, masks=[1] * count)

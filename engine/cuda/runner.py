@@ -19,13 +19,12 @@ from engine.cuda.graphs import CudaGraphs, Graph, Graphs, capture_all, stand_ins
 from engine.cuda.modules import HybridModules, Modules
 from engine.cuda.products import describe
 from engine.decoder.description import unfit
-from engine.late_tokens import LateTokens
 from engine.loader import LoadedModel
 from engine.lora.table import Adapters
 from engine.recurrent.seats import Seats
 from engine.recurrent.triton_kernel.plan import Tables
 from engine.rows import BlockTable, SequenceRows
-from engine.runner import ForwardOutput
+from engine.runner import ForwardOutput, LateRows
 from engine.step_inputs import StepInputs, StepShape, step_inputs
 from engine.upload import Uploader
 from protocol.config import ServeConfig
@@ -121,9 +120,10 @@ class CudaRunner:
         self,
         batch: Sequence[SequenceRows],
         logit_rows: list[int],
-        late: LateTokens,
+        late: LateRows,
         *,
         wants_hidden: bool = True,
+        before: Tensor | None = None,
     ) -> ForwardOutput:
         """As `LateRunner.run_late`. The logits hold until the next call."""
         return self._run_whole(batch, logit_rows, wants_hidden, late)
@@ -133,7 +133,7 @@ class CudaRunner:
         batch: Sequence[SequenceRows],
         logit_rows: list[int],
         wants_hidden: bool,
-        late: LateTokens | None = None,
+        late: LateRows | None = None,
     ) -> ForwardOutput:
         logits, hidden, is_kept = self._run(batch, logit_rows, late=late)
         if not wants_hidden or hidden is None:
@@ -159,7 +159,7 @@ class CudaRunner:
         batch: Sequence[SequenceRows],
         logit_rows: Sequence[int],
         chosen: Tensor | None = None,
-        late: LateTokens | None = None,
+        late: LateRows | None = None,
     ) -> tuple[Tensor, Tensor | None, bool]:
         """Logits, hidden states of all rows and those that pad them, and whether the next call ends them."""
         shape = self._buckets.shape_of(batch, len(logit_rows), self._backend.block_size)
@@ -169,7 +169,7 @@ class CudaRunner:
         if chosen is not None:
             inputs.take(chosen)
         if late is not None:
-            late.fill(inputs.token_ids)
+            late.fill_rows(inputs)
         graph = self._captured.get(shape) if shape is not None else None
         if graph is None:
             logits, hidden = self._forward(inputs)

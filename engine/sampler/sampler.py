@@ -137,16 +137,17 @@ class Sampler:
         chosen[batch.greedy_rows] = likeliest[batch.greedy_rows]
         return TokenChoice.made(chosen, failed_rows)
 
-    def tokens(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    def tokens(self, logits: Tensor, rows: Sequence[SamplingRow], further: Tensor | None = None) -> Tensor:
         """Those of `choose`, where the logits lie. What a row that fails has there means nothing, and may be
-        negative.
+        negative. Kernels take rows that are so much `further`, int64 [n], than they say.
         """
         if self._kernels is None:
+            assert further is None
             return self.begin(logits, rows).token_ids
         requests, index = self._requests_of(rows)
         positions = [row.position for row in rows]
         edits = self._edit_lists(rows, requests, index)
-        return self._kernels.tokens(logits, requests, index, positions, edits)
+        return self._kernels.tokens(logits, requests, index, positions, edits, further)
 
     def probabilities(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """float32 [n, vocab]: the distributions that `sample` draws from; only zeros in rows that fail.
@@ -170,13 +171,13 @@ class Sampler:
             values[batch.greedy_rows, greedy] = 1.0
         return values.masked_fill_(failed, 0.0)
 
-    def chosen(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Chosen:
+    def chosen(self, logits: Tensor, rows: Sequence[SamplingRow], further: Tensor | None = None) -> Chosen:
         """By kernels, `tokens`, and from what these compute probabilities; it holds until the next call."""
         assert self._kernels is not None
         requests, index = self._requests_of(rows)
         positions = [row.position for row in rows]
         edits = self._edit_lists(rows, requests, index)
-        return self._kernels.chosen(logits, requests, index, positions, edits)
+        return self._kernels.chosen(logits, requests, index, positions, edits, further=further)
 
     def draw_drafts(
         self, logits: Tensor, rows: Sequence[SamplingRow], starts: Sequence[int]

@@ -22,7 +22,7 @@ from engine.loader import LoadedModel
 from engine.pool_layout import DRAFT, Group, Segment
 from engine.quantization.weight import CodeFormat
 from engine.rows import SequenceRows
-from engine.runner import ForwardOutput
+from engine.runner import ForwardOutput, LateRows, LateRunner
 from engine.sampler import Sampler
 from engine.sequence import SequenceState
 from protocol.config import ServeConfig
@@ -35,7 +35,7 @@ from speculation.eagle.select import build_head_runner
 from speculation.eagle.weights import load_head
 from speculation.native_chain import NativeChain
 from speculation.tree import TreeRows
-from speculation.tree_drafting import TreeDrafting
+from speculation.tree_drafting import TreeDrafting, can_grow_on_device
 
 _SIGHT = 64
 """Tokens behind which a head's drafts are about as good as behind a whole text."""
@@ -91,7 +91,9 @@ class EagleDrafter(Drafter):
         self._sampler = Sampler(loaded.vocab_size, device, loaded.eos_token_ids)
         self._drawing = Drawing(self._sampler, self._options.verification)
         self._ahead = chains_ahead(self._runner, self._drawing, device, self._drafted_row)
-        self._tree_drafting = TreeDrafting(self._options, device)
+        self._tree_drafting = TreeDrafting(
+            self._options, device, self._config.block_size, on_device=can_grow_on_device(self._runner, loaded)
+        )
         self._vocab_size = loaded.vocab_size
         feature_size = self._loaded.head.shape.feature_size
         self._no_feature = HiddenRows(torch.zeros((1, feature_size), dtype=dtype, device=device), range(1))
@@ -139,14 +141,15 @@ class EagleDrafter(Drafter):
         rows, features = self._committed_rows(sequences)
         logits, hidden = self._run(rows, self._combine(features))
 
-        def run(grown: list[TreeRows], before: Tensor | None) -> ForwardOutput:
+        def run(grown: list[TreeRows], before: Tensor | None, late: LateRows | None) -> ForwardOutput:
             assert before is not None
             batch = [
                 self._tree_rows(sequence, rows)
                 for sequence, rows in zip(sequences, grown, strict=True)
                 if rows.token_ids
             ]
-            logits, hidden = self._run(batch, before, every=True)
+            every = range(len(before))
+            logits, hidden = self._after(batch, every, before, late)
             return ForwardOutput(self._whole(logits), hidden)
 
         return self._tree_drafting.draft(sequences, counts, ForwardOutput(self._whole(logits), hidden), run)
@@ -187,12 +190,19 @@ class EagleDrafter(Drafter):
             known.written = len(sequence.token_ids)
         return batch, torch.cat(features) if len(features) > 1 else features[0]
 
-    def _run(self, batch: list[SequenceRows], hidden: Tensor, every: bool = False) -> tuple[Tensor, Tensor]:
-        """After each sequence's last row, or after every row: logits [rows, draft_vocab_size] and hidden
-        states [rows, hidden_size].
-        """
-        ends = range(len(hidden)) if every else [n - 1 for n in accumulate(len(r.token_ids) for r in batch)]
-        logits, fed_back = self._runner.run(batch, list(ends), before=hidden)
+    def _run(self, batch: list[SequenceRows], before: Tensor) -> tuple[Tensor, Tensor]:
+        """After each sequence's last row: logits [sequences, draft_vocab_size] and hidden states."""
+        return self._after(batch, [n - 1 for n in accumulate(len(rows.token_ids) for rows in batch)], before)
+
+    def _after(
+        self, batch: list[SequenceRows], ends: Sequence[int], before: Tensor, late: LateRows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """After these of the rows: logits [ends, draft_vocab_size] and hidden states [ends, hidden_size]."""
+        if late is None:
+            logits, fed_back = self._runner.run(batch, list(ends), before=before)
+        else:
+            assert isinstance(self._runner, LateRunner)
+            logits, fed_back = self._runner.run_late(batch, list(ends), late, before=before)
         assert fed_back is not None
         return logits, fed_back
 

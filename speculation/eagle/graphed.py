@@ -14,7 +14,7 @@ from engine.cuda.graphs import Graphs
 from engine.cuda.runner import CudaRunner, graphs_for
 from engine.loader import LoadedModel
 from engine.rows import SequenceRows
-from engine.runner import ForwardOutput
+from engine.runner import ForwardOutput, LateRows
 from engine.step_inputs import StepInputs
 from protocol.config import ServeConfig
 from speculation.eagle.paged import PagedHead
@@ -75,6 +75,19 @@ class HeadRunner(CudaRunner):
         return ForwardOutput(logits, hidden.clone())
 
     @torch.inference_mode()
+    def run_late(
+        self,
+        batch: Sequence[SequenceRows],
+        logit_rows: list[int],
+        late: LateRows,
+        *,
+        wants_hidden: bool = True,
+        before: Tensor | None = None,
+    ) -> ForwardOutput:
+        logits, hidden = self._run_fed(batch, logit_rows, before, late=late)
+        return ForwardOutput(logits, hidden.clone())
+
+    @torch.inference_mode()
     def run_ahead(
         self,
         batch: Sequence[SequenceRows],
@@ -91,10 +104,11 @@ class HeadRunner(CudaRunner):
         logit_rows: list[int],
         before: Tensor | None,
         chosen: Tensor | None = None,
+        late: LateRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert before is not None
         self._head.feed(before)
-        logits, hidden, _ = self._run(batch, logit_rows, chosen)
+        logits, hidden, _ = self._run(batch, logit_rows, chosen, late)
         assert hidden is not None
         return logits, hidden[: len(logit_rows)]
 

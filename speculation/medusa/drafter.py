@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.download import Downloader
 from engine.draft import Draft
+from engine.late_tokens import LateTokens
 from engine.loader import LoadedModel
 from engine.quantization.weight import CodeFormat
 from engine.sampler import Sampler
@@ -96,9 +98,10 @@ class MedusaDrafter(Drafter):
         params = [sequence.params for sequence in sequences for _ in range(depth)]
         positions = [sequence.position + head for sequence in sequences for head in range(depth)]
         scores, token_ids = rank(logits, params, positions, self._upload, with_noise=self._shares_noise)
-        best_first = self._download(token_ids.gather(1, scores.topk(tree.num_ranks).indices))
-        of_heads = best_first.unflatten(0, (len(sequences), depth)).tolist()
-        return [tree.draft(ranked, room) for ranked, room in zip(of_heads, rooms, strict=True)]
+        best_first = token_ids.gather(1, scores.topk(tree.num_ranks).indices).flatten()
+        late = LateTokens(best_first, self._download)
+        names = np.invert(np.arange(len(best_first))).reshape(len(sequences), depth, -1).tolist()
+        return [tree.draft(ranked, room, late) for ranked, room in zip(names, rooms, strict=True)]
 
     def observe(self, computed: Sequence[Computed]) -> None:
         for each in computed:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.draft import Draft
+from engine.late_tokens import LateTokens
 
 _ASSUMED_FIRST = (0.60, 0.45, 0.35, 0.30, 0.25)
 """How often each head's best token is right, where nobody measured: near what Cai et al. 2024 plot for
@@ -31,10 +32,10 @@ class StaticTree:
     def num_ranks(self) -> int:
         return max(self.ranks) + 1
 
-    def draft(self, ranked: Sequence[Sequence[int]], room: int) -> Draft:
-        """The first `room` nodes, where `ranked[i]` are the tokens of head i, best first."""
+    def draft(self, ranked: Sequence[Sequence[int]], room: int, late: LateTokens | None = None) -> Draft:
+        """The first `room` nodes, where `ranked[i]` are the tokens of head i, best first, or their names."""
         nodes = zip(self.depths[:room], self.ranks[:room], strict=True)
-        return Draft([ranked[depth][rank] for depth, rank in nodes], self.parents[:room])
+        return Draft([ranked[depth][rank] for depth, rank in nodes], self.parents[:room], late=late)
 
 
 def choose_tree(acceptance: Sequence[Sequence[float]], num_nodes: int) -> StaticTree:

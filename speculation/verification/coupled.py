@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.draft import Draft, Verdict, late_among
+from engine.draft import Draft, Verdict
 from engine.sampler import Sampler
 from engine.sequence import SequenceState
 from speculation.verification.rows import Decision, DraftedRows
@@ -22,7 +22,7 @@ def verify(sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler)
     """`logits` [rows, vocab_size]: for each sequence the row after its last token, then one after each
     drafted token. Returns a verdict for each sequence.
     """
-    rows = DraftedRows(sequences)
+    rows = DraftedRows(sequences, takes_late=sampler.has_kernels)
     tokens, failed_rows = _own_tokens(rows, logits, sampler)
     decisions = [
         _decide(sequence.draft, tokens[span]) for sequence, span in zip(sequences, rows.spans, strict=True)
@@ -32,11 +32,11 @@ def verify(sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler)
 
 def _own_tokens(rows: DraftedRows, logits: Tensor, sampler: Sampler) -> tuple[list[int], list[int]]:
     """The target's after each row, and the rows that failed. Drafted ones that are late come along."""
-    late = late_among(sequence.draft for sequence in rows.sequences)
-    if late is None or not sampler.has_kernels:
+    if rows.late is None:
         chosen, failed_rows = sampler.choose(logits, rows.sampling)
         return chosen.tolist(), failed_rows
-    told = late.bring(sampler.tokens(logits, rows.sampling), sampler.download)
+    tokens = sampler.tokens(logits, rows.sampling, rows.further(sampler.upload))
+    told = rows.bring(tokens, sampler.download)
     return [max(token, 0) for token in told], [row for row, token in enumerate(told) if token < 0]
 
 

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.draft import Draft, Verdict, late_among
-from engine.late_tokens import LateTokens
+from engine.draft import Draft, Verdict
 from engine.sampler import Sampler
 from engine.sampler.triton_kernel.chosen import Chosen
 from engine.sequence import SequenceState
@@ -52,18 +51,17 @@ def verify(
     """As `coupled.verify`, for sequences that `can_verify`. Those that are greedy or have no draft get the
     target's own tokens.
     """
-    rows = DraftedRows(sequences)
-    chosen = sampler.chosen(logits, rows.sampling)
+    rows = DraftedRows(sequences, takes_late=True)
+    chosen = sampler.chosen(logits, rows.sampling, rows.further(sampler.upload))
     drawn = [_distributions(sequence.draft, chosen.logits) for sequence in sequences]
     asked = _spans(rows, drawn, as_blocks)
-    late = late_among(sequence.draft for sequence in sequences)
-    spans, nodes = sampler.upload([asked, _nodes(sequences, late)])
-    if late is not None:
-        late.fill(nodes[:, 0])
+    spans, nodes = sampler.upload([asked, _nodes(sequences)])
+    if rows.late is not None:
+        rows.late.fill_nodes(nodes)
     stops = stops_of(spans, nodes, chosen, 1 + int(asked[:, 2].max()) if as_blocks else 0)
     has_probes = any(sequence.draft is not None and sequence.draft.probes for sequence in sequences)
     wanted = torch.cat([stops.flatten(), chosen.tokens]) if has_probes else stops.flatten()
-    told = sampler.download(wanted).tolist() if late is None else late.bring(wanted, sampler.download)
+    told = rows.bring(wanted, sampler.download)
     count = len(sequences)
     decisions, failed_rows = [], []
     for number, (sequence, span) in enumerate(zip(sequences, rows.spans, strict=True)):
@@ -120,13 +118,13 @@ def _spans(rows: DraftedRows, drawn: Sequence[Tensor | None], as_blocks: bool) -
     return np.array(spans, np.int64)
 
 
-def _nodes(sequences: Sequence[SequenceState], late: LateTokens | None) -> np.ndarray:
+def _nodes(sequences: Sequence[SequenceState]) -> np.ndarray:
     """int64 [nodes, 2]: token, or the name of a late one, and parent."""
     nodes = [
         [token_id, draft.parent(node)]
         for draft in (sequence.draft for sequence in sequences)
         if draft is not None
-        for node, token_id in enumerate(draft.ids_beside(late)[: draft.num_nodes])
+        for node, token_id in enumerate(draft.ids[: draft.num_nodes])
     ]
     return np.array(nodes, np.int64).reshape(-1, 2)
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
-from engine.draft import Draft, Verdict
+from engine.download import Downloader
+from engine.draft import Draft, Verdict, late_among
+from engine.late_trees import LateTrees
 from engine.sampler import Sampler, SamplingRow
 from engine.sequence import SequenceState
+from engine.upload import Upload
 from protocol.outputs import TokenLogprobs
 
 
@@ -25,17 +29,45 @@ class Decision:
 class DraftedRows:
     """For each sequence the row after its last token and one after each drafted token, as in the logits.
 
-    `sampling` tells the sampler of them, and `spans` are each sequence's.
+    `sampling` tells the sampler of them, and `spans` are each sequence's. Drafts may be `late` if what
+    verifies them `takes_late` ones; those that are not late together are settled.
     """
 
-    def __init__(self, sequences: Sequence[SequenceState]) -> None:
+    def __init__(self, sequences: Sequence[SequenceState], *, takes_late: bool = False) -> None:
         self.sequences = sequences
+        drafts = [sequence.draft for sequence in sequences]
+        self.late = late_among(drafts) if takes_late else None
+        for draft in drafts:
+            if draft is not None and draft.late is not self.late:
+                draft.settle()
         self.spans: list[slice] = []
         self.sampling: list[SamplingRow] = []
         for sequence in sequences:
             first = len(self.sampling)
             self.sampling += sequence.step_rows()
             self.spans.append(slice(first, len(self.sampling)))
+
+    def further(self, upload: Upload) -> Tensor | None:
+        """int64 [rows], on the device: how much further than `sampling` says rows of late trees are."""
+        if not isinstance(self.late, LateTrees):
+            return None
+        names: list[int] = []
+        for draft in (sequence.draft for sequence in self.sequences):
+            names.append(0)
+            if draft is not None:
+                names += draft.ids if draft.late is not None else [0] * len(draft.ids)
+        return self.late.further(upload([np.array(names, np.int64)])[0])
+
+    def bring(self, wanted: Tensor, download: Downloader) -> list[int]:
+        """What is `wanted`, int64 [n], and what is late of the drafts, which are settled then."""
+        if self.late is None:
+            told: list[int] = download(wanted).tolist()
+            return told
+        told = self.late.bring(wanted, download)
+        for sequence in self.sequences:
+            if sequence.draft is not None:
+                sequence.draft.settle()
+        return told
 
     def conclude(
         self, decisions: Sequence[Decision], logits: Tensor, failed_rows: Sequence[int], sampler: Sampler

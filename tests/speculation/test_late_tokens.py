@@ -70,7 +70,7 @@ def engine_of(given: Given, method: str, verification: Verification) -> Any:
 
 
 def given_for(method: str, pair: tuple[Path, Path], head: Path, medusa: Path) -> Given:  # noqa: F811
-    config = small_config(pair[0], round(SEGMENTS.get(method, 1.0) * ROOMY), itl_budget=0.0)
+    config = small_config(pair[0], round(SEGMENTS.get(method.split()[0], 1.0) * ROOMY), itl_budget=0.0)
     return Given(config, pair[1], head, medusa, {}, DRAFTED)
 
 

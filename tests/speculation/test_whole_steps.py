@@ -262,21 +262,46 @@ def heads_of(method: Method, folder: Path) -> str:
 
 
 @SAMPLING
-@pytest.mark.parametrize(("method", "levels"), [("eagle", 3), ("draft_model", 3), ("medusa", 1)])
+@pytest.mark.parametrize("verification", ["coupled", "standard"])
+@pytest.mark.parametrize("method", ["eagle", "draft_model", "medusa"])
 def test_a_step_that_drafts_trees(
-    method: Method, levels: int, sampling: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: Method,
+    verification: Verification,
+    sampling: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The host waits once a level, of which a tree of Medusa's heads has a single one."""
+    """They come with the tokens of the step that verifies them, tokens and shapes."""
     options = SpeculativeConfig(
         method=method,
         model=heads_of(method, tmp_path),
         tree=True,
         num_speculative_tokens=20,
         max_speculative_tokens=3,
+        verification=verification,
     )
+    by_chance = verification == "standard" and sampling["temperature"] > 0
+    num_accepted = 3 if method == "medusa" else 1  # zeros are the parents of all that grows there: a star
     with absent_gpu() as gpu:
         steps = Steps(gpu, monkeypatch, options)
         for name in "ab":
             steps.ask(name, **sampling)
+        assert steps.steady() == 2 * (1 if by_chance else 1 + num_accepted)
+        assert steps.waits == 1
+
+
+def test_trees_beside_a_request_that_looks_at_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host grows them then, and waits once a level."""
+    options = SpeculativeConfig(
+        method="eagle",
+        model=heads_of("eagle", tmp_path),
+        tree=True,
+        num_speculative_tokens=20,
+        max_speculative_tokens=3,
+    )
+    with absent_gpu() as gpu:
+        steps = Steps(gpu, monkeypatch, options)
+        steps.ask("a", temperature=0.0)
+        steps.ask("b", temperature=0.0, repetition_penalty=1.2)
         steps.steady()
-        assert steps.waits == levels + 1
+        assert steps.waits == 3 + 1

@@ -69,10 +69,13 @@ class TritonSampler:
         index: Sequence[int],
         positions: Sequence[int],
         edits: EditLists | None = None,
+        further: Tensor | None = None,
     ) -> Tensor:
-        """The same on the device, -1 where none has a finite score."""
+        """The same on the device, -1 where none has a finite score. With `further`, int64 [n], rows are so
+        much further than their positions.
+        """
         seeds = requests.seeds[np.array(index)]
-        return self._chosen(logits, requests, index, positions, seeds, edits, keeps=False).tokens
+        return self._chosen(logits, requests, index, positions, seeds, edits, further, keeps=False).tokens
 
     def chosen(
         self,
@@ -82,12 +85,13 @@ class TritonSampler:
         positions: Sequence[int],
         edits: EditLists | None = None,
         seeds: np.ndarray | None = None,
+        further: Tensor | None = None,
     ) -> Chosen:
         """`tokens`, and from what probabilities are computed; this holds until the next call. Without `seeds`
         of the rows' noise it is that of their requests.
         """
         seeds = requests.seeds[np.array(index)] if seeds is None else seeds
-        return self._chosen(logits, requests, index, positions, seeds, edits, keeps=True)
+        return self._chosen(logits, requests, index, positions, seeds, edits, further, keeps=True)
 
     @staticmethod
     def shares(chosen: Chosen) -> Tensor:
@@ -115,6 +119,7 @@ class TritonSampler:
         positions: Sequence[int],
         seeds: np.ndarray,
         edits: EditLists | None,
+        further: Tensor | None,
         *,
         keeps: bool,
     ) -> Chosen:
@@ -127,6 +132,8 @@ class TritonSampler:
         integers, numbers, *listed = self._upload(
             [*_asked(requests, np.array(index), positions, seeds), *(edits or ())]
         )
+        if further is not None:
+            integers[1] += further
         is_greedy = bool(requests.greedy.all())
 
         def kept(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -4,9 +4,11 @@ token with steps that are launched anew. `test_interpreted_kernels.py` runs it i
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -14,27 +16,33 @@ from engine.attention.triton_kernel.backend import TritonBackend
 from engine.cuda.buckets import Buckets
 from engine.cuda.decoder import CudaDecoder
 from engine.cuda.runner import CudaRunner
+from engine.download import Downloader
 from engine.draft import Draft
 from engine.forward import Forward
 from engine.kv_pool import KVPool
+from engine.late_tokens import LateTokens
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.rows import SequenceRows
-from engine.runner import ForwardOutput, Runner
+from engine.runner import ForwardOutput, LateRows, Runner
 from engine.sampler import Sampler
 from engine.sequence import SequenceState
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
+from protocol.speculation import SpeculativeConfig
 from speculation.chains import ChainDrafting
 from speculation.chains_ahead import ChainsAhead
 from speculation.eagle.graphed import FedHead, HeadRunner
 from speculation.eagle.head import Head, HeadShape
 from speculation.eagle.paged import HeadForward, PagedHead
 from speculation.self_speculative.layers import with_layers
+from speculation.tree import TreeRows
+from speculation.tree_drafting import TreeDrafting
 from tests.engine.interpreted.graphs import (
     BLOCK,
     CPU,
     KINDS,
     NUM_BLOCKS,
+    Side,
     chain,
     made_model,
     made_pool,
@@ -79,6 +87,40 @@ def test_a_chain_of_a_model() -> None:
     assert [each.distributions is None for each in drafts[1]] == [False, True]
     assert sum(graph.num_replays for graph in graphs.graphs) == 3
     assert torch.equal(replayed.pool.arenas[0], eager.pool.arenas[0])
+
+
+@pytest.mark.parametrize("counts", [[12, 5], [3, 1]])
+def test_trees_of_a_model(counts: list[int]) -> None:
+    """Those that grow on the device are the host's, and so is the KV of what was run."""
+    sequences = sequences_with(PARAMS)
+    rows = [SequenceRows(each.token_ids, 0, each.held.blocks) for each in sequences]
+    options = SpeculativeConfig(method="draft_model", model="", tree=True, max_speculative_tokens=4)
+    drafts = []
+    by_host, by_device, _ = sides(Buckets([2], [1], [2], trees=False))
+    for side in (by_host, by_device):
+        drafting = TreeDrafting(options, CPU, BLOCK, on_device=side is by_device)
+        first = side.run(rows, [4, 4 + len(rows[1].token_ids)])
+        drafts.append(drafting.draft(sequences, counts, first, partial(run_trees, side, sequences)))
+    for expected, found, count in zip(*drafts, counts, strict=True):
+        assert expected is not None and found is not None
+        assert found.late is not None and len(found.ids) == count
+        assert found.token_ids[: found.num_nodes] == expected.token_ids
+        assert found.parents == expected.parents
+    assert max(draft.depth for draft in drafts[1] if draft is not None) > 2
+    kv = (side.pool.arenas[0].view(torch.float32) for side in (by_host, by_device))
+    torch.testing.assert_close(*kv, atol=1e-5, rtol=1e-5)
+
+
+def run_trees(
+    side: Side, sequences: list[SequenceState], grown: list[TreeRows], _: Tensor | None, late: LateRows | None
+) -> ForwardOutput:
+    batch = [
+        SequenceRows(rows.token_ids, root + rows.first, sequence.held.blocks, rows.masks, root)
+        for sequence, rows in zip(sequences, grown, strict=True)
+        if rows.token_ids and (root := sequence.position - 1)
+    ]
+    every = list(range(sum(len(rows.token_ids) for rows in batch)))
+    return side.run(batch, every) if late is None else side.runner.run_late(batch, every, late)
 
 
 def test_some_of_a_models_layers() -> None:
@@ -165,6 +207,12 @@ def test_steps_of_a_head() -> None:
     same(plain.run(known, [0, 1], before=last[0].hidden), ahead[1])
     assert last[0].hidden is not None and last[1].hidden is not None
     torch.testing.assert_close(last[1].hidden, last[0].hidden)  # kept from the next replay
+    named = [SequenceRows([~number], 23, blocks[number], first_key=1) for number in range(2)]
+    late = LateTokens(torch.tensor([13, 14]), Downloader(CPU))
+    runs = [runner.run_late(named, [0, 1], late, before=torch.ones(2, 24)) for runner in (plain, replayed)]
+    same(*runs)
+    known = [SequenceRows([13 + number], 23, blocks[number], first_key=1) for number in range(2)]
+    same(plain.run(known, [0, 1], before=torch.ones(2, 24)), runs[1])
 
 
 def same(expected: ForwardOutput, found: ForwardOutput) -> None:

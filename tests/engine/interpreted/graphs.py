@@ -24,9 +24,11 @@ from engine.cuda.graphs import Graphs
 from engine.cuda.modules import Modules
 from engine.cuda.runner import CudaRunner
 from engine.download import Downloader
+from engine.draft import Draft
 from engine.forward import Forward
 from engine.kv_pool import KVPool
 from engine.late_tokens import LateTokens
+from engine.late_trees import LateTrees
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.rows import SequenceRows
 from engine.runner import ForwardOutput, Runner
@@ -197,6 +199,22 @@ def test_drafts_that_only_the_device_knows() -> None:
         found = side.runner.run_late(batch, [*range(5)], late)
         assert all(map(torch.equal, found, expected))
         assert side.runner.run_late(batch, [*range(5)], late, wants_hidden=False).hidden is None
+        assert torch.equal(side.pool.arenas[0], kv)
+
+
+def test_trees_whose_shape_only_the_device_knows() -> None:
+    """Launched and replayed, beside a chain. The last row of the tree is none of its nodes."""
+    nodes = torch.tensor([[8, 5, 6, 9], [0, 1, 1, -1], [0b11, 0b111, 0b1011, 0b10001], [0, 1, 1, 0]])
+    late = LateTrees(nodes, Downloader(CPU))
+    known = chain(0, 28, 4, 8, 5, 6, 9)
+    known.masks = [0b1, *nodes[2].tolist()]
+    star = chain(0, 28, 4, *(~node for node in range(4)))
+    star.masks = Draft([8] * 4, [-1] * 4).masks()
+    for side in sides(Buckets([2], [1, 5], [6], trees=True), hidden=True)[:2]:
+        expected = side.run([known, chain(1, 45, 6, 3)], [*range(7)])
+        kv = side.pool.arenas[0].clone()
+        found = side.runner.run_late([star, chain(1, 45, 6, 3)], [*range(7)], late)
+        assert all(map(torch.equal, found, expected))
         assert torch.equal(side.pool.arenas[0], kv)
 
 

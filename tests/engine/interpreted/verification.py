@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.download import Downloader
 from engine.draft import Draft, Verdict
 from engine.late_tokens import LateTokens
+from engine.late_trees import LateTrees
 from engine.sampler import Sampler
 from engine.sampler.rows import SamplingRow
 from engine.sampler.triton_kernel import chooser
@@ -51,7 +52,8 @@ class Weighed(Sampler):
     def has_kernels(self) -> bool:
         return True
 
-    def chosen(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Chosen:
+    def chosen(self, logits: Tensor, rows: Sequence[SamplingRow], further: Tensor | None = None) -> Chosen:
+        assert further is None
         tokens, failed = self.choose(logits, rows)
         tokens[failed] = -1
         count = len(rows)
@@ -205,6 +207,38 @@ def test_chains_whose_tokens_only_the_device_knows(rule: Verification) -> None:
     assert (downloads.count, late._download.count) == (1, 0)  # type: ignore[attr-defined]
     assert len(chains) == 4 and sum(len(accepted) for _, accepted, _, _ in expected) > 3
     assert [token for draft in chains for token in draft.token_ids] == tokens
+
+
+@pytest.mark.parametrize("rule", ["coupled", *RULES])
+def test_trees_whose_shape_only_the_device_knows(rule: Verification) -> None:
+    """In the places of a larger one. What is beyond their nodes is never accepted, whatever token it has."""
+    found, expected = Batch(4), Batch(4)
+    for batch in (found, expected):
+        batch.sequences, batch._logits = [], []
+        for options in ({"temperature": 0.0}, {}, {"top_k": 50}, {"temperature": 1.5}):
+            batch.add(options, len(TREE), parents=TREE, probes=[0b100000001, 0b1000000001])
+            batch.add(options, 2)
+    trees = [each.draft for each in found.sequences if each.draft and each.draft.parents]
+    tokens, size = [tree.token_ids for tree in trees], len(TREE) + 2
+    for of_tree, logits in zip(tokens, found._logits[::2], strict=True):
+        of_tree[-1] = int(logits[0].argmax())
+    told = [[*tokens[i], *(parent + 1 for parent in TREE), -1, -1] for i in range(len(trees))]
+    nodes = torch.tensor(told).unflatten(1, (2, size)).movedim(1, 0).flatten(1)
+    deeper = torch.tensor([*(depth - 1 for depth in Draft(TREE, TREE).depths()), 0, 0] * len(trees))
+    late = LateTrees(torch.stack([*nodes, torch.zeros_like(deeper), deeper]), Downloads())
+    for number, tree in enumerate(trees):
+        tree.ids, tree.parents = [~(number * size + node) for node in range(size)], [-1] * size
+        tree.probes, tree.late = [], late
+    kernels = sampler_of(Sampler, TritonSampler(CPU))
+    kernels.download = downloads = Downloads()
+    verdicts = verify(rule, found.sequences, found.logits, kernels)
+    theirs = verify(rule, expected.sequences, expected.logits, sampler_of(Sampler))
+    assert [each.token_ids for each in verdicts] == [each.token_ids for each in theirs]
+    assert [each.accepted for each in verdicts] == [each.accepted for each in theirs]
+    assert max(len(each.accepted) for each in verdicts[::2]) > 1
+    assert (downloads.count, late._download.count) == (1, 0)  # type: ignore[attr-defined]
+    for tree, of_tree in zip(trees, tokens, strict=True):
+        assert (tree.token_ids, tree.parents, len(tree.probes)) == (of_tree, TREE, 2)
 
 
 class Downloads(Downloader):
