@@ -48,7 +48,7 @@ class TreeDrafting:
         self, sequences: Sequence[SequenceState], counts: Sequence[int], first: ForwardOutput, run: RunRows
     ) -> list[Draft | None]:
         """Of at most `counts` nodes, which fall. `first` is of each sequence's last token."""
-        if self._on_device and all(map(_may_be_late, sequences)):
+        if self._on_device and not any(needs_history(sequence.params) for sequence in sequences):
             return self._grown_on_device(sequences, counts, first, run)
         trees = DraftTrees(counts, self._depth, TREE_WIDTH, self._download)
         logits, hidden = first
@@ -104,11 +104,8 @@ def can_grow_on_device(runner: Runner, draft: LoadedModel, *others: LoadedModel)
     return not is_cpu and not recurs and isinstance(runner, LateRunner)
 
 
-def _may_be_late(sequence: SequenceState) -> bool:
-    """Whether nobody looks at what is drafted. `_unknown_rows` want a text as long as they."""
-    return not needs_history(sequence.params) and len(sequence.token_ids) >= TREE_WIDTH
-
-
 def _unknown_rows(end: int, count: int) -> TreeRows:
-    """The last of at most `end` rows behind a tree's root: all that the host knows is where they end."""
+    """Of which the host knows that their tree has at most `end` rows behind its root by then. They begin
+    anywhere, even before the text.
+    """
     return TreeRows(first=1 + end - count, token_ids=[0] * count, masks=[1] * count)

@@ -18,6 +18,7 @@ from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
+from speculation import draft_model
 from speculation.speculator import speculate
 from tests.worker.tiny_model import VOCAB_SIZE, load, write_tiny_llama
 
@@ -135,8 +136,14 @@ def test_a_draft_that_knows_the_target_is_right_to_the_last_token(target: Path) 
     assert sum(output.accepted_tokens for output in drafted) > 4.5 * len(drafted)
 
 
-def test_the_drafts_kv_is_that_of_the_committed_tokens(target: Path, draft: Path) -> None:
-    """After each step, place by place: a draft model that reads the text anew gets the same."""
+@pytest.mark.parametrize("on_device", [False, True])
+def test_the_drafts_kv_is_that_of_the_committed_tokens(
+    target: Path, draft: Path, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each step, place by place: a draft model that reads the text anew gets the same. Where trees grow
+    on the device, the host does not know which of their nodes were run.
+    """
+    monkeypatch.setattr(draft_model, "can_grow_on_device", lambda *_: on_device)
     engine, fresh = make_engine(target, draft), make_engine(draft, None)
     request = requests()[1]
     engine.add(request)

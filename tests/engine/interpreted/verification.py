@@ -215,7 +215,7 @@ def test_trees_whose_shape_only_the_device_knows(rule: Verification) -> None:
     found, expected = Batch(4), Batch(4)
     for batch in (found, expected):
         batch.sequences, batch._logits = [], []
-        for options in ({"temperature": 0.0}, {}, {"top_k": 50}, {"temperature": 1.5}):
+        for options in ({"temperature": 0.0}, *[{"temperature": 1.5}] * 8, {}, {"top_k": 50}):
             batch.add(options, len(TREE), parents=TREE, probes=[0b100000001, 0b1000000001])
             batch.add(options, 2)
     trees = [each.draft for each in found.sequences if each.draft and each.draft.parents]
@@ -235,7 +235,7 @@ def test_trees_whose_shape_only_the_device_knows(rule: Verification) -> None:
     theirs = verify(rule, expected.sequences, expected.logits, sampler_of(Sampler))
     assert [each.token_ids for each in verdicts] == [each.token_ids for each in theirs]
     assert [each.accepted for each in verdicts] == [each.accepted for each in theirs]
-    assert max(len(each.accepted) for each in verdicts[::2]) > 1
+    assert max(len(each.accepted) for each in verdicts[2::2]) > 1, "by noise of places behind the next one"
     assert (downloads.count, late._download.count) == (1, 0)  # type: ignore[attr-defined]
     for tree, of_tree in zip(trees, tokens, strict=True):
         assert (tree.token_ids, tree.parents, len(tree.probes)) == (of_tree, TREE, 2)
