@@ -31,10 +31,9 @@ class Chain:
     token_ids: list[int] = field(default_factory=list)
     distributions: list[Tensor] = field(default_factory=list)
 
-    def draft(self, room: int | None = None) -> Draft:
-        """All of it, or the first `room` tokens."""
-        distributions = torch.stack(self.distributions[:room]) if self.distributions else None
-        return Draft(self.token_ids[:room], distributions=distributions)
+    def draft(self) -> Draft:
+        distributions = torch.stack(self.distributions) if self.distributions else None
+        return Draft(self.token_ids, distributions=distributions)
 
 
 class Drawn(NamedTuple):
@@ -55,25 +54,7 @@ class Drawing:
 
     def extend(self, chains: Sequence[Chain], logits: Tensor) -> None:
         """Add a token to each chain, by the draft's `logits` [chains, vocab_size] after what it has."""
-        self._draw(chains, [chain.sequence.sampling_row(chain.token_ids) for chain in chains], logits)
-
-    def draw(self, sequences: Sequence[SequenceState], logits: Tensor, place: int) -> Drawn:
-        """For each sequence a token behind `place` drafted ones, which its choice does not look at."""
-        rows = [sequence.sampling_row([0] * place) for sequence in sequences]
-        return self._choose(sequences, rows, logits)
-
-    def extend_at_once(self, chains: Sequence[Chain], logits: Tensor) -> None:
-        """Add several tokens to each chain, which are empty, by `logits` [chains, count, vocab_size] that do
-        not depend on the tokens before.
-        """
-        places = [(chain, place) for chain in chains for place in range(logits.shape[1])]
-        rows = [chain.sequence.sampling_row() for chain, _ in places]
-        for row, (_, place) in zip(rows, places, strict=True):
-            row.position += place
-        self._draw([chain for chain, _ in places], rows, logits.flatten(0, 1))
-
-    def _draw(self, chains: Sequence[Chain], rows: list[SamplingRow], logits: Tensor) -> None:
-        """A token for each of the rows' places."""
+        rows = [chain.sequence.sampling_row(chain.token_ids) for chain in chains]
         tokens, probabilities = self._choose([chain.sequence for chain in chains], rows, logits)
         if probabilities is not None:
             for chain, distribution in zip(chains, probabilities, strict=True):
@@ -81,6 +62,21 @@ class Drawing:
                     chain.distributions.append(distribution)
         for chain, token in zip(chains, tokens.tolist(), strict=True):
             chain.token_ids.append(max(token, 0))
+
+    def draw(self, sequences: Sequence[SequenceState], logits: Tensor, place: int) -> Drawn:
+        """For each sequence a token behind `place` drafted ones, which its choice does not look at."""
+        rows = [sequence.sampling_row([0] * place) for sequence in sequences]
+        return self._choose(sequences, rows, logits)
+
+    def draw_at_once(self, sequences: Sequence[SequenceState], logits: Tensor) -> Drawn:
+        """Several tokens for each sequence, one after the other, by `logits` [sequences, count, vocab_size]
+        that do not depend on the tokens before.
+        """
+        owners = [sequence for sequence in sequences for _ in range(logits.shape[1])]
+        rows = [owner.sampling_row() for owner in owners]
+        for number, row in enumerate(rows):
+            row.position += number % logits.shape[1]
+        return self._choose(owners, rows, logits.flatten(0, 1))
 
     def _choose(self, sequences: Sequence[SequenceState], rows: list[SamplingRow], logits: Tensor) -> Drawn:
         if self._shares_noise or all(row.params.is_greedy for row in rows):

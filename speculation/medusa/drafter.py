@@ -18,7 +18,7 @@ from engine.sequence import SequenceState
 from engine.upload import upload_to
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed, Drafter, HiddenRows
-from speculation.drawing import Chain, Drawing
+from speculation.drawing import Drawing
 from speculation.medusa.heads import MedusaHeads
 from speculation.medusa.tree import StaticTree, assumed_acceptance, choose_tree
 from speculation.medusa.weights import read_heads
@@ -85,10 +85,16 @@ class MedusaDrafter(Drafter):
         return self._heads.logits(torch.cat(features), depth)
 
     def _chains(self, sequences: Sequence[SequenceState], rooms: Sequence[int]) -> list[Draft]:
-        logits = self._logits(sequences, min(max(rooms), self._heads.num_heads))
-        chains = [Chain(sequence) for sequence in sequences]
-        self._drawing.extend_at_once(chains, logits)
-        return [chain.draft(room) for chain, room in zip(chains, rooms, strict=True)]
+        depth = min(max(rooms), self._heads.num_heads)
+        tokens, distributions = self._drawing.draw_at_once(sequences, self._logits(sequences, depth))
+        late, drafts = LateTokens(tokens.clamp_min(0), self._download), []
+        for first, sequence, room in zip(range(0, len(tokens), depth), sequences, rooms, strict=True):
+            places = range(first, first + min(room, depth))
+            drawn = None
+            if distributions is not None and not sequence.params.is_greedy:
+                drawn = distributions[places.start : places.stop]
+            drafts.append(Draft([~place for place in places], distributions=drawn, late=late))
+        return drafts
 
     def _trees(
         self, tree: StaticTree, sequences: Sequence[SequenceState], rooms: Sequence[int]

@@ -70,11 +70,12 @@ A step waits for the device once, for its tokens, whatever the rule of verificat
 device has the next step by then. Drafting chains waits for nothing: each of its steps is the replay of a
 graph, by the CUDA decoder, with some of the model's own layers too, or an EAGLE head, that takes the tokens
 of the one before from the device. So does the step that verifies them, and the host gets them with its
-tokens. Trees that a model drafts grow on the device, and those of Medusa's heads are filled there: what
-verifies them takes tokens, positions and masks from there, and their shapes, too, come with the step's
-tokens. Where one of the requests that draft chooses by the tokens before (penalties, grammars), or a model
-has recurrent layers, the host waits for each token of the chains and each level of the trees: there it is the
-host that compares the scores of paths. Trees that are drawn by chance are verified by torch's operators.
+tokens. What Medusa's heads draft, chains or trees, stays there likewise. Trees that a model drafts grow on
+the device: what verifies them takes positions and masks from there, too, and their shapes come with the
+step's tokens. Where one of the requests that draft chooses by the tokens before (penalties, grammars), the
+host waits for each token of the chains, and for each level of the trees, whose paths it compares then; for
+the levels also where a model has recurrent layers. Trees that are drawn by chance are verified by torch's
+operators.
 
 `copies` are instructions that copy 128 bits a thread from global to shared memory asynchronously;
 `products` those of the matrix units; `spills` those that put registers aside or bring them back.

@@ -35,7 +35,7 @@ from tests.speculation.test_token_equality import (  # noqa: F401
 )
 
 DRAFTED, SEEDED = 5, "seeded"
-CHAINS = pytest.mark.parametrize("method", ["draft_model", "eagle", "self_speculative"])
+CHAINS = pytest.mark.parametrize("method", ["draft_model", "eagle", "self_speculative", "medusa"])
 CPU = torch.device("cpu")
 
 

@@ -232,6 +232,27 @@ def test_a_step_that_drafts_chains(
 
 
 @SAMPLING
+@pytest.mark.parametrize("verification", ["coupled", "standard", "block"])
+def test_a_step_that_drafts_at_once(
+    sampling: dict[str, Any], verification: Verification, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Medusa's heads, a chain's tokens together."""
+    options = SpeculativeConfig(
+        method="medusa",
+        model=heads_of("medusa", tmp_path),
+        num_speculative_tokens=3,
+        verification=verification,
+    )
+    by_chance = verification != "coupled" and sampling["temperature"] > 0
+    with absent_gpu() as gpu:
+        steps = Steps(gpu, monkeypatch, options)
+        for name in "ab":
+            steps.ask(name, **sampling)
+        assert steps.steady() == 2 * (1 if by_chance else 4)
+        assert steps.waits == 1
+
+
+@SAMPLING
 @pytest.mark.parametrize("method", ["draft_model", "self_speculative"])
 def test_a_step_that_a_model_drafts_for(
     sampling: dict[str, Any], method: Method, monkeypatch: pytest.MonkeyPatch
