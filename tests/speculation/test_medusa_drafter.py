@@ -223,9 +223,10 @@ def test_under_rejection_sampling_drafts_say_what_they_were_drawn_from(
 ) -> None:
     engine = make_engine(target, heads, num_speculative_tokens=3, verification="standard")
     watch = Watch(engine)
-    engine.add(ask("r", prompt_of(20), 30, **SAMPLED))
+    for seed, name in enumerate("rs"):
+        engine.add(ask(name, prompt_of(20, seed), 30, **SAMPLED))
     run(engine)
-    assert len(watch.drafts) > 5
+    assert len(watch.drafts) > 10
     for _, committed, draft in watch.drafts:
         logits = plain_heads.logits(final_hidden(model, committed[:-1]))[0, : len(draft.token_ids)]
         assert draft.distributions is not None
