@@ -33,7 +33,8 @@ def tile_on_gpu(model: nn.Module, device: torch.device, dtype: torch.dtype, *, p
 def fault_of_options(config: ServeConfig, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why `--deterministic` can't be kept on a GPU, whatever the model."""
     if config.serves_adapters and config.compile != "auto":
-        return f"with --compile {config.compile} torch's operators add adapters, whose sums depend on the batch"
+        how = f"with --compile {config.compile} torch's operators add adapters"
+        return f"{how}, whose sums depend on the batch"
     if config.attention_backend == "torch":
         return "with --attention-backend torch sums depend on the batch"
     return tile_fault(device, dtype)
