@@ -216,14 +216,13 @@ template <class Element> struct Sweep {
     int key_elements, value_elements;  // of a row, all heads
     int quota;                         // rows to fetch at a time
     int heads;
-    int64_t block_size;
+    int64_t block_size;  // of the pool: where a head's scales follow another's
     int done = 0;
 
-    __attribute__((always_inline)) void fetch_scales(const ScaleRun& run) {
-        for (int head = 0; head < heads; head++) {
-            __builtin_prefetch(run.keys + head * block_size, 0, 2);
-            __builtin_prefetch(run.values + head * block_size, 0, 2);
-        }
+    // Of a run's keys or values, all heads.
+    __attribute__((always_inline)) void fetch_scales(int run, bool value) {
+        const float* scales = value ? rows.scales[run].values : rows.scales[run].keys;
+        for (int head = 0; head < heads; head++) __builtin_prefetch(scales + head * block_size, 0, 2);
     }
 
     // always_inline: g++ drops calls to a function that only prefetches, because it sees no effect.
@@ -233,7 +232,7 @@ template <class Element> struct Sweep {
             const bool value = done >= rows.count;
             const Element* row = value ? rows.values[done - rows.count] : rows.keys[done];
             for (int e = 0; e < (value ? value_elements : key_elements); e += LINE) __builtin_prefetch(row + e, 0, 2);
-            if (done < rows.num_runs) fetch_scales(rows.scales[done]);
+            if (done % 8 == 0 && done / 16 < rows.num_runs) fetch_scales(done / 16, done % 16 != 0);
         }
     }
 };
