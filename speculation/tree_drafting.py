@@ -68,10 +68,10 @@ class TreeDrafting:
         logits, hidden = first
         depths = [0]
         for depth in range(1, 1 + min(self._depth - 1, counts[0])):
-            level, sources = growth.grow(*self._rank(logits, sequences, [depths] * len(sequences)))
-            depths = [depth] * (len(sources) // len(counts))
-            before = None if hidden is None else hidden.index_select(0, sources)
-            rows = [_unknown_rows(min(depth * TREE_WIDTH, count), len(depths)) for count in counts]
+            level = growth.grow(*self._rank(logits, sequences, [depths] * len(sequences)))
+            depths = [depth] * level.num_rows
+            before = None if hidden is None else level.before(hidden)
+            rows = [unknown_rows(min(depth * TREE_WIDTH, count), len(depths)) for count in counts]
             logits, hidden = run(rows, before, level)
         nodes = growth.end(*self._rank(logits, sequences, [depths] * len(sequences)))
         late = LateTrees(nodes, self._download)
@@ -104,7 +104,7 @@ def can_grow_on_device(runner: Runner, draft: LoadedModel, *others: LoadedModel)
     return not is_cpu and not recurs and isinstance(runner, LateRunner)
 
 
-def _unknown_rows(end: int, count: int) -> TreeRows:
+def unknown_rows(end: int, count: int) -> TreeRows:
     """Of which the host knows that their tree has at most `end` rows behind its root by then. They begin
     anywhere, even before the text.
     """

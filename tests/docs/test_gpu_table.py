@@ -31,6 +31,7 @@ SAMPLES = [
     ("greatest logits, with edits", 89),
     ("filters and choice", 90),
     ("block: what is accepted, and the draw", 80),
+    ("a round of growth", 90),
     ("int4, groups of 128, zero points, 8 rows", 90),
     ("mxfp4, 512 rows", 90),
     ("to ranks, rank 64", 90),

@@ -22,9 +22,14 @@ KINDS = (
     "products",
     "recurrent",
     "sampler",
+    "trees",
     "verification",
 )
-FILES = [f"tests/engine/interpreted/{kind}.py" for kind in KINDS]
+FILES = [
+    *(f"tests/engine/interpreted/{kind}.py" for kind in KINDS),
+    "tests/speculation/test_late_trees.py",
+    "tests/speculation/test_tree_drafting.py::test_the_drafts_kv_is_that_of_the_committed_tokens",
+]
 FASTER = "tests.engine.interpreted.faster"
 
 

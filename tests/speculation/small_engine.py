@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from engine.engine import Engine
@@ -22,6 +24,12 @@ BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
 MAX_LEN = 256
 CHUNK = 64
 """Tokens of one step."""
+
+
+INTERPRETED = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="tests/engine/test_interpreted_kernels.py runs it"
+)
+"""What launches Triton's kernels on a CPU."""
 
 
 def write_pair(target: Path, draft: Path, difference: float = 0.02) -> None:

@@ -1,5 +1,6 @@
 """Trees that grow where the model runs, and that the host learns with the verdicts: they are those that it
-would have grown itself, and so are all tokens.
+would have grown itself, and so are all tokens. Where a model drafts, they grow by Triton's kernels:
+`tests/engine/test_interpreted_kernels.py` runs these tests with its interpreter.
 """
 
 from __future__ import annotations
@@ -16,17 +17,14 @@ from torch import Tensor
 
 from engine.draft import Draft
 from engine.late_tokens import LateTokens
-from engine.late_trees import LateLevel, LateTrees
-from engine.rows import BlockTable, SequenceRows
+from engine.late_trees import LateTrees
 from engine.sampler import Sampler, SamplingRow
-from engine.step_inputs import StepShape, step_inputs
-from engine.upload import upload_to
 from protocol.outputs import TokenOutput
 from protocol.speculation import Verification
 from speculation import draft_model
 from speculation.eagle import drafter as eagle_drafter
 from speculation.tree_growth import TreeGrowth
-from tests.speculation.small_engine import run, tokens
+from tests.speculation.small_engine import INTERPRETED, run, tokens
 from tests.speculation.test_late_tokens import (
     SEEDED,
     asked,
@@ -42,8 +40,14 @@ from tests.speculation.test_token_equality import (  # noqa: F401
     requests,
 )
 
-TREES = pytest.mark.parametrize("method", ["draft_model tree", "eagle tree", "medusa tree"])
-CPU = torch.device("cpu")
+TREES = pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param("draft_model tree", marks=INTERPRETED),
+        pytest.param("eagle tree", marks=INTERPRETED),
+        "medusa tree",
+    ],
+)
 
 
 @pytest.fixture
@@ -124,44 +128,6 @@ def test_whoever_must_know_them_waits(
     grown.clear()
     assert tokens(run(engine_of(given, method, rule), asked(SEEDED))) == expected[1]
     assert method == "medusa tree" or grown["trees"] > 10
-
-
-@pytest.mark.parametrize("num_tables", [1, 2])
-def test_a_level_lies_where_the_host_would_lay_it(num_tables: int) -> None:
-    """Of three trees, one of which has no row in it."""
-    blocks = [[[9, 2, 5], [3, 7, 8]], [[1, 4], [6, 0]], [[10, 11], [12, 13]]]
-    tables = [each[:num_tables] for each in blocks]
-    known = [
-        SequenceRows([7, 8], 10, tables[0], [0b1011, 0b10101], 7),
-        SequenceRows([9], 7, tables[2], [0b111], 5),
-    ]
-    unknown = [
-        SequenceRows([0] * 2, end - 2, its, [1] * 2, root)
-        for its, end, root in zip(tables, (12, 1, 9), (7, 0, 5), strict=True)
-    ]
-    level = LateLevel(
-        torch.tensor([[7, 8, 9, 0, 0, 0], [11, 21, 7, 1, 1, 1], [3, 4, 2, -1, -1, -1], [0, 0, 2, 0, 1, 2]]),
-        ends=torch.tensor([2, 2, 3]),
-        sizes=torch.tensor([5, 1, 3]),
-        logit_rows=torch.tensor([0, 1, 1, 1, 2, 2]),
-        depth=2,
-        block_size=4,
-    )
-    found, expected = (
-        step_inputs(batch, [0] * 6, upload_to(CPU), BlockTable(4, num_tables=num_tables), StepShape())
-        for batch in (unknown, known)
-    )
-    level.fill_rows(found)
-    ours, theirs = found.attention, expected.attention
-    assert found.token_ids[:3].tolist() == [7, 8, 9]
-    assert found.positions[:3].tolist() == expected.positions.tolist() == [9, 9, 7]
-    assert ours.visible is not None and torch.equal(ours.visible[:3], theirs.visible)
-    assert torch.equal(ours.slot_mapping[..., :3], theirs.slot_mapping)
-    assert (ours.slot_mapping[..., 3:] == -1).all()
-    assert ours.query_start.tolist() == [0, 2, 2, 3]
-    assert ours.context_len.tolist() == [theirs.context_len[0], 1, theirs.context_len[1]]
-    assert found.logit_rows.tolist() == [0, 1, 1, 1, 2, 2]
-    assert ours.max_context_len >= theirs.max_context_len
 
 
 def test_a_trees_shape_comes_with_its_tokens() -> None:

@@ -20,6 +20,7 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
 from speculation import draft_model
 from speculation.speculator import speculate
+from tests.speculation.small_engine import INTERPRETED
 from tests.worker.tiny_model import VOCAB_SIZE, load, write_tiny_llama
 
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
@@ -136,7 +137,7 @@ def test_a_draft_that_knows_the_target_is_right_to_the_last_token(target: Path) 
     assert sum(output.accepted_tokens for output in drafted) > 4.5 * len(drafted)
 
 
-@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("on_device", [False, pytest.param(True, marks=INTERPRETED)])
 def test_the_drafts_kv_is_that_of_the_committed_tokens(
     target: Path, draft: Path, on_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

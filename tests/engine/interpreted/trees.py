@@ -1,0 +1,235 @@
+"""Trees that the device grows are those that the host grows, node for node and row for row.
+`test_interpreted_kernels.py` runs it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.download import Downloader
+from engine.draft import Draft
+from engine.late_trees import LateTrees
+from engine.rows import BlockTable, SequenceRows
+from engine.step_inputs import StepInputs, StepShape, step_inputs
+from engine.upload import upload_to
+from speculation import tree_growth
+from speculation.tree import DraftTrees, TreeRows
+from speculation.tree_drafting import unknown_rows
+from speculation.tree_growth import Level, State, TreeGrowth
+
+CPU = torch.device("cpu")
+VOCAB, BLOCK = 6, 4
+Path = tuple[int, ...]
+KINDS = ["random", "ties", "close", "few", "none"]
+
+
+def scores_after(path: Path, seed: int, kind: str) -> Tensor:
+    """float32 [VOCAB], of a model for the tests."""
+    generator = torch.Generator().manual_seed(random.Random(f"{seed} {path}").getrandbits(40))
+    scores = (torch.randn(VOCAB, generator=generator) * 1.5).log_softmax(0)
+    if kind == "ties":
+        scores = scores.round().clamp_max(-1.0)
+    if kind == "close":  # float32 has their sums as equals
+        scores = -1 - torch.randint(4, (VOCAB,), generator=generator) * 2**-23
+    if kind == "few":
+        scores[torch.rand(VOCAB, generator=generator) < 0.6] = -math.inf
+    if kind == "none" or (kind == "few" and len(path) == seed % 4):
+        scores[:] = math.nan if seed % 2 else -math.inf
+    return scores
+
+
+class Trees:
+    """Of a batch: the paths to their rows, and those that were run last, with None for padding."""
+
+    def __init__(self, count: int, seed: int, kind: str) -> None:
+        self.paths: list[list[Path]] = [[()] for _ in range(count)]
+        self.newest: list[tuple[int, Path] | None] = [(tree, ()) for tree in range(count)]
+        self._seed, self._kind = seed, kind
+
+    def ranked(self) -> tuple[Tensor, Tensor]:
+        scores = [
+            torch.randn(VOCAB) if each is None else scores_after(each[1], self._seed + each[0], self._kind)
+            for each in self.newest
+        ]
+        return torch.stack(scores), torch.arange(VOCAB).flip(0).expand(len(scores), -1)
+
+    def run(self, tree: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        paths = self.paths[tree]
+        paths += [(*paths[parent], token) for parent, token in zip(parents, tokens, strict=True)]
+
+
+def by_host(
+    max_nodes: list[int], depth: int, width: int, seed: int, kind: str
+) -> tuple[list[Draft | None], list[list[TreeRows]]]:
+    trees, state = DraftTrees(max_nodes, depth, width, Downloader(CPU)), Trees(len(max_nodes), seed, kind)
+    rounds: list[list[TreeRows]] = []
+    while state.newest:
+        rounds.append(trees.grow(*state.ranked()))
+        for tree, rows in enumerate(rounds[-1]):
+            state.run(tree, rows.token_ids, rows.parents)
+        state.newest = [
+            (t, path) for t, rows in enumerate(rounds[-1]) for path in state.paths[t][rows.first :]
+        ]
+    return trees.drafts(), rounds
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("max_nodes", "depth", "width"),
+    [([24, 24], 6, 4), ([63, 40, 9], 8, 5), ([7, 3, 2, 1], 5, 4), ([1], 4, 4), ([10, 2], 1, 4), ([6], 9, 1)],
+)
+def test_trees_are_those_of_the_host(max_nodes: list[int], depth: int, width: int, kind: str) -> None:
+    for seed in range(6):
+        expected, rounds = by_host(max_nodes, depth, width, seed, kind)
+        growth = TreeGrowth(max_nodes, width, BLOCK, upload_to(CPU))
+        steps, state = Steps(max_nodes, num_tables=1 + seed % 2), Trees(len(max_nodes), seed, kind)
+        for number in range(min(depth - 1, max_nodes[0])):
+            level = growth.grow(*state.ranked())
+            assert level.num_rows <= min(width, max_nodes[0])
+            told = rounds[number] if number < len(rounds) else [TreeRows(first=0) for _ in max_nodes]
+            found = steps.unknown(level.num_rows)
+            level.fill_rows(found)
+            steps.check(found, told, [len(paths) for paths in state.paths], level.num_rows)
+            sources = level.before(torch.arange(len(state.newest)).unsqueeze(1)).flatten().tolist()
+            before, state.newest = state.newest, []
+            for tree, rows in enumerate(told):
+                state.run(tree, rows.token_ids, rows.parents)
+                paths = state.paths[tree][rows.first :] if rows.token_ids else []
+                followed = [before[sources.pop(0)] for _ in paths]
+                assert followed == [(tree, path[:-1]) for path in paths]
+                state.newest += [(tree, path) for path in paths]
+                state.newest += [None] * (level.num_rows - len(paths))
+        drafts = drafts_of(growth.end(*state.ranked()), max_nodes)
+        for theirs, ours in zip(expected, drafts, strict=True):
+            theirs = theirs or Draft([], [])
+            assert ours.parents == theirs.parents
+            assert ours.token_ids[: ours.num_nodes] == theirs.token_ids
+            assert ours.depths() == theirs.depths()
+
+
+class Steps:
+    """Of a batch, in the shape of a bucket, whose first blocks and places differ."""
+
+    def __init__(self, max_nodes: Sequence[int], num_tables: int) -> None:
+        self._roots = [5 + 4 * tree for tree in range(len(max_nodes))]
+        self._table = BlockTable(BLOCK, num_tables=num_tables)
+        numbers = iter(random.Random(0).sample(range(1000), 1000))
+        self._blocks = [
+            [[next(numbers) for _ in range((root + limit) // BLOCK + 1)] for _ in range(num_tables)]
+            for root, limit in zip(self._roots, max_nodes, strict=True)
+        ]
+        self._max_nodes = max_nodes
+
+    def unknown(self, each_has: int) -> StepInputs:
+        grown = [unknown_rows(limit, each_has) for limit in self._max_nodes]
+        return self._inputs(grown, [0] * each_has * len(grown), padding=3)
+
+    def _inputs(self, grown: Sequence[TreeRows], logit_rows: list[int], padding: int = 0) -> StepInputs:
+        batch = [
+            SequenceRows(rows.token_ids, root + rows.first, tables, rows.masks, root)
+            for rows, tables, root in zip(grown, self._blocks, self._roots, strict=True)
+            if rows.token_ids
+        ]
+        count = sum(len(rows.token_ids) for rows in batch)
+        shape = StepShape(rows=count + padding, sequences=len(batch) + padding, trees=True)
+        return step_inputs(batch, logit_rows, upload_to(CPU), self._table, shape)
+
+    def check(self, found: StepInputs, told: Sequence[TreeRows], sizes: Sequence[int], each_has: int) -> None:
+        """Against what the host would lay out, where the trees had rows of these `sizes`."""
+        expected, ours = self._inputs(told, []), found.attention
+        theirs, counts = expected.attention, [len(rows.token_ids) for rows in told]
+        end, num_trees, num_rows = sum(counts), len(told), each_has * len(told)
+        assert torch.equal(found.token_ids[:end], expected.token_ids)
+        assert torch.equal(found.positions[:end], expected.positions)
+        assert ours.visible is not None and theirs.visible is not None
+        assert torch.equal(ours.visible[:end], theirs.visible)
+        assert torch.equal(ours.slot_mapping[..., :end], theirs.slot_mapping)
+        assert (ours.slot_mapping[..., end:] == -1).all()
+        ends = [sum(counts[: tree + 1]) for tree in range(num_trees)]
+        assert ours.query_start.tolist() == [0, *ends, *[num_rows] * (len(ours.context_len) - num_trees)]
+        assert ours.context_len[:num_trees].tolist() == [
+            root + size + count for root, size, count in zip(self._roots, sizes, counts, strict=True)
+        ]
+        for tree, (stop, count) in enumerate(zip(ends, counts, strict=True)):
+            wanted = found.logit_rows[each_has * tree :][:each_has].tolist()
+            assert wanted[:count] == [*range(stop - count, stop)]
+            assert all(row == max(stop - 1, 0) for row in wanted[count:])
+        assert ours.max_context_len >= theirs.max_context_len
+
+
+def drafts_of(nodes: Tensor, max_nodes: Sequence[int]) -> list[Draft]:
+    """What the host learns, where the device had it right meanwhile."""
+    late, most = LateTrees(nodes, Downloader(CPU)), max_nodes[0]
+    drafts = [
+        Draft([~(tree * most + i) for i in range(count)], [-1] * count, late=late)
+        for tree, count in enumerate(max_nodes)
+    ]
+    for tree, draft in enumerate(drafts):
+        names = torch.tensor(draft.ids)
+        places = slice(tree * most, tree * most + len(names))
+        draft.settle()
+        masks, further = nodes[2, places].tolist(), late.further(names).tolist()
+        assert [mask % (1 << 64) for mask in masks] == draft.masks()[1:]  # type: ignore[index]
+        assert further[: draft.num_nodes] == [depth - 1 for depth in draft.depths()]
+        assert further[draft.num_nodes :] == [0] * len(draft.probes)
+    return drafts
+
+
+@pytest.mark.parametrize("num_tables", [1, 2])
+def test_a_level_lies_where_the_host_would_lay_it(num_tables: int) -> None:
+    """Of three trees, one of which has no row in it."""
+    blocks = [[[9, 2, 5], [3, 7, 8]], [[1, 4], [6, 0]], [[10, 11], [12, 13]]]
+    tables = [each[:num_tables] for each in blocks]
+    known = [
+        SequenceRows([7, 8], 10, tables[0], [0b1011, 0b10101], 7),
+        SequenceRows([9], 7, tables[2], [0b111], 5),
+    ]
+    unknown = [
+        SequenceRows([0] * 2, end - 2, its, [1] * 2, root)
+        for its, end, root in zip(tables, (12, 1, 9), (7, 0, 5), strict=True)
+    ]
+    state = State.of(3, 4, 2, CPU)
+    state.runs.copy_(torch.tensor([[4, 2], [0, 0], [2, 1]]))
+    state.nodes[0, 0, 2:], state.nodes[2, 0, 2:] = torch.tensor([[7, 8], [0b1011, 0b10101]])
+    state.nodes[0, 2, 1], state.nodes[2, 2, 1] = 9, 0b111
+    level = Level(state, num_rows=2, num_before=2, depth=2, block_size=BLOCK)
+    found, expected = (
+        step_inputs(batch, [0] * 6, upload_to(CPU), BlockTable(BLOCK, num_tables=num_tables), StepShape())
+        for batch in (unknown, known)
+    )
+    level.fill_rows(found)
+    ours, theirs = found.attention, expected.attention
+    assert found.token_ids[:3].tolist() == [7, 8, 9]
+    assert found.positions[:3].tolist() == expected.positions.tolist() == [9, 9, 7]
+    assert ours.visible is not None and torch.equal(ours.visible[:3], theirs.visible)
+    assert torch.equal(ours.slot_mapping[..., :3], theirs.slot_mapping)
+    assert (ours.slot_mapping[..., 3:] == -1).all()
+    assert ours.query_start.tolist() == [0, 2, 2, 3]
+    assert ours.context_len.tolist() == [theirs.context_len[0], 1, theirs.context_len[1]]
+    assert found.logit_rows.tolist() == [0, 1, 1, 1, 2, 2]
+    assert ours.max_context_len >= theirs.max_context_len
+
+
+def test_rows_of_many_trees() -> None:
+    """They lie one after another, and so do the hidden states of what they follow."""
+    count, width = 150, 3
+    state, rng = State.of(count, 4, width, CPU), random.Random(3)
+    counts = [rng.randrange(width + 1) for _ in range(count)]
+    state.runs.copy_(torch.tensor([[each + 1, each] for each in counts]))
+    state.nodes.copy_(torch.arange(state.nodes.numel()).view(state.nodes.shape))
+    state.sources.copy_(torch.randint(2, state.sources.shape))
+    level = Level(state, num_rows=width, num_before=2, depth=2, block_size=BLOCK)
+    batch = [SequenceRows([0] * width, 0, [[0, 1, 2]], [1] * width, 3) for _ in range(count)]
+    found = step_inputs(batch, [0] * width * count, upload_to(CPU), BlockTable(BLOCK), StepShape())
+    level.fill_rows(found)
+    places = [(tree, row) for tree in range(count) for row in range(counts[tree])]
+    assert found.token_ids[: len(places)].tolist() == [4 * tree + 1 + row for tree, row in places]
+    hidden = torch.randn(2 * count, 2 * tree_growth._TILE)[:, : tree_growth._TILE + 5]
+    followed = [2 * tree + int(state.sources[tree, row]) for tree, row in places]
+    assert torch.equal(level.before(hidden)[: len(places)], hidden[followed])
