@@ -114,6 +114,8 @@ class DraftModel(Drafter):
 
     def warm_up(self) -> None:
         self._runner.warm_up()
+        if self._options.tree:
+            self._tree_drafting.warm_up()
 
     def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         drafts: list[Draft | None] = [None] * len(sequences)

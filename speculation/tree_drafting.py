@@ -17,9 +17,11 @@ from engine.download import Downloader
 from engine.draft import Draft
 from engine.late_trees import LateTrees
 from engine.loader import LoadedModel
+from engine.rows import BlockTable, SequenceRows
 from engine.runner import ForwardOutput, LateRows, LateRunner, Runner
 from engine.sampler.rows import needs_history
 from engine.sequence import SequenceState
+from engine.step_inputs import StepShape, step_inputs
 from engine.upload import upload_to
 from protocol.speculation import SpeculativeConfig
 from speculation.ranking import rank
@@ -41,8 +43,22 @@ class TreeDrafting:
         self._with_noise = options.verification == "coupled"
         self._block_size = block_size
         self._on_device = on_device
+        self._device = device
         self._upload_rows, self._upload_sources, self._upload_rooms = (upload_to(device) for _ in range(3))
         self._download = Downloader(device)
+
+    def warm_up(self, hidden: Tensor | None = None) -> None:
+        """Compile what grows trees on the device. `hidden` [1, size]: rows are run on such states."""
+        if not self._on_device:
+            return
+        scores = torch.zeros((1, TREE_WIDTH), device=self._device)
+        growth = TreeGrowth([1], TREE_WIDTH, self._block_size, self._upload_rooms)
+        level = growth.grow(scores, scores.long())
+        if hidden is not None:
+            level.before(hidden)
+        rows, table = SequenceRows([0], 1, [[0]], [1], tree_start=0), BlockTable(self._block_size)
+        level.fill_rows(step_inputs([rows], [0], self._upload_rows, table, StepShape()))
+        growth.end(scores, scores.long())
 
     def draft(
         self, sequences: Sequence[SequenceState], counts: Sequence[int], first: ForwardOutput, run: RunRows

@@ -100,6 +100,8 @@ class EagleDrafter(Drafter):
 
     def warm_up(self) -> None:
         self._runner.warm_up()
+        if self._options.tree:
+            self._tree_drafting.warm_up(self._no_feature.cut())
 
     @torch.inference_mode()
     def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:

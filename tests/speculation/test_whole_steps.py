@@ -311,6 +311,19 @@ def test_a_step_that_drafts_trees(
         assert steps.waits == 1
 
 
+@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+def test_what_grows_trees_is_compiled_first(
+    method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = SpeculativeConfig(
+        method=method, model=heads_of(method, tmp_path), tree=True, num_speculative_tokens=20
+    )
+    with absent_gpu() as gpu:
+        Steps(gpu, monkeypatch, options)
+        assert gpu.launches["grow"] == gpu.launches["lay_out"] == gpu.launches["end"] == 1
+        assert gpu.launches["follow"] == (method == "eagle")
+
+
 def test_trees_beside_a_request_that_looks_at_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host grows them then, and waits once a level."""
     options = SpeculativeConfig(
