@@ -11,33 +11,27 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 ROOT = Path(__file__).parents[2]
-KINDS = (
-    "adapter_kernels",
-    "adapters",
-    "attention",
-    "decoder",
-    "drafts",
-    "graphs",
-    "hybrid_graphs",
-    "products",
-    "recurrent",
-    "sampler",
-    "trees",
-    "verification",
-)
-FILES = [
-    *(f"tests/engine/interpreted/{kind}.py" for kind in KINDS),
-    "tests/speculation/test_late_trees.py",
-    "tests/speculation/test_tree_drafting.py::test_the_drafts_kv_is_that_of_the_committed_tokens",
-]
+HERE = "tests/engine/interpreted"
+GROUPS = {
+    "attention": ["adapter_kernels", "adapters", "attention", "decoder"],
+    "layers": ["graphs", "hybrid_graphs", "products", "recurrent"],
+    "tokens": ["drafts", "sampler", "trees", "verification"],
+}
+FILES = {name: [f"{HERE}/{kind}.py" for kind in kinds] for name, kinds in GROUPS.items()} | {
+    "whole engines": [
+        "tests/speculation/test_late_trees.py",
+        "tests/speculation/test_tree_drafting.py::test_the_drafts_kv_is_that_of_the_committed_tokens",
+    ]
+}
 FASTER = "tests.engine.interpreted.faster"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_interpreted_kernels_compute_the_same() -> None:
+@pytest.mark.parametrize("group", FILES)
+def test_interpreted_kernels_compute_the_same(group: str) -> None:
     """In a process of its own: Triton is another one from its import on where it interprets."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", FASTER, *FILES]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", FASTER, *FILES[group]]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
