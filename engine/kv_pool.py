@@ -32,8 +32,8 @@ class KVPool:
     """A block is the segments of its arena one after the other, so all of it is one extent.
 
     `arenas` are the bytes, each uint8 [num_blocks, bytes of a block]. A segment is [num_blocks, num_layers,
-    num_planes, block_size, num_kv_heads, head_dim], of bytes where rows are coded; then these have `scales`
-    (`Segment.views`).
+    num_planes, block_size, num_kv_heads, head_dim]; where rows are coded these are bytes, with scales behind
+    them (`Segment.views`).
     """
 
     def __init__(
