@@ -78,7 +78,7 @@ class Decoding:
                 made = rows.encode(torch.randn(side.values.shape[1:], generator=generator).to(rows.dtype))
                 side.values.copy_(made.values)
                 if side.scales is not None and made.scales is not None:
-                    side.scales.copy_(made.scales.T)
+                    side.scales.copy_(made.scales)
 
     def step(self) -> float:
         """Its seconds."""

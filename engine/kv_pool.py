@@ -130,7 +130,7 @@ class KVPool:
             for values, scales in segments.values():
                 values[targets, :, :, target_offsets] = values[sources, :, :, source_offsets]
                 if scales is not None:
-                    scales[targets, ..., target_offsets] = scales[sources, ..., source_offsets]
+                    scales[targets, :, :, target_offsets] = scales[sources, :, :, source_offsets]
 
 
 def _in_rows(rows: Tensor, first: int, shape: LayerShape) -> LayerKv:

@@ -1,7 +1,7 @@
 """How the pool keeps a row, one head's key or value of one token: as the model computes it, or as codes.
 
-A coded row is one byte a value and a scale, a float32: a value is its code times the scale. Scales lie behind
-the codes of a whole plane of a block, so that rows of codes are aligned. The scale is the row's largest
+A coded row is one byte a value and a scale, a float32: a value is its code times the scale. A token's
+scales lie behind the codes of all its heads, so that rows are aligned. The scale is the row's largest
 magnitude over the largest code, so nothing is clipped and zero stays zero. A row is written once, from its
 own values alone: its bytes depend neither on the tokens that are computed beside it nor on those that come
 after it in its block, as they would with one scale for the block.

@@ -47,17 +47,13 @@ class Segment:
         return math.prod(self.block_shape(block_size)[:-1]) * self.rows.row_bytes(self.head_dim)
 
     def views(self, blocks: Tensor, block_size: int) -> StoredRows:
-        """Of bytes [num_blocks, block_bytes]: values [num_blocks, *block_shape], and behind those of each
-        plane the scales of coded rows, [num_blocks, num_layers, num_planes, num_kv_heads, block_size].
+        """Of bytes [num_blocks, block_bytes]: values [num_blocks, *block_shape], and scales of coded rows,
+        [num_blocks, num_layers, num_planes, block_size, num_kv_heads], behind the codes of each token.
         """
-        layers, planes, *rows = self.block_shape(block_size)
-        stored = blocks.unflatten(1, (layers, planes, -1))
-        end = math.prod(rows) * self.rows.stored_dtype.itemsize
-        values = stored[..., :end].view(self.rows.stored_dtype).unflatten(3, rows)
-        if not self.rows.coded:
-            return StoredRows(values, None)
-        scales = stored[..., end:].view(torch.float32)
-        return StoredRows(values, scales.unflatten(3, (self.num_kv_heads, block_size)))
+        *tokens, heads, head_dim = self.block_shape(block_size)
+        stored, end = blocks.unflatten(1, (*tokens, -1)), heads * head_dim * self.rows.stored_dtype.itemsize
+        values = stored[..., :end].view(self.rows.stored_dtype).unflatten(4, (heads, head_dim))
+        return StoredRows(values, stored[..., end:].view(torch.float32) if self.rows.coded else None)
 
     @property
     def dtype_name(self) -> str:

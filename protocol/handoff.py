@@ -17,7 +17,7 @@ MAX_HANDOFF_S = 86400.0
 
 ROW_QUANTIZATIONS = {"int8": "int8_row_scales", "fp8": "fp8_row_scales"}
 """What `--kv-cache-dtype` makes of a pool's segment: `SegmentInfo.quantization`. Each head's key or value of
-a token has a scale of its own, of `SCALE_BYTES`, behind all codes of their plane."""
+a token has a scale of its own, of `SCALE_BYTES`, behind the codes of all heads."""
 SCALE_BYTES = 4
 
 _ITEM_SIZES = (2, 4)

@@ -48,8 +48,8 @@ class AttentionMetadata:
 
 class LayerKv(NamedTuple):
     """A layer's part of a pool: two views [num_blocks, block_size, num_kv_heads, head_dim], which may differ
-    in head_dim. Of coded rows there are scales, float32 [num_blocks, num_kv_heads, block_size], in the same
-    blocks.
+    in head_dim. Of coded rows there are scales, float32 [num_blocks, block_size, num_kv_heads], in the same
+    rows of heads.
     """
 
     keys: Tensor
@@ -75,7 +75,7 @@ class LayerKv(NamedTuple):
     def of_heads(self, heads: slice) -> LayerKv:
         """Some of the KV heads."""
         key_scales, value_scales = (
-            None if side.scales is None else side.scales[:, heads] for side in self.sides
+            None if side.scales is None else side.scales[:, :, heads] for side in self.sides
         )
         return LayerKv(self.keys[:, :, heads], self.values[:, :, heads], key_scales, value_scales)
 

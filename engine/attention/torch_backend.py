@@ -109,7 +109,7 @@ class TorchBackend:
         values, scales = self._stored.encode(rows)
         pool.values[self._blocks, self._offsets] = values
         if pool.scales is not None and scales is not None:
-            pool.scales[self._blocks, :, self._offsets] = scales
+            pool.scales[self._blocks, self._offsets] = scales
 
     def _gather(self, layer: int, sequence: _Sequence, window: int | None) -> tuple[int, Tensor, Tensor]:
         """The position of the first gathered key, and keys and values [num_kv_heads, keys, head_dim]."""
@@ -122,7 +122,7 @@ class TorchBackend:
         blocks = sequence.blocks[first // size : last]
 
         def gathered(pool: StoredRows) -> Tensor:
-            scales = None if pool.scales is None else pool.scales[blocks].transpose(1, 2)
+            scales = None if pool.scales is None else pool.scales[blocks]
             rows = self._stored.decode(StoredRows(pool.values[blocks], scales)).flatten(0, 1)
             return rows[: sequence.context_len - first].transpose(0, 1)
 

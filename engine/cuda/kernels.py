@@ -98,14 +98,15 @@ def rotate(
         place = block * keys_block + token * keys_token + (head - HEADS) * keys_head
         key_scale = None
         if key_scales is not None:
-            key_scale = scale_at(key_scales, block, token, head - HEADS, keys_block, PAGE)
+            key_scale = scale_at(key_scales, block, token, head - HEADS, keys_block, keys_token)
         store_row(turned, keys + place, key_scale, DIM, PADDED, FP8)
     else:
         value = tl.load(own + d, mask=inside, other=0.0).to(tl.float32)
         place = block * values_block + token * values_token + (head - HEADS - KV_HEADS) * values_head
         value_scale = None
         if value_scales is not None:
-            value_scale = scale_at(value_scales, block, token, head - HEADS - KV_HEADS, values_block, PAGE)
+            kv_head = head - HEADS - KV_HEADS
+            value_scale = scale_at(value_scales, block, token, kv_head, values_block, values_token)
         store_row(value, values + place, value_scale, DIM, PADDED, FP8)
 
 

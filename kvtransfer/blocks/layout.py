@@ -7,8 +7,8 @@ for all tokens of the block. A value is its code times its scale. Little-endian,
 without infinities (`torch.float8_e4m3fn`).
 
 A pool may itself be quantized: "int8_row_scales" and "fp8_row_scales" have a scale for each token's head
-(`engine.kv_rows`): [kv_heads, block_size] float32 behind the codes of each plane. Such blocks travel as they
-are, to pools of the same quantization alone.
+(`engine.kv_rows`): [kv_heads] float32 behind the codes of each token's plane. Such blocks travel as they are,
+to pools of the same quantization alone.
 
 Scales of finer groups were measured on the bundled model: one for each token and head makes the error smaller
 by a quarter, one for each channel of K by half, and neither makes more of its greedy continuations agree.
@@ -104,23 +104,25 @@ class SegmentLayout:
 
     def values(self, blocks: Tensor) -> Tensor:
         """View of the values in blocks [n, block_bytes]: [n, planes, *tokens_shape]."""
-        values, _ = self._parts(blocks)
-        return values.view(self.code_dtype).unflatten(2, self.tokens_shape)
+        if self.in_rows:
+            tokens = self._tokens(blocks)[..., : -self.tokens_shape[1] * SCALE_DTYPE.itemsize]
+            return tokens.unflatten(3, self.tokens_shape[1:])
+        raw = blocks[:, self.start : self.start + self.values_bytes]
+        return raw.view(self.code_dtype).view(len(blocks), self.planes, *self.tokens_shape)
 
     def scales(self, blocks: Tensor) -> Tensor:
         """View of the scales, [n, planes, 1, kv_heads, 1]; of rows [n, planes, block_size, kv_heads, 1]."""
-        _, scales = self._parts(blocks)
-        by_head = scales.view(SCALE_DTYPE).unflatten(2, (self.tokens_shape[1], -1))
-        return by_head.transpose(2, 3).unsqueeze(4)
-
-    def _parts(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Bytes of values and of scales, each [n, planes, ...]."""
-        whole = blocks[:, self.start : self.start + self.nbytes]
         if self.in_rows:
-            plane, end = whole.unflatten(1, (self.planes, -1)), self.values_bytes // self.planes
-            return plane[..., :end], plane[..., end:]
-        values, scales = whole[:, : self.values_bytes], whole[:, self.values_bytes :]
-        return values.unflatten(1, (self.planes, -1)), scales.unflatten(1, (self.planes, -1))
+            tokens = self._tokens(blocks)[..., -self.tokens_shape[1] * SCALE_DTYPE.itemsize :]
+            return tokens.view(SCALE_DTYPE).unsqueeze(4)
+        start = self.start + self.values_bytes
+        raw = blocks[:, start : start + self.scales_bytes]
+        return raw.view(SCALE_DTYPE).view(len(blocks), self.planes, 1, self.tokens_shape[1], 1)
+
+    def _tokens(self, blocks: Tensor) -> Tensor:
+        """Bytes [n, planes, block_size, ...] of tokens, each with its scales."""
+        whole = blocks[:, self.start : self.start + self.nbytes]
+        return whole.unflatten(1, (self.planes, self.tokens_shape[0], -1))
 
 
 class BlockLayout:

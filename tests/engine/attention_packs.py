@@ -69,7 +69,7 @@ def put_rows(layer: LayerKv, rows: KvRows, slots: Tensor, *new: Tensor) -> None:
         stored = rows.encode(side)
         pool.values[blocks, places] = stored.values
         if pool.scales is not None and stored.scales is not None:
-            pool.scales[blocks, :, places] = stored.scales
+            pool.scales[blocks, places] = stored.scales
 
 
 def describe(lengths: list[tuple[int, int]], block_table: Tensor, slots: Tensor) -> AttentionMetadata:

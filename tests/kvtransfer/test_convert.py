@@ -214,13 +214,13 @@ def test_the_pages_of_cached_tokens_are_not_written_at_all() -> None:
 
 def rows_and_scales(block: bytearray | memoryview, info: SegmentInfo) -> tuple[Tensor, Tensor]:
     """Codes [layers, planes, block_size, kv_heads, head_dim] of a block in rows, and the bits of their scales
-    [layers, planes, kv_heads, block_size].
+    [layers, planes, block_size, kv_heads].
     """
     layers, planes, block_size, heads, head_dim = info.shape
-    of_planes = torch.frombuffer(block, dtype=torch.uint8).view(layers, planes, -1)
-    codes = of_planes[..., : block_size * heads * head_dim].reshape(info.shape)
-    scales = of_planes[..., block_size * heads * head_dim :].contiguous().view(torch.int32)
-    return codes, scales.view(layers, planes, heads, block_size)
+    tokens = torch.frombuffer(block, dtype=torch.uint8).view(layers, planes, block_size, -1)
+    codes = tokens[..., : heads * head_dim].unflatten(3, (heads, head_dim))
+    scales = tokens[..., heads * head_dim :].contiguous().view(torch.int32)
+    return codes, scales
 
 
 @pytest.mark.parametrize("block_ids", [[0, 1, 2, 3], [5, 1, 3, 0]], ids=["one after the other", "scattered"])
@@ -246,6 +246,6 @@ def test_coded_rows_move_with_their_scales(
         for kept, is_there in ((pool, token >= 2), (before, False)):
             to_codes, to_scales = rows_and_scales(memoryview(kept)[start:][:our_bytes], own)
             same = torch.equal(to_codes[:, :, place], codes[:, :, slot])
-            assert (same and torch.equal(to_scales[..., place], scales[..., slot])) == is_there
-        changed += codes[:, :, slot].numel() + 4 * scales[..., slot].numel() if token >= 2 else 0
+            assert (same and torch.equal(to_scales[:, :, place], scales[:, :, slot])) == is_there
+        changed += codes[:, :, slot].numel() + 4 * scales[:, :, slot].numel() if token >= 2 else 0
     assert sum(a != b for a, b in zip(pool, before, strict=True)) <= changed

@@ -134,15 +134,15 @@ template <class Element, class Query> void Attention::write_heads(int64_t token,
     const auto* key = static_cast<const Query*>(call.key) + token * call.key_token;
     const auto* value = static_cast<const Query*>(call.value) + token * call.value_token;
     const int64_t block = slot / pool.block_size * pool.block_stride, offset = slot % pool.block_size;
-    const auto scale = [&](float* scales, int64_t head) {
-        return is_coded<Element> ? scales + block / 4 + head * pool.block_size + offset : nullptr;
-    };
-    auto* keys = static_cast<Element*>(layer->keys) + block + offset * layer->key_stride;
-    auto* values = static_cast<Element*>(layer->values) + block + offset * layer->value_stride;
+    const int64_t key_place = block + offset * layer->key_stride, value_place = block + offset * layer->value_stride;
+    auto* keys = static_cast<Element*>(layer->keys) + key_place;
+    auto* values = static_cast<Element*>(layer->values) + value_place;
+    const auto scale = [](float* scales, int64_t place) { return is_coded<Element> ? scales + place / 4 : nullptr; };
+    float* key_scales = scale(layer->key_scales, key_place);
+    float* value_scales = scale(layer->value_scales, value_place);
     for (int64_t h = 0; h < layer->num_kv_heads; h++) {
-        put(key + h * call.key_head, key_dim, keys + h * key_dim, scale(layer->key_scales, h));
-        if (values == keys) continue;
-        put(value + h * call.value_head, value_dim, values + h * value_dim, scale(layer->value_scales, h));
+        put(key + h * call.key_head, key_dim, keys + h * key_dim, key_scales + h);
+        if (values != keys) put(value + h * call.value_head, value_dim, values + h * value_dim, value_scales + h);
     }
 }
 
@@ -275,16 +275,11 @@ template <class Math, class Element, class Query> struct Attention::Worker {
         const int64_t key_stride = a.layer->key_stride, value_stride = a.layer->value_stride;
         int64_t block = first_key / a.pool.block_size, offset = first_key % a.pool.block_size;
         to.count = int(std::clamp<int64_t>(end - first_key, 0, TILE));
-        to.num_runs = 0;
         for (int k = 0; k < to.count; block++, offset = 0) {
             const int64_t start = step.block(task.sequence, block) * a.pool.block_stride;
             const Element* key = keys + start + offset * key_stride;
             const Element* value = values + start + offset * value_stride;
             const int last = int(std::min<int64_t>(to.count, k + a.pool.block_size - offset));
-            if constexpr (CODED) {
-                const int64_t place = start / 4 + task.first_head * a.pool.block_size + offset;
-                to.scales[to.num_runs++] = {a.layer->key_scales + place, a.layer->value_scales + place, last - k};
-            }
             for (; k < last; k++, key += key_stride, value += value_stride) to.keys[k] = key, to.values[k] = value;
         }
         for (int k = to.count; k % 16; k++) to.keys[k] = to.keys[k - 1], to.values[k] = to.values[k - 1];
@@ -302,8 +297,10 @@ template <class Math, class Element, class Query> struct Attention::Worker {
         const bool in_tree = step.is_tree(task.sequence) && first_key + TILE > step.tree_start[task.sequence];
         reads_stored = !in_tree && can_read_stored();
         const int places = reads_stored ? 7 : 11;  // a head's fetches: four for keys, four to pack values, then three
-        Sweep<Element> sweep{*next, key_dim * task.heads, value_dim * task.heads,
-                             2 * TILE / task.heads / places + 1, task.heads, a.pool.block_size};
+        key_distance = distance(a.layer->keys, a.layer->key_scales, task, key_dim);
+        value_distance = distance(a.layer->values, a.layer->value_scales, task, value_dim);
+        Sweep<Element> sweep{*next, key_dim * task.heads, value_dim * task.heads, 2 * TILE / task.heads / places + 1,
+                             key_distance, value_distance};
         if (in_tree) locate(task, first_key + TILE, last_key(task), behind);
         for (int head = 0; head < task.heads; head++) {
             if (!READABLE_CODES || !reads_stored) take_keys(*tile, head, sweep, 0);
@@ -327,26 +324,21 @@ template <class Math, class Element, class Query> struct Attention::Worker {
     // Packs the keys of tile i: this one, or the one behind it.
     void take_keys(const TileRows<Element>& from, int head, Sweep<Element>& sweep, int i) {
         pack_keys(from, int64_t(head) * key_dim, key_dim, words, sweep, buffer, keys + i * TILE * words);
-        if constexpr (CODED) take_scales(from, &ScaleRun::keys, head, key_scales + i * TILE, key_scales + (i + 1) * TILE);
-    }
-
-    // Of the rows' keys or values, and zeros behind them.
-    void take_scales(const TileRows<Element>& from, const float* ScaleRun::*side, int head, float* to, float* end) const {
-        for (int i = 0; i < from.num_runs; i++) {
-            const float* scales = from.scales[i].*side + head * a.pool.block_size;
-            const float* const last = scales + from.scales[i].count;
-            for (; last - scales >= 16; scales += 16) to = std::copy_n(scales, 16, to);
-            to = std::copy(scales, last, to);
-        }
-        std::fill(to, end, 0.0f);
+        if constexpr (CODED) take_scales(from.keys, from.count, scales_of(key_distance, head), 0, key_scales + i * TILE);
     }
 
     // Packs values to the places from `first` on, a multiple of the keys in a word.
     void take_values(const TileRows<Element>& from, int head, Sweep<Element>& sweep, int first) {
         Word* const to = values + first / Math::PER_WORD * width;
         pack_values(from, int64_t(head) * value_dim, value_dim, sweep, width, buffer, to);
-        if constexpr (CODED) take_scales(from, &ScaleRun::values, head, value_scales + first, value_scales + TILE);
+        if constexpr (CODED) take_scales(from.values, from.count, scales_of(value_distance, head), first, value_scales);
     }
+
+    // How far behind a row of the task's first head its scale lies.
+    static int64_t distance(const void* rows, const float* scales, const Task& task, int head_dim) {
+        return CODED ? (const char*)(scales + task.first_head) - ((const char*)rows + task.first_head * head_dim) : 0;
+    }
+    static int64_t scales_of(int64_t distance, int head) { return distance + head * int64_t(sizeof(float)); }
 
     // For a tile with keys of the tree: each row's keys are moved to the places that they would have in a chain, so
     // that the row's result has the same bits as in a chain.
@@ -359,17 +351,12 @@ template <class Math, class Element, class Query> struct Attention::Worker {
             if (path.end <= in_place) continue;
             TileRows<Element> moved;
             for (int k = in_place; k < path.end; k++)
-                move_value(path.from[k] < TILE ? *tile : behind, path.from[k] % TILE, moved);
+                moved.values[moved.count++] = (path.from[k] < TILE ? *tile : behind).values[path.from[k] % TILE];
             take_values(moved, head, sweep, in_place);
             const int first = head * head_rows + q * a.plan.group, last = first + a.plan.group;
             for (int row = first; row < last; row += BLOCK_ROWS)
                 attend_rows(row, std::min(BLOCK_ROWS, last - row), first_key, head, sweep, state, &path);
         }
-    }
-
-    static void move_value(const TileRows<Element>& from, int k, TileRows<Element>& to) {
-        to.values[to.count++] = from.values[k];
-        if constexpr (CODED) to.scales[to.num_runs++] = from.scale(k);
     }
 
     void attend_rows(int row, int count, int64_t first_key, int head, Sweep<Element>& sweep, const RowState& state,
@@ -428,8 +415,8 @@ template <class Math, class Element, class Query> struct Attention::Worker {
     void score_stored(int row, int count, int num_keys, int head, Sweep<Element>& sweep) {
         score_codes(tile->keys, head * key_dim, key_dim, num_keys, count, &byte_queries[row], units + row, sweep,
                     scores);
-        take_scales(*tile, &ScaleRun::keys, head, key_scales, key_scales + TILE);
-        take_scales(*tile, &ScaleRun::values, head, value_scales, value_scales + TILE);
+        take_scales(tile->keys, num_keys, scales_of(key_distance, head), 0, key_scales);
+        take_scales(tile->values, num_keys, scales_of(value_distance, head), 0, value_scales);
         scale_scores(count, num_keys, key_scales, scores);
     }
 
@@ -463,6 +450,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
     const Call& call;
     const ScoreScale how;
     const int key_dim, value_dim, words, width;
+    int64_t key_distance = 0, value_distance = 0;  // of scales from rows
     std::vector<Origin> origins;
     Word *queries, *keys, *values, *buffer, *weights;
     float *scores, *units, *key_scales, *value_scales;

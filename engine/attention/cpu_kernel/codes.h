@@ -60,3 +60,10 @@ template <class Code, class Element> static void encode(const Element* row, int 
     *scale = !finite ? std::numeric_limits<float>::quiet_NaN() : is_zero ? 0 : top / Code::LARGEST;
     for (int d = 0; d < head_dim; d++) to[d] = to_code(finite ? to_float(row[d]) * inverse : 0, Code{});
 }
+
+// Which lies so many bytes behind a row.
+template <class Code> static inline float scale_of(const Code* row, int64_t distance) {
+    float scale;
+    memcpy(&scale, (const char*)row + distance, sizeof scale);
+    return scale;
+}

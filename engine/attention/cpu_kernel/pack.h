@@ -188,25 +188,10 @@ static inline void transpose_codes(const int32_t* const* from, int fours, int32_
     }
 }
 
-// Where the scales of so many tokens lie, one after the other, for the first head of a task.
-struct ScaleRun {
-    const float *keys, *values;
-    int count;
-};
-
 // Pointers to a tile's keys and values, for the first head of a task; after them, up to a multiple of 16, to the last.
 template <class Element> struct TileRows {
     const Element *keys[TILE], *values[TILE];
     int count = 0;
-    ScaleRun scales[is_coded<Element> ? TILE : 1];
-    int num_runs = 0;
-
-    // Of row k alone.
-    ScaleRun scale(int k) const {
-        const ScaleRun* run = scales;
-        while (k >= run->count) k -= run++->count;
-        return {run->keys + k, run->values + k, 1};
-    }
 };
 
 // Prefetches the next tile, for all heads of the task, in memory order. It takes a few rows at a time, between
@@ -215,15 +200,8 @@ template <class Element> struct Sweep {
     const TileRows<Element>& rows;
     int key_elements, value_elements;  // of a row, all heads
     int quota;                         // rows to fetch at a time
-    int heads;
-    int64_t block_size;  // of the pool: where a head's scales follow another's
+    int64_t key_scales, value_scales;  // how far behind a row
     int done = 0;
-
-    // Of a run's keys or values, all heads.
-    __attribute__((always_inline)) void fetch_scales(int run, bool value) {
-        const float* scales = value ? rows.scales[run].values : rows.scales[run].keys;
-        for (int head = 0; head < heads; head++) __builtin_prefetch(scales + head * block_size, 0, 2);
-    }
 
     // always_inline: g++ drops calls to a function that only prefetches, because it sees no effect.
     __attribute__((always_inline)) void fetch() {
@@ -232,7 +210,7 @@ template <class Element> struct Sweep {
             const bool value = done >= rows.count;
             const Element* row = value ? rows.values[done - rows.count] : rows.keys[done];
             for (int e = 0; e < (value ? value_elements : key_elements); e += LINE) __builtin_prefetch(row + e, 0, 2);
-            if (done % 8 == 0 && done / 16 < rows.num_runs) fetch_scales(done / 16, done % 16 != 0);
+            if constexpr (is_coded<Element>) __builtin_prefetch((const char*)row + (value ? value_scales : key_scales), 0, 2);
         }
     }
 };
@@ -289,6 +267,14 @@ static void pack_keys(const TileRows<Fp8>& rows, int64_t offset, int head_dim, i
 static void pack_keys(const TileRows<Int8>& rows, int64_t offset, int head_dim, int, Sweep<Int8>& sweep,
                       int32_t* buffer, int32_t* packed) {
     each_16_keys<int32_t>(rows, offset, sweep, [&](auto keys, int first) { transpose_codes(keys, head_dim / 4, buffer, packed + first); });
+}
+
+// scales[TILE]: so far behind the rows, zeros after the last one.
+template <class Element>
+static void take_scales(const Element* const* rows, int count, int64_t distance, int first, float* scales) {
+#pragma GCC unroll 8
+    for (int k = 0; k < count; k++) scales[first + k] = scale_of(rows[k], distance);
+    for (int k = first + count; k < TILE; k++) scales[k] = 0;
 }
 
 // packed[key][width]: the rows one after another, zeros from head_dim to width.

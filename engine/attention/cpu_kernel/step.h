@@ -12,8 +12,8 @@ enum Stored : int64_t { PLAIN, INT8, FP8 };
 
 // A layer's KV: where the first block's keys and values begin, and the strides from a token's to the next one's, in
 // elements. An element is a value, or a byte where codes are stored. A token's heads lie one after the other. Where
-// both begin at one place, values are the first ones of each row of keys. Codes have scales, [num_kv_heads, block_size]
-// in each block.
+// both begin at one place, values are the first ones of each row of keys. Codes have scales, of a token's heads one
+// after the other, and as far from the next token's.
 struct KvLayer {
     void *keys, *values;
     float *key_scales, *value_scales;  // or null

@@ -13,6 +13,7 @@ from engine.attention.triton_kernel.codes import decode
 from engine.attention.triton_kernel.plan import keys_of
 from engine.attention.triton_kernel.sight import sees, sight
 from engine.attention.triton_kernel.softmax import fade, mean, share, tanh
+from engine.attention.triton_kernel.write import scale_at
 
 
 @triton.jit
@@ -62,7 +63,7 @@ def _attend_to(
     values_block,
     values_token,
     values_offset,
-    scales_offset,
+    kv_head,
     scale,
     softcap,
     EDGE: tl.constexpr,
@@ -94,7 +95,7 @@ def _attend_to(
             keys,
             place,
             key_scales,
-            block * (keys_block // 4) + scales_offset + token,
+            scale_at(0, block, token, kv_head, keys_block, keys_token),
             inside,
             KEY_DIM,
             KEY_PADDED,
@@ -134,7 +135,7 @@ def _attend_to(
                 values,
                 block * values_block + token * values_token + values_offset,
                 value_scales,
-                block * (values_block // 4) + scales_offset + token,
+                scale_at(0, block, token, kv_head, values_block, values_token),
                 inside,
                 VALUE_DIM,
                 VALUE_PADDED,
@@ -318,7 +319,7 @@ def attend(
                 values_block,
                 values_token,
                 values_offset,
-                kv_head * PAGE,
+                kv_head,
                 scale,
                 softcap,
                 part != 1,

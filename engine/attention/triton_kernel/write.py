@@ -9,9 +9,9 @@ from engine.attention.triton_kernel.codes import encode
 
 
 @triton.jit
-def scale_at(scales, block, token, head, block_stride, PAGE: tl.constexpr):
-    """Where a row's scale lies among `scales` [blocks, heads, PAGE], in blocks of so many bytes."""
-    return scales + block * (block_stride // 4) + head * PAGE + token
+def scale_at(scales, block, token, head, block_bytes, token_bytes):
+    """Where a row's scale lies among `scales` [blocks, tokens, heads]."""
+    return scales + block * (block_bytes // 4) + token * (token_bytes // 4) + head
 
 
 @triton.jit
@@ -70,8 +70,8 @@ def write(
     value_place = block * values_block + token * values_token + head * values_head
     key_scale, value_scale = None, None
     if key_scales is not None:
-        key_scale = scale_at(key_scales, block, token, head, keys_block, PAGE)
-        value_scale = scale_at(value_scales, block, token, head, values_block, PAGE)
+        key_scale = scale_at(key_scales, block, token, head, keys_block, keys_token)
+        value_scale = scale_at(value_scales, block, token, head, values_block, values_token)
     d = tl.arange(0, KEY_PADDED)
     new_key = tl.load(key + row * key_row + head * key_head + d, mask=d < KEY_DIM, other=0.0)
     store_row(new_key, keys + key_place, key_scale, KEY_DIM, KEY_PADDED, FP8)

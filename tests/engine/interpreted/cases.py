@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.attention.interface import AttentionMetadata, LayerKv
-from engine.kv_rows import KvRows, StoredRows
+from engine.kv_rows import KvRows
 from tests.engine.attention_packs import empty_layer, put_rows
 
 
@@ -207,7 +207,7 @@ class Step:
     def in_float64(self) -> Step:
         """The same values; coded ones are decoded."""
         exact = KvRows(torch.float32, self.rows.quantization)
-        decoded = LayerKv(*(exact.decode(_by_token(side)).double() for side in self.layer.sides))
+        decoded = LayerKv(*(exact.decode(side).double() for side in self.layer.sides))
         new = [tensor.double() for tensor in self.new]
         if self.rows.coded:
             new[1:] = [exact.decode(exact.encode(tensor)).double() for tensor in new[1:]]
@@ -217,11 +217,6 @@ class Step:
 
 def _of_shape(shape: Shape, keys: Tensor, values: Tensor, *scales: Tensor | None) -> LayerKv:
     return LayerKv(keys, keys[..., : shape.value_dim] if shape.values_in_keys else values, *scales)
-
-
-def _by_token(side: StoredRows) -> StoredRows:
-    """With the scales in the order of the values."""
-    return side if side.scales is None else side._replace(scales=side.scales.transpose(1, 2))
 
 
 def _moved(layer: LayerKv, device: torch.device) -> list[Any]:
