@@ -96,8 +96,7 @@ class KVPool:
         of = self.groups[group]
 
         def view(segment: int, index: int) -> StoredRows:
-            values, scales = self._stored(of.segment_name(segment))
-            return StoredRows(values[:, index], None if scales is None else scales[:, index])
+            return self._stored(of.segment_name(segment)).part(slice(None), index)
 
         def layer(place: LayerPlace) -> LayerKv:
             own = view(place.segment, place.index)
@@ -108,9 +107,8 @@ class KVPool:
                 return LayerKv(keys, keys[..., : place.value_dim])
             if place.value_segment is None:
                 return LayerKv.of(*own)
-            value = view(place.value_segment, place.index)
-            scales = [None if side.scales is None else side.scales[:, 0] for side in (own, value)]
-            return LayerKv(keys, value.values[:, 0], *scales)
+            sides = own, view(place.value_segment, place.index)
+            return LayerKv.of_sides(*(side.part(slice(None), 0) for side in sides))
 
         return [layer(place) for place in of.layers]
 

@@ -37,6 +37,10 @@ class StoredRows(NamedTuple):
     values: Tensor
     scales: Tensor | None
 
+    def part(self, *index: int | slice) -> StoredRows:
+        """Of both, by dimensions that come before that of head_dim."""
+        return StoredRows(self.values[index], None if self.scales is None else self.scales[index])
+
 
 @dataclass(frozen=True)
 class KvRows:

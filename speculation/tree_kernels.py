@@ -16,16 +16,8 @@ _COUNTS = tl.constexpr(128)
 @triton.jit
 def _candidates(
     rooms,
-    nodes,
-    leaves,
-    leaf_scores,
-    paths,
-    runs,
-    values,
-    indices,
-    token_ids,
-    stride,
-    num_rows,
+    state,
+    offered,
     depth,
     most,
     WIDTH: tl.constexpr,
@@ -37,6 +29,8 @@ def _candidates(
     room for; ranks, the likeliest first, and of equals the first; facts as `leaves` has them; and of children
     which of the newest rows they follow. And how many rows were run.
     """
+    nodes, leaves, leaf_scores, paths, runs = state
+    values, indices, token_ids, stride, num_rows = offered
     tree, trees = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     is_grown = depth > 0
     num_run = tl.load(runs + 2 * tree, mask=is_grown, other=0)
@@ -108,24 +102,10 @@ def grow(
     nodes each may have, and behind them is a `tree_growth.State`.
     """
     tree, trees = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    state = (nodes, leaves, leaf_scores, paths, runs)
+    offered = (values, indices, token_ids, stride, num_rows)
     scores, ranks, facts, row, num_run = _candidates(
-        rooms,
-        nodes,
-        leaves,
-        leaf_scores,
-        paths,
-        runs,
-        values,
-        indices,
-        token_ids,
-        stride,
-        num_rows,
-        depth,
-        most,
-        WIDTH,
-        CHILDREN,
-        LEAVES,
-        PADDED,
+        rooms, state, offered, depth, most, WIDTH, CHILDREN, LEAVES, PADDED
     )
     is_new = (tl.arange(0, PADDED) >= LEAVES) & (scores > _NOTHING)
     places = tl.sum((is_new[None, :] & (ranks[None, :] < ranks[:, None])).to(tl.int32), 1)
@@ -166,24 +146,10 @@ def end(
     PADDED: tl.constexpr,
 ):
     """As `grow`, but all that there is room for become nodes. What is left of the `most` places has none."""
+    state = (nodes, leaves, leaf_scores, paths, runs)
+    offered = (values, indices, token_ids, stride, num_rows)
     scores, ranks, facts, _, num_run = _candidates(
-        rooms,
-        nodes,
-        leaves,
-        leaf_scores,
-        paths,
-        runs,
-        values,
-        indices,
-        token_ids,
-        stride,
-        num_rows,
-        depth,
-        most,
-        WIDTH,
-        CHILDREN,
-        LEAVES,
-        PADDED,
+        rooms, state, offered, depth, most, WIDTH, CHILDREN, LEAVES, PADDED
     )
     chosen = scores > _NOTHING
     _place(nodes, facts, num_run + ranks, chosen, most)

@@ -62,6 +62,11 @@ class LayerKv(NamedTuple):
         """Of views of both, [num_blocks, 2, ...]."""
         return cls(*both.unbind(1), *((None, None) if scales is None else scales.unbind(1)))
 
+    @classmethod
+    def of_sides(cls, keys: StoredRows, values: StoredRows) -> LayerKv:
+        """The inverse of `sides`."""
+        return cls(keys.values, values.values, keys.scales, values.scales)
+
     def fits(self, rows: KvRows) -> bool:
         """Whether it has such rows."""
         has_scales = self.key_scales is not None and self.value_scales is not None
@@ -74,10 +79,7 @@ class LayerKv(NamedTuple):
 
     def of_heads(self, heads: slice) -> LayerKv:
         """Some of the KV heads."""
-        key_scales, value_scales = (
-            None if side.scales is None else side.scales[:, :, heads] for side in self.sides
-        )
-        return LayerKv(self.keys[:, :, heads], self.values[:, :, heads], key_scales, value_scales)
+        return LayerKv.of_sides(*(side.part(slice(None), slice(None), heads) for side in self.sides))
 
     @property
     def values_in_keys(self) -> bool:

@@ -37,7 +37,7 @@ class PlainWeight(NamedTuple):
 Weight = PlainWeight | TiledWeight
 
 
-class Product(NamedTuple):
+class AdaptableProduct(NamedTuple):
     """A weight, and what adapters add beside it."""
 
     weight: Weight
@@ -55,13 +55,13 @@ class Layer(NamedTuple):
     place: int
     """In the pool: its number in the whole model, of which this one may be a part."""
     input_norm: Tensor
-    qkv: Product
+    qkv: AdaptableProduct
     query_norm: Tensor | None
     key_norm: Tensor | None
-    output: Product
+    output: AdaptableProduct
     mlp_norm: Tensor
-    gate_up: Product
-    down: Product
+    gate_up: AdaptableProduct
+    down: AdaptableProduct
     window: int | None
 
 
@@ -175,12 +175,12 @@ class _Products:
         self._adapters = adapters
         self._paths = {module: path for path, module in model.named_modules()}
 
-    def of(self, linears: Sequence[nn.Module]) -> Product:
+    def of(self, linears: Sequence[nn.Module]) -> AdaptableProduct:
         """Of layers of one input."""
         adapted = None
         if self._adapters is not None:
             adapted = AdaptedProduct.of([self._paths[linear] for linear in linears], self._adapters)
-        return Product(_joined(linears), adapted)
+        return AdaptableProduct(_joined(linears), adapted)
 
 
 def _layer(layer: Any, products: _Products) -> Layer:

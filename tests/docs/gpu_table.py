@@ -275,8 +275,7 @@ def stored(rows: KvRows, heads: int, dim: int, block_size: int = 16) -> StoredRo
     """A layer's keys or values in a pool of two layers."""
     segment = Segment(2, heads, dim, rows.dtype, num_planes=1, quantization=rows.quantization)
     blocks = meta(64, segment.block_bytes(block_size), dtype=torch.uint8)
-    values, scales = segment.views(blocks, block_size)
-    return StoredRows(values[:, 1, 0], None if scales is None else scales[:, 1, 0])
+    return segment.views(blocks, block_size).part(slice(None), 1, 0)
 
 
 def compiled_between(name: str, capability: int) -> Code:
@@ -297,8 +296,7 @@ def compiled_between(name: str, capability: int) -> Code:
             config, dtype=torch.bfloat16, attn_implementation=transformers_hook.NAME
         )
     rows = KvRows(torch.bfloat16, quantization)
-    (keys, key_scales), (values, value_scales) = (stored(rows, 8, 128) for _ in range(2))
-    layer = LayerKv(keys, values, key_scales, value_scales)
+    layer = LayerKv.of_sides(*(stored(rows, 8, 128) for _ in range(2)))
     metadata = AttentionMetadata(
         query_start=meta(5),
         context_len=meta(4),
@@ -434,10 +432,7 @@ def compiled(variant: Variant, capability: int) -> Code:
     rows = KvRows(variant.dtype, variant.quantization)
     size, context, sequences = 16, 4096, 4
     total = sequences * variant.num_rows
-    (keys, key_scales), (values, value_scales) = (
-        stored(rows, variant.kv_heads, dim, size) for dim in variant.dims
-    )
-    layer = LayerKv(keys, values, key_scales, value_scales)
+    layer = LayerKv.of_sides(*(stored(rows, variant.kv_heads, dim, size) for dim in variant.dims))
     if variant.values_in_keys:
         layer = LayerKv(layer.keys, layer.keys[..., : variant.dims[1]])
     metadata = AttentionMetadata(

@@ -54,11 +54,10 @@ def empty_layer(
     memory = torch.zeros(num_blocks, 2 * sum(sizes), dtype=torch.uint8)
     sides = []
     for segment, part in zip(segments, memory[:, sum(sizes) :].split(sizes, dim=1), strict=True):
-        values, scales = segment.views(part, block_size)
-        (values if scales is None else scales).fill_(torch.nan)
-        sides.append((values[:, 0, 0], None if scales is None else scales[:, 0, 0]))
-    (keys, key_scales), (values, value_scales) = sides
-    return LayerKv(keys, values, key_scales, value_scales)
+        side = segment.views(part, block_size)
+        (side.values if side.scales is None else side.scales).fill_(torch.nan)
+        sides.append(side.part(slice(None), 0, 0))
+    return LayerKv.of_sides(*sides)
 
 
 def put_rows(layer: LayerKv, rows: KvRows, slots: Tensor, *new: Tensor) -> None:

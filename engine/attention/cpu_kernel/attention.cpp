@@ -211,6 +211,8 @@ template <class Math, class Element, class Query> struct Attention::Worker {
         head_rows = task.queries * a.plan.group;
         rows = head_rows * task.heads;
         first_token = step.query_start[task.sequence] + task.first_query;
+        key_distance = distance(a.layer->keys, a.layer->key_scales, task, key_dim);
+        value_distance = distance(a.layer->values, a.layer->value_scales, task, value_dim);
         load_queries(task);
         const auto [begin, end] = keys_of(task);
         locate(task, begin, end, *next);
@@ -297,8 +299,6 @@ template <class Math, class Element, class Query> struct Attention::Worker {
         const bool in_tree = step.is_tree(task.sequence) && first_key + TILE > step.tree_start[task.sequence];
         reads_stored = !in_tree && can_read_stored();
         const int places = reads_stored ? 7 : 11;  // a head's fetches: four for keys, four to pack values, then three
-        key_distance = distance(a.layer->keys, a.layer->key_scales, task, key_dim);
-        value_distance = distance(a.layer->values, a.layer->value_scales, task, value_dim);
         Sweep<Element> sweep{*next, key_dim * task.heads, value_dim * task.heads, 2 * TILE / task.heads / places + 1,
                              key_distance, value_distance};
         if (in_tree) locate(task, first_key + TILE, last_key(task), behind);
@@ -450,7 +450,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
     const Call& call;
     const ScoreScale how;
     const int key_dim, value_dim, words, width;
-    int64_t key_distance = 0, value_distance = 0;  // of scales from rows
+    int64_t key_distance = 0, value_distance = 0;  // of scales from rows of the task's first head
     std::vector<Origin> origins;
     Word *queries, *keys, *values, *buffer, *weights;
     float *scores, *units, *key_scales, *value_scales;
