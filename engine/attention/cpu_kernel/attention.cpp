@@ -184,11 +184,12 @@ template <class Math, class Element, class Query> struct Attention::Worker {
           key_dim(int(a.layer->key_dim)), value_dim(int(a.layer->value_dim)), words(key_dim / Math::PER_WORD),
           width(a.width), origins(a.plan.max_rows()) {
         const size_t rows = a.plan.max_rows(), states = rows * RowState::stride(width);
+        const size_t scales = CODED ? size_t(TILE) * a.layer->num_kv_heads : 0;
         const size_t sizes[] = {rows * words,          2 * size_t(TILE) * words, size_t(TILE) * width,
                                 size_t(16) * std::max(key_dim, value_dim),
                                 3 * BLOCK_ROWS * TILE, BLOCK_ROWS * TILE,        states,
-                                states,                CODED ? rows : 0,         CODED ? 2 * TILE : 0,
-                                CODED ? TILE : 0,      READABLE_CODES ? rows * key_dim / 2 : 0};
+                                states,                CODED ? rows : 0,         2 * scales,
+                                scales,                READABLE_CODES ? rows * key_dim / 2 : 0};
         size_t floats = 0;
         for (size_t size : sizes) floats += Scratch::rounded(size);
         scratch.reserve(floats);
@@ -302,6 +303,11 @@ template <class Math, class Element, class Query> struct Attention::Worker {
         Sweep<Element> sweep{*next, key_dim * task.heads, value_dim * task.heads, 2 * TILE / task.heads / places + 1,
                              key_distance, value_distance};
         if (in_tree) locate(task, first_key + TILE, last_key(task), behind);
+        if constexpr (CODED) {
+            take_scales(tile->keys, tile->count, key_distance, task.heads, key_scales);
+            take_scales(tile->values, tile->count, value_distance, task.heads, value_scales);
+            if (in_tree) take_scales(behind.keys, behind.count, key_distance, task.heads, key_scales_of(1, 0));
+        }
         for (int head = 0; head < task.heads; head++) {
             if (!READABLE_CODES || !reads_stored) take_keys(*tile, head, sweep, 0);
             if (!reads_stored) take_values(*tile, head, sweep, 0);
@@ -324,21 +330,19 @@ template <class Math, class Element, class Query> struct Attention::Worker {
     // Packs the keys of tile i: this one, or the one behind it.
     void take_keys(const TileRows<Element>& from, int head, Sweep<Element>& sweep, int i) {
         pack_keys(from, int64_t(head) * key_dim, key_dim, words, sweep, buffer, keys + i * TILE * words);
-        if constexpr (CODED) take_scales(from.keys, from.count, scales_of(key_distance, head), 0, key_scales + i * TILE);
     }
 
     // Packs values to the places from `first` on, a multiple of the keys in a word.
     void take_values(const TileRows<Element>& from, int head, Sweep<Element>& sweep, int first) {
         Word* const to = values + first / Math::PER_WORD * width;
         pack_values(from, int64_t(head) * value_dim, value_dim, sweep, width, buffer, to);
-        if constexpr (CODED) take_scales(from.values, from.count, scales_of(value_distance, head), first, value_scales);
     }
 
-    // How far behind a row of the task's first head its scale lies.
+    // How far behind a row of the task's first head the scales of the task's heads begin.
     static int64_t distance(const void* rows, const float* scales, const Task& task, int head_dim) {
         return CODED ? (const char*)(scales + task.first_head) - ((const char*)rows + task.first_head * head_dim) : 0;
     }
-    static int64_t scales_of(int64_t distance, int head) { return distance + head * int64_t(sizeof(float)); }
+    float* key_scales_of(int i, int head) const { return key_scales + (i * a.layer->num_kv_heads + head) * TILE; }
 
     // For a tile with keys of the tree: each row's keys are moved to the places that they would have in a chain, so
     // that the row's result has the same bits as in a chain.
@@ -353,6 +357,9 @@ template <class Math, class Element, class Query> struct Attention::Worker {
             for (int k = in_place; k < path.end; k++)
                 moved.values[moved.count++] = (path.from[k] < TILE ? *tile : behind).values[path.from[k] % TILE];
             take_values(moved, head, sweep, in_place);
+            if constexpr (CODED)
+                for (int k = 0; k < moved.count; k++)
+                    value_scales[head * TILE + in_place + k] = scale_of(moved.values[k], value_distance, head);
             const int first = head * head_rows + q * a.plan.group, last = first + a.plan.group;
             for (int row = first; row < last; row += BLOCK_ROWS)
                 attend_rows(row, std::min(BLOCK_ROWS, last - row), first_key, head, sweep, state, &path);
@@ -369,11 +376,11 @@ template <class Math, class Element, class Query> struct Attention::Worker {
         float rescale[BLOCK_ROWS];
         sweep.fetch();
         if (path) {
-            score_path(row, count, *path);
+            score_path(row, count, head, *path);
         } else if (READABLE_CODES && reads_stored) {
             if constexpr (READABLE_CODES) score_stored(row, count, groups * 16, head, sweep);
         } else {
-            score(row, count, 0, groups * 16, scores);
+            score(row, count, head, 0, groups * 16, scores);
         }
         sweep.fetch();
         if constexpr (CODED) {
@@ -385,7 +392,8 @@ template <class Math, class Element, class Query> struct Attention::Worker {
         if constexpr (CODED) {
             float weight_units[BLOCK_ROWS];
             for (int r = 0; r < count; r++)
-                weight_units[r] = weigh<Math>(scores + r * TILE, value_scales, groups * 16, weights + r * TILE);
+                weight_units[r] =
+                    weigh<Math>(scores + r * TILE, value_scales + head * TILE, groups * 16, weights + r * TILE);
             if constexpr (Math::WHOLE) {
                 rescale_rows(state.output(row), state.stride(), count, width, rescale);
                 if constexpr (READABLE_CODES)
@@ -405,19 +413,17 @@ template <class Math, class Element, class Query> struct Attention::Worker {
     }
 
     // Scores of the first keys of tile i, so many.
-    void score(int row, int count, int i, int num_keys, float* to) {
+    void score(int row, int count, int head, int i, int num_keys, float* to) {
         product_of<Math, false>(count, queries + row * words, words, Packed<Word>{keys + i * TILE * words, TILE},
                                 words, units + row, to, TILE, num_keys / LANES);
-        if constexpr (CODED) scale_scores(count, num_keys, key_scales + i * TILE, to);
+        if constexpr (CODED) scale_scores(count, num_keys, key_scales_of(i, head), to);
     }
 
-    // The same of this tile, where its keys lie; and its values' scales.
+    // The same of this tile, where its keys lie.
     void score_stored(int row, int count, int num_keys, int head, Sweep<Element>& sweep) {
         score_codes(tile->keys, head * key_dim, key_dim, num_keys, count, &byte_queries[row], units + row, sweep,
                     scores);
-        take_scales(tile->keys, num_keys, scales_of(key_distance, head), 0, key_scales);
-        take_scales(tile->values, num_keys, scales_of(value_distance, head), 0, value_scales);
-        scale_scores(count, num_keys, key_scales, scores);
+        scale_scores(count, num_keys, key_scales_of(0, head), scores);
     }
 
     static void scale_scores(int rows, int num_keys, const float* scales, float* to) {
@@ -426,10 +432,10 @@ template <class Math, class Element, class Query> struct Attention::Worker {
     }
 
     // Scores this tile and the next, then moves the scores to the places that their keys would have in a chain.
-    void score_path(int row, int count, const Path& path) {
+    void score_path(int row, int count, int head, const Path& path) {
         float* found[] = {scores + BLOCK_ROWS * TILE, scores + 2 * BLOCK_ROWS * TILE};
         const int counts[] = {tile->count, behind.count};
-        for (int i = 0; i < 2; i++) score(row, count, i, (counts[i] + 15) / 16 * 16, found[i]);
+        for (int i = 0; i < 2; i++) score(row, count, head, i, (counts[i] + 15) / 16 * 16, found[i]);
         for (int r = 0; r < count; r++)
             for (int k = 0; k < path.end; k++)
                 scores[r * TILE + k] = found[path.from[k] / TILE][r * TILE + path.from[k] % TILE];
@@ -450,10 +456,10 @@ template <class Math, class Element, class Query> struct Attention::Worker {
     const Call& call;
     const ScoreScale how;
     const int key_dim, value_dim, words, width;
-    int64_t key_distance = 0, value_distance = 0;  // of scales from rows of the task's first head
+    int64_t key_distance = 0, value_distance = 0;
     std::vector<Origin> origins;
     Word *queries, *keys, *values, *buffer, *weights;
-    float *scores, *units, *key_scales, *value_scales;
+    float *scores, *units, *key_scales, *value_scales;  // [head][TILE], keys' of this tile and the one behind it
     RowState total, partial;
     TileRows<Element> tiles[2], *tile = &tiles[0], *next = &tiles[1], behind;
     int rows = 0, head_rows = 0;

@@ -61,9 +61,7 @@ template <class Code, class Element> static void encode(const Element* row, int 
     for (int d = 0; d < head_dim; d++) to[d] = to_code(finite ? to_float(row[d]) * inverse : 0, Code{});
 }
 
-// Which lies so many bytes behind a row.
-template <class Code> static inline float scale_of(const Code* row, int64_t distance) {
-    float scale;
-    memcpy(&scale, (const char*)row + distance, sizeof scale);
-    return scale;
+// Of one of the heads whose scales lie so many bytes behind a row.
+template <class Code> static inline float scale_of(const Code* row, int64_t distance, int head) {
+    return ((const float*)((const char*)row + distance))[head];
 }

@@ -205,12 +205,15 @@ template <class Element> struct Sweep {
 
     // always_inline: g++ drops calls to a function that only prefetches, because it sees no effect.
     __attribute__((always_inline)) void fetch() {
-        constexpr int LINE = 64 / sizeof(Element);
+        constexpr uintptr_t LINE = 64;
         for (int last = std::min(done + quota, 2 * rows.count); done < last; done++) {
             const bool value = done >= rows.count;
             const Element* row = value ? rows.values[done - rows.count] : rows.keys[done];
-            for (int e = 0; e < (value ? value_elements : key_elements); e += LINE) __builtin_prefetch(row + e, 0, 2);
-            if constexpr (is_coded<Element>) __builtin_prefetch((const char*)row + (value ? value_scales : key_scales), 0, 2);
+            const uintptr_t end = uintptr_t(row + (value ? value_elements : key_elements));
+            uintptr_t line = uintptr_t(row) / LINE * LINE;
+            for (; line < end; line += LINE) __builtin_prefetch((const void*)line, 0, 2);
+            const uintptr_t scales = uintptr_t(row) + (value ? value_scales : key_scales);
+            if (is_coded<Element> && scales >= line) __builtin_prefetch((const void*)scales, 0, 2);
         }
     }
 };
@@ -269,12 +272,15 @@ static void pack_keys(const TileRows<Int8>& rows, int64_t offset, int head_dim, 
     each_16_keys<int32_t>(rows, offset, sweep, [&](auto keys, int first) { transpose_codes(keys, head_dim / 4, buffer, packed + first); });
 }
 
-// scales[TILE]: so far behind the rows, zeros after the last one.
+// scales[head][TILE], from so many bytes behind each row, up to a multiple of 16 rows. For all heads of a task at once:
+// a token's lie in one cache line.
 template <class Element>
-static void take_scales(const Element* const* rows, int count, int64_t distance, int first, float* scales) {
-#pragma GCC unroll 8
-    for (int k = 0; k < count; k++) scales[first + k] = scale_of(rows[k], distance);
-    for (int k = first + count; k < TILE; k++) scales[k] = 0;
+static void take_scales(const Element* const* rows, int count, int64_t distance, int heads, float* scales) {
+    for (int first = 0; first < count; first += 16) {
+        const float* group[16];
+        for (int k = 0; k < 16; k++) group[k] = (const float*)((const char*)rows[first + k] + distance);
+        transpose_16(group, heads, scales + first);
+    }
 }
 
 // packed[key][width]: the rows one after another, zeros from head_dim to width.
