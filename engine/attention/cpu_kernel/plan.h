@@ -71,12 +71,14 @@ class Plan {
                 visit(s, q, std::min(tile_queries(), step.query_len(s) - q));
     }
 
-    // Cuts a tile of query rows into tasks of about the target cost: by heads, and if need be by splits.
+    // Cuts a tile of query rows into tasks of about the target cost: by splits, so that a token's heads are read at once,
+    // and if need be by heads.
     void add_tasks(int sequence, int first_query, int queries, int64_t keys, int kv_heads, int64_t target) {
         const int64_t each = head_cost(keys, queries);
         const int splits = int((keys + SPLIT - 1) / SPLIT);
-        const int heads = int(std::clamp<int64_t>(target / each, 1, max_rows() / (queries * group)));
-        const int pieces = int(std::clamp<int64_t>((each + target - 1) / target, 1, splits));
+        const int most_heads = std::min(kv_heads, max_rows() / (queries * group));
+        const int pieces = int(std::clamp<int64_t>((each * most_heads + target - 1) / target, 1, splits));
+        const int heads = int(std::clamp<int64_t>(target * pieces / each, 1, most_heads));
         for (int head = 0; head < kv_heads; head += heads) {
             const int count = std::min(heads, kv_heads - head);
             int index = -1;
