@@ -4,6 +4,7 @@ run, and each line is noted at which the host would wait for it.
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -51,7 +52,8 @@ class AbsentGpu:
         """For the first `until` things, or for all."""
         self.num_done = self.num_queued if until is None else until
         frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(ROOT)]
-        frames = [frame for frame in frames if "site-packages" not in frame.filename]
+        foreign = ("site-packages", f"{sys.prefix}/bin/")  # of a virtual environment in the root
+        frames = [frame for frame in frames if not any(place in frame.filename for place in foreign)]
         frames = [frame for frame in frames if frame.filename != __file__]
         ours = [frame for frame in frames if "/tests/" not in frame.filename] or frames
         self.waits[f"{ours[-1].filename.removeprefix(ROOT)}:{ours[-1].lineno} {ours[-1].line}: {why}"] += 1
