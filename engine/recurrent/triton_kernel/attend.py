@@ -35,7 +35,12 @@ def _known(rows, window, sources, offset, inside, WIDTH: tl.constexpr):
 @triton.jit
 def _totals(decay, decays, sources, offset, inside, WIDTH: tl.constexpr):
     """The logarithms of the decays from the grid point until behind each row."""
-    return tl.cumsum(_known(decay, decays, sources, offset, inside, WIDTH), 0)
+    known = _known(decay, decays, sources, offset, inside, WIDTH)
+    if known.shape[1] == 1:  # Triton 3.6 compiles no scan of a single column
+        totals = tl.cumsum(tl.sum(known, 1), 0)[:, None]
+    else:
+        totals = tl.cumsum(known, 0)
+    return totals
 
 
 @triton.jit
