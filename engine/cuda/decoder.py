@@ -157,6 +157,7 @@ class CudaDecoder:
             PAGE=stored.block_size,
             FP8=stored.is_fp8,
             num_warps=1,
+            enable_fp_fusion=False,  # as in the backend, which writes other models' keys and values
         )
         return query
 

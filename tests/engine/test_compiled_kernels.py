@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
+from engine.attention.interface import AttentionMetadata, LayerKv
+from engine.attention.triton_kernel.backend import TritonBackend
+from engine.kv_rows import KvRows
 from tests.docs import gpu_table
-from tests.engine.triton_offline import Code
+from tests.docs.gpu_table import meta, stored
+from tests.engine.triton_offline import Code, launches
 
 
 @pytest.fixture(autouse=True)
@@ -28,3 +33,38 @@ def test_no_single_column_is_scanned(name: str) -> None:
     scanned = re.findall(r'"tt\.scan".*?\}\) : \(tensor<(\S+?)xf32>\)', kernel.asm["ttir"], re.DOTALL)
     assert scanned
     assert not [shape for shape in scanned if shape.endswith("x1")]
+
+
+@pytest.mark.parametrize("quantization", ["int8_row_scales", "fp8_row_scales"])
+@pytest.mark.parametrize("name", ["write", "rotate"])
+def test_codes_are_rounded_as_on_other_devices(
+    name: str, quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product that is fused with what rounds it may be rounded to the other side."""
+    if name == "write":
+        kernel = written(quantization)
+    else:
+        monkeypatch.setitem(gpu_table.DECODER_KERNELS, "codes", (name, quantization))
+        kernel = gpu_table.code_of("codes", 90)
+    assert kernel.name == name
+    assert re.search(r"\bmul\.(rn\.)?f32", kernel.asm["ptx"])
+    assert "fma." not in kernel.asm["ptx"]
+
+
+def written(quantization: str) -> Any:
+    rows = KvRows(torch.bfloat16, quantization)
+    layer = LayerKv.of_sides(*(stored(rows, 8, 128) for _ in range(2)))
+    metadata = AttentionMetadata(
+        query_start=meta(5),
+        context_len=meta(4),
+        block_table=meta(4, 4),
+        slot_mapping=meta(4, dtype=torch.int64),
+        max_query_len=1,
+        max_context_len=64,
+    )
+    query, key, value = (meta(4, heads, 128, dtype=torch.bfloat16) for heads in (32, 8, 8))
+    with launches(90) as kernels:
+        attention = TritonBackend([layer], rows=rows)
+        attention.begin_step(metadata)
+        attention.forward(0, query, key, value, scale=0.1, sliding_window=None, softcap=None)
+    return next(kernel for kernel in kernels if kernel.name == "write")

@@ -137,6 +137,7 @@ class TritonBackend:
             *of.strides,
             **shape | {"KEY_PADDED": power_of_two(of.dims[0])},
             num_warps=1,
+            enable_fp_fusion=False,  # codes would round otherwise than on other devices
         )
 
     def _attend_to_all(
