@@ -237,7 +237,8 @@ def lay_out(
     node = nodes + tree * most + num_before + rows
     tl.store(token_ids + places, tl.load(node, mask=is_run, other=0), mask=inside)
     tl.store(visible + places, tl.load(node + 2 * trees * most, mask=is_run, other=1), mask=inside)
-    tl.store(positions + places, tl.zeros([PADDED], tl.int64) + start + depth, mask=inside)
+    # Of padding, too, models look up the rotation, and its tree may not grow on to this depth.
+    tl.store(positions + places, start + tl.where(is_run, depth, 0), mask=inside)
     last = tl.maximum(first + tl.minimum(rows + 1, count) - 1, 0)
     tl.store(logit_rows + tree * num_rows + rows, last, mask=inside)
     tl.store(query_start + 1 + tree, first + count)

@@ -147,6 +147,8 @@ class Steps:
         end, num_trees, num_rows = sum(counts), len(told), each_has * len(told)
         assert torch.equal(found.token_ids[:end], expected.token_ids)
         assert torch.equal(found.positions[:end], expected.positions)
+        last = max(root + limit for root, limit in zip(self._roots, self._max_nodes, strict=True))
+        assert int(found.positions.max()) <= last  # models have rotations for no more
         assert ours.visible is not None and theirs.visible is not None
         assert torch.equal(ours.visible[:end], theirs.visible)
         assert torch.equal(ours.slot_mapping[..., :end], theirs.slot_mapping)
