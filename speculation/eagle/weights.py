@@ -55,8 +55,10 @@ def load_head(model: str, target: LoadedModel) -> LoadedHead:
     draft_ids = _draft_ids(checkpoint, shape, target.vocab_size)
     if draft_ids is not None:
         draft_ids = draft_ids.to(target.device)
+    for parameter in head.parameters():  # as in Transformers the rotation's frequencies stay float32
+        parameter.data = parameter.data.to(target.dtype)
     return LoadedHead(
-        head=head.to(target.device, target.dtype).eval().requires_grad_(False),
+        head=head.to(target.device).eval().requires_grad_(False),
         embedding=_own(checkpoint, EMBEDDING, target.vocab_size, shape, target),
         lm_head=_lm_head(checkpoint, shape, draft_ids, target) if shape.is_eagle3 else None,
         draft_ids=draft_ids,

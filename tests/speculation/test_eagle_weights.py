@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,16 @@ def test_rope_of_the_head(target: LoadedModel, tmp_path: Path, fields: dict[str,
     half = files.HEAD_DIM // 2
     expected = 1 / 7e3 ** (torch.arange(half) / half) / (2 if "rope_scaling" in fields else 1)
     torch.testing.assert_close(head.rotary.inv_freq, expected)
+
+
+def test_the_rotation_is_not_rounded_to_the_targets_dtype(target: LoadedModel, tmp_path: Path) -> None:
+    """Positions that lie far apart would be turned by another angle than in training."""
+    folder = str(files.eagle3().write(tmp_path))
+    exact, halves = (
+        load_head(folder, replace(target, dtype=dtype)).head for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert {parameter.dtype for parameter in halves.parameters()} == {torch.bfloat16}
+    assert torch.equal(halves.rotary.inv_freq, exact.rotary.inv_freq)
 
 
 def test_the_targets_embedding_is_not_held_twice(target: LoadedModel, tmp_path: Path) -> None:
