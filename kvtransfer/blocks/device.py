@@ -110,9 +110,11 @@ class _CudaCopies:
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        with torch.cuda.stream(self._stream):
-            yield
-        self._stream.synchronize()
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:  # after an error, too: whoever gets it gives the blocks away
+            self._stream.synchronize()
 
 
 HOST = HostQueue()

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 
 from kvtransfer import Completed, PoolMemory, RegisteredPool
 from kvtransfer.blocks import device
-from kvtransfer.blocks.device import BlockGatherer
+from kvtransfer.blocks.device import BlockGatherer, CudaQueue
 from kvtransfer.blocks.layout import block_bytes
 from kvtransfer.transports.registry import TransportOptions
 from kvtransfer.transports.ucx.agent import Agent, Memory, Remote
@@ -154,3 +155,27 @@ def test_slices_come_one_after_the_other(monkeypatch: pytest.MonkeyPatch, source
     assert [part[0] for part in arriving[1:]] == [3, 1]
     assert bytes(gatherer.buffer[3 * BLOCK_BYTES : 4 * BLOCK_BYTES]) == bytes(BLOCK_BYTES)
     assert arriving[5:] == []
+
+
+@pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("no room for what comes next")])
+def test_copies_within_are_done_at_the_end_even_of_a_failure(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    """The blocks that they write are given away then."""
+    done: list[str] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            done.append("all")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    copies = CudaQueue(torch.device("cuda", 0)).copies()
+    with nullcontext() if error is None else pytest.raises(torch.OutOfMemoryError), copies.within():
+        assert not done
+        if error is not None:
+            raise error
+    assert done == ["all"]
