@@ -8,6 +8,10 @@ from torch import Tensor
 
 from engine.host_memory import host_zeros
 
+_CHUNK_BYTES = 256 << 20
+"""Of pinned memory. What is asked for torch rounds up to a power of two, so as one piece it could be twice as
+much."""
+
 
 class HostMemory:
     """`num_slots` slots, each as large as one block of `pool`, a tensor [num_blocks, ...] on any device.
@@ -22,28 +26,32 @@ class HostMemory:
         self._blocks = pool.view(pool.shape[0], -1).view(torch.uint8)
         self.block_bytes = self._blocks.shape[1]
         self._on_cuda = pool.is_cuda
-        self._slots = _allocate(num_slots, self.block_bytes, pool.is_cuda)
+        self._chunks = _allocate(num_slots, self.block_bytes, pool.is_cuda)
         self._queued: dict[int, torch.cuda.Event] = {}
 
     def save(self, block: int, slot: int) -> None:
         """Device to host."""
-        self._copy(self._slots[slot], self._blocks[block], slot)
+        self._copy(self._slot(slot), self._blocks[block], slot)
 
     def load(self, slot: int, block: int) -> None:
         """Host to device."""
-        self._copy(self._blocks[block], self._slots[slot], slot)
+        self._copy(self._blocks[block], self._slot(slot), slot)
 
     def buffer(self, slot: int) -> memoryview:
         """The slot's bytes, once the copies queued for it are done. Any thread may call it."""
         event = self._queued.pop(slot, None)
         if event is not None:
             event.synchronize()
-        return memoryview(self._slots[slot].numpy())
+        return memoryview(self._slot(slot).numpy())
 
     def finish(self) -> None:
         """Wait for all copies, before anything but this thread's forwards uses the device pool."""
         if self._on_cuda:
             torch.cuda.current_stream(self._blocks.device).synchronize()
+
+    def _slot(self, slot: int) -> Tensor:
+        chunk, place = divmod(slot, len(self._chunks[0]))
+        return self._chunks[chunk][place]
 
     def _copy(self, target: Tensor, source: Tensor, slot: int) -> None:
         if not self._on_cuda:
@@ -56,8 +64,10 @@ class HostMemory:
             self._queued[slot] = event
 
 
-def _allocate(num_slots: int, block_bytes: int, pinned: bool) -> Tensor:
-    """[num_slots, block_bytes] uint8."""
-    if pinned:
-        return torch.empty((num_slots, block_bytes), dtype=torch.uint8, pin_memory=True)
-    return host_zeros(num_slots * block_bytes).view(num_slots, block_bytes)
+def _allocate(num_slots: int, block_bytes: int, pinned: bool) -> list[Tensor]:
+    """The slots in order, in pieces uint8 [slots, block_bytes]. All pieces but the last are equally large."""
+    if not pinned:
+        return [host_zeros(num_slots * block_bytes).view(num_slots, block_bytes)]
+    most = max(1, _CHUNK_BYTES // block_bytes)
+    sizes = [min(most, num_slots - first) for first in range(0, num_slots, most)]
+    return [torch.empty((slots, block_bytes), dtype=torch.uint8, pin_memory=True) for slots in sizes]
