@@ -36,6 +36,7 @@ from tests.faults.carrier import DescriptorCarrier
 from tests.faults.contents import SEGMENTS, Layout, blocks_received, pushed, received
 from tests.faults.leftovers import at_rest, held, more_than
 from tests.faults.points import RECEIVER_POINTS, SENDER_POINTS, Fault, FaultPoints
+from tests.kvtransfer.ucx_tls import on_this_host
 
 KEY = bytes(range(32))
 CALL_BYTES = 64 * 1024
@@ -497,7 +498,7 @@ def serve(
     """Answer commands: methods of the end that is open, or of the process."""
     gc.freeze()  # what the fork server has imported: collecting it each time would take long
     enter(network)
-    os.environ["UCX_TLS"] = tls
+    os.environ["UCX_TLS"] = on_this_host(tls)
     process = Process(num_blocks, block_bytes, report)
     commands.send((True, None))
     while True:

@@ -105,7 +105,7 @@ def test_plain_tcp_is_refused_unless_asked_for(closing: Closing) -> None:
 
 
 def test_shared_memory_alone_is_refused(closing: Closing) -> None:
-    with pytest.raises(OSError, match=r"UCX_TLS=sm .* needs tcp or RDMA"):
+    with pytest.raises(OSError, match=r"UCX_TLS=sm.* needs tcp or RDMA .* cuda on a host with a GPU"):
         Process(Sender, "sm")
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.kvtransfer.signals import send_signal
+from tests.kvtransfer.ucx_tls import on_this_host
 
 _processes = multiprocessing.get_context("forkserver")
 
@@ -278,7 +279,7 @@ class Process:
         self.pipe, theirs = _processes.Pipe()
         options = {"num_blocks": num_blocks, "block_bytes": block_bytes, "seed": seed}
         # UCX would use any device, also one that a test of networks takes away meanwhile.
-        environment = {"UCX_TLS": tls, "UCX_NET_DEVICES": "lo"}
+        environment = {"UCX_TLS": on_this_host(tls), "UCX_NET_DEVICES": "lo"}
         if emulate:
             environment["UCX_PROTO_EMULATION_ENABLE"] = "y"
         self._process = _processes.Process(

@@ -143,7 +143,8 @@ class Agent:
             chosen = os.environ.get("UCX_TLS", "all")
             raise OSError(
                 f"UCX does not work with UCX_TLS={chosen} ({error}); it needs tcp or RDMA among them, "
-                "since shared memory alone does not notice a peer's death"
+                "since shared memory alone does not notice a peer's death, and cuda on a host with a GPU of "
+                "NVIDIA, since NIXL asks for it"
             ) from error
 
     def register(self, memory: Memory) -> None:
