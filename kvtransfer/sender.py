@@ -245,6 +245,8 @@ class Sender:
                 refusal, reason = "not_offered", "not offered"
             elif (transport.same_host or offer.same_host) and offer.host_id != self._host_id:
                 refusal, reason = "other_host", "another host"
+            elif reason := transport.fault(self._pool):
+                refusal = "unavailable"
             else:
                 candidates.append(Candidate(offer, transport))
                 continue

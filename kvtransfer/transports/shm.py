@@ -81,9 +81,11 @@ class ShmTransport(Transport):
             raise
         return sock
 
+    def fault(self, pool: RegisteredPool) -> str:
+        return "the pool is not in shared memory" if pool.memory_fd is None else ""
+
     def writer(self, channel: Channel, pool: RegisteredPool, deadline: float) -> ShmWriter:
-        if pool.memory_fd is None:
-            raise OSError("the pool is not in shared memory")
+        assert pool.memory_fd is not None
         channel.ready(select.POLLOUT, deadline)
         socket.send_fds(channel.socket, [b"\0"], [pool.memory_fd])
         return ShmWriter(pool)

@@ -105,6 +105,10 @@ class Transport(ABC):
         """For a socket of `connect`, or one that was `accepted`."""
         return Channel(sock, wake, progress_timeout_s)
 
+    def fault(self, pool: RegisteredPool) -> str:
+        """Why it sends nothing from this pool; empty if it does."""
+        return ""
+
     @abstractmethod
     def writer(self, channel: Channel, pool: RegisteredPool, deadline: float) -> PieceWriter:
         """Right after the handshake, on the sender."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from kvtransfer import Completed, Failed, RegisteredPool, TransferError
 from kvtransfer.framing.channel import encode, frame
@@ -63,11 +64,23 @@ def test_another_host_means_tcp(closing: Closing) -> None:
     assert isinstance(transfer(sender, receiver, peer), Completed)
 
 
-def test_a_pool_outside_of_shared_memory_means_tcp(closing: Closing) -> None:
-    pool = RegisteredPool(memoryview(bytearray(64 * 4096)), 4096, 64)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_pool_outside_of_shared_memory_means_tcp(
+    closing: Closing, caplog: pytest.LogCaptureFixture, on_device: bool
+) -> None:
+    """That is no fallback, of which there is a warning, and nothing to be tried again."""
+    device = torch.zeros((64, 4096), dtype=torch.uint8) if on_device else None
+    pool = RegisteredPool(memoryview(bytearray(64 * 4096)), 4096, 64, device=device)
     sender, receiver = closing(SenderEnd(["shm", "tcp"], pool)), closing(ReceiverEnd(["shm", "tcp"]))
-    assert isinstance(transfer(sender, receiver, receiver.peer), Completed)
+    assert sender.sender.connect(receiver.peer) == "tcp"
+    receiver.open("lease", [1])
+    sender.push(receiver.peer, "lease", [2])
+    assert isinstance(sender.wait_lease("lease"), Completed)
+    assert block(receiver.pool, 1) == bytes(4096)
     assert sender.sender.transports() == {"decode-0": "tcp"}
+    assert "fallbacks" not in sender.sender.counters() and not caplog.messages
+    refused = next(pair for pair in sender.sender.pairs.snapshot({}) if pair.transport == "shm")
+    assert refused.refused == "unavailable" and refused.reason == "the pool is not in shared memory"
 
 
 def test_a_broken_shm_offer_falls_back_to_tcp_and_says_so(
