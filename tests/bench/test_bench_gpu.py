@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 from bench.cli import app
 from bench.gpu import roofs
 from bench.gpu.measure import Measured, Plan, Results, measure, speedup
-from bench.gpu.model import MadeUpModel, Shape
+from bench.gpu.model import SHAPES, MadeUpModel, Shape
 from bench.gpu.report import as_markdown
 from bench.gpu.roofline import Costs, Step, tokens_of
 from bench.gpu.roofs import Roofs, measured, missing, roofs_of
+from tests.gpu.test_bench import SMALL
 
 CPU = torch.device("cpu")
 ROOFS = Roofs("a device", 1e12, 1e14, "made up")
@@ -59,6 +60,12 @@ def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["gpu", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
     assert result.exit_code == 2
     assert message in result.output
+
+
+@pytest.mark.parametrize("shape", [SMALL, *SHAPES.values()], ids=str)
+def test_heads_share_those_of_keys(shape: Shape) -> None:
+    """Else a model of this shape does not run."""
+    assert shape.heads >= shape.kv_heads and shape.heads % shape.kv_heads == 0
 
 
 def test_roofs_of_known_devices_are_those_of_the_data_sheet() -> None:

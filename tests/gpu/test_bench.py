@@ -11,6 +11,8 @@ from bench.gpu.model import MadeUpModel, Shape
 from bench.gpu.report import as_markdown
 from bench.gpu.roofs import measured, roofs_of
 
+SMALL = Shape(4, 512, 1024, 16)
+
 
 def test_it_measures_this_gpu(tmp_path: Path) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
@@ -20,7 +22,7 @@ def test_it_measures_this_gpu(tmp_path: Path) -> None:
     assert 0.2 * roofs.flops < reached.flops < 1.1 * roofs.flops
     plan = Plan(batches=[1, 4], drafted=[0, 3], chunks=[128], context=128, acceptance=0.7)
     with torch.inference_mode():
-        results = measure(MadeUpModel(Shape(4, 512, 1024, 4), device, tmp_path, plan.longest), plan)
+        results = measure(MadeUpModel(SMALL, device, tmp_path, plan.longest), plan)
     for each in (*results.decode, *results.prefill):
         assert each.launches
         assert each.work.least_s(roofs) < each.device_s
