@@ -8,9 +8,11 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 PYTHON = """#!/bin/bash
@@ -67,6 +69,14 @@ def test_a_torch_without_cuda_is_replaced(tmp_path: Path) -> None:
 def test_a_torch_with_cuda_stays(tmp_path: Path) -> None:
     asked, _ = installed(tmp_path, CUDA="13.0", HAS_TORCH="1", HAS_CUDA="1")
     assert not any("torch==" in line for line in asked)
+
+
+def test_the_triton_of_a_torch_that_stays_will_do() -> None:
+    """A PyTorch with CUDA wants one version alone. Where that is refused, pip replaces PyTorch."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    triton = next(each for each in map(Requirement, extras["test"]) if each.name == "triton")
+    of_torch = {"2.11": "3.6.0", "2.13": "3.7.1"}
+    assert all(map(triton.specifier.contains, of_torch.values()))
 
 
 @pytest.mark.parametrize(
