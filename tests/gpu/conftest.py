@@ -11,6 +11,8 @@ import pytest
 from bench.gpu.roofs import missing
 
 HERE = Path(__file__).parent
+COMPILED_S = 900
+"""For a test. When it first runs, Triton compiles its kernels, some a hundred of random shapes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -18,5 +20,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+            item.add_marker(pytest.mark.timeout(COMPILED_S))
             if lack:
                 item.add_marker(pytest.mark.skip(reason=lack))
