@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import os
 from multiprocessing import forkserver
+from typing import TYPE_CHECKING
 
 import pytest
-from xdist.scheduler import LoadScopeScheduling
-from xdist.workermanage import WorkerController
+
+if TYPE_CHECKING:
+    from xdist.scheduler import LoadScopeScheduling
+    from xdist.workermanage import WorkerController
 
 gc.disable()  # until all is collected: nothing of it is garbage
 
@@ -94,30 +97,34 @@ FIRST = (
 """What takes longest (`--durations`) begins first, or it ends last and alone; then what has most tests."""
 
 
-class ByModule(LoadScopeScheduling):
-    """A module's tests share its servers, so one process has them all.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:
+    from xdist.scheduler import LoadScopeScheduling  # without it tests run one after the other
 
-    The mark `xdist_group` does not do: pytest-xdist 3.8 passes groups on in a way that pytest 9.2 ignores.
-    """
+    class ByModule(LoadScopeScheduling):
+        """A module's tests share its servers, so one process has them all.
 
-    def _split_scope(self, nodeid: str) -> str:
-        module = nodeid.partition("::")[0]
-        return "ray" if module in STARTS_RAY else module
+        The mark `xdist_group` does not do: pytest-xdist 3.8 passes groups on in a way that pytest 9.2
+        ignores.
+        """
 
-    def _assign_work_unit(self, node: WorkerController) -> None:
-        order = [*FIRST, *(scope for scope in self.workqueue if scope not in WAITING)]
-        if node.gateway.id == "gw0":
-            order = [*WAITING, *order]
-        first = next((scope for scope in order if scope in self.workqueue), None)
-        if first is not None:
-            self.workqueue.move_to_end(first, last=False)
-        super()._assign_work_unit(node)
+        def _split_scope(self, nodeid: str) -> str:
+            module = nodeid.partition("::")[0]
+            return "ray" if module in STARTS_RAY else module
 
+        def _assign_work_unit(self, node: WorkerController) -> None:
+            order = [*FIRST, *(scope for scope in self.workqueue if scope not in WAITING)]
+            if node.gateway.id == "gw0":
+                order = [*WAITING, *order]
+            first = next((scope for scope in order if scope in self.workqueue), None)
+            if first is not None:
+                self.workqueue.move_to_end(first, last=False)
+            super()._assign_work_unit(node)
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByModule:
     return ByModule(config, log)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: WorkerController) -> None:
     """All processes of pytest-xdist have one fork server: it imports for ten seconds before it forks."""
     forkserver.set_forkserver_preload(["tests.forked"])
