@@ -89,7 +89,8 @@ def test_the_pool_gets_the_bytes_that_torch_writes() -> None:
         ours.run(TritonBackend)
         theirs.run(TorchBackend)
         for mine, expected in zip(ours.layer, theirs.layer, strict=True):
-            torch.testing.assert_close(mine.cpu(), expected, atol=0, rtol=0, equal_nan=True)
+            options = {"atol": 0, "rtol": 0, "equal_nan": True, "check_device": False}
+            torch.testing.assert_close(mine, expected, **options)  # both None: scales of what is not coded
 
 
 @pytest.mark.parametrize("format", [None, *CodeFormat], ids=str)
