@@ -72,8 +72,12 @@ class CudaGraph:
         self._pool = pool
 
     def capture(self, work: Callable[[], object]) -> None:
-        # Other threads of the worker may ask CUDA for memory meanwhile.
-        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+        # Other threads of the worker may ask CUDA for memory meanwhile. If the device refuses,
+        # `torch.cuda.graph` leaves the thread on its own stream.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
             work()
 
     def replay(self) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 
 from engine.cuda import graphs
-from engine.cuda.graphs import Graph, capture_all, stand_ins
+from engine.cuda.graphs import CudaGraph, Graph, capture_all, stand_ins
 from engine.step_inputs import StepShape
 
 GIB = 1 << 30
@@ -133,3 +134,34 @@ def test_a_step_without_a_graph_takes_the_least_that_fits() -> None:
     assert stand_ins([tree], [one, wide]) == {}
     assert stand_ins([StepShape(1, 1, 1, 1, 16)], [wide]) == {}
     assert stand_ins([one], [one, wide]) == {}
+
+
+def test_a_refused_capture_does_not_leave_the_thread_on_another_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    current = ["the engine's"]
+
+    @contextmanager
+    def on(stream: str) -> Iterator[None]:
+        before, current[0] = current[0], stream
+        try:
+            yield
+        finally:
+            current[0] = before
+
+    class Refused:
+        """As `torch.cuda.graph` it ends the capture before it leaves its stream."""
+
+        def __enter__(self) -> None:
+            current[0] = "the capture's"
+
+        def __exit__(self, *args: object) -> None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **options: Refused())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        CudaGraph((0, 0)).capture(lambda: None)
+    assert current == ["the engine's"]
