@@ -278,6 +278,17 @@ def stored(rows: KvRows, heads: int, dim: int, block_size: int = 16) -> StoredRo
     return segment.views(blocks, block_size).part(slice(None), 1, 0)
 
 
+def four_decode_rows() -> AttentionMetadata:
+    return AttentionMetadata(
+        query_start=meta(5),
+        context_len=meta(4),
+        block_table=meta(4, 4),
+        slot_mapping=meta(4, dtype=torch.int64),
+        max_query_len=1,
+        max_context_len=64,
+    )
+
+
 def compiled_between(name: str, capability: int) -> Code:
     """Of a kernel of the decoder."""
     kernel_name, quantization = DECODER_KERNELS[name]
@@ -297,14 +308,7 @@ def compiled_between(name: str, capability: int) -> Code:
         )
     rows = KvRows(torch.bfloat16, quantization)
     layer = LayerKv.of_sides(*(stored(rows, 8, 128) for _ in range(2)))
-    metadata = AttentionMetadata(
-        query_start=meta(5),
-        context_len=meta(4),
-        block_table=meta(4, 4),
-        slot_mapping=meta(4, dtype=torch.int64),
-        max_query_len=1,
-        max_context_len=64,
-    )
+    metadata = four_decode_rows()
     inputs = StepInputs(*(meta(4, dtype=torch.int64) for _ in range(3)), metadata)
     with torch.inference_mode(), launches(capability) as kernels:
         attention = backend.TritonBackend([layer], rows=rows)

@@ -11,11 +11,11 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
-from engine.attention.interface import AttentionMetadata, LayerKv
+from engine.attention.interface import LayerKv
 from engine.attention.triton_kernel.backend import TritonBackend
 from engine.kv_rows import KvRows
 from tests.docs import gpu_table
-from tests.docs.gpu_table import meta, stored
+from tests.docs.gpu_table import four_decode_rows, meta, stored
 from tests.engine.triton_offline import Code, launches
 
 
@@ -54,17 +54,9 @@ def test_codes_are_rounded_as_on_other_devices(
 def written(quantization: str) -> Any:
     rows = KvRows(torch.bfloat16, quantization)
     layer = LayerKv.of_sides(*(stored(rows, 8, 128) for _ in range(2)))
-    metadata = AttentionMetadata(
-        query_start=meta(5),
-        context_len=meta(4),
-        block_table=meta(4, 4),
-        slot_mapping=meta(4, dtype=torch.int64),
-        max_query_len=1,
-        max_context_len=64,
-    )
     query, key, value = (meta(4, heads, 128, dtype=torch.bfloat16) for heads in (32, 8, 8))
     with launches(90) as kernels:
         attention = TritonBackend([layer], rows=rows)
-        attention.begin_step(metadata)
+        attention.begin_step(four_decode_rows())
         attention.forward(0, query, key, value, scale=0.1, sliding_window=None, softcap=None)
     return next(kernel for kernel in kernels if kernel.name == "write")
