@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.host_memory import host_zeros
 
 _CHUNK_BYTES = 256 << 20
-"""Of pinned memory. What is asked for torch rounds up to a power of two, so as one piece it could be twice as
+"""Of pinned memory. What is asked for torch rounds up to a power of two, so as one chunk it could be twice as
 much."""
 
 
@@ -65,7 +65,7 @@ class HostMemory:
 
 
 def _allocate(num_slots: int, block_bytes: int, pinned: bool) -> list[Tensor]:
-    """The slots in order, in pieces uint8 [slots, block_bytes]. All pieces but the last are equally large."""
+    """The slots in order, in chunks uint8 [slots, block_bytes]. All chunks but the last are equally large."""
     if not pinned:
         return [host_zeros(num_slots * block_bytes).view(num_slots, block_bytes)]
     most = max(1, _CHUNK_BYTES // block_bytes)

@@ -22,6 +22,7 @@ from tests.kvtransfer.ucx_processes import (
     Sender,
     join,
 )
+from tests.kvtransfer.ucx_tls import on_this_host
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
 
@@ -105,7 +106,8 @@ def test_plain_tcp_is_refused_unless_asked_for(closing: Closing) -> None:
 
 
 def test_shared_memory_alone_is_refused(closing: Closing) -> None:
-    with pytest.raises(OSError, match=r"UCX_TLS=sm.* needs tcp or RDMA .* cuda on a host with a GPU"):
+    chosen = on_this_host("sm")
+    with pytest.raises(OSError, match=rf"UCX_TLS={chosen} .* needs tcp or RDMA .* cuda on a host with a GPU"):
         Process(Sender, "sm")
 
 
