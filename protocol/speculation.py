@@ -192,8 +192,10 @@ def parse_speculative_config(value: object, flag: str = "--speculative-config") 
 
 
 def parse_request_speculation(value: Mapping[str, Any] | None) -> RequestSpeculation | None:
-    """A request's `speculative`. Raises `InvalidRequestError` that names the field and its limit."""
-    if value is None:
+    """A request's `speculative`; None where it asks for nothing. Raises `InvalidRequestError` that names the
+    field and its limit.
+    """
+    if not value:
         return None
     try:
         return to_struct(_plain(value), RequestSpeculation)
@@ -239,7 +241,16 @@ def _check(config: SpeculativeConfig) -> None:
 
 def check_request_speculation(asked: RequestSpeculation | None, deployed: SpeculativeConfig | None) -> None:
     """Raise `InvalidRequestError` when the deployment can't do what the request asks for."""
-    if asked is None or not asked.enabled or asked.method is None or asked.method in WEIGHTLESS:
+    if asked is None or not asked.enabled or asked.method in WEIGHTLESS:
+        return
+    if asked.method is None:
+        wants_drafts = asked.num_speculative_tokens != 0 and asked.place != "none"
+        if deployed is None and wants_drafts:
+            raise InvalidRequestError(
+                "speculative.method",
+                "this server has no method of its own (--speculative-config): the request must name one that "
+                f"needs no weights: {', '.join(WEIGHTLESS)}",
+            )
         return
     if deployed is None or deployed.method != asked.method:
         what = {CUSTOM: "a drafter", SELF: "a draft"}.get(asked.method, "weights")

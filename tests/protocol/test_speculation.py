@@ -196,7 +196,7 @@ def request_refusal(fields: dict) -> tuple[str, str]:
 
 def test_a_request_says_what_it_wants() -> None:
     assert parse_request_speculation(None) is None
-    assert parse_request_speculation({}) == RequestSpeculation()
+    assert parse_request_speculation({}) is None
     assert parse_request_speculation({"enabled": None, "method": None}) == RequestSpeculation()
     asked = parse_request_speculation({"method": "eagle3", "num_speculative_tokens": 0, "enabled": False})
     assert asked == RequestSpeculation(enabled=False, method="eagle", num_speculative_tokens=0)
@@ -236,6 +236,26 @@ def test_a_method_without_its_weights_is_refused_by_name(deployed: SpeculativeCo
         check_request_speculation(RequestSpeculation(method=method), deployed)
     check_request_speculation(RequestSpeculation(method="eagle", enabled=False), deployed)
     check_request_speculation(None, deployed)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"enabled": True}, {"num_speculative_tokens": 4}, {"place": "local"}, {"method": None}]
+)
+def test_drafts_by_no_method_are_refused(fields: dict) -> None:
+    asked = parse_request_speculation(fields)
+    with pytest.raises(
+        InvalidRequestError, match=r"--speculative-config.* ngram, suffix, lookahead"
+    ) as caught:
+        check_request_speculation(asked, None)
+    assert caught.value.field == "speculative.method"
+    check_request_speculation(asked, SpeculativeConfig(method="ngram"))
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"enabled": False}, {"num_speculative_tokens": 0}, {"place": "none"}, {"method": "ngram"}]
+)
+def test_without_a_method_no_drafts_may_be_asked_for(fields: dict) -> None:
+    check_request_speculation(parse_request_speculation(fields), None)
 
 
 def test_the_deployments_own_method_may_be_named() -> None:

@@ -63,6 +63,7 @@ def test_the_engine_gets_what_the_request_says(make_router, path, body):
         ({"method": "magic"}, ".method", "'ngram', 'self_speculative', 'suffix', got 'magic'"),
         ({"num_tokens": 3}, ".num_tokens", "is num_speculative_tokens meant?"),
         ({"method": "medusa"}, ".method", "'medusa' needs weights that this server has not loaded"),
+        ({"enabled": True}, ".method", "this server has no method of its own (--speculative-config)"),
         ("ngram", "", "expected object | null, got str"),
     ],
 )
@@ -76,7 +77,7 @@ def test_what_is_wrong_is_named(router, asked, field, reason):
 
 
 def test_it_stays_with_a_request_that_is_placed_anew(make_router, pool):
-    router = make_router()
+    router = make_router(speculative_config=SpeculativeConfig(method="ngram"))
     first = router.add_worker("decode-0", tokens_per_step=3, rejected_per_step=2)
     first.stall_after = 6
     future = pool.submit(post, router, max_tokens=12, speculative={"num_speculative_tokens": 5})
