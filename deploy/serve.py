@@ -170,7 +170,7 @@ def announcement(config: ServeConfig, server: Routers, url: str) -> str:
         where = "" if config.ray_address is None else " on {host}, threads: {threads}".format_map(start_up)
         lines.append(f"  {worker_id}{where}: {_summary(start_up)}")
     lines.append(f"Try:  {curl_line(config, url)}")
-    lines.append(f"Listening on {url}  (API below /v1, its documentation at /docs)")
+    lines.append(f"Listening on {url}  (a playground at {url}/, API below /v1, its documentation at /docs)")
     return "\n".join(lines)
 
 
