@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from router.errors import ApiError
-from router.journal import ANYBODY, Generation
+from router.journal import ANYBODY, Generation, LiveRequest
 from router.key_file import KeyEntry, hash_of, read_key_file
 from router.metrics import Limit, Metrics
 
@@ -25,21 +25,28 @@ class Minute:
     """What was used of an allowance per minute: a bucket that leaks as much in a minute as it holds.
 
     So a minute's worth can come at once, and after that as much as leaks. What comes may fill it beyond its
-    brim, and then nothing more is taken until that has leaked.
+    brim, and then nothing more is taken until that has leaked. Without an allowance it stays empty.
     """
 
     def __init__(self) -> None:
         self._used, self._at = 0.0, time.monotonic()
 
-    def wait_s(self, per_minute: int) -> float:
-        """How long until it has room; 0 now."""
-        now = time.monotonic()
-        self._used = max(0.0, self._used - (now - self._at) * per_minute / 60)
-        self._at = now
-        return max(0.0, self._used + 1 - per_minute) * 60 / per_minute
+    def wait_s(self, per_minute: int | None, own: float = 0.0) -> float:
+        """How long until it has room, not counting `own` of what was used; 0 now."""
+        if per_minute is None:
+            return 0.0
+        self._leak(per_minute)
+        return max(0.0, self._used - own + 1 - per_minute) * 60 / per_minute
 
-    def add(self, amount: float) -> None:
-        self._used += amount
+    def add(self, amount: float, per_minute: int | None) -> None:
+        """A negative `amount` gives back."""
+        self._leak(per_minute)
+        self._used = 0.0 if per_minute is None else max(0.0, self._used + amount)
+
+    def _leak(self, per_minute: int | None) -> None:
+        now = time.monotonic()
+        self._used = max(0.0, self._used - (now - self._at) * (per_minute or 0) / 60)
+        self._at = now
 
 
 class ApiKey:
@@ -51,38 +58,84 @@ class ApiKey:
         self._running = 0
         self._requests, self._tokens = Minute(), Minute()
 
-    def check(self, num_requests: int = 1) -> None:
-        """Raises `ApiError` 429 where it may not start so many requests now."""
+    def admit(self) -> Admission:
+        """Take one request from the limits. Raises `ApiError` 429 where they have no room."""
+        self.take_requests(1)
+        return Admission(self)
+
+    def take_requests(self, number: int, own: int = 0) -> None:
+        """Raises `ApiError` 429. `own` requests of the same HTTP request were taken before."""
         most = self.entry.concurrent_requests
-        if most is not None and self._running + num_requests > most:
+        if most is not None and self._running + number > most:
             self._refuse("key_concurrent", f"may have {most} requests under way", 1.0)
-        self._check_minute("key_requests", self._requests, self.entry.requests_per_minute, "requests")
-        self._check_minute("key_tokens", self._tokens, self.entry.tokens_per_minute, "tokens")
+        per_minute = self.entry.requests_per_minute
+        self._check_minute("key_requests", self._requests.wait_s(per_minute, own), per_minute, "requests")
+        self._running += number
+        self._requests.add(number, per_minute)
 
-    def begin(self, generation: Generation) -> None:
-        """It uses its requests and prompt tokens, and gets the key's priority. Raises as `check` does."""
-        self.check(len(generation.requests))
-        self._running += len(generation.requests)
-        self._requests.add(len(generation.requests))
-        prompts = {id(choice.prompt): choice.prompt for choice in generation.choices}
-        self._tokens.add(sum(len(prompt.token_ids) for prompt in prompts.values()))
-        generation.key = self.entry.name
-        own = generation.priority if self.entry.operator else max(generation.priority, 0)
-        generation.priority = max(-MAX_PRIORITY, min(self.entry.priority + own, MAX_PRIORITY))
+    def check_tokens(self) -> None:
+        """Raises `ApiError` 429 where it may use no token now."""
+        per_minute = self.entry.tokens_per_minute
+        self._check_minute("key_tokens", self._tokens.wait_s(per_minute), per_minute, "tokens")
 
-    def end(self, generation: Generation) -> None:
-        """It uses the tokens that have come."""
-        self._running -= len(generation.requests)
-        self._tokens.add(sum(choice.num_tokens for choice in generation.choices))
+    def add_tokens(self, number: int) -> None:
+        """A negative `number` gives back."""
+        self._tokens.add(number, self.entry.tokens_per_minute)
 
-    def _check_minute(self, limit: Limit, used: Minute, per_minute: int | None, unit: str) -> None:
-        if per_minute is not None and (wait_s := used.wait_s(per_minute)) > 0:
+    def end_requests(self, number: int) -> None:
+        self._running -= number
+
+    def _check_minute(self, limit: Limit, wait_s: float, per_minute: int | None, unit: str) -> None:
+        if wait_s > 0:
             self._refuse(limit, f"may use {per_minute} {unit} a minute", wait_s)
 
     def _refuse(self, limit: Limit, what: str, wait_s: float) -> NoReturn:
         self._metrics.refused(limit)
         message = f"the API key {self.entry.name} {what}, as --api-key-file says"
         raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=wait_s)
+
+
+class Admission:
+    """One HTTP request that a key was let in with, and what this takes of the key's limits until `end`."""
+
+    def __init__(self, key: ApiKey) -> None:
+        self.key = key
+        self._num_requests = 1
+        self._reserved = 0
+        self._generation: Generation | None = None
+
+    def reserve(self, generation: Generation) -> None:
+        """Take all its sequences and the most tokens that it can use, and give it the key's priority.
+
+        Raises `ApiError` 429 where the key has no room left; the last request may use more than is left.
+        """
+        key, entry = self.key, self.key.entry
+        key.check_tokens()
+        more = len(generation.requests) - self._num_requests
+        if more > 0:
+            key.take_requests(more, own=self._num_requests)
+            self._num_requests += more
+        self._reserved = _prompt_tokens(generation.requests)
+        self._reserved += sum(request.sampling.max_tokens for request in generation.requests)
+        key.add_tokens(self._reserved)
+        self._generation = generation
+        generation.key = entry.name
+        own = generation.priority if entry.operator else max(generation.priority, 0)
+        generation.priority = max(-MAX_PRIORITY, min(entry.priority + own, MAX_PRIORITY))
+
+    def end(self) -> None:
+        """Give back what was not used: tokens that did not come, prompts that no worker was sent."""
+        self.key.end_requests(self._num_requests)
+        if self._generation is not None:
+            placed = [request for request in self._generation.requests if request.workers]
+            used = _prompt_tokens(placed) + sum(choice.num_tokens for choice in self._generation.choices)
+            self.key.add_tokens(used - self._reserved)
+
+
+def _prompt_tokens(requests: Sequence[LiveRequest]) -> int:
+    """The choices of one prompt share it."""
+    prompts = {id(request.choice.prompt): request.choice.prompt for request in requests}
+    return sum(len(prompt.token_ids) for prompt in prompts.values())
 
 
 class ApiKeys:
@@ -108,7 +161,10 @@ class ApiKeys:
         self._version = self._look()
         self._looked_at = time.monotonic()
         if self._path is not None:
-            self._install(read_key_file(self._path))
+            entries = read_key_file(self._path)
+            self._install(entries)
+            if config.router_replicas > 1 and any(entry.has_limits for entry in entries):
+                logger.warning("API keys' limits are those of each of the %d routers", config.router_replicas)
 
     def find(self, authorization: str) -> ApiKey | None:
         """Whose header this is."""

@@ -39,6 +39,11 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
     operator: bool = False
 
+    @property
+    def has_limits(self) -> bool:
+        limits = self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests
+        return any(limit is not None for limit in limits)
+
 
 def hash_of(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import InvalidRequestError
-from router.api_keys import ApiKeys
+from router.api_keys import Admission, ApiKeys
 from router.browsers import BrowserGuard
 from router.errors import ApiError, client_gone
 from router.metrics import Metrics
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 REQUEST_ID_KEY = "tandem.request_id"
 ANSWER_HEADERS = "tandem.answer_headers"
 """What every answer to the request says beside its own headers; endpoints may add to the list."""
-API_KEY = "tandem.api_key"
-"""The `ApiKey` that the request came with; not there where the path needs none."""
+ADMISSION = "tandem.admission"
+"""The `Admission` of the request's API key; not there where the path needs none."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 _OPEN = ("/", "/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json")
 _OPEN_FOLDER = "/page/"
@@ -43,7 +43,11 @@ def is_for_operators(path: str) -> bool:
 
 
 class Envelope:
-    """Outermost layer of the application. Who asks is checked before the body is read."""
+    """Outermost layer of the application.
+
+    The key is checked and the request taken from its limits before the body is read, on every path that
+    needs a key.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, keys: ApiKeys, guard: BrowserGuard) -> None:
         self._app = app
@@ -56,6 +60,7 @@ class Envelope:
         scope[REQUEST_ID_KEY] = request_id
         answer_headers = scope[ANSWER_HEADERS] = [(b"x-request-id", request_id.encode())]
         status = 0
+        admission: Admission | None = None
 
         def send_with_id(message: Message) -> Awaitable[None]:
             nonlocal status
@@ -65,32 +70,38 @@ class Envelope:
             return send(message)
 
         try:
-            self._check_asker(scope)
+            admission = self._admit(scope)
+            if admission is not None:
+                scope[ADMISSION] = admission
             await self._app(scope, receive, send_with_id)
         except Exception as error:
             if status:
                 raise
             await _as_api_error(error, scope).response()(scope, receive, send_with_id)
         finally:
+            if admission is not None:
+                admission.end()
             self._metrics.http_response(status or 499)  # the handler was cancelled
 
-    def _check_asker(self, scope: Scope) -> None:
+    def _admit(self, scope: Scope) -> Admission | None:
+        """None where the path needs no key. Raises `ApiError`."""
         headers, path = Headers(scope=scope), scope["path"]
         if not self._keys.are_needed:
             self._guard.check(scope["method"], headers)
-            scope[API_KEY] = self._keys.anybody
-        elif needs_key(path):
-            key = self._keys.find(headers.get("authorization", ""))
-            if key is None:
-                raise ApiError(
-                    401,
-                    "a valid API key is needed, as `Authorization: Bearer <key>`",
-                    code="invalid_api_key",
-                    headers={"www-authenticate": "Bearer"},
-                )
-            if not key.entry.operator and is_for_operators(path):
-                raise ApiError(403, f"{path} is for operators, which the API key {key.entry.name} is not")
-            scope[API_KEY] = key
+            return self._keys.anybody.admit()
+        if not needs_key(path):
+            return None
+        key = self._keys.find(headers.get("authorization", ""))
+        if key is None:
+            raise ApiError(
+                401,
+                "a valid API key is needed, as `Authorization: Bearer <key>`",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        if not key.entry.operator and is_for_operators(path):
+            raise ApiError(403, f"{path} is for operators, which the API key {key.entry.name} is not")
+        return key.admit()
 
 
 def _as_api_error(error: Exception, scope: Scope) -> ApiError:

@@ -36,7 +36,8 @@ def add_key(
 ) -> None:
     """Make an API key, print it, and write its hash to a file for `tandem serve --api-key-file`.
 
-    Nothing else has the key. Remove its line from the file to have it refused; a server sees that at once.
+    Its limits are those of each router. Nothing else has the key. Remove its line from the file to have it
+    refused; a server sees that at once.
     """
     from router.key_file import add_key as add
 

@@ -15,12 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.api_keys import ApiKey
+from router.api_keys import Admission
 from router.connection import DIRECT_WRITER, DirectWriter
 from router.errors import ApiError
 from router.formats import AnswerWriter, OutputOptions, StreamedAnswer
 from router.journal import Generation
-from router.middleware import ANSWER_HEADERS, API_KEY, REQUEST_ID_KEY
+from router.middleware import ADMISSION, ANSWER_HEADERS, REQUEST_ID_KEY
 from router.registry import ModelFacts
 from router.request_builder import Built
 from router.state import RouterState
@@ -88,13 +88,14 @@ class GenerateEndpoint:
         """Raises `ApiError` when it fails before the answer began. A client that goes away ends it."""
         arrival = time.monotonic()
         state = self._state
-        key: ApiKey = scope[API_KEY]
-        key.check()
+        admission: Admission = scope[ADMISSION]
+        admission.key.check_tokens()
         async with state.bodies.read(Request(scope, receive)) as raw:
             model = state.require_ready()
             size = sys.maxsize if self._waits else len(raw)
             built = await state.tokenizer.off_loop(size, self._build, raw, model, arrival)
         generation, output, grammar = built
+        admission.reserve(generation)
         if grammar is not None:
             await state.grammars.check(grammar)
         headers = Headers(scope=scope)
@@ -113,7 +114,6 @@ class GenerateEndpoint:
         if state.tracing is not None:
             trace = state.tracing.begin(headers, arrival)
             scope[ANSWER_HEADERS].append((b"traceparent", trace.traceparent))
-        key.begin(generation)
         watcher = asyncio.ensure_future(_disconnected(receive))
         watcher.add_done_callback(lambda _: state.dispatcher.cancel(generation))
         try:
@@ -138,7 +138,6 @@ class GenerateEndpoint:
         finally:
             watcher.cancel()
             state.dispatcher.cancel(generation)
-            key.end(generation)
             if trace is not None:
                 trace.end(generation, generation.http_id)
 

@@ -12,9 +12,9 @@ from starlette.types import Scope
 from protocol.errors import InvalidRequestError
 from router.api.generate import TurnEndpoint
 from router.api.openapi import Operation
-from router.api_keys import ApiKey
+from router.api_keys import Admission
 from router.errors import ApiError
-from router.middleware import API_KEY
+from router.middleware import ADMISSION
 from router.request_builder import RequestBuilder
 from router.responses.body import ResponseBody
 from router.responses.turn import ResponseTurn
@@ -57,8 +57,8 @@ def response_operations(state: RouterState, builder: RequestBuilder) -> list[Ope
 
 
 def _owner(scope: Scope) -> str:
-    key: ApiKey = scope[API_KEY]
-    return key.entry.name
+    admission: Admission = scope[ADMISSION]
+    return admission.key.entry.name
 
 
 def _not_found(response_id: str) -> ApiError:

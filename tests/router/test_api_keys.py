@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 from pathlib import Path
 
 import pytest
 from router_clients import eventually
 
+from protocol.config import ServeConfig
 from router import api_keys
 from router.key_file import add_key
+from router.metrics import Metrics
+from router.registry import Registry
 
 BODY = {"prompt": "the quick brown fox", "max_tokens": 3}
 
@@ -174,3 +179,120 @@ def test_a_key_has_a_priority_and_clients_can_only_lower_theirs(make_router, pat
     ):
         assert ask(router, key, priority=asked).status_code == 200
         assert worker.generated[-1].priority == priority
+
+
+OPEN = {"/", "/docs", "/openapi.json", "/health", "/ready", "/version", "/metrics", "/page/{name}"}
+
+
+def test_every_endpoint_takes_a_request_from_the_key_before_it_looks_at_it(make_router, path):
+    key = add_key(path, name="boss", operator=True, requests_per_minute=1)
+    router = start(make_router, path)
+    assert ask(router, key).status_code == 200
+    paths = router.http.get("/openapi.json").json()["paths"]
+    asked = [(method, where) for where, methods in paths.items() for method in methods if where not in OPEN]
+    assert len(asked) > 15
+    for method, where in asked:
+        answer = router.http.request(method, re.sub(r"\{.*?\}", "x", where), headers=bearer(key), content="{")
+        assert "boss may use 1 requests a minute" in refused(answer, "key_requests", router), where
+
+
+@pytest.mark.parametrize(
+    ("where", "body", "status"),
+    [
+        ("/tokenize", {"prompt": "x"}, 200),
+        ("/v1/completions", {**BODY, "structured_outputs": {"grammar": "root ::= undefined"}}, 400),
+    ],
+)
+def test_requests_at_once_cannot_pass_the_limit(make_router, path, pool, where, body, status):
+    key = add_key(path, name="alice", requests_per_minute=3, concurrent_requests=3)
+    router = start(make_router, path)
+
+    def send(_):
+        return router.http.post(where, json=body, headers=bearer(key)).status_code
+
+    assert sorted(pool.map(send, range(20))) == [status] * 3 + [429] * 17
+
+
+def test_a_request_is_under_way_while_its_body_comes(make_router, path):
+    key = add_key(path, name="alice", concurrent_requests=1)
+    router = start(make_router, path)
+    with socket.create_connection(("127.0.0.1", router.server.port)) as client:
+        head = (
+            f"POST /tokenize HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: 9\r\n\r\n"
+        )
+        client.sendall(head.encode())
+        eventually(lambda: ask(router, key).status_code == 429)
+    eventually(lambda: ask(router, key).status_code == 200)
+
+
+def test_tokens_at_once_cannot_pass_the_limit(make_router, path, pool):
+    """They are reserved as requests come, so that the last one alone may use more than is left."""
+    key = add_key(path, name="alice", tokens_per_minute=500)
+    router = start(make_router, path)
+    (worker,) = router.workers
+    worker.hold.set()
+    running = [pool.submit(ask, router, key, max_tokens=150, n=2) for _ in range(8)]
+    eventually(lambda: sum(each.done() for each in running) == 6)
+    assert {each.result().status_code for each in running if each.done()} == {429}
+    worker.hold.clear()
+    assert sorted(each.result(20).status_code for each in running) == [200] * 2 + [429] * 6
+
+
+def test_reserved_tokens_that_do_not_come_are_given_back(make_router, path):
+    key = add_key(path, name="alice", tokens_per_minute=150)
+    router = make_router(api_key_file=path)
+    router.add_worker(script=lambda request: request.prompt_token_ids[:2], finish_reason="stop")
+    message = {"role": "user", "content": "the quick brown fox"}
+    for where, body in (
+        ("/v1/completions", {**BODY, "max_tokens": 400}),
+        ("/v1/chat/completions", {"messages": [message]}),
+        ("/v1/responses", {"input": [message]}),
+    ):
+        for _ in range(2):
+            answer = router.http.post(where, json=body, headers=bearer(key))
+            assert (answer.status_code, router.workers[0].generated[-1].sampling.max_tokens >= 400) == (
+                200,
+                True,
+            )
+
+
+def test_tokens_of_a_client_that_goes_away_are_given_back(make_router, path):
+    key = add_key(path, name="alice", tokens_per_minute=50)
+    router = make_router(api_key_file=path)
+    router.add_worker(stall_after=1)
+    body = {**BODY, "stream": True, "max_tokens": 400}
+    with router.http.stream("POST", "/v1/completions", json=body, headers=bearer(key)) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert ask(router, key, max_tokens=1).status_code == 429
+    eventually(lambda: ask(router, key, max_tokens=1).status_code == 200)
+
+
+def test_a_request_that_is_not_started_uses_no_tokens(make_router, path):
+    key = add_key(path, name="alice", tokens_per_minute=10)
+    router = start(make_router, path, max_queued_requests=1)
+    for _ in range(5):
+        answer = ask(router, key, n=2, max_tokens=200)
+        assert answer.json()["error"]["code"] == "overloaded"
+    assert ask(router, key).status_code == 200
+
+
+def test_a_minute_forgets_what_was_used_before_there_was_a_limit(monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(api_keys.time, "monotonic", lambda: now)
+    minute = api_keys.Minute()
+    minute.add(10_000, None)
+    assert minute.wait_s(60) == 0
+    now += 3600
+    minute.add(61, 60)  # what comes after an hour of silence does not leak for that hour
+    assert minute.wait_s(60) == 2
+    minute.add(-100, 60)
+    minute.add(59, 60)
+    assert minute.wait_s(60) == 0
+
+
+def test_several_routers_say_that_limits_are_those_of_each(path, caplog):
+    add_key(path, name="alice", tokens_per_minute=10)
+    config = ServeConfig(model="m", api_key_file=path, router_replicas=3)
+    api_keys.ApiKeys(config, Metrics("m", Registry(1.0, 16)))
+    assert "limits are those of each of the 3 routers" in caplog.text
