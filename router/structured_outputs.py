@@ -12,6 +12,7 @@ from msgspec import Raw
 
 from protocol.errors import InvalidRequestError
 from router.decoding import decode_field
+from router.json_schemas import schema_grammar
 from router.openai_types import MAX_RAW_BYTES, GenerationBody, ResponseFormat, StructuredOutputs
 
 _ANY_OBJECT = Raw(b'{"type":"object"}')
@@ -94,18 +95,11 @@ def _check_size(size: int, field: str) -> None:
 
 
 def _of_schema(raw: Raw, field: str, whitespace_pattern: str | None = None) -> str:
-    """Spaces stand where Python's `json.dumps` writes them, so that most of a text is certain."""
     _check_size(len(bytes(raw)), field)
     schema = _unquoted(raw, field)
     if not isinstance(schema, dict):
         raise InvalidRequestError(field, f"must be a JSON schema, got {type(schema).__name__}")
-    spaces: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    if whitespace_pattern is not None:
-        spaces = {"whitespace_pattern": whitespace_pattern}
-    try:
-        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={**spaces, "lenient": False})
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(field, str(error)) from error
+    return schema_grammar(schema, field, whitespace_pattern=whitespace_pattern)
 
 
 def _unquoted(raw: Raw, field: str) -> Any:

@@ -8,13 +8,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
-from llguidance import LLMatcher
 
+from router.json_schemas import schema_grammar
 from router.parsing.forms import CallForm
 from router.parsing.reasoning import Marks
 
-_SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As Python's `json.dumps` writes them."""
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _TERMINALS = ("TEXT: /(.|\\n)*/", "OTHER: /([^{\\s](.|\\n)*)?/", "SPACE: /\\s{0,4}/")
 
@@ -120,7 +118,6 @@ def _grammar(
 
 
 def _arguments(name: str, offer: Offer) -> dict[str, Any]:
-    schema = json.dumps(offer.schema if offer.schema is not None else _NO_PARAMETERS)
-    options: Any = {**_SPACES, "lenient": not offer.strict}
-    made = LLMatcher.grammar_from_json_schema(schema, overrides=options)
+    schema = offer.schema if offer.schema is not None else _NO_PARAMETERS
+    made = schema_grammar(schema, "tools", lenient=not offer.strict)
     return {**json.loads(made)["grammars"][0], "name": name}

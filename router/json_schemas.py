@@ -1,0 +1,223 @@
+"""JSON schemas as grammars.
+
+llguidance computes with doubles and 64-bit integers, compares names of properties as they are spelled, and
+takes 29 February in any year. So a schema is narrowed where its grammar would be too wide, and refused where
+nothing narrower can be said.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeGuard
+
+from llguidance import LLMatcher
+
+from protocol.errors import InvalidRequestError
+
+_SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As Python's `json.dumps` writes them, so that most of a text is certain."""
+_DATA = ("default", "examples", "const", "enum")
+"""Keywords whose values are no schemas."""
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+_APPLICATORS = ("allOf", "anyOf", "oneOf", "$ref")
+
+_BOUNDS = (
+    ("minimum", 1, "maximum"),
+    ("exclusiveMinimum", 1, "maximum"),
+    ("maximum", -1, "minimum"),
+    ("exclusiveMaximum", -1, "minimum"),
+)
+"""Each with its direction, and the bound on the other side."""
+
+_EXACT = 2**53
+"""A double holds each integer up to here."""
+_LARGEST = 922_337_203_685_477 * 10**4
+"""Below 2**63, and so are the double and the digits that llguidance makes of it."""
+_FAR = 10**18
+_GRAIN = 10**4
+"""Wider than the gaps between doubles below 2**63."""
+_SMALLEST = 1e-30
+_MAX_MULTIPLE = 2**32 // 10
+"""llguidance takes remainders of ten times it in 32 bits."""
+_LONG_ESCAPE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""Characters that JSON writes with `\\u` alone."""
+
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_DAY = (
+    "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+    "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+)
+_FOURTH = "(?:0[48]|[2468][048]|[13579][26])"
+_DATE = f"(?:{_YEAR}-{_DAY}|(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)-02-29)"
+_HOUR = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_HOUR}:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-]{_HOUR})"
+_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[tT]{_TIME}$"}
+"""llguidance's have leap days and leap seconds that never were. Python has no year 0 and no leap seconds."""
+
+
+def schema_grammar(
+    schema: Mapping[str, Any], field: str, *, lenient: bool = False, whitespace_pattern: str | None = None
+) -> str:
+    """A grammar of the JSON that satisfies the schema.
+
+    Raises `InvalidRequestError` for a keyword that cannot be kept to; a lenient grammar does without it.
+    """
+    spaces = _SPACES if whitespace_pattern is None else {"whitespace_pattern": whitespace_pattern}
+    options: Any = {**spaces, "lenient": lenient}
+    try:
+        narrowed = _Narrowed(schema, field, lenient)
+        if narrowed.one_spelling:
+            options["json_allowed_escapes"] = 'nrbtf\\"'
+        return LLMatcher.grammar_from_json_schema(json.dumps(narrowed.schema), overrides=options)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(field, str(error)) from error
+
+
+class _Narrowed:
+    """A schema that llguidance keeps to exactly.
+
+    `one_spelling`: each string is to be written in one way, without `\\u`. Otherwise a further property might
+    have a name that the schema has, spelled differently, and another property's schema.
+    """
+
+    def __init__(self, schema: Mapping[str, Any], field: str, lenient: bool) -> None:
+        self._field = field
+        self._lenient = lenient
+        self._combines = False
+        self._compares_names = False
+        self._multiples: list[tuple[dict[str, Any], str, int, int]] = []
+        self._spelled_with_u = ""
+        self.schema = self._schema(schema, "")
+        self._check_multiples()
+        self.one_spelling = self._compares_names and not lenient
+        if self.one_spelling and self._spelled_with_u:
+            reason = "a control character cannot be written beside properties of any name"
+            raise InvalidRequestError(field, f"{self._spelled_with_u}: {reason} (additionalProperties)")
+
+    def _schema(self, node: Any, path: str) -> Any:
+        if isinstance(node, list):
+            return [self._schema(each, f"{path}{index}.") for index, each in enumerate(node)]
+        if not isinstance(node, dict):
+            return node
+        narrowed = {}
+        for key, value in node.items():
+            below = f"{path}{key}."
+            if key in _BY_NAME and isinstance(value, dict):
+                value = {name: self._schema(each, f"{below}{name}.") for name, each in value.items()}
+            elif key not in _DATA:
+                value = self._schema(value, below)
+            narrowed[key] = value
+        self._combines |= any(key in narrowed for key in _APPLICATORS)
+        self._narrow_constants(narrowed, path)
+        self._narrow_bounds(narrowed, path)
+        self._narrow_multiple(narrowed, path)
+        self._narrow_names(narrowed, path)
+        _narrow_format(narrowed)
+        return narrowed
+
+    def _cannot(self, node: dict[str, Any], key: str, path: str, reason: str) -> None:
+        if not self._lenient:
+            raise InvalidRequestError(self._field, f"{path}{key}: {reason}")
+        del node[key]
+
+    def _narrow_constants(self, node: dict[str, Any], path: str) -> None:
+        for key in ("const", "enum"):
+            for leaf in _leaves(node.get(key)):
+                if isinstance(leaf, str):
+                    if _LONG_ESCAPE.search(leaf):
+                        self._spelled_with_u = self._spelled_with_u or path + key
+                elif not _is_exact(leaf):
+                    self._cannot(node, key, path, f"{leaf} is beyond 2**53 and cannot be kept to exactly")
+                    break
+
+    def _narrow_bounds(self, node: dict[str, Any], path: str) -> None:
+        """llguidance needs both where one is far from 0."""
+        needed = {}
+        for key, sign, other in _BOUNDS:
+            value = node.get(key)
+            if not _is_number(value):
+                continue
+            least = sign * value
+            if 0 < least < _SMALLEST:
+                node[key] = sign * _SMALLEST
+            if abs(least) < _EXACT:
+                continue
+            least = max(-_LARGEST, (int(least) // _GRAIN + 2) * _GRAIN)
+            if least > _LARGEST:
+                self._cannot(node, key, path, f"no number past {value} can be kept to exactly")
+                continue
+            node[key] = sign * least
+            if least >= _FAR:
+                needed[other] = sign * _LARGEST
+        for key, value in needed.items():
+            node.setdefault(key, value)
+
+    def _narrow_multiple(self, node: dict[str, Any], path: str) -> None:
+        value = node.get("multipleOf")
+        if not _is_number(value):
+            return
+        digits, places = abs(value), 0
+        while digits % 1:
+            digits, places = digits * 10, places + 1
+        if 0 < digits <= _MAX_MULTIPLE:
+            self._multiples.append((node, path, int(digits), places))
+        else:
+            self._cannot(node, "multipleOf", path, f"{value} cannot be kept to exactly")
+
+    def _check_multiples(self) -> None:
+        """Those of schemas that apply together are multiplied, in 32 bits."""
+        found = {(digits, places) for _, _, digits, places in self._multiples}
+        most = max((places for _, places in found), default=0)
+        product = math.prod(digits * 10 ** (most - places) for digits, places in found)
+        if self._combines and len(found) > 1 and product > _MAX_MULTIPLE:
+            for node, path, _, _ in self._multiples:
+                self._cannot(node, "multipleOf", path, "cannot be kept to together with the others")
+
+    def _narrow_names(self, node: dict[str, Any], path: str) -> None:
+        patterns, required = node.get("patternProperties"), node.get("required") or ()
+        if not patterns and node.get("additionalProperties") is False:
+            return
+        self._compares_names |= bool(patterns or required or node.get("properties"))
+        least = node.get("minProperties")
+        if isinstance(least, int) and isinstance(required, (list, tuple)):
+            most = len(set(map(str, required))) + 1
+            if least > most:
+                reason = f"at most {most}, one more than are required, as further names may be equal"
+                self._cannot(node, "minProperties", path, f"{reason}, got {least}")
+
+
+def _narrow_format(node: dict[str, Any]) -> None:
+    wanted = node.get("format")
+    pattern = _FORMATS.get(wanted) if isinstance(wanted, str) else None
+    if pattern is None:
+        return
+    del node["format"]
+    if "pattern" not in node:
+        node["pattern"] = pattern
+    else:
+        node["allOf"] = [*node.get("allOf", ()), {"pattern": pattern}]
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The numbers and strings in it."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from _leaves(each)
+    elif _is_number(value) or isinstance(value, str):
+        yield value
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_exact(number: int | float) -> bool:
+    """Whether llguidance writes it as it is: as a double, then as an integer of 64 bits if it was one."""
+    if abs(number) <= _EXACT or isinstance(number, float):
+        return abs(number) <= _EXACT
+    return abs(number) < 2**63 and min(int(float(number)), 2**63 - 1) == number
