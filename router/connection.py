@@ -24,6 +24,8 @@ HEAD_TIMEOUT_S = 10.0
 UNREAD_TIMEOUT_S = 20.0
 """In which a client has to read some 48 KiB of an answer that waits for it."""
 DISCARD_S = 2.0
+"""A client that still sends after its answer has so long to read it, and again as long as more comes."""
+MAX_DISCARD_S = 30.0
 LOG_INTERVAL_S = 10.0
 DIRECT_WRITER = "tandem.direct_writer"
 """In the state of a request's scope."""
@@ -99,23 +101,42 @@ class DirectWriter:
         self._outbox.put(self._transport, b"%x\r\n%b\r\n" % (len(body), body))
 
 
+class AnswerTransport:
+    """What uvicorn writes an answer to; it calls `close` once the connection's last answer is written."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
+
+
 class HttpConnection(HttpToolsProtocol):
-    """One client. It is refused with OpenAI's error shape, also for what is no HTTP."""
+    """One client. It is refused with OpenAI's error shape, also for what is no HTTP.
+
+    An answer that comes before the request's body is complete is the connection's last: a client that waits
+    for `100 Continue` may leave the body out.
+    """
 
     def __init__(self, *, connections: Connections, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
         self._all = connections
         self._refusal: ApiError | None = None
-        self._is_refused = False
+        self._discards = False
+        self._is_silent = False
+        self._keeps_alive = False
         self._in_head = False
         self._head_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._direct: DirectWriter
+        self._answers: AnswerTransport
+        self._running: RequestResponseCycle | None = None
+        """The request that is answered now; `cycle` is the newest, which may wait for its turn."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._direct = DirectWriter(self._all.outbox, transport)
+        self._answers = AnswerTransport(transport, self._answered)
         if len(self.connections) > self._all.limit and not self._all.close_oldest_idle():
             self._refuse(ApiError(503, "too many connections", retry_after_s=1.0))
             transport.close()
@@ -129,9 +150,13 @@ class HttpConnection(HttpToolsProtocol):
         self._cancel_deadline()
         self._cancel_unread()
         super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        if self._is_refused:
+        if self._discards:
+            self._is_silent = False
             return
         was_in_head = self._in_head
         super().data_received(data)
@@ -139,7 +164,7 @@ class HttpConnection(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(_too_large(), "large_head")
-        if self._deadline is None and not self._has_request and not self._is_refused:
+        if self._deadline is None and not self._has_request and not self._discards:
             self._await_head()
 
     def on_message_begin(self) -> None:
@@ -159,14 +184,27 @@ class HttpConnection(HttpToolsProtocol):
         self._cancel_deadline()
         self._all.idle.pop(self, None)
         super().on_headers_complete()
+        self.cycle.transport = self._answers  # type: ignore[assignment]
+        self._keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
         if self.scope["http_version"] == "1.0":
             _end_without_chunks(self.cycle)
         else:
             self.scope["state"][DIRECT_WRITER] = self._direct
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if not self.cycle.response_started:
+            self.cycle.keep_alive = self._keeps_alive
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self._has_request and not self.transport.is_closing():
+        if self._discards:
+            self._unset_keepalive_if_required()
+        elif not self._has_request and not self.transport.is_closing():
             self._all.idle[self] = None
 
     def pause_writing(self) -> None:
@@ -216,25 +254,54 @@ class HttpConnection(HttpToolsProtocol):
             self._unread.cancel()
             self._unread = None
 
+    def _answered(self) -> None:
+        running = self._running
+        if running is not None and running.response_complete and running.more_body:
+            self._discard(MAX_DISCARD_S)
+        else:
+            self.transport.close()
+
     def _refuse(self, error: ApiError, end: ConnectionEnd | None = None) -> None:
-        """Answer and close, but read on for a moment: else the client may not get to see the answer."""
-        self._is_refused = True
+        """Answer and close. An answer that has begun, or an earlier request's, breaks off instead."""
+        self._discards = True
         if end is not None:
             self._all.on_end(end)
         self._cancel_deadline()
         self._unset_keepalive_if_required()
         if self.transport.is_closing():
             return
-        if self._has_request:
+        if self._has_request and not self._is_in_body:
             self.transport.abort()
             return
         body = error.body()
         headers = (b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close")
         head = STATUS_LINE[error.status] + b"\r\n".join(headers)
         self.transport.write(head + b"\r\n\r\n" + body)
+        if self._has_request:  # its handler is told that the client is gone
+            self.cycle.disconnected = self.cycle.response_complete = True
+            self.cycle.message_event.set()
+        self._discard(DISCARD_S)
+
+    @property
+    def _is_in_body(self) -> bool:
+        """Whether the one request that has no answer yet is still being received."""
+        return self.cycle.more_body and not self.cycle.response_started and not self.pipeline
+
+    def _discard(self, seconds: float) -> None:
+        """Read on for a while and close then: a client that cannot send on may not get to see its answer."""
+        self._discards = True
         if self.transport.can_write_eof():  # TLS cannot
             self.transport.write_eof()
-        self._deadline = self.loop.call_later(DISCARD_S, self.transport.abort)
+        self._all.idle[self] = None
+        self.flow.resume_reading()
+        self._discard_until(self.loop.time() + seconds)
+
+    def _discard_until(self, deadline: float) -> None:
+        if self._is_silent or self.loop.time() >= deadline:
+            self.transport.abort()
+            return
+        self._is_silent = True
+        self._deadline = self.loop.call_later(DISCARD_S, self._discard_until, deadline)
 
 
 def _end_without_chunks(cycle: RequestResponseCycle) -> None:

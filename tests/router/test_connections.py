@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import resource
@@ -197,3 +198,107 @@ def test_who_ends_its_side_is_taken_to_be_gone_by_a_generation(make_router):
         assert received(client) == b""
     worker.hold.clear()
     eventually(lambda: worker.aborted and is_idle(router))
+
+
+def head_and_error(client: socket.socket) -> tuple[bytes, dict]:
+    head, _, body = received(client).partition(b"\r\n\r\n")
+    assert b"\r\nconnection: close" in head
+    return head, json.loads(body)["error"]
+
+
+@pytest.mark.parametrize(
+    ("options", "headers", "status"),
+    [
+        ({}, b"expect: 100-continue\r\ncontent-length: 99999999\r\n", 413),
+        ({"api_key": "x"}, b"expect: 100-continue\r\ncontent-length: 10\r\n", 401),
+        ({"api_key": "x"}, b"transfer-encoding: chunked\r\n", 401),
+    ],
+)
+def test_who_waits_for_leave_to_send_its_body_is_refused_at_once(make_router, options, headers, status):
+    router = make_router(**options)
+    with connect(router) as client:
+        client.sendall(HEAD + headers + b"\r\n")
+        head, error = head_and_error(client)
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    if status == 413:
+        assert error["message"] == "the body exceeds the limit of 16777216 bytes (--max-body-bytes)"
+
+
+BIG = 8_000_000
+
+
+@pytest.mark.parametrize(
+    "framing", [b"content-length: %d\r\n\r\n" % BIG, b"transfer-encoding: chunked\r\n\r\n"]
+)
+def test_who_sends_a_body_over_the_limit_to_its_end_can_read_why_it_is_refused(make_router, framing):
+    router = make_router(max_body_bytes=1000)
+    router.add_worker()
+    with connect(router) as client:
+        client.sendall(HEAD + framing)
+        client.sendall(b"%x\r\n" % BIG if b"chunked" in framing else b"")
+        client.sendall(b" " * BIG)
+        head, error = head_and_error(client)
+    assert head.startswith(b"HTTP/1.1 413 ") and "limit of 1000 bytes" in error["message"]
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_who_goes_on_sending_after_its_answer_is_cut_off_in_the_end(make_router, monkeypatch, sends):
+    monkeypatch.setattr(connection, "DISCARD_S", 0.05)
+    monkeypatch.setattr(connection, "MAX_DISCARD_S", 0.2)
+    router = make_router(max_body_bytes=1000)
+    with connect(router) as client:
+        client.sendall(HEAD + b"content-length: 2000\r\n\r\n")
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+        with contextlib.suppress(OSError):
+            while sends:
+                client.sendall(b" ")
+        eventually(lambda: not router.server._server.server_state.connections)
+
+
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("chunks", [b"zz\r\n", b"1\r\n{\r\nxyz\r\n", b"1\r\n{}", b"-1\r\n{\r\n"])
+def test_malformed_chunks_are_answered(router, chunks):
+    ended = router.metric("tandem_http_connections_ended_total", reason="malformed")
+    with connect(router) as client:
+        client.sendall(HEAD + CHUNKED + chunks)
+        head, error = head_and_error(client)
+    assert head.startswith(b"HTTP/1.1 400 ") and error["type"] == "invalid_request_error"
+    assert router.metric("tandem_http_connections_ended_total", reason="malformed") == ended + 1
+
+
+def test_malformed_chunks_after_a_begun_body_are_answered(router):
+    with connect(router) as client:
+        client.sendall(HEAD + CHUNKED + b"1\r\n{\r\n")
+        eventually(lambda: router.server.state.bodies._held == 1)
+        client.sendall(b"xyz\r\n")
+        assert head_and_error(client)[0].startswith(b"HTTP/1.1 400 ")
+    eventually(lambda: router.server.state.bodies._held == 0)
+
+
+def test_what_is_no_http_after_a_running_request_ends_that_too(make_router):
+    """An answer to it would come before that of the request."""
+    router = make_router()
+    worker = router.add_worker()
+    worker.hold.set()
+    body = b'{"prompt": "x", "max_tokens": 3}'
+    with connect(router) as client:
+        client.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+        eventually(lambda: worker.jobs)
+        client.sendall(HEAD + CHUNKED + b"zz\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert received(client) == b""
+    worker.hold.clear()
+    eventually(lambda: worker.aborted and is_idle(router))
+
+
+def test_a_connection_is_kept_where_the_body_came_in_parts(router):
+    body = b'{"prompt": "x", "max_tokens": 1}'
+    with connect(router) as client:
+        for _ in range(2):
+            client.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body))
+            client.sendall(body[:5])
+            client.sendall(body[5:])
+            head = client.recv(1 << 16)
+            assert head.startswith(b"HTTP/1.1 200 OK") and b"connection: close" not in head
