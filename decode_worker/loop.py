@@ -37,6 +37,7 @@ from protocol.worker_to_worker import (
     ReserveRefused,
     Stale,
 )
+from worker.adapter_loads import Problem
 from worker.link import RouterLinks
 from worker.loop import WorkerLoop
 from worker.parts import WorkerParts
@@ -131,8 +132,15 @@ class DecodeLoop(WorkerLoop):
     # --- QUEUED -> RESERVED -----------------------------------------------------------------------
 
     def _on_reserve(self, identity: bytes, message: Reserve) -> None:
+        if not self._is_stale(identity, message.incarnation, message.request.request_id):
+            self.adapter_loads.require(
+                message.request, lambda problem: self._enqueue(identity, message, problem)
+            )
+
+    def _enqueue(self, identity: bytes, message: Reserve, adapter_problem: Problem | None) -> None:
         request_id = message.request.request_id
-        if self._is_stale(identity, message.incarnation, request_id):
+        if adapter_problem is not None:
+            self._refuse(identity, request_id, *adapter_problem)
             return
         known = self.requests.get(request_id)
         if known is not None and known.stage is DecodeStage.RUNNING:

@@ -178,6 +178,7 @@ WORKER_COUNTERS = (
     _counter("drafted_tokens_total", "Tokens that a draft worker drafted."),
     _counter("drafted_tokens_wrong_total", "Of these, those that the target contradicted."),
     _counter("drafts_overtaken_total", "Times that a target had more tokens than its draft worker."),
+    _counter("adapter_loads_stalled_total", "Adapters given up as their files brought nothing for 10 s."),
     _counter("orphaned_requests_total", "Requests ended because their router was gone."),
     _counter("stale_messages_total", "Messages for an earlier incarnation."),
     _counter("dropped_messages_total", "Messages that could not be sent or read."),

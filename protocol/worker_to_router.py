@@ -158,13 +158,14 @@ class Prefetched(msgspec.Struct, frozen=True, kw_only=True, tag="prefetched"):
 
 
 class AdapterLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="adapter_loaded"):
-    """A `LoadAdapter` is done, or failed with an `error`."""
+    """A `LoadAdapter` is done, or failed with an `error` of this kind."""
 
     worker_id: Id
     incarnation: Id
     name: AdapterName
     digest: Annotated[str, Meta(max_length=32)] = ""
     error: ShortText = ""
+    error_kind: ErrorKind = "invalid"
 
 
 class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag="leaving"):

@@ -12,7 +12,7 @@ from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 from protocol.router_to_worker import LoadAdapter, UnloadAdapter
 from protocol.worker_to_router import AdapterLoaded
-from router.errors import ApiError, unavailable
+from router.errors import ApiError, failed_generation, unavailable
 from router.placer import Send
 from router.registry import Registry, Worker
 from router.scaling.turns import Turns
@@ -119,11 +119,14 @@ class AdapterTable:
             if self._named is None or not workers:
                 raise unavailable("no worker is ready")
             answers = await self._ask(workers, name, path)
-            errors = [answer.error for answer in answers if answer.error]
+            failed = [answer for answer in answers if answer.error]
+            errors = [answer.error for answer in failed]
             if not errors and len({answer.digest for answer in answers}) > 1:
                 errors = ["the workers' hosts have different files there"]
             if errors or not answers:
                 self._forget(name)
+                if failed and failed[0].error_kind != "invalid":
+                    raise failed_generation(failed[0].error_kind, f"lora_path: {failed[0].error}")
                 raise InvalidRequestError("lora_path", errors[0] if errors else "every worker was lost")
             self._change(name, Adapter(name=name, path=path, digest=answers[0].digest))
 

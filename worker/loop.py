@@ -17,6 +17,7 @@ from engine.parallel.group import LostRankError
 from protocol.errors import TandemError
 from protocol.peers import PeerAddress
 from protocol.worker_to_worker import Fetch, FetchRefused, Lent
+from worker.adapter_loads import AdapterLoads
 from worker.departure import Departure
 from worker.fetch import PrefixFetcher, PrefixHolder, fetch_refused
 from worker.kv_events import KvEventSender
@@ -72,8 +73,11 @@ class WorkerLoop(RoleWork):
             self._kv_events = KvEventSender(parts, engine.blocks, links, parts.kv_publisher)
         self._stop = threading.Event()
         self.departure = Departure(parts, links, self.stop)
+        self.adapter_loads = AdapterLoads(engine.adapters, self.counters, parts.wake.set)
+        if engine.adapters is not None:
+            engine.adapters.is_awaited = self._awaits_adapter
         self.router_messages = RouterMessages(
-            self, self.sender, self._fetcher, self._kv_events, self.departure, engine.adapters
+            self, self.sender, self._fetcher, self._kv_events, self.departure, self.adapter_loads
         )
         self._advancing = True
         """False after a step that had nothing to run: then the loop waits for a message in its poll."""
@@ -133,6 +137,7 @@ class WorkerLoop(RoleWork):
         if self.parts.wake.fileno() in events:
             self.parts.wake.clear()
             self._handle_transfers()
+            self.adapter_loads.poll(time.monotonic())
         self._handle_peers(events)
 
     def _handle_transfers(self) -> None:
@@ -173,17 +178,28 @@ class WorkerLoop(RoleWork):
     def _keep_house(self, now: float) -> None:
         self.departure.advance(now)
         self._end_orphans(now)
+        self.adapter_loads.poll(now)
+        if self.engine.adapters is not None:
+            self.engine.adapters.drop_unused()
         self._fetcher.expire(now)
         self.expire(now)
         self.peers.close_idle(now, self.peers_in_use() | self._fetcher.holders())
         if self.engine.tiers is not None and not self.engine.has_work():
             self.engine.tiers.poll()
 
+    def _awaits_adapter(self, digest: str) -> bool:
+        """Whether a request that is under way here has it, whatever stage it is in."""
+        held = (each.request.adapter for each in (*self.requests, *self._fetcher.fetches))
+        return self.adapter_loads.awaits(digest) or any(
+            adapter is not None and adapter.digest == digest for adapter in held
+        )
+
     def _end_orphans(self, now: float) -> None:
         """Free what requests hold whose router is gone. Should it come back after all, it is told."""
         if len(self.links) == 1:
             return
-        held = {*self.under_way(), *(fetch.request_id for fetch in self._fetcher.fetches)}
+        fetching = [fetch.request_id for fetch in self._fetcher.fetches]
+        held = {*self.under_way(), *fetching, *self.adapter_loads.request_ids()}
         orphans = self._router_leases.expired(held, now)
         if not orphans:
             return
@@ -191,6 +207,7 @@ class WorkerLoop(RoleWork):
         log.warning("%d requests are ended: their router has been gone for %g s", len(orphans), limit)
         self.counters.add("orphaned_requests_total", len(orphans))
         for request_id in orphans:
+            self.adapter_loads.abort(request_id)
             self._fetcher.abort(request_id)
             self.fail(request_id, "worker_lost", f"its router was not connected for {limit:g} s")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from typing import Any
 
 from kvtransfer.interface import ReceiveEvent, SendEvent
 from protocol.outputs import ErrorKind, TokenOutput
@@ -13,12 +14,17 @@ from protocol.router_to_worker import Generate
 from protocol.worker_to_worker import PeerReply, PeerRequest
 from worker.link import RouterLinks
 from worker.parts import WorkerParts
+from worker.requests import RequestTable
 
 log = logging.getLogger(__name__)
 
 
 class RoleWork(ABC):
-    """Belongs to the loop's thread. `outbox` has the outputs that the routers have not been sent yet."""
+    """Belongs to the loop's thread. `requests` has what is under way here, `outbox` the outputs that the
+    routers have not been sent yet.
+    """
+
+    requests: RequestTable[Any]
 
     def __init__(self, parts: WorkerParts, links: RouterLinks) -> None:
         self.parts = parts

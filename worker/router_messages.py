@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 import msgspec
 
-from engine.lora.files import AdapterError
-from engine.lora.table import Adapters
 from kvtransfer.sender import Sender
 from protocol.errors import InvalidRequestError, TandemError
 from protocol.ids import peer_identity
@@ -34,6 +32,7 @@ from protocol.router_to_worker import (
     Unregistered,
 )
 from protocol.worker_to_router import Absent, AdapterLoaded, Prefetched
+from worker.adapter_loads import AdapterLoads, Problem
 from worker.departure import Departure
 from worker.fetch import PrefixFetcher
 from worker.kv_events import KvEventSender
@@ -53,9 +52,8 @@ class RouterMessages:
         fetcher: PrefixFetcher,
         kv_events: KvEventSender | None,
         departure: Departure,
-        adapters: Adapters | None,
+        adapter_loads: AdapterLoads,
     ) -> None:
-        """`adapters` are the engine's."""
         self._role = role
         self._sender = sender
         self._fetcher = fetcher
@@ -64,7 +62,7 @@ class RouterMessages:
         self._parts = role.parts
         self._counters = role.counters
         self._links = role.links
-        self._adapters = adapters
+        self._adapter_loads = adapter_loads
 
     def take(self, message: RouterToWorker, link: RouterLink) -> None:
         """`link` is the line that it came by."""
@@ -101,14 +99,14 @@ class RouterMessages:
             case Leave():
                 self._departure.let_go(link)
             case LoadAdapter():
-                link.send(self._load_adapter(message))
+                self._load_adapter(message, link)
             case UnloadAdapter():
-                if self._adapters is not None:
-                    self._adapters.unload(message.name)
+                self._adapter_loads.unload(message.name)
 
     def abort_all(self, request_ids: Iterable[str]) -> None:
         """Forget these requests, and what is being fetched for them. Unknown ids are ignored."""
         for request_id in request_ids:
+            self._adapter_loads.abort(request_id)
             self._fetcher.abort(request_id)
             self._role.abort(request_id)
 
@@ -123,13 +121,17 @@ class RouterMessages:
         elif self._has(request.request_id):
             self._counters.add("duplicate_messages_total")
         else:
-            self._start_or_fetch(message)
+            self._adapter_loads.require(request, lambda problem: self._start_or_fetch(message, problem))
 
     def _has(self, request_id: str) -> bool:
-        return request_id in self._fetcher.fetches or self._role.knows(request_id)
+        waits = request_id in self._adapter_loads or request_id in self._fetcher.fetches
+        return waits or self._role.knows(request_id)
 
-    def _start_or_fetch(self, message: Generate) -> None:
-        """Start the request, or fetch its prefix from another worker first."""
+    def _start_or_fetch(self, message: Generate, problem: Problem | None) -> None:
+        """Start the request, or fetch its prefix from another worker first. `problem` is its adapter's."""
+        if problem is not None:
+            self._role.answer_error(message.request.request_id, *problem)
+            return
 
         def start(request: EngineRequest, complete: bool) -> None:
             self._start(msgspec.structs.replace(message, request=request))
@@ -152,14 +154,20 @@ class RouterMessages:
         request = message.request
         if request.request_id in self._fetcher.fetches:
             self._counters.add("duplicate_messages_total")
-            return
+        else:
+            self._adapter_loads.require(request, lambda problem: self._prefetch(message, problem))
+
+    def _prefetch(self, message: Prefetch, problem: Problem | None) -> None:
+        request, reason = message.request, problem[1] if problem is not None else ""
         try:
-            if not self._fetcher.start(request, message.prefix, self._answer_prefetch):
-                self._answer_prefetch(request, False)
+            if not reason and self._fetcher.start(request, message.prefix, self._answer_prefetch):
+                return
         except InvalidRequestError as error:
+            reason = str(error)
+        if reason:
             about = {"request_id": request.request_id}
-            log.warning("no prefetch of %s: %s", request.request_id, error, extra=about)
-            self._answer_prefetch(request, False)
+            log.warning("no prefetch of %s: %s", request.request_id, reason, extra=about)
+        self._answer_prefetch(request, False)
 
     def _answer_prefetch(self, request: EngineRequest, complete: bool) -> None:
         message = Prefetched(
@@ -197,21 +205,21 @@ class RouterMessages:
         else:
             link.confirmed(message.router)
 
-    def _load_adapter(self, message: LoadAdapter) -> AdapterLoaded:
-        digest = error = ""
-        try:
-            if self._adapters is None:
-                raise AdapterError("this worker takes no adapters: --enable-lora")
-            digest = self._adapters.load(message.name, message.path, message.digest).digest
-        except AdapterError as wrong:
-            error = str(wrong)[:4096]
-        return AdapterLoaded(
-            worker_id=self._parts.worker_id,
-            incarnation=self._parts.incarnation,
-            name=message.name,
-            digest=digest,
-            error=error,
-        )
+    def _load_adapter(self, message: LoadAdapter, link: RouterLink) -> None:
+        def answer(digest: str, problem: Problem | None) -> None:
+            kind, error = problem or ("invalid", "")
+            link.send(
+                AdapterLoaded(
+                    worker_id=self._parts.worker_id,
+                    incarnation=self._parts.incarnation,
+                    name=message.name,
+                    digest=digest,
+                    error=error[:4096],
+                    error_kind=kind,
+                )
+            )
+
+        self._adapter_loads.load(message.name, message.path, message.digest, answer)
 
     def _warm_up(self, peers: Iterable[PeerAddress]) -> None:
         """First contact costs time that no request should wait for."""

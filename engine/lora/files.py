@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
-from collections.abc import Mapping
+import stat
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +27,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PREFIX = "base_model.model."
 _SIDES = {"lora_A.weight": 0, "lora_B.weight": 1}
 _HEADER_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 24
+"""So much is read at a time."""
 _CHANGES = {
     "use_dora": "DoRA scales the base's weights by column",
     "modules_to_save": "it replaces layers of the base",
@@ -53,7 +57,21 @@ class Product(NamedTuple):
     up: Tensor
 
 
+class RawAdapter(msgspec.Struct, frozen=True, array_like=True):
+    """The bytes of an adapter's two files."""
+
+    config: bytes
+    tensors: bytes
+
+    @property
+    def digest(self) -> str:
+        content = hashlib.blake2b(hashlib.blake2b(self.config).digest(), digest_size=16)
+        content.update(self.tensors)
+        return content.hexdigest()
+
+
 class AdapterFiles(NamedTuple):
+    raw: RawAdapter
     digest: str
     products: dict[str, Product]
     """By the paths of the linear layers."""
@@ -78,15 +96,33 @@ class _Config(msgspec.Struct):
         return int(_by_pattern(self.rank_pattern, path, self.r))
 
 
-def read_adapter(path: str, linears: Mapping[str, LinearShape], max_rank: int) -> AdapterFiles:
-    """The adapter of a model with these linear layers. Raises `AdapterError`."""
+def read_adapter(
+    path: str,
+    linears: Mapping[str, LinearShape],
+    max_rank: int,
+    on_piece: Callable[[], None] = lambda: None,
+) -> AdapterFiles:
+    """The adapter in this folder, for a model with these linear layers; `on_piece` is called after each piece
+    that was read and each tensor that was checked. Raises `AdapterError`.
+    """
     folder = Path(path)
-    raw_config = _read(folder, CONFIG, _HEADER_BYTES)
-    config = _config(raw_config, max_rank)
+    config = _read(folder, CONFIG, _HEADER_BYTES, on_piece)
+    _config(config, max_rank)  # before much is read
     most = sum(max_rank * (shape.outputs + shape.inputs) * 4 for shape in linears.values())
-    raw = _read(folder, TENSORS, most + _HEADER_BYTES)
+    raw = RawAdapter(config, _read(folder, TENSORS, most + _HEADER_BYTES, on_piece))
+    return parse_adapter(raw, linears, max_rank, on_piece)
+
+
+def parse_adapter(
+    raw: RawAdapter,
+    linears: Mapping[str, LinearShape],
+    max_rank: int,
+    on_piece: Callable[[], None] = lambda: None,
+) -> AdapterFiles:
+    """As `read_adapter`, of files that were read before."""
+    config = _config(raw.config, max_rank)
     try:
-        tensors = safetensors.torch.load(raw)
+        tensors = safetensors.torch.load(raw.tensors)
     except (SafetensorError, KeyError, ValueError) as error:
         raise AdapterError(f"{TENSORS}: is no safetensors file: {error}") from error
     sides: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
@@ -94,22 +130,29 @@ def read_adapter(path: str, linears: Mapping[str, LinearShape], max_rank: int) -
         layer, side = _place(name, linears)
         _check_tensor(name, tensor, side, config.rank(layer), linears[layer])
         sides[side][layer] = tensor.float()
+        on_piece()
     if not tensors:
         raise AdapterError(f"{TENSORS}: has no tensor")
-    digest = hashlib.blake2b(hashlib.blake2b(raw_config).digest() + raw, digest_size=16).hexdigest()
     layers = dict.fromkeys([*sides[0], *sides[1]])
-    return AdapterFiles(digest, {layer: _product(layer, *sides, config) for layer in layers})
+    return AdapterFiles(raw, raw.digest, {layer: _product(layer, *sides, config) for layer in layers})
 
 
-def _read(folder: Path, name: str, most: int) -> bytes:
+def _read(folder: Path, name: str, most: int, on_piece: Callable[[], None]) -> bytes:
+    """The whole file. A pipe or a device, which might never end, is refused unread."""
+    raw = bytearray()
     try:
-        with (folder / name).open("rb") as file:
-            raw = file.read(most + 1)
+        descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(descriptor, "rb", buffering=0) as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise AdapterError(f"{name}: is no regular file")
+            while len(raw) <= most and (piece := file.read(min(_PIECE_BYTES, most + 1 - len(raw)))):
+                raw += piece
+                on_piece()
     except OSError as error:
         raise AdapterError(f"{name}: cannot be read: {error}") from error
     if len(raw) > most:
         raise AdapterError(f"{name}: has more than the {most} bytes that an adapter of this model can have")
-    return raw
+    return bytes(raw)
 
 
 def _config(raw: bytes, max_rank: int) -> _Config:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,7 +15,15 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.linear.packed import kernel_fault
 from engine.linear.quantized import QuantizedLinear
-from engine.lora.files import AdapterError, AdapterFiles, LinearShape, Product, read_adapter
+from engine.lora.files import (
+    AdapterError,
+    AdapterFiles,
+    LinearShape,
+    Product,
+    RawAdapter,
+    parse_adapter,
+    read_adapter,
+)
 from engine.lora.packed import PackedProduct, pack
 from engine.lora.placed import place, table_of
 from engine.rows import SequenceRows
@@ -59,7 +67,7 @@ class Weights:
 class OtherTables(Protocol):
     """Those of a worker's other ranks, which keep in each slot what this one has there."""
 
-    def keep(self, slot: int, path: str, digest: str) -> None:
+    def keep(self, slot: int, path: str, raw: RawAdapter) -> None:
         """Raises `AdapterError`; then none of them has it."""
 
     def drop(self, slot: int) -> None:
@@ -69,8 +77,11 @@ class OtherTables(Protocol):
 class Adapters:
     """By their content, each in a slot: a number that no other adapter ever has; 0 is none.
 
-    One stays as long as it has a name, or somebody uses it.
+    One stays as long as it has a name, somebody uses it, or it is awaited. One thread calls all but `read`.
     """
+
+    is_awaited: Callable[[str], bool] = staticmethod(lambda digest: False)
+    """Whether there will be use for the adapter with this digest."""
 
     def __init__(
         self, linears: Mapping[str, LinearShape], device: torch.device, dtype: torch.dtype, max_rank: int
@@ -83,16 +94,26 @@ class Adapters:
         self._others: OtherTables | None = None
 
     def share(self, others: OtherTables) -> None:
-        """From now on they have all that this one has. Raises as their `keep`."""
+        """From now on they have all that this one has. Raises as their `keep`, and `AdapterError`."""
         self._others = others
         for slot, weights in self._weights.items():
-            others.keep(slot, weights.path, weights.digest)
+            others.keep(slot, weights.path, self._checked(weights.path, weights.digest, None).raw)
 
-    def load(self, name: str, path: str, digest: str = "") -> Adapter:
-        """Keep the folder's adapter under a name, until `unload`. Raises `AdapterError`; also where its
-        content is another than the `digest` says.
+    def read(self, path: str, on_piece: Callable[[], None] = lambda: None) -> AdapterFiles:
+        """What `load` and `require` take, from the disk, which may take long: for any thread. `on_piece` is
+        called as for `read_adapter`. Raises `AdapterError`.
         """
-        slot = self._slots.get(digest) or self._read(path, digest)
+        return read_adapter(path, self.linears, self.max_rank, on_piece)
+
+    def has(self, digest: str) -> bool:
+        """Whether `load` and `require` need nothing from the disk for the adapter with this digest."""
+        return digest in self._slots
+
+    def load(self, name: str, path: str, digest: str = "", files: AdapterFiles | None = None) -> Adapter:
+        """Keep the folder's adapter under a name, until `unload`. Its `files` are read now unless they are
+        given or needless. Raises `AdapterError`; also where their content is another than the `digest` says.
+        """
+        slot = self._slots.get(digest) or self._add(path, digest, files)
         weights = self._weights[slot]
         adapter = weights.named[name] = Adapter(name=name, path=path, digest=weights.digest)
         return adapter
@@ -103,13 +124,18 @@ class Adapters:
             if weights.named.pop(name, None) is not None:
                 self._drop_unused(slot)
 
+    def drop_unused(self) -> None:
+        """Those that are awaited no more."""
+        for slot in list(self._weights):
+            self._drop_unused(slot)
+
     def listed(self) -> list[Adapter]:
         """Those with a name."""
         return [adapter for weights in self._weights.values() for adapter in weights.named.values()]
 
-    def require(self, adapter: Adapter) -> int:
-        """Its slot. It is loaded now if it isn't there. Raises `AdapterError`."""
-        return self._slots.get(adapter.digest) or self._read(adapter.path, adapter.digest)
+    def require(self, adapter: Adapter, files: AdapterFiles | None = None) -> int:
+        """Its slot. It is loaded now if it isn't there, as by `load`. Raises `AdapterError`."""
+        return self._slots.get(adapter.digest) or self._add(adapter.path, adapter.digest, files)
 
     def acquire(self, adapter: Adapter | None) -> int:
         """Its slot, until `release`. Raises as `require`."""
@@ -140,9 +166,9 @@ class Adapters:
         assert table is not None
         return table.data_ptr()
 
-    def keep(self, slot: int, path: str, digest: str) -> None:
+    def keep(self, slot: int, path: str, raw: RawAdapter) -> None:
         """What another table has in this slot. Raises `AdapterError`."""
-        self._put(slot, path, self._files(path, digest))
+        self._put(slot, path, parse_adapter(raw, self.linears, self.max_rank))
 
     def drop(self, slot: int) -> None:
         """What `keep` was asked to keep, if it did."""
@@ -152,26 +178,26 @@ class Adapters:
 
     def _drop_unused(self, slot: int) -> None:
         weights = self._weights[slot]
-        if not weights.named and not weights.num_users:
+        if not weights.named and not weights.num_users and not self.is_awaited(weights.digest):
             self.drop(slot)
             if self._others is not None:
                 self._others.drop(slot)
 
-    def _files(self, path: str, digest: str) -> AdapterFiles:
-        files = read_adapter(path, self.linears, self.max_rank)
+    def _checked(self, path: str, digest: str, files: AdapterFiles | None) -> AdapterFiles:
+        files = files or self.read(path)
         if digest not in ("", files.digest):
             raise AdapterError(f"{path}: its files are not those that were loaded under this name before")
         return files
 
-    def _read(self, path: str, digest: str) -> int:
-        files = self._files(path, digest)
+    def _add(self, path: str, digest: str, files: AdapterFiles | None) -> int:
+        files = self._checked(path, digest, files)
         if files.digest in self._slots:
             return self._slots[files.digest]
         if len(self._slots) >= MAX_ADAPTERS:
             raise AdapterError(f"{path}: at most {MAX_ADAPTERS} adapters can be loaded at one time")
         slot = next(self._numbers)
         if self._others is not None:
-            self._others.keep(slot, path, files.digest)
+            self._others.keep(slot, path, files.raw)
         self._put(slot, path, files)
         return slot
 

@@ -51,7 +51,7 @@ def follow(config: ServeConfig, ranks: Ranks, link: socket.socket) -> None:
 def _keep(loaded: LoadedModel, message: KeepAdapter) -> AdapterKept:
     assert loaded.adapters is not None
     try:
-        loaded.adapters.keep(message.slot, message.path, message.digest)
+        loaded.adapters.keep(message.slot, message.path, message.raw)
     except AdapterError as error:
         return AdapterKept(str(error))
     return AdapterKept("")

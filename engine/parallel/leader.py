@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
-from engine.lora.files import AdapterError
+from engine.lora.files import AdapterError, RawAdapter
 from engine.parallel import messages
 from engine.parallel.group import GATHER_TIMEOUT_S, LostRankError, Ranks
 from engine.parallel.messages import READY, Begin, DropAdapter, KeepAdapter, RunStep, encode, receive, send
@@ -93,15 +93,15 @@ class Leader:
             with _told(link, GATHER_TIMEOUT_S):
                 send(link, message)
 
-    def keep(self, slot: int, path: str, digest: str) -> None:
+    def keep(self, slot: int, path: str, raw: RawAdapter) -> None:
         """As `OtherTables.keep`, on all other ranks or on none. Raises LostRankError, too."""
-        self.tell(encode(KeepAdapter(slot, path, digest)))
+        self.tell(encode(KeepAdapter(slot, path, raw)))
         errors = []
         for link in self._links:
             with _told(link, _BUILD_S):
                 answer = receive(link, messages.answers)
             if answer is None:
-                raise LostRankError("a rank has ended while it read an adapter; see its log")
+                raise LostRankError("a rank has ended while it took an adapter; see its log")
             errors += [answer.error] if answer.error else []
         if errors:
             self.drop(slot)

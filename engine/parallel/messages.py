@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.msgpack import Decoder
 
+from engine.lora.files import RawAdapter
 from engine.rows import SequenceRows
 from protocol.handoff import SegmentInfo
 
@@ -38,11 +39,13 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class KeepAdapter(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Read the adapter with this content into the slot that it has at rank 0. Answered by `AdapterKept`."""
+    """Put the adapter with this content, from `path`, into the slot that it has at rank 0, which alone reads
+    files. Answered by `AdapterKept`.
+    """
 
     slot: int
     path: str
-    digest: str
+    raw: RawAdapter
 
 
 class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag=2):

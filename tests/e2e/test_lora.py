@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -89,6 +90,10 @@ def test_adapters_come_and_go_while_the_server_runs(
         answer = load_adapter(serving, "one", str(folder / "nothing"))
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_path")
         assert "adapter_config.json: cannot be read" in answer.text
+        (folder / "pipe").mkdir()
+        os.mkfifo(folder / "pipe" / "adapter_config.json")  # once, every worker waited for it
+        answer = load_adapter(serving, "one", str(folder / "pipe"))
+        assert (answer.status_code, "is no regular file" in answer.text) == (400, True)
         assert load_adapter(serving, "one", modules["one"]).status_code == 200
         serving.add("decode-1")  # who comes later has it too
         assert load_adapter(serving, "other", modules["other"]).status_code == 200

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from engine.engine import Engine
-from engine.lora.files import AdapterError
+from engine.lora.files import AdapterError, RawAdapter
 from engine.parallel import messages
 from engine.parallel.follower import follow
 from engine.parallel.group import GATHER_TIMEOUT_S, Columns, LostRankError, Ranks
@@ -99,7 +99,7 @@ def refuse_an_adapter(pipe: Connection) -> None:
 
     leader, refusal = Leader(3, be_rank), ""
     try:
-        leader.keep(7, "/adapters/sql", "")
+        leader.keep(7, "/adapters/sql", RawAdapter(b"", b""))
     except AdapterError as error:
         refusal = str(error)
     pipe.send((refusal, [dropped.get(), dropped.get()]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -432,6 +433,24 @@ def test_files_that_are_none_are_named(
     if content is not None:
         (folder / file).write_bytes(content)
     assert_refused(table, folder, message)
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_what_is_no_regular_file_is_refused_unread(
+    file: str, kind: str, table: Adapters, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """A pipe would be waited for, and a device might never end."""
+    folder = write(tmp_path, *read(folders["llama"] / "one"))
+    (folder / file).unlink()
+    match kind:
+        case "pipe":
+            os.mkfifo(folder / file)
+        case "device":
+            (folder / file).symlink_to("/dev/zero")
+        case "folder":
+            (folder / file).mkdir()
+    assert_refused(table, folder, f"{file}: (is no regular file|cannot be read: .*Is a directory)")
 
 
 def assert_refused(table: Adapters, adapter: Path, message: str) -> None:

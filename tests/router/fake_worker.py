@@ -17,7 +17,7 @@ from protocol.adapters import Adapter
 from protocol.codec import encode, router_to_worker
 from protocol.costs import UNKNOWN_COSTS, StepCosts
 from protocol.ids import new_incarnation
-from protocol.outputs import RequestTiming, TokenLogprobs, TokenOutput
+from protocol.outputs import ErrorKind, RequestTiming, TokenLogprobs, TokenOutput
 from protocol.peers import PeerAddress
 from protocol.requests import EngineRequest
 from protocol.router_to_worker import (
@@ -127,6 +127,7 @@ class FakeWorker:
         self.adapters = {adapter.name: adapter.digest for adapter in adapters or []}
         self.first_adapters = adapters or []
         self.adapter_error: str | None = ""
+        self.adapter_error_kind: ErrorKind = "invalid"
         """Why it can't load any; None: it does not answer."""
         self.adapter_digest = "a" * 32
         """Of those it loads."""
@@ -353,6 +354,7 @@ class FakeWorker:
             name=message.name,
             digest=digest,
             error=self.adapter_error,
+            error_kind=self.adapter_error_kind,
         )
         self._sockets[line].send(encode(answer))
 

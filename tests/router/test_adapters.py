@@ -90,6 +90,15 @@ def test_what_one_worker_cannot_load_none_keeps(router, fault):
     assert router.http.post(LOAD, json=BODY).status_code == 200
 
 
+def test_a_disk_that_does_not_answer_is_no_fault_of_the_path(router):
+    worker = router.add_worker()
+    worker.adapter_error, worker.adapter_error_kind = "/adapters/new: nothing came for 10 s", "timeout"
+    answer = router.http.post(LOAD, json=BODY)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+    assert "lora_path: /adapters/new: nothing came" in answer.text
+    assert names(router) == ["test-model"]
+
+
 def test_a_worker_that_dies_meanwhile_gets_it_when_it_comes_back(router, pool):
     prefill, decode = make_pair(router)
     decode.adapter_error = None

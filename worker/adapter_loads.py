@@ -1,0 +1,192 @@
+"""Reads adapters from the disk while the worker's loop goes on.
+
+The disk may be another host's, and stand still. So each adapter is read in a thread of its own, and a read
+that brings nothing fails the requests that wait for it, and no others.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from engine.lora.files import AdapterError, AdapterFiles
+from engine.lora.table import Adapters
+from protocol.outputs import ErrorKind
+from protocol.requests import EngineRequest
+from worker.counters import Counters
+
+log = logging.getLogger(__name__)
+
+STALL_S = 10.0
+"""A read that brings nothing for so long has failed. A network's disk that works takes milliseconds, and one
+whose server is started anew some seconds.
+"""
+
+READS_AT_ONCE = 4
+"""Others wait for their turn: each read holds an adapter's bytes."""
+
+MOST_STALLED = 32
+"""Threads that wait for a disk cannot be ended. With so many of them nothing more is read."""
+
+_REQUEST, _NAME = "request", "name"
+"""Who waits for an adapter."""
+
+Problem = tuple[ErrorKind, str]
+OnEnd = Callable[[AdapterFiles | None, Problem | None], None]
+
+
+@dataclass(eq=False)
+class _Read:
+    path: str
+    moved_at: float = field(default_factory=time.monotonic)
+    """When it last brought something (monotonic seconds)."""
+    result: AdapterFiles | AdapterError | None = None
+
+    def on_piece(self) -> None:
+        self.moved_at = time.monotonic()
+
+
+@dataclass(eq=False)
+class _Wish:
+    """Somebody waits for an adapter: `on_end` gets its files, if any had to be read, or what is wrong."""
+
+    path: str
+    digest: str
+    on_end: OnEnd
+
+
+class AdapterLoads:
+    """Belongs to the loop's thread, which calls `poll` again and again, also when `wake` was called."""
+
+    def __init__(self, adapters: Adapters | None, counters: Counters, wake: Callable[[], None]) -> None:
+        """Without `adapters` there is no --enable-lora."""
+        self._adapters = adapters
+        self._counters = counters
+        self._wake = wake
+        self._wishes: dict[tuple[str, str], _Wish] = {}
+        """By the request's id, or by the name that an adapter is to get; oldest first."""
+        self._reads: dict[str, _Read] = {}
+        """Those under way, by path."""
+        self._stalled: dict[str, _Read] = {}
+        """Those that were given up, while their threads live."""
+        self._done: SimpleQueue[_Read] = SimpleQueue()
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether the request waits for its adapter."""
+        return (_REQUEST, request_id) in self._wishes
+
+    def request_ids(self) -> list[str]:
+        """The requests that wait for their adapters."""
+        return [key for kind, key in self._wishes if kind == _REQUEST]
+
+    def awaits(self, digest: str) -> bool:
+        return any(wish.digest == digest for wish in self._wishes.values())
+
+    def load(self, name: str, path: str, digest: str, on_end: Callable[[str, Problem | None], None]) -> None:
+        """Keep the folder's adapter under a name, then tell its digest, or what is wrong. If `unload` comes
+        first, nothing is told.
+        """
+        adapters = self._adapters
+        if adapters is None:
+            on_end("", ("invalid", "this worker takes no adapters: --enable-lora"))
+            return
+
+        def end(files: AdapterFiles | None, problem: Problem | None) -> None:
+            found = ""
+            try:
+                found = adapters.load(name, path, digest, files).digest if problem is None else ""
+            except AdapterError as error:
+                problem = "invalid", str(error)
+            on_end(found, problem)
+
+        self._want((_NAME, name), _Wish(path, digest, end))
+
+    def unload(self, name: str) -> None:
+        self._wishes.pop((_NAME, name), None)
+        if self._adapters is not None:
+            self._adapters.unload(name)
+
+    def require(self, request: EngineRequest, then: Callable[[Problem | None], None]) -> None:
+        """Call `then` once the request's adapter is here (at once if it has none), or with what is wrong. It
+        is not called if `abort` comes first, or another call for the same request.
+        """
+        adapters, adapter = self._adapters, request.adapter
+        if adapter is None or adapters is None:  # the engine refuses what it cannot serve
+            then(None)
+            return
+
+        def end(files: AdapterFiles | None, problem: Problem | None) -> None:
+            try:
+                if problem is None:
+                    adapters.require(adapter, files)
+            except AdapterError as error:
+                problem = "invalid", str(error)
+            then(problem if problem is None else (problem[0], f"model: {adapter.name}: {problem[1]}"))
+
+        self._want((_REQUEST, request.request_id), _Wish(adapter.path, adapter.digest, end))
+
+    def abort(self, request_id: str) -> None:
+        """Unknown ids are ignored."""
+        self._wishes.pop((_REQUEST, request_id), None)
+
+    def poll(self, now: float) -> None:
+        """Go on with what was read. `now` is `time.monotonic()`."""
+        while not self._done.empty():
+            read = self._done.get()
+            if self._stalled.pop(read.path, None) is not None:
+                log.warning("adapter %s: its files could be read after all", read.path)
+            elif self._reads.pop(read.path, None) is not None:
+                self._end(read)
+        for read in [read for read in self._reads.values() if now - read.moved_at > STALL_S]:
+            self._stalled[read.path] = self._reads.pop(read.path)
+            self._counters.add("adapter_loads_stalled_total")
+            log.error("adapter %s: %s", read.path, _STALL)
+        self._begin_reads()
+
+    def _want(self, key: tuple[str, str], wish: _Wish) -> None:
+        assert self._adapters is not None
+        if self._adapters.has(wish.digest):
+            wish.on_end(None, None)
+            return
+        self._wishes[key] = wish
+        self._begin_reads()
+
+    def _begin_reads(self) -> None:
+        for key, wish in list(self._wishes.items()):
+            if wish.path in self._reads:
+                continue
+            if wish.path in self._stalled or len(self._stalled) >= MOST_STALLED:
+                del self._wishes[key]
+                wish.on_end(None, ("timeout", f"{wish.path}: {_STALL}"))
+            elif len(self._reads) < READS_AT_ONCE:
+                self._reads[wish.path] = read = _Read(wish.path)
+                threading.Thread(target=self._read, args=(read,), name="adapter", daemon=True).start()
+
+    def _read(self, read: _Read) -> None:
+        """In a thread of its own."""
+        assert self._adapters is not None
+        try:
+            read.result = self._adapters.read(read.path, read.on_piece)
+        except AdapterError as error:
+            read.result = error
+        except Exception as error:
+            log.exception("adapter %s cannot be read", read.path)
+            read.result = AdapterError(f"{read.path}: {type(error).__name__}: {error}")
+        self._done.put(read)
+        self._wake()
+
+    def _end(self, read: _Read) -> None:
+        for key, wish in [item for item in self._wishes.items() if item[1].path == read.path]:
+            if self._wishes.pop(key, None) is None:
+                continue
+            if isinstance(read.result, AdapterError):
+                wish.on_end(None, ("invalid", str(read.result)))
+            else:
+                wish.on_end(read.result, None)
+
+
+_STALL = f"nothing came from its files for {STALL_S:g} s: the file system that they are on does not answer"
