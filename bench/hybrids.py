@@ -106,8 +106,10 @@ def _decode_speeds(
 
 
 def _bytes_of_sequence(engine: Engine, context: int) -> float:
-    seats = engine.pool.seats
-    return engine.pool.token_bytes * context + (0 if seats is None else seats.layout.seat_bytes)
+    state_slots = engine.pool.state_slots
+    return engine.pool.token_bytes * context + (
+        0 if state_slots is None else state_slots.layout.state_slot_bytes
+    )
 
 
 def _chat_hits(engine: Engine, conversations: int = 16, turns: int = 4) -> float:

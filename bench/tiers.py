@@ -53,7 +53,7 @@ class Bench:
         )
         self.folder = folder
         self.engine = Engine(self.config)
-        self.block_bytes = self.engine.pool.arenas[0].shape[1]
+        self.block_bytes = self.engine.pool.block_pools[0].shape[1]
         self._rng = random.Random(0)
         self._number = 0
 

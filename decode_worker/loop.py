@@ -227,7 +227,7 @@ class DecodeLoop(WorkerLoop):
         if request.num_expected > 0:
             self.receiver.open(
                 request.held_lease,
-                reservation.holdings.extents(),
+                reservation.sequence_blocks.extents(),
                 first_token=reservation.first_tokens,
                 num_tokens=request.num_places,
             )
@@ -243,7 +243,7 @@ class DecodeLoop(WorkerLoop):
             lease_id=request.held_lease,
             incarnation=self.parts.incarnation,
             block_size=self.config.block_size,
-            extents=request.granted.holdings.extents(),
+            extents=request.granted.sequence_blocks.extents(),
             covered=request.granted.covered,
             num_running=self.engine.num_running,
         )
@@ -378,7 +378,7 @@ class DecodeLoop(WorkerLoop):
 
     def _free(self, request: DecodeRequest) -> None:
         self.requests.drop_lease(request)
-        request.granted.holdings.free()
+        request.granted.sequence_blocks.free()
         request.enter(DecodeStage.ENDED)
 
     def _fail_handoff(self, request: DecodeRequest, reason: str, field: str | None = None) -> None:

@@ -26,8 +26,8 @@ from engine.recurrent.layout import StateLayout
 from engine.runner import Runner
 from engine.sampler import Grammars, Sampler, SamplingRow
 from engine.scheduler import Scheduler
-from engine.seating import Seating
 from engine.select_forward import MakeRunner, load_packed, runner_of_one_process
+from engine.slot_allocator import StateSlotAllocator
 from engine.speculation_interface import Speculator
 from engine.step_times import StepTimes
 from engine.tiers.build import build_tiers
@@ -164,7 +164,7 @@ class Assembly:
         self,
         blocks: BlockManager,
         tiers: HostTier | None,
-        seating: Seating | None,
+        slot_allocator: StateSlotAllocator | None,
         costs: Callable[[], StepCosts],
     ) -> Scheduler:
         return Scheduler(
@@ -175,7 +175,7 @@ class Assembly:
             max_num_batched_tokens=self.token_budget,
             fetcher=tiers,
             bound=ChunkBound(costs, self._itl_bound_s, self.config.block_size),
-            seating=seating,
+            slot_allocator=slot_allocator,
         )
 
     def launcher(self, runner: Runner, sampler: Sampler, scheduler: Scheduler) -> StepLauncher:
@@ -189,14 +189,18 @@ class Assembly:
         )
 
     def sequences(
-        self, scheduler: Scheduler, launcher: StepLauncher, sampler: Sampler, seating: Seating | None
+        self,
+        scheduler: Scheduler,
+        launcher: StepLauncher,
+        sampler: Sampler,
+        slot_allocator: StateSlotAllocator | None,
     ) -> LiveSequences:
         return LiveSequences(
             scheduler,
             launcher,
             sampler,
             speculator=self.speculator,
-            seating=seating,
+            slot_allocator=slot_allocator,
             adapters=self.loaded.adapters,
             eos=self.loaded.eos_token_ids,
         )

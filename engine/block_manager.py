@@ -1,7 +1,9 @@
-"""The blocks of a KV pool, in its arenas and the tiers below: how many there are, and which can be found.
+"""The blocks of a KV pool, in its block pools and the tiers below: how many there are, and which can be
+found.
 
 Full blocks of committed tokens are found again by their chained identity (`protocol.ids`), as in vLLM's
-automatic prefix caching. What is evicted may go to lower tiers. Who has which blocks is in `engine.holdings`.
+automatic prefix caching. What is evicted may go to lower tiers. Who has which blocks is in
+`engine.sequence_blocks`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.arena import Arena
+from engine.block_pool import BlockPool
 from engine.cache_events import CacheEvent, CacheLog
 from engine.kv_pool import KVPool
 from engine.tiers.host import HostTier
@@ -24,18 +26,18 @@ from protocol.window import Window
 @dataclass(frozen=True, eq=False)
 class Table:
     """Where a sequence's blocks of some of the layers lie. Behind a `window`, if these attend within one, it
-    has none. `number` tells it from others of the same arena.
+    has none. `number` tells it from others of the same block_pool.
     """
 
     index: int
-    """Of the arena."""
-    arena: Arena
+    """Of the block_pool."""
+    block_pool: BlockPool
     tier: HostTier | None
     window: Window | None
     number: int
 
     def has(self, identity: BlockIdentity) -> bool:
-        return self.arena.find(identity, self.number) is not None
+        return self.block_pool.find(identity, self.number) is not None
 
     def has_below(self, identity: BlockIdentity) -> bool:
         return self.tier is not None and self.tier.holds(table_identity(identity, self.number))
@@ -50,8 +52,8 @@ class Table:
 
 
 class BlockManager:
-    """`tiers` are those below the pool's arenas, all or none. A sequence has a table in each arena for each
-    of the `windows`; None stands for layers that see all.
+    """`tiers` are those below the pool's block pools, all or none. A sequence has a table in each block
+    pool for each of the `windows`; None stands for layers that see all.
     """
 
     def __init__(
@@ -69,14 +71,16 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.tiers = tiers
         self.least_blocks = 0
-        """Of each arena, that a sequence has from its first `grow` on, whatever its length."""
-        below = [*itertools.zip_longest(pool.arenas, tiers)]
+        """Of each block pool, that a sequence has from its first `grow` on, whatever its length."""
+        below = [*itertools.zip_longest(pool.block_pools, tiers)]
         self.state_unit = pool.state_unit
         """States are kept behind multiples of so many tokens; 0 where there are none."""
-        self.arenas = [Arena(len(blocks), tier, pool.state_blocks, len(windows)) for blocks, tier in below]
+        self.block_pools = [
+            BlockPool(len(blocks), tier, pool.state_blocks, len(windows)) for blocks, tier in below
+        ]
         self.tables = [
-            Table(index, arena, tier, window, number)
-            for index, (arena, (_, tier)) in enumerate(zip(self.arenas, below, strict=True))
+            Table(index, block_pool, tier, window, number)
+            for index, (block_pool, (_, tier)) in enumerate(zip(self.block_pools, below, strict=True))
             for number, window in enumerate(windows)
         ]
         self.has_windows = any(window is not None for window in windows)
@@ -85,15 +89,17 @@ class BlockManager:
     def watch(self) -> CacheLog:
         """A log that begins with all that the prefix cache holds, and gets every change from now on."""
         self.log = CacheLog(self.contents())
-        for arena in self.arenas:
-            arena.log = self.log
+        for block_pool in self.block_pools:
+            block_pool.log = self.log
         for tier in self.tiers if self._tells_of_tiers else ():
             tier.watch(self.log)
         return self.log
 
     def contents(self) -> list[CacheEvent]:
         """The events that lead from nothing known to what the prefix cache holds."""
-        everywhere = functools.reduce(operator.and_, (arena.published() for arena in self.arenas))
+        everywhere = functools.reduce(
+            operator.and_, (block_pool.published() for block_pool in self.block_pools)
+        )
         stored = [(Medium.GPU, identity) for identity in everywhere]
         if self._tells_of_tiers:
             stored.extend(itertools.chain.from_iterable(tier.contents() for tier in self.tiers))
@@ -101,23 +107,23 @@ class BlockManager:
 
     @property
     def num_blocks(self) -> int:
-        """Of all arenas; so are the other counts."""
-        return sum(arena.num_blocks for arena in self.arenas)
+        """Of all block pools; so are the other counts."""
+        return sum(block_pool.num_blocks for block_pool in self.block_pools)
 
     @property
     def num_free(self) -> int:
-        return sum(arena.num_free for arena in self.arenas)
+        return sum(block_pool.num_free for block_pool in self.block_pools)
 
     @property
     def num_cached(self) -> int:
-        return sum(arena.num_cached for arena in self.arenas)
+        return sum(block_pool.num_cached for block_pool in self.block_pools)
 
     @property
     def available(self) -> tuple[int, ...]:
-        """Blocks of each arena that could be handed out now."""
-        return tuple(arena.num_available for arena in self.arenas)
+        """Blocks of each block pool that could be handed out now."""
+        return tuple(block_pool.num_available for block_pool in self.block_pools)
 
     @property
     def _tells_of_tiers(self) -> bool:
         """Whether what lies there counts by itself."""
-        return not self.state_unit and len(self.tables) == len(self.arenas)
+        return not self.state_unit and len(self.tables) == len(self.block_pools)

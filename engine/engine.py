@@ -24,9 +24,9 @@ from engine.prefix_room import PrefixRoom, find_room
 from engine.profiling import ProfilingRun
 from engine.results import EngineStats, Reservation, StepResult
 from engine.scheduler import ScheduledStep
-from engine.seating import Seating
 from engine.select_forward import MakeRunner, runner_of_one_process
 from engine.sequence import SequenceStage, SequenceState
+from engine.slot_allocator import StateSlotAllocator
 from engine.speculation_interface import Speculator
 from engine.start_up import describe_start
 from engine.step_times import work_of
@@ -83,10 +83,16 @@ class Engine:
         self._grammars = assembly.grammars
         self._sampler = assembly.sampler()
         self._times = assembly.times(self.pool)
-        self._seating = Seating(self.pool.seats, self.blocks) if self.pool.seats is not None else None
-        self._scheduler = assembly.scheduler(self.blocks, self.tiers, self._seating, self._costs_now)
+        self._slot_allocator = (
+            StateSlotAllocator(self.pool.state_slots, self.blocks)
+            if self.pool.state_slots is not None
+            else None
+        )
+        self._scheduler = assembly.scheduler(self.blocks, self.tiers, self._slot_allocator, self._costs_now)
         self._launcher = assembly.launcher(self._runner, self._sampler, self._scheduler)
-        self._sequences = assembly.sequences(self._scheduler, self._launcher, self._sampler, self._seating)
+        self._sequences = assembly.sequences(
+            self._scheduler, self._launcher, self._sampler, self._slot_allocator
+        )
         self._order = itertools.count()
         self._own_threads = torch.get_num_threads()
         self._kept_cores: Callable[[], bool] | None = None
@@ -149,8 +155,8 @@ class Engine:
             return None
         if self.tiers is not None:
             self.tiers.finish()
-        holdings, covered = reserved
-        reservation = Reservation(request, holdings, covered, time.monotonic())
+        sequence_blocks, covered = reserved
+        reservation = Reservation(request, sequence_blocks, covered, time.monotonic())
         self._scheduler.prefix_query_tokens += len(token_ids)
         self._scheduler.prefix_hit_tokens += reservation.num_cached
         return reservation
@@ -186,12 +192,12 @@ class Engine:
         request = reservation.request
         sequence = SequenceState(request, next(self._order), arrival=reservation.since)
         self._sequences.take(sequence)
-        sequence.holdings = reservation.holdings
-        sequence.holdings.shareable = shareable
+        sequence.sequence_blocks = reservation.sequence_blocks
+        sequence.sequence_blocks.shareable = shareable
         sequence.num_computed = num_computed
         sequence.num_cached = reservation.num_cached
         sequence.handed_over = True
-        sequence.holdings.publish(sequence.token_ids, num_computed)
+        sequence.sequence_blocks.publish(sequence.token_ids, num_computed)
         sequence.append(first_token)
         if self._speculator is not None:
             self._speculator.begin(sequence, draft)
@@ -364,8 +370,8 @@ class Engine:
         thread.
         """
         counters = self.tiers.totals() if self.tiers is not None else {}
-        if self._seating is not None:
-            counters |= self._seating.totals()
+        if self._slot_allocator is not None:
+            counters |= self._slot_allocator.totals()
         if room_wait_s := self._scheduler.room_wait_s:
             counters["kv_room_wait_seconds_total"] = room_wait_s
         return counters | (self._speculator.counters() if self._speculator is not None else {})

@@ -8,7 +8,7 @@ from engine.attention.interface import AttentionBackend
 from engine.forward import Forward
 from engine.loader import LoadedModel
 from engine.recurrent.native import operators_of
-from engine.recurrent.seats import Seats
+from engine.recurrent.state_slots import StateSlots
 from engine.rows import SequenceRows, span_of
 
 
@@ -17,7 +17,7 @@ class HybridForward(Forward):
         self,
         loaded: LoadedModel,
         backend: AttentionBackend,
-        seats: Seats,
+        state_slots: StateSlots,
         hidden_layers: tuple[int, ...] = (),
         *,
         products: str,
@@ -33,11 +33,11 @@ class HybridForward(Forward):
             adapters=loaded.adapters,
         )
         assert loaded.recurrent is not None
-        self._seam = loaded.recurrent.seam
-        self._operators = operators_of(seats)
+        self._hooks = loaded.recurrent.hooks
+        self._operators = operators_of(state_slots)
         self.choice = f"eager, recurrent layers by {self._operators.name} operators"
 
     def _begin(self, batch: Sequence[SequenceRows]) -> None:
         super()._begin(batch)
         self._operators.begin_step([span_of(rows) for rows in batch])
-        self._seam.operators = self._operators
+        self._hooks.operators = self._operators

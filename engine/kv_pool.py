@@ -15,7 +15,7 @@ from engine.attention.interface import LayerKv
 from engine.host_memory import host_zeros
 from engine.kv_rows import StoredRows
 from engine.pool_layout import LayerPlace, LayerShape, PoolLayout
-from engine.recurrent.seats import Seats
+from engine.recurrent.state_slots import StateSlots
 from engine.upload import upload_to
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
@@ -29,9 +29,10 @@ Allocate = Callable[[int], memoryview]
 
 
 class KVPool:
-    """A block is the segments of its arena one after the other, so all of it is one extent.
+    """A block is the segments of its block pool one after the other, so all of it is one extent.
 
-    `arenas` are the bytes, each uint8 [num_blocks, bytes of a block]. A segment is [num_blocks, num_layers,
+    `block_pools` are the bytes, each uint8 [num_blocks, bytes of a block]. A segment is [num_blocks,
+    num_layers,
     num_planes, block_size, num_kv_heads, head_dim]; where rows are coded these are bytes, with scales behind
     them (`Segment.views`).
     """
@@ -41,22 +42,22 @@ class KVPool:
     ) -> None:
         self.block_size = layout.block_size
         self.num_blocks = num_blocks
-        """In each arena."""
+        """In each block_pool."""
         self.segments = layout.describe()
         self.groups = {group.name: group for group in layout.groups}
         self.num_tables = len(layout.windows)
         """That a sequence has: a token takes a place in a block of each."""
         self.state_blocks = layout.state_blocks
         self.state_unit = layout.state_unit
-        self.seats, self.draft_seats = (
-            Seats(state, layout.num_seats, device) if state is not None else None
+        self.state_slots, self.draft_state_slots = (
+            StateSlots(state, layout.num_state_slots, device) if state is not None else None
             for state in (layout.state, layout.draft_state)
         )
         """Of running sequences' states."""
         self._upload = upload_to(device)
-        self.arenas: list[Tensor] = []
+        self.block_pools: list[Tensor] = []
         self._segments: list[dict[str, StoredRows]] = []
-        for segments in layout.arenas():
+        for segments in layout.block_pools():
             nbytes = [segment.block_bytes(layout.block_size) for segment in segments.values()]
             total = num_blocks * sum(nbytes)
             if device.type != "cpu":
@@ -66,7 +67,7 @@ class KVPool:
             else:
                 memory = host_zeros(total)
             blocks = memory.view(num_blocks, sum(nbytes))
-            self.arenas.append(blocks)
+            self.block_pools.append(blocks)
             parts = zip(segments.items(), blocks.split(nbytes, dim=1), strict=True)
             self._segments.append(
                 {name: segment.views(part, layout.block_size) for (name, segment), part in parts}
@@ -74,7 +75,7 @@ class KVPool:
 
     @property
     def num_bytes(self) -> int:
-        return sum(blocks.nbytes for blocks in self.arenas)
+        return sum(blocks.nbytes for blocks in self.block_pools)
 
     @property
     def token_bytes(self) -> int:
@@ -83,7 +84,7 @@ class KVPool:
 
     @property
     def is_cuda(self) -> bool:
-        return self.arenas[0].is_cuda
+        return self.block_pools[0].is_cuda
 
     def segment(self, name: str) -> Tensor:
         return self._stored(name).values
@@ -112,9 +113,9 @@ class KVPool:
 
         return [layer(place) for place in of.layers]
 
-    def copy_block(self, arena: int, source: int, target: int) -> None:
+    def copy_block(self, block_pool: int, source: int, target: int) -> None:
         """All of it, source to target."""
-        self.arenas[arena][target].copy_(self.arenas[arena][source])
+        self.block_pools[block_pool][target].copy_(self.block_pools[block_pool][source])
 
     def move_tokens(self, tables: Sequence[Sequence[int]], first: int, places: Sequence[int]) -> None:
         """Of one sequence: move the KV at place `first + places[i]` to `first + i`."""
@@ -149,7 +150,7 @@ def pool_blocks(
     kept_free: int = 0,
     window_spans: Sequence[int | None] = (None,),
 ) -> int:
-    """How many blocks fit in each arena, where a GPU has `kept_free` bytes for other things. Raises
+    """How many blocks fit in each block pool, where a GPU has `kept_free` bytes for other things. Raises
     `ConfigError` when not even one sequence of `max_model_len` does, of which a sliding window leaves
     so many tokens at a time in each of its tables; None: all.
     """
@@ -160,18 +161,18 @@ def pool_blocks(
         what = f"the window and step of a sequence ({max(kept)})"
     # One more than its tokens take: a prompt found whole in the cache goes on in a copy of its last block.
     per_sequence = sum(math.ceil(most / config.block_size) + 1 for most in kept) + layout.state_blocks
-    seat_bytes = layout.seat_bytes
+    state_slot_bytes = layout.state_slot_bytes
     budget, reason = _pool_budget(
-        config, device, max_model_len, per_sequence * nbytes + seat_bytes, kept_free
+        config, device, max_model_len, per_sequence * nbytes + state_slot_bytes, kept_free
     )
-    if seat_bytes and layout.seats_bytes > budget - per_sequence * nbytes:
-        fitting = max(0, budget - per_sequence * nbytes) // seat_bytes
+    if state_slot_bytes and layout.state_slots_bytes > budget - per_sequence * nbytes:
+        fitting = max(0, budget - per_sequence * nbytes) // state_slot_bytes
         raise ConfigError(
-            f"--max-num-seqs: {layout.num_seats} sequences' states, of {seat_bytes} bytes each, do not fit "
-            f"in {budget} bytes ({reason}) beside {per_sequence * nbytes} bytes of KV for one sequence of "
+            f"--max-num-seqs: {layout.num_state_slots} sequences' states, of {state_slot_bytes} bytes each, do not "
+            f"fit in {budget} bytes ({reason}) beside {per_sequence * nbytes} bytes of KV for one sequence of "
             f"--max-model-len ({max_model_len}); {fitting} fit"
         )
-    budget -= layout.seats_bytes
+    budget -= layout.state_slots_bytes
     num_blocks = budget // nbytes
     if num_blocks < per_sequence:
         raise ConfigError(

@@ -7,7 +7,7 @@ What the host does with the tokens, and all else up to the following launch, goe
 Sequences know nothing of it. They hold what is committed, and get a step's tokens when the step is over. One
 that turns out to have ended has a row in the next step that nobody looks at. That writes KV behind its last
 token, so its blocks are kept until the step is over. Of the state of recurrent layers it changes nothing but
-what lies behind the grid point (see `pack_ahead`), and seats are taken only when no step is ahead.
+what lies behind the grid point (see `pack_ahead`), and state slots are taken only when no step is ahead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from engine.draft import Verdict
-from engine.holdings import Holdings
 from engine.packing import PackedStep, pack, pack_ahead
 from engine.runner import AheadRunner, ForwardOutput, LateRunner, Runner
 from engine.sampler import Sampler
@@ -26,6 +25,7 @@ from engine.sampler.choice import TokenChoice
 from engine.sampler.rows import SamplingRow
 from engine.scheduler import ScheduledStep, Scheduler
 from engine.sequence import SequenceStage, SequenceState
+from engine.sequence_blocks import SequenceBlocks
 from engine.speculation_interface import Speculator
 
 
@@ -41,7 +41,7 @@ class Launched:
     hidden: Tensor | None = None
     rows: Sequence[SamplingRow] = ()
     choice: TokenChoice | None = None
-    kept: list[Holdings] = field(default_factory=list)
+    kept: list[SequenceBlocks] = field(default_factory=list)
     """Of sequences that have ended since, while the device may still write there."""
 
     @property
@@ -52,8 +52,8 @@ class Launched:
 
     def free_kept(self) -> None:
         """Once the step is over."""
-        for holdings in self.kept:
-            holdings.free()
+        for sequence_blocks in self.kept:
+            sequence_blocks.free()
 
 
 class StepLauncher:
@@ -172,9 +172,9 @@ class StepLauncher:
 
     def keep(self, sequence: SequenceState) -> None:
         """The blocks of a sequence that ends, for as long as the device may write there."""
-        if self._ahead is not None and sequence.holdings is not None:
-            self._ahead.kept.append(sequence.holdings)
-            sequence.holdings = None
+        if self._ahead is not None and sequence.sequence_blocks is not None:
+            self._ahead.kept.append(sequence.sequence_blocks)
+            sequence.sequence_blocks = None
 
 
 def _sampling_rows(packed: PackedStep) -> list[SamplingRow]:

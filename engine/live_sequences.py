@@ -11,8 +11,8 @@ from engine.lora.table import Adapters
 from engine.outputs import failure, keep_tokens, token_output
 from engine.sampler import Sampler
 from engine.scheduler import ScheduledStep, Scheduler
-from engine.seating import Seating
 from engine.sequence import SequenceState
+from engine.slot_allocator import StateSlotAllocator
 from engine.speculation_interface import Speculator
 from protocol.outputs import ErrorKind, TokenOutput
 
@@ -25,7 +25,7 @@ class LiveSequences(dict[str, SequenceState]):
         sampler: Sampler,
         *,
         speculator: Speculator | None,
-        seating: Seating | None,
+        slot_allocator: StateSlotAllocator | None,
         adapters: Adapters | None,
         eos: Collection[int],
     ) -> None:
@@ -34,7 +34,7 @@ class LiveSequences(dict[str, SequenceState]):
         self.sampler = sampler
         self._scheduler = scheduler
         self._speculator = speculator
-        self._seating = seating
+        self._slot_allocator = slot_allocator
         self._adapters = adapters
         self._eos = frozenset(eos)
 
@@ -63,8 +63,8 @@ class LiveSequences(dict[str, SequenceState]):
             sequence.held.commit(first_drafted, accepted, sequence.token_ids)
         else:
             sequence.held.commit(min(sequence.num_computed, sequence.num_given), [], sequence.token_ids)
-        if self._seating is not None:
-            self._seating.stepped(sequence, first_drafted, accepted)
+        if self._slot_allocator is not None:
+            self._slot_allocator.stepped(sequence, first_drafted, accepted)
         if verdict is None:
             return None
         output = token_output(sequence, kept, outcome)

@@ -27,8 +27,8 @@ from engine.preloaded import take_preloaded
 from engine.probe import probe
 from engine.quantization.weight import CodeFormat
 from engine.quantized_checkpoint import load_quantized, quantization_config
+from engine.recurrent.hooks import RecurrentHooks, hook
 from engine.recurrent.layout import StateLayout
-from engine.recurrent.seam import Seam, hook
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.handoff import ROW_QUANTIZATIONS
@@ -42,7 +42,7 @@ DUMMY_SEED = 0
 class Recurrent(NamedTuple):
     """Of a model with recurrent layers: where our operators go, and what they keep of a sequence."""
 
-    seam: Seam
+    hooks: RecurrentHooks
     state: StateLayout
 
 
@@ -114,8 +114,8 @@ def load_model(config: ServeConfig) -> LoadedModel:
     elif device.type == "cuda":
         tile_on_gpu(model, device, dtype, plain=in_tiles)
     text_config = hf_config.get_text_config(decoder=True)
-    seam = hook(model)
-    kept = probe(model, dtype, text_config.num_hidden_layers, seam)
+    hooks = hook(model)
+    kept = probe(model, dtype, text_config.num_hidden_layers, hooks)
     return LoadedModel(
         model=model,
         device=device,
@@ -125,7 +125,7 @@ def load_model(config: ServeConfig) -> LoadedModel:
         max_model_len=choose_max_model_len(config.max_model_len, text_config),
         eos_token_ids=_eos_token_ids(model, text_config),
         weights=weights,
-        recurrent=Recurrent(seam, kept.state) if seam is not None and kept.state is not None else None,
+        recurrent=Recurrent(hooks, kept.state) if hooks is not None and kept.state is not None else None,
         adapters=adapters,
         in_ranks=max(config.prefill_tensor_parallel_size, config.decode_tensor_parallel_size) > 1,
         expansion=expansion,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from engine.arena import OutOfBlocksError
 from engine.block_manager import BlockManager
+from engine.block_pool import OutOfBlocksError
 from engine.prefix_cache import find_prefix
 from protocol.ids import BlockIdentity, block_identities, state_identities
 
@@ -42,11 +42,11 @@ def missing_with_state(
     """What the pool lacks of such a prefix, on the disk too: its blocks and those of its state."""
     known = []
     for identity in block_identities(root, token_ids[: len(token_ids) - 1], blocks.block_size):
-        if blocks.arenas[0].find(identity) is None and not blocks.tiers[0].knows(identity):
+        if blocks.block_pools[0].find(identity) is None and not blocks.tiers[0].knows(identity):
             break
         known.append(identity)
     end, parts = _last_state(blocks, known, blocks.tiers[0].knows)
-    return [identity for identity in known[:end] if blocks.arenas[0].find(identity) is None] + parts
+    return [identity for identity in known[:end] if blocks.block_pools[0].find(identity) is None] + parts
 
 
 def _last_state(
@@ -56,7 +56,7 @@ def _last_state(
     the pool.
     """
     for end in range(len(identities), 0, -1):
-        if blocks.arenas[0].find_state(identities[end - 1]) is not None:
+        if blocks.block_pools[0].find_state(identities[end - 1]) is not None:
             return end, []
         parts = state_identities(identities[end - 1], blocks.pool.state_blocks)
         if all(map(holds, parts)):

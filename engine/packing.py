@@ -55,7 +55,7 @@ def pack(step: ScheduledStep, *, takes_late: bool = False) -> PackedStep:
                 start,
                 sequence.held.blocks,
                 masks,
-                seat=sequence.seat,
+                state_slot=sequence.state_slot,
                 certain=start + count,
                 adapter=sequence.adapter,
             )
@@ -79,7 +79,7 @@ def pack_ahead(sequences: Sequence[SequenceState], before: PackedStep) -> Packed
             [places[each]],
             each.position,
             each.held.blocks,
-            seat=each.seat,
+            state_slot=each.state_slot,
             certain=each.position,
             adapter=each.adapter,
         )

@@ -1,7 +1,7 @@
 """What lies in a block of the pool: groups of layers, their segments, and each layer's place in these.
 
-The pool has one or more arenas, each of blocks of one size. A block holds `block_size` tokens of all groups
-of its arena: their segments, one after the other.
+The pool has one or more block pools, each of blocks of one size. A block holds `block_size` tokens of all
+groups of its block pool: their segments, one after the other.
 """
 
 from __future__ import annotations
@@ -114,12 +114,12 @@ _MOST_PADDING = 0.25
 
 @dataclass(frozen=True)
 class Group:
-    """The KV of one model, in one arena. Layers that share their KV have the same place."""
+    """The KV of one model, in one block_pool. Layers that share their KV have the same place."""
 
     name: str
     segments: tuple[Segment, ...]
     layers: tuple[LayerPlace, ...]
-    arena: int = 0
+    block_pool: int = 0
     sights: tuple[int, ...] = ()
     """Tokens that each layer's rows see at most, their own among them; 0: all. Empty: all layers see all."""
     windows: tuple[int, ...] = (0,)
@@ -321,14 +321,14 @@ class Group:
 
 @dataclass(frozen=True)
 class PoolLayout:
-    """Beside the blocks there are `num_seats` seats for the `state` of recurrent layers, and for that of the
-    draft's, if there are any.
+    """Beside the blocks there are `num_state_slots` state slots for the `state` of recurrent layers, and
+    for that of the draft's, if there are any.
     """
 
     groups: tuple[Group, ...]
     block_size: int
     state: StateLayout | None = None
-    num_seats: int = 0
+    num_state_slots: int = 0
     draft_state: StateLayout | None = None
 
     @property
@@ -337,13 +337,13 @@ class PoolLayout:
         return self.groups[0].windows
 
     @property
-    def seat_bytes(self) -> int:
+    def state_slot_bytes(self) -> int:
         """Of one sequence."""
-        return sum(state.seat_bytes for state in (self.state, self.draft_state) if state is not None)
+        return sum(state.state_slot_bytes for state in (self.state, self.draft_state) if state is not None)
 
     @property
-    def seats_bytes(self) -> int:
-        return self.num_seats * self.seat_bytes
+    def state_slots_bytes(self) -> int:
+        return self.num_state_slots * self.state_slot_bytes
 
     @property
     def state_blocks(self) -> int:
@@ -357,16 +357,18 @@ class PoolLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Of one block of each arena. A token has such a place in each table."""
+        """Of one block of each block_pool. A token has such a place in each table."""
         return sum(segment.block_bytes(self.block_size) for g in self.groups for segment in g.segments)
 
-    def arenas(self) -> list[dict[str, Segment]]:
-        """Each arena's segments by name, in the order in which they lie in a block."""
-        arenas: list[dict[str, Segment]] = [{} for _ in range(1 + max(g.arena for g in self.groups))]
+    def block_pools(self) -> list[dict[str, Segment]]:
+        """Each block pool's segments by name, in the order in which they lie in a block."""
+        block_pools: list[dict[str, Segment]] = [
+            {} for _ in range(1 + max(g.block_pool for g in self.groups))
+        ]
         for group in self.groups:
             for index, segment in enumerate(group.segments):
-                arenas[group.arena][group.segment_name(index)] = segment
-        return arenas
+                block_pools[group.block_pool][group.segment_name(index)] = segment
+        return block_pools
 
     def describe(self) -> list[SegmentInfo]:
         """For peers."""
@@ -377,9 +379,9 @@ class PoolLayout:
                 dtype=segment.dtype_name,
                 shape=segment.block_shape(size),
                 kind=WINDOWED if any(self.windows) else PAGED,
-                arena=arena,
+                block_pool=block_pool,
                 quantization=segment.quantization,
             )
-            for arena, segments in enumerate(self.arenas())
+            for block_pool, segments in enumerate(self.block_pools())
             for name, segment in segments.items()
         ]

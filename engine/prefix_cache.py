@@ -1,8 +1,8 @@
-"""Holdings that begin with a cached prefix.
+"""SequenceBlocks that begin with a cached prefix.
 
 What lower tiers have of it comes back to the pool. A model with recurrent layers goes on from a state alone:
-its prefix counts up to the last block behind which a state is kept, in blocks of the first arena. Of tables
-within a sliding window a prefix needs no more blocks than those that a row at its end reads.
+its prefix counts up to the last block behind which a state is kept, in blocks of the first block_pool. Of
+tables within a sliding window a prefix needs no more blocks than those that a row at its end reads.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
-from engine.arena import OutOfBlocksError
 from engine.block_manager import BlockManager, Table
-from engine.holdings import Holdings
+from engine.block_pool import OutOfBlocksError
+from engine.sequence_blocks import SequenceBlocks
 from protocol.ids import BlockIdentity, block_identities, table_identity
 
 Look = Callable[[Table, BlockIdentity], bool]
@@ -25,8 +25,9 @@ def find_prefix(
     *,
     compute_last: bool = True,
     from_state: bool = True,
-) -> tuple[Holdings, int]:
-    """Holdings with the longest cached prefix of `token_ids`, and the position up to which it is covered.
+) -> tuple[SequenceBlocks, int]:
+    """SequenceBlocks with the longest cached prefix of `token_ids`, and the position up to which it is
+    covered.
 
     With `compute_last` the last token never counts as covered, because its logits are wanted; when the
     cache holds it all the same, its blocks stay and `grow` copies them before they are written. What
@@ -35,7 +36,7 @@ def find_prefix(
     Where states are kept it is covered up to one in the pool, which is then held too, unless that comes
     from elsewhere (`from_state` is false).
     """
-    held = Holdings(blocks, root)
+    held = SequenceBlocks(blocks, root)
     limit = len(token_ids) - (1 if compute_last and token_ids else 0)
     identities = block_identities(root, token_ids, blocks.block_size)
     if blocks.has_windows:
@@ -51,7 +52,7 @@ def find_prefix(
     return held, min(covered, limit)
 
 
-def _find_leading(held: Holdings, identities: Iterable[BlockIdentity]) -> None:
+def _find_leading(held: SequenceBlocks, identities: Iterable[BlockIdentity]) -> None:
     """The leading ones of these blocks that the pool has, and those below that follow."""
     for identity in identities:
         if held.below or not held.reference(identity):
@@ -60,7 +61,7 @@ def _find_leading(held: Holdings, identities: Iterable[BlockIdentity]) -> None:
             held.below.append(identity)
 
 
-def _touch(held: Holdings) -> None:
+def _touch(held: SequenceBlocks) -> None:
     """What lies below will soon be loaded."""
     for table in held.manager.tables if held.below else ():
         if table.tier is not None:
@@ -112,7 +113,7 @@ def _runs(
 
 def reserve_blocks(
     blocks: BlockManager, token_ids: Sequence[int], root: BlockIdentity, *, from_state: bool = True
-) -> tuple[Holdings, int] | None:
+) -> tuple[SequenceBlocks, int] | None:
     """Room for all of `token_ids`, and a state where there are such, which somebody else writes, and up
     to where it is filled (as `find_prefix` says). Behind a sliding window nobody has to write, so that counts
     as filled too.
@@ -138,9 +139,11 @@ def reserve_blocks(
     return held, max(covered, min(held.num_left) * blocks.block_size)
 
 
-def _find_for(blocks: BlockManager, token_ids: Sequence[int], root: BlockIdentity) -> tuple[Holdings, int]:
+def _find_for(
+    blocks: BlockManager, token_ids: Sequence[int], root: BlockIdentity
+) -> tuple[SequenceBlocks, int]:
     """What there is of all that a row behind these tokens reads, and up to where that is all."""
-    held, size = Holdings(blocks, root), blocks.block_size
+    held, size = SequenceBlocks(blocks, root), blocks.block_size
     identities = list(block_identities(root, token_ids, size))
     firsts = [table.first_place(len(token_ids)) for table in blocks.tables]
     runs = [
@@ -156,12 +159,14 @@ def _find_for(blocks: BlockManager, token_ids: Sequence[int], root: BlockIdentit
     return held, covered
 
 
-def hold_blocks(blocks: BlockManager, identities: Sequence[BlockIdentity], first_block: int = 0) -> Holdings:
+def hold_blocks(
+    blocks: BlockManager, identities: Sequence[BlockIdentity], first_block: int = 0
+) -> SequenceBlocks:
     """The leading ones of these blocks that the pool has; they stay until they are freed. Where states
     are kept they end at one, which is held too. With a window those that a row behind them reads; they
     follow `first_block` others.
     """
-    held = Holdings(blocks, root=b"")
+    held = SequenceBlocks(blocks, root=b"")
     if blocks.has_windows:
         limit = (first_block + len(identities)) * blocks.block_size
         held.take_up(*longest_prefix(blocks, identities, limit, _nothing_below, first_block))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import islice
 
-from engine.arena import OutOfBlocksError
 from engine.block_manager import BlockManager
-from engine.holdings import Holdings
+from engine.block_pool import OutOfBlocksError
 from engine.lower_states import bring_up
 from engine.prefix_cache import find_prefix, reserve_blocks
+from engine.sequence_blocks import SequenceBlocks
 from protocol.ids import BlockIdentity, block_identities
 
 
@@ -21,17 +21,17 @@ class PrefixRoom:
     Of tables within a sliding window there is room for one behind `covered`: whoever has some of the blocks
     that are wanted sends those that a row behind them reads.
 
-    It ends with `keep`, or when its `holdings` are freed.
+    It ends with `keep`, or when its `sequence_blocks` are freed.
     """
 
     token_ids: list[int]
-    holdings: Holdings
+    sequence_blocks: SequenceBlocks
     covered: int
     wanted: list[BlockIdentity]
 
     def num_sent(self, num_blocks: int) -> int:
         """Blocks of all tables that come from somebody who has the first `num_blocks` that are wanted."""
-        manager, first = self.holdings.manager, self.covered // self.holdings.manager.block_size
+        manager, first = self.sequence_blocks.manager, self.covered // self.sequence_blocks.manager.block_size
         end = first + num_blocks
         read = (table.first_place(end * manager.block_size) for table in manager.tables)
         return sum(end - max(place, first) for place in read)
@@ -41,16 +41,16 @@ class PrefixRoom:
         where there are states with one behind them, and go to the prefix cache; the others are free again.
         The places before `num_drafted` hold the draft's KV too.
         """
-        manager = self.holdings.manager
+        manager = self.sequence_blocks.manager
         num_tokens = self.covered + num_blocks * manager.block_size
-        self.holdings.skip(self.covered // manager.block_size, num_tokens)
-        if self.holdings.num_drafted >= self.covered:
-            self.holdings.mark_drafted(min(num_tokens, num_drafted))
-        self.holdings.publish(self.token_ids, num_tokens)
+        self.sequence_blocks.skip(self.covered // manager.block_size, num_tokens)
+        if self.sequence_blocks.num_drafted >= self.covered:
+            self.sequence_blocks.mark_drafted(min(num_tokens, num_drafted))
+        self.sequence_blocks.publish(self.token_ids, num_tokens)
         if num_blocks and manager.pool.state_blocks:
-            state = self.holdings.places_behind(num_tokens, manager.pool.state_blocks)
-            self.holdings.publish_state(num_tokens, self.token_ids, state)
-        self.holdings.free()
+            state = self.sequence_blocks.places_behind(num_tokens, manager.pool.state_blocks)
+            self.sequence_blocks.publish_state(num_tokens, self.token_ids, state)
+        self.sequence_blocks.free()
 
 
 def find_room(blocks: BlockManager, token_ids: list[int], root: BlockIdentity) -> PrefixRoom | None:
@@ -68,14 +68,14 @@ def find_room(blocks: BlockManager, token_ids: list[int], root: BlockIdentity) -
         reserved = reserve_blocks(blocks, shared, root)
     if reserved is None:
         return None
-    holdings, covered = reserved
+    sequence_blocks, covered = reserved
     wanted = islice(block_identities(root, shared, size), covered // size, None)
-    return PrefixRoom(shared, holdings, covered, list(wanted))
+    return PrefixRoom(shared, sequence_blocks, covered, list(wanted))
 
 
 def _reserve_window(
     blocks: BlockManager, shared: list[int], root: BlockIdentity
-) -> tuple[Holdings, int] | None:
+) -> tuple[SequenceBlocks, int] | None:
     held, covered = find_prefix(blocks, shared, root, compute_last=False)
     try:
         held.grow(held.end_found, len(shared), rows=0)

@@ -27,10 +27,10 @@ from engine.attention.select import select_backend
 from engine.errors import UnsupportedModelError
 from engine.kv_pool import KVPool
 from engine.pool_layout import TARGET, Group, LayerShape, PoolLayout
+from engine.recurrent.hooks import RecurrentHooks
 from engine.recurrent.layout import RecurrentLayer, StateLayout
 from engine.recurrent.native import operators_of
-from engine.recurrent.seam import Seam
-from engine.recurrent.seats import RowSpan, Seats
+from engine.recurrent.state_slots import RowSpan, StateSlots
 from protocol.handoff import MAX_SEGMENTS
 
 _BLOCK_SIZE = 4
@@ -60,24 +60,24 @@ class KeptLayout(NamedTuple):
 
 
 def probe(
-    model: PreTrainedModel, dtype: torch.dtype, num_layers: int, seam: Seam | None = None
+    model: PreTrainedModel, dtype: torch.dtype, num_layers: int, hooks: RecurrentHooks | None = None
 ) -> KeptLayout:
     """Raises UnsupportedModelError with the architecture and the reason."""
     name = model.config.model_type
     state = None
     try:
         with torch.inference_mode():
-            layers, sights, recurrent = _probe_structure(model, name, num_layers, seam)
+            layers, sights, recurrent = _probe_structure(model, name, num_layers, hooks)
             group = Group.of_layers(TARGET, layers, dtype, sights)
             if len(group.segments) > _MAX_SEGMENTS:
                 raise UnsupportedModelError(
                     f"{name}: layers with KV of {len(group.segments)} different shapes are not supported, at "
                     f"most {_MAX_SEGMENTS}"
                 )
-            if seam is not None:
+            if hooks is not None:
                 state = StateLayout(tuple(recurrent), dtype)
             if not any(
-                _same_logits(model, KeptLayout(group, state), seam, dtype, seed) for seed in range(_ATTEMPTS)
+                _same_logits(model, KeptLayout(group, state), hooks, dtype, seed) for seed in range(_ATTEMPTS)
             ):
                 raise UnsupportedModelError(
                     f"{name}: a text in chunks beside another request gets other logits than whole and alone"
@@ -89,8 +89,8 @@ def probe(
     finally:
         transformers_hook.set_current_backend(None)
         model.set_attn_implementation(transformers_hook.NAME)
-        if seam is not None:
-            seam.operators = None
+        if hooks is not None:
+            hooks.operators = None
     return KeptLayout(group, state)
 
 
@@ -198,21 +198,21 @@ def _is_part(value: Tensor, key: Tensor) -> bool:
 
 
 def _probe_structure(
-    model: PreTrainedModel, name: str, num_layers: int, seam: Seam | None
+    model: PreTrainedModel, name: str, num_layers: int, hooks: RecurrentHooks | None
 ) -> tuple[list[LayerShape | int | None], list[int], list[RecurrentLayer]]:
     """Each layer's KV and what it sees, as `Group.of_layers` takes them, and the recurrent layers.
     Tokens may meet in our functions alone.
     """
     attention, operators = _AttentionOff(name), _OperatorsOff(name)
-    if seam is not None:
-        seam.operators = operators
+    if hooks is not None:
+        hooks.operators = operators
     tokens, positions = torch.tensor([[1, 2, 1, 3], [3, 0, 3, 1]], device=model.device)
     poisoned = torch.tensor([_POISONED], device=model.device)
     with _embeddings(model, lambda embeddings: embeddings.index_fill(1, poisoned, torch.nan)):
         attention.look(_forward(model, transformers_hook.PROBE_NAME, attention, tokens, positions))
-    known = attention.layers.keys() | set(seam.layers if seam is not None else ())
+    known = attention.layers.keys() | set(hooks.layers if hooks is not None else ())
     missing = sorted(set(range(num_layers)) - known)
-    if missing and (attention.num_leaks or seam is None):
+    if missing and (attention.num_leaks or hooks is None):
         raise UnsupportedModelError(
             f"{name}: layers {missing} do not use the attention interface (recurrent state or attention of "
             "their own), which is not supported"
@@ -226,23 +226,23 @@ def _probe_structure(
         raise UnsupportedModelError(f"{name}: a token's state depends on its row, not on its position alone")
     if not attention.layers:
         raise UnsupportedModelError(f"{name}: recurrent state without any attention is not supported")
-    if seam is not None and len(operators.layers) != len(seam.layers):
+    if hooks is not None and len(operators.layers) != len(hooks.layers):
         raise UnsupportedModelError(f"{name}: recurrent layers that do not run are not supported")
     layers = [attention.layers.get(layer) for layer in range(num_layers)]
     return layers, [attention.sights.get(layer, 0) for layer in range(num_layers)], operators.layers
 
 
 def _same_logits(
-    model: PreTrainedModel, kept: KeptLayout, seam: Seam | None, dtype: torch.dtype, seed: int
+    model: PreTrainedModel, kept: KeptLayout, hooks: RecurrentHooks | None, dtype: torch.dtype, seed: int
 ) -> bool:
     generator = torch.Generator().manual_seed(seed)
     vocab_size = model.get_input_embeddings().num_embeddings
     tokens = torch.randint(vocab_size, (_TEXT + 2 * _MATE,), generator=generator).to(model.device)
     text, *mates = tokens.split([_TEXT, _MATE, _MATE])
-    if seam is not None:
-        seam.operators = None
+    if hooks is not None:
+        hooks.operators = None
     whole, rounded = _reference(model, text)
-    served = _served(model, kept, seam, dtype, text, mates)
+    served = _served(model, kept, hooks, dtype, text, mates)
     unit = torch.finfo(dtype).eps * whole.square().mean().sqrt()
     return bool(_distance(served, whole) <= _SLACK * torch.maximum(_distance(rounded, whole), unit))
 
@@ -266,7 +266,7 @@ def _reference(model: PreTrainedModel, text: Tensor) -> Tensor:
 def _served(
     model: PreTrainedModel,
     kept: KeptLayout,
-    seam: Seam | None,
+    hooks: RecurrentHooks | None,
     dtype: torch.dtype,
     text: Tensor,
     mates: list[Tensor],
@@ -275,11 +275,11 @@ def _served(
     pool = KVPool(PoolLayout((kept.kv,), _BLOCK_SIZE), 4, model.device, None)
     backend = select_backend(model.device, dtype)[0](pool.layers(TARGET))
     operators = None
-    if seam is not None and kept.state is not None:
+    if hooks is not None and kept.state is not None:
         operators = operators_of(
-            Seats(replace(kept.state, grid=_BLOCK_SIZE, window=_BLOCK_SIZE), 2, model.device)
+            StateSlots(replace(kept.state, grid=_BLOCK_SIZE, window=_BLOCK_SIZE), 2, model.device)
         )
-        seam.operators = operators
+        hooks.operators = operators
     logits = []
     for mate, start, end in ((mates[0], 0, _SPLIT), (mates[1], _SPLIT, len(text))):
         positions = torch.cat([torch.arange(_MATE), torch.arange(start, end)]).to(model.device)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from engine.arena import OutOfBlocksError
 from engine.block_manager import BlockManager
+from engine.block_pool import OutOfBlocksError
 from engine.packing import pack
 from engine.prefix_cache import find_prefix
 from engine.runner import ForwardOutput, Runner
@@ -46,7 +46,7 @@ class ProfilingRun:
             return None
         for index in range(count):
             sequence = _made_up(index, num_tokens)
-            sequence.holdings, _ = find_prefix(self._blocks, [], root=b"")
+            sequence.sequence_blocks, _ = find_prefix(self._blocks, [], root=b"")
             self._sequences.append(sequence)
             try:
                 sequence.held.grow(0, num_tokens + room)
@@ -74,4 +74,4 @@ def _made_up(index: int, num_tokens: int) -> SequenceState:
         cache_salt=_TENANT,
         sampling=SamplingParams(max_tokens=1 << 20, temperature=0.0, ignore_eos=True),
     )
-    return SequenceState(request, order=index, stage=SequenceStage.RUNNING, seat=index)
+    return SequenceState(request, order=index, stage=SequenceStage.RUNNING, state_slot=index)

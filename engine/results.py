@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.holdings import Holdings
+from engine.sequence_blocks import SequenceBlocks
 from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
 
@@ -13,25 +13,25 @@ from protocol.requests import EngineRequest
 class Reservation:
     """Room for a prompt that another worker computes. The tokens before `covered` are there, or not needed.
 
-    Whoever reserved it owns it, until `Engine.activate` or until it frees the `holdings`. The request's time
-    limit counts from `since` (monotonic seconds).
+    Whoever reserved it owns it, until `Engine.activate` or until it frees the `sequence_blocks`. The
+    request's time limit counts from `since` (monotonic seconds).
     """
 
     request: EngineRequest
-    holdings: Holdings
+    sequence_blocks: SequenceBlocks
     covered: int
     since: float
 
     @property
     def first_tokens(self) -> list[int]:
         """Of each table, the first that has yet to come."""
-        size = self.holdings.manager.block_size
-        return [max(self.covered, num_left * size) for num_left in self.holdings.num_left]
+        size = self.sequence_blocks.manager.block_size
+        return [max(self.covered, num_left * size) for num_left in self.sequence_blocks.num_left]
 
     @property
     def num_cached(self) -> int:
         """Those of them that were found. Behind a sliding window of all layers nobody looked."""
-        found = self.covered > min(self.holdings.num_left) * self.holdings.manager.block_size
+        found = self.covered > min(self.sequence_blocks.num_left) * self.sequence_blocks.manager.block_size
         return self.covered if found else 0
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.recurrent.seats import RowSpan
+from engine.recurrent.state_slots import RowSpan
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +25,7 @@ class SequenceRows:
     masks: list[int] | None = None
     tree_start: int | None = None
     first_key: int = 0
-    seat: int = 0
+    state_slot: int = 0
     """Of the state of recurrent layers, where the model has some."""
     certain: int | None = None
     """Leading places whose tokens no later rows replace: None for all. Recurrent layers ask for it."""
@@ -34,13 +34,13 @@ class SequenceRows:
 
 
 class BlockTable:
-    """The blocks of a batch's sequences in one arena, as an array. In most steps few sequences have got
+    """The blocks of a batch's sequences in one block pool, as an array. In most steps few sequences have got
     others: lists that are as they were at their places before are not read again.
     """
 
-    def __init__(self, block_size: int, arena: int = 0, num_tables: int = 1) -> None:
+    def __init__(self, block_size: int, block_pool: int = 0, num_tables: int = 1) -> None:
         self.block_size = block_size
-        self._arena, self._num_tables = arena, num_tables
+        self._block_pool, self._num_tables = block_pool, num_tables
         self._lists: list[list[int]] = []
         """What lies in the array's rows."""
         self._rows = np.zeros((0, 0), np.int32)
@@ -49,7 +49,7 @@ class BlockTable:
         """int32 [sequences, most blocks], padded with 0, or of several tables [tables, sequences, most
         blocks].
         """
-        tables = range(self._num_tables) if self._num_tables > 1 else (self._arena,)
+        tables = range(self._num_tables) if self._num_tables > 1 else (self._block_pool,)
         lists = [rows.tables[table] for table in tables for rows in batch]
         width = max(map(len, lists), default=1)
         self._reserve(len(lists), width)
@@ -97,4 +97,4 @@ def span_of(rows: SequenceRows) -> RowSpan:
     count = len(rows.token_ids)
     certain = rows.start + count if rows.certain is None else rows.certain
     tree_start = rows.start if rows.tree_start is None else rows.tree_start
-    return RowSpan(rows.seat, rows.start, count, certain, rows.masks, tree_start)
+    return RowSpan(rows.state_slot, rows.start, count, certain, rows.masks, tree_start)

@@ -17,14 +17,14 @@ import time
 from dataclasses import dataclass, field
 from math import inf
 
-from engine.arena import OutOfBlocksError
 from engine.block_manager import BlockManager
+from engine.block_pool import OutOfBlocksError
 from engine.chunk_bound import ChunkBound
 from engine.draft import Outcome
 from engine.lower_states import bring_up, missing_with_state
 from engine.prefix_cache import find_prefix, missing_blocks
-from engine.seating import Seating
 from engine.sequence import SequenceStage, SequenceState
+from engine.slot_allocator import StateSlotAllocator
 from engine.tiers.host import HostTier
 from protocol.ids import BlockIdentity, root_identity
 from protocol.outputs import TokenOutput
@@ -71,7 +71,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         fetcher: HostTier | None = None,
         bound: ChunkBound | None = None,
-        seating: Seating | None = None,
+        slot_allocator: StateSlotAllocator | None = None,
     ) -> None:
         self.blocks = blocks
         self.running: list[SequenceState] = []
@@ -88,7 +88,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._fetcher = fetcher
         self._bound = bound
-        self._seating = seating
+        self._slot_allocator = slot_allocator
 
     def root(self, request: EngineRequest, foreign_format: str = "") -> BlockIdentity:
         """Parent identity of the first block of a tenant's sequences.
@@ -107,11 +107,13 @@ class Scheduler:
     def add_waiting(self, sequence: SequenceState) -> None:
         """It runs when its turn comes; if it has its blocks, as soon as there is a row."""
         sequence.stage = SequenceStage.WAITING
-        bisect.insort(self.waiting, sequence, key=lambda other: (other.holdings is None, other.queue_key))
+        bisect.insort(
+            self.waiting, sequence, key=lambda other: (other.sequence_blocks is None, other.queue_key)
+        )
 
     def hold(self, sequence: SequenceState) -> None:
         """Do not run it. It keeps its blocks; one that has none goes on waiting for them."""
-        if sequence.holdings is not None:
+        if sequence.sequence_blocks is not None:
             self._leave_queue(sequence)
             sequence.stage = SequenceStage.HELD
 
@@ -123,15 +125,15 @@ class Scheduler:
     def _leave_queue(self, sequence: SequenceState) -> None:
         if sequence.stage is SequenceStage.RUNNING:
             self.running.remove(sequence)
-            if self._seating is not None:
-                self._seating.rise(sequence)
+            if self._slot_allocator is not None:
+                self._slot_allocator.rise(sequence)
         elif sequence.stage is SequenceStage.WAITING:
             self.waiting.remove(sequence)
 
     def free(self, sequence: SequenceState) -> None:
-        if sequence.holdings is not None:
-            sequence.holdings.free()
-            sequence.holdings = None
+        if sequence.sequence_blocks is not None:
+            sequence.sequence_blocks.free()
+            sequence.sequence_blocks = None
 
     @property
     def num_active(self) -> int:
@@ -145,7 +147,9 @@ class Scheduler:
     def schedule(self) -> ScheduledStep:
         step = ScheduledStep()
         budget = self._max_num_batched_tokens
-        for sequence in [each for each in self.waiting if each.holdings is not None and each.has_grammar]:
+        for sequence in [
+            each for each in self.waiting if each.sequence_blocks is not None and each.has_grammar
+        ]:
             if self._has_row:
                 self._run(sequence)
         self._meet_followers()
@@ -169,7 +173,7 @@ class Scheduler:
                 break
             if self._bound is not None and self._bound.is_full:
                 break
-            if sequence.holdings is not None or not sequence.has_grammar:
+            if sequence.sequence_blocks is not None or not sequence.has_grammar:
                 continue
             if self._waits_for_a_leader(sequence) or self._waits_for_the_disk(sequence):
                 continue
@@ -217,8 +221,8 @@ class Scheduler:
         self.waiting.remove(sequence)
         sequence.stage = SequenceStage.RUNNING
         self.running.append(sequence)
-        if self._seating is not None:
-            self._seating.sit(sequence)
+        if self._slot_allocator is not None:
+            self._slot_allocator.sit(sequence)
 
     @property
     def room_wait_s(self) -> float:
@@ -238,8 +242,8 @@ class Scheduler:
         """Reserve room for up to `wish` drafted tokens of a decoding sequence; returns for how many."""
         left = sequence.params.max_tokens - len(sequence.output_token_ids) - 1
         room = min(wish, left, step.budget_left)
-        if self._seating is not None:
-            room = min(room, self._seating.room(sequence))
+        if self._slot_allocator is not None:
+            room = min(room, self._slot_allocator.room(sequence))
         if room <= 0 or not self._grow(sequence, sequence.num_computed, len(sequence.token_ids) + room):
             return 0
         step.budget_left -= room
@@ -252,7 +256,7 @@ class Scheduler:
 
     def _meet_followers(self) -> None:
         """Before a prompt is computed beyond what others share with it, plan to keep its state there."""
-        if self._seating is not None:
+        if self._slot_allocator is not None:
             for sequence in self.waiting[: self._max_num_seqs]:
                 self._waits_for_a_leader(sequence)
 
@@ -262,8 +266,8 @@ class Scheduler:
         for other in self.running:
             if other.num_uncomputed > 1 and other.request.tenant == sequence.request.tenant:
                 num_shared = self._shared_tokens(sequence.token_ids, other.token_ids, other.num_computed)
-                if self._seating is not None:
-                    num_shared = self._seating.meet(other, sequence, num_shared)
+                if self._slot_allocator is not None:
+                    num_shared = self._slot_allocator.meet(other, sequence, num_shared)
                 if num_shared > other.num_computed:
                     return other, num_shared
         return None
@@ -273,7 +277,7 @@ class Scheduler:
             return False
         if sequence.fetch is None:
             root = self.root(sequence.request)
-            look_up = missing_blocks if self._seating is None else missing_with_state
+            look_up = missing_blocks if self._slot_allocator is None else missing_with_state
             sequence.fetch = self._fetcher.fetch(look_up(self.blocks, sequence.token_ids, root))
         return self._fetcher.is_pending(sequence.fetch)
 
@@ -306,7 +310,7 @@ class Scheduler:
         """Of those that have blocks. Those of a prompt that is being handed over may be on the wire: they are
         never taken away. With a sliding window it may lack some while another one still reads what it left.
         """
-        ready = [waiting for waiting in self.waiting if waiting.holdings is not None]
+        ready = [waiting for waiting in self.waiting if waiting.sequence_blocks is not None]
         running = (running for running in self.running if not running.prefill_only)
         return ready[-1] if ready else max(running, key=lambda running: running.queue_key, default=None)
 
@@ -318,12 +322,12 @@ class Scheduler:
         # A cached prompt has no logits, so one that wants log-probabilities shares nothing.
         shared = sequence.token_ids[:1] if sequence.wants_prompt_logprobs else sequence.token_ids
         root = self.root(sequence.request)
-        if self._seating is not None and self.blocks.tiers:
+        if self._slot_allocator is not None and self.blocks.tiers:
             bring_up(self.blocks, shared, root)
         held, covered = find_prefix(self.blocks, shared, root)
         begin, rows = min(held.end_found, num_tokens - 1), self.blocks.most_rows
         # A spare block for each running sequence keeps a newcomer from being preempted at once.
-        state_blocks = self._seating.blocks_for(sequence) if self._seating is not None else 0
+        state_blocks = self._slot_allocator.blocks_for(sequence) if self._slot_allocator is not None else 0
         if not held.fits(begin, num_tokens, rows, spare=len(self.running), state_blocks=state_blocks):
             held.free()
             self._blocked = (sequence.order, self.blocks.available)
@@ -333,10 +337,10 @@ class Scheduler:
         if not held.goes_on_from(covered):  # what was found below is lost meanwhile: look again
             held.free()
             return 0
-        sequence.holdings, sequence.num_computed = held, covered
+        sequence.sequence_blocks, sequence.num_computed = held, covered
         self._run(sequence)
-        if self._seating is not None:
-            self._seating.admit(sequence)
+        if self._slot_allocator is not None:
+            self._slot_allocator.admit(sequence)
             held.add_state(state_blocks)
             self._meet_followers()
         step.admitted.append(sequence)
@@ -353,8 +357,8 @@ class Scheduler:
     def _chunk(self, sequence: SequenceState, budget: int) -> int:
         """How many of its tokens this step computes."""
         count = min(budget, sequence.num_uncomputed)
-        if self._seating is not None:
-            count = self._seating.chunk(sequence, count)
+        if self._slot_allocator is not None:
+            count = self._slot_allocator.chunk(sequence, count)
         if count > 1 and self._bound is not None:
             count = self._bound.tokens(count, sequence.num_computed)
         return count

@@ -26,7 +26,7 @@ from engine.loader import LoadedModel, load_model
 from engine.lora.layers import attach
 from engine.pool_layout import TARGET
 from engine.recurrent.native import kernel_addresses
-from engine.recurrent.seats import Seats
+from engine.recurrent.state_slots import StateSlots
 from engine.runner import Runner
 from native.build import BuildError
 from protocol.config import ServeConfig
@@ -49,16 +49,19 @@ def runner_of_one_process(
 ) -> Runner:
     backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
     attention = backend_over(backend, pool.layers(TARGET), pool.groups[TARGET])
-    runner = _cuda_runner(config, loaded, attention, hidden_layers, seats=pool.seats)
-    return runner or build_runner(loaded, attention, config.compile, hidden_layers, pool.seats)
+    runner = _cuda_runner(config, loaded, attention, hidden_layers, state_slots=pool.state_slots)
+    return runner or build_runner(loaded, attention, config.compile, hidden_layers, pool.state_slots)
 
 
 def runner_of_drafts(
-    config: ServeConfig, loaded: LoadedModel, attention: AttentionBackend, seats: Seats | None = None
+    config: ServeConfig,
+    loaded: LoadedModel,
+    attention: AttentionBackend,
+    state_slots: StateSlots | None = None,
 ) -> Runner:
     """For a model that drafts chains."""
-    runner = _cuda_runner(config, loaded, attention, drafts=True, seats=seats)
-    return runner or build_runner(loaded, attention, config.compile, seats=seats)
+    runner = _cuda_runner(config, loaded, attention, drafts=True, state_slots=state_slots)
+    return runner or build_runner(loaded, attention, config.compile, state_slots=state_slots)
 
 
 def _cuda_runner(
@@ -67,13 +70,13 @@ def _cuda_runner(
     attention: AttentionBackend,
     hidden_layers: tuple[int, ...] = (),
     drafts: bool = False,
-    seats: Seats | None = None,
+    state_slots: StateSlots | None = None,
 ) -> Runner | None:
     """None where no steps are to be replayed as graphs."""
     if attention.name != "triton" or config.compile != "auto":
         return None
     cuda = importlib.import_module("engine.cuda.runner")  # Triton is not there on every host
-    runner: Runner = cuda.runner_of(config, loaded, attention, hidden_layers, drafts, seats)
+    runner: Runner = cuda.runner_of(config, loaded, attention, hidden_layers, drafts, state_slots)
     return runner
 
 
@@ -82,24 +85,24 @@ def build_runner(
     backend: AttentionBackend,
     compile: str,
     hidden_layers: tuple[int, ...] = (),
-    seats: Seats | None = None,
+    state_slots: StateSlots | None = None,
 ) -> Runner:
     """`compile` is the option's value. A model that is not packed yet is packed: see `pack_model`. One with
-    recurrent layers needs `seats`.
+    recurrent layers needs `state_slots`.
     """
     fault = kernel_fault(loaded.device, loaded.dtype)
     if fault is not None:
         if loaded.device.type == "cpu":
             dequantize_linears(loaded.model, loaded.dtype)  # torch would do so in every step
-        return _forward_of(loaded, backend, compile, hidden_layers, seats, products=fault, packed=False)
+        return _forward_of(loaded, backend, compile, hidden_layers, state_slots, products=fault, packed=False)
     loaded = pack_model(loaded, compile, type(backend))
     if loaded.description is not None:
         assert isinstance(backend, CpuBackend)
-        return DecoderForward(loaded.description, backend, hidden_layers, loaded.adapters, seats)
+        return DecoderForward(loaded.description, backend, hidden_layers, loaded.adapters, state_slots)
     packed_layers = PackedLinear, PackedQuantizedLinear, RoutedLinear, RoutedQuantizedLinear
     count = sum(isinstance(module, packed_layers) for module in loaded.model.modules())
     packed = f"{count} packed layers, summed alike in every batch"
-    return _forward_of(loaded, backend, compile, hidden_layers, seats, products=packed, packed=True)
+    return _forward_of(loaded, backend, compile, hidden_layers, state_slots, products=packed, packed=True)
 
 
 def _forward_of(
@@ -107,7 +110,7 @@ def _forward_of(
     backend: AttentionBackend,
     compile: str,
     hidden_layers: tuple[int, ...],
-    seats: Seats | None,
+    state_slots: StateSlots | None,
     *,
     products: str,
     packed: bool,
@@ -115,8 +118,8 @@ def _forward_of(
     """The model's own forward, whose layers are those that stay."""
     if loaded.adapters is not None:
         attach(loaded.model, loaded.adapters)
-    if seats is not None:
-        return HybridForward(loaded, backend, seats, hidden_layers, products=products, packed=packed)
+    if state_slots is not None:
+        return HybridForward(loaded, backend, state_slots, hidden_layers, products=products, packed=packed)
     return Forward(
         loaded.model,
         backend,

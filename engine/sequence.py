@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from llguidance import LLMatcher
 
 from engine.draft import Draft
-from engine.holdings import Holdings
 from engine.sampler.penalties import common_prefix
 from engine.sampler.rows import SamplingRow, needs_history
+from engine.sequence_blocks import SequenceBlocks
 from engine.tiers.host import DiskFetch
 from protocol.outputs import TokenLogprobs
 from protocol.requests import DraftPlan, EngineRequest
@@ -54,8 +54,8 @@ class SequenceState:
     num_cached: int | None = None
     handed_over: bool = False
     """Another worker computed its prompt."""
-    holdings: Holdings | None = None
-    seat: int = 0
+    sequence_blocks: SequenceBlocks | None = None
+    state_slot: int = 0
     """Where the state of recurrent layers is while it runs, if the model has some."""
     keep_at: list[int] = field(default_factory=list)
     """The positions behind which that is to be kept, ascending."""
@@ -88,10 +88,10 @@ class SequenceState:
         self.draft_plan = self.request.draft_plan
 
     @property
-    def held(self) -> Holdings:
+    def held(self) -> SequenceBlocks:
         """Its blocks, while it has some."""
-        assert self.holdings is not None
-        return self.holdings
+        assert self.sequence_blocks is not None
+        return self.sequence_blocks
 
     @property
     def position(self) -> int:

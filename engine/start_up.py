@@ -73,7 +73,7 @@ def _why_whole(config: ServeConfig, loaded: LoadedModel, pool: KVPool) -> str:
     group, longest = loaded.kv_group, loaded.max_model_len
     if not any(0 < sight < longest for sight in group.sights):
         return ""
-    if pool.seats is not None:
+    if pool.state_slots is not None:
         return "states of recurrent layers are behind the last token"
     rows, drafts = config.kv_wire_dtype == "auto", [*pool.groups.values()][1:]
     why = group.fault(longest, rows=rows)
@@ -81,12 +81,13 @@ def _why_whole(config: ServeConfig, loaded: LoadedModel, pool: KVPool) -> str:
 
 
 def _states(config: ServeConfig, pool: KVPool) -> str:
-    if pool.seats is None:
+    if pool.state_slots is None:
         return "none"
-    state, count = pool.seats.layout, config.max_num_seqs
+    state, count = pool.state_slots.layout, config.max_num_seqs
     return (
         f"{len(state.layers)} recurrent layers, grid of {state.grid} tokens; "
-        f"{count} seats of {_mib(state.seat_bytes)} for running sequences, {_mib(count * state.seat_bytes)}; "
+        f"{count} state slots of {_mib(state.state_slot_bytes)} for running sequences, "
+        f"{_mib(count * state.state_slot_bytes)}; "
         f"states of prefixes in the pool, each {pool.state_blocks} of its blocks, {_mib(state.state_bytes)}"
     )
 

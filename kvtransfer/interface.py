@@ -19,7 +19,7 @@ class TransferError(TandemError):
 @dataclass(frozen=True, eq=False)
 class RegisteredPool:
     """A KV pool as the wires see it: `num_blocks` blocks of `block_bytes` bytes each, one after the other.
-    To a sequence with several block tables each of these is an arena of its own over the same blocks.
+    To a sequence with several block tables each of these is a block pool of its own over the same blocks.
 
     `buffer` holds them, or `device` where they lie in a GPU's memory: uint8 [num_blocks, block_bytes], which
     what is launched in `queue` reads and writes.
@@ -59,8 +59,8 @@ class RegisteredPool:
         return self.block_bytes * self.num_blocks
 
     @property
-    def arenas(self) -> tuple[int, ...]:
-        """How many blocks each arena has."""
+    def block_pools(self) -> tuple[int, ...]:
+        """How many blocks each block pool has."""
         return (self.num_blocks,) * self.num_tables
 
     @property

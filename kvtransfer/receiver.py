@@ -57,7 +57,9 @@ class Receiver:
         max_pending_handshakes: int = 16,
         pairs: Pairs | None = None,
     ) -> None:
-        self._leases = LeaseTable(pool.arenas, pool.block_size, lambda lease_id: self._emit(Closed(lease_id)))
+        self._leases = LeaseTable(
+            pool.block_pools, pool.block_size, lambda lease_id: self._emit(Closed(lease_id))
+        )
         self._queue = pool.queue
         self._reconnect_grace_s = reconnect_grace_s
         self._counters = TransferCounters()

@@ -135,7 +135,7 @@ class Sender:
         """
         positions = [first_position] * len(extents) if isinstance(first_position, int) else first_position
         pieces = [
-            (extent.arena, self._cut(extent, position))
+            (extent.block_pool, self._cut(extent, position))
             for extent, position in zip(extents, positions, strict=True)
             if extent.blocks
         ]
@@ -150,9 +150,11 @@ class Sender:
                 raise ValueError(f"lease {lease_id} is complete, or belongs to another peer")
             try:
                 lease.link = lease.link or self._link(peer)
-                for number, (arena, parts) in enumerate(pieces, 1):
+                for number, (block_pool, parts) in enumerate(pieces, 1):
                     is_last = final and number == len(pieces)
-                    lease.link.enqueue(self._piece(lease_id, lease, arena, parts, num_tokens, is_last, after))
+                    lease.link.enqueue(
+                        self._piece(lease_id, lease, block_pool, parts, num_tokens, is_last, after)
+                    )
             except TransferError as error:
                 self._fail(lease_id, str(error))
         if lease.failed:
@@ -201,17 +203,17 @@ class Sender:
             link.join(_JOIN_S)
 
     def _cut(self, extent: Extent, first_position: int) -> list[Blocks]:
-        arenas = self._pool.arenas
-        if extent.arena >= len(arenas):
-            raise ValueError(f"arena {extent.arena} is not among the pool's {len(arenas)}")
+        block_pools = self._pool.block_pools
+        if extent.block_pool >= len(block_pools):
+            raise ValueError(f"block pool {extent.block_pool} is not among the pool's {len(block_pools)}")
         max_blocks = blocks_per_part(self._pool.block_bytes)
-        return cut(extent.blocks, first_position, arenas[extent.arena], max_blocks)
+        return cut(extent.blocks, first_position, block_pools[extent.block_pool], max_blocks)
 
     def _piece(
         self,
         lease_id: str,
         lease: _Lease,
-        arena: int,
+        block_pool: int,
         parts: list[Blocks],
         num_tokens: int,
         final: bool,
@@ -221,7 +223,7 @@ class Sender:
             lease.pushed_final, lease.time.final_push = True, time.monotonic()
         index, pushed_s = lease.pushed_parts, time.monotonic() - lease.time.started
         lease.pushed_parts += len(parts)
-        return QueuedPiece(lease_id, index, parts, num_tokens, final, after, arena, pushed_s)
+        return QueuedPiece(lease_id, index, parts, num_tokens, final, after, block_pool, pushed_s)
 
     def _link(self, peer: PeerAddress) -> Link:
         if self._closed:

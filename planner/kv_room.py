@@ -1,6 +1,7 @@
 """A simulated worker's KV pool: room in tokens, and a prefix cache of whole trace blocks.
 
-As in `engine/arena.py`, published blocks that nobody refers to stay until their room is needed, the least
+As in `engine/block_pool.py`, published blocks that nobody refers to stay until their room is needed, the
+least
 recently used first, and of a prefix its end first. What layers within a sliding window keep of a prompt is
 its sequence's own here, and they keep nothing of a cached block: that goes first.
 """
@@ -55,7 +56,7 @@ class Keeping:
         return None if self.whole else Window(max(self.windows), block_size)
 
     def prompt(self, num_tokens: float) -> float:
-        """Until so many tokens are computed; as `Holdings.grow` reckons."""
+        """Until so many tokens are computed; as `SequenceBlocks.grow` reckons."""
         return self._kept(num_tokens, lambda window: Window(window, self.block_size).span(self.step_tokens))
 
     def decoding(self, num_tokens: float) -> float:

@@ -178,7 +178,7 @@ class PrefillLoop(WorkerLoop):
             return
         wanted = -(-self.engine.num_places(request.num_tokens) // grant.block_size)
         needed = [(table, wanted) for table in range(self.engine.pool.num_tables)]
-        granted = [(extent.arena, len(extent.blocks)) for extent in grant.extents]
+        granted = [(extent.block_pool, len(extent.blocks)) for extent in grant.extents]
         if granted != needed or grant.covered > request.num_tokens:
             reason = f"(table, blocks) {granted}, {grant.covered} tokens covered, where {needed} are needed"
             self._fail_handover(request, "transfer", f"the reservation has {reason}")

@@ -24,14 +24,14 @@ _ITEM_SIZES = (2, 4)
 """Bytes of a value in the dtypes that models run in."""
 
 
-ArenaIndex = Annotated[int, Meta(ge=0, lt=16)]
+BlockPoolIndex = Annotated[int, Meta(ge=0, lt=16)]
 BlockIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=2**20)]
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of one table of a sequence, in order. To others each table is an arena of its own."""
+    """Blocks of one table of a sequence, in order. To others each table is a block pool of its own."""
 
-    arena: ArenaIndex
+    block_pool: BlockPoolIndex
     blocks: BlockIds
 
 
@@ -46,7 +46,8 @@ PAGED, WINDOWED, STATE = "paged", "windowed", "state"
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One segment of the blocks of an arena: `shape` is that of a single block, without the block dimension.
+    """One segment of the blocks of a block pool: `shape` is that of a single block, without the block
+    dimension.
 
     `kind`: what a block holds. "paged": the KV of as many tokens as `shape` says. "windowed": the same, of
     layers that attend within a sliding window, so that blocks behind it are not there. "state": the state of
@@ -59,7 +60,7 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Annotated[str, Meta(max_length=32)]
     shape: Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...], Meta(max_length=8)]
     kind: Annotated[str, Meta(max_length=32)] = PAGED
-    arena: ArenaIndex = 0
+    block_pool: BlockPoolIndex = 0
     quantization: Annotated[str, Meta(max_length=32)] = "none"
 
 

@@ -24,8 +24,8 @@ NumberOf = Callable[[SequenceState], int]
 
 class ChainDrafting:
     """`vocab_size` is the target's: `runner` may have more logits. `sampler` must forget requests. Where the
-    runner has recurrent layers, `seat_of` says where a sequence's state is, and `certain_of` how many of its
-    tokens that may come to have.
+    runner has recurrent layers, `state_slot_of` says where a sequence's state is, and `certain_of` how
+    many of its tokens that may come to have.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class ChainDrafting:
         verification: Verification,
         sampler: Sampler,
         device: torch.device,
-        seat_of: NumberOf = lambda sequence: 0,
+        state_slot_of: NumberOf = lambda sequence: 0,
         certain_of: NumberOf = lambda sequence: len(sequence.token_ids),
     ) -> None:
         self._runner = runner
-        self._seat_of, self._certain_of = seat_of, certain_of
+        self._state_slot_of, self._certain_of = state_slot_of, certain_of
         self._vocab_size = vocab_size
         self._drawing = Drawing(sampler, verification)
         self._ahead = chains_ahead(runner, self._drawing, device, self.row)
@@ -80,5 +80,5 @@ class ChainDrafting:
     def row(self, sequence: SequenceState, token_id: int, place: int) -> SequenceRows:
         """Of a drafted token; of the sequence's last one at place -1."""
         start, blocks = len(sequence.token_ids) + place, sequence.held.blocks
-        seat, certain = self._seat_of(sequence), self._certain_of(sequence)
-        return SequenceRows([token_id], start, blocks, seat=seat, certain=certain)
+        state_slot, certain = self._state_slot_of(sequence), self._certain_of(sequence)
+        return SequenceRows([token_id], start, blocks, state_slot=state_slot, certain=certain)

@@ -28,7 +28,7 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.chains import ChainDrafting
-from speculation.draft_seats import DraftSeats
+from speculation.draft_state_slots import DraftStateSlots
 from speculation.drafter import Computed, Drafter
 from speculation.shapes import default_drafted
 from speculation.tree import TreeRows
@@ -92,15 +92,15 @@ class DraftModel(Drafter):
         self._sight = max(self.kv_group.sights)
         self._computed: dict[str, int] = {}
         """By request: leading places that have the draft model's KV, and are in its state if it has one."""
-        self._seats: DraftSeats | None = None
+        self._state_slots: DraftStateSlots | None = None
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
         device = self._loaded.device
         backend_class, _ = select_backend(device, self._loaded.dtype, self._config.attention_backend)
-        backend = backend_class(pool.layers(DRAFT), pool.groups[DRAFT].arena)
-        self._runner = runner_of_drafts(self._config, self._loaded, backend, pool.draft_seats)
-        if pool.draft_seats is not None:
-            self._seats = DraftSeats(pool.draft_seats)
+        backend = backend_class(pool.layers(DRAFT), pool.groups[DRAFT].block_pool)
+        self._runner = runner_of_drafts(self._config, self._loaded, backend, pool.draft_state_slots)
+        if pool.draft_state_slots is not None:
+            self._state_slots = DraftStateSlots(pool.draft_state_slots)
         self._sampler = Sampler(self._vocab_size, device, loaded.eos_token_ids)
         self._tree_drafting = TreeDrafting(
             self._options,
@@ -109,7 +109,12 @@ class DraftModel(Drafter):
             on_device=can_grow_on_device(self._runner, self._loaded, loaded),
         )
         self._drafting = ChainDrafting(
-            self._runner, self._vocab_size, self._options.verification, self._sampler, device, self._seat
+            self._runner,
+            self._vocab_size,
+            self._options.verification,
+            self._sampler,
+            device,
+            self._state_slot,
         )
 
     def warm_up(self) -> None:
@@ -119,7 +124,7 @@ class DraftModel(Drafter):
 
     def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         drafts: list[Draft | None] = [None] * len(sequences)
-        counts = self._take_seats(sequences, counts)
+        counts = self._take_state_slots(sequences, counts)
         ready = self._read_up(sequences)
         if ready:
             ask = self._trees if self._options.tree else self._chains
@@ -128,17 +133,17 @@ class DraftModel(Drafter):
                 drafts[index] = draft
         return drafts
 
-    def _take_seats(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> Sequence[int]:
+    def _take_state_slots(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> Sequence[int]:
         """Returns how many tokens they have room for there."""
-        if self._seats is None:
+        if self._state_slots is None:
             return counts
-        for request_id in self._seats.sit(sequence.request_id for sequence in sequences):
+        for request_id in self._state_slots.sit(sequence.request_id for sequence in sequences):
             self._computed[request_id] = 0
-        layout = self._seats.seats.layout
+        layout = self._state_slots.state_slots.layout
         return [min(count, layout.window - layout.grid) for count in counts]
 
-    def _seat(self, sequence: SequenceState) -> int:
-        return self._seats[sequence.request_id] if self._seats is not None else 0
+    def _state_slot(self, sequence: SequenceState) -> int:
+        return self._state_slots[sequence.request_id] if self._state_slots is not None else 0
 
     def _read_up(self, sequences: Sequence[SequenceState]) -> list[int]:
         """Those of the sequences of which little is still unread: that is done with the first draft.
@@ -180,9 +185,17 @@ class DraftModel(Drafter):
             if rows.token_ids:
                 root = len(sequence.token_ids) - 1
                 start, tables = root + rows.first, sequence.held.blocks
-                seat, certain = self._seat(sequence), root + 1
+                state_slot, certain = self._state_slot(sequence), root + 1
                 batch.append(
-                    SequenceRows(rows.token_ids, start, tables, rows.masks, root, seat=seat, certain=certain)
+                    SequenceRows(
+                        rows.token_ids,
+                        start,
+                        tables,
+                        rows.masks,
+                        root,
+                        state_slot=state_slot,
+                        certain=certain,
+                    )
                 )
                 if late is None:
                     self._computed[sequence.request_id] = start + len(rows.token_ids)
@@ -203,8 +216,8 @@ class DraftModel(Drafter):
         """Those that lag behind the target's would see keys that it has let go of."""
         held = sequence.held
         first_key = held.first_kept if start + 1 - self._sight < held.first_kept else 0
-        tokens, seat = sequence.token_ids[start:end], self._seat(sequence)
-        return SequenceRows(tokens, start, held.blocks, first_key=first_key, seat=seat)
+        tokens, state_slot = sequence.token_ids[start:end], self._state_slot(sequence)
+        return SequenceRows(tokens, start, held.blocks, first_key=first_key, state_slot=state_slot)
 
     def _read(self, sequence: SequenceState, end: int) -> None:
         """Compute the KV of the committed places up to `end`."""
@@ -216,7 +229,7 @@ class DraftModel(Drafter):
         self._computed[sequence.request_id] = start
 
     def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
-        self._computed[sequence.request_id] = 0 if self._seats is not None else num_drafted
+        self._computed[sequence.request_id] = 0 if self._state_slots is not None else num_drafted
 
     def num_drafted(self, request_id: str) -> int:
         return self._computed.get(request_id, 0)
@@ -233,15 +246,17 @@ class DraftModel(Drafter):
                 num_run = max(self._computed[request_id] - first_drafted, 1 + max(followed, default=-1))
                 kept = sum(node < num_run for node in each.accepted)
                 self._computed[request_id] = first_drafted + kept
-                if self._seats is not None:
-                    self._seats.seats.move(self._seats[request_id], first_drafted, each.accepted[:kept])
-            elif self._seats is not None:
+                if self._state_slots is not None:
+                    self._state_slots.state_slots.move(
+                        self._state_slots[request_id], first_drafted, each.accepted[:kept]
+                    )
+            elif self._state_slots is not None:
                 continue
             elif each.sequence.prefill_only and not each.sequence.drafts_elsewhere:
                 self._read(each.sequence, each.start + each.num_tokens)
 
     def forget(self, request_id: str) -> None:
         self._computed.pop(request_id, None)
-        if self._seats is not None:
-            self._seats.forget(request_id)
+        if self._state_slots is not None:
+            self._state_slots.forget(request_id)
         self._sampler.forget(request_id)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.arena import OutOfBlocksError
 from engine.attention.select import select_backend
 from engine.attention.tables import backend_over
+from engine.block_pool import OutOfBlocksError
 from engine.decoder.forward import DecoderForward
 from engine.draft import Outcome, Verdict
 from engine.kv_pool import KVPool

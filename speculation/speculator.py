@@ -292,7 +292,7 @@ class BatchSpeculator:
         row = 0
         for sequence, outcome in zip(step.sequences, step.outcomes, strict=True):
             first, row = row, row + outcome.num_rows
-            if sequence.holdings is None:
+            if sequence.sequence_blocks is None:
                 continue  # it has ended
             request = self._request(sequence)
             if request.method is not None:
@@ -386,7 +386,7 @@ class BatchSpeculator:
             self._controller.join(before, is_read=True)
             return
         self._end(sequence, before)
-        if sequence.holdings is not None:
+        if sequence.sequence_blocks is not None:
             self.begin(sequence)
 
 

@@ -13,7 +13,7 @@ its KV needn't be moved.
     drafts = trees.drafts()
 
 Row 0 of a tree is the sequence's last token, and row i + 1 is node i of the draft. So if row i's KV is
-written i places behind the last token's, it lies where the target puts its own, and `Holdings.commit`
+written i places behind the last token's, it lies where the target puts its own, and `SequenceBlocks.commit`
 keeps both.
 """
 

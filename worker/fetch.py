@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from engine.engine import Engine
-from engine.holdings import Holdings
 from engine.pool_layout import DRAFT
 from engine.prefix_cache import hold_blocks
 from engine.prefix_room import PrefixRoom
+from engine.sequence_blocks import SequenceBlocks
 from kvtransfer.interface import Closed, Completed, Failed, Progress, ReceiveEvent, SendEvent, TransferError
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
@@ -114,14 +114,14 @@ class PrefixFetcher:
         if room is None:
             return False
         if not room.wanted:
-            room.holdings.free()
+            room.sequence_blocks.free()
             on_end(request, True)
             return True
         now = time.monotonic()
         fetch = PrefixFetch(request, holder, room, now, on_end, deadline=now + FETCH_TIMEOUT_S)
         self.fetches.insert(fetch)
         self.fetches.grant_lease(fetch, secrets.token_hex(8))
-        self._receiver.open(fetch.held_lease, room.holdings.extents(), first_token=room.covered)
+        self._receiver.open(fetch.held_lease, room.sequence_blocks.extents(), first_token=room.covered)
         self._peers.send(
             holder,
             Fetch(
@@ -143,7 +143,7 @@ class PrefixFetcher:
             return False
         match event, fetch.stage:
             case Closed(), FetchStage.ABANDONED:
-                fetch.room.holdings.free()
+                fetch.room.sequence_blocks.free()
                 self._finish(fetch)
             case Failed(), FetchStage.ASKED:
                 self._give_up(fetch, event.reason)
@@ -239,7 +239,7 @@ class PrefixHolder:
         self._counters = counters
         self._engine = engine
         self._sender = sender
-        self._lent: dict[str, Holdings] = {}
+        self._lent: dict[str, SequenceBlocks] = {}
 
     def lend(self, message: Fetch) -> Lent | FetchRefused | None:
         """Push those of the wanted blocks that are cached here, then the final piece, even if there are none.

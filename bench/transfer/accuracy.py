@@ -70,7 +70,7 @@ class Handoffs:
         )
         self.engine = Engine(config)
         self.segments = self.engine.pool.segments
-        self.pool = memoryview(self.engine.pool.arenas[0].flatten().numpy())
+        self.pool = memoryview(self.engine.pool.block_pools[0].flatten().numpy())
         self.block_bytes = block_bytes(self.segments)
         tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
         lines = HELD_OUT.read_text("utf-8").splitlines()
@@ -101,7 +101,7 @@ class Handoffs:
             reservation = self.engine.reserve(self.request(name, prompt.token_ids))
             assert reservation is not None and reservation.covered == 0
             size = self.block_bytes
-            for position, block in enumerate(reservation.holdings.blocks[0]):
+            for position, block in enumerate(reservation.sequence_blocks.blocks[0]):
                 self.pool[block * size : (block + 1) * size] = content[
                     position * size : (position + 1) * size
                 ]

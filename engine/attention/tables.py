@@ -19,7 +19,7 @@ class TablesBackend:
     def __init__(self, backends: Sequence[AttentionBackend], tables: Sequence[int]) -> None:
         """One of all layers for each table; `tables` says which is each layer's."""
         self.name, self.block_size = backends[0].name, backends[0].block_size
-        self.arena, self.num_tables = backends[0].arena, len(backends)
+        self.block_pool, self.num_tables = backends[0].block_pool, len(backends)
         self._backends = backends
         self._by_layer = [backends[table] for table in tables]
 
@@ -57,7 +57,7 @@ def backend_over(
     backend: type[AttentionBackend], layers: Sequence[LayerKv], group: Group
 ) -> AttentionBackend:
     """Of these layers of a pool, which are the group's."""
-    backends = [backend(layers, group.arena, group.rows) for _ in group.windows]
+    backends = [backend(layers, group.block_pool, group.rows) for _ in group.windows]
     if len(backends) == 1:
         return backends[0]
     return TablesBackend(backends, [place.table for place in group.layers])

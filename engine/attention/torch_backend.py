@@ -36,8 +36,8 @@ class TorchBackend:
 
     name = "torch"
 
-    def __init__(self, layers: Sequence[LayerKv], arena: int = 0, rows: KvRows | None = None) -> None:
-        self.arena, self.num_tables = arena, 1
+    def __init__(self, layers: Sequence[LayerKv], block_pool: int = 0, rows: KvRows | None = None) -> None:
+        self.block_pool, self.num_tables = block_pool, 1
         keys = layers[0].keys
         self._stored = rows or KvRows(keys.dtype)
         self._layers = list(layers)

@@ -15,7 +15,7 @@ from engine.forward import run_model
 from engine.loader import LoadedModel
 from engine.lora.layers import attach, begin_step
 from engine.lora.table import Adapters
-from engine.recurrent.seats import Seats
+from engine.recurrent.state_slots import StateSlots
 from engine.recurrent.triton_kernel.operators import TritonOperators
 from engine.recurrent.triton_kernel.plan import Room, Tables
 from engine.rows import SequenceRows, span_of
@@ -52,7 +52,7 @@ class Modules:
 
 
 class HybridModules(Modules):
-    """With recurrent layers, over the states of sequences in `seats`."""
+    """With recurrent layers, over the states of sequences in `state_slots`."""
 
     name = f"{Modules.name}, recurrent layers by {TritonOperators.name} operators"
 
@@ -60,16 +60,16 @@ class HybridModules(Modules):
         self,
         loaded: LoadedModel,
         backend: AttentionBackend,
-        seats: Seats,
+        state_slots: StateSlots,
         hidden_layers: tuple[int, ...] = (),
         drafts: bool = False,
     ) -> None:
         """`drafts`: lone rows of sequences may be drafted, too."""
         super().__init__(loaded.model, backend, hidden_layers, loaded.adapters)
         assert loaded.recurrent is not None
-        self._seam = loaded.recurrent.seam
-        self._layout = seats.layout
-        self._operators = TritonOperators(seats)
+        self._hooks = loaded.recurrent.hooks
+        self._layout = state_slots.layout
+        self._operators = TritonOperators(state_slots)
         self._drafts = drafts
 
     def tables(self, batch: Sequence[SequenceRows], shape: StepShape | None) -> Tables[np.ndarray]:
@@ -85,5 +85,5 @@ class HybridModules(Modules):
         """As `Decoder.forward`."""
         assert inputs.recurrent is not None
         self._operators.use(inputs.recurrent)
-        self._seam.operators = self._operators
+        self._hooks.operators = self._operators
         return super().forward(inputs)

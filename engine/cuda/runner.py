@@ -21,7 +21,7 @@ from engine.cuda.products import describe
 from engine.decoder.description import unfit
 from engine.loader import LoadedModel
 from engine.lora.table import Adapters
-from engine.recurrent.seats import Seats
+from engine.recurrent.state_slots import StateSlots
 from engine.recurrent.triton_kernel.plan import Tables
 from engine.rows import BlockTable, SequenceRows
 from engine.runner import ForwardOutput, LateRows
@@ -65,7 +65,7 @@ class CudaRunner:
         self.products = products
         self._decoder = decoder
         self._backend = backend
-        self._block_table = BlockTable(backend.block_size, backend.arena, backend.num_tables)
+        self._block_table = BlockTable(backend.block_size, backend.block_pool, backend.num_tables)
         self._buckets = buckets
         self._upload, self._upload_bucket = Uploader(device), Uploader(device)
         self._graphs = graphs
@@ -204,14 +204,14 @@ def runner_of(
     backend: AttentionBackend,
     hidden_layers: tuple[int, ...] = (),
     drafts: bool = False,
-    seats: Seats | None = None,
+    state_slots: StateSlots | None = None,
 ) -> CudaRunner:
-    """Of the CUDA decoder where it fits. `drafts`: it drafts chains. Recurrent layers need `seats`."""
+    """Of the CUDA decoder where it fits. `drafts`: it drafts chains. Recurrent layers need `state_slots`."""
     decoder: Decoder
     tables_of: TablesOf | None = None
     adapters, longest = loaded.adapters, loaded.max_model_len
-    if seats is not None:
-        decoder = hybrid = HybridModules(loaded, backend, seats, hidden_layers, drafts)
+    if state_slots is not None:
+        decoder = hybrid = HybridModules(loaded, backend, state_slots, hidden_layers, drafts)
         tables_of = hybrid.tables
     elif unfit(loaded.model) is None and fits(loaded.model):
         assert isinstance(backend, TritonBackend)

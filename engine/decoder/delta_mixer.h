@@ -24,7 +24,7 @@ class DeltaMixer : DeltaRule {
     int64_t mix(size_t l, const Rows& rows) {
         const Layer& layer = w.layers[l];
         const Recurrent& delta = *layer.recurrent;
-        const LayerSeats& of = m.seats[delta.number];
+        const LayerStateSlots& of = m.state_slots[delta.number];
         const int64_t n = rows.count, channels = of.channels;
         const int64_t width = of.heads * of.value_dim, step = layer.qkv.out;
         w.mixed.resize(w.room * width), gates.resize(n * 2 * of.heads);
@@ -53,7 +53,7 @@ class DeltaMixer : DeltaRule {
   private:
     // Products made of each key head its query, its key and its values, with what opens these; and all betas, then all
     // decays. Sorts them: all queries first.
-    void part_heads(const LayerSeats& of, int64_t n, int64_t step) {
+    void part_heads(const LayerStateSlots& of, int64_t n, int64_t step) {
         const int64_t each = of.heads / of.key_heads;
         w.each_row(n, [&](int64_t r) {
             const int64_t values = each * of.value_dim;

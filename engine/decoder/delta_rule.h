@@ -16,11 +16,11 @@ class DeltaRule : protected RecurrentMixer {
     explicit DeltaRule(Work& work) : RecurrentMixer(work) {}
 
     // For n rows, with so many decays each.
-    void make_room(const LayerSeats& of, int64_t n, int64_t decaying) {
+    void make_room(const LayerStateSlots& of, int64_t n, int64_t decaying) {
         betas.resize(n * of.heads), decays.resize(n * decaying), read.resize(n * of.heads * of.value_dim);
     }
 
-    void finish_convolved(const LayerSeats& of, int64_t r) {
+    void finish_convolved(const LayerStateSlots& of, int64_t r) {
         float* row = &convolved[r * of.channels];
         const int64_t keys = of.key_heads * of.key_dim;
         silu_row(row, of.channels);
@@ -31,7 +31,7 @@ class DeltaRule : protected RecurrentMixer {
     static float beta_of(bf16 made) { return rounded(1 / (1 + exp_of(-widen(made)))); }
 
     // Fills `read`.
-    void apply(const Rows& rows, const LayerSeats& of) {
+    void apply(const Rows& rows, const LayerStateSlots& of) {
         const int64_t keys = of.key_heads * of.key_dim, channels = of.channels;
         const float* query = convolved.data();
         attend(rows, {&of, query, query + keys, query + 2 * keys, decays.data(), betas.data(), nullptr, read.data(),

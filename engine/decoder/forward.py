@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.decoder.adapters import NativeAdapters
 from engine.decoder.native_model import NativeModel
-from engine.decoder.recurrent import NativeSeats
+from engine.decoder.recurrent import NativeStateSlots
 from engine.decoder.structs import (
     BatchArgs,
     DraftArgs,
@@ -33,7 +33,7 @@ from engine.linear import packed_quantized, routed
 from engine.linear.packed import kernel_address
 from engine.lora.layers import kernel_address as adapt_address
 from engine.lora.table import Adapters
-from engine.recurrent.seats import Seats
+from engine.recurrent.state_slots import StateSlots
 from engine.rows import BlockTable, RowArrays, SequenceRows
 from engine.runner import ForwardOutput
 from engine.step_inputs import StepShape, are_chains, step_inputs
@@ -83,16 +83,16 @@ class NativeDecoder:
         description: NativeModel,
         backend: CpuBackend,
         adapters: Adapters | None = None,
-        seats: Seats | None = None,
+        state_slots: StateSlots | None = None,
     ) -> None:
-        """Recurrent layers need `seats`."""
+        """Recurrent layers need `state_slots`."""
         self._library = library()
         self._description = description  # the decoder reads its memory
         self._backend = backend
         self._upload = upload_to(torch.device("cpu"))
         model = description.model
         self.vocab_size = model.vocab
-        self.block_table = BlockTable(backend.block_size, backend.arena)
+        self.block_table = BlockTable(backend.block_size, backend.block_pool)
         self._hidden_size = model.hidden
         model.attention, model.begin, model.attend = backend.addresses
         model.linear, model.parallel = kernel_address(), parallel()
@@ -103,8 +103,8 @@ class NativeDecoder:
         if adapters is not None:
             self._adapters = NativeAdapters(adapters, description.paths, description.columns)
             model.adapt = adapt_address()
-        self._seats = NativeSeats(seats, model) if seats is not None else None
-        self.drafts = seats is None
+        self._state_slots = NativeStateSlots(state_slots, model) if state_slots is not None else None
+        self.drafts = state_slots is None
         """Whether `draft` may be called: a draft's rows would need states of their own."""
         self._decoder: int = self._library.tandem_decoder_create(ctypes.byref(model))
         weakref.finalize(self, self._library.tandem_decoder_destroy, self._decoder)
@@ -155,8 +155,8 @@ class NativeDecoder:
         )
         if self._adapters is not None:
             self._adapters.place(batch, fields)
-        if self._seats is not None:
-            self._seats.place(batch, fields)
+        if self._state_slots is not None:
+            self._state_slots.place(batch, fields)
         rows, threads = ctypes.byref(fields), torch.get_num_threads()
         if chains is not None:
             described = ctypes.byref(self._batch(chains))
@@ -230,10 +230,12 @@ class DecoderForward(NativeDecoder):
         backend: CpuBackend,
         hidden_layers: tuple[int, ...] = (),
         adapters: Adapters | None = None,
-        seats: Seats | None = None,
+        state_slots: StateSlots | None = None,
     ) -> None:
-        """`hidden_layers` are captured, as by `engine.forward.Forward`. Recurrent layers need `seats`."""
-        super().__init__(description, backend, adapters, seats)
+        """`hidden_layers` are captured, as by `engine.forward.Forward`. Recurrent layers need
+        `state_slots`.
+        """
+        super().__init__(description, backend, adapters, state_slots)
         self._order = sorted(hidden_layers)
         self._asked = [self._order.index(layer) for layer in hidden_layers]
         self._hidden_layers = torch.tensor(self._order)

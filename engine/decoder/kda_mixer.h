@@ -23,7 +23,7 @@ class KdaMixer : DeltaRule {
     int64_t mix(size_t l, const Rows& rows) {
         const Layer& layer = w.layers[l];
         const Recurrent& kda = *layer.recurrent;
-        const LayerSeats& of = m.seats[kda.number];
+        const LayerStateSlots& of = m.state_slots[kda.number];
         const int64_t n = rows.count;
         const int64_t width = of.heads * of.value_dim, decaying = of.heads * of.decay_dim, made = kda.gates.out;
         w.mixed.resize(w.room * width), gates.resize(n * made);

@@ -6,18 +6,18 @@ import ctypes
 from collections.abc import Sequence
 
 from engine.decoder.structs import ModelArgs, RowsArgs
-from engine.recurrent.native import CpuSpans, kernel_addresses, layer_seats
-from engine.recurrent.seats import Seats
+from engine.recurrent.native import CpuSpans, kernel_addresses, layer_state_slots
+from engine.recurrent.state_slots import StateSlots
 from engine.rows import SequenceRows, span_of
 
 
-class NativeSeats:
+class NativeStateSlots:
     """Raises BuildError where the kernel cannot be built."""
 
-    def __init__(self, seats: Seats, model: ModelArgs) -> None:
-        self._layers = layer_seats(seats)
-        self._spans = CpuSpans(seats)
-        model.seats = ctypes.addressof(self._layers)
+    def __init__(self, state_slots: StateSlots, model: ModelArgs) -> None:
+        self._layers = layer_state_slots(state_slots)
+        self._spans = CpuSpans(state_slots)
+        model.state_slots = ctypes.addressof(self._layers)
         model.convolve, model.attend_linear = kernel_addresses()
 
     def place(self, batch: Sequence[SequenceRows], fields: RowsArgs) -> None:

@@ -15,7 +15,7 @@ class RecurrentMixer {
 
     // Fills `convolved` from inputs whose rows lie `step` values apart.
     void convolve(const Recurrent& layer, const Rows& rows, const bf16* inputs, int64_t step) {
-        const LayerSeats& of = m.seats[layer.number];
+        const LayerStateSlots& of = m.state_slots[layer.number];
         convolved.resize(rows.count * of.channels);
         const Spans spans = spans_of(rows, rows.count < SERIAL_ROWS ? 1 : w.threads);
         const Conv conv{&of, inputs, layer.taps, layer.bias, convolved.data(), step};

@@ -23,7 +23,7 @@ class StateSpaceMixer : RecurrentMixer {
     int64_t mix(size_t l, const Rows& rows) {
         const Layer& layer = w.layers[l];
         const Recurrent& space = *layer.recurrent;
-        const LayerSeats& of = m.seats[space.number];
+        const LayerStateSlots& of = m.state_slots[space.number];
         const int64_t n = rows.count, channels = of.channels, keys = of.key_heads * of.key_dim;
         const int64_t width = of.heads * of.value_dim, step = layer.qkv.out;
         w.mixed.resize(w.room * width);

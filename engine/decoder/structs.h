@@ -128,7 +128,7 @@ struct Model {
     Gather gather;       // of a rank; it does nothing once a rank is lost
     void* ranks;
     Adapt adapt;
-    const LayerSeats* seats;  // of each recurrent layer; null where there is none
+    const LayerStateSlots* state_slots;  // of each recurrent layer; null where there is none
     CausalConv convolve;
     AttendLinear attend_linear;
 };

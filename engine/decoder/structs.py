@@ -94,7 +94,7 @@ class ModelArgs(Structure):
         *((name, c_void_p) for name in ("attention", "linear", "quantized_linear")),
         *((name, c_void_p) for name in ("routed_linear", "routed_quantized_linear", "begin", "attend")),
         *((name, c_void_p) for name in ("parallel", "entry", "gather", "ranks", "adapt")),
-        *((name, c_void_p) for name in ("seats", "convolve", "attend_linear")),
+        *((name, c_void_p) for name in ("state_slots", "convolve", "attend_linear")),
     )
 
 

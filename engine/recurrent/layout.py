@@ -13,7 +13,7 @@ GRID = 16
 """Tokens between two grid points. Few inputs are read for each token then, and few tokens run again behind a
 hand-off."""
 _LINE = 64
-"""Bytes on which each seat begins."""
+"""Bytes on which each state slot begins."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class RecurrentLayer:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """`dtype` is that of the convolutions' inputs. A seat has room for those of `window` tokens behind a grid
-    point, drafted ones included; the grid divides it.
+    """`dtype` is that of the convolutions' inputs. A state slot has room for those of `window` tokens
+    behind a grid point, drafted ones included; the grid divides it.
     """
 
     layers: tuple[RecurrentLayer, ...]
@@ -70,7 +70,7 @@ class StateLayout:
         return _aligned(self.window * (4 * heads + self.dtype.itemsize * inputs))
 
     @property
-    def seat_bytes(self) -> int:
+    def state_slot_bytes(self) -> int:
         """Of a running sequence."""
         return self.state_bytes + self.window_bytes
 

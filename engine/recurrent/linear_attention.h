@@ -54,7 +54,7 @@ struct Scratch {
     std::vector<const float*> added;
     std::vector<int64_t> path, passed;
 
-    void fit(const LayerSeats& of, int64_t grid) {
+    void fit(const LayerStateSlots& of, int64_t grid) {
         far_query.resize(of.key_dim), far_key.resize(of.key_dim), decayed.resize(grid * of.key_dim);
         by_query.resize(grid), by_key.resize(grid), added.resize(grid), origin.assign(of.decay_dim, 0);
         passed.clear();
@@ -65,12 +65,12 @@ struct Scratch {
 class Head {
   public:
     Head(const LinearAttention& linear, const Spans& spans, const Span& span, int64_t row, int64_t head, Scratch& own)
-        : in(linear), of(*linear.seats), span(span), row(row), grid(spans.grid), window(spans.window), head(head),
+        : in(linear), of(*linear.state_slots), span(span), row(row), grid(spans.grid), window(spans.window), head(head),
           key_head(head / (of.heads / of.key_heads)), base(span.base),
-          state(of.state.of<float>(span.seat) + head * of.key_dim * of.value_dim),
-          keys(of.keys.of<float>(span.seat) + key_head * of.key_dim),
-          deltas(of.deltas.of<float>(span.seat) + head * of.value_dim),
-          decays(of.decays.of<float>(span.seat) + head * of.decay_dim), own(own) {
+          state(of.state.of<float>(span.state_slot) + head * of.key_dim * of.value_dim),
+          keys(of.keys.of<float>(span.state_slot) + key_head * of.key_dim),
+          deltas(of.deltas.of<float>(span.state_slot) + head * of.value_dim),
+          decays(of.decays.of<float>(span.state_slot) + head * of.decay_dim), own(own) {
         own.fit(of, grid);
     }
 
@@ -87,7 +87,7 @@ class Head {
 
   private:
     const LinearAttention& in;
-    const LayerSeats& of;
+    const LayerStateSlots& of;
     const Span& span;
     const int64_t row, grid, window, head, key_head;
     int64_t base;
@@ -111,7 +111,7 @@ class Head {
         }
     }
 
-    // Keys of this step are read where they are: several heads share them, and the seat gets them in the end.
+    // Keys of this step are read where they are: several heads share them, and the state_slot gets them in the end.
     const float* key_at(int64_t place) const {
         if (place < span.start) return keys + place % window * of.key_heads * of.key_dim;
         return in.key + (row + place - span.start) * in.key_step + key_head * of.key_dim;

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from engine.recurrent.layout import StateLayout
 from engine.recurrent.operators import StepOperators, TorchOperators
-from engine.recurrent.seats import LayerSeats, RowSpan, Seats
+from engine.recurrent.state_slots import LayerStateSlots, RowSpan, StateSlots
 from engine.recurrent.structs import (
     ConvArgs,
-    LayerSeatsArgs,
+    LayerStateSlotsArgs,
     LinearAttentionArgs,
-    SeatedArgs,
+    SlotArrayArgs,
     SpanArgs,
     SpansArgs,
 )
@@ -32,17 +32,17 @@ from native.openmp import gomp_parallel
 logger = logging.getLogger("tandem.engine")
 
 
-def operators_of(seats: Seats) -> StepOperators:
-    """In C++ or Triton where that serves these seats, else torch's."""
-    on_cpu = seats.device.type == "cpu"
-    fault = _cpu_fault(seats.layout) if on_cpu else triton_fault(seats.device)
+def operators_of(state_slots: StateSlots) -> StepOperators:
+    """In C++ or Triton where that serves these state slots, else torch's."""
+    on_cpu = state_slots.device.type == "cpu"
+    fault = _cpu_fault(state_slots.layout) if on_cpu else triton_fault(state_slots.device)
     try:
         if fault is None:
-            return CpuOperators(seats) if on_cpu else _triton_operators(seats)
+            return CpuOperators(state_slots) if on_cpu else _triton_operators(state_slots)
     except BuildError as error:
         fault = str(error)
     logger.warning("recurrent layers run in torch's operators: %s", fault)
-    return TorchOperators(seats)
+    return TorchOperators(state_slots)
 
 
 def _cpu_fault(layout: StateLayout) -> str | None:
@@ -52,16 +52,16 @@ def _cpu_fault(layout: StateLayout) -> str | None:
     return f"the cpu kernel does not take convolutions of {reach + 1}" if reach > layout.grid else None
 
 
-def _triton_operators(seats: Seats) -> StepOperators:
+def _triton_operators(state_slots: StateSlots) -> StepOperators:
     kernels = importlib.import_module("engine.recurrent.triton_kernel.operators")  # not there on every host
-    operators: StepOperators = kernels.TritonOperators(seats)
+    operators: StepOperators = kernels.TritonOperators(state_slots)
     return operators
 
 
 @functools.cache
 def _library() -> tuple[Callable[..., None], Callable[..., None]]:
     """Raises BuildError."""
-    structs = SpanArgs, SpansArgs, LayerSeatsArgs, ConvArgs, LinearAttentionArgs
+    structs = SpanArgs, SpansArgs, LayerStateSlotsArgs, ConvArgs, LinearAttentionArgs
     library = load_library(Path(__file__).parent / "recurrent.cpp", *structs)
     arguments = ctypes.c_void_p, ctypes.c_void_p
     conv = declare(library, "tandem_causal_conv", None, *arguments)
@@ -74,22 +74,22 @@ def kernel_addresses() -> tuple[int, int]:
     return conv, attend
 
 
-def layer_seats(seats: Seats) -> ctypes.Array[LayerSeatsArgs]:
+def layer_state_slots(state_slots: StateSlots) -> ctypes.Array[LayerStateSlotsArgs]:
     """What the kernels read and write of each layer."""
-    is_bf16 = seats.layout.dtype is torch.bfloat16
+    is_bf16 = state_slots.layout.dtype is torch.bfloat16
     described = []
-    for layer, of in zip(seats.layout.layers, seats.layers, strict=True):
-        parts = LayerSeats(*(SeatedArgs(part.data_ptr(), _step(part)) for part in of))  # type: ignore[arg-type]
+    for layer, of in zip(state_slots.layout.layers, state_slots.layers, strict=True):
+        parts = LayerStateSlots(*(SlotArrayArgs(part.data_ptr(), _step(part)) for part in of))  # type: ignore[arg-type]
         sizes = layer.num_heads, layer.num_key_heads, layer.key_dim, layer.value_dim, layer.decay_dim
-        described.append(LayerSeatsArgs(*parts, layer.channels, layer.taps, is_bf16, *sizes))
-    return (LayerSeatsArgs * len(described))(*described)
+        described.append(LayerStateSlotsArgs(*parts, layer.channels, layer.taps, is_bf16, *sizes))
+    return (LayerStateSlotsArgs * len(described))(*described)
 
 
 class CpuSpans:
     """The sequences of a step, as the kernels read them."""
 
-    def __init__(self, seats: Seats) -> None:
-        self._seats = seats
+    def __init__(self, state_slots: StateSlots) -> None:
+        self._state_slots = state_slots
         self._parallel = gomp_parallel()
         self._numbers = array("q")
         self._masks: list[array[int]] = []
@@ -103,10 +103,10 @@ class CpuSpans:
             if span.masks is not None:
                 self._masks.append(array("Q", span.masks))
                 paths, _ = self._masks[-1].buffer_info()
-            where = span.seat, self._seats.run(span), span.start, span.count
+            where = span.state_slot, self._state_slots.run(span), span.start, span.count
             self._numbers.extend((*where, span.certain, span.tree_start, paths))  # SpanArgs
         address, length = self._numbers.buffer_info()
-        layout, threads = self._seats.layout, torch.get_num_threads()
+        layout, threads = self._state_slots.layout, torch.get_num_threads()
         count = length // len(SpanArgs._fields_)
         self.args = SpansArgs(address, count, layout.grid, layout.window, threads, self._parallel)
 
@@ -116,12 +116,12 @@ class CpuOperators:
 
     name = "cpu"
 
-    def __init__(self, seats: Seats) -> None:
+    def __init__(self, state_slots: StateSlots) -> None:
         self._conv, self._attend = _library()
-        self._seats = seats  # whose memory the kernels use
-        self._layers = layer_seats(seats)
+        self._state_slots = state_slots  # whose memory the kernels use
+        self._layers = layer_state_slots(state_slots)
         self._weights: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._spans = CpuSpans(seats)
+        self._spans = CpuSpans(state_slots)
 
     def begin_step(self, spans: Sequence[RowSpan]) -> None:
         self._spans.begin(spans)
@@ -166,6 +166,6 @@ def _address(tensor: Tensor | None) -> Any:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _step(seats: Tensor) -> int:
-    """Bytes from one seat to the next."""
-    return seats.stride(0) * seats.element_size()
+def _step(state_slots: Tensor) -> int:
+    """Bytes from one state slot to the next."""
+    return state_slots.stride(0) * state_slots.element_size()

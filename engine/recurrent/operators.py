@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.recurrent.seats import LayerSeats, RowSpan, Seats
+from engine.recurrent.state_slots import LayerStateSlots, RowSpan, StateSlots
 
 
 class Operators(Protocol):
@@ -39,7 +39,7 @@ class Operators(Protocol):
 
 
 class StepOperators(Operators, Protocol):
-    """Of sequences in seats."""
+    """Of sequences in state_slots."""
 
     name: str
 
@@ -55,18 +55,18 @@ class TorchOperators:
 
     name = "torch"
 
-    def __init__(self, seats: Seats) -> None:
-        self._seats = seats
-        self._grid = seats.layout.grid
-        self._window = seats.layout.window
+    def __init__(self, state_slots: StateSlots) -> None:
+        self._state_slots = state_slots
+        self._grid = state_slots.layout.grid
+        self._window = state_slots.layout.window
         self._spans: list[tuple[RowSpan, int]] = []
         """And where their states are."""
 
     def begin_step(self, spans: Sequence[RowSpan]) -> None:
-        self._spans = [(span, self._seats.run(span)) for span in spans]
+        self._spans = [(span, self._state_slots.run(span)) for span in spans]
 
     def causal_conv(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        of, taps = self._seats.layers[layer], weight.float().t()
+        of, taps = self._state_slots.layers[layer], weight.float().t()
         rows = inputs.split([span.count for span, _ in self._spans])
         outputs = []
         for (span, base), own in zip(self._spans, rows, strict=True):
@@ -78,17 +78,19 @@ class TorchOperators:
             outputs.append(total if bias is None else total + bias.float())
         return torch.cat(outputs)
 
-    def _with_history(self, of: LayerSeats, span: RowSpan, base: int, rows: Tensor) -> tuple[Tensor, int]:
+    def _with_history(
+        self, of: LayerStateSlots, span: RowSpan, base: int, rows: Tensor
+    ) -> tuple[Tensor, int]:
         """The rows behind the inputs before them, and the place of the first of these. Keeps what later rows
         will reach.
         """
-        tail, inputs = of.tail[span.seat], of.inputs[span.seat]
+        tail, inputs = of.tail[span.state_slot], of.inputs[span.state_slot]
         origin, end = base - len(tail), span.start + span.count
-        known = torch.cat([tail, inputs[self._seated(range(base, span.start))], rows])
+        known = torch.cat([tail, inputs[self._slot_places(range(base, span.start))], rows])
         settled = max(base, min(span.certain, end) // self._grid * self._grid)
         tail.copy_(known[settled - base : settled - base + len(tail)])
         kept = range(max(settled, span.start), end)
-        inputs[self._seated(kept)] = known[kept.start - origin : end - origin]
+        inputs[self._slot_places(kept)] = known[kept.start - origin : end - origin]
         return known, origin
 
     def _reached(self, span: RowSpan, origin: int, reach: int) -> list[slice | list[int]]:
@@ -100,85 +102,85 @@ class TorchOperators:
         paths = [[*span.path(place, span.tree_start - reach), place] for place in places]
         return [[path[tap - reach - 1] - origin for path in paths] for tap in range(reach + 1)]
 
-    def _seated(self, places: Sequence[int]) -> slice | list[int]:
+    def _slot_places(self, places: Sequence[int]) -> slice | list[int]:
         """Where these, ascending, are in a window."""
-        seated = [place % self._window for place in places]
-        if seated and seated[-1] - seated[0] == len(seated) - 1 == places[-1] - places[0]:
-            return slice(seated[0], seated[-1] + 1)
-        return seated
+        slot_places = [place % self._window for place in places]
+        if slot_places and slot_places[-1] - slot_places[0] == len(slot_places) - 1 == places[-1] - places[0]:
+            return slice(slot_places[0], slot_places[-1] + 1)
+        return slot_places
 
     def linear_attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None
     ) -> Tensor:
-        of = self._seats.layers[layer]
+        of = self._state_slots.layers[layer]
         out = torch.empty_like(value)
         row = 0
         for span, base in self._spans:
-            seat = LayerSeats(*(part[span.seat] for part in of))
-            drafted = seat.state
+            state_slot = LayerStateSlots(*(part[span.state_slot] for part in of))
+            drafted = state_slot.state
             passed: list[int] = []
             end = span.start + span.count
             for place in range(span.start, end):
-                base = self._settle(seat, base, min(place, span.certain))
+                base = self._settle(state_slot, base, min(place, span.certain))
                 path = span.path(place, base)
                 left = len(path) % self._grid
-                ahead, behind = path[: len(path) - left], self._seated(path[len(path) - left :])
+                ahead, behind = path[: len(path) - left], self._slot_places(path[len(path) - left :])
                 if ahead != passed:
-                    drafted, passed = self._ahead(seat, ahead), ahead
-                here = seat._replace(state=drafted)
+                    drafted, passed = self._ahead(state_slot, ahead), ahead
+                here = state_slot._replace(state=drafted)
                 strength = None if beta is None else beta[row]
                 rows = query[row], key[row], value[row], decay[row], strength
                 out[row] = _read_and_add(here, place % self._window, behind, *rows)
                 row += 1
-            self._settle(seat, base, min(end, span.certain))
+            self._settle(state_slot, base, min(end, span.certain))
         return out
 
     def selective_scan(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, times: Tensor, rates: Tensor
     ) -> Tensor:
-        of = self._seats.layers[layer]
+        of = self._state_slots.layers[layer]
         out = torch.empty_like(value)
         row = 0
         for span, base in self._spans:
-            seat = LayerSeats(*(part[span.seat] for part in of))
-            state, passed = seat.state[..., 0].clone(), list[int]()
+            state_slot = LayerStateSlots(*(part[span.state_slot] for part in of))
+            state, passed = state_slot.state[..., 0].clone(), list[int]()
             for place in range(span.start, span.start + span.count):
                 path = [*span.path(place, base), place]
                 if path[: len(passed)] != passed:
-                    state, passed = seat.state[..., 0].clone(), []
+                    state, passed = state_slot.state[..., 0].clone(), []
                 for other in path[len(passed) :]:
                     at = other % self._window
                     if other == place:  # only now: a window's first token may have been there
-                        seat.keys[at, 0], seat.deltas[at, :, 0], seat.decays[at, :, 0] = (
+                        state_slot.keys[at, 0], state_slot.deltas[at, :, 0], state_slot.decays[at, :, 0] = (
                             key[row],
                             value[row],
                             times[row],
                         )
-                    state = _scanned(state, seat, at, rates)
+                    state = _scanned(state, state_slot, at, rates)
                     passed.append(other)
                     if other < span.certain and (other + 1) % self._grid == 0:
-                        seat.state[..., 0], base, passed = state, other + 1, []
+                        state_slot.state[..., 0], base, passed = state, other + 1, []
                 out[row] = (state * query[row]).sum(-1)
                 row += 1
         return out
 
-    def _settle(self, seat: LayerSeats, base: int, end: int) -> int:
+    def _settle(self, state_slot: LayerStateSlots, base: int, end: int) -> int:
         """Bring the state from `base` to the last grid point of so many tokens; returns that."""
         while base + self._grid <= end:
-            _advance(seat.state, seat, self._seated(range(base, base + self._grid)))
+            _advance(state_slot.state, state_slot, self._slot_places(range(base, base + self._grid)))
             base += self._grid
         return base
 
-    def _ahead(self, seat: LayerSeats, path: Sequence[int]) -> Tensor:
+    def _ahead(self, state_slot: LayerStateSlots, path: Sequence[int]) -> Tensor:
         """The state behind these drafted tokens, whole grids of them."""
-        state = seat.state.clone() if path else seat.state
+        state = state_slot.state.clone() if path else state_slot.state
         for first in range(0, len(path), self._grid):
-            _advance(state, seat, self._seated(path[first : first + self._grid]))
+            _advance(state, state_slot, self._slot_places(path[first : first + self._grid]))
         return state
 
 
 def _read_and_add(
-    seat: LayerSeats,
+    state_slot: LayerStateSlots,
     place: int,
     behind: slice | list[int],
     query: Tensor,
@@ -188,7 +190,7 @@ def _read_and_add(
     beta: Tensor | None,
 ) -> Tensor:
     """One row, which goes to a place of the window: it reads the state, and what lies `behind` that."""
-    decays, keys, deltas = seat.decays[behind], seat.keys[behind], seat.deltas[behind]
+    decays, keys, deltas = state_slot.decays[behind], state_slot.keys[behind], state_slot.deltas[behind]
     total = decays[-1] + decay if len(decays) else decay
     weights = (total - decays).exp()
     group = len(value) // len(key)
@@ -197,22 +199,24 @@ def _read_and_add(
     def read(rows: Tensor) -> Tensor:
         rows = rows.repeat_interleave(group, 0)
         recent = ((known * rows).sum(-1, keepdim=True) * deltas).sum(0)
-        return ((total.exp() * rows)[..., None] * seat.state).sum(1) + recent
+        return ((total.exp() * rows)[..., None] * state_slot.state).sum(1) + recent
 
     delta = value if beta is None else beta[:, None] * (value - read(key))
     out = read(query) + (query * key).sum(-1).repeat_interleave(group)[:, None] * delta
-    seat.keys[place], seat.deltas[place], seat.decays[place] = key, delta, total
+    state_slot.keys[place], state_slot.deltas[place], state_slot.decays[place] = key, delta, total
     return out
 
 
-def _scanned(state: Tensor, seat: LayerSeats, place: int, rates: Tensor) -> Tensor:
+def _scanned(state: Tensor, state_slot: LayerStateSlots, place: int, rates: Tensor) -> Tensor:
     """The state [heads, key_dim] behind the token at this place of the window."""
-    return state * (seat.decays[place] * rates).exp() + seat.deltas[place] * seat.keys[place]
+    return (
+        state * (state_slot.decays[place] * rates).exp() + state_slot.deltas[place] * state_slot.keys[place]
+    )
 
 
-def _advance(state: Tensor, seat: LayerSeats, places: slice | list[int]) -> None:
+def _advance(state: Tensor, state_slot: LayerStateSlots, places: slice | list[int]) -> None:
     """A state from a grid point to the next one, by what these places of the window add."""
-    decays, keys, deltas = seat.decays[places], seat.keys[places], seat.deltas[places]
+    decays, keys, deltas = state_slot.decays[places], state_slot.keys[places], state_slot.deltas[places]
     total = decays[-1]
     weights = (total - decays).exp()
     state.mul_(total.exp()[..., None])

@@ -45,11 +45,11 @@ inline float as_float(uint16_t x) {
 
 // One block of channels of a sequence's convolution.
 template <class Word> void convolve(const Conv& conv, const Span& span, int64_t row, const Spans& of, int64_t first) {
-    const LayerSeats& seats = *conv.seats;
-    const int64_t channels = seats.channels, reach = seats.taps - 1, count = std::min(CHANNELS, channels - first);
+    const LayerStateSlots& state_slots = *conv.state_slots;
+    const int64_t channels = state_slots.channels, reach = state_slots.taps - 1, count = std::min(CHANNELS, channels - first);
     const Word* inputs = (const Word*)conv.inputs + row * conv.input_step + first;
-    Word* tail = seats.tail.of<Word>(span.seat) + first;
-    Word* recent = seats.inputs.of<Word>(span.seat) + first;
+    Word* tail = state_slots.tail.of<Word>(span.state_slot) + first;
+    Word* recent = state_slots.inputs.of<Word>(span.state_slot) + first;
     const int64_t end = span.start + span.count;
     auto at = [&](int64_t place) -> const Word* {
         if (place >= span.start) return inputs + (place - span.start) * conv.input_step;
@@ -60,7 +60,7 @@ template <class Word> void convolve(const Conv& conv, const Span& span, int64_t 
     for (int64_t place = span.start; place < end; place++) {
         find_path(span, place, (span.masks ? span.tree_start : place) - reach, path);
         path.push_back(place);
-        const int64_t* places = path.data() + path.size() - seats.taps;
+        const int64_t* places = path.data() + path.size() - state_slots.taps;
         float* out = conv.out + (row + place - span.start) * channels + first;
         for (int64_t tap = 0; tap <= reach; tap++) {
             const Word* input = at(places[tap]);
@@ -93,33 +93,33 @@ template <class Work> void for_each(const Spans& of, int64_t parts, const Work& 
 
 extern "C" {
 
-extern const int64_t tandem_sizes[] = {sizeof(Span), sizeof(Spans), sizeof(LayerSeats), sizeof(Conv),
+extern const int64_t tandem_sizes[] = {sizeof(Span), sizeof(Spans), sizeof(LayerStateSlots), sizeof(Conv),
                                        sizeof(LinearAttention)};
 
 void tandem_causal_conv(const Spans* spans, const Conv* conv) {
-    const int64_t parts = (conv->seats->channels + CHANNELS - 1) / CHANNELS;
+    const int64_t parts = (conv->state_slots->channels + CHANNELS - 1) / CHANNELS;
     for_each(*spans, parts, [&](const Span& span, int64_t row, int64_t part) {
-        auto run = conv->seats->is_bf16 ? convolve<uint16_t> : convolve<float>;
+        auto run = conv->state_slots->is_bf16 ? convolve<uint16_t> : convolve<float>;
         run(*conv, span, row, *spans, part * CHANNELS);
     });
 }
 
 void tandem_linear_attention(const Spans* spans, const LinearAttention* linear) {
-    const LayerSeats& seats = *linear->seats;
-    const int64_t width = seats.key_heads * seats.key_dim;
+    const LayerStateSlots& state_slots = *linear->state_slots;
+    const int64_t width = state_slots.key_heads * state_slots.key_dim;
     if (linear->rates)
-        for_each(*spans, (seats.heads + HEADS - 1) / HEADS, [&](const Span& span, int64_t row, int64_t part) {
+        for_each(*spans, (state_slots.heads + HEADS - 1) / HEADS, [&](const Span& span, int64_t row, int64_t part) {
             const NoDenormals no_denormals{};
             Scan(*linear, *spans, span, row, part * HEADS).run();
         });
     else
-        for_each(*spans, seats.heads, [&](const Span& span, int64_t row, int64_t head) {
+        for_each(*spans, state_slots.heads, [&](const Span& span, int64_t row, int64_t head) {
             static thread_local Scratch scratch;
             const NoDenormals no_denormals{};
             Head(*linear, *spans, span, row, head, scratch).run();
         });
     for_each(*spans, 1, [&](const Span& span, int64_t row, int64_t) {
-        float* keys = seats.keys.of<float>(span.seat);
+        float* keys = state_slots.keys.of<float>(span.state_slot);
         const int64_t end = span.start + span.count;
         for (int64_t place = std::max(next_base(span, spans->grid), span.start); place < end; place++)
             memcpy(keys + place % spans->window * width, linear->key + (row + place - span.start) * linear->key_step,

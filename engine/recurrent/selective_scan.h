@@ -21,10 +21,10 @@ constexpr int64_t HEADS = 64;
 class Scan {
   public:
     Scan(const LinearAttention& linear, const Spans& spans, const Span& span, int64_t row, int64_t first)
-        : in(linear), of(*linear.seats), span(span), row(row), grid(spans.grid), window(spans.window), first(first),
+        : in(linear), of(*linear.state_slots), span(span), row(row), grid(spans.grid), window(spans.window), first(first),
           heads(std::min(HEADS, of.heads - first)), size(of.key_dim), base(span.base),
-          state(of.state.of<float>(span.seat) + first * size), keys(of.keys.of<float>(span.seat)),
-          deltas(of.deltas.of<float>(span.seat) + first), times(of.decays.of<float>(span.seat) + first),
+          state(of.state.of<float>(span.state_slot) + first * size), keys(of.keys.of<float>(span.state_slot)),
+          deltas(of.deltas.of<float>(span.state_slot) + first), times(of.decays.of<float>(span.state_slot) + first),
           held(size * heads), rates(size * heads) {}
 
     void run() {
@@ -41,7 +41,7 @@ class Scan {
 
   private:
     const LinearAttention& in;
-    const LayerSeats& of;
+    const LayerStateSlots& of;
     const Span& span;
     const int64_t row, grid, window, first, heads, size;
     int64_t base;

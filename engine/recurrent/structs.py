@@ -7,7 +7,7 @@ from ctypes import Structure, c_int64, c_void_p
 
 class SpanArgs(Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("seat", "base", "start", "count", "certain", "tree_start")),
+        *((name, c_int64) for name in ("state_slot", "base", "start", "count", "certain", "tree_start")),
         ("masks", c_void_p),
     )
 
@@ -20,13 +20,13 @@ class SpansArgs(Structure):
     )
 
 
-class SeatedArgs(Structure):
+class SlotArrayArgs(Structure):
     _fields_ = (("first", c_void_p), ("step", c_int64))
 
 
-class LayerSeatsArgs(Structure):
+class LayerStateSlotsArgs(Structure):
     _fields_ = (
-        *((name, SeatedArgs) for name in ("state", "tail", "inputs", "keys", "deltas", "decays")),
+        *((name, SlotArrayArgs) for name in ("state", "tail", "inputs", "keys", "deltas", "decays")),
         *((name, c_int64) for name in ("channels", "taps", "is_bf16")),
         *((name, c_int64) for name in ("heads", "key_heads", "key_dim", "value_dim", "decay_dim")),
     )
@@ -34,14 +34,14 @@ class LayerSeatsArgs(Structure):
 
 class ConvArgs(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("seats", "inputs", "weight", "bias", "out")),
+        *((name, c_void_p) for name in ("state_slots", "inputs", "weight", "bias", "out")),
         ("input_step", c_int64),
     )
 
 
 class LinearAttentionArgs(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("seats", "query", "key", "value")),
+        *((name, c_void_p) for name in ("state_slots", "query", "key", "value")),
         *((name, c_void_p) for name in ("decay", "beta", "rates", "out")),
         *((name, c_int64) for name in ("query_step", "key_step", "value_step")),
     )

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from engine.sampler.beside import Beside
+from engine.sampler.mask_thread import MaskThread
 from engine.sampler.masks import TokenMasks
 from engine.sampler.penalties import common_prefix
 from engine.sampler.rows import SamplingRow
@@ -37,7 +37,7 @@ class Grammars:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._matchers: dict[str, Matcher] = {}
-        self._beside = Beside("masks")
+        self._beside = MaskThread("masks")
         self._expected: _Expected | None = None
         self._words = np.empty((0, 0), np.int32)
         self._first_bytes = np.empty(0, np.int16)

@@ -58,8 +58,8 @@ class HostCounters:
 
 
 class HostTier:
-    """The host memory below one arena of a device pool. Only the engine's thread may call it, except for the
-    counters. Copies are in order with everything else that uses the device pool.
+    """The host memory below one block pool of a device pool. Only the engine's thread may call it, except
+    for the counters. Copies are in order with everything else that uses the device pool.
 
     Each slot of `memory` is free, in the index, or lent to the disk tier, which fills it. A block that is
     being written to the disk stays in the index and in its slot until the write is done.

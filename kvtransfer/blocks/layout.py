@@ -236,8 +236,8 @@ def _segment_problem(segment: SegmentInfo) -> tuple[str, str] | None:
     name, shape = segment.name, segment.shape
     if segment.kind not in (PAGED, WINDOWED):
         return "kind", f"{name}: {segment.kind!r} is neither {PAGED!r} nor {WINDOWED!r}"
-    if segment.arena != 0:
-        return "arena", f"{name}: it lies in arena {segment.arena}, not in the first one"
+    if segment.block_pool != 0:
+        return "block_pool", f"{name}: it lies in block pool {segment.block_pool}, not in the first one"
     if segment.dtype not in DTYPES:
         return "dtype", f"{name}: {segment.dtype!r} is none of {', '.join(DTYPES)}"
     known = ("none", *CODE_DTYPES, *_CACHE_DTYPES)

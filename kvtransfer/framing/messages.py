@@ -10,7 +10,7 @@ from msgspec import Meta
 from kvtransfer.blocks.extents import MAX_PIECE_BLOCKS, PARTS_AT_ONCE, RUN_BYTES
 from protocol.bounded import Id
 from protocol.errors import ProtocolError
-from protocol.handoff import MAX_SEGMENTS, ArenaIndex, SegmentInfo
+from protocol.handoff import MAX_SEGMENTS, BlockPoolIndex, SegmentInfo
 
 WIRE_VERSION = 6
 NONCE_BYTES = 32
@@ -24,7 +24,7 @@ Anything else means that bytes were lost or came twice, so that the rest of the 
 UNKNOWN_LEASE = "unknown lease"
 OTHER_SENDER = "the lease belongs to another sender"
 OUTSIDE = "blocks outside of the lease"
-UNKNOWN_ARENA = "an arena that the lease does not have"
+UNKNOWN_BLOCK_POOL = "a block pool that the lease does not have"
 GIVEN_UP = "given up by the sender"
 STILL_WRITTEN = "an earlier attempt at the piece is still writing"
 OVERTAKEN = "a later attempt at the piece has begun"
@@ -35,7 +35,7 @@ REFUSALS = {
     UNKNOWN_LEASE: "unknown_lease",
     OTHER_SENDER: "other_sender",
     OUTSIDE: "outside_of_lease",
-    UNKNOWN_ARENA: "unknown_arena",
+    UNKNOWN_BLOCK_POOL: "unknown_block_pool",
     GIVEN_UP: "given_up",
     STILL_WRITTEN: "still_written",
     OVERTAKEN: "overtaken",
@@ -113,7 +113,7 @@ class SealedAnswer(msgspec.Struct, frozen=True, tag="sealed"):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of one lease and arena that come now.
+    """Blocks of one lease and block pool that come now.
 
     `runs` as in `extents`, of `num_parts` parts of a prompt, which `index` counts from 0 and which keep their
     indices when they are sent again, maybe in other pieces. `final` is on the piece with the last part.
@@ -131,7 +131,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     pushed_s: Duration = 0.0
     waited_s: Duration = 0.0
     attempt: Number = 0
-    arena: ArenaIndex = 0
+    block_pool: BlockPoolIndex = 0
 
     @property
     def part_indices(self) -> range:

@@ -12,7 +12,14 @@ import numpy.typing as npt
 
 from kvtransfer.blocks.device import PAST, Mark
 from kvtransfer.blocks.extents import BlockIndices
-from kvtransfer.framing.messages import OTHER_SENDER, OUTSIDE, OVERTAKEN, STILL_WRITTEN, UNKNOWN_ARENA, Piece
+from kvtransfer.framing.messages import (
+    OTHER_SENDER,
+    OUTSIDE,
+    OVERTAKEN,
+    STILL_WRITTEN,
+    UNKNOWN_BLOCK_POOL,
+    Piece,
+)
 from kvtransfer.leases.arrivals import ArrivalRecord
 from kvtransfer.leases.gate import WriteGate
 
@@ -26,10 +33,10 @@ class _Attempts:
 
 
 class Lease:
-    """Blocks of one prompt, in order, in one or more arenas, and which of them have arrived.
+    """Blocks of one prompt, in order, in one or more block pools, and which of them have arrived.
 
-    Only tokens in the `spans` of their arenas are written: those before are cached, and maybe shared, or not
-    needed. A *position* is the index of one of the sender's blocks within the prompt.
+    Only tokens in the `spans` of their block pools are written: those before are cached, and maybe shared,
+    or not needed. A *position* is the index of one of the sender's blocks within the prompt.
     """
 
     def __init__(
@@ -62,16 +69,16 @@ class Lease:
         """Every part has come, the final one among them."""
         return len(self._parts) == self._num_parts
 
-    def refusal(self, arena: int, positions: BlockIndices, sender: str, source_block_size: int) -> str:
-        """Why these positions of an arena may not come from this sender; empty if they may."""
+    def refusal(self, block_pool: int, positions: BlockIndices, sender: str, source_block_size: int) -> str:
+        """Why these positions of a block pool may not come from this sender; empty if they may."""
         if self.sender is None:
             self._begin(sender, source_block_size)
         if (sender, source_block_size) != (self.sender, self._source_block_size):
             return OTHER_SENDER
-        if arena not in self._received:
-            return UNKNOWN_ARENA
-        inside = positions - self._first_positions[arena]
-        if len(inside) and (inside.min() < 0 or inside.max() >= len(self._received[arena])):
+        if block_pool not in self._received:
+            return UNKNOWN_BLOCK_POOL
+        inside = positions - self._first_positions[block_pool]
+        if len(inside) and (inside.min() < 0 or inside.max() >= len(self._received[block_pool])):
             return OUTSIDE
         return ""
 
@@ -97,8 +104,8 @@ class Lease:
         return (gate, "") if is_alone else (None, STILL_WRITTEN)
 
     def record(self, piece: Piece, positions: BlockIndices) -> int:
-        """Note that a piece is in place; returns how many of the sender's blocks are, in all arenas."""
-        self._received[piece.arena][positions - self._first_positions[piece.arena]] = True
+        """Note that a piece is in place; returns how many of the sender's blocks are, in all block_pools."""
+        self._received[piece.block_pool][positions - self._first_positions[piece.block_pool]] = True
         self._parts.update(piece.part_indices)
         if piece.final:
             self._num_parts = piece.part_indices.stop
@@ -107,7 +114,7 @@ class Lease:
     def _begin(self, sender: str, source_block_size: int) -> None:
         self.sender = sender
         self._source_block_size = source_block_size
-        for arena, (first_token, end_token) in self.spans.items():
-            first = self._first_positions[arena] = first_token // source_block_size
+        for block_pool, (first_token, end_token) in self.spans.items():
+            first = self._first_positions[block_pool] = first_token // source_block_size
             count = max(0, -(-end_token // source_block_size) - first)
-            self._received[arena] = np.zeros(count, dtype=bool)
+            self._received[block_pool] = np.zeros(count, dtype=bool)

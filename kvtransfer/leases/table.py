@@ -25,16 +25,18 @@ REMEMBERED_LEASES = 4096
 class LeaseTable:
     """All leases of one receiver, for use from every thread. A block belongs to at most one of them."""
 
-    def __init__(self, arenas: Sequence[int], block_size: int, on_emptied: Callable[[str], None]) -> None:
-        """`arenas`: how many blocks each has. All lie over the same blocks."""
+    def __init__(
+        self, block_pools: Sequence[int], block_size: int, on_emptied: Callable[[str], None]
+    ) -> None:
+        """`block_pools`: how many blocks each has. All lie over the same blocks."""
         self._block_size = block_size
         self._on_emptied = on_emptied
         self._lock = threading.Lock()
         self._leases: dict[str, Lease] = {}
         self._closing: dict[str, Lease] = {}
         self._completed: OrderedDict[str, None] = OrderedDict()
-        self._arenas = arenas
-        self._leased = np.zeros(max(arenas), dtype=bool)
+        self._block_pools = block_pools
+        self._leased = np.zeros(max(block_pools), dtype=bool)
         self._connections: Counter[str] = Counter()
 
     def __contains__(self, lease_id: str) -> bool:
@@ -56,11 +58,13 @@ class LeaseTable:
         """The blocks may be written `after` this mark. Raises ValueError for a known lease, or blocks that
         are not there or leased.
         """
-        blocks = {extent.arena: np.asarray(extent.blocks, np.int64).reshape(-1) for extent in extents}
-        if len(blocks) < len(extents) or not blocks.keys() <= set(range(len(self._arenas))):
-            raise ValueError(f"arenas of lease {lease_id} must differ and be in [0, {len(self._arenas)})")
-        for arena, indices in blocks.items():
-            limit = self._arenas[arena]
+        blocks = {extent.block_pool: np.asarray(extent.blocks, np.int64).reshape(-1) for extent in extents}
+        if len(blocks) < len(extents) or not blocks.keys() <= set(range(len(self._block_pools))):
+            raise ValueError(
+                f"block pools of lease {lease_id} must differ and be in [0, {len(self._block_pools)})"
+            )
+        for block_pool, indices in blocks.items():
+            limit = self._block_pools[block_pool]
             if len(indices) and not (indices.min() >= 0 and indices.max() < limit):
                 raise ValueError(f"blocks of lease {lease_id} must be in [0, {limit})")
         capacity = min(map(len, blocks.values()), default=0) * self._block_size
@@ -68,8 +72,8 @@ class LeaseTable:
             raise ValueError(f"num_tokens of lease {lease_id} is {num_tokens}, its blocks hold {capacity}")
         firsts = [first_token] * len(blocks) if isinstance(first_token, int) else first_token
         spans = {
-            arena: (first, len(indices) * self._block_size if num_tokens is None else num_tokens)
-            for (arena, indices), first in zip(blocks.items(), firsts, strict=True)
+            block_pool: (first, len(indices) * self._block_size if num_tokens is None else num_tokens)
+            for (block_pool, indices), first in zip(blocks.items(), firsts, strict=True)
         }
         gate = WriteGate(lambda: self._emptied(lease_id))
         lease = Lease(lease_id, blocks, spans, gate, after)
@@ -110,7 +114,7 @@ class LeaseTable:
             lease = self._leases.get(piece.lease_id)
             if lease is None or not lease.gate.is_open:
                 return None, UNKNOWN_LEASE
-            refusal = lease.refusal(piece.arena, positions, sender, source_block_size)
+            refusal = lease.refusal(piece.block_pool, positions, sender, source_block_size)
             return (None, refusal) if refusal else (lease, "")
 
     def record(
@@ -180,7 +184,8 @@ class LeaseTable:
     def _written(self, lease: Lease) -> BlockIndices:
         """The blocks that may be written to."""
         parts = [
-            blocks[lease.spans[arena][0] // self._block_size :] for arena, blocks in lease.blocks.items()
+            blocks[lease.spans[block_pool][0] // self._block_size :]
+            for block_pool, blocks in lease.blocks.items()
         ]
         return np.concatenate([np.zeros(0, np.int64), *parts])
 

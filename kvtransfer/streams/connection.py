@@ -155,7 +155,7 @@ class ReceiverConnection(threading.Thread):
             reader.read(sources, positions, _CLOSED)
             return refusal
         lease.after.wait()
-        targets = inlet.targets(positions, lease.blocks[piece.arena])
+        targets = inlet.targets(positions, lease.blocks[piece.block_pool])
         if reader.read(sources, targets, gate):
             target = inlet.target
             found = piece_checksum(
@@ -169,7 +169,7 @@ class ReceiverConnection(threading.Thread):
             try:
                 if found != piece.checksum:
                     return CHECKSUM_MISMATCH if gate.is_open else UNKNOWN_LEASE
-                if inlet.place(positions, lease, piece.arena, gate):
+                if inlet.place(positions, lease, piece.block_pool, gate):
                     return ""
             except RangeError as error:
                 logger.warning("lease %s: %s", lease.lease_id, error)

@@ -30,7 +30,7 @@ class Incoming:
         """The blocks of `target` that the reader writes, for a piece that belongs in these `leased` ones."""
         return leased[positions]
 
-    def place(self, positions: BlockIndices, lease: Lease, arena: int, gate: WriteGate) -> bool:
+    def place(self, positions: BlockIndices, lease: Lease, block_pool: int, gate: WriteGate) -> bool:
         """Copy the piece from `target` into the lease's blocks, if the gate is open; whether it was."""
         return True
 
@@ -51,12 +51,14 @@ class Converting(Incoming):
     def targets(self, positions: BlockIndices, leased: BlockIndices) -> BlockIndices:
         return np.arange(len(positions))
 
-    def place(self, positions: BlockIndices, lease: Lease, arena: int, gate: WriteGate) -> bool:
+    def place(self, positions: BlockIndices, lease: Lease, block_pool: int, gate: WriteGate) -> bool:
         staged = self.target.buffer[: len(positions) * self.target.block_bytes]
         with gate.writing() as is_open:
             if is_open:
                 with self._copies.within():
-                    self._converter.place(staged, positions, lease.blocks[arena], *lease.spans[arena])
+                    self._converter.place(
+                        staged, positions, lease.blocks[block_pool], *lease.spans[block_pool]
+                    )
         return is_open
 
 

@@ -15,7 +15,7 @@ from kvtransfer.blocks.extents import RUN_BYTES, Blocks, to_wire
 
 @dataclass(eq=False)
 class QueuedPiece:
-    """Consecutive parts of a lease in one arena; the first is part `index` of the lease.
+    """Consecutive parts of a lease in one block pool; the first is part `index` of the lease.
 
     `num_tokens` of the prompt were valid when it was pushed, `pushed_s` after the lease's first piece; the
     blocks are there `after` its mark. `wanted` turns false when the lease is aborted.
@@ -27,7 +27,7 @@ class QueuedPiece:
     num_tokens: int
     final: bool
     after: Mark = PAST
-    arena: int = 0
+    block_pool: int = 0
     pushed_s: float = 0.0
     wanted: bool = True
     attempts: int = 0

@@ -246,7 +246,7 @@ class Stream(threading.Thread):
             pushed_s=queued.pushed_s,
             waited_s=queued.sent_at - queued.queued_at,
             attempt=queued.attempts,
-            arena=queued.arena,
+            block_pool=queued.block_pool,
         )
         return _Transmission(queued, frame(encode(piece)), payload)
 

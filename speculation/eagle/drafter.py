@@ -82,7 +82,7 @@ class EagleDrafter(Drafter):
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
         device, dtype = loaded.device, loaded.dtype
         backend_class, _ = select_backend(device, dtype, self._config.attention_backend)
-        backend = backend_class(pool.layers(DRAFT), pool.groups[DRAFT].arena)
+        backend = backend_class(pool.layers(DRAFT), pool.groups[DRAFT].block_pool)
         self._runner = build_head_runner(self._config, self._loaded, loaded, backend)
         self._native: NativeChain | None = None
         if isinstance(self._runner, NativeHead):

@@ -46,7 +46,7 @@ class SelfDrafter(Drafter):
         options = with_defaults(options, num_layers, can_round=multiplies)
         self._options, self._config = options, config
         self._kept = kept_layers(options, num_layers)
-        recurrent = target.recurrent.seam.layers if target.recurrent is not None else []
+        recurrent = target.recurrent.hooks.layers if target.recurrent is not None else []
         places = [place for layer, place in enumerate(target.kv_group.layers) if layer not in recurrent]
         if len(self._kept) < num_layers and len({*places}) < len(places):
             raise ConfigError(
@@ -76,7 +76,7 @@ class SelfDrafter(Drafter):
         if self._is_made_late:  # of weights that the model's runner has joined, lest they be there twice
             self._loaded = self._part(loaded)
         self._runner = self._build_runner(pool)
-        self._seats = pool.seats
+        self._state_slots = pool.state_slots
         self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
         self._drafting = ChainDrafting(
             self._runner,
@@ -84,7 +84,7 @@ class SelfDrafter(Drafter):
             self._options.verification,
             self._sampler,
             loaded.device,
-            lambda sequence: sequence.seat,
+            lambda sequence: sequence.state_slot,
             self._num_settled,
         )
 
@@ -95,7 +95,7 @@ class SelfDrafter(Drafter):
             layers = [layers[layer] for layer in self._kept]
         backend_class, _ = select_backend(loaded.device, loaded.dtype, self._config.attention_backend)
         backend = backend_over(backend_class, layers, group)
-        return runner_of_drafts(self._config, loaded, backend, pool.seats)
+        return runner_of_drafts(self._config, loaded, backend, pool.state_slots)
 
     def warm_up(self) -> None:
         self._runner.warm_up()
@@ -108,13 +108,13 @@ class SelfDrafter(Drafter):
         """The tokens that recurrent layers' states have: no more come to them here, as layers that do not
         draft would stay behind.
         """
-        return self._seats.position(sequence.seat) if self._seats is not None else 0
+        return self._state_slots.position(sequence.state_slot) if self._state_slots is not None else 0
 
     def _fitting(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> Sequence[int]:
         """At most so many tokens as recurrent layers have room for, behind what they keep of others."""
-        if self._seats is None:
+        if self._state_slots is None:
             return counts
-        window = self._seats.layout.window
+        window = self._state_slots.layout.window
         most = min(window - (len(each.token_ids) - 1 - self._num_settled(each)) for each in sequences)
         return [min(count, most) for count in counts]
 

@@ -28,7 +28,7 @@ from engine.lora.table import Adapters
 from engine.pool_layout import Segment
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 from engine.recurrent.layout import RecurrentLayer, StateLayout
-from engine.recurrent.seats import RowSpan, Seats
+from engine.recurrent.state_slots import RowSpan, StateSlots
 from engine.recurrent.triton_kernel import operators
 from engine.sampler.triton_kernel.chooser import TritonSampler, choose
 from engine.sampler.triton_kernel.chosen import Chosen
@@ -147,7 +147,8 @@ server takes.
 _RECURRENT_HEAD = """
 ## Recurrent layers
 
-Linear attention in float32 beside convolutions of bfloat16, over seats with room for 16 drafted tokens. A
+Linear attention in float32 beside convolutions of bfloat16, over state slots with room for 16 drafted
+tokens. A
 program walks through its sequence 16 tokens at a time, and reads a head's state, or 32 columns of it, as
 often: in a chunk of a prompt as for a decode row, so that both have the same bits. A product of float32 is
 three of TF32 here.
@@ -408,12 +409,12 @@ def compiled_adapters(name: str, capability: int) -> Code:
 def compiled_recurrent(name: str, capability: int) -> Code:
     kernel_name, channels, (heads, key_heads, key_dim, value_dim), decay_dim, has_delta = RECURRENT[name]
     layer = RecurrentLayer(channels, 4, heads, key_heads, key_dim, value_dim, decay_dim)
-    seats = Seats(StateLayout((layer,), torch.bfloat16).with_drafts(16), 4, torch.device("meta"))
+    state_slots = StateSlots(StateLayout((layer,), torch.bfloat16).with_drafts(16), 4, torch.device("meta"))
     floats, halves = {"dtype": torch.float32}, {"dtype": torch.bfloat16}
     with pytest.MonkeyPatch.context() as patch, launches(capability) as kernels:
         patch.setattr(operators, "upload_to", lambda device: lambda arrays: [meta(*a.shape) for a in arrays])
-        recurrent = operators.TritonOperators(seats)
-        recurrent.begin_step([RowSpan(seat, 5, 3, 6) for seat in range(4)])
+        recurrent = operators.TritonOperators(state_slots)
+        recurrent.begin_step([RowSpan(state_slot, 5, 3, 6) for state_slot in range(4)])
         if kernel_name == "convolve":
             inputs, weight = meta(12, channels, **halves), meta(channels, 4, **halves)
             recurrent.causal_conv(0, inputs, weight, None)

@@ -66,7 +66,7 @@ def verdict(model_type: str) -> Verdict:
     layers = engine.pool.layers(TARGET)
     return Verdict(
         "served",
-        is_recurrent=engine.pool.seats is not None,
+        is_recurrent=engine.pool.state_slots is not None,
         keeps_latents=all(layer.values_in_keys for layer in layers),
     )
 

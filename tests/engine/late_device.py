@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.assembly import Assembly
 from engine.engine import Engine
-from engine.recurrent.seats import RowSpan
+from engine.recurrent.state_slots import RowSpan
 from engine.rows import SequenceRows, span_of
 from engine.runner import ForwardOutput
 from engine.sampler.choice import TokenChoice
@@ -53,43 +53,45 @@ class LateDevice:
         return bool(self._queue)
 
 
-class LateSeats:
+class LateStateSlots:
     """Puts what reads or writes states on the device. The host knows at once where they will be."""
 
-    def __init__(self, seats: Any, device: LateDevice) -> None:
-        self._states, self._device = seats._states, device
-        self._run, self._save, self._load = seats.run, seats.save, seats.load
+    def __init__(self, state_slots: Any, device: LateDevice) -> None:
+        self._states, self._device = state_slots._states, device
+        self._run, self._save, self._load = state_slots.run, state_slots.save, state_slots.load
         self._spans: list[tuple[RowSpan, int]] = []
-        self._seats = seats
-        self._seats.run, self._seats.save, self._seats.load = self.run, self.save, self.load
+        self._state_slots = state_slots
+        self._state_slots.run, self._state_slots.save, self._state_slots.load = self.run, self.save, self.load
 
     def launch(self, batch: Sequence[SequenceRows]) -> None:
         """Of a step: what its operators ask for when it is computed."""
-        seats = range(len(self._states))
-        self._seats._states = [SimpleNamespace(zero_=partial(self._clear, seat)) for seat in seats]
+        state_slots = range(len(self._states))
+        self._state_slots._states = [
+            SimpleNamespace(zero_=partial(self._clear, state_slot)) for state_slot in state_slots
+        ]
         spans = [span_of(rows) for rows in batch]
         self._spans += [(span, self._run(span)) for span in spans]
-        self._seats._states = self._states
+        self._state_slots._states = self._states
 
-    def _clear(self, seat: int) -> None:
-        self._device.put(self._states[seat].zero_)
+    def _clear(self, state_slot: int) -> None:
+        self._device.put(self._states[state_slot].zero_)
 
     def run(self, span: RowSpan) -> int:
         launched, base = self._spans.pop(0)
         assert launched == span
         return base
 
-    def save(self, seat: int, arena: Tensor, blocks: Sequence[int]) -> None:
-        self._device.put(partial(self._save, seat, arena, [*blocks]))
+    def save(self, state_slot: int, block_pool: Tensor, blocks: Sequence[int]) -> None:
+        self._device.put(partial(self._save, state_slot, block_pool, [*blocks]))
 
-    def load(self, seat: int, arena: Tensor, blocks: Sequence[int], num_tokens: int) -> int:
-        bases, copied = self._seats._bases, [*blocks]
-        bases[seat] = point = self._seats.layout.position(num_tokens)
+    def load(self, state_slot: int, block_pool: Tensor, blocks: Sequence[int], num_tokens: int) -> int:
+        bases, copied = self._state_slots._bases, [*blocks]
+        bases[state_slot] = point = self._state_slots.layout.position(num_tokens)
 
         def load() -> None:
-            now = bases[seat]
-            self._load(seat, arena, copied, num_tokens)
-            bases[seat] = now
+            now = bases[state_slot]
+            self._load(state_slot, block_pool, copied, num_tokens)
+            bases[state_slot] = now
 
         self._device.put(load)
         return point
@@ -99,11 +101,11 @@ class LateRunner:
     """Rows are as they are at the launch; tokens of `chosen`, as they are on the device by then."""
 
     def __init__(
-        self, runner: Any, vocab_size: int, device: LateDevice, seats: LateSeats | None = None
+        self, runner: Any, vocab_size: int, device: LateDevice, state_slots: LateStateSlots | None = None
     ) -> None:
         self._runner = runner
         self._device = device
-        self._seats = seats
+        self._state_slots = state_slots
         self._kept = torch.empty(256, vocab_size)
         """Logits, until others are computed."""
 
@@ -123,8 +125,8 @@ class LateRunner:
             for each in batch
         ]
         logits = self._kept[: len(logit_rows)]
-        if self._seats is not None:
-            self._seats.launch(rows)
+        if self._state_slots is not None:
+            self._state_slots.launch(rows)
 
         def compute() -> None:
             computed = run(rows, logit_rows, *chosen).logits
@@ -175,8 +177,8 @@ def put_on_late_device(engine: Engine, *, ahead: bool) -> LateDevice:
     steps ahead. Drafts must not come from a model.
     """
     device, held = LateDevice(), engine.pool
-    seats = LateSeats(held.seats, device) if held.seats is not None else None
-    runner: Any = LateRunner(engine._runner, engine.vocab_size, device, seats)
+    state_slots = LateStateSlots(held.state_slots, device) if held.state_slots is not None else None
+    runner: Any = LateRunner(engine._runner, engine.vocab_size, device, state_slots)
     sampler: Any = LateSampler(engine._sampler, device)
     copy = held.copy_block
     held.copy_block = lambda *args: device.put(lambda: copy(*args))  # type: ignore[method-assign]

@@ -33,7 +33,7 @@ class Listener:
 
 
 def really_held(manager: BlockManager) -> Held:
-    held = {(Medium.GPU, identity) for identity in manager.arenas[0]._block_of[0]}
+    held = {(Medium.GPU, identity) for identity in manager.block_pools[0]._block_of[0]}
     return held.union(*map(held_below, manager.tiers))
 
 

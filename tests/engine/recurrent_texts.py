@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.recurrent.layout import GRID, RecurrentLayer, StateLayout
 from engine.recurrent.operators import StepOperators
-from engine.recurrent.seats import RowSpan, Seats
+from engine.recurrent.state_slots import RowSpan, StateSlots
 
 LAYER = RecurrentLayer(channels=24, taps=4, num_heads=4, num_key_heads=2, key_dim=20, value_dim=70)
 LAYERS = {
@@ -71,7 +71,7 @@ def served(
     """Of each text, what the operators give: in chunks at random places beside the others, or whole."""
     length = texts[0].length
     layout = StateLayout((texts[0].layer,), texts[0].inputs.dtype, grid, grid)
-    operators = kind(Seats(layout, len(texts) + 1, device))
+    operators = kind(StateSlots(layout, len(texts) + 1, device))
     done = [0] * len(texts)
     found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in texts]
     while min(done) < length:
@@ -98,7 +98,7 @@ def served_ahead(
     """As `served`: a prompt, then row by row, of which some run before they are certain. So at a grid point
     all of the window lies behind the state.
     """
-    operators = kind(Seats(StateLayout((text.layer,), text.inputs.dtype), 1, device))
+    operators = kind(StateSlots(StateLayout((text.layer,), text.inputs.dtype), 1, device))
     count = rng.randint(1, GRID)
     bounds = [0, *range(count, text.length + 1)]
     parts = []
@@ -156,8 +156,8 @@ def drafted(
     noise = Text(
         1, "sum" if text.beta is None else "delta", text.inputs.dtype, dict.fromkeys(LAYERS, text.layer)
     )
-    seats = Seats(StateLayout((text.layer,), text.inputs.dtype).with_drafts(40), 2, device)
-    operators = kind(seats)
+    state_slots = StateSlots(StateLayout((text.layer,), text.inputs.dtype).with_drafts(40), 2, device)
+    operators = kind(state_slots)
     done = num_accepted = 0
     while done < text.length:
         certain = done + rng.randint(1, min(6, text.length - done))
@@ -187,7 +187,7 @@ def drafted(
         for got, exact in zip(outputs, whole, strict=True):
             assert torch.equal(got[known], exact[[places[index] for index in known]])
         accepted = nodes[: rng.randint(0, len(nodes))]
-        seats.move(1, certain, accepted)
+        state_slots.move(1, certain, accepted)
         num_accepted += len(accepted)
         done = certain + len(accepted)
     return num_accepted

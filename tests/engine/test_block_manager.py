@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.arena import OutOfBlocksError
 from engine.block_manager import BlockManager
+from engine.block_pool import OutOfBlocksError
 from engine.prefix_cache import find_prefix
 from protocol.ids import root_identity
 from tests.engine.cached_prefix import cached_prefix

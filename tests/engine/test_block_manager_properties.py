@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.arena import OutOfBlocksError
 from engine.block_manager import BlockManager
-from engine.holdings import Holdings
+from engine.block_pool import OutOfBlocksError
 from engine.prefix_cache import find_prefix
+from engine.sequence_blocks import SequenceBlocks
 from protocol.ids import block_identities, root_identity
 from tests.engine.cached_prefix import cached_prefix
 from tests.engine.fake_pool import FakePool
@@ -37,7 +37,7 @@ class ModelBlock:
 class ModelTable:
     root: int
     token_ids: list[int]
-    real: Holdings
+    real: SequenceBlocks
     blocks: list[ModelBlock] = field(default_factory=list)
     num_written: int = 0
     num_published: int = 0

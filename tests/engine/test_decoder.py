@@ -100,11 +100,11 @@ def make_model(name: str) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def new_backend(model: PreTrainedModel, arena: int = 0) -> CpuBackend:
+def new_backend(model: PreTrainedModel, block_pool: int = 0) -> CpuBackend:
     attention = model.model.layers[0].self_attn
     heads, layers = model.config.num_key_value_heads, model.config.num_hidden_layers
     pool = torch.zeros(NUM_BLOCKS, layers, 2, BLOCK, heads, attention.head_dim, dtype=torch.bfloat16)
-    return CpuBackend([LayerKv.of(layer) for layer in pool.unbind(1)], arena)
+    return CpuBackend([LayerKv.of(layer) for layer in pool.unbind(1)], block_pool)
 
 
 class Both:
@@ -114,7 +114,7 @@ class Both:
         self,
         name: str,
         hidden_layers: tuple[int, ...] = (),
-        arena: int = 0,
+        block_pool: int = 0,
         quantization: CodeFormat | None = None,
         quantized_head: bool = False,
     ) -> None:
@@ -125,7 +125,7 @@ class Both:
             round_head(model)
         pack_quantized_linears(model)
         assert unfit(model) is None
-        ours, theirs = new_backend(model, arena), new_backend(model, arena)
+        ours, theirs = new_backend(model, block_pool), new_backend(model, block_pool)
         own = copy.deepcopy(model)
         self.native = DecoderForward(Description(model, POSITIONS), ours, hidden_layers)
         pack_linears(own)
@@ -173,8 +173,8 @@ def steps(seed: int = 0) -> list[tuple[list[SequenceRows], list[int]]]:
     ]
 
 
-def test_a_model_reads_and_writes_the_blocks_of_its_arena() -> None:
-    one, two = Both("llama"), Both("llama", arena=1)
+def test_a_model_reads_and_writes_the_blocks_of_its_block_pool() -> None:
+    one, two = Both("llama"), Both("llama", block_pool=1)
     for first, last in ((0, 40), (40, 41)):
         token_ids = list(range(first, last))
         blocks, elsewhere = [3, 1, 2], [NUM_BLOCKS] * 3

@@ -174,7 +174,7 @@ def take_over(decode: Engine, request: EngineRequest, first: int, blocks: list[i
     """`decode` gets the prompt's KV from `source`, where it lies in these blocks."""
     reservation = decode.reserve(request)
     assert reservation is not None
-    decode.pool.arenas[0][reservation.holdings.blocks[0]] = source.pool.arenas[0][blocks]
+    decode.pool.block_pools[0][reservation.sequence_blocks.blocks[0]] = source.pool.block_pools[0][blocks]
     decode.activate(reservation, first, len(request.prompt_token_ids))
 
 
@@ -373,7 +373,7 @@ def test_a_reservation_is_activated_or_freed(
     assert reservation is not None
     assert reservation.covered == 0
     source = prefill.computed("a")[0].blocks
-    decode.pool.arenas[0][reservation.holdings.blocks[0]] = prefill.pool.arenas[0][source]
+    decode.pool.block_pools[0][reservation.sequence_blocks.blocks[0]] = prefill.pool.block_pools[0][source]
     decode.activate(reservation, first[0], len(prompt))
     assert first + tokens(run(decode)["a"]) == greedy(reference, prompt, 8)
     again = decode.reserve(ask("b", prompt))
@@ -381,7 +381,7 @@ def test_a_reservation_is_activated_or_freed(
     assert again.covered == 32
     assert (decode.stats().prefix_query_tokens, decode.stats().prefix_hit_tokens) == (80, 32)
     assert not decode.abort("b")
-    again.holdings.free()
+    again.sequence_blocks.free()
     assert_empty(decode)
 
 
@@ -398,9 +398,9 @@ def test_a_handed_over_prompt_may_lack_its_last_tokens(
     assert reservation is not None
     num_computed = len(prompt) - missing
     whole = -(-num_computed // 16)
-    source, target = prefill.computed("a")[0].blocks[:whole], reservation.holdings.blocks[0][:whole]
-    decode.pool.arenas[0].fill_(0xFF)  # NaN
-    decode.pool.arenas[0][target] = prefill.pool.arenas[0][source]
+    source, target = prefill.computed("a")[0].blocks[:whole], reservation.sequence_blocks.blocks[0][:whole]
+    decode.pool.block_pools[0].fill_(0xFF)  # NaN
+    decode.pool.block_pools[0][target] = prefill.pool.block_pools[0][source]
     decode.pool.segment("target")[target[-1:], :, :, (num_computed - 1) % 16 + 1 :] = torch.nan
     decode.activate(reservation, first[0], num_computed)
     result = decode.step()
@@ -418,7 +418,9 @@ def hand_over(source: Engine, target: Engine, name: str, prompt: list[int], **ho
     assert reservation is not None
     missing = slice(reservation.covered // 16, None)
     blocks = source.computed(name)[0].blocks[missing]
-    target.pool.arenas[0][reservation.holdings.blocks[0][missing]] = source.pool.arenas[0][blocks]
+    target.pool.block_pools[0][reservation.sequence_blocks.blocks[0][missing]] = source.pool.block_pools[0][
+        blocks
+    ]
     target.activate(reservation, first[0], len(prompt), **how)
     run(target)
     return reservation.covered // 16
@@ -465,7 +467,7 @@ def test_no_room_for_a_reservation_now(make_engine: Callable[..., Engine]) -> No
     first = engine.reserve(ask("a", prompt_of(200)))
     assert first is not None
     assert engine.reserve(ask("b", prompt_of(200, 1))) is None
-    first.holdings.free()
+    first.sequence_blocks.free()
     assert engine.reserve(ask("b", prompt_of(200, 1))) is not None
 
 

@@ -30,15 +30,15 @@ from engine.loader import LoadedModel, Recurrent
 from engine.lora.table import Adapters, Weights, adaptable
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.recurrent import native
+from engine.recurrent.hooks import hook
 from engine.recurrent.layout import RecurrentLayer, StateLayout
-from engine.recurrent.seam import hook
 from engine.rows import SequenceRows
 from engine.runner import AheadRunner, Runner
 from engine.sampler import Sampler
 from engine.sampler.triton_kernel.chooser import TritonSampler
 from engine.scheduler import Scheduler
-from engine.seating import Seating
 from engine.sequence import SequenceState
+from engine.slot_allocator import StateSlotAllocator
 from engine.upload import Uploader
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
@@ -46,7 +46,7 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
 from tests.e2e.architectures import config_of
 from tests.engine.absent_gpu import GPU, AbsentGpu, absent_gpu
-from tests.engine.test_recurrent import needs_seam
+from tests.engine.test_recurrent import needs_hooks
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 8, 2, 16
 
@@ -81,8 +81,11 @@ DECODE = [SequenceRows([5], 20, [[1, 2]]), SequenceRows([5], 30, [[3, 4]])]
 TREES = [SequenceRows([5, 6, 7], 20, [[1, 2]], [1, 3, 5]), SequenceRows([5, 6, 7], 25, [[3, 4]], [1, 3, 5])]
 
 HYBRID = [
-    [SequenceRows([5], 20, [[1, 2]]), SequenceRows([5], 30, [[3, 4]], seat=1)],
-    [SequenceRows([5, 6, 7], 20, [[1, 2]], [1, 3, 5], certain=21), SequenceRows([5], 31, [[3, 4]], seat=1)],
+    [SequenceRows([5], 20, [[1, 2]]), SequenceRows([5], 30, [[3, 4]], state_slot=1)],
+    [
+        SequenceRows([5, 6, 7], 20, [[1, 2]], [1, 3, 5], certain=21),
+        SequenceRows([5], 31, [[3, 4]], state_slot=1),
+    ],
 ]
 
 
@@ -108,9 +111,9 @@ def hybrid() -> LoadedModel:
     layer = RecurrentLayer(2 * 2 * 16 + 4 * 8, config.linear_conv_kernel_dim, 4, 2, 16, 8)
     state = StateLayout((layer, layer), torch.bfloat16).with_drafts(8)
     group = Group.uniform(TARGET, Segment(3, 2, 16, torch.bfloat16))
-    seam = hook(model)
-    assert seam is not None
-    return LoadedModel(model, GPU, torch.bfloat16, group, 320, 64, [], "", recurrent=Recurrent(seam, state))
+    hooks = hook(model)
+    assert hooks is not None
+    return LoadedModel(model, GPU, torch.bfloat16, group, 320, 64, [], "", recurrent=Recurrent(hooks, state))
 
 
 def hybrid_pool(loaded: LoadedModel) -> KVPool:
@@ -118,28 +121,28 @@ def hybrid_pool(loaded: LoadedModel) -> KVPool:
     return KVPool(PoolLayout((loaded.kv_group,), 16, loaded.recurrent.state, 3), 64, GPU, None)
 
 
-@needs_seam
+@needs_hooks
 def test_a_model_with_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt, decode rows and a tree, of which some is accepted."""
     loaded = hybrid()
     monkeypatch.setattr(native, "triton_fault", lambda device: None)
     with absent_gpu() as gpu:
         pool = hybrid_pool(loaded)
-        assert pool.seats is not None
+        assert pool.state_slots is not None
         backend = TritonBackend(pool.layers(TARGET))
-        runner = HybridForward(loaded, backend, pool.seats, products="", packed=False)
+        runner = HybridForward(loaded, backend, pool.state_slots, products="", packed=False)
         assert runner.choice == "eager, recurrent layers by triton operators"
         for _ in range(2):
             gpu.clear()
-            for batch in ([SequenceRows([5] * 40, 0, [[1, 2, 3]], seat=2)], *HYBRID):
+            for batch in ([SequenceRows([5] * 40, 0, [[1, 2, 3]], state_slot=2)], *HYBRID):
                 assert len(runner.run(batch, [0, 1]).logits) == 2
-            pool.seats.move(0, 21, [1])
+            pool.state_slots.move(0, 21, [1])
             gpu.num_done = gpu.num_queued
     assert not gpu.waits, "\n".join(gpu.waits)
     assert gpu.launches["convolve"] == gpu.launches["attend"] - 3 == gpu.launches["keep"] == 6
 
 
-@needs_seam
+@needs_hooks
 @pytest.mark.parametrize("adapter", [0, 1])
 def test_steps_of_a_model_with_recurrent_layers_are_captured(
     adapter: int, monkeypatch: pytest.MonkeyPatch
@@ -356,7 +359,7 @@ def test_the_next_step_is_launched_behind_one_that_nobody_waited_for() -> None:
         assert launches_behind(gpu, runner, 512, BlockManager(pool), 2) == [{"attend": LAYERS}] * 2
 
 
-@needs_seam
+@needs_hooks
 def test_the_next_step_of_a_model_with_recurrent_layers_is_launched_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -366,13 +369,13 @@ def test_the_next_step_of_a_model_with_recurrent_layers_is_launched_so(
     with absent_gpu() as gpu:
         monkeypatch.setattr(cuda_runner, "CudaGraphs", lambda device: CountedGraphs(gpu))
         pool = hybrid_pool(loaded)
-        assert pool.seats is not None
+        assert pool.state_slots is not None
         runner = select_forward.runner_of_one_process(ServeConfig(max_num_seqs=2), loaded, pool, ())
         runner.warm_up()
         blocks = BlockManager(pool)
-        seating = Seating(pool.seats, blocks)
-        assert launches_behind(gpu, runner, 320, blocks, 18, seating) == [{"graph": 1}] * 18
-        assert blocks.arenas[0].num_states == 2
+        slot_allocator = StateSlotAllocator(pool.state_slots, blocks)
+        assert launches_behind(gpu, runner, 320, blocks, 18, slot_allocator) == [{"graph": 1}] * 18
+        assert blocks.block_pools[0].num_states == 2
 
 
 def launches_behind(
@@ -381,14 +384,14 @@ def launches_behind(
     vocab_size: int,
     blocks: BlockManager,
     num_steps: int,
-    seating: Seating | None = None,
+    slot_allocator: StateSlotAllocator | None = None,
 ) -> list[dict[str, int]]:
     """Of each step that is launched behind another one, what its forward launches of these kinds."""
     sampler = Sampler(vocab_size, GPU, [])
     sampler._kernels = TritonSampler(GPU)
     greedy = SamplingParams(max_tokens=29, temperature=0.0)
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
-    scheduler = Scheduler(blocks, model="", kv_format="", seating=seating, **limits)
+    scheduler = Scheduler(blocks, model="", kv_format="", slot_allocator=slot_allocator, **limits)
     launcher = StepLauncher(runner, sampler, scheduler, runs_ahead=True)
     for order in range(2):
         asked = EngineRequest(request_id=str(order), prompt_token_ids=[5 + order] * 20, sampling=greedy)
@@ -408,9 +411,9 @@ def launches_behind(
         for sequence, count in zip(launched.step.sequences, launched.step.num_tokens, strict=True):
             sequence.append(0)
             sequence.num_computed += count
-            if seating is not None:
+            if slot_allocator is not None:
                 sequence.held.commit(sequence.num_computed, [], sequence.token_ids)
-                seating.stepped(sequence, sequence.num_computed, [])
+                slot_allocator.stepped(sequence, sequence.num_computed, [])
         assert sum(gpu.waits.values()) == 1
     return launches
 

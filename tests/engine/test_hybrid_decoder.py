@@ -22,7 +22,7 @@ from engine.linear.packed import kernel_fault
 from engine.loader import load_model
 from engine.pool_layout import TARGET, PoolLayout
 from engine.recurrent.layout import GRID, RecurrentLayer, StateLayout
-from engine.recurrent.seats import Seats
+from engine.recurrent.state_slots import StateSlots
 from engine.rows import SequenceRows
 from engine.runner import Runner
 from engine.select_forward import _cuda_runner, build_runner
@@ -32,7 +32,7 @@ from protocol.config import ServeConfig
 from tests.e2e.architectures import VOCAB_SIZE, config_of, write_model
 from tests.engine.adapter_files import write_adapter
 from tests.engine.test_decoder import assert_same, most_swaps
-from tests.engine.test_recurrent import needs_seam
+from tests.engine.test_recurrent import needs_hooks
 
 CPU = torch.device("cpu")
 BLOCK, NUM_BLOCKS, DRAFTS = 16, 24, 32
@@ -114,11 +114,11 @@ CASES = [
 ]
 """With the format of quantized weights, whose products do not depend on what mixes rows."""
 
-pytestmark = [needs_seam, pytest.mark.skipif(FAULT is not None, reason=str(FAULT))]
+pytestmark = [needs_hooks, pytest.mark.skipif(FAULT is not None, reason=str(FAULT))]
 
 
 class Model:
-    """A runner, and the seats of its sequences."""
+    """A runner, and the state slots of its sequences."""
 
     def __init__(
         self, folder: Path, compile: str, hidden_layers: tuple[int, ...] = (), **options: Any
@@ -132,17 +132,17 @@ class Model:
         backend = backend_over(backend_class, pool.layers(TARGET), pool.groups[TARGET])
         assert isinstance(backend, CpuBackend)
         self.adapters = loaded.adapters
-        self.seats = Seats(layout, 3, CPU)
+        self.state_slots = StateSlots(layout, 3, CPU)
         self.pool = pool
-        self.runner: Runner = build_runner(loaded, backend, compile, hidden_layers, self.seats)
+        self.runner: Runner = build_runner(loaded, backend, compile, hidden_layers, self.state_slots)
 
     def logits(self, batch: list[SequenceRows]) -> Tensor:
         """Of all rows."""
         return self.runner.run(batch, list(range(sum(len(rows.token_ids) for rows in batch)))).logits
 
     def kept(self) -> list[Tensor]:
-        """Of the sequence in the first seat, which has the first blocks."""
-        states = [part[0] for layer in self.seats.layers for part in layer if part.numel()]
+        """Of the sequence in the first state slot, which has the first blocks."""
+        states = [part[0] for layer in self.state_slots.layers for part in layer if part.numel()]
         return states + [side.values[:3] for layer in self.pool.layers(TARGET) for side in layer.sides]
 
 
@@ -179,10 +179,10 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 
 def rows_of(
-    text: Sequence[int], start: int, end: int, seat: int = 0, certain: int | None = None
+    text: Sequence[int], start: int, end: int, state_slot: int = 0, certain: int | None = None
 ) -> SequenceRows:
-    blocks = list(range(8 * seat, 8 * seat + 8))
-    return SequenceRows(text[start:end], start, [blocks], seat=seat, certain=certain)
+    blocks = list(range(8 * state_slot, 8 * state_slot + 8))
+    return SequenceRows(text[start:end], start, [blocks], state_slot=state_slot, certain=certain)
 
 
 @pytest.mark.parametrize(("model_type", "quantization"), CASES)
@@ -251,7 +251,7 @@ def test_drafts_get_the_bits_of_certain_rows_and_leave_nothing_behind(native: Mo
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_states_and_kv_are_the_modules(folders: dict[str, Path], model_type: str) -> None:
-    """In seats and blocks of the same layout: a worker may go on from another one's."""
+    """In state slots and blocks of the same layout: a worker may go on from another one's."""
     ours, theirs = (Model(folders[model_type], mode) for mode in ("auto", "off"))
     for model in (ours, theirs):
         model.logits([rows_of(tokens(40), 0, 40)])
@@ -315,7 +315,7 @@ def test_hybrids_have_the_runner_on_cuda_with_adapters_too(monkeypatch: pytest.M
     monkeypatch.setattr("engine.select_forward.importlib.import_module", lambda name: cuda)
     plain, adapted = (SimpleNamespace(adapters=each, recurrent="some") for each in (None, "some"))
     attention: Any = SimpleNamespace(name="triton")
-    config, seats = ServeConfig(model="hybrid", compile="auto"), Seats(LAYOUT, 1, CPU)
+    config, state_slots = ServeConfig(model="hybrid", compile="auto"), StateSlots(LAYOUT, 1, CPU)
     for loaded in (adapted, plain):
-        _cuda_runner(config, loaded, attention, seats=seats)  # type: ignore[arg-type]
-    assert asked == [(config, each, attention, (), False, seats) for each in (adapted, plain)]
+        _cuda_runner(config, loaded, attention, state_slots=state_slots)  # type: ignore[arg-type]
+    assert asked == [(config, each, attention, (), False, state_slots) for each in (adapted, plain)]

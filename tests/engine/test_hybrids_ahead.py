@@ -18,7 +18,7 @@ from protocol.ids import BlockIdentity
 from protocol.outputs import TokenOutput
 from tests.e2e.architectures import VOCAB_SIZE, write_model
 from tests.engine.late_device import LateDevice, put_on_late_device
-from tests.engine.test_recurrent import assert_empty, needs_seam
+from tests.engine.test_recurrent import assert_empty, needs_hooks
 from tests.engine.test_steps_ahead import (
     Script,
     facts,
@@ -30,7 +30,7 @@ from tests.engine.test_steps_ahead import (
 )
 from worker.setup import build_engine
 
-pytestmark = needs_seam
+pytestmark = needs_hooks
 
 MODELS = ["qwen3_5_text", "nemotron_h", "kimi_linear", "jamba", "lfm2"]
 """With gated delta nets, Mamba2, Kimi delta attention, Mamba, and convolutions alone."""
@@ -52,7 +52,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 def engine_of(folder: Path, ahead: bool, num_blocks: int, **options: Any) -> Pair:
-    """With room for so many blocks behind the seats and a state."""
+    """With room for so many blocks behind the state slots and a state."""
     config: dict[str, Any] = {
         "model": str(folder),
         "dtype": "float32",
@@ -65,9 +65,9 @@ def engine_of(folder: Path, ahead: bool, num_blocks: int, **options: Any) -> Pai
         "kv_cache_memory_bytes": 2**23,
     }
     pool = build_engine(ServeConfig(**config | options))[0].pool
-    assert pool.seats is not None
+    assert pool.state_slots is not None
     blocks = num_blocks + pool.state_blocks
-    room = SEATS * pool.seats.layout.seat_bytes + blocks * pool.arenas[0].shape[1]
+    room = SEATS * pool.state_slots.layout.state_slot_bytes + blocks * pool.block_pools[0].shape[1]
     engine, _ = build_engine(ServeConfig(**config | options | {"kv_cache_memory_bytes": room}))
     return engine, put_on_late_device(engine, ahead=ahead)
 
@@ -105,12 +105,12 @@ def again(script: Script, answers: dict[str, list[TokenOutput]]) -> Script:
 
 def kept_states(engine: Engine) -> dict[BlockIdentity, Tensor]:
     """The bytes of each."""
-    arena, memory = engine.blocks.arenas[0], engine.pool.arenas[0]
-    assert engine.pool.seats is not None
-    count = engine.pool.seats.layout.state_bytes
+    block_pool, memory = engine.blocks.block_pools[0], engine.pool.block_pools[0]
+    assert engine.pool.state_slots is not None
+    count = engine.pool.state_slots.layout.state_bytes
     return {
         identity: memory[kept.blocks].flatten()[:count].view(torch.float32)
-        for identity, kept in arena._states.items()
+        for identity, kept in block_pool._states.items()
     }
 
 

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from engine.arena import OutOfBlocksError
 from engine.block_manager import BlockManager
+from engine.block_pool import OutOfBlocksError
 from engine.engine import Engine
-from engine.holdings import Holdings
 from engine.prefix_cache import find_prefix, hold_blocks
+from engine.sequence_blocks import SequenceBlocks
 from protocol.ids import BlockIdentity, block_identities
 from protocol.kv_events import Medium
 from tests.e2e.architectures import write_model
 from tests.engine.fake_pool import FakePool
 from tests.engine.listener import Listener
 from tests.engine.test_engine import ask, prompt_of, run, tiny_engine, tokens
-from tests.engine.test_recurrent import assert_empty, needs_seam
+from tests.engine.test_recurrent import assert_empty, needs_hooks
 from tests.worker.tiny_model import greedy, load, write_tiny_llama
 
 ROOT = b"r" * 16
@@ -69,7 +69,7 @@ class Asker:
         return self.engine.stats().prefix_hit_tokens - before
 
 
-@needs_seam
+@needs_hooks
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 @pytest.mark.parametrize("budget", [23, 256])
 def test_prompts_go_on_from_the_last_state_that_they_share(
@@ -98,7 +98,7 @@ def asked_again(asked: Asker, prompt: list[int], max_tokens: int) -> list[int]:
     return asked.answers[0]
 
 
-@needs_seam
+@needs_hooks
 def test_prompts_that_arrive_together_share_what_the_first_computes(
     make_engine: Callable[..., Engine], reference: PreTrainedModel
 ) -> None:
@@ -108,14 +108,14 @@ def test_prompts_that_arrive_together_share_what_the_first_computes(
     assert asked(*[prompt_of(83, 9)] * 3) == 2 * 80
 
 
-@needs_seam
+@needs_hooks
 def test_evicted_and_preempted_prompts_get_the_same_tokens(
     make_engine: Callable[..., Engine], reference: PreTrainedModel
 ) -> None:
     roomy = make_engine().pool
-    assert roomy.seats is not None
+    assert roomy.state_slots is not None
     blocks = 18 + roomy.state_blocks
-    room = 6 * roomy.seats.layout.seat_bytes + blocks * roomy.arenas[0].shape[1]
+    room = 6 * roomy.state_slots.layout.state_slot_bytes + blocks * roomy.block_pools[0].shape[1]
     asked = Asker(make_engine(kv_cache_memory_bytes=room), reference)
     rng = random.Random(1)
     texts = [prompt_of(75, seed) for seed in range(3)]
@@ -130,15 +130,15 @@ def test_evicted_and_preempted_prompts_get_the_same_tokens(
     assert stats.num_preemptions > 0 and hits > 0
 
 
-@needs_seam
+@needs_hooks
 def test_a_hit_fits_where_its_prompt_just_fitted(
     make_engine: Callable[..., Engine], reference: PreTrainedModel
 ) -> None:
     """The state that it goes on from gives room to the one that it hands over."""
     roomy = make_engine(max_model_len=128).pool
-    assert roomy.seats is not None
+    assert roomy.state_slots is not None
     blocks = 128 // 16 + 1 + roomy.state_blocks
-    room = 6 * roomy.seats.layout.seat_bytes + blocks * roomy.arenas[0].shape[1]
+    room = 6 * roomy.state_slots.layout.state_slot_bytes + blocks * roomy.block_pools[0].shape[1]
     engine = make_engine(max_model_len=128, kv_cache_memory_bytes=room)
     assert engine.blocks.num_blocks == blocks
     prompt, found = prompt_of(127), []
@@ -151,18 +151,18 @@ def test_a_hit_fits_where_its_prompt_just_fitted(
     assert found == [0, 112]
 
 
-@needs_seam
+@needs_hooks
 def test_what_the_pool_evicts_comes_back_with_its_state(
     make_engine: Callable[..., Engine], reference: PreTrainedModel, tmp_path: Path
 ) -> None:
     """From the host memory, and after a restart from the disk."""
     roomy = make_engine(max_model_len=128).pool
-    assert roomy.seats is not None
-    block_bytes = roomy.arenas[0].shape[1]
+    assert roomy.state_slots is not None
+    block_bytes = roomy.block_pools[0].shape[1]
     blocks = 128 // 16 + 1 + roomy.state_blocks
     options = {
         "max_model_len": 128,
-        "kv_cache_memory_bytes": 6 * roomy.seats.layout.seat_bytes + blocks * block_bytes,
+        "kv_cache_memory_bytes": 6 * roomy.state_slots.layout.state_slot_bytes + blocks * block_bytes,
         "kv_offloading_size": 60 * block_bytes / 2**30,
         "kv_disk_path": str(tmp_path),
         "kv_disk_size": 400 * block_bytes / 2**30,
@@ -180,16 +180,16 @@ def test_what_the_pool_evicts_comes_back_with_its_state(
     again.engine.close()
 
 
-@needs_seam
+@needs_hooks
 def test_random_prompts_over_small_tiers_get_the_same_tokens(
     make_engine: Callable[..., Engine], reference: PreTrainedModel
 ) -> None:
     roomy = make_engine(max_model_len=128).pool
-    assert roomy.seats is not None
-    block_bytes = roomy.arenas[0].shape[1]
+    assert roomy.state_slots is not None
+    block_bytes = roomy.block_pools[0].shape[1]
     engine = make_engine(
         max_model_len=128,
-        kv_cache_memory_bytes=6 * roomy.seats.layout.seat_bytes + 14 * block_bytes,
+        kv_cache_memory_bytes=6 * roomy.state_slots.layout.state_slot_bytes + 14 * block_bytes,
         kv_offloading_size=13 * block_bytes / 2**30,
     )
     asked, rng, hits = Asker(engine, reference), random.Random(2), 0
@@ -215,14 +215,14 @@ def chat(engine: Engine, *, chats: int, turns: int) -> float:
     return stats.prefix_hit_tokens / stats.prefix_query_tokens
 
 
-@needs_seam
+@needs_hooks
 def test_a_chat_hits_as_often_as_with_a_pure_model(folder: Path, tmp_path: Path) -> None:
     write_tiny_llama(tmp_path)
     rates = [chat(engine_of(model), chats=4, turns=4) for model in (folder, tmp_path)]
     assert rates[0] >= 0.9 * rates[1] > 0.5
 
 
-@needs_seam
+@needs_hooks
 @pytest.mark.parametrize(("num_blocks", "least"), [(32, 0.35), (40, 0.6)])
 def test_in_a_small_pool_states_that_chats_have_gone_on_from_make_room(
     folder: Path, num_blocks: int, least: float
@@ -231,19 +231,19 @@ def test_in_a_small_pool_states_that_chats_have_gone_on_from_make_room(
     over as the next one is kept, or as a prompt begins from them, 0.29 and 0.57.
     """
     roomy = engine_of(folder).pool
-    assert roomy.seats is not None
-    room = 6 * roomy.seats.layout.seat_bytes + num_blocks * roomy.arenas[0].shape[1]
+    assert roomy.state_slots is not None
+    room = 6 * roomy.state_slots.layout.state_slot_bytes + num_blocks * roomy.block_pools[0].shape[1]
     assert chat(engine_of(folder, kv_cache_memory_bytes=room), chats=4, turns=4) > least
 
 
-@needs_seam
+@needs_hooks
 def test_kept_states_are_counted(make_engine: Callable[..., Engine], reference: PreTrainedModel) -> None:
     roomy = make_engine().pool
-    assert roomy.seats is not None
+    assert roomy.state_slots is not None
     blocks = 18 + 2 * roomy.state_blocks
-    room = 6 * roomy.seats.layout.seat_bytes + blocks * roomy.arenas[0].shape[1]
+    room = 6 * roomy.state_slots.layout.state_slot_bytes + blocks * roomy.block_pools[0].shape[1]
     engine = make_engine(kv_cache_memory_bytes=room)
-    asked, arena = Asker(engine, reference), engine.blocks.arenas[0]
+    asked, block_pool = Asker(engine, reference), engine.blocks.block_pools[0]
     prompt = prompt_of(70)
     assert [asked(prompt), asked(prompt)] == [0, 64]
     for seed in range(1, 5):
@@ -252,15 +252,17 @@ def test_kept_states_are_counted(make_engine: Callable[..., Engine], reference: 
     evicted = totals["kept_states_evicted_total"]
     assert evicted > 0
     assert totals == {
-        "kept_states": arena.num_states,
-        "kept_state_bytes": arena.num_states * engine.pool.state_blocks * engine.pool.arenas[0].shape[1],
+        "kept_states": block_pool.num_states,
+        "kept_state_bytes": block_pool.num_states
+        * engine.pool.state_blocks
+        * engine.pool.block_pools[0].shape[1],
         "kept_state_hits_total": 1,
-        "kept_states_saved_total": arena.num_states + evicted,
+        "kept_states_saved_total": block_pool.num_states + evicted,
         "kept_states_evicted_total": evicted,
     }
 
 
-@needs_seam
+@needs_hooks
 def test_without_prefix_caching_no_state_is_kept(
     make_engine: Callable[..., Engine], reference: PreTrainedModel
 ) -> None:
@@ -276,9 +278,9 @@ class Machine:
         self.rng = random.Random(seed)
         pool: Any = FakePool(SIZE, 22, state_blocks=STATE_BLOCKS, state_unit=2 * SIZE)
         self.manager = BlockManager(pool)
-        self.arena = self.manager.arenas[0]
+        self.block_pool = self.manager.block_pools[0]
         self.content: dict[int, object] = {}
-        self.live: list[tuple[Holdings, list[int]]] = []
+        self.live: list[tuple[SequenceBlocks, list[int]]] = []
         self.log, self.listener = self.manager.watch(), Listener()
 
     def step(self) -> None:
@@ -308,23 +310,23 @@ class Machine:
             self.write(held.blocks[0][place], identity)
         held.publish(token_ids, len(token_ids))
         for position in range(covered + SIZE, len(token_ids) + 1, SIZE):
-            if self.rng.random() < 0.6 and self.arena.num_available >= STATE_BLOCKS:
+            if self.rng.random() < 0.6 and self.block_pool.num_available >= STATE_BLOCKS:
                 self.keep(held, position, token_ids, identities)
         self.live.append((held, token_ids))
 
     def keep(
-        self, held: Holdings, position: int, token_ids: list[int], identities: Sequence[BlockIdentity]
+        self, held: SequenceBlocks, position: int, token_ids: list[int], identities: Sequence[BlockIdentity]
     ) -> None:
         held.age_states()
-        blocks = self.arena.take(STATE_BLOCKS)
+        blocks = self.block_pool.take(STATE_BLOCKS)
         for part, block in enumerate(blocks):
             self.write(block, ("state", identities[position // SIZE - 1], part))
         held.publish_state(position, token_ids, blocks)
         for block in blocks:
-            self.arena.dereference(block)
+            self.block_pool.dereference(block)
 
     def write(self, block: int, content: object) -> None:
-        assert not self.arena.is_locked(block), "a published block is written"
+        assert not self.block_pool.is_locked(block), "a published block is written"
         assert block not in [block for held, _ in self.live for block in held.state]
         self.content[block] = content
 
@@ -335,7 +337,7 @@ class Machine:
         self.check_held(held)
         self.live.append((held, token_ids))
 
-    def check_held(self, held: Holdings) -> None:
+    def check_held(self, held: SequenceBlocks) -> None:
         full = held.blocks[0][: len(held.identities)]
         assert [self.content[block] for block in full] == held.identities
         if held.state:
@@ -346,11 +348,11 @@ class Machine:
 
     def check(self) -> None:
         used = {block for held, _ in self.live for block in (*held.blocks[0], *held.state)}
-        assert self.arena.num_available == self.arena.num_blocks - len(used)
+        assert self.block_pool.num_available == self.block_pool.num_blocks - len(used)
         for held, _ in self.live:
             self.check_held(held)
         self.listener.hear(self.log.take())
-        assert self.listener.held == {(Medium.GPU, identity) for identity in self.arena.published()}
+        assert self.listener.held == {(Medium.GPU, identity) for identity in self.block_pool.published()}
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -360,7 +362,7 @@ def test_no_block_leaks_or_is_written_while_others_may_read_it(seed: int) -> Non
         machine.step()
     for held, _ in machine.live:
         held.free()
-    assert machine.arena.num_available == machine.arena.num_blocks
+    assert machine.block_pool.num_available == machine.block_pool.num_blocks
 
 
 def test_states_that_were_passed_go_first_and_those_of_many_last() -> None:
@@ -371,7 +373,7 @@ def test_states_that_were_passed_go_first_and_those_of_many_last() -> None:
 
     def kept(token_ids: list[int]) -> list[int]:
         identities = enumerate(block_identities(ROOT, token_ids, SIZE), 1)
-        return [place * SIZE for place, identity in identities if identity in machine.arena.published()]
+        return [place * SIZE for place, identity in identities if identity in machine.block_pool.published()]
 
     for token_ids, positions in ((other, ()), (third, (8, 16)), (chat[:17], (16,)), (chat, (24,))):
         held, covered = find_prefix(manager, token_ids, ROOT)
@@ -400,6 +402,6 @@ def test_what_is_told_is_there(seed: int) -> None:
         for _, token_ids in machine.live:
             for place, identity in enumerate(block_identities(ROOT, token_ids, SIZE), 1):
                 known[identity] = token_ids[: place * SIZE]
-        for identity in machine.arena.published():
+        for identity in machine.block_pool.published():
             before = block_identities(ROOT, known[identity], SIZE)
-            assert all(machine.arena.find(each) is not None for each in before)
+            assert all(machine.block_pool.find(each) is not None for each in before)

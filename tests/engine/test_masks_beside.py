@@ -15,8 +15,8 @@ from llguidance import LLTokenizer
 from engine.engine import Engine
 from engine.runner import ForwardOutput
 from engine.sampler import Grammars, SamplingRow
-from engine.sampler.beside import Beside
 from engine.sampler.grammars import Matcher
+from engine.sampler.mask_thread import MaskThread
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from tests.engine.sampler_reference import make_row
@@ -135,7 +135,7 @@ def test_nothing_is_asked_of_a_matcher_while_its_mask_is_computed(
 
 
 def test_what_fails_beside_fails_who_waits() -> None:
-    beside, threads = Beside("test"), []
+    beside, threads = MaskThread("test"), []
     beside.wait()
     beside.begin(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -147,7 +147,7 @@ def test_what_fails_beside_fails_who_waits() -> None:
 
 
 def test_the_thread_ends_with_its_owner() -> None:
-    beside, threads = Beside("test"), []
+    beside, threads = MaskThread("test"), []
     beside.begin(lambda: threads.append(threading.current_thread()))
     beside.wait()
     assert threads[0].is_alive()

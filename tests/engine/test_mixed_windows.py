@@ -208,11 +208,11 @@ def test_a_hand_off_brings_the_windows_of_their_layers(
     firsts = prefill.firsts(250, covered)
     assert firsts == [covered // 16, left, left]
     assert reservation.first_tokens == [16 * place for place in firsts]
-    decode.pool.segment("target")[decode.blocks.arenas[0]._free] = torch.nan
-    targets = reservation.holdings.extents(firsts)
+    decode.pool.segment("target")[decode.blocks.block_pools[0]._free] = torch.nan
+    targets = reservation.sequence_blocks.extents(firsts)
     for source, target in zip(prefill.computed("a", firsts), targets, strict=True):
         assert len(source.blocks) == len(target.blocks)
-        decode.pool.arenas[0][target.blocks] = prefill.pool.arenas[0][source.blocks]
+        decode.pool.block_pools[0][target.blocks] = prefill.pool.block_pools[0][source.blocks]
     decode.activate(reservation, first[0], len(prompt))
     assert_greedy(reference, prompt, first + tokens(run(decode)["a"]), 60)
     prefill.abort("a")

@@ -112,7 +112,7 @@ def run(loaded: LoadedModel, size: int) -> tuple[list[Tensor], Tensor]:
         outputs = [list(threads.map(lambda runner: runner.run(*step), runners)) for step in steps()]  # noqa: B023
     for step in outputs:
         assert all(torch.equal(output.logits, step[0].logits) for output in step), "ranks agree"
-    return [step[0].logits for step in outputs], pool.arenas[0]
+    return [step[0].logits for step in outputs], pool.block_pools[0]
 
 
 @needs_kernel

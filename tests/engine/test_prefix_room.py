@@ -40,7 +40,7 @@ def test_the_block_of_the_last_token_is_not_wanted() -> None:
     blocks = BlockManager(FakePool(8, 16))
     room = find_room(blocks, TOKENS[:64], ROOT)
     assert room is not None and len(room.wanted) == 7
-    room.holdings.free()
+    room.sequence_blocks.free()
     assert blocks.num_free == 16
 
 
@@ -51,7 +51,7 @@ def test_no_room_where_the_pool_is_full_and_none_is_needed_where_nothing_is_miss
     for tokens, covered in ((TOKENS[:8], 0), (TOKENS[:66], 64)):
         room = find_room(blocks, tokens, ROOT)
         assert room is not None and (room.wanted, room.covered) == ([], covered)
-        room.holdings.free()
+        room.sequence_blocks.free()
     assert sum(blocks.available) == blocks.num_blocks
 
 

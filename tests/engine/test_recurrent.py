@@ -16,7 +16,7 @@ from engine.engine import Engine
 from engine.recurrent.layout import GRID, StateLayout
 from engine.recurrent.native import CpuOperators
 from engine.recurrent.operators import StepOperators, TorchOperators
-from engine.recurrent.seats import RowSpan, Seats
+from engine.recurrent.state_slots import RowSpan, StateSlots
 from kvtransfer.blocks.layout import conversion_problem
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
@@ -26,7 +26,7 @@ from tests.engine.recurrent_texts import LAYERS, Text, drafted, served, served_a
 from tests.engine.test_engine import ask, prompt_of, run, tokens
 from tests.worker.tiny_model import greedy, load
 
-needs_seam = pytest.mark.skipif(
+needs_hooks = pytest.mark.skipif(
     tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23),
     reason="this Transformers' recurrent layers call other functions",
 )
@@ -73,13 +73,13 @@ def test_rows_that_go_ahead_have_the_bits_of_certain_ones(kind: type[StepOperato
 def test_a_state_that_decays_to_almost_nothing_has_no_denormal_numbers() -> None:
     """Which take a CPU a hundred times as long."""
     text = Text(0, "sum", torch.float32)
-    seats = Seats(StateLayout((text.layer,), torch.float32), 1, torch.device("cpu"))
-    operators = CpuOperators(seats)
+    state_slots = StateSlots(StateLayout((text.layer,), torch.float32), 1, torch.device("cpu"))
+    operators = CpuOperators(state_slots)
     operators.begin_step([RowSpan(0, 0, 2 * GRID, 2 * GRID)])
     _, query, key, value, decay = text.rows(0, 2 * GRID)
     value[GRID:] = 0
     operators.linear_attention(0, query, key, value, 100 * decay, None)
-    states = seats.layers[0].state.abs()
+    states = state_slots.layers[0].state.abs()
     assert (states[states > 0] >= torch.finfo(torch.float32).tiny).all()
 
 
@@ -110,20 +110,20 @@ def make_engine(folder: Path) -> Callable[..., Engine]:
 
 def assert_empty(engine: Engine) -> None:
     assert sum(engine.blocks.available) == engine.blocks.num_blocks
-    assert engine.pool.seats is not None
-    assert sorted(engine.pool.seats._free) == list(range(engine.config.max_num_seqs))
+    assert engine.pool.state_slots is not None
+    assert sorted(engine.pool.state_slots._free) == list(range(engine.config.max_num_seqs))
 
 
-@needs_seam
+@needs_hooks
 def test_preempted_sequences_go_on_with_the_same_tokens(
     make_engine: Callable[..., Engine], folder: Path
 ) -> None:
     reference = load(folder)
-    seats_and_nine_blocks = make_engine().pool
-    assert seats_and_nine_blocks.seats is not None
-    layout = seats_and_nine_blocks.seats.layout
-    block_bytes = seats_and_nine_blocks.arenas[0].shape[1]
-    room = 6 * layout.seat_bytes + (9 + seats_and_nine_blocks.state_blocks) * block_bytes
+    state_slots_and_nine_blocks = make_engine().pool
+    assert state_slots_and_nine_blocks.state_slots is not None
+    layout = state_slots_and_nine_blocks.state_slots.layout
+    block_bytes = state_slots_and_nine_blocks.block_pools[0].shape[1]
+    room = 6 * layout.state_slot_bytes + (9 + state_slots_and_nine_blocks.state_blocks) * block_bytes
     engine = make_engine(kv_cache_memory_bytes=room)
     prompts = [prompt_of(20 + 3 * seed, seed) for seed in range(6)]
     for index, prompt in enumerate(prompts):
@@ -134,7 +134,7 @@ def test_preempted_sequences_go_on_with_the_same_tokens(
     assert_empty(engine)
 
 
-@needs_seam
+@needs_hooks
 def test_a_prompt_that_nobody_took_over_goes_on_here(
     make_engine: Callable[..., Engine], folder: Path
 ) -> None:
@@ -147,7 +147,7 @@ def test_a_prompt_that_nobody_took_over_goes_on_here(
     while engine.has_work():
         for output in engine.step().outputs:
             outputs[output.request_id].append(output)
-    for index in range(6):  # take the seats that they have left
+    for index in range(6):  # take the state slots that they have left
         engine.add(ask(f"other-{index}", prompt_of(40, 2 + index)), prefill_only=index == 0)
     run(engine)
     engine.abort("other-0")
@@ -160,7 +160,7 @@ def test_a_prompt_that_nobody_took_over_goes_on_here(
     assert_empty(engine)
 
 
-@needs_seam
+@needs_hooks
 @pytest.mark.parametrize("compile", ["auto", "off"])
 def test_bfloat16_gives_the_same_bits_in_any_chunks_and_company(
     make_engine: Callable[..., Engine], compile: str
@@ -180,7 +180,7 @@ def test_bfloat16_gives_the_same_bits_in_any_chunks_and_company(
     assert facts(served(33, 5)) == alone
 
 
-@needs_seam
+@needs_hooks
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -197,7 +197,7 @@ def test_what_cannot_be_served_is_named(
         make_engine(**options)
 
 
-@needs_seam
+@needs_hooks
 def test_a_state_goes_to_equal_pools_alone(make_engine: Callable[..., Engine]) -> None:
     ours = make_engine().segments
     assert conversion_problem(ours, ours) is None

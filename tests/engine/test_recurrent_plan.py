@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.recurrent.layout import RecurrentLayer, StateLayout
-from engine.recurrent.seats import RowSpan
+from engine.recurrent.state_slots import RowSpan
 from engine.recurrent.triton_kernel.plan import DRAFTED, NO_SEAT, Room, padded, tables_of
 
 LAYOUT = StateLayout((RecurrentLayer(8, 4),), torch.float32).with_drafts(16)
@@ -24,17 +24,17 @@ def test_each_sequence_whose_drafts_cross_a_grid_point_has_a_state_for_them() ->
     assert tables.sequences[[0, 3], 7].tolist() == [0, 1]
 
 
-def chain(seat: int, base: int, count: int) -> RowSpan:
+def chain(state_slot: int, base: int, count: int) -> RowSpan:
     """As far behind its state as a window reaches."""
     start = base + LAYOUT.window
-    return RowSpan(seat, start, count, start + 1)
+    return RowSpan(state_slot, start, count, start + 1)
 
 
-def tree(seat: int, base: int, count: int) -> RowSpan:
+def tree(state_slot: int, base: int, count: int) -> RowSpan:
     """A path alone, or one node behind another: each row reads all before it, or its own."""
     masks = [(1 << row + 1) - 1 if row % 2 else 1 << row | 1 for row in range(count)]
     start = base + LAYOUT.window
-    return RowSpan(seat, start, count, start + 1, masks, start)
+    return RowSpan(state_slot, start, count, start + 1, masks, start)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 16, 17, 40, 64])
@@ -43,9 +43,9 @@ def test_no_step_of_a_shape_has_more_than_it_has_room_for(
     kind: Callable[[int, int, int], RowSpan], count: int
 ) -> None:
     room = Room.of(LAYOUT, 3, count, trees=kind is tree, drafts=count > 1)
-    spans = [kind(seat, 16 * seat, count) for seat in range(3)]
+    spans = [kind(state_slot, 16 * state_slot, count) for state_slot in range(3)]
     for batch in (spans, spans[:1]):
-        tables = tables_of(batch, [16 * span.seat for span in batch], LAYOUT, 3)
+        tables = tables_of(batch, [16 * span.state_slot for span in batch], LAYOUT, 3)
         wide = padded(tables, room)
         shapes = [array.shape for array in wide.arrays]
         assert shapes == [(4, 8), (3 * count, 3), (4, 3), (room.tiles, 19)]

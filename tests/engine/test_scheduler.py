@@ -64,7 +64,7 @@ def test_who_would_run_last_is_preempted(priorities: tuple[int, int]) -> None:
     young.prompt_logprobs.append(None)
     step_until_preempted(scheduler)
     assert scheduler.running == [old] and scheduler.waiting == [young]
-    assert young.holdings is None and young.num_computed == 0 and not young.prompt_logprobs
+    assert young.sequence_blocks is None and young.num_computed == 0 and not young.prompt_logprobs
 
 
 def test_an_older_one_of_less_priority_is_preempted() -> None:

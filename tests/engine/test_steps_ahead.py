@@ -280,18 +280,18 @@ def test_what_a_late_row_writes_harms_nobody(make_engine: MakeEngine, ends: str)
     assert engine.reserve(request("b", prompt_of(120, seed=1), 2)) is None
     reservation = engine.reserve(request("b", prompt_of(100, seed=1), 2))
     assert reservation is not None
-    (taken,) = reservation.holdings.blocks
+    (taken,) = reservation.sequence_blocks.blocks
     filled = fill(engine, taken)
     engine.run(engine.schedule())
     assert not device.is_busy and not engine.has_work()
-    assert torch.equal(engine.pool.arenas[0][taken], filled)
-    reservation.holdings.free()
+    assert torch.equal(engine.pool.block_pools[0][taken], filled)
+    reservation.sequence_blocks.free()
     assert_empty(engine)
 
 
 def fill(engine: Engine, blocks: list[int]) -> Tensor:
-    engine.pool.arenas[0][blocks] = 7
-    return engine.pool.arenas[0][blocks].clone()
+    engine.pool.block_pools[0][blocks] = 7
+    return engine.pool.block_pools[0][blocks].clone()
 
 
 def test_a_row_without_a_finite_score_fails_alone(make_engine: MakeEngine) -> None:
@@ -301,7 +301,7 @@ def test_a_row_without_a_finite_score_fails_alone(make_engine: MakeEngine) -> No
         engine.add(request(name, prompt_of(10, ord(name)), 6))
     engine.step()
     (place,) = [blocks[0] for blocks in engine._sequences["a"].held.blocks]
-    device.put(lambda: engine.pool.arenas[0][place].view(torch.float32).fill_(torch.nan))
+    device.put(lambda: engine.pool.block_pools[0][place].view(torch.float32).fill_(torch.nan))
     found: dict[str, list[TokenOutput]] = {"a": [], "b": []}
     while engine.has_work():
         for output in engine.step().outputs:

@@ -212,12 +212,14 @@ def test_a_reservation_counts_what_the_host_holds(
     reservation = engine.reserve(ask("handed over", prompt))
     assert reservation is not None
     assert reservation.covered == 160
-    assert len(reservation.holdings.blocks[0]) == 11
+    assert len(reservation.sequence_blocks.blocks[0]) == 11
     whole.add(ask("source", prompt), prefill_only=True)
     run(whole)
-    source, target = whole.computed("source")[0].blocks, reservation.holdings.blocks[0]
-    torch.testing.assert_close(engine.pool.arenas[0][target[:10]], whole.pool.arenas[0][source[:10]])
-    engine.pool.arenas[0][target[10]] = whole.pool.arenas[0][source[10]]
+    source, target = whole.computed("source")[0].blocks, reservation.sequence_blocks.blocks[0]
+    torch.testing.assert_close(
+        engine.pool.block_pools[0][target[:10]], whole.pool.block_pools[0][source[:10]]
+    )
+    engine.pool.block_pools[0][target[10]] = whole.pool.block_pools[0][source[10]]
     engine.activate(reservation, first, len(prompt))
     assert [first, *tokens(run(engine)["handed over"])] == greedy(reference, prompt, 8)
     aligned = PROMPTS[3]
@@ -225,8 +227,8 @@ def test_a_reservation_counts_what_the_host_holds(
     serve(engine, PROMPTS[0])
     reservation = engine.reserve(ask("aligned", aligned))
     assert reservation is not None
-    assert (reservation.covered, len(reservation.holdings.blocks[0])) == (48, 3)
-    reservation.holdings.free()
+    assert (reservation.covered, len(reservation.sequence_blocks.blocks[0])) == (48, 3)
+    reservation.sequence_blocks.free()
     assert_empty(engine)
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.arena import OutOfBlocksError
 from engine.block_manager import BlockManager
+from engine.block_pool import OutOfBlocksError
 from engine.engine import Engine
 from engine.prefix_cache import find_prefix, reserve_blocks
 from protocol.config import ServeConfig

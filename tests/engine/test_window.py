@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from engine.block_manager import BlockManager
 from engine.engine import Engine
-from engine.holdings import Holdings
+from engine.sequence_blocks import SequenceBlocks
 from protocol.errors import ConfigError
 from protocol.outputs import TokenOutput
 from protocol.speculation import SpeculativeConfig
@@ -170,10 +170,10 @@ def test_a_hand_off_is_of_the_window(
     num_hit = 240 if num_found == 250 else 0
     assert (reservation.num_cached, decode.stats().prefix_hit_tokens - hits) == (num_hit, num_hit)
     missing = slice(reservation.covered // 16, None)
-    source, target = prefill.computed("a")[0].blocks, reservation.holdings.extents()[0].blocks
+    source, target = prefill.computed("a")[0].blocks, reservation.sequence_blocks.extents()[0].blocks
     assert len(source) == len(target) == 16
-    decode.pool.segment("target")[decode.blocks.arenas[0]._free] = torch.nan
-    decode.pool.arenas[0][target[missing]] = prefill.pool.arenas[0][source[missing]]
+    decode.pool.segment("target")[decode.blocks.block_pools[0]._free] = torch.nan
+    decode.pool.block_pools[0][target[missing]] = prefill.pool.block_pools[0][source[missing]]
     decode.activate(reservation, first[0], len(prompt))
     assert_greedy(reference, prompt, first + tokens(run(decode)["a"]), 60)
     prefill.abort("a")
@@ -227,7 +227,7 @@ def test_a_draft_that_sees_no_more_lets_go_of_the_same_blocks(
     most = 0
     while engine.has_work():
         for name in ("target", "draft"):
-            engine.pool.segment(name)[engine.blocks.arenas[0]._free] = torch.nan
+            engine.pool.segment(name)[engine.blocks.block_pools[0]._free] = torch.nan
         parts += engine.step().outputs
         most = max(most, num_used(engine))
     assert_greedy(reference, prompt, tokens(parts), 150)
@@ -240,14 +240,14 @@ def test_a_draft_that_sees_no_more_lets_go_of_the_same_blocks(
 
 def test_what_is_behind_the_window_counts_as_drafted() -> None:
     blocks = BlockManager(FakePool(16, 40), windows=[Window(24, 16)], most_rows=64)  # type: ignore[arg-type]
-    held = Holdings(blocks, b"r" * 16)
+    held = SequenceBlocks(blocks, b"r" * 16)
     held.grow(0, 300, 64)
     for end in range(60, 301, 60):
         held.commit(end, [], [*range(300)])
     assert held.num_drafted == held.first_kept == 256
     held.mark_drafted(300)
     assert held.num_drafted == 288
-    assert sum(blocks.arenas[0].drafted) == 2
+    assert sum(blocks.block_pools[0].drafted) == 2
 
 
 def test_a_draft_that_sees_more_keeps_all(make_engine: Callable[..., Engine], tmp_path: Path) -> None:

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.arena import OutOfBlocksError
 from engine.block_manager import BlockManager
-from engine.holdings import Holdings
+from engine.block_pool import OutOfBlocksError
 from engine.prefix_cache import find_prefix, hold_blocks, missing_blocks, reserve_blocks
 from engine.prefix_room import find_room
+from engine.sequence_blocks import SequenceBlocks
 from protocol.ids import block_identities, table_identity
 from protocol.kv_events import Medium
 from protocol.window import Window
 from tests.engine.fake_pool import FakePool
 from tests.engine.listener import Listener, really_held
-from tests.engine.test_holdings import FakeTier
+from tests.engine.test_sequence_blocks import FakeTier
 
 ROOT = b"r" * 16
 SIZE, BLOCK, ROWS = 40, 16, 48
@@ -35,8 +35,8 @@ class Written:
         self.content: dict[tuple[int, int], int] = {}
         self.log, self.listener = self.blocks.watch(), Listener()
 
-    def write(self, held: Holdings, tokens: Sequence[int], first: int, end: int) -> None:
-        arena = self.blocks.arenas[0]
+    def write(self, held: SequenceBlocks, tokens: Sequence[int], first: int, end: int) -> None:
+        block_pool = self.blocks.block_pools[0]
         for _, source, target in self.pool.copies:
             for offset in range(BLOCK):
                 self.content[target, offset] = self.content.get((source, offset), 0)
@@ -44,24 +44,24 @@ class Written:
         for table, (blocks, num_left) in enumerate(zip(held.blocks, held.num_left, strict=True)):
             for position in range(max(first, num_left * BLOCK), end):
                 block = blocks[position // BLOCK]
-                assert arena.num_references(block) == 1 and not arena.is_locked(block)
+                assert block_pool.num_references(block) == 1 and not block_pool.is_locked(block)
                 self.content[block, position % BLOCK] = hash((table, *tokens[: position + 1]))
 
-    def check_reads(self, held: Holdings, tokens: Sequence[int], first: int, end: int) -> None:
+    def check_reads(self, held: SequenceBlocks, tokens: Sequence[int], first: int, end: int) -> None:
         """Of rows from `first` on: all that the tiles of the first one's window have."""
         for table, blocks in zip(self.blocks.tables, held.blocks, strict=True):
             for position in range(table.first_place(first) * BLOCK, end):
                 place = blocks[position // BLOCK], position % BLOCK
                 assert self.content[place] == hash((table.number, *tokens[: position + 1]))
 
-    def check_counts(self, live: Sequence[Holdings]) -> None:
+    def check_counts(self, live: Sequence[SequenceBlocks]) -> None:
         used = {block for held in live for block in own_blocks(held)}
         assert sum(self.blocks.available) == self.blocks.num_blocks - len(used)
         self.listener.hear(self.log.take())
         assert self.listener.held == really_held(self.blocks)
 
 
-def own_blocks(held: Holdings) -> list[int]:
+def own_blocks(held: SequenceBlocks) -> list[int]:
     """Those of all tables, without the places that have none."""
     tables = zip(held.blocks, held.num_left, strict=True)
     return [block for blocks, num_left in tables for block in blocks[num_left:]]
@@ -74,7 +74,7 @@ def test_rows_read_what_was_written(num_blocks: int, windows: list[Window | None
     rng = random.Random(num_blocks)
     pool = Written(num_blocks, windows)
     texts = [[rng.randrange(9) for _ in range(420)] for _ in range(2)]
-    live: list[tuple[Holdings, list[int], int, int]] = []
+    live: list[tuple[SequenceBlocks, list[int], int, int]] = []
     hits = 0
     for _ in range(1500):
         if rng.random() < 0.3 and len(live) < 6:
@@ -97,7 +97,9 @@ def test_rows_read_what_was_written(num_blocks: int, windows: list[Window | None
     assert hits > least
 
 
-def begin(pool: Written, tokens: list[int], is_reserved: bool) -> tuple[Holdings, list[int], int, int] | None:
+def begin(
+    pool: Written, tokens: list[int], is_reserved: bool
+) -> tuple[SequenceBlocks, list[int], int, int] | None:
     """As the scheduler does, or for a prompt that another worker computes."""
     if is_reserved:
         reserved = reserve_blocks(pool.blocks, tokens, ROOT)
@@ -116,7 +118,7 @@ def begin(pool: Written, tokens: list[int], is_reserved: bool) -> tuple[Holdings
 
 
 def step(
-    pool: Written, held: Holdings, tokens: list[int], computed: int, prompt: int, rng: random.Random
+    pool: Written, held: SequenceBlocks, tokens: list[int], computed: int, prompt: int, rng: random.Random
 ) -> tuple[list[int], int] | None:
     """A chunk, or a token with drafts of which some are kept; None where there is no room."""
     in_prompt = computed < len(tokens)
@@ -131,7 +133,7 @@ def step(
         held.grow(computed, end)
     except OutOfBlocksError:
         is_alone_with_its_blocks = all(
-            pool.blocks.arenas[0].num_references(block) == 1 for block in own_blocks(held)
+            pool.blocks.block_pools[0].num_references(block) == 1 for block in own_blocks(held)
         )
         assert not in_prompt or not is_alone_with_its_blocks
         return None
@@ -162,7 +164,7 @@ def test_another_worker_sends_the_blocks_of_the_window() -> None:
     published(holding, TOKENS[:200])
     room = find_room(asking, TOKENS, ROOT)
     assert room is not None and room.covered == 0 and room.wanted == IDENTITIES[:18]
-    assert len(room.holdings.blocks[0]) == WINDOW.span() // BLOCK < 18
+    assert len(room.sequence_blocks.blocks[0]) == WINDOW.span() // BLOCK < 18
     lent = hold_blocks(holding, room.wanted)
     assert (lent.num_left, len(lent.identities)) == ([8], 12)
     assert room.num_sent(12) == 4
@@ -274,10 +276,10 @@ def test_a_window_comes_from_below_behind_blocks_that_are_here(
 def with_all_but_the_window(tier: FakeTier) -> tuple[BlockManager, list[int]]:
     """The pool has the first twelve blocks of the layers that see all, which are returned."""
     blocks = BlockManager(FakePool(BLOCK, 60), tiers=[tier], windows=[None, Window(4, BLOCK)])
-    here = blocks.arenas[0].take(12)
+    here = blocks.block_pools[0].take(12)
     for identity, block in zip(IDENTITIES, here, strict=False):
-        blocks.arenas[0].publish(identity, block)
-        blocks.arenas[0].dereference(block)
+        blocks.block_pools[0].publish(identity, block)
+        blocks.block_pools[0].dereference(block)
     return blocks, here
 
 
@@ -309,8 +311,8 @@ def test_who_keeps_track_is_told_of_the_first_table_alone() -> None:
     published(blocks, TOKENS[:32])
     assert [event.identity for event in log.take()] == [b"", *IDENTITIES[:2]]
     assert [event.identity for event in blocks.contents()] == [b"", *IDENTITIES[:2]]
-    blocks.arenas[0].lower = None
-    blocks.arenas[0].take(8)
+    blocks.block_pools[0].lower = None
+    blocks.block_pools[0].take(8)
     assert {event.identity for event in log.take()} == {*IDENTITIES[:2]}
 
 

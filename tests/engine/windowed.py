@@ -23,7 +23,7 @@ def poisoned_run(engine: Engine) -> tuple[dict[str, list[TokenOutput]], int]:
     outputs: dict[str, list[TokenOutput]] = {}
     most = 0
     while engine.has_work():
-        engine.pool.segment("target")[engine.blocks.arenas[0]._free] = torch.nan
+        engine.pool.segment("target")[engine.blocks.block_pools[0]._free] = torch.nan
         for output in engine.step().outputs:
             outputs.setdefault(output.request_id, []).append(output)
         most = max(most, num_used(engine))

@@ -16,14 +16,14 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
 from tests.e2e.architectures import write_model
 from tests.engine.adapter_files import merge, write_adapter
-from tests.engine.test_recurrent import needs_seam
+from tests.engine.test_recurrent import needs_hooks
 from tests.gpu.test_tokens import LENGTHS, NUM_TOKENS, engine_of, generate, prompts
 from tests.worker.tiny_model import greedy, load
 
 DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
 
 
-@needs_seam
+@needs_hooks
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "falcon_h1"])
 @pytest.mark.parametrize("drafts", [None, DRAFTS], ids=["decode rows", "drafts to verify"])
 def test_hybrids_give_the_tokens_of_generate(

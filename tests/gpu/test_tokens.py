@@ -20,7 +20,7 @@ from protocol.speculation import SpeculativeConfig
 from speculation.speculator import speculate
 from tests.e2e.architectures import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, write_model
 from tests.engine.quantization.quantized_model import EXPERTS, write_quantized
-from tests.engine.test_recurrent import needs_seam
+from tests.engine.test_recurrent import needs_hooks
 from tests.worker.tiny_model import greedy, load
 
 DEVICE = "cuda"
@@ -130,7 +130,7 @@ def test_graphs_give_the_tokens_of_steps_that_are_launched(
     assert generate(graphs, batch) == generate(eager, batch)
 
 
-@needs_seam
+@needs_hooks
 @pytest.mark.parametrize("model_type", HYBRIDS)
 @pytest.mark.parametrize("drafted", [None, 3], ids=["decode rows", "drafts to verify"])
 def test_graphs_give_hybrids_the_tokens_of_steps_that_are_launched(

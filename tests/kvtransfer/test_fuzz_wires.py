@@ -62,7 +62,7 @@ def check_bounds(field: str, value: Any) -> None:
             for name in value.__struct_fields__:
                 check_bounds(name, getattr(value, name))
         case int():
-            assert 0 <= value < (16 if field == "arena" else 2**62), field
+            assert 0 <= value < (16 if field == "block_pool" else 2**62), field
             assert field != "num_parts" or 1 <= value <= 4
         case float():
             assert 0 <= value <= 1e9, field

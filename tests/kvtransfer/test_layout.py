@@ -106,7 +106,7 @@ def test_what_converts(changes: dict[str, object]) -> None:
         ({"name": "draft"}, "segments"),
         ({"kind": "state"}, "kind"),
         ({"kind": "windowed"}, "kind"),
-        ({"arena": 1}, "arena"),
+        ({"block_pool": 1}, "block_pool"),
         ({"dtype": "float64"}, "dtype"),
         ({"dtype": "int8"}, "dtype"),
         ({"quantization": "int4"}, "quantization"),

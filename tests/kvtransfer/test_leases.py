@@ -220,11 +220,12 @@ def test_only_so_many_completed_leases_are_remembered(monkeypatch: pytest.Monkey
     assert [resent(f"lease-{number}") for number in range(5)] == ["unknown lease"] * 2 + [""] * 3
 
 
-def test_a_lease_spans_the_arenas_of_a_pool() -> None:
+def test_a_lease_spans_the_block_pools_of_a_pool() -> None:
     table = LeaseTable([8, 8], 2, lambda lease_id: None)
     table.open("lease", [Extent(0, [5, 6, 7]), Extent(1, [3, 0, 1])], first_token=2, num_tokens=6)
     pieces = [
-        Piece(number, "lease", number, 1, runs((0, 1, 2)), number == 1, arena=number) for number in (0, 1)
+        Piece(number, "lease", number, 1, runs((0, 1, 2)), number == 1, block_pool=number)
+        for number in (0, 1)
     ]
     received = []
     for piece in pieces:
@@ -234,7 +235,7 @@ def test_a_lease_spans_the_arenas_of_a_pool() -> None:
         done, arrival = table.record(lease, piece, positions, PieceArrival("tcp", "", 1, 0.0))
         received.append((done, arrival is not None))
     assert received == [(2, False), (4, True)]
-    assert [lease.blocks[arena].tolist() for arena in (0, 1)] == [[5, 6, 7], [3, 0, 1]]
+    assert [lease.blocks[block_pool].tolist() for block_pool in (0, 1)] == [[5, 6, 7], [3, 0, 1]]
     table.open("cached ones may be shared", [Extent(0, [5]), Extent(1, [3])])
     for twice in ([Extent(0, [4]), Extent(1, [0])], [Extent(0, [4]), Extent(1, [2, 4])]):
         with pytest.raises(ValueError, match="another open lease"):
@@ -243,18 +244,18 @@ def test_a_lease_spans_the_arenas_of_a_pool() -> None:
     table.open("other", [Extent(0, [4]), Extent(1, [0])])
 
 
-def test_an_unknown_arena_is_refused(closing: Closing) -> None:
+def test_an_unknown_block_pool_is_refused(closing: Closing) -> None:
     table = LeaseTable([8], 1, lambda lease_id: None)
     for extents in ([Extent(1, [0])], [Extent(0, [1]), Extent(0, [2])]):
-        with pytest.raises(ValueError, match="arenas of lease"):
+        with pytest.raises(ValueError, match="block pools of lease"):
             table.open("lease", extents)
     sender, receiver = closing(SenderEnd(["tcp"])), closing(ReceiverEnd(["tcp"]))
-    with pytest.raises(ValueError, match="arena 1"):
+    with pytest.raises(ValueError, match="block pool 1"):
         sender.sender.push(receiver.peer, "lease", [Extent(1, [0])], 0, 1, final=True)
     receiver.open("lease", [1])
     source, before = make_pool(seed=9), content(receiver)
     raw = closing(RawPeer.connect(receiver, "tcp", source))
-    raw.send(Piece(1, "lease", 0, 1, runs((0, 0, 1)), True, arena=1))
+    raw.send(Piece(1, "lease", 0, 1, runs((0, 0, 1)), True, block_pool=1))
     raw.send_bytes(bytes(source.buffer[:BLOCK]) + GOOD)
-    assert raw.ack().error == "an arena that the lease does not have"
+    assert raw.ack().error == "a block pool that the lease does not have"
     assert content(receiver) == before

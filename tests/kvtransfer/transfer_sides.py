@@ -128,7 +128,7 @@ class ReceiverEnd(End):
     def open(
         self, lease_id: str, blocks: Sequence[int], first_block: int = 0, num_tokens: int | None = None
     ) -> None:
-        """A lease of blocks of the first arena."""
+        """A lease of blocks of the first block_pool."""
         first_token = first_block * self.pool.block_size
         self.receiver.open(
             lease_id, [Extent(0, list(blocks))], first_token=first_token, num_tokens=num_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.block_manager import BlockManager
-from engine.holdings import Holdings
+from engine.sequence_blocks import SequenceBlocks
 from planner.kv_room import Keeping
 from planner.profile import LinkProfile
 from planner.scenarios import Slo, Study
@@ -31,7 +31,7 @@ def test_a_sequence_takes_what_the_engine_gives_it(windows: tuple[int, ...], num
         """Tokens in all tables."""
         return sum(len(held.blocks[i]) - held.num_left[i] for i in range(len(windows))) * BLOCK / len(windows)
 
-    held = Holdings(blocks, b"root" * 4)
+    held = SequenceBlocks(blocks, b"root" * 4)
     held.grow(0, num_tokens, STEP)
     assert taken() == pytest.approx(keeping.prompt(num_tokens), abs=BLOCK)
     text = [*range(num_tokens + 200)]

@@ -178,7 +178,7 @@ def test_verification_is_compiled_at_the_start() -> None:
 def drafting_sequences() -> list[SequenceState]:
     sequences = [sequence_with(0, None, temperature=0.0), sequence_with(1, None, top_p=0.9)]
     for number, sequence in enumerate(sequences):
-        sequence.holdings = SimpleNamespace(blocks=[[1 + number]])  # type: ignore[assignment]
+        sequence.sequence_blocks = SimpleNamespace(blocks=[[1 + number]])  # type: ignore[assignment]
     return sequences
 
 

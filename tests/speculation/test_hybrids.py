@@ -17,7 +17,7 @@ import transformers
 from engine.draft import Draft
 from engine.engine import Engine
 from engine.recurrent.layout import RecurrentLayer, StateLayout
-from engine.recurrent.seats import Seats
+from engine.recurrent.state_slots import StateSlots
 from engine.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
@@ -25,7 +25,7 @@ from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
 from protocol.speculation import SpeculativeConfig
 from speculation.draft_model import DraftModel
-from speculation.draft_seats import DraftSeats
+from speculation.draft_state_slots import DraftStateSlots
 from speculation.self_speculative import drafter as self_drafter
 from speculation.speculator import BatchSpeculator, speculate
 from tests.e2e.architectures import write_model
@@ -130,10 +130,13 @@ def plain(given: Given) -> Answers:
 
 
 def cramped(engine: Engine, num_blocks: int) -> ServeConfig:
-    """The configuration of one with so many blocks beside its seats."""
+    """The configuration of one with so many blocks beside its state_slots."""
     pool = engine.pool
-    assert pool.seats is not None
-    room = engine.config.max_num_seqs * pool.seats.layout.seat_bytes + num_blocks * pool.arenas[0].shape[1]
+    assert pool.state_slots is not None
+    room = (
+        engine.config.max_num_seqs * pool.state_slots.layout.state_slot_bytes
+        + num_blocks * pool.block_pools[0].shape[1]
+    )
     return msgspec.structs.replace(engine.config, kv_cache_memory_bytes=room, speculative_config=None)
 
 
@@ -287,7 +290,7 @@ def proposals(engine: Engine, asked: list[EngineRequest], num_tokens: int) -> tu
         return found, tokens(run(engine, asked))
 
 
-def test_a_request_that_lost_its_seat_is_read_anew(
+def test_a_request_that_lost_its_state_slot_is_read_anew(
     drafts: dict[str, tuple[ServeConfig, Path, Answers]],
 ) -> None:
     config, draft, _ = drafts["llama"]
@@ -339,16 +342,16 @@ def test_a_draft_with_recurrent_layers_goes_back_to_what_is_certain(
     assert {text: fresh[text] for text in texts} == {text: found[text] for text in texts}
 
 
-def test_a_request_without_a_seat_takes_that_of_one_that_does_not_draft() -> None:
+def test_a_request_without_a_state_slot_takes_that_of_one_that_does_not_draft() -> None:
     layout = StateLayout((RecurrentLayer(channels=4, taps=2),), torch.float32)
-    seats = DraftSeats(Seats(layout, 2, torch.device("cpu")))
-    assert seats.sit(["a", "b"]) == []
-    assert seats.sit(["a"]) == []
-    assert seats.sit(["c", "a"]) == ["b"]
-    assert seats["a"] != seats["c"]
-    seats.forget("a")
-    seats.forget("b")
-    assert seats.sit(["d", "c"]) == []
+    state_slots = DraftStateSlots(StateSlots(layout, 2, torch.device("cpu")))
+    assert state_slots.sit(["a", "b"]) == []
+    assert state_slots.sit(["a"]) == []
+    assert state_slots.sit(["c", "a"]) == ["b"]
+    assert state_slots["a"] != state_slots["c"]
+    state_slots.forget("a")
+    state_slots.forget("b")
+    assert state_slots.sit(["d", "c"]) == []
 
 
 def test_a_state_is_not_carried(drafts: dict[str, tuple[ServeConfig, Path, Answers]]) -> None:

@@ -73,9 +73,9 @@ def test_bug_17_blocks_that_are_handed_over_are_the_prompts_alone(
     assert len(first.token_ids) == 1
     decode.add(other)
     assert joined(finish(decode)).token_ids == expected["b"]
-    source, target = prefill.computed("a")[0].blocks, reservation.holdings.blocks[0]
+    source, target = prefill.computed("a")[0].blocks, reservation.sequence_blocks.blocks[0]
     assert len(source) == len(target) == -(-length // BLOCK_SIZE)
-    decode.pool.arenas[0][target] = prefill.pool.arenas[0][source]
+    decode.pool.block_pools[0][target] = prefill.pool.block_pools[0][source]
     decode.activate(reservation, first.token_ids[0], length, draft=prefill.draft_state("a"))
     rest = joined(finish(decode))
     assert first.token_ids + rest.token_ids == expected["a"][emitted:]
@@ -106,10 +106,12 @@ def test_bug_20_no_step_writes_to_blocks_of_a_conversation_that_waits(pair: tupl
     begun = ask("begun", prompt_of(40), ignore_eos=True)
     text = begun.prompt_token_ids + run(engine, [begun])["begun"].token_ids
     cached = [
-        block for block, identity in enumerate(engine.blocks.arenas[0]._identity_of) if identity is not None
+        block
+        for block, identity in enumerate(engine.blocks.block_pools[0]._identity_of)
+        if identity is not None
     ]
     assert len(cached) == engine.blocks.num_cached == (len(text) - 1) // BLOCK_SIZE
-    before = engine.pool.arenas[0][cached].clone()
+    before = engine.pool.block_pools[0][cached].clone()
     assert isinstance(engine._runner, RowsForward)
     engine._runner._execute([], [0, 1], StepShape(64))
     with ProfilingRun(engine.blocks, engine._runner, MAX_LEN) as profiling:
@@ -117,7 +119,7 @@ def test_bug_20_no_step_writes_to_blocks_of_a_conversation_that_waits(pair: tupl
         assert sequences is not None
         profiling.forward(sequences)
     run(engine, [ask(f"r{seed}", prompt_of(10 * seed, seed), ignore_eos=True) for seed in range(1, 6)])
-    assert engine.pool.arenas[0][cached].equal(before)
+    assert engine.pool.block_pools[0][cached].equal(before)
     again = run(engine, [ask("again", text + prompt_of(9, 9), ignore_eos=True)])["again"]
     assert engine.stats().prefix_hit_tokens == len(cached) * BLOCK_SIZE
     assert again.drafted_tokens == again.accepted_tokens > 0

@@ -327,8 +327,10 @@ def test_the_hidden_state_goes_along_with_a_hand_off(target: Path, heads: Path) 
     for given in (state, REBUILD):
         reservation = decode.reserve(request)
         assert reservation is not None
-        for ours, theirs in zip(reservation.holdings.blocks[0], prefill.computed("r")[0].blocks, strict=True):
-            decode.pool.arenas[0][ours].copy_(prefill.pool.arenas[0][theirs])
+        for ours, theirs in zip(
+            reservation.sequence_blocks.blocks[0], prefill.computed("r")[0].blocks, strict=True
+        ):
+            decode.pool.block_pools[0][ours].copy_(prefill.pool.block_pools[0][theirs])
         decode.activate(reservation, first, len(request.prompt_token_ids), draft=given)
         watch = Watch(decode)
         outputs = run(decode)

@@ -14,11 +14,11 @@ from transformers import AutoTokenizer
 
 from engine.draft import Draft
 from engine.engine import Engine
-from engine.holdings import Holdings
 from engine.linear.packed import kernel_fault
 from engine.rows import SequenceRows
 from engine.sampler import Purpose, draw, uniform_noise
 from engine.sequence import SequenceState
+from engine.sequence_blocks import SequenceBlocks
 from models.bundled import BUNDLED_MODEL
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
@@ -159,8 +159,8 @@ def drawn(by_chance: Engine) -> list[tuple[SequenceState, Draft]]:
         params = SamplingParams(max_tokens=9, temperature=0.7, seed=seed)
         request = EngineRequest(request_id=f"drawn{seed}", prompt_token_ids=[7, 8, 9], sampling=params)
         sequence = SequenceState(request, seed)
-        sequence.holdings = Holdings(by_chance.blocks, b"")
-        sequence.holdings.blocks = [[by_chance.blocks.num_blocks - 1]]
+        sequence.sequence_blocks = SequenceBlocks(by_chance.blocks, b"")
+        sequence.sequence_blocks.blocks = [[by_chance.blocks.num_blocks - 1]]
         (draft,) = native.draft([sequence], drafter._unread_rows([sequence]), [3])
         found.append((sequence, draft))
     return found

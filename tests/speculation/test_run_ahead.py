@@ -73,10 +73,10 @@ def test_only_given_tokens_are_published(model: Path) -> None:
     engine.add(ask("a", PROMPT, 100, **SAMPLING), hold_at=len(PROMPT) + 40)
     drafted = draft(engine)
     assert len(drafted) == 40
-    assert len(engine.blocks.arenas[0].published()) == len(PROMPT) // 16
+    assert len(engine.blocks.block_pools[0].published()) == len(PROMPT) // 16
     engine.give("a", drafted[:20], len(PROMPT) + 41)
     draft(engine)
-    assert len(engine.blocks.arenas[0].published()) == (len(PROMPT) + 20) // 16
+    assert len(engine.blocks.block_pools[0].published()) == (len(PROMPT) + 20) // 16
 
 
 def test_it_is_held_where_it_is_told_and_never_ends_by_itself(model: Path) -> None:

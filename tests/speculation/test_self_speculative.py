@@ -198,7 +198,7 @@ def test_the_first_layers_write_the_bits_that_the_verification_writes(
         drafting.clear()
         engine.step()
         for sequence, last, drafted, written in drafting:
-            if sequence.holdings is not None:
+            if sequence.sequence_blocks is not None:
                 right = [a == b for a, b in zip(drafted, sequence.token_ids[last + 1 :], strict=False)]
                 count = min(len(right) if all(right) else right.index(False) + 1, len(drafted))
                 assert torch.equal(kv(engine, sequence, range(last, last + count), 3), written[:, :count])

@@ -18,7 +18,7 @@ from speculation.control.controller import DraftController
 from speculation.speculator import BatchSpeculator
 from tests.e2e.architectures import write_model
 from tests.engine.late_device import LateDevice, put_on_late_device
-from tests.engine.test_recurrent import needs_seam
+from tests.engine.test_recurrent import needs_hooks
 from tests.speculation.small_engine import prompt_of, small_config
 from tests.worker.tiny_model import write_tiny_llama
 from worker.setup import build_engine
@@ -159,7 +159,7 @@ def test_who_begins_to_speculate_later(make_engine: MakeEngine) -> None:
     assert play.num_verified > 0
 
 
-@needs_seam
+@needs_hooks
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h"])
 def test_drafts_of_a_model_with_recurrent_layers(tmp_path: Path, model_type: str) -> None:
     """Behind steps that went ahead, the state may still be at the last grid point but one."""

@@ -321,11 +321,11 @@ class LightLoop:
 
     def computing_blocks(self) -> set[int]:
         """The blocks of the engine's sequences."""
-        held = [each.holdings for each in self.engine._sequences.values()]
+        held = [each.sequence_blocks for each in self.engine._sequences.values()]
         return {block for each in held if each is not None for block in each.blocks[0]}
 
     def used_blocks(self) -> set[int]:
-        references = self.engine.blocks.arenas[0]._references
+        references = self.engine.blocks.block_pools[0]._references
         return {block for block, count in enumerate(references) if count}
 
 

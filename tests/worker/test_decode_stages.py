@@ -246,7 +246,7 @@ class DecodeStages(RuleBasedStateMachine):
 
     @invariant()
     def no_block_is_used_while_it_may_be_written(self) -> None:
-        blocks, receiver = self.engine.blocks.arenas[0], self.light.receiver
+        blocks, receiver = self.engine.blocks.block_pools[0], self.light.receiver
         computing = self.light.computing_blocks()
         for written in (receiver.open_leases | receiver.written).values():
             assert all(blocks._references[block] == 1 for block in written)
@@ -258,7 +258,7 @@ class DecodeStages(RuleBasedStateMachine):
         owned = self.light.computing_blocks()
         for request in self.light.requests:
             if request.stage in (DecodeStage.RESERVED, DecodeStage.CLOSING, DecodeStage.ABANDONED):
-                owned |= set(request.granted.holdings.blocks[0])
+                owned |= set(request.granted.sequence_blocks.blocks[0])
         assert self.light.used_blocks() == owned
 
     @invariant()

@@ -188,7 +188,7 @@ def reserved(**changes: Any) -> Reserved:
             "80 tokens covered",
         ),
     ],
-    ids=["refused", "stale", "too few blocks", "unknown arena", "too many cached"],
+    ids=["refused", "stale", "too few blocks", "unknown block pool", "too many cached"],
 )
 def test_bad_answers_fail_the_hand_off(
     cluster: Cluster, prefill: RunningWorker, peer: DecodeEnd, answer: Any, kind: str, text: str

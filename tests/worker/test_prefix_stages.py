@@ -153,11 +153,11 @@ def test_lent_blocks_are_given_back(light: LightLoop, engine: Engine, how: str) 
 @pytest.mark.parametrize("come_first", ["blocks", "answer"])
 def test_the_drafts_kv_comes_along(light: LightLoop, engine: Engine, come_first: str) -> None:
     """Nothing is used before it is known which blocks hold it."""
-    fetcher, drafted = light.loop._fetcher, engine.blocks.arenas[0].drafted
+    fetcher, drafted = light.loop._fetcher, engine.blocks.block_pools[0].drafted
     fetcher._needs_lent = True
     lease = fetch(light)
     [waiting] = fetcher.fetches
-    blocks = waiting.room.holdings.blocks[0][:NUM_FULL]
+    blocks = waiting.room.sequence_blocks.blocks[0][:NUM_FULL]
     blocks_came = Progress(lease, NUM_FULL, complete=True, arrival=arrival())
     answer = Lent(request_id="r", lease_id=lease, num_drafted=2, num_found=NUM_FULL)
     if come_first == "blocks":

@@ -23,12 +23,12 @@ PRECISION = tl.constexpr("tf32x3")
 
 @triton.jit
 def _known(rows, window, sources, offset, inside, WIDTH: tl.constexpr):
-    """[n, m] of the step's rows or the seat's window, of WIDTH columns each, from `offset` on."""
+    """[n, m] of the step's rows or the state slot's window, of WIDTH columns each, from `offset` on."""
     row, is_row, place, is_kept = sources
     mine = rows + row[:, None] * WIDTH + offset[None, :]
     new = tl.load(mine, mask=is_row[:, None] & inside[None, :], other=0.0)
-    seated = window + place[:, None] * WIDTH + offset[None, :]
-    old = tl.load(seated, mask=is_kept[:, None] & inside[None, :], other=0.0)
+    slot_places = window + place[:, None] * WIDTH + offset[None, :]
+    old = tl.load(slot_places, mask=is_kept[:, None] & inside[None, :], other=0.0)
     return tl.where(is_row[:, None], new, old)
 
 
@@ -195,20 +195,20 @@ def attend(
     head = tl.program_id(1) // BLOCKS
     key_head = head // (HEADS // KEY_HEADS)
     entry = sequences + tl.program_id(0) * SEQUENCE_COLUMNS
-    seat = tl.load(entry).to(tl.int64)
+    state_slot = tl.load(entry).to(tl.int64)
     start, first, kept = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     first_tile, end_tile = tl.load(entry + 5), tl.load(entry + 6)
     slot = tl.arange(0, ROWS)
     e = tl.program_id(1) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     is_value = e < VALUE_DIM
-    if seat == NO_SEAT:
+    if state_slot == NO_SEAT:
         clear_rows(out, entry, head * VALUE_DIM + e, HEADS * VALUE_DIM)
         return
-    keys += seat * keys_step
-    deltas += seat * deltas_step
-    decays += seat * decays_step
+    keys += state_slot * keys_step
+    deltas += state_slot * deltas_step
+    decays += state_slot * decays_step
     cell = head * (KEY_DIM * VALUE_DIM) + e[None, :]
-    settled = state + seat * state_step + cell
+    settled = state + state_slot * state_step + cell
     ahead = drafted + tl.load(entry + 7).to(tl.int64) * (HEADS * KEY_DIM * VALUE_DIM) + cell
 
     for tile in range(first_tile, end_tile):

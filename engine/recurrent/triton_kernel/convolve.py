@@ -59,15 +59,15 @@ def convolve(
     """Of a sequence (program 0). REACH is the width of the tables `before` and `tails`."""
     sequence = tl.program_id(0)
     entry = sequences + sequence * SEQUENCE_COLUMNS
-    seat = tl.load(entry).to(tl.int64)
+    state_slot = tl.load(entry).to(tl.int64)
     first, end = tl.load(entry + 2), tl.load(entry + 4)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_channel = channel < CHANNELS
-    if seat == NO_SEAT:
+    if state_slot == NO_SEAT:
         clear_rows(out, entry, channel, CHANNELS)
         return
-    tail += seat * tail_step
-    recent += seat * recent_step
+    tail += state_slot * tail_step
+    recent += state_slot * recent_step
     for begin in range(first, end, ROWS):
         row = begin + tl.arange(0, ROWS)
         live = row < end

@@ -1,4 +1,4 @@
-"""Puts what later rows will read of a step's rows into their seats' windows."""
+"""Puts what later rows will read of a step's rows into their state slots' windows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def keep_rows(rows, window, entry, column, WIDTH: tl.constexpr, WINDOW: tl.const
 
 @triton.jit
 def clear_rows(out, entry, column, WIDTH: tl.constexpr):
-    """These columns of the rows of a sequence without a seat."""
+    """These columns of the rows of a sequence without a state_slot."""
     first, end = tl.load(entry + 2), tl.load(entry + 4)
     for begin in range(first, end, _ROWS):
         row = begin + tl.arange(0, _ROWS)
@@ -53,9 +53,9 @@ def keep(
     this comes behind all of them.
     """
     entry = sequences + tl.program_id(0) * SEQUENCE_COLUMNS
-    seat = tl.load(entry).to(tl.int64)
+    state_slot = tl.load(entry).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(1) * BLOCK < KEYS:
-        keep_rows(key, keys + seat * keys_step, entry, column, KEYS, WINDOW)
+        keep_rows(key, keys + state_slot * keys_step, entry, column, KEYS, WINDOW)
     if tl.program_id(1) * BLOCK < DECAYS:
-        keep_rows(decay, decays + seat * decays_step, entry, column, DECAYS, WINDOW)
+        keep_rows(decay, decays + state_slot * decays_step, entry, column, DECAYS, WINDOW)

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.recurrent.seats import LayerSeats, RowSpan, Seats
+from engine.recurrent.state_slots import LayerStateSlots, RowSpan, StateSlots
 from engine.recurrent.triton_kernel.attend import attend
 from engine.recurrent.triton_kernel.convolve import convolve
 from engine.recurrent.triton_kernel.keep import keep
@@ -27,16 +27,16 @@ _ALIGNMENT = 16
 
 
 class TritonOperators:
-    """A row has the same bits in any chunks and company, drafted or not. In the seats' windows the decays are
-    those of each token alone.
+    """A row has the same bits in any chunks and company, drafted or not. In the state slots' windows the
+    decays are those of each token alone.
     """
 
     name = "triton"
 
-    def __init__(self, seats: Seats) -> None:
-        self._seats = seats
-        self._reach = max(layer.taps for layer in seats.layout.layers) - 1
-        self._upload = upload_to(seats.device)
+    def __init__(self, state_slots: StateSlots) -> None:
+        self._state_slots = state_slots
+        self._reach = max(layer.taps for layer in state_slots.layout.layers) - 1
+        self._upload = upload_to(state_slots.device)
 
     def begin_step(self, spans: Sequence[RowSpan]) -> None:
         tables = self.tables(spans)
@@ -44,8 +44,8 @@ class TritonOperators:
 
     def tables(self, spans: Sequence[RowSpan], room: Room | None = None) -> Tables[np.ndarray]:
         """Of a step that is about to run, with this room."""
-        bases = [self._seats.run(span) for span in spans]
-        tables = tables_of(spans, bases, self._seats.layout, self._reach)
+        bases = [self._state_slots.run(span) for span in spans]
+        tables = tables_of(spans, bases, self._state_slots.layout, self._reach)
         return tables if room is None else padded(tables, room)
 
     def use(self, tables: Tables[Tensor]) -> None:
@@ -53,7 +53,7 @@ class TritonOperators:
         self._tables = tables
 
     def causal_conv(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        of, inputs = self._seats.layers[layer], _aligned(inputs)
+        of, inputs = self._state_slots.layers[layer], _aligned(inputs)
         channels, taps = weight.shape
         out = torch.empty(inputs.shape, dtype=torch.float32, device=inputs.device)
         convolve[(len(self._tables.sequences), ceil_div(channels, _CHANNELS))](
@@ -73,7 +73,7 @@ class TritonOperators:
             TAPS=taps,
             PADDED_TAPS=triton.next_power_of_2(taps),
             REACH=self._reach,
-            WINDOW=self._seats.layout.window,
+            WINDOW=self._state_slots.layout.window,
             ROWS=_ROWS,
             BLOCK=_CHANNELS,
             num_warps=4,
@@ -83,7 +83,7 @@ class TritonOperators:
     def linear_attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None
     ) -> Tensor:
-        of, layout = self._seats.layers[layer], self._seats.layout
+        of, layout = self._state_slots.layers[layer], self._state_slots.layout
         query, key, value, decay = (_aligned(rows) for rows in (query, key, value, decay))
         beta = None if beta is None else _aligned(beta)
         (key_heads, key_dim), (heads, value_dim) = key.shape[1:], value.shape[1:]
@@ -105,7 +105,7 @@ class TritonOperators:
             of.decays,
             self._tables.sequences,
             self._tables.tiles,
-            *(seats.stride(0) for seats in (of.state, of.keys, of.deltas, of.decays)),
+            *(state_slots.stride(0) for state_slots in (of.state, of.keys, of.deltas, of.decays)),
             HEADS=heads,
             KEY_HEADS=key_heads,
             KEY_DIM=key_dim,
@@ -124,7 +124,7 @@ class TritonOperators:
     def selective_scan(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, times: Tensor, rates: Tensor
     ) -> Tensor:
-        of, layout = self._seats.layers[layer], self._seats.layout
+        of, layout = self._state_slots.layers[layer], self._state_slots.layout
         query, key, value, times, rates = (_aligned(rows) for rows in (query, key, value, times, rates))
         heads, key_dim = rates.shape
         out = torch.empty_like(value)
@@ -142,7 +142,7 @@ class TritonOperators:
             of.decays,
             self._tables.sequences,
             self._tables.tiles,
-            *(seats.stride(0) for seats in (of.state, of.keys, of.deltas, of.decays)),
+            *(state_slots.stride(0) for state_slots in (of.state, of.keys, of.deltas, of.decays)),
             HEADS=heads,
             KEY_DIM=key_dim,
             KEY_PADDED=triton.next_power_of_2(key_dim),
@@ -155,7 +155,7 @@ class TritonOperators:
         self._keep(of, key, times)
         return out
 
-    def _keep(self, of: LayerSeats, key: Tensor, decay: Tensor) -> None:
+    def _keep(self, of: LayerStateSlots, key: Tensor, decay: Tensor) -> None:
         keys, decays = key[0].numel(), decay[0].numel()
         keep[(len(self._tables.sequences), ceil_div(max(keys, decays), _KEPT_COLUMNS))](
             key,
@@ -167,7 +167,7 @@ class TritonOperators:
             of.decays.stride(0),
             KEYS=keys,
             DECAYS=decays,
-            WINDOW=self._seats.layout.window,
+            WINDOW=self._state_slots.layout.window,
             BLOCK=_KEPT_COLUMNS,
             num_warps=4,
         )

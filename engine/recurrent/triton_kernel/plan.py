@@ -8,19 +8,21 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from engine.recurrent.layout import StateLayout
-from engine.recurrent.seats import RowSpan
+from engine.recurrent.state_slots import RowSpan
 from engine.triton_support import ceil_div, power_of_two
 
 Array = TypeVar("Array")
 Other = TypeVar("Other")
 
 NOTHING = -(2**31)
-"""Stands where nothing is. Other negative sources lie in the seat: -1 - i at place i of its window, and from
+"""Stands where nothing is. Other negative sources lie in the state slot: -1 - i at place i of its window,
+and from
 -1 - window on the convolution's inputs before the grid point, backwards. Those from 0 on are the step's rows.
 """
 
 SEQUENCE_COLUMNS = 8
-"""Of a sequence: its seat; the first row's place; its first row, the first one that its window keeps and the
+"""Of a sequence: its state slot; the first row's place; its first row, the first one that its window keeps
+and the
 one behind its last; its first tile and the one behind its last; and, of the sequences whose drafts go on
 behind a grid point, its number.
 """
@@ -32,8 +34,8 @@ TILE_COLUMNS = 3
 """Of a tile: its first new row, the one behind its last, and flags. Behind them are its rows' sources."""
 
 DRAFTED, ADVANCE, CERTAIN = 1, 2, 4
-"""Flags of a tile. Its rows follow a state behind drafted tokens, not the seat's. The state behind its rows
-is wanted; and the seat gets it.
+"""Flags of a tile. Its rows follow a state behind drafted tokens, not the state slot's. The state behind
+its rows is wanted; and the state slot gets it.
 """
 
 
@@ -111,7 +113,7 @@ def tables_of(
             kept[index] = step.first[index]  # a row reads what others of its path have left there
     num_drafted = np.concatenate([[0], np.cumsum(tiles[:, 2] & DRAFTED)])
     crosses = (num_drafted[ends] > num_drafted[begins]).astype(np.int64)
-    columns = step.seat, step.start, step.first, kept, step.first + step.end - step.start, begins, ends
+    columns = step.state_slot, step.start, step.first, kept, step.first + step.end - step.start, begins, ends
     sequences = np.stack([*columns, np.cumsum(crosses) - crosses], 1)
     sequences, before, tails, tiles = (each.astype(np.int32) for each in (sequences, before, tails, tiles))
     return Tables(sequences, before, tails, tiles, int(crosses.sum()))
@@ -136,8 +138,8 @@ class _Step:
 
     def __init__(self, spans: Sequence[RowSpan], bases: Sequence[int], layout: StateLayout) -> None:
         self.grid, self.window = layout.grid, layout.window
-        fields = [(span.seat, span.start, span.count, span.certain) for span in spans]
-        self.seat, self.start, counts, certain = np.array(fields, np.int64).reshape(-1, 4).T
+        fields = [(span.state_slot, span.start, span.count, span.certain) for span in spans]
+        self.state_slot, self.start, counts, certain = np.array(fields, np.int64).reshape(-1, 4).T
         self.base = np.array(bases, np.int64)
         self.end = self.start + counts
         self.first = np.cumsum(counts) - counts
@@ -148,8 +150,8 @@ class _Step:
     def sources(self, owner: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Of these places [n, m], each n's of a span."""
         start, base, first = (column[owner][:, None] for column in (self.start, self.base, self.first))
-        seated = np.where(places >= base, -1 - places % self.window, places - base - self.window)
-        return np.where(places >= start, first + places - start, seated)
+        slot_places = np.where(places >= base, -1 - places % self.window, places - base - self.window)
+        return np.where(places >= start, first + places - start, slot_places)
 
 
 def _chain_tiles(step: _Step, chains: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

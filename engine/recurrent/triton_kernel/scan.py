@@ -13,7 +13,7 @@ from engine.recurrent.triton_kernel.keep import NO_SEAT, SEQUENCE_COLUMNS, clear
 
 @triton.jit
 def _token_at(source, rows, window, column, inside, WIDTH: tl.constexpr):
-    """Of the step's rows or the seat's window, WIDTH columns each."""
+    """Of the step's rows or the state slot's window, WIDTH columns each."""
     mine = rows + source.to(tl.int64) * WIDTH
     return tl.load(
         tl.where(source >= 0, mine, window + (-1 - source) * WIDTH) + column, mask=inside, other=0.0
@@ -48,19 +48,19 @@ def scan(
 ):
     """Programs: sequence, block of heads. `keep` does what is left of the windows."""
     entry = sequences + tl.program_id(0) * SEQUENCE_COLUMNS
-    seat = tl.load(entry).to(tl.int64)
+    state_slot = tl.load(entry).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, KEY_PADDED)
     is_head, is_key = h < HEADS, d < KEY_DIM
-    if seat == NO_SEAT:
+    if state_slot == NO_SEAT:
         clear_rows(out, entry, h, HEADS)
         return
-    keys += seat * keys_step
-    deltas += seat * deltas_step
-    decays += seat * decays_step
+    keys += state_slot * keys_step
+    deltas += state_slot * deltas_step
+    decays += state_slot * decays_step
     cell = h[:, None] * KEY_DIM + d[None, :]
     is_cell = is_head[:, None] & is_key[None, :]
-    settled = state + seat * state_step + cell
+    settled = state + state_slot * state_step + cell
     ahead = drafted + tl.load(entry + 7).to(tl.int64) * (HEADS * KEY_DIM) + cell
     rate = tl.load(rates + cell, mask=is_cell, other=0.0)
     for tile in range(tl.load(entry + 5), tl.load(entry + 6)):

@@ -63,7 +63,7 @@ def sequences_with(params: list[dict[str, Any]]) -> list[SequenceState]:
         prompt = [7 * number + place for place in range(5 + 9 * number)]
         request = EngineRequest(request_id=str(number), prompt_token_ids=prompt, sampling=sampling)
         sequence = SequenceState(request, number)
-        sequence.holdings = SimpleNamespace(blocks=[list(range(6 * number, 6 * number + 2))])  # type: ignore[assignment]
+        sequence.sequence_blocks = SimpleNamespace(blocks=[list(range(6 * number, 6 * number + 2))])  # type: ignore[assignment]
         sequences.append(sequence)
     return sequences
 
@@ -86,7 +86,7 @@ def test_a_chain_of_a_model() -> None:
         assert found.distributions is None or torch.equal(found.distributions, expected.distributions)
     assert [each.distributions is None for each in drafts[1]] == [False, True]
     assert sum(graph.num_replays for graph in graphs.graphs) == 3
-    assert torch.equal(replayed.pool.arenas[0], eager.pool.arenas[0])
+    assert torch.equal(replayed.pool.block_pools[0], eager.pool.block_pools[0])
 
 
 @pytest.mark.parametrize("counts", [[12, 5], [3, 1]])
@@ -107,7 +107,7 @@ def test_trees_of_a_model(counts: list[int]) -> None:
         assert found.token_ids[: found.num_nodes] == expected.token_ids
         assert found.parents == expected.parents
     assert max(draft.depth for draft in drafts[1] if draft is not None) > 2
-    kv = (side.pool.arenas[0].view(torch.float32) for side in (by_host, by_device))
+    kv = (side.pool.block_pools[0].view(torch.float32) for side in (by_host, by_device))
     torch.testing.assert_close(*kv, atol=1e-5, rtol=1e-5)
 
 
@@ -134,7 +134,9 @@ def test_some_of_a_models_layers() -> None:
     decoder = CudaDecoder(part, backends[1], 128)
     found = CudaRunner(decoder, backends[1], CPU, "", Buckets([2], [2], [2], trees=False)).run(UNREAD, [0, 2])
     torch.testing.assert_close(found.logits, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(*(pool.arenas[0].view(torch.float32) for pool in pools), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        *(pool.block_pools[0].view(torch.float32) for pool in pools), atol=1e-5, rtol=1e-5
+    )
     for own, whole in (
         (part.model.layers[1], model.model.layers[3]),
         (part.model.layers[0], model.model.layers[0]),
@@ -173,7 +175,7 @@ def test_steps_of_a_head() -> None:
     group = Group.uniform(TARGET, Segment(1, 1, 16, torch.float32))
     pools = [KVPool(PoolLayout((group,), BLOCK), NUM_BLOCKS, CPU, None) for _ in range(2)]
     for pool in pools:
-        pool.arenas[0].view(torch.float32).fill_(0.5)
+        pool.block_pools[0].view(torch.float32).fill_(0.5)
     backends = [TritonBackend(pool.layers(TARGET)) for pool in pools]
     plain = HeadForward(head, backends[0], CPU, "off", products="", packed=False)
     fed = FedHead(head, backends[1], CPU, torch.float32)

@@ -81,7 +81,7 @@ class Side:
 def made_pool(num_layers: int = 2) -> KVPool:
     group = Group.uniform(TARGET, Segment(num_layers, 1, 16, torch.float32))
     pool = KVPool(PoolLayout((group,), BLOCK), NUM_BLOCKS, CPU, None)
-    values = pool.arenas[0].view(torch.float32)
+    values = pool.block_pools[0].view(torch.float32)
     values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(2)))
     return pool
 
@@ -115,7 +115,7 @@ def same(eager: Side, replayed: Side, batch: list[SequenceRows], logit_rows: lis
     assert len(ours.logits) == len(logit_rows)
     if theirs.hidden is not None:
         assert ours.hidden is not None and torch.equal(ours.hidden, theirs.hidden)
-    assert torch.equal(replayed.pool.arenas[0], eager.pool.arenas[0])
+    assert torch.equal(replayed.pool.block_pools[0], eager.pool.block_pools[0])
 
 
 STEPS: list[tuple[list[SequenceRows], list[int], int]] = [
@@ -153,7 +153,7 @@ def test_a_step_without_a_graph_is_a_replay_of_a_larger_one() -> None:
         theirs, ours = eager.run(batch, logit_rows), replayed.run(batch, logit_rows)
         torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-5, rtol=1e-5)
         assert sum(graph.num_replays for graph in graphs.graphs) - before == replays
-    torch.testing.assert_close(*(side.pool.arenas[0].view(torch.float32) for side in (replayed, eager)))
+    torch.testing.assert_close(*(side.pool.block_pools[0].view(torch.float32) for side in (replayed, eager)))
 
 
 def test_the_models_own_modules_over_two_block_tables() -> None:
@@ -169,7 +169,7 @@ def test_the_models_own_modules_over_two_block_tables() -> None:
         found, expected = (each.run(moved, logit_rows).logits for each in runners)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert sum(graph.num_replays for graph in graphs.graphs) == 1
-    torch.testing.assert_close(*(pool.arenas[0].view(torch.float32) for pool in pools))
+    torch.testing.assert_close(*(pool.block_pools[0].view(torch.float32) for pool in pools))
 
 
 def two_tables(blocks: list[int]) -> list[list[int]]:
@@ -181,10 +181,10 @@ def test_tokens_that_only_the_device_knows() -> None:
     for side in sides(FEW_BUCKETS)[:2]:
         named = [chain(0, 10, 2), chain(1, 40, 0)]
         expected = side.run([chain(0, 10, 9), chain(1, 40, 3)], [0, 1]).logits
-        kv = side.pool.arenas[0].clone()
+        kv = side.pool.block_pools[0].clone()
         found, _ = side.runner.run_ahead(named, [0, 1], torch.tensor([3, -1, 9]))
         assert torch.equal(found, expected)
-        assert torch.equal(side.pool.arenas[0], kv)
+        assert torch.equal(side.pool.block_pools[0], kv)
         failed, _ = side.runner.run_ahead([chain(0, 10, 1)], [0], torch.tensor([3, -1, 9]))
         assert failed.isfinite().all()
 
@@ -194,12 +194,12 @@ def test_drafts_that_only_the_device_knows() -> None:
     late = LateTokens(torch.tensor([8, 5, 0]), Downloader(CPU))
     for side in sides(BUCKETS, hidden=True)[:2]:
         expected = side.run([chain(0, 14, 4, 5), chain(1, 45, 6), chain(2, 30, 0, 8)], [*range(5)])
-        kv = side.pool.arenas[0].clone()
+        kv = side.pool.block_pools[0].clone()
         batch = [chain(0, 14, 4, ~1), chain(1, 45, 6), chain(2, 30, ~2, ~0)]
         found = side.runner.run_late(batch, [*range(5)], late)
         assert all(map(torch.equal, found, expected))
         assert side.runner.run_late(batch, [*range(5)], late, wants_hidden=False).hidden is None
-        assert torch.equal(side.pool.arenas[0], kv)
+        assert torch.equal(side.pool.block_pools[0], kv)
 
 
 def test_trees_whose_shape_only_the_device_knows() -> None:
@@ -212,10 +212,10 @@ def test_trees_whose_shape_only_the_device_knows() -> None:
     star.masks = Draft([8] * 4, [-1] * 4).masks()
     for side in sides(Buckets([2], [1, 5], [6], trees=True), hidden=True)[:2]:
         expected = side.run([known, chain(1, 45, 6, 3)], [*range(7)])
-        kv = side.pool.arenas[0].clone()
+        kv = side.pool.block_pools[0].clone()
         found = side.runner.run_late([star, chain(1, 45, 6, 3)], [*range(7)], late)
         assert all(map(torch.equal, found, expected))
-        assert torch.equal(side.pool.arenas[0], kv)
+        assert torch.equal(side.pool.block_pools[0], kv)
 
 
 def test_hidden_states_are_kept_from_the_next_replay() -> None:
@@ -247,11 +247,11 @@ def test_padding_writes_nowhere_and_changes_no_row() -> None:
     expected, found = tight.run(batch, logit_rows), wide.run(batch, logit_rows)
     torch.testing.assert_close(found.logits, expected.logits, atol=1e-5, rtol=1e-5)  # torch's products
     torch.testing.assert_close(
-        wide.pool.arenas[0].view(torch.float32), tight.pool.arenas[0].view(torch.float32)
+        wide.pool.block_pools[0].view(torch.float32), tight.pool.block_pools[0].view(torch.float32)
     )
     untouched = torch.ones(NUM_BLOCKS, dtype=torch.bool)
     untouched[[1, 9]] = False
-    assert torch.equal(wide.pool.arenas[0][untouched], tight.pool.arenas[0][untouched])
+    assert torch.equal(wide.pool.block_pools[0][untouched], tight.pool.block_pools[0][untouched])
 
 
 ALIKE: list[list[tuple[list[SequenceRows], list[int]]]] = [

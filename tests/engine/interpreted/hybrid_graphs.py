@@ -29,7 +29,7 @@ from engine.kv_pool import KVPool
 from engine.late_tokens import LateTokens
 from engine.loader import LoadedModel, load_model
 from engine.pool_layout import TARGET, PoolLayout
-from engine.recurrent.seats import Seats
+from engine.recurrent.state_slots import StateSlots
 from engine.recurrent.triton_kernel import operators
 from engine.rows import SequenceRows
 from engine.runner import Runner
@@ -79,7 +79,7 @@ def made(model_type: str) -> LoadedModel:
 
 
 class Side:
-    """A runner with blocks and seats of its own."""
+    """A runner with blocks and state slots of its own."""
 
     def __init__(
         self,
@@ -92,9 +92,9 @@ class Side:
         loaded = loaded or made(model_type)
         assert loaded.recurrent is not None
         self.pool = KVPool(PoolLayout((loaded.kv_group,), BLOCK), NUM_BLOCKS, CPU, None)
-        self.seats = Seats(loaded.recurrent.state.with_drafts(DRAFTS), NUM_SEATS, CPU)
+        self.state_slots = StateSlots(loaded.recurrent.state.with_drafts(DRAFTS), NUM_SEATS, CPU)
         self.backend = TritonBackend(self.pool.layers(TARGET))
-        decoder = HybridModules(loaded, self.backend, self.seats, (1,), drafts)
+        decoder = HybridModules(loaded, self.backend, self.state_slots, (1,), drafts)
         options = graphs, decoder.tables, loaded.adapters
         self.cuda = CudaRunner(decoder, self.backend, CPU, "", buckets, *options)
         self.cuda.warm_up()
@@ -115,8 +115,8 @@ class Side:
     @property
     def memory(self) -> list[Tensor]:
         """Keys and values, states, and what is behind these."""
-        arena = self.pool.arenas[0].view(torch.float32)
-        return [arena, *(part for layer in self.seats.layers for part in layer)]
+        block_pool = self.pool.block_pools[0].view(torch.float32)
+        return [block_pool, *(part for layer in self.state_slots.layers for part in layer)]
 
 
 class Modules(Side):
@@ -124,7 +124,9 @@ class Modules(Side):
 
     def __init__(self, model_type: str) -> None:
         super().__init__(model_type, CHAINS)
-        self.runner = HybridForward(made(model_type), self.backend, self.seats, products="", packed=False)
+        self.runner = HybridForward(
+            made(model_type), self.backend, self.state_slots, products="", packed=False
+        )
 
 
 def num_rows(batch: list[SequenceRows]) -> int:
@@ -135,22 +137,24 @@ def shape_of(buckets: Buckets, batch: list[SequenceRows]) -> StepShape | None:
     return buckets.shape_of(batch, num_rows(batch), BLOCK)
 
 
-def rows_of(seat: int, start: int, count: int, certain: int | None = None) -> SequenceRows:
+def rows_of(state_slot: int, start: int, count: int, certain: int | None = None) -> SequenceRows:
     """Of a text, and behind what is certain other tokens."""
     end = start + count
     wrong = range(end if certain is None else certain, end)
-    tokens = [(7 * place + seat + 5 * (place in wrong)) % 290 + 3 for place in range(start, end)]
-    return SequenceRows(tokens, start, [blocks_of(seat)], seat=seat, certain=certain)
+    tokens = [(7 * place + state_slot + 5 * (place in wrong)) % 290 + 3 for place in range(start, end)]
+    return SequenceRows(tokens, start, [blocks_of(state_slot)], state_slot=state_slot, certain=certain)
 
 
-def blocks_of(seat: int) -> list[int]:
-    return list(range(6 * seat, 6 * seat + 6))
+def blocks_of(state_slot: int) -> list[int]:
+    return list(range(6 * state_slot, 6 * state_slot + 6))
 
 
-def tree(seat: int, start: int) -> SequenceRows:
+def tree(state_slot: int, start: int) -> SequenceRows:
     """Behind one certain token: a branch of three, and one of one."""
     masks = [0b1, 0b11, 0b101, 0b1011, 0b11011]
-    return SequenceRows([9, 8, 7, 6, 5], start, [blocks_of(seat)], masks, seat=seat, certain=start + 1)
+    return SequenceRows(
+        [9, 8, 7, 6, 5], start, [blocks_of(state_slot)], masks, state_slot=state_slot, certain=start + 1
+    )
 
 
 PROMPTS = [rows_of(0, 0, 13), rows_of(1, 0, 30), rows_of(2, 0, 5)]
@@ -166,7 +170,7 @@ STEPS: list[Step] = [
     ([rows_of(2, 1, 1), rows_of(1, 33, 1)], 1),
 ]
 """Prompts and what shares a step with one; decode rows, and drafts of which none is right, on both sides of
-grid points; and a seat that another sequence takes.
+grid points; and a state slot that another sequence takes.
 """
 TREE_STEPS: list[Step] = [
     (PROMPTS[:2], 0),
@@ -196,7 +200,7 @@ def test_a_replay_is_what_the_step_computes_when_it_is_launched(
         assert torch.equal(found, expected)
         torch.testing.assert_close(found, theirs, atol=1e-4, rtol=1e-4)
         assert all(map(torch.equal, replayed.memory, eager.memory))
-        for ours, others in zip(replayed.seats.layers, modules.seats.layers, strict=True):
+        for ours, others in zip(replayed.state_slots.layers, modules.state_slots.layers, strict=True):
             torch.testing.assert_close(ours[:2], others[:2], atol=1e-4, rtol=1e-4)
         assert sum(graph.num_replays for graph in graphs.graphs) - before == replays
         shape, hidden = shape_of(buckets, batch), replayed.cuda._kept[1]
@@ -238,11 +242,11 @@ def test_rows_that_go_ahead(model_type: str, monkeypatch: pytest.MonkeyPatch) ->
         chosen = torch.tensor([rows.token_ids[0] for rows in batch])
         named = [replace(rows, token_ids=[i], certain=rows.start) for i, rows in enumerate(batch)]
         assert torch.equal(ahead.cuda.run_ahead(named, [0, 1], chosen).logits, expected)
-        points = [side.seats.position(0) for side in (known, ahead)]
+        points = [side.state_slots.position(0) for side in (known, ahead)]
         assert points == [(start + 1) // 16 * 16, start // 16 * 16]
     assert graphs.graphs[0].num_replays == 6
-    assert torch.equal(known.pool.arenas[0], ahead.pool.arenas[0])
-    for ours, others in zip(ahead.seats.layers, known.seats.layers, strict=True):
+    assert torch.equal(known.pool.block_pools[0], ahead.pool.block_pools[0])
+    for ours, others in zip(ahead.state_slots.layers, known.state_slots.layers, strict=True):
         assert all(map(torch.equal, ours[:2], others[:2]))
 
 
@@ -256,7 +260,7 @@ def test_drafted_tokens_that_only_the_device_knows() -> None:
     for side in (eager, replayed):
         side.logits([rows_of(0, 0, 14), rows_of(1, 0, 30)])
         side.logits([rows_of(0, 14, 1), rows_of(1, 30, 1)])
-    states = [layer.state.clone() for layer in replayed.seats.layers]
+    states = [layer.state.clone() for layer in replayed.state_slots.layers]
     for start in range(15, 19):
         batch = [rows_of(0, start, 1, certain=15), rows_of(1, start + 16, 1, certain=31)]
         for place, rows in enumerate(batch):
@@ -265,7 +269,7 @@ def test_drafted_tokens_that_only_the_device_knows() -> None:
         assert torch.equal(found, expected)
     assert graphs.graphs[0].num_replays == 5
     assert all(map(torch.equal, replayed.memory, eager.memory))
-    for state, layer in zip(states, replayed.seats.layers, strict=True):
+    for state, layer in zip(states, replayed.state_slots.layers, strict=True):
         assert torch.equal(layer.state[:2], state[:2])
 
 

@@ -1,4 +1,4 @@
-"""What a sequence holds where its KV lies in two arenas of the pool."""
+"""What a sequence holds where its KV lies in two block pools of the pool."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.arena import OutOfBlocksError
 from engine.block_manager import BlockManager
+from engine.block_pool import OutOfBlocksError
 from engine.cache_events import CacheLog
-from engine.holdings import Holdings
 from engine.kv_pool import KVPool
 from engine.pool_layout import TARGET, Group, LayerPlace, PoolLayout, Segment
 from engine.prefix_cache import find_prefix, reserve_blocks
+from engine.sequence_blocks import SequenceBlocks
 from protocol.handoff import Extent
 from protocol.ids import block_identities, root_identity
 from protocol.kv_events import Medium
@@ -23,13 +23,13 @@ ROOT = root_identity("model", "fp32")
 TOKENS = list(range(12))
 
 
-def started(manager: BlockManager, token_ids: list[int]) -> tuple[Holdings, int]:
+def started(manager: BlockManager, token_ids: list[int]) -> tuple[SequenceBlocks, int]:
     held, covered = find_prefix(manager, token_ids, ROOT)
     held.grow(covered, len(token_ids))
     return held, covered
 
 
-def test_room_is_taken_in_every_arena_or_in_none() -> None:
+def test_room_is_taken_in_every_block_pool_or_in_none() -> None:
     manager = BlockManager(FakePool(SIZE, 8, 3))
     first, _ = started(manager, TOKENS[:5])
     assert first.blocks == [[0, 1], [0, 1]]
@@ -47,18 +47,18 @@ def test_room_is_taken_in_every_arena_or_in_none() -> None:
     assert manager.available == (8, 3)
 
 
-def test_a_position_is_covered_where_every_arena_has_its_blocks() -> None:
+def test_a_position_is_covered_where_every_block_pool_has_its_blocks() -> None:
     manager = BlockManager(FakePool(SIZE, 12, 4))
     held, _ = started(manager, TOKENS)
     held.publish(TOKENS, 12)
     held.free()
-    _, covered = started(manager, [50] * 8)  # the second arena gives up the last block of the three
+    _, covered = started(manager, [50] * 8)  # the second block pool gives up the last block of the three
     assert covered == 0 and manager.available == (10, 2)
     again, covered = find_prefix(manager, TOKENS, ROOT)
     assert covered == 8 and [len(blocks) for blocks in again.blocks] == [2, 2]
 
 
-def test_a_block_to_be_written_is_copied_in_the_arena_that_shares_it() -> None:
+def test_a_block_to_be_written_is_copied_in_the_block_pool_that_shares_it() -> None:
     pool = FakePool(SIZE, 8, 8)
     manager = BlockManager(pool)
     held, _ = started(manager, TOKENS[:8])
@@ -124,14 +124,14 @@ def test_blocks_that_come_back_are_told_with_their_tokens() -> None:
     assert told == [("stored", TOKENS[4:8]), ("stored", TOKENS[8:])]
 
 
-def test_a_block_is_told_to_be_there_while_every_arena_has_it() -> None:
+def test_a_block_is_told_to_be_there_while_every_block_pool_has_it() -> None:
     manager = BlockManager(FakePool(SIZE, 8, 3))
     log = manager.watch()
     held, _ = started(manager, TOKENS)
     held.publish(TOKENS, 12)
     held.free()
     log.take()
-    started(manager, [100])  # the second arena has no other room
+    started(manager, [100])  # the second block pool has no other room
     (event,) = log.take()
     first, second, third = block_identities(ROOT, TOKENS, SIZE)
     assert (event.kind, event.identity) == ("removed", third)
@@ -149,17 +149,17 @@ def test_a_chain_moves_nothing_and_a_tree_moves_before_its_blocks_are_published(
 
 
 def test_the_accepted_path_of_a_tree_moves_in_every_group() -> None:
-    window = Group("window", (Segment(1, 1, 8, torch.bfloat16),), (LayerPlace(0, 0),), arena=1)
+    window = Group("window", (Segment(1, 1, 8, torch.bfloat16),), (LayerPlace(0, 0),), block_pool=1)
     layout = PoolLayout((Group.uniform(TARGET, Segment(2, 2, 4, torch.float32)), window), SIZE)
     pool = KVPool(layout, 6, torch.device("cpu"), None)
-    assert [blocks.shape[1] for blocks in pool.arenas] == [2 * 2 * SIZE * 2 * 4 * 4, 2 * SIZE * 8 * 2]
-    assert [(info.name, info.arena, info.kind) for info in pool.segments] == [
+    assert [blocks.shape[1] for blocks in pool.block_pools] == [2 * 2 * SIZE * 2 * 4 * 4, 2 * SIZE * 8 * 2]
+    assert [(info.name, info.block_pool, info.kind) for info in pool.segments] == [
         (TARGET, 0, "paged"),
         ("window", 1, "paged"),
     ]
     manager = BlockManager(pool)
-    started(manager, [1])  # takes a block of each arena
-    manager.arenas[1].take(1)
+    started(manager, [1])  # takes a block of each block pool
+    manager.block_pools[1].take(1)
     held, _ = started(manager, TOKENS)
     assert held.blocks == [[1, 2, 3], [2, 3, 4]]
     values = {name: pool.segment(name) for name in (TARGET, "window")}

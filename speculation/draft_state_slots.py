@@ -1,19 +1,19 @@
-"""Which request has which seat for the state of a draft model's recurrent layers."""
+"""Which request has which state slot for the state of a draft model's recurrent layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.recurrent.seats import Seats
+from engine.recurrent.state_slots import StateSlots
 
 
-class DraftSeats:
-    """A seat for each request that drafts. There are as many as sequences that run at a time, so one that
-    finds none takes that of a request which does not run: the one that has not drafted for longest.
+class DraftStateSlots:
+    """A state slot for each request that drafts. There are as many as sequences that run at a time, so one
+    that finds none takes that of a request which does not run: the one that has not drafted for longest.
     """
 
-    def __init__(self, seats: Seats) -> None:
-        self.seats = seats
+    def __init__(self, state_slots: StateSlots) -> None:
+        self.state_slots = state_slots
         self._taken: dict[str, int] = {}
         """In the order of their latest drafts."""
 
@@ -21,7 +21,7 @@ class DraftSeats:
         return self._taken[request_id]
 
     def sit(self, request_ids: Iterable[str]) -> list[str]:
-        """They draft now, and have seats. Returns those whose seats they took."""
+        """They draft now, and have state slots. Returns those whose state slots they took."""
         newcomers = []
         for request_id in request_ids:
             if request_id in self._taken:
@@ -30,13 +30,13 @@ class DraftSeats:
                 newcomers.append(request_id)
         ousted = []
         for request_id in newcomers:
-            if not self.seats.num_free:
+            if not self.state_slots.num_free:
                 ousted.append(next(iter(self._taken)))
                 self.forget(ousted[-1])
-            self._taken[request_id] = self.seats.take()
+            self._taken[request_id] = self.state_slots.take()
         return ousted
 
     def forget(self, request_id: str) -> None:
         """It drafts no more. Unknown ids are ignored."""
         if request_id in self._taken:
-            self.seats.give_back(self._taken.pop(request_id))
+            self.state_slots.give_back(self._taken.pop(request_id))

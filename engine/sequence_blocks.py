@@ -1,7 +1,7 @@
 """What somebody has of the KV pool's blocks: room for tokens, copy-on-write, commitment, sharing.
 
-A token has its KV in a block of each table, of which each arena has one or more, and counts as held where all
-have it.
+A token has its KV in a block of each table, of which each block pool has one or more, and counts as held
+where all have it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.arena import OutOfBlocksError
 from engine.block_manager import BlockManager, Table
+from engine.block_pool import OutOfBlocksError
 from engine.cache_events import CacheEvent
 from protocol.handoff import Extent
 from protocol.ids import BlockIdentity, child_identity
@@ -23,14 +23,15 @@ NO_BLOCK = 0
 
 
 @dataclass(eq=False)
-class Holdings:
+class SequenceBlocks:
     """What one sequence, reservation or loan has of the pool: `blocks` of each table, in order.
 
     `identities` are those of the leading full blocks whose tokens are committed; it may lag behind `blocks`.
     `below` are the next ones, as far as they were found in the lower tiers, or in some tables, which have
     `num_found` blocks then, and `tokens_below` their tokens.
     `spare` are blocks of each table that `grow` will use before it takes others. Blocks that are not
-    `shareable` are never published. `state` are blocks of the first arena with a state of recurrent layers
+    `shareable` are never published. `state` are blocks of the first block pool with a state of recurrent
+    layers
     that is wanted here, or with room for one. `passed` are the kept states that it began from or left behind.
     `junctions` are where other prompts part from it.
 
@@ -92,24 +93,24 @@ class Holdings:
             first = table.first_place(position)
             if first > place:
                 for block in blocks[self.num_left[index] : place]:
-                    table.arena.dereference(block)
+                    table.block_pool.dereference(block)
                 blocks[:place] = [NO_BLOCK] * first
                 self.num_left[index] = first
 
     def end_at_state(self, limit: int) -> None:
         """Of the blocks with the first `limit` tokens keep those before the last state, and hold that."""
-        arena, unit = self.manager.arenas[0], self.manager.state_unit
+        block_pool, unit = self.manager.block_pools[0], self.manager.state_unit
         last = limit // self.manager.block_size
         num_found = len(self.identities) + len(self.below)
         junction = min(limit, num_found * self.manager.block_size) // unit * unit
         places = range(min(last, len(self.identities)), 0, -1)
-        found = (place for place in places if arena.find_state(self.identities[place - 1]) is not None)
+        found = (place for place in places if block_pool.find_state(self.identities[place - 1]) is not None)
         end = next(found, 0)
         if end:
-            self.state = arena.use_state(self.identities[end - 1])
+            self.state = block_pool.use_state(self.identities[end - 1])
             self.passed.append(self.identities[end - 1])
             for block in self.state:
-                arena.reference(block)
+                block_pool.reference(block)
         if junction > end * self.manager.block_size:
             self.junctions.add(junction)
         self.drop_behind(end)
@@ -119,12 +120,12 @@ class Holdings:
         del self.below[max(end - len(self.identities), 0) :]
         for table, blocks in zip(self.manager.tables, self.blocks, strict=True):
             for block in reversed(blocks[end:]):
-                table.arena.dereference(block)
+                table.block_pool.dereference(block)
             del blocks[end:]
         del self.identities[end:]
 
     def needs(self, write_from: int, num_tokens: int, rows: int | None = None) -> list[int]:
-        """How many blocks of each arena `grow` would take."""
+        """How many blocks of each block pool `grow` would take."""
         return self._needed(self._lacks(write_from, num_tokens, rows))
 
     def fits(
@@ -136,14 +137,14 @@ class Holdings:
         spare: int = 0,
         state_blocks: int = 0,
     ) -> bool:
-        """Whether every arena has what `grow` would take, and `spare` blocks more for each table; and, once
-        the state that is held has been read, so many for another one.
+        """Whether every block pool has what `grow` would take, and `spare` blocks more for each table;
+        and, once the state that is held has been read, so many for another one.
         """
         needed = self.needs(write_from, num_tokens, rows)
         spare = spare * len(self.blocks) // len(needed) + max(state_blocks - self._own_state_blocks, 0)
         return all(
-            count + spare <= arena.num_available
-            for count, arena in zip(needed, self.manager.arenas, strict=True)
+            count + spare <= block_pool.num_available
+            for count, block_pool in zip(needed, self.manager.block_pools, strict=True)
         )
 
     def leave(self, position: int) -> None:
@@ -153,15 +154,15 @@ class Holdings:
         if not self.manager.has_windows:
             return
         for index, (table, blocks) in enumerate(zip(self.manager.tables, self.blocks, strict=True)):
-            arena, first, num_left = table.arena, table.first_place(position), self.num_left[index]
+            block_pool, first, num_left = table.block_pool, table.first_place(position), self.num_left[index]
             if first <= num_left:
                 continue
             left = blocks[num_left:first]
-            num_own = sum(arena.num_references(block) == 1 for block in left)
+            num_own = sum(block_pool.num_references(block) == 1 for block in left)
             for block in left:
-                arena.dereference(block)
+                block_pool.dereference(block)
             blocks[num_left:first] = [NO_BLOCK] * len(left)
-            blocks.extend(arena.take(max(min(num_own, self.num_wanted - len(blocks)), 0)))
+            blocks.extend(block_pool.take(max(min(num_own, self.num_wanted - len(blocks)), 0)))
             self.num_left[index] = first
 
     def goes_on_from(self, position: int) -> bool:
@@ -176,7 +177,7 @@ class Holdings:
         place = max(position // self.manager.block_size, len(self.identities))
         tables = zip(self.manager.tables, self.blocks, self.num_left, strict=True)
         return not any(
-            any(map(table.arena.is_locked, blocks[max(place, num_left) :]))
+            any(map(table.block_pool.is_locked, blocks[max(place, num_left) :]))
             for table, blocks, num_left in tables
         )
 
@@ -192,8 +193,8 @@ class Holdings:
         if is_here and write_from // size >= len(self.identities):
             return  # as in most decode steps
         lacks = self._lacks(write_from, num_tokens, rows)
-        for needed, arena in zip(self._needed(lacks), self.manager.arenas, strict=True):
-            available = arena.num_available
+        for needed, block_pool in zip(self._needed(lacks), self.manager.block_pools, strict=True):
+            available = block_pool.num_available
             if needed > available:
                 raise OutOfBlocksError(f"{needed} KV blocks are needed, {available} are available")
         if rows is not None:
@@ -260,8 +261,8 @@ class Holdings:
             self._share(child_identity(self._last_identity, block), block)
 
     def mark_drafted(self, num_places: int) -> None:
-        """The first `num_places` places hold draft KV too. That lies in the first arena."""
-        drafted = self.manager.arenas[0].drafted
+        """The first `num_places` places hold draft KV too. That lies in the first block_pool."""
+        drafted = self.manager.block_pools[0].drafted
         for block in reversed(self.blocks[0][self.num_left[0] : num_places // self.manager.block_size]):
             if drafted[block]:
                 break
@@ -271,7 +272,7 @@ class Holdings:
     def num_drafted(self) -> int:
         """Leading places that hold draft KV, as far as is known, or are behind a window."""
         blocks = self.blocks[0][self.num_left[0] :]
-        full = itertools.takewhile(self.manager.arenas[0].drafted.__getitem__, blocks)
+        full = itertools.takewhile(self.manager.block_pools[0].drafted.__getitem__, blocks)
         return self.first_kept + sum(1 for _ in full) * self.manager.block_size
 
     @property
@@ -287,7 +288,7 @@ class Holdings:
         if not self.can_keep(position):
             return
         identity, at_junction = self.identities[place - 1], position in self.junctions
-        is_new = self.manager.arenas[0].publish_state(identity, blocks, at_junction=at_junction)
+        is_new = self.manager.block_pools[0].publish_state(identity, blocks, at_junction=at_junction)
         self.passed.append(identity)
         if is_new and self.manager.log is not None:
             parent = self.identities[place - 2] if place > 1 else self.root
@@ -302,22 +303,22 @@ class Holdings:
     def has_state(self, position: int) -> bool:
         """Whether it can be found already."""
         place = position // self.manager.block_size
-        found = self.can_keep(position) and self.manager.arenas[0].find_state(self.identities[place - 1])
+        found = self.can_keep(position) and self.manager.block_pools[0].find_state(self.identities[place - 1])
         return bool(found)
 
     def age_states(self) -> None:
         """There is soon one further on: those that were passed are hardly of use any more."""
         for identity in self.passed:
-            self.manager.arenas[0].age_state(identity)
+            self.manager.block_pools[0].age_state(identity)
 
     def add_state(self, count: int) -> None:
         """Take as many blocks for a state. Raises `OutOfBlocksError`."""
-        arena = self.manager.arenas[0]
-        if count > arena.num_available:
+        block_pool = self.manager.block_pools[0]
+        if count > block_pool.num_available:
             raise OutOfBlocksError(
-                f"{count} blocks are needed for a state, {arena.num_available} are available"
+                f"{count} blocks are needed for a state, {block_pool.num_available} are available"
             )
-        self.state += arena.take(count)
+        self.state += block_pool.take(count)
 
     def places_behind(self, num_tokens: int, count: int) -> list[int]:
         """The next `count` blocks behind those of so many tokens, as others address them."""
@@ -326,7 +327,7 @@ class Holdings:
 
     def drop_state(self) -> None:
         for block in self.state:
-            self.manager.arenas[0].dereference(block)
+            self.manager.block_pools[0].dereference(block)
         self.state.clear()
 
     def extents(self, firsts: Sequence[int] = (), last: int | None = None) -> list[Extent]:
@@ -352,7 +353,7 @@ class Holdings:
         for index, table in enumerate(self.manager.tables):
             blocks, spare = self.blocks[index], self.spare[index]
             for block in reversed(blocks[self.num_left[index] :] + spare):
-                table.arena.dereference(block)
+                table.block_pool.dereference(block)
             blocks.clear()
             spare.clear()
             self.num_left[index] = 0
@@ -375,22 +376,22 @@ class Holdings:
             wanted = -(-end // size)
             num_shared = max(len(self.identities), num_found)  # those behind are ours alone
             touched = range(first, min(wanted, num_shared))
-            locked = [index for index in touched if table.arena.is_locked(blocks[index])]
+            locked = [index for index in touched if table.block_pool.is_locked(blocks[index])]
             lacks.append((locked, max(0, wanted - len(blocks))))
         return lacks
 
     def _needed(self, lacks: list[tuple[list[int], int]]) -> list[int]:
-        """Of each arena."""
+        """Of each block_pool."""
         needed: Counter[int] = Counter()
         for index, (table, lack) in enumerate(zip(self.manager.tables, lacks, strict=True)):
             needed[table.index] += self._needs(index, *lack)
-        return [needed[index] for index in range(len(self.manager.arenas))]
+        return [needed[index] for index in range(len(self.manager.block_pools))]
 
     @property
     def _own_state_blocks(self) -> int:
         """That nobody else holds."""
-        arena = self.manager.arenas[0]
-        return len(self.state) if all(arena.num_references(block) == 1 for block in self.state) else 0
+        block_pool = self.manager.block_pools[0]
+        return len(self.state) if all(block_pool.num_references(block) == 1 for block in self.state) else 0
 
     @property
     def _has_least(self) -> bool:
@@ -403,17 +404,17 @@ class Holdings:
 
     def _take(self, index: int, locked: list[int], missing: int) -> None:
         table, blocks = self.manager.tables[index], self.blocks[index]
-        arena = table.arena
-        fresh = self.spare[index] + arena.take(self._needs(index, locked, missing))
+        block_pool = table.block_pool
+        fresh = self.spare[index] + block_pool.take(self._needs(index, locked, missing))
         taken, self.spare[index] = fresh[: len(locked) + missing], fresh[len(locked) + missing :]
         sources = [blocks[place] for place in locked]
         for place, source, target in zip(locked, sources, taken, strict=False):
             self.manager.pool.copy_block(table.index, source, target)
-            arena.drafted[target] = arena.drafted[source]
+            block_pool.drafted[target] = block_pool.drafted[source]
             blocks[place] = target
         blocks.extend(taken[len(locked) :])
         for source in reversed(sources):
-            arena.dereference(source)
+            block_pool.dereference(source)
 
     def _share(self, identity: BlockIdentity, token_ids: Sequence[int]) -> None:
         """The next full block is `identity` and has these tokens."""
@@ -421,12 +422,12 @@ class Holdings:
         for index, (table, blocks) in enumerate(zip(self.manager.tables, self.blocks, strict=True)):
             if place < self.num_left[index]:
                 continue
-            arena = table.arena
-            is_new |= arena.publish(identity, blocks[place], table.number) and table.number == 0
-            known = arena.find(identity)
+            block_pool = table.block_pool
+            is_new |= block_pool.publish(identity, blocks[place], table.number) and table.number == 0
+            known = block_pool.find(identity)
             if keeps_states and known is not None and known != blocks[place]:
-                arena.reference(known)
-                arena.dereference(blocks[place])
+                block_pool.reference(known)
+                block_pool.dereference(blocks[place])
                 blocks[place] = known
         if is_new and self.manager.log is not None and not keeps_states:
             event = CacheEvent("stored", Medium.GPU, identity, self.root, self._last_identity, token_ids)
@@ -441,7 +442,7 @@ class Holdings:
 
 def _referenced(table: Table, identity: BlockIdentity) -> int:
     """Its block, which is in the pool."""
-    block = table.arena.find(identity, table.number)
+    block = table.block_pool.find(identity, table.number)
     assert block is not None
-    table.arena.reference(block)
+    table.block_pool.reference(block)
     return block

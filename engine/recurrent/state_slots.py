@@ -1,4 +1,4 @@
-"""The memory of running sequences' states: a seat for each row of a step."""
+"""The memory of running sequences' states: a state slot for each row of a step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from engine.upload import upload_to
 
 @dataclass(slots=True)  # not frozen: that takes four times as long to make, for each sequence in each step
 class RowSpan:
-    """`count` packed rows of one sequence from place `start` on, its state in `seat`. The tokens of places
+    """`count` packed rows of one sequence from place `start` on, its state in `state_slot`. The tokens of
+    places
     below `certain` are its own, those behind are drafted. With `masks`, as `SequenceRows` has them, they are
     rows of a tree from place `tree_start` on.
     """
 
-    seat: int
+    state_slot: int
     start: int
     count: int
     certain: int
@@ -43,29 +44,29 @@ class RowSpan:
         return places
 
 
-class LayerSeats(NamedTuple):
-    """One layer's part of all seats. `state` and `tail` are those of a grid point, the others belong to the
-    places behind it, each at its number modulo the window: the convolution's `inputs`, and of linear
+class LayerStateSlots(NamedTuple):
+    """One layer's part of all state_slots. `state` and `tail` are those of a grid point, the others belong
+    to the places behind it, each at its number modulo the window: the convolution's `inputs`, and of linear
     attention the keys, what is added to the state under each of them, and the logarithms of the decays since
     the last grid point, that token included; on CUDA devices, of that token alone; of a selective scan the
     token's own time instead.
     """
 
     state: Tensor
-    """float32 [seats, heads, key_dim, value_dim]"""
+    """float32 [state slots, heads, key_dim, value_dim]"""
     tail: Tensor
-    """[seats, taps - 1, channels]"""
+    """[state slots, taps - 1, channels]"""
     inputs: Tensor
-    """[seats, window, channels]"""
+    """[state slots, window, channels]"""
     keys: Tensor
-    """float32 [seats, window, key heads, key_dim]"""
+    """float32 [state slots, window, key heads, key_dim]"""
     deltas: Tensor
-    """float32 [seats, window, heads, value_dim]"""
+    """float32 [state slots, window, heads, value_dim]"""
     decays: Tensor
-    """float32 [seats, window, heads, decay_dim]"""
+    """float32 [state slots, window, heads, decay_dim]"""
 
 
-class Seats:
+class StateSlots:
     """A state is at a grid point of tokens that are certain, at the last one or, where drafts were accepted
     since, before it: so a draft is rolled back by forgetting it.
     """
@@ -94,7 +95,7 @@ class Seats:
         inputs = [windows.take(layout.dtype, (layout.window, layer.channels)) for layer in layout.layers]
         self._upload = upload_to(device)
         parts = zip(held, tails, inputs, recent, strict=True)
-        self.layers = [LayerSeats(*first, *others) for *first, others in parts]
+        self.layers = [LayerStateSlots(*first, *others) for *first, others in parts]
 
     @property
     def device(self) -> torch.device:
@@ -106,33 +107,33 @@ class Seats:
 
     def take(self) -> int:
         """For a sequence without tokens, until a state is loaded."""
-        seat = self._free.pop()
-        self._bases[seat] = 0
-        return seat
+        state_slot = self._free.pop()
+        self._bases[state_slot] = 0
+        return state_slot
 
-    def position(self, seat: int) -> int:
+    def position(self, state_slot: int) -> int:
         """Where its state is."""
-        return self._bases[seat]
+        return self._bases[state_slot]
 
-    def give_back(self, seat: int) -> None:
-        self._free.append(seat)
+    def give_back(self, state_slot: int) -> None:
+        self._free.append(state_slot)
 
     def run(self, span: RowSpan) -> int:
         """These rows are about to run. Returns where the state is until they have: then it is at the
         last grid point of what is certain of them.
         """
-        grid, seat, start = self.layout.grid, span.seat, span.start
+        grid, state_slot, start = self.layout.grid, span.state_slot, span.start
         if start == 0:
-            self._states[seat].zero_()
-            self._bases[seat] = 0
-        base = self._bases[seat]
+            self._states[state_slot].zero_()
+            self._bases[state_slot] = 0
+        base = self._bases[state_slot]
         if not 0 <= start - base <= self.layout.window:  # a made-up sequence: so is its state
             base = start // grid * grid
         end = min(span.certain, start + span.count)
-        self._bases[seat] = max(base, end // grid * grid)
+        self._bases[state_slot] = max(base, end // grid * grid)
         return base
 
-    def move(self, seat: int, first: int, places: Sequence[int]) -> None:
+    def move(self, state_slot: int, first: int, places: Sequence[int]) -> None:
         """The inputs at place `first + places[i]`, of a draft's accepted tokens, go to `first + i`."""
         if not places or places[-1] < len(places):
             return
@@ -140,20 +141,20 @@ class Seats:
         sources, targets = self._upload([moves % self.layout.window])[0]
         for layer in self.layers:
             for rows in (layer.inputs, layer.keys, layer.deltas, layer.decays):
-                rows[seat].index_copy_(0, targets, rows[seat].index_select(0, sources))
+                rows[state_slot].index_copy_(0, targets, rows[state_slot].index_select(0, sources))
 
-    def save(self, seat: int, arena: Tensor, blocks: Sequence[int]) -> None:
-        """Copy the seat's state to blocks of the pool, uint8 [blocks, block_bytes]."""
-        state = self._states[seat]
-        for block, part in zip(blocks, state.split(arena.shape[1]), strict=True):
-            arena[block, : len(part)] = part
+    def save(self, state_slot: int, block_pool: Tensor, blocks: Sequence[int]) -> None:
+        """Copy the state slot's state to blocks of the pool, uint8 [blocks, block_bytes]."""
+        state = self._states[state_slot]
+        for block, part in zip(blocks, state.split(block_pool.shape[1]), strict=True):
+            block_pool[block, : len(part)] = part
 
-    def load(self, seat: int, arena: Tensor, blocks: Sequence[int], num_tokens: int) -> int:
+    def load(self, state_slot: int, block_pool: Tensor, blocks: Sequence[int], num_tokens: int) -> int:
         """The reverse, of the last grid point of so many tokens: returns that."""
-        for block, part in zip(blocks, self._states[seat].split(arena.shape[1]), strict=True):
-            part.copy_(arena[block, : len(part)])
-        self._bases[seat] = self.layout.position(num_tokens)
-        return self._bases[seat]
+        for block, part in zip(blocks, self._states[state_slot].split(block_pool.shape[1]), strict=True):
+            part.copy_(block_pool[block, : len(part)])
+        self._bases[state_slot] = self.layout.position(num_tokens)
+        return self._bases[state_slot]
 
 
 class _Views:

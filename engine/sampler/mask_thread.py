@@ -10,7 +10,7 @@ from queue import SimpleQueue
 Call = Callable[[], object]
 
 
-class Beside:
+class MaskThread:
     """The thread begins with the first call, and ends when nobody has this object any more."""
 
     def __init__(self, name: str) -> None:

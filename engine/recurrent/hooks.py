@@ -28,7 +28,7 @@ _ADVISER = "transformers.integrations.hub_kernels"
 """Its logger warns of slow functions, which run here at most while a model is probed."""
 
 
-class Seam:
+class RecurrentHooks:
     """The recurrent layers of a model, and what runs in them. Without `operators` Transformers' own functions
     run, as in an untouched model.
     """
@@ -39,14 +39,14 @@ class Seam:
         self.operators: Operators | None = None
 
 
-def hook(model: nn.Module) -> Seam | None:
+def hook(model: nn.Module) -> RecurrentHooks | None:
     """None for a model that calls none of these functions."""
-    seam = Seam()
+    hooks = RecurrentHooks()
     for module in model.modules():
         if type(module).__name__ == _LIGHTNING:
-            own = _bound_lightning(seam, len(seam.layers), module.forward)
+            own = _bound_lightning(hooks, len(hooks.layers), module.forward)
             module.forward = types.MethodType(own, module)
-            seam.layers.append(module.layer_idx)
+            hooks.layers.append(module.layer_idx)
             continue
         forward = inspect.unwrap(type(module).forward)
         if not isinstance(forward, types.FunctionType) or forward.__closure__ is not None:
@@ -57,20 +57,20 @@ def hook(model: nn.Module) -> Seam | None:
             continue
         known = dict(forward.__globals__)
         for name in names:
-            known[name] = _BOUND[name](seam, len(seam.layers), known[name])
+            known[name] = _BOUND[name](hooks, len(hooks.layers), known[name])
         copy = types.FunctionType(forward.__code__, known, forward.__name__, forward.__defaults__)
         copy.__kwdefaults__ = forward.__kwdefaults__
         module.forward = types.MethodType(copy, module)
         if _SCAN in names and hasattr(module, "dt_proj"):
             module.dt_proj = TimeProjection(module.dt_proj)
-        seam.layers.append(number)
-    if not seam.layers:
+        hooks.layers.append(number)
+    if not hooks.layers:
         return None
     logging.getLogger(_ADVISER).setLevel(logging.ERROR)
-    return seam
+    return hooks
 
 
-def _bound_conv(seam: Seam, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
+def _bound_conv(hooks: RecurrentHooks, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
     def causal_conv1d_fn(
         hidden_states: Tensor,
         weight: Tensor,
@@ -78,9 +78,9 @@ def _bound_conv(seam: Seam, layer: int, original: Callable[..., Any]) -> Callabl
         activation: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        if seam.operators is None:
+        if hooks.operators is None:
             return original(hidden_states, weight, bias, activation=activation, **kwargs)
-        rows = seam.operators.causal_conv(layer, _only(hidden_states).t(), weight, bias)
+        rows = hooks.operators.causal_conv(layer, _only(hidden_states).t(), weight, bias)
         if activation is not None:
             rows = ACT2FN[activation](rows)
         return rows.to(hidden_states.dtype).t()[None]
@@ -88,7 +88,7 @@ def _bound_conv(seam: Seam, layer: int, original: Callable[..., Any]) -> Callabl
     return causal_conv1d_fn
 
 
-def _bound_delta_rule(seam: Seam, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
+def _bound_delta_rule(hooks: RecurrentHooks, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
     """The gated delta rule, with a decay for each head (Gated DeltaNet, 2024) or each of its key's channels
     (Kimi Delta Attention, 2025).
     """
@@ -102,7 +102,7 @@ def _bound_delta_rule(seam: Seam, layer: int, original: Callable[..., Any]) -> C
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> Any:
-        if seam.operators is None:
+        if hooks.operators is None:
             return original(
                 query, key, value, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **kwargs
             )
@@ -110,13 +110,13 @@ def _bound_delta_rule(seam: Seam, layer: int, original: Callable[..., Any]) -> C
         if use_qk_l2norm_in_kernel:
             q, k = (rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + _EPSILON) for rows in (q, k))
         decay = decay if decay.dim() == 3 else decay[..., None]
-        out = seam.operators.linear_attention(layer, q * q.shape[-1] ** -0.5, k, v, decay, strength)
+        out = hooks.operators.linear_attention(layer, q * q.shape[-1] ** -0.5, k, v, decay, strength)
         return out[None].to(query.dtype), None
 
     return chunk_delta_rule
 
 
-def _bound_state_space(seam: Seam, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
+def _bound_state_space(hooks: RecurrentHooks, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
     """Mamba2's scan (2024): linear attention with C as queries, B as keys and no delta rule."""
 
     def mamba2_chunk_scan(
@@ -133,7 +133,7 @@ def _bound_state_space(seam: Seam, layer: int, original: Callable[..., Any]) -> 
         dt_limit: tuple[float, float] = (0.0, float("inf")),
         **kwargs: Any,
     ) -> Any:
-        if seam.operators is None:
+        if hooks.operators is None:
             options = {"D": D, "z": z, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
             return original(hidden_states, dt, A, B, C, chunk_size, **options, **kwargs)
         if z is not None:
@@ -143,7 +143,7 @@ def _bound_state_space(seam: Seam, layer: int, original: Callable[..., Any]) -> 
         rows = _only(hidden_states).float()
         query, key = _only(C).float(), _only(B).float()
         times = times[..., None]
-        out = seam.operators.linear_attention(layer, query, key, rows * times, A[:, None] * times, None)
+        out = hooks.operators.linear_attention(layer, query, key, rows * times, A[:, None] * times, None)
         return (out if D is None else out + D[:, None] * rows)[None]
 
     return mamba2_chunk_scan
@@ -173,7 +173,7 @@ class TimeProjection(nn.Module):
         return result
 
 
-def _bound_scan(seam: Seam, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
+def _bound_scan(hooks: RecurrentHooks, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
     """Mamba's selective scan (2023): a state of `A.shape[1]` values for each channel."""
 
     def mamba_selective_scan(
@@ -188,33 +188,33 @@ def _bound_scan(seam: Seam, layer: int, original: Callable[..., Any]) -> Callabl
         delta_softplus: bool = False,
         **kwargs: Any,
     ) -> Any:
-        if seam.operators is None:
+        if hooks.operators is None:
             options = {"D": D, "z": z, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
             return original(hidden_states, dt, A, B, C, **options, **kwargs)
         times = _only(dt).t() if delta_bias is None else _only(dt).t() + delta_bias.to(dt.dtype)
         times = (softplus(times) if delta_softplus else times).float()
         rows = _only(hidden_states).t().float()
         query, key = _only(C).t().float(), _only(B).t().float()
-        out = seam.operators.selective_scan(layer, query, key, rows * times, times, A.float())
+        out = hooks.operators.selective_scan(layer, query, key, rows * times, times, A.float())
         out = out if D is None else out + rows * D
         return (out if z is None else out * silu(_only(z).t())).t()[None]
 
     return mamba_selective_scan
 
 
-def _bound_lightning(seam: Seam, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
+def _bound_lightning(hooks: RecurrentHooks, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
     """Lightning attention (2024): linear attention with a constant decay for each head. It calls no function
     over tokens, so its whole forward is ours.
     """
 
     def forward(module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if seam.operators is None:
+        if hooks.operators is None:
             return original(hidden_states, *args, **kwargs)
         heads: Any = module
         states = _only(heads.act_fn(heads.qkv_proj(hidden_states))).unflatten(-1, (-1, 3 * heads.head_dim))
         query, key, value = states.float().chunk(3, dim=-1)
         decay = -heads.slope_rate.float().view(1, -1, 1).expand(len(states), -1, 1)
-        out = seam.operators.linear_attention(layer, query, key, value, decay, None)
+        out = hooks.operators.linear_attention(layer, query, key, value, decay, None)
         rows = heads.norm(out.to(hidden_states.dtype).flatten(1)[None])
         return heads.out_proj(sigmoid(heads.output_gate(hidden_states)) * rows), None
 

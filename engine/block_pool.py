@@ -1,11 +1,11 @@
-"""The blocks of one arena of the KV pool: reference counts, prefix cache, eviction.
+"""The blocks of one block pool of the KV pool: reference counts, prefix cache, eviction.
 
 Pure bookkeeping over block numbers. A block is used (somebody refers to it), cached (nobody does, but its
 content can be found by identity) or free. A *published* block, used or cached, is one that can be found; it
 is never written again. What is evicted may go to a lower tier.
 
-Where a sequence has several block tables, the arena has blocks of all of them, each found by its table and
-its tokens' identity. Whoever keeps track of the cache is told of those of the first table alone.
+Where a sequence has several block tables, the block pool has blocks of all of them, each found by its
+table and its tokens' identity. Whoever keeps track of the cache is told of those of the first table alone.
 
 A state of recurrent layers takes several blocks. It is found by the identity of the block of tokens behind
 which it is, and comes and goes as one. Where states are kept, a prefix is of use up to one of them alone: so
@@ -36,7 +36,7 @@ class KeptState:
     """Sequences that went on from it; where two prompts part, these two to begin with."""
 
 
-class Arena:
+class BlockPool:
     def __init__(
         self, num_blocks: int, lower: HostTier | None = None, state_blocks: int = 0, num_tables: int = 1
     ) -> None:
