@@ -168,9 +168,9 @@ def pool_blocks(
     if state_slot_bytes and layout.state_slots_bytes > budget - per_sequence * nbytes:
         fitting = max(0, budget - per_sequence * nbytes) // state_slot_bytes
         raise ConfigError(
-            f"--max-num-seqs: {layout.num_state_slots} sequences' states, of {state_slot_bytes} bytes each, do not "
-            f"fit in {budget} bytes ({reason}) beside {per_sequence * nbytes} bytes of KV for one sequence of "
-            f"--max-model-len ({max_model_len}); {fitting} fit"
+            f"--max-num-seqs: {layout.num_state_slots} sequences' states of {state_slot_bytes} bytes each "
+            f"do not fit in {budget} bytes ({reason}) beside "
+            f"{per_sequence * nbytes} bytes of KV for one sequence of --max-model-len ({max_model_len}); {fitting} fit"
         )
     budget -= layout.state_slots_bytes
     num_blocks = budget // nbytes
