@@ -170,7 +170,8 @@ def pool_blocks(
         raise ConfigError(
             f"--max-num-seqs: {layout.num_state_slots} sequences' states of {state_slot_bytes} bytes each "
             f"do not fit in {budget} bytes ({reason}) beside "
-            f"{per_sequence * nbytes} bytes of KV for one sequence of --max-model-len ({max_model_len}); {fitting} fit"
+            f"{per_sequence * nbytes} bytes of KV for one sequence of "
+            f"--max-model-len ({max_model_len}); {fitting} fit"
         )
     budget -= layout.state_slots_bytes
     num_blocks = budget // nbytes
