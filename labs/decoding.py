@@ -2,8 +2,8 @@
 
     python -m labs.decoding
 
-`Llama` is the model, `Cache` what it keeps of earlier tokens, `attend` attention as papers write it, and
-`attend_in_tiles` the same in one pass over the keys.
+`Llama` is the model, `Cache` keeps the keys and values of earlier tokens, `attend` is attention as papers
+write it, and `attend_in_tiles` computes the same in one pass over the keys.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ MODELS = Path(__file__).resolve().parent.parent / "models"
 TARGET, DRAFT = MODELS / "tandem-code-10m", MODELS / "tandem-code-1m"
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Queries [rows, heads, size], keys and values [tokens, KV heads, size]: outputs [rows, heads, size].
-The rows are the last of the tokens; each sees itself and all before it."""
+"""A function of queries [rows, heads, size], keys and values [tokens, KV heads, size] that returns [rows,
+heads, size]. The rows are the last of the tokens; each sees itself and all before it.
+"""
 LayerAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""The same for a layer's new rows: it keeps their keys and values, and adds those of earlier tokens."""
+"""The same for a layer's new rows: it stores their keys and values and adds those of earlier tokens."""
 
 
 class Llama:
@@ -50,7 +51,7 @@ class Llama:
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, positions: Tensor, attention: LayerAttention) -> Tensor:
-        """Logits [rows, vocabulary] of what follows each of the tokens."""
+        """Return the logits [rows, vocabulary] of the token after each of the tokens."""
         x = self.weights["embed_tokens.weight"][tokens]
         angles = positions[:, None] * self._frequencies
         for layer in range(self.layers):
@@ -122,7 +123,7 @@ def attend_in_tiles(q: Tensor, keys: Tensor, values: Tensor, tile: int = 64) -> 
 
 
 class Cache:
-    """Keys and values of the tokens that a sequence has had so far."""
+    """The keys and values of a sequence's tokens so far."""
 
     def __init__(self, model: Llama, capacity: int, attend: Attend = attend) -> None:
         shape = (model.layers, capacity, model.kv_heads, model.size)
@@ -136,7 +137,7 @@ class Cache:
         return self._attend(q, self._keys[layer, :end], self._values[layer, :end])
 
     def compute(self, model: Llama, tokens: list[int]) -> Tensor:
-        """Logits of what follows each of these tokens, which come after those that the cache has."""
+        """Return the logits after each of these tokens, which follow the cached ones."""
         positions = torch.arange(self.length, self.length + len(tokens))
         logits = model(torch.tensor(tokens), positions, self)
         self.length += len(tokens)
@@ -146,7 +147,9 @@ class Cache:
 def decode(
     model: Llama, prompt: list[int], count: int, *, cached: bool, attend: Attend = attend
 ) -> list[int]:
-    """The most likely `count` tokens after the prompt. Without a cache each costs the whole text anew."""
+    """Return the `count` most likely tokens after the prompt. Without a cache each token computes the whole
+    text again.
+    """
     tokens = list(prompt)
     cache = Cache(model, len(prompt) + count, attend)
     while len(tokens) < len(prompt) + count:
@@ -158,14 +161,14 @@ def decode(
 
 
 def read_prompt(tokenizer: Tokenizer, length: int) -> list[int]:
-    """The first tokens of a text that the bundled models have not seen."""
+    """Return the first tokens of a text that the bundled models have not seen."""
     with (MODELS / "heldout_prompts.jsonl").open() as lines:
         text = "".join(json.loads(next(lines))["prompt"] for _ in range(4))
     return tokenizer.encode(text).ids[:length]
 
 
 def ask_tandem(url: str, prompt: list[int], count: int) -> tuple[str, float]:
-    """The text that a Tandem server answers, and its seconds."""
+    """Return a Tandem server's answer and the seconds that it took."""
     body = {"model": TARGET.name, "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -177,7 +180,7 @@ def ask_tandem(url: str, prompt: list[int], count: int) -> tuple[str, float]:
 
 
 def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
-    """How many items both begin with."""
+    """Return the length of the common prefix."""
     pairs = zip(left, right, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 

@@ -2,12 +2,13 @@
 
     python -m labs.paged_scheduler
 
-`Blocks` hands out the memory, `Scheduler` says what the next step computes, `PagedAttention` reads keys
+`Blocks` hands out the memory, `Scheduler` chooses what the next step computes, `PagedAttention` reads keys
 through a request's list of blocks, `serve` runs all requests. Three ways to use a memory are compared:
 
-- static: each request reserves room for the longest text; a batch is taken in when the last one has ended.
-- continuous: as before, but whoever ends is replaced at once (Orca, Yu et al., 2022).
-- paged: requests take blocks as they grow (PagedAttention, Kwon et al., 2023); who finds none gives way.
+- static: each request reserves room for the longest text; a new batch starts when the last request has ended.
+- continuous: as before, but an ended request is replaced at once (Orca, Yu et al., 2022).
+- paged: requests take blocks as they grow (PagedAttention, Kwon et al., 2023); without a free block one is
+preempted.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from torch import Tensor
 from labs.decoding import TARGET, Llama, ask_tandem, attend, read_prompt
 
 MAX_LENGTH = 512
-"""Tokens that a request may have, its answer included: what it reserves where memory is not paged."""
+"""Tokens that a request may have, its answer included. A request reserves this many where memory is not
+paged.
+"""
 
 
 @dataclass(eq=False)
 class Request:
-    """`tokens` grow; `computed` of them have their keys and values in `blocks`."""
+    """A request: `computed` of its `tokens` have their keys and values in `blocks`."""
 
     tokens: list[int]
     end: int
@@ -47,14 +50,16 @@ class Request:
 
 
 class Blocks:
-    """The numbers of the blocks that nobody has."""
+    """The numbers of the free blocks."""
 
     def __init__(self, count: int, size: int) -> None:
         self.count, self.size = count, size
         self._free = list(range(count))
 
     def extend(self, request: Request, tokens: int) -> bool:
-        """Give the request blocks for so many tokens in all. False, and none given, if too few are left."""
+        """Give the request blocks for `tokens` tokens in all. Return False, and give none, if too few are
+        left.
+        """
         missing = -(-tokens // self.size) - len(request.blocks)
         if missing > len(self._free):
             return False
@@ -71,7 +76,7 @@ class Blocks:
 
 
 class Scheduler:
-    """Each step computes at most `budget` tokens: one for each request that decodes, the rest for prompts."""
+    """Chooses each step: at most `budget` tokens, one for each decoding request, the rest for prompts."""
 
     def __init__(self, blocks: Blocks, policy: str, budget: int = 256) -> None:
         self.waiting: deque[Request] = deque()
@@ -80,7 +85,7 @@ class Scheduler:
         self._blocks, self._policy, self._budget = blocks, policy, budget
 
     def schedule(self) -> list[tuple[Request, int]]:
-        """Who computes how many tokens in the next step."""
+        """Return the requests of the next step and how many tokens each computes."""
         self._admit()
         step, left = [], self._budget
         for request in list(self.running):
@@ -105,7 +110,9 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
 
     def _make_room(self, request: Request, tokens: int) -> bool:
-        """Whoever came last gives way, and is computed anew later. False: that was the request itself."""
+        """Preempt the request that came last; it is computed again later. Return False if that is the
+        request itself.
+        """
         while not self._blocks.extend(request, tokens):
             last = self.running.pop()
             self._blocks.take_back(last)
@@ -117,7 +124,7 @@ class Scheduler:
 
 
 class PagedAttention:
-    """The memory, [layers, slots, KV heads, size]; a block is `block_size` slots."""
+    """Attention over a memory [layers, slots, KV heads, size]; a block is `block_size` slots."""
 
     def __init__(self, model: Llama, blocks: Blocks) -> None:
         shape = (model.layers, blocks.count * blocks.size, model.kv_heads, model.size)
@@ -160,7 +167,7 @@ class Report:
 def serve(
     model: Llama, requests: Sequence[Request], policy: str, num_blocks: int, block_size: int = 16
 ) -> Report:
-    """Run all requests to their ends. They wait from the start on."""
+    """Run all requests, which are all there from the start, to their ends."""
     blocks = Blocks(num_blocks, block_size)
     scheduler, attention = Scheduler(blocks, policy), PagedAttention(model, blocks)
     scheduler.waiting.extend(requests)
@@ -190,7 +197,7 @@ def serve(
 
 
 def run_step(model: Llama, attention: PagedAttention, step: Sequence[tuple[Request, int]]) -> list[Request]:
-    """Compute the rows of all requests at once. Returns those that got a token."""
+    """Compute the rows of all requests at once. Return the requests that got a token."""
     attention.begin(step)
     tokens = [token for request, count in step for token in request.tokens[request.computed :][:count]]
     positions = [request.computed + row for request, count in step for row in range(count)]
@@ -206,7 +213,9 @@ def run_step(model: Llama, attention: PagedAttention, step: Sequence[tuple[Reque
 
 
 def make_requests(count: int, seed: int = 0) -> list[Request]:
-    """Prompts of 16 to 128 tokens, answers of 8 to 256: most are short, some are long."""
+    """Make requests with prompts of 16 to 128 tokens and answers of 8 to 256: most are short, some are
+    long.
+    """
     tokenizer, chance = Tokenizer.from_file(str(TARGET / "tokenizer.json")), random.Random(seed)
     text, requests = read_prompt(tokenizer, 1024), []
     for _ in range(count):
@@ -217,7 +226,7 @@ def make_requests(count: int, seed: int = 0) -> list[Request]:
 
 
 def ask_all(url: str, requests: Sequence[Request]) -> float:
-    """Tokens a second of a Tandem server, asked for all at once."""
+    """Return the tokens per second of a Tandem server that gets all requests at once."""
     counts = [request.end - len(request.tokens) for request in requests]
     start = time.perf_counter()
     with ThreadPoolExecutor(len(requests)) as threads:

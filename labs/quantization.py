@@ -1,9 +1,9 @@
-"""Quantization: weights and cached keys in 8 and 4 bits, and what that does to a model.
+"""Quantization: weights and cached keys in 8 and 4 bits, and its effect on a model.
 
     python -m labs.quantization
 
 `round_to` is the whole of it: round to nearest, with one scale for each group of numbers. The table shows
-what a format takes and what it costs: in predicted bits, in chances that move, in tokens that change.
+each format's size and its cost: in predicted bits, in probabilities that move, in tokens that change.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ WINDOW = 512
 
 @dataclass(frozen=True)
 class Format:
-    """Numbers of so many bits, with a scale of 16 bits for each `group` of them (0: for a whole row).
+    """A number format of `bits` bits, with a scale of 16 bits for each `group` of numbers (0: for a whole
+    row).
 
-    With a zero point a group spans its least to its highest number, otherwise the same on both sides of 0.
+    With a zero point a group spans its minimum to its maximum, otherwise a range that is symmetric about 0.
     """
 
     name: str
@@ -37,7 +38,9 @@ class Format:
     zero_point: bool = False
 
     def bits_each(self, row: int) -> float:
-        """With its share of scales and zero points, for rows of so many numbers."""
+        """Return the bits per number, including its share of scales and zero points, for rows of `row`
+        numbers.
+        """
         return self.bits + (16 + self.bits * self.zero_point) / (self.group or row)
 
 
@@ -53,7 +56,7 @@ KV = (Format("int8", 8), Format("int4", 4))
 
 
 def round_to(numbers: Tensor, to: Format) -> Tensor:
-    """The nearest numbers of that format: what a kernel has after it has expanded the codes."""
+    """Return the nearest numbers of that format, as a kernel has them after it has expanded the codes."""
     groups = numbers.unflatten(-1, (-1, to.group or numbers.shape[-1]))
     steps = 2**to.bits - 1
     if to.zero_point:
@@ -70,7 +73,9 @@ def round_to(numbers: Tensor, to: Format) -> Tensor:
 
 
 def quantized(to: Format) -> Llama:
-    """The bundled model with its layers' weights in that format; embeddings and head stay as they are."""
+    """Return the bundled model with its layers' weights in that format; embeddings and head stay in
+    float32.
+    """
     model = Llama(TARGET)
     for name, weight in model.weights.items():
         if "_proj" in name:
@@ -79,19 +84,21 @@ def quantized(to: Format) -> Llama:
 
 
 def attend_rounded(to: Format) -> Attend:
-    """Attention whose cache holds keys and values in that format, with a scale for each token and head."""
+    """Return an attention whose cache holds keys and values in that format, with a scale for each token and
+    head.
+    """
     return lambda q, keys, values: attend(q, round_to(keys, to), round_to(values, to))
 
 
 def read_windows(tokenizer: Tokenizer, count: int) -> list[list[int]]:
-    """Parts of texts that the model has not seen."""
+    """Return parts of texts that the model has not seen."""
     with (MODELS / "heldout_prompts.jsonl").open() as lines:
         texts = [tokenizer.encode(json.loads(line)["prompt"]).ids for line in lines]
     return [ids[:WINDOW] for ids in texts if len(ids) >= WINDOW][:count]
 
 
 def predict(model: Llama, windows: list[list[int]], attend: Attend = attend) -> Tensor:
-    """Log chances [tokens, vocabulary] of what follows each token."""
+    """Return the log-probabilities [tokens, vocabulary] after each token."""
     logits = [Cache(model, WINDOW, attend).compute(model, window)[:-1] for window in windows]
     return torch.cat(logits).log_softmax(-1)
 
@@ -105,9 +112,9 @@ class Damage:
 
 
 def compare(log_p: Tensor, log_q: Tensor, text: Tensor, num_bytes: int) -> Damage:
-    """What a model that predicts `log_q` instead of `log_p` loses on this text.
+    """Measure how much worse a model that predicts `log_q` instead of `log_p` is on this text.
 
-    `divergence`: KL(p || q) in bits. `overlap`: the sum of min(p, q), which is the chance that speculation
+    `divergence` is KL(p || q) in bits. `overlap` is the sum of min(p, q): the probability that speculation
     accepts a draft of q for p.
     """
     p, q = log_p.exp(), log_q.exp()

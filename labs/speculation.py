@@ -1,10 +1,11 @@
-"""Speculation: something cheap drafts, the model verifies all drafts in one step, and no token changes.
+"""Speculation: a cheap drafter proposes tokens, the model verifies all of them in one step, and no token
+changes.
 
     python -m labs.speculation
 
 `decode` is the loop, `verify` the rule that keeps the model's distribution (Leviathan et al., 2023; Chen et
-al., 2023). A sweep over the number of drafts K shows where it pays, beside what the share of accepted drafts
-and their cost let one expect.
+al., 2023). A sweep over the number of drafts K shows where it pays, next to the gain that the acceptance
+rate and the cost of a draft predict.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from labs.decoding import DRAFT, TARGET, Cache, Llama, common_prefix, read_promp
 
 CAPACITY = 1024
 Drafter = Callable[[list[int], int], tuple[list[int], Tensor]]
-"""At most K tokens that may follow a text, and what each was drawn from: [drafts, vocabulary]."""
+"""A function that drafts at most K tokens after a text, and returns them with their distributions [drafts,
+vocabulary].
+"""
 
 
 def chances(logits: Tensor, temperature: float) -> Tensor:
-    """What the next token is drawn from. At temperature 0 the most likely one has chance 1."""
+    """Return the distribution of the next token. At temperature 0 the most likely token has probability 1."""
     if temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
     return (logits / temperature).softmax(-1)
@@ -45,7 +48,7 @@ class DraftModel:
         self._cache, self._cached = Cache(model, CAPACITY), list[int]()
 
     def __call__(self, text: list[int], count: int) -> tuple[list[int], Tensor]:
-        # Refused drafts are overwritten. The last token is always computed, for its logits.
+        # Rejected drafts are overwritten. The last token is always computed, for its logits.
         self._cache.length = min(common_prefix(self._cached, text), len(text) - 1)
         self._cached, origins = list(text), []
         for _ in range(count):
@@ -56,7 +59,9 @@ class DraftModel:
 
 
 def look_up(text: list[int], count: int, suffix: int = 2) -> tuple[list[int], Tensor]:
-    """What followed the last tokens where they stood before (prompt lookup). It costs next to nothing."""
+    """Draft the tokens that followed the last tokens where these occurred before (prompt lookup), at almost
+    no cost.
+    """
     drafts: list[int] = []
     for start in range(len(text) - suffix - 1, -1, -1):
         if text[start : start + suffix] == text[-suffix:]:
@@ -66,10 +71,10 @@ def look_up(text: list[int], count: int, suffix: int = 2) -> tuple[list[int], Te
 
 
 def verify(drafts: list[int], drawn_from: Tensor, target: Tensor) -> list[int]:
-    """The tokens that a step commits: accepted drafts, and one more of the target's.
+    """Return the tokens that a step commits: accepted drafts, and one more of the target's.
 
-    `target`: [drafts + 1, vocabulary]. A draft is accepted with chance min(1, p / q). Instead of the first
-    that is not, a token is drawn from what the target has more than the draft. That is a draw from p.
+    `target`: [drafts + 1, vocabulary]. A draft is accepted with probability min(1, p / q). At the first
+    rejected draft, a token is drawn from the normalized excess of p over q. The result is a draw from p.
     """
     for index, draft in enumerate(drafts):
         p, q = target[index], drawn_from[index]
@@ -80,7 +85,9 @@ def verify(drafts: list[int], drawn_from: Tensor, target: Tensor) -> list[int]:
 
 @dataclass
 class Run:
-    """`tried` drafts were looked at by the target: the accepted ones, and each step's first that was not."""
+    """Counts of a run. `tried` are the drafts that the target looked at: the accepted ones and each step's
+    first rejected one.
+    """
 
     tokens: list[int]
     seconds: float = 0.0
@@ -110,7 +117,7 @@ def decode(
         target = chances(cache.compute(model, [text[-1], *drafts]), temperature)
         committed = verify(drafts, drawn_from, target)
         text += committed
-        cache.length = len(text) - 1  # forget the refused ones
+        cache.length = len(text) - 1  # forget the rejected ones
         run.steps += 1
         run.drafted += len(drafts)
         run.accepted += len(committed) - 1
@@ -120,12 +127,16 @@ def decode(
 
 
 def expected_tokens(acceptance: float, num_drafts: int) -> float:
-    """Tokens a step if each draft is accepted with this chance: 1 + a + a^2 + ... + a^K."""
+    """Return the expected tokens per step if each draft is accepted with this probability: 1 + a + a^2 + ...
+    + a^K.
+    """
     return sum(acceptance**index for index in range(num_drafts + 1))
 
 
 def expected_speed(acceptance: float, num_drafts: int, draft_cost: float) -> float:
-    """Over no speculation, if many rows cost what one does. `draft_cost`: of a draft, in steps."""
+    """Return the expected speedup if many rows cost as much as one. `draft_cost` is the cost of a draft, in
+    steps.
+    """
     return expected_tokens(acceptance, num_drafts) / (1 + num_drafts * draft_cost)
 
 

@@ -1,1 +1,1 @@
-"""What messages travel over: encrypted sockets, and the certificates of TLS connections."""
+"""Transport of messages between processes: encrypted ZeroMQ sockets, and certificates of TLS connections."""

@@ -13,10 +13,11 @@ Bound = TypeVar("Bound")
 
 
 def bind_one(ports: Sequence[int], bind: Callable[[int], Bound]) -> Bound:
-    """What `bind` returns for a port that is free; 0 is whatever is.
+    """Call `bind` with one port after the other until a port is free; return its result. Port 0 means any
+    free port.
 
-    They are tried in an order of chance: a worker that is started anew seldom gets its old port, to which
-    others still try to connect. `bind` raises OSError. Raises `ConfigError` where all are taken.
+    The order is random: a restarted worker seldom gets its old port, to which others still try to connect.
+    `bind` raises OSError for a taken port. Raises `ConfigError` if all ports are taken.
     """
     for port in random.sample(ports, len(ports)):
         try:

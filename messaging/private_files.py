@@ -1,4 +1,6 @@
-"""Files of secrets: what others could read or change is refused at the start, by flag and file."""
+"""Reads files that hold secrets. A file that other users can read or change is refused, by flag and file
+name.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,15 @@ import stat
 from protocol.errors import ConfigError
 
 _OTHERS, _OTHERS_OF_ROOTS = 0o077, 0o037
-"""What may not be allowed. Root may let a group read its file, as for mounted secrets."""
+"""Permission bits that a secret file must not have. A file of root may be readable by its group, as mounted
+secrets are.
+"""
 
 
 def read_private(path: str, flag: str) -> bytes:
-    """The file's bytes. Raises `ConfigError` where it cannot be read, or others may read or write it."""
+    """Return the file's bytes. Raises `ConfigError` if it cannot be read, or if others may read or write
+    it.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:

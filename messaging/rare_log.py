@@ -1,4 +1,4 @@
-"""Log lines that strangers can cause: few of them, whatever they do."""
+"""Limits log lines that strangers can cause."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ INTERVAL_S = 10.0
 
 
 class RareLog:
-    """Passes a warning on once in `INTERVAL_S`, with how many it has kept back since. Thread-safe.
+    """Logs at most one warning per `INTERVAL_S`, with the number of suppressed ones. Thread-safe.
 
-    Counters have them all.
+    Counters still count every event.
     """
 
     def __init__(self, logger: logging.Logger) -> None:

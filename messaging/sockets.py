@@ -1,6 +1,6 @@
-"""ZeroMQ sockets of a cluster: encrypted and authenticated with CURVE, never waiting for ever.
+"""ZeroMQ sockets of a cluster: encrypted and authenticated with CURVE; no call waits without a limit.
 
-Kept out of the package's import, so that the engine needs no ZeroMQ.
+The package's `__init__` does not import this module, so the engine needs no ZeroMQ.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class _OnlyClusterClients:
 
 
 def start_authenticator(context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKeys) -> ThreadAuthenticator:
-    """Must run in each process that binds sockets, before it binds; `stop()` it before the context ends."""
+    """Start the ZAP authenticator. Each process that binds sockets calls this before it binds, and calls
+    `stop()` on the result before the context ends.
+    """
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback(domain="*", credentials_provider=_OnlyClusterClients(keys))
@@ -63,9 +65,9 @@ def start_authenticator(context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKe
 def bind_router(
     context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKeys, host: str, ports: Sequence[int] = ANY_PORT
 ) -> tuple[zmq.Socket[bytes], str]:
-    """A ROUTER socket on one of these ports of `host`; returns it with its endpoint.
+    """Bind a ROUTER socket to one of `ports` of `host`; return it with its endpoint.
 
-    Raises `ConfigError` where they are all taken, OSError where `host` can't be bound.
+    Raises `ConfigError` if all ports are taken, OSError if `host` cannot be bound.
     """
     router = context.socket(zmq.ROUTER)
     _limit(router)
@@ -92,7 +94,7 @@ def bind_router(
 def connect_dealer(
     context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKeys, endpoint: str, identity: str
 ) -> zmq.Socket[bytes]:
-    """A DEALER socket to a ROUTER of the same cluster. `identity` is what the other side addresses."""
+    """Connect a DEALER socket to a ROUTER of the same cluster. The other side addresses it as `identity`."""
     dealer = context.socket(zmq.DEALER)
     _limit(dealer)
     dealer.identity = identity.encode()
@@ -104,15 +106,15 @@ def connect_dealer(
 
 
 def address_towards(host: str) -> str:
-    """This host's address on the way to another: what that one can reach."""
+    """Return this host's address on the route to `host`, at which that host can reach it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 1))  # nothing is sent: this only looks the route up
+        probe.connect((host, 1))  # UDP's connect sends nothing: it only looks the route up
         return str(probe.getsockname()[0])
 
 
 def give_way() -> None:
-    """Yield the core after an urgent send: ZeroMQ's thread may wait for it, and a forward that comes next
-    would keep it for milliseconds.
+    """Yield the core after an urgent send: ZeroMQ's I/O thread may need it, and the next forward pass would
+    keep it for milliseconds.
     """
     os.sched_yield()
 

@@ -1,4 +1,4 @@
-"""Certificates, of workers and for HTTPS: what is wrong with them is said at start, by flag and file."""
+"""Certificates of workers and of HTTPS. Problems are reported at the start, by flag and file."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from protocol.errors import ConfigError
 
 
 class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """PEM files, the same on every host: the workers' certificate (chain), its key, and the authority's."""
+    """PEM files, the same on every host: the workers' certificate chain, its key, and the authority's
+    certificate.
+    """
 
     cert: str
     key: str
     ca: str
 
     def context(self, *, server_side: bool) -> ssl.SSLContext:
-        """Mutual TLS 1.3 with peers whose certificate the authority signed; hosts' names are not looked at.
+        """Return a context for mutual TLS 1.3 with peers whose certificate the authority signed. Host names
+        are not checked.
 
-        Raises ConfigError for files that cannot be read, or don't fit each other.
+        Raises ConfigError for files that cannot be read or do not match each other.
         """
         _check_readable("--kv-tls-cert", self.cert)
         _check_readable("--kv-tls-ca", self.ca)
@@ -31,20 +34,24 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
         if server_side:
-            context.num_tickets = 0  # nobody resumes, and an idle connection stays silent
+            context.num_tickets = (
+                0  # sessions are never resumed, and tickets would make an idle connection send data
+            )
         _load_authority("--kv-tls-ca", self.ca, context)
         _load_pair("--kv-tls", self.cert, self.key, context)
         return context
 
     def check(self) -> None:
-        """Let the two sides meet in memory. Raises ConfigError for what would keep workers apart."""
+        """Do a handshake of both sides in memory. Raises ConfigError if it fails."""
         refusal = _meet(self.context(server_side=False), self.context(server_side=True))
         if refusal is not None:
             raise ConfigError(f"--kv-tls-cert: {self.cert} does not pass --kv-tls-ca {self.ca}: {refusal}")
 
 
 def http_tls(config: ServeConfig) -> ssl.SSLContext | None:
-    """For HTTPS, if it is asked for. Raises ConfigError, also for a certificate that has expired."""
+    """Return the context for HTTPS, or None without `--tls-cert`. Raises ConfigError, also for an expired
+    certificate.
+    """
     if config.tls_cert is None or config.tls_key is None:
         return None
     _check_readable("--tls-cert", config.tls_cert)
@@ -62,7 +69,7 @@ def http_tls(config: ServeConfig) -> ssl.SSLContext | None:
 
 
 def _meet(client_context: ssl.SSLContext, server_context: ssl.SSLContext) -> str | None:
-    """Let two sides shake hands in memory; returns why they don't."""
+    """Do a handshake of two contexts in memory; return the reason if it fails."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = client_context.wrap_bio(to_client, to_server)
     server = server_context.wrap_bio(to_server, to_client, server_side=True)
@@ -106,7 +113,7 @@ def _load_authority(flag: str, path: str, context: ssl.SSLContext) -> None:
 
 
 def tls_files(config: ServeConfig) -> TlsFiles | None:
-    """The certificates that `tcp` encrypts with, if it does."""
+    """Return the certificates that encrypt `tcp` transfers, or None without `--kv-tls-cert`."""
     if config.kv_tls_cert is None or config.kv_tls_key is None or config.kv_tls_ca is None:
         return None
     return TlsFiles(cert=config.kv_tls_cert, key=config.kv_tls_key, ca=config.kv_tls_ca)

@@ -1,4 +1,4 @@
-"""A file descriptor that other threads set, so that a blocking poll returns."""
+"""A file descriptor that other threads set to make a blocking poll return."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import os
 
 
 class StoppedError(Exception):
-    """Whoever owns the `Wake` is closing."""
+    """The owner of the `Wake` is closing."""
 
 
 class Wake:
-    """Readable from `set` until `clear`, for good after `stop`. Any thread may set it, also after `close`."""
+    """Readable from `set` until `clear`, and for good after `stop`. Any thread may set it, even after
+    `close`.
+    """
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -29,17 +31,17 @@ class Wake:
         self.set()
 
     def clear(self) -> None:
-        """Forget earlier `set`s; after `stop` raises StoppedError instead."""
+        """Reset earlier `set`s. Raises StoppedError after `stop`."""
         if self.stopped:
             raise StoppedError
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
-        if self.stopped:  # meanwhile, and what tells others may have been read just now
+        if self.stopped:  # `stop` came meanwhile, and its byte may have been read just now
             self.set()
             raise StoppedError
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the descriptors. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

@@ -1,4 +1,4 @@
-"""The models that come with Tandem, and what drafts for them."""
+"""The models that come with Tandem and their bundled drafters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DRAFTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "tandem-code-10m-hybrid": {"draft_model": "tandem-code-1m"},
     }
 )
-"""By bundled model and method, what drafts for it."""
+"""The drafter's folder by bundled model and method."""
 
 
 def is_bundled_model(model: str) -> bool:
@@ -28,7 +28,7 @@ def is_bundled_model(model: str) -> bool:
 
 
 def bundled_draft(target: str, method: str) -> str | None:
-    """The folder of what drafts for a bundled target by this method; None where nothing bundled does."""
+    """Return the folder of the bundled drafter of a bundled target for this method, or None."""
     folder = _folder(target)
     name = DRAFTS.get(folder.name, {}).get(method) if folder.parent == BUNDLED_FOLDER else None
     return None if name is None else str(BUNDLED_FOLDER / name)
@@ -39,7 +39,7 @@ def _folder(model: str) -> Path:
 
 
 def bundled_path(model: str) -> str:
-    """The folder of a bundled model that is given by its short name; any other model as it is."""
+    """Return the folder of a bundled model given by its short name; return any other model unchanged."""
     folder = BUNDLED_FOLDER / model
     is_name = Path(model).name == model and not Path(model).is_dir()
     return str(folder) if is_name and (folder / "config.json").is_file() else model

@@ -78,7 +78,7 @@ def _version(compiler: tuple[str, ...]) -> str:
 
 @functools.cache
 def _cpu() -> str:
-    """What -march=native depends on."""
+    """Return a description of the CPU, on which the effect of -march=native depends."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().split("\n\n", 1)[0].splitlines() if cpuinfo.exists() else []
     wanted = ("model name", "flags", "Features", "CPU part")
@@ -90,7 +90,7 @@ def _cache_dir() -> Path:
 
 
 def _with_headers(source: Path) -> list[Path]:
-    """The source and all that it includes by a quoted name, one after the other."""
+    """Return the source and, recursively, every file that it includes by a quoted name."""
     found = [source]
     for file in found:
         headers = ((file.parent / name).resolve() for name in _QUOTED_INCLUDE.findall(file.read_text()))
@@ -99,7 +99,7 @@ def _with_headers(source: Path) -> list[Path]:
 
 
 def build(source: Path) -> Path:
-    """The library made of a source and the headers that it includes, compiled now unless the cache has it.
+    """Return the path of the library made of a source and its headers; compile it unless the cache has it.
 
     Raises BuildError.
     """
@@ -107,7 +107,7 @@ def build(source: Path) -> Path:
 
 
 def build_all(folders: Iterable[Path]) -> None:
-    """Compile the kernels below the folders that the cache lacks, several at once.
+    """Compile the kernels in these folders that the cache lacks, several at once.
 
     A kernel that cannot be built raises when it is loaded, not here.
     """
@@ -142,7 +142,9 @@ def _library_name(source: Path, version: str) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process compiles, the others wait. Without locks, as on some network disks, each compiles."""
+    """Let one process compile while others wait. Without file locks, as on some network disks, each process
+    compiles.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         with contextlib.suppress(OSError):
@@ -180,10 +182,11 @@ def _compile(compiler: list[str], source: Path, library: Path) -> None:
 
 
 def load_library(source: Path, *structs: type[ctypes.Structure], keep_gil: bool = False) -> ctypes.CDLL:
-    """The library made of a source, loaded. Raises BuildError.
+    """Load the library made of a source. Raises BuildError.
 
-    `structs` are those that Python fills for it, whose sizes must be those in its array `tandem_sizes`.
-    `keep_gil` is for calls of microseconds: to take the lock back from a busy thread can cost milliseconds.
+    `structs` are the structures that Python fills for it; their sizes must equal those in its array
+    `tandem_sizes`. `keep_gil` is for calls that take microseconds: getting the lock back from a busy thread
+    can take milliseconds.
     """
     path = build(source)
     try:
@@ -199,7 +202,7 @@ def load_library(source: Path, *structs: type[ctypes.Structure], keep_gil: bool 
 
 
 def declare(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
-    """A function of the library, called with these ctypes from now on."""
+    """Return a function of the library with its result and argument types declared."""
     function = getattr(library, name)
     function.restype, function.argtypes = result, arguments
     return function  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Torch's own OpenMP threads, for kernels of ours that are called between torch's operators."""
+"""Access to torch's own OpenMP threads, for kernels that are called between torch's operators."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ logger = logging.getLogger("tandem.engine")
 
 @functools.cache
 def gomp_parallel() -> int:
-    """The address of GOMP_parallel in the OpenMP runtime that torch itself uses, or 0.
+    """Return the address of GOMP_parallel in the OpenMP runtime that torch itself uses, or 0.
 
-    Its threads spin for a while after each operator: threads of ours (threads.py) would wait for a core.
+    Torch's threads spin for a while after each operator, so threads of our own (threads.py) would wait for a
+    core.
     """
     torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:

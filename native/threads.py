@@ -1,4 +1,4 @@
-"""Threads of ours, for kernels that need no other."""
+"""The thread pool of our own kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger("tandem.engine")
 
 @functools.cache
 def parallel() -> int:
-    """The address of `tandem_parallel`, or 0 where it can't be built: kernels then use one thread."""
+    """Return the address of `tandem_parallel`, or 0 if it cannot be built; kernels then use one thread."""
     try:
         function = load_library(Path(__file__).parent / "threads.cpp").tandem_parallel
     except BuildError as error:

@@ -1,1 +1,1 @@
-"""What Tandem's processes say to each other: messages, ids, sampling parameters, configuration."""
+"""Messages between Tandem's processes, ids, sampling parameters and configuration."""

@@ -15,13 +15,14 @@ AdapterName = Annotated[str, Meta(min_length=1, max_length=256)]
 AdapterPath = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 MAX_ADAPTERS = 4096
-"""That a deployment has at one time."""
+"""The most adapters that a deployment has at one time."""
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
-    """`name` is what requests call it by, `path` its folder on each worker's host, `digest` its content.
+    """An adapter: `name` is its name in requests, `path` its folder on each worker's host, `digest`
+    identifies its content.
 
-    KV belongs to the content: of two adapters with the same one, whatever they are called, it is the same.
+    KV belongs to the content: adapters with the same content share KV, whatever their names.
     """
 
     name: AdapterName
@@ -30,8 +31,8 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_lora_modules(value: object, flag: str) -> dict[str, str]:
-    """Absolute folders by names, from `sql=/adapters/sql` or several of that, in a list or with commas
-    between; or from a mapping. Raises `ConfigError`.
+    """Return absolute folders by name, from `sql=/adapters/sql`, several of these in a list or joined by
+    commas, or a mapping. Raises `ConfigError`.
     """
     if isinstance(value, Mapping):
         pairs = [(str(name), str(path)) for name, path in value.items()]

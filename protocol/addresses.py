@@ -1,4 +1,4 @@
-"""What kind of address a server listens on."""
+"""Classifies the addresses that a server listens on."""
 
 from __future__ import annotations
 

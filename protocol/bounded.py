@@ -1,4 +1,4 @@
-"""Types of messages' fields, with the bounds that a decoded message is checked for."""
+"""Types of message fields with bounds, which decoding checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages to bytes and back, with bounds."""
+"""Encodes messages and decodes them with bounds."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ DEFAULT_MODEL = "tandem-code-10m"
 KV_TRANSPORTS = ("shm", "ucx", "tcp", "object_store")
 
 MAX_API_KEYS = 256
-"""Each has its own metrics."""
+"""The most API keys; each key has its own metrics."""
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveSeconds = Annotated[float, Meta(gt=0)]
@@ -34,7 +34,7 @@ def _doc(text: str) -> Meta:
 
 
 class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that `tandem serve` can be told. A field `max_model_len` is the flag `--max-model-len`."""
+    """All options of `tandem serve`. A field `max_model_len` is the flag `--max-model-len`."""
 
     model: Annotated[str, _doc("Local folder, bundled name or hub id of a Transformers decoder model.")] = (
         DEFAULT_MODEL
@@ -323,13 +323,13 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = False
 
     def num_replicas(self, role: RoleSpec) -> int:
-        """How many workers of a role are deployed."""
+        """Return the number of deployed workers of a role."""
         if role.needs_disaggregation and not self.disaggregation:
             return 0
         return int(getattr(self, role.replicas))
 
     def num_ranks(self, role: RoleSpec) -> int:
-        """Of how many processes each worker of a role consists."""
+        """Return the number of processes of each worker of a role."""
         return int(getattr(self, role.ranks)) if role.ranks else 1
 
     @property
@@ -338,7 +338,7 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def api_keys(self) -> tuple[str, ...]:
-        """Each once; none: nobody needs one."""
+        """Return the API keys without repetition. If empty, no client needs a key."""
         return tuple(dict.fromkeys(key.strip() for key in (self.api_key or "").split(",") if key.strip()))
 
     @property
@@ -347,12 +347,12 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def num_workers(self) -> int:
-        """How many workers are deployed, of all roles."""
+        """Return the number of deployed workers, of all roles."""
         return sum(self.num_replicas(role) for role in ROLES.values())
 
     @property
     def total_ranks(self) -> int:
-        """How many processes the deployed workers consist of."""
+        """Return the number of processes of all deployed workers."""
         return sum(self.num_replicas(role) * self.num_ranks(role) for role in ROLES.values())
 
     @property
@@ -370,7 +370,7 @@ def flag_name(field: str) -> str:
 
 
 def field_docs() -> dict[str, tuple[str, Any]]:
-    """Each field's help text and default, for the command line."""
+    """Return each field's help text and default, for the command line."""
     defaults = ServeConfig()
     docs = {}
     for field in msgspec.inspect.type_info(ServeConfig).fields:  # type: ignore[attr-defined]
@@ -382,5 +382,5 @@ def field_docs() -> dict[str, tuple[str, Any]]:
 
 
 def transport_names(config: ServeConfig) -> list[str]:
-    """The transports to offer, best first."""
+    """Return the transports to offer, best first."""
     return [name.strip() for name in config.kv_transports.split(",") if name.strip()]

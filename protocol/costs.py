@@ -1,4 +1,4 @@
-"""What a worker's steps cost, as it measures them. Workers fit the weights, the router predicts."""
+"""The measured cost of a worker's steps. Workers fit the weights, the router predicts with them."""
 
 from __future__ import annotations
 
@@ -11,26 +11,29 @@ from protocol.bounded import Count
 
 Coefficient = Annotated[float, Meta(ge=0)]
 SLO_SHARE = 0.8
-"""Steps take a little longer than their bound: at 1, most requests of a busy worker were late by that."""
+"""The share of an SLO that a step may take. Steps take a little longer than their bound: at 1, most requests
+of a busy worker missed the SLO by that.
+"""
 _ANY = 2**31
 """More tokens than any prompt has."""
 
 
 class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Seconds of a worker's step by what it computes; the sum of these, times their number.
+    """A linear model of a worker's step: its time is the sum of these weights, each times the number of its
+    items.
 
-    `step_s` once, `row_s` for each sequence that decodes, `context_s` for each token that these attend to;
-    `chunk_s` once where there is a part of a prompt, `token_s` for each of its tokens, `attention_s` for each
-    pair of one of these and a token before it. A step computes at most `chunk_tokens` of prompts, and brings
-    `tokens_per_row` tokens on average to a sequence that decodes. `error` is the mean relative error of
-    predictions of the latest steps. A token's KV takes `kv_bytes`, equal parts of them in blocks of as many
-    tables as there are `kv_windows`: of each a sequence keeps those of its last so many tokens; 0: of all.
-    `itl_budget_s` bounds the chunks of prompts beside sequences that decode; 0: nothing does.
+    `step_s` counts once, `row_s` for each decoding sequence, `context_s` for each token that these attend
+    to; `chunk_s` once if the step computes part of a prompt, `token_s` for each of that part's tokens,
+    `attention_s` for each pair of such a token and a token before it. A step computes at most `chunk_tokens`
+    prompt tokens, and a decoding sequence gets `tokens_per_row` tokens on average. `error` is the mean
+    relative error of the latest predictions. A token's KV takes `kv_bytes`, spread evenly over as many block
+    tables as `kv_windows` has entries: an entry is the number of last tokens whose KV the table keeps, 0 for
+    all. `itl_budget_s` bounds the prompt chunks of steps that also decode; 0: no bound.
 
-    All these are for the worker's own cores. On c times as many, lent by idle workers, decoding takes
-    c ** -`decode_scaling` as long, and prompts c ** -`prefill_scaling`; 0: it borrows none.
+    All weights are for the worker's own cores. On c times as many, lent by idle workers, decoding takes c **
+    -`decode_scaling` as long, and prompts c ** -`prefill_scaling`; 0: it borrows no cores.
 
-    The defaults stand for a worker that has not told: those of a small model on one core.
+    The defaults are those of a small model on one core, for a worker that has not reported yet.
     """
 
     step_s: Coefficient = 2e-3
@@ -49,12 +52,14 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefill_scaling: Coefficient = 0.0
 
     def kept_tokens(self, num_tokens: float, sequences: float = 1) -> float:
-        """Of so many, in all of these sequences, those whose KV they have; some may have a part of theirs."""
+        """Return how many tokens' KV `sequences` sequences of `num_tokens` tokens in all keep; windowed
+        tables keep a part.
+        """
         kept = [min(num_tokens, window * sequences) if window else num_tokens for window in self.kv_windows]
         return sum(kept) / len(kept)
 
     def room_tokens(self, num_blocks: int, block_size: int) -> int:
-        """Whose KV such a pool holds."""
+        """Return the number of tokens whose KV fits in a pool of this size."""
         return num_blocks * block_size // len(self.kv_windows)
 
     @property
@@ -62,7 +67,7 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.decode_scaling > 0 or self.prefill_scaling > 0
 
     def on(self, spread: float) -> StepCosts:
-        """On `spread` times the worker's own cores."""
+        """Return the costs on `spread` times the worker's own cores."""
         if spread <= 1 or not self.borrows:
             return self
         decode, prefill = spread**-self.decode_scaling, spread**-self.prefill_scaling
@@ -77,23 +82,28 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
     def decode_s(self, rows: float, context: float) -> float:
-        """A step that decodes so many sequences, which attend to `context` tokens in all."""
+        """Return the seconds of a step that decodes `rows` sequences, which attend to `context` tokens in
+        all.
+        """
         return self.step_s + self.row_s * rows + self.context_s * context
 
     def chunks_s(self, tokens: float, before: float, chunk_tokens: float) -> float:
-        """What so many tokens of a prompt, after `before` others, add to the steps that compute them."""
+        """Return the seconds that `tokens` of a prompt, after `before` others, add to the steps that compute
+        them.
+        """
         chunks = -(-tokens // max(chunk_tokens, 1))
         return chunks * self.chunk_s + tokens * (self.token_s + self.attention_s * (before + tokens / 2))
 
     def chunk_seconds(self, rows: float, context: float, itl_budget_s: float) -> float:
-        """What a prompt may add to a step that decodes: the rest of the budget. Where decoding alone takes
-        more than half of it, as long as that takes, so that prompts get on.
+        """Return the seconds that a prompt may add to a decoding step: the rest of the budget. If decoding
+        alone takes more than half of the budget, return the decoding time, so that prompts still make
+        progress.
         """
         decode_s = self.decode_s(rows, context)
         return max(itl_budget_s - decode_s, decode_s)
 
     def fitting_tokens(self, seconds: float, before: float) -> int:
-        """How many tokens of a prompt, after `before` others, add no more than so many seconds to a step."""
+        """Return how many tokens of a prompt, after `before` others, add at most `seconds` to a step."""
         left = seconds - self.chunk_s
         linear, square = self.token_s + self.attention_s * before, self.attention_s / 2
         if left <= 0:
@@ -104,9 +114,9 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def itl_bound(itl_budget_s: float, slo_tpot_s: float) -> float:
-    """Seconds that a step may take to compute part of a prompt beside what decodes; 0: no bound.
+    """Return the bound in seconds on a step that computes part of a prompt and decodes; 0: no bound.
 
-    So far below the SLO that those are in time whose steps are all full.
+    The bound is below the SLO by `SLO_SHARE`, so that requests meet it even if all of their steps are full.
     """
     return min(itl_budget_s, SLO_SHARE * slo_tpot_s)
 

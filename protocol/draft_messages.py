@@ -1,4 +1,4 @@
-"""What decode workers and draft workers tell each other of the requests that the latter draft for."""
+"""Messages between decode workers and draft workers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import MAX_TREE_NODES
 
 MAX_GIVEN_TOKENS = 2**14
-"""In one `Given`: longer texts come in several messages."""
+"""The most tokens in one `Given`: longer texts come in several messages."""
 MAX_TOLD = 4096
-"""Requests of each kind in one message."""
+"""The most requests of each kind in one message."""
 DRAFT_LEASE_S = 30.0
-"""For which a draft worker keeps a request after its latest news: the decode worker may be gone, and the
-router's word of that lost. If not, the next news open the request anew."""
+"""Seconds for which a draft worker keeps a request after its latest update: the decode worker may be gone,
+and the router's message about that lost. Otherwise the next update opens the request again.
+"""
 
 
 class DraftOpening(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a draft worker must know of a request beside its tokens: how to sample, and that the first
-    `num_prompt` of them are the prompt.
-    """
+    """How to sample a request, and that the first `num_prompt` of its tokens are the prompt."""
 
     sampling: SamplingParams
     num_prompt: Annotated[int, Meta(ge=1, lt=2**31)]
@@ -31,10 +30,11 @@ class DraftOpening(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class Given(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a request's target has committed from place `start` on, and how many tokens beyond it has use for.
+    """The tokens that a request's target has committed from position `start` on, and how many more drafted
+    tokens it can use.
 
-    Each time that a decode worker opens the request anew, the `epoch` is another, higher one. `opening` comes
-    with the first tokens. While it has use for none, more of what is committed may follow.
+    Each time a decode worker opens the request again, `epoch` is higher. `opening` comes with the first
+    tokens. While the decode worker can use no drafts, more committed tokens may follow.
     """
 
     request_id: Id
@@ -53,10 +53,12 @@ class DraftKey(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DraftFor(msgspec.Struct, frozen=True, kw_only=True, tag="draft_for"):
-    """News of the requests that a decode worker wants drafts for, and which it wants none for any more.
+    """Updates of the requests that a decode worker wants drafts for, and the ids of requests that no longer
+    need drafts.
 
-    Each message has a higher `number` than those before it, and is answered, at the latest after a step. What
-    comes after a later one counts as lost. Ends are told until a message with them is answered.
+    Each message has a higher `number` than those before it, and is answered at the latest after one step. A
+    message that arrives after a later one is ignored. Ends are repeated until a message with them is
+    answered.
     """
 
     incarnation: Id
@@ -66,7 +68,7 @@ class DraftFor(msgspec.Struct, frozen=True, kw_only=True, tag="draft_for"):
 
 
 class DraftedChain(msgspec.Struct, frozen=True, array_like=True):
-    """A request's draft: the tokens that may follow its first `start` ones, all that is known of them."""
+    """A request's draft: all known tokens after its first `start` ones."""
 
     request_id: Id
     epoch: Count
@@ -75,7 +77,7 @@ class DraftedChain(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DraftBehind(msgspec.Struct, frozen=True, array_like=True):
-    """The draft worker lacks what the target committed from place `num_tokens` on; 0: it has nothing."""
+    """The draft worker lacks the committed tokens from position `num_tokens` on; 0: it has none."""
 
     request_id: Id
     epoch: Count
@@ -83,8 +85,8 @@ class DraftBehind(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Drafts(msgspec.Struct, frozen=True, kw_only=True, tag="drafts"):
-    """What a draft worker has for a decode worker, whose newest message was `number`. It drafts no more for
-    those that it has `refused`.
+    """A draft worker's drafts for a decode worker whose newest message was `number`. It no longer drafts for
+    the `refused` requests.
     """
 
     incarnation: Id

@@ -1,4 +1,4 @@
-"""A mapping from outside becomes a struct; what is wrong is said in words, with the field and its limit."""
+"""Converts untrusted mappings to structs, with errors that name the field and its limit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FieldError(ValueError):
 
 
 def to_struct(fields: Mapping[Any, Any], kind: type[T]) -> T:
-    """Strictly by the types of `kind`; a field that is None counts as not given.
+    """Convert strictly by the types of `kind`; None counts as not given.
 
     Raises `FieldError` for unknown, missing and bad fields.
     """

@@ -1,8 +1,8 @@
-"""KV events as vLLM publishes them and other routers read them.
+"""KV events in vLLM's format, as other routers read them.
 
-A batch is `[timestamp, [event, ...], rank]`. An event is an array with its type's name in front, or, since
-vLLM 0.26, a map with a "type". Hashes are the low 64 bits of our identities. Consumers that hash themselves
-go by `token_ids`; blocks of the lower tiers come without them.
+A batch is `[timestamp, [event, ...], rank]`. An event is an array that begins with its type's name, or,
+since vLLM 0.26, a map with a "type". Hashes are the low 64 bits of our identities. Consumers that hash
+tokens themselves use `token_ids`; events about lower tiers have none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The hand-off manifest: what a prefill worker tells a decode worker about a prompt's KV."""
+"""The hand-off manifest: a prefill worker's description of a prompt's KV for the decode worker."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from protocol.speculation import CUSTOM, METHODS
 MANIFEST_VERSION = 2
 
 MAX_HANDOFF_S = 86400.0
-"""Nobody waits longer than a day for another worker. Clocks of others can't be checked more closely."""
+"""The longest hand-off wait, a day. Clocks of other hosts cannot be checked more closely."""
 
 ROW_QUANTIZATIONS = {"int8": "int8_row_scales", "fp8": "fp8_row_scales"}
-"""What `--kv-cache-dtype` makes of a pool's segment: `SegmentInfo.quantization`. Each head's key or value of
-a token has a scale of its own, of `SCALE_BYTES`, behind the codes of all heads."""
+"""`SegmentInfo.quantization` by `--kv-cache-dtype`. Each head's key or value of a token has a scale of its
+own, of `SCALE_BYTES`, stored after the codes of all heads.
+"""
 SCALE_BYTES = 4
 
 _ITEM_SIZES = (2, 4)
@@ -29,7 +30,7 @@ BlockIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of one table of a sequence, in order. To others each table is a block pool of its own."""
+    """Blocks of one table of a sequence, in order. On the wire each table is a block pool of its own."""
 
     block_pool: BlockPoolIndex
     blocks: BlockIds
@@ -39,7 +40,9 @@ Extents = Annotated[list[Extent], Meta(max_length=16)]
 
 
 MAX_SEGMENTS = 32
-"""Of a pool: layers with KV of another shape, or of another model, have one of their own, or two."""
+"""The most segments of a pool: layers with another KV shape, or of another model, have one or two of their
+own.
+"""
 
 
 PAGED, WINDOWED, STATE = "paged", "windowed", "state"
@@ -49,11 +52,11 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One segment of the blocks of a block pool: `shape` is that of a single block, without the block
     dimension.
 
-    `kind`: what a block holds. "paged": the KV of as many tokens as `shape` says. "windowed": the same, of
-    layers that attend within a sliding window, so that blocks behind it are not there. "state": the state of
-    recurrent layers at a grid point; its `shape` is the grid and the bytes, which lie in whole blocks behind
-    those of the prompt's tokens. `dtype` is that of the values; `quantization` says how they are stored, if
-    not as they are.
+    `kind` is the content of a block. "paged": the KV of as many tokens as `shape` says. "windowed": the
+    same, of layers that attend within a sliding window, so that blocks before the window are missing.
+    "state": the state of recurrent layers at a grid point; its `shape` is the grid and the bytes, which lie
+    in whole blocks after those of the prompt's tokens. `dtype` is that of the values; `quantization` says
+    how they are stored, if not as they are.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -65,7 +68,7 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingState(msgspec.Struct, frozen=True, kw_only=True):
-    """What the sampler needs to go on. Noise is keyed by position, so there is no generator state."""
+    """The sampler's state. Noise is keyed by position, so there is no generator state."""
 
     seed: int
     num_output_tokens: Annotated[int, Meta(ge=0)]
@@ -75,7 +78,7 @@ class DraftState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """State of the drafter of this `method`.
 
     `rebuild`: none came along; the decode worker derives it from the token ids, or does without. `carried`:
-    the leading `num_tokens` places of the blocks hold the draft's KV, and `feature` is the target's hidden
+    the first `num_tokens` places of the blocks hold the draft's KV, and `feature` is the target's hidden
     state of the last of them, in the model's dtype, for methods that draft from it.
     """
 
@@ -92,9 +95,9 @@ class HandoffManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Describes a prompt's blocks in the decode worker's pool.
 
     `num_tokens` counts the tokens whose KV is described; `first_token` is the one sampled from them, at
-    absolute position `first_token_position` (equal to `num_tokens`). The decode worker computes again what
-    lies between `state_position` and the first token. `segments` and `pushed_blocks` (of all tables) are the
-    prefill worker's, `extents` the decode worker's, for which the prefill worker waited `reserve_s`.
+    absolute position `first_token_position` (equal to `num_tokens`). The decode worker computes the tokens
+    between `state_position` and the first token again. `segments` and `pushed_blocks` (of all tables) are
+    the prefill worker's, `extents` the decode worker's, for which the prefill worker waited `reserve_s`.
     """
 
     version: int = MANIFEST_VERSION
@@ -129,10 +132,11 @@ class ManifestMismatchError(Exception):
 def check_manifest(
     manifest: HandoffManifest, expected: HandoffManifest, vocab_size: int, feature_size: int
 ) -> None:
-    """Raise `ManifestMismatchError` at the first field that differs from what the decode worker expects.
+    """Raise `ManifestMismatchError` at the first field that differs from the decode worker's expectation.
 
-    It can't know `first_token`, `draft` and `reserve_s`, which `expected` has from the manifest: they are
-    checked for their bounds. `feature_size` counts the values in the hidden state that its drafter reads.
+    `expected` takes `first_token`, `draft` and `reserve_s` from the manifest, since the decode worker cannot
+    know them: these are checked for their bounds. `feature_size` counts the values in the hidden state that
+    its drafter reads.
     """
     _check_equal(manifest, expected)
     if manifest.first_token >= vocab_size:
@@ -152,7 +156,9 @@ def _check_equal(got: msgspec.Struct, expected: msgspec.Struct, prefix: str = ""
 
 
 def _check_draft(draft: DraftState, num_tokens: int, feature_size: int) -> None:
-    """Another method or dtype is no mismatch: the decode worker then rebuilds the draft."""
+    """Check the bounds of a draft state. Another method or dtype is no mismatch: the decode worker then
+    rebuilds the draft.
+    """
     if draft.kind == "rebuild":
         _check_equal(draft, REBUILD, "draft.")
         return

@@ -14,27 +14,27 @@ _TOKEN_BYTES = 4
 
 
 def new_incarnation() -> str:
-    """An id that no earlier start of any process has had."""
+    """Return an id that no earlier start of any process has had."""
     return secrets.token_hex(8)
 
 
 def peer_identity(worker_id: str, incarnation: str) -> str:
-    """By which a worker that asks another one for something is known there."""
+    """Return the name by which a worker that sends requests to another one is known there."""
     return f"{worker_id}:{incarnation}"
 
 
 def new_request_id(router: str) -> str:
-    """Of a request of the router with this incarnation: workers tell by the id whose it is."""
+    """Return an id for a request of the router with this incarnation; workers find the router by the id."""
     return f"{router}.{secrets.token_hex(12)}"
 
 
 def router_of(request_id: str) -> str:
-    """The incarnation of the router that a request belongs to."""
+    """Return the incarnation of the router that a request belongs to."""
     return request_id.partition(".")[0]
 
 
 def root_identity(model: str, kv_format: str, cache_salt: str = "", adapter: str = "") -> BlockIdentity:
-    """The parent identity of a sequence's first block.
+    """Return the parent identity of a sequence's first block.
 
     It binds the chain to the model, to the format of its KV, to the tenant's salt and to the adapter's
     digest, so that blocks which must not be shared never collide.
@@ -48,14 +48,14 @@ def root_identity(model: str, kv_format: str, cache_salt: str = "", adapter: str
 
 
 def child_identity(parent: BlockIdentity, token_ids: Sequence[int]) -> BlockIdentity:
-    """Identity of the block that holds `token_ids` and follows `parent`."""
+    """Return the identity of the block that holds `token_ids` and follows `parent`."""
     return _child(parent, _packed(token_ids))
 
 
 def block_identities(
     root: BlockIdentity, token_ids: Sequence[int], block_size: int
 ) -> Iterator[BlockIdentity]:
-    """Identities of the full blocks of `token_ids`, in order; a partial last block has none."""
+    """Yield the identities of the full blocks of `token_ids`, in order; a partial last block has none."""
     packed = _packed(token_ids)
     identity, width = root, block_size * _TOKEN_BYTES
     for end in range(width, len(packed) + 1, width):
@@ -64,22 +64,24 @@ def block_identities(
 
 
 def state_identities(block: BlockIdentity, count: int) -> list[BlockIdentity]:
-    """Of the `count` blocks with the state of recurrent layers behind a block."""
+    """Return the identities of the `count` blocks with the state of recurrent layers after `block`."""
     return [child_identity(b"state" + block, [index]) for index in range(count)]
 
 
 def table_identity(block: BlockIdentity, table: int) -> BlockIdentity:
-    """Of what lies in blocks of this table of the same tokens, apart from that of the first one."""
+    """Return the identity of the block of another table for the same tokens; the first table's differs from
+    it.
+    """
     return child_identity(b"table" + block, [table]) if table else block
 
 
 def token_ids_digest(token_ids: Sequence[int]) -> bytes:
-    """128-bit digest of a token list, to compare two processes' view of it."""
+    """Return a 128-bit digest of a token list, to compare two processes' copies of it."""
     return child_identity(b"", token_ids)
 
 
 def _packed(token_ids: Sequence[int]) -> bytes:
-    """Little-endian unsigned integers of `_TOKEN_BYTES` each."""
+    """Pack as little-endian unsigned integers of `_TOKEN_BYTES` each."""
     return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 

@@ -1,4 +1,4 @@
-"""What workers tell of the blocks in their prefix caches, and how a deployment asks for it."""
+"""Workers' reports of the blocks in their prefix caches, and the options for publishing them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from protocol.ids import BlockIdentity, root_identity
 
 IDENTITY_BYTES = 16
 MAX_BLOCKS_PER_BATCH = 8192
-"""What a router takes up in a few milliseconds."""
+"""The most blocks in a batch: a router handles this many in a few milliseconds."""
 
 REPLAY_BATCHES = 10_000
-"""Batches that a worker keeps for those who missed some."""
+"""Batches that a worker keeps for replays."""
 
 EventKind = Literal["stored", "removed", "cleared"]
 
 
 class Medium(enum.IntEnum):
-    """The tiers where a block may lie, by the names that others know: the pool, whatever its device, the host
-    memory and the disk.
+    """The tiers that a block may be in, under vLLM's names: the pool, on any device, the host memory and the
+    disk.
     """
 
     GPU = 0
@@ -34,10 +34,10 @@ class Medium(enum.IntEnum):
 
 
 class CacheFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker's block identities depend on beside tokens, salt and adapter.
+    """Everything that a worker's block identities depend on, apart from tokens, salt and adapter.
 
-    With `has_states` it tells of the blocks alone behind which it keeps a state of recurrent layers. It has
-    all those before such a block. With a `window` layers attend to the last so many tokens alone.
+    With `has_states` the worker reports only blocks after which it keeps a state of recurrent layers, and
+    has every block before such a block. With a `window`, layers attend to that many last tokens only.
     """
 
     model: Annotated[str, Meta(max_length=4096)]
@@ -51,7 +51,7 @@ class CacheFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvChange(msgspec.Struct, frozen=True, array_like=True):
-    """The same happened to several blocks: their identities, one after another. "cleared" has none."""
+    """A change to several blocks: their identities, concatenated. "cleared" has none."""
 
     kind: EventKind
     medium: Medium = Medium.GPU
@@ -61,8 +61,9 @@ class KvChange(msgspec.Struct, frozen=True, array_like=True):
 class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The content of `--kv-events-config`: where and how workers publish to other consumers.
 
-    A worker binds `endpoint` and `replay_endpoint`, with its place among all workers added to the port: those
-    of the first role come first. Port 0 picks a free one. `topic` is `kv@<worker>@<model>` by default.
+    A worker binds `endpoint` and `replay_endpoint`, with its index among all workers added to the port;
+    workers of the first role come first. Port 0 picks a free one. `topic` is `kv@<worker>@<model>` by
+    default.
     """
 
     endpoint: str = "tcp://*:5557"
@@ -74,7 +75,7 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def parse_kv_events_config(value: object, flag: str = "--kv-events-config") -> KvEventsConfig:
-    """From JSON text or a mapping. Raises `ConfigError` that names `flag`, the field and its limit."""
+    """Parse JSON text or a mapping. Raises `ConfigError` that names `flag`, the field and its limit."""
     if isinstance(value, KvEventsConfig):
         return value
     try:
@@ -99,7 +100,7 @@ def port_of(endpoint: str) -> int:
 
 
 def endpoint_at(endpoint: str, place: int) -> str:
-    """The endpoint of the worker at this place."""
+    """Return the endpoint of the worker with this index."""
     port = port_of(endpoint)
     return f"{endpoint.rpartition(':')[0]}:{port + place if port else 0}"
 

@@ -1,6 +1,6 @@
-"""The log lines of all processes: text to read, or one JSON object a line to search.
+"""The log format of all processes: plain text, or one JSON object a line.
 
-What a line is about goes along as `extra={"request_id": ...}`, which only JSON shows beside the message.
+Fields such as `extra={"request_id": ...}` appear in JSON only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 def log_to_stderr(level: str, log_format: LogFormat, process: str = "") -> None:
-    """Each line names the `process`, where there are several of a kind."""
+    """Log to stderr. Each line names the `process`, if given."""
     handler = logging.StreamHandler(sys.stderr)
     if log_format == "json":
         handler.setFormatter(JsonFormatter(process or "server"))
@@ -28,12 +28,16 @@ def log_to_stderr(level: str, log_format: LogFormat, process: str = "") -> None:
 
 
 def _is_standard(name: str) -> bool:
-    """Ray adds a name of its own to all records, which begins with an underscore."""
+    """Tell a standard attribute of a log record, or one that Ray adds with an underscore, from a field of
+    ours.
+    """
     return name in _STANDARD or name.startswith("_")
 
 
 class JsonFormatter(logging.Formatter):
-    """`time` is in UTC; an `exception` is the traceback. Then comes what the line is about."""
+    """Formats a record as JSON: `time` in UTC, `exception` with the traceback, then the record's extra
+    fields.
+    """
 
     def __init__(self, process: str) -> None:
         super().__init__()

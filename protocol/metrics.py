@@ -1,8 +1,8 @@
-"""Every metric, declared once: what `/metrics` exposes and `docs/metrics.md` lists.
+"""Declares every metric once: `/metrics` exposes these, and `docs/metrics.md` lists them.
 
-Names follow vLLM's where vLLM has the metric, and get `tandem_` in front on `/metrics`. The unit is in the
-name: seconds or bytes. Workers report theirs with each heartbeat, as `name` or `name{label="value"}`; what is
-not declared here is not exposed.
+Names follow vLLM's where vLLM has the metric, and get the prefix `tandem_` on `/metrics`. The unit is in the
+name: seconds or bytes. Workers report theirs with each heartbeat, as `name` or `name{label="value"}`;
+undeclared ones are dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LABEL = re.compile(r'\s*([a-z][a-z0-9_]*)="?([^",]*)"?\s*\Z')
 
 
 class Metric(msgspec.Struct, frozen=True):
-    """`labels` are those beside the ones that all metrics of its group have."""
+    """A metric. `labels` come in addition to the labels that all metrics of its group have."""
 
     name: str
     help: str
@@ -130,7 +130,7 @@ ROUTER = (
     _histogram("request_kv_handoff_time_seconds", "From the last block to the first decode step.", _TRANSFER),
     _histogram("request_kv_transfer_bytes", "What the wire carried of a prompt.", _BYTES),
 )
-"""Of the router itself, with the label `model_name`."""
+"""Metrics of the router itself, with the label `model_name`."""
 
 WORKER = (
     _gauge("num_requests_running", "Requests in the running batch."),
@@ -141,7 +141,7 @@ WORKER = (
     _counter("num_preemptions_total", "Requests preempted."),
     _counter("engine_steps_total", "Steps run."),
 )
-"""Of each worker, from its load, with the labels `worker`, `role` and `model_name`."""
+"""Metrics of each worker's load, with the labels `worker`, `role` and `model_name`."""
 
 WORKER_COUNTERS = (
     _counter("handoffs_total", "Hand-offs acknowledged (prefill) or taken over (decode)."),
@@ -189,7 +189,7 @@ WORKER_COUNTERS = (
     _counter("lent_core_steps_total", "Steps that also used cores of idle workers on the host."),
     _counter("computed_tokens_total", "Tokens computed."),
 )
-"""What `worker.counters` counts; the same labels."""
+"""Counters of `worker.counters`, with the same labels."""
 
 REPORTED = (
     *WORKER_COUNTERS,
@@ -257,7 +257,7 @@ REPORTED = (
         "spec_acceptance_collapsed_total", "Falls below half of the usual acceptance.", "method", "origin"
     ),
 )
-"""What workers report in all; the same labels."""
+"""Everything that workers report, with the same labels."""
 
 PAIR_STATE = (
     _gauge("kv_transport", "1 for the transport over which a worker sends to its peer."),
@@ -284,11 +284,13 @@ PAIR_COUNTERS = (
     _counter("kv_receive_pieces_total", "Pieces taken from the peer."),
     _counter("kv_receive_seconds_total", "From each piece's announcement to its place in the pool, summed."),
 )
-"""Of each worker's transfers with a peer: also with the labels `peer` and `transport`."""
+"""Counters of each worker's transfers with a peer; they have the labels `peer` and `transport`, too."""
 
 
 def reported(key: str, metrics: dict[str, Metric]) -> tuple[Metric, list[str]] | None:
-    """The metric that `name{label="value",...}` means and its labels' values; None for an undeclared one."""
+    """Return the metric named by `name{label="value",...}` and its labels' values; None for an undeclared
+    one.
+    """
     match = _NAME.match(key)
     metric = metrics.get(match[1]) if match else None
     if match is None or metric is None:

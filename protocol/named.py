@@ -1,4 +1,4 @@
-"""Code of a deployment's own, found by its name."""
+"""Finds code of the deployment's own by its name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from protocol.errors import ConfigError
 
 
 def named(name: str, flag: str) -> Any:
-    """What `module:name` names. Raises `ConfigError` that names `flag`."""
+    """Import the object that `module:name` names. Raises `ConfigError` that names `flag`."""
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What workers make of requests: tokens, how they end, and where the time went."""
+"""Workers' results: tokens, finish reasons and timings."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TransferTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A prompt's way from its prefill worker to its decode worker, in seconds and bytes.
+    """Timing of a prompt's transfer from its prefill worker to its decode worker, in seconds and bytes.
 
     reserve_s: from asking the decode worker for blocks to having them. transfer_s: from the first push until
-    all blocks were in place; exposed_s of it after the prompt was computed. wait_s: pieces waited for their
-    turn on the wire, summed. handoff_s: from the last block's arrival to the first decode step. Nothing is
-    pushed if the decode worker has all blocks: then there is no transport, and handoff_s counts from the
-    manifest.
+    all blocks were in place; exposed_s is the part of it after the prompt was computed. wait_s: time that
+    pieces waited for their turn on the wire, summed. handoff_s: from the last block's arrival to the first
+    decode step. Nothing is pushed if the decode worker has all blocks: then `transport` is empty, and
+    handoff_s counts from the manifest.
     """
 
     transport: Annotated[str, Meta(max_length=128)] = ""
@@ -42,10 +42,10 @@ class TransferTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class RequestTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a request's time went on one worker, in seconds.
+    """Timing of a request on one worker, in seconds.
 
-    `transfer` comes with the first token of a decode worker that took the request over, and `decode_queue_s`:
-    how long that had all of it before its first step began.
+    A decode worker that took the request over sends `transfer` with its first token, and `decode_queue_s`:
+    the time from having all of the request to its first step.
     """
 
     queue_s: Seconds = 0.0
@@ -55,11 +55,11 @@ class RequestTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step made for one request.
+    """One step's result for one request.
 
-    `position` tokens of the answer come before its own. `cached_tokens` comes with a sequence's first token.
-    Of the `drafted_tokens` that the step verified `accepted_tokens` are among its tokens. `embedding` is the
-    prompt's, float32 in little-endian order.
+    `position` tokens of the answer come before this output's. `cached_tokens` comes with a sequence's first
+    token. Of the `drafted_tokens` that the step verified, `accepted_tokens` are among its tokens.
+    `embedding` is the prompt's, float32 in little-endian order.
     """
 
     request_id: Id

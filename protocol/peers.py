@@ -1,4 +1,4 @@
-"""How workers reach each other."""
+"""Addresses at which workers reach each other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TransferOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """How another worker reaches this one."""
+    """A worker's address for other workers."""
 
     worker_id: Id
     incarnation: Id

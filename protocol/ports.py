@@ -1,4 +1,4 @@
-"""`--worker-ports`: where workers and routers listen for each other."""
+"""`--worker-ports`: the ports on which workers and routers listen for each other."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 
 ANY_PORT: Sequence[int] = (0,)
-"""Whatever is free."""
+"""Any free port."""
 _RANGE = re.compile(r"(\d{1,5})-(\d{1,5})\Z")
 
 
 def router_ports(config: ServeConfig) -> Sequence[int]:
-    """The range's first, one for each router. Raises `ConfigError`."""
+    """Return the first ports of the range, one for each router. Raises `ConfigError`."""
     ports = _ports(config)
     return ports if ports is ANY_PORT else ports[: config.router_replicas]
 
 
 def worker_ports(config: ServeConfig) -> Sequence[int]:
-    """The others, so that no worker takes the port of a router that is started anew. Raises `ConfigError`."""
+    """Return the ports after the routers', so that no worker takes the port of a restarted router. Raises
+    `ConfigError`.
+    """
     ports = _ports(config)
     return ports if ports is ANY_PORT else ports[config.router_replicas :]
 

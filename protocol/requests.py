@@ -1,4 +1,4 @@
-"""A request, as the router gives it to workers and workers to each other."""
+"""Requests, as the router gives them to workers and workers to each other."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from protocol.speculation import MAX_TREE_NODES, Method, RequestSpeculation
 
 
 class DraftPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a request's drafts are made, and the most tokens of one. Without a method nobody drafts.
+    """The place where a request's drafts are made, and the most tokens of one draft. Without a method none are
+    made.
 
-    Without `at` the worker that decodes the request drafts too, else that draft worker does.
+    Without `at` the decode worker drafts, else the draft worker with that id.
     """
 
     method: Method | None = None
@@ -27,10 +28,10 @@ class DraftPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to generate. `output_token_ids` were emitted before, by a worker that is gone.
+    """One sequence to generate. A worker that is gone emitted `output_token_ids` before.
 
-    Without a `draft_plan` the worker that decodes it drafts as the deployment and the request say. Beside it
-    steps that compute prompts keep `slo_tpot_s`, the time per output token that its client asks for.
+    Without a `draft_plan` the decode worker drafts as the deployment and the request say. Steps that compute
+    prompts in the same batch keep within `slo_tpot_s`, the time per output token that its client asked for.
     """
 
     request_id: Id
@@ -47,5 +48,5 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tenant(self) -> tuple[str, str]:
-        """Only requests of the same salt and the same adapter share KV."""
+        """Return the salt and the adapter: only requests with the same ones share KV."""
         return self.cache_salt, self.adapter.digest if self.adapter is not None else ""

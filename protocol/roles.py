@@ -10,8 +10,8 @@ from msgspec import Meta
 Role = Annotated[str, Meta(min_length=1, max_length=64)]
 """A role's name in `ROLES`."""
 Task = Literal["prefill", "decode", "draft"]
-"""What a worker does for a request: compute the prompt and hand it over, generate the tokens, or draft them
-for who does.
+"""Tasks of a worker for a request: compute the prompt and hand it over, generate tokens, or draft tokens for
+a decode worker.
 """
 
 _Replicas = Annotated[int, Meta(ge=1)]
@@ -19,7 +19,7 @@ _Ranks = Annotated[int, Meta(ge=1, le=64)]
 
 
 class RoleOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The command-line options that say how many workers of each role there are, and how large each is."""
+    """Command-line options for the number and the size of each role's workers."""
 
     prefill_replicas: Annotated[_Replicas, Meta(description="Prefill workers.")] = 1
     decode_replicas: Annotated[_Replicas, Meta(description="Decode workers.")] = 1
@@ -39,11 +39,10 @@ class RoleOptions(msgspec.Struct, frozen=True, kw_only=True):
 class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One role. Pure data: the launcher sends it to each worker's process.
 
-    `loop` names the class of its engine loop, as "module:class". `replicas` is the option with the number of
-    its workers, `ranks` the one with the number of processes that each consists of, by default 1. A worker
-    may be asked for any of `tasks`; the first is its purpose, the others are for when no worker with that
-    purpose is left. It pushes blocks to workers of the roles in `pushes_to`, and connects to them before the
-    first request.
+    `loop` names the class of its engine loop, as "module:class". `replicas` is the option for the number of
+    its workers, `ranks` the option for the number of processes of each, by default 1. A worker may be asked
+    for any of `tasks`; the first is its purpose, the others serve when no worker with that purpose is left.
+    It pushes blocks to workers of the roles in `pushes_to`, and connects to them before the first request.
     """
 
     name: str
@@ -54,7 +53,7 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     pushes_to: tuple[str, ...] = ()
     needs_disaggregation: bool = False
     holds_draft: bool = False
-    """Its engine's model is the draft of --speculative-config."""
+    """Whether its engine runs the draft model of --speculative-config."""
 
     @property
     def purpose(self) -> Task:

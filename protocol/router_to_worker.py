@@ -1,4 +1,4 @@
-"""What the router tells workers."""
+"""Messages from the router to workers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from protocol.version import PROTOCOL, version
 
 
 class Registered(msgspec.Struct, frozen=True, kw_only=True, tag="registered"):
-    """The router, itself of the incarnation `router`, knows this one of the worker from now on.
+    """The router with the incarnation `router` now knows this incarnation of the worker.
 
-    `protocol` is what it speaks, and `release` its Tandem's version.
+    `protocol` is the router's protocol version, `release` its Tandem version.
     """
 
     incarnation: Id
@@ -28,22 +28,24 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True, tag="registered"):
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
-    """The router does not take this incarnation of the worker, and never will."""
+    """The router refuses this incarnation of the worker for good."""
 
     incarnation: Id
     reason: ShortText
 
 
 class Unregistered(msgspec.Struct, frozen=True, kw_only=True, tag="unregistered"):
-    """The router hears from this incarnation and does not know it. Answered by `Register`."""
+    """The router got a message from this incarnation and does not know it. The worker answers with
+    `Register`.
+    """
 
     incarnation: Id
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
-    """Run a request. With `decode`, prefill it and hand it over there; without, run all of it here.
+    """Run a request. With `decode`, prefill it and hand it over to that worker; without, run all of it here.
 
-    `prefix` is a worker that may hold more of the prompt's KV than this one: to be asked for it first.
+    `prefix` is a worker that may hold more of the prompt's KV than this one; ask it first.
     """
 
     incarnation: Id
@@ -53,26 +55,28 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
 
 
 class Peers(msgspec.Struct, frozen=True, kw_only=True, tag="peers"):
-    """Workers that this one will hand prompts over to: a good time to connect is now."""
+    """Workers that this one will hand prompts over to; it connects to them now."""
 
     peers: Annotated[list[PeerAddress], Meta(max_length=2**12)]
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
-    """Forget these requests, whatever their stage. Unknown ids are ignored; no answer is sent."""
+    """Drop these requests, whatever their stage. Unknown ids are ignored; no answer is sent."""
 
     request_ids: Annotated[list[Id], Meta(max_length=2**16)]
 
 
 class CallRoll(msgspec.Struct, frozen=True, kw_only=True, tag="call_roll"):
-    """Say by `Absent` which of these requests, all sent before, are not under way here."""
+    """Report by `Absent` which of these requests, all sent before, are not running here."""
 
     incarnation: Id
     request_ids: Annotated[list[Id], Meta(max_length=2**16)]
 
 
 class Redirect(msgspec.Struct, frozen=True, kw_only=True, tag="redirect"):
-    """Hand the request over to `decode` instead; None: nobody takes it, decode it where its prompt is."""
+    """Hand the request over to `decode` instead; None: no worker takes it, so decode it where its prompt
+    is.
+    """
 
     incarnation: Id
     request_id: Id
@@ -80,7 +84,7 @@ class Redirect(msgspec.Struct, frozen=True, kw_only=True, tag="redirect"):
 
 
 class Replan(msgspec.Struct, frozen=True, kw_only=True, tag="replan"):
-    """From now on the request's drafts are made as `plan` says; None: as the worker decides."""
+    """From now on make the request's drafts as `plan` says; None: as the worker decides."""
 
     incarnation: Id
     request_id: Id
@@ -88,8 +92,8 @@ class Replan(msgspec.Struct, frozen=True, kw_only=True, tag="replan"):
 
 
 class PeerGone(msgspec.Struct, frozen=True, kw_only=True, tag="peer_gone"):
-    """Free what is held for the incarnation `gone` of a worker, which is lost. If it speaks again, it begins
-    anew.
+    """Free everything held for the lost incarnation `gone` of a worker. If it speaks again, it is treated as
+    new.
     """
 
     incarnation: Id
@@ -98,14 +102,14 @@ class PeerGone(msgspec.Struct, frozen=True, kw_only=True, tag="peer_gone"):
 
 
 class ReplayKvEvents(msgspec.Struct, frozen=True, kw_only=True, tag="replay_kv_events"):
-    """Send the batches of KV events again, from number `first` on, or all that is held if that is too old."""
+    """Send the batches of KV events again, from number `first` on, or everything held if that is too old."""
 
     incarnation: Id
     first: Count
 
 
 class Prefetch(msgspec.Struct, frozen=True, kw_only=True, tag="prefetch"):
-    """Bring the KV of a request, which `prefix` runs, into the prefix cache. Answered by `Prefetched`."""
+    """Bring the KV of a request that `prefix` runs into the prefix cache. Answered by `Prefetched`."""
 
     incarnation: Id
     request: EngineRequest
@@ -113,9 +117,9 @@ class Prefetch(msgspec.Struct, frozen=True, kw_only=True, tag="prefetch"):
 
 
 class PrepareToLeave(msgspec.Struct, frozen=True, kw_only=True, tag="prepare_to_leave"):
-    """The worker is to end, or to go on in another role as a new incarnation, once nothing runs on it.
+    """End, or continue in another role as a new incarnation, once nothing runs on the worker.
 
-    It says so to all its routers by `Leaving`.
+    The worker tells all its routers by `Leaving`.
     """
 
     incarnation: Id
@@ -124,15 +128,17 @@ class PrepareToLeave(msgspec.Struct, frozen=True, kw_only=True, tag="prepare_to_
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
-    """The router has nothing on the worker any more, which leaves when all routers have said so."""
+    """The router has no requests on the worker any more. The worker leaves when all routers have sent
+    this.
+    """
 
     incarnation: Id
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="load_adapter"):
-    """Keep the adapter in this folder under this name. Answered by `AdapterLoaded`.
+    """Load the adapter in this folder under this name. Answered by `AdapterLoaded`.
 
-    With a `digest` it must be the one with that content.
+    With a `digest` its content must have that digest.
     """
 
     incarnation: Id
@@ -142,7 +148,7 @@ class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="load_adapter")
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="unload_adapter"):
-    """Forget the adapter of this name, once no request here has it. Unknown names are ignored."""
+    """Drop the adapter of this name once no request here uses it. Unknown names are ignored."""
 
     incarnation: Id
     name: AdapterName

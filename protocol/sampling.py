@@ -1,4 +1,4 @@
-"""Sampling parameters, as the engine sees them: already defaulted, seeded and checked."""
+"""Sampling parameters in the engine's form: with defaults, a seed, and checked."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
 MIN_REPETITION_PENALTY = 1e-3
-"""Below it a logit divided by the penalty may exceed what float32 can hold."""
+"""The smallest penalty: below it a logit divided by the penalty may exceed what float32 can hold."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the tokens of one sequence are chosen.
+    """Sampling parameters of one sequence.
 
-    `temperature` 0 is greedy. `top_k` 0 or -1 and `top_p` 1 mean no filter. `seed` keys the noise
-    together with the token's position, so that it alone fixes the answer. `logprobs` counts the alternatives
-    wanted with each token (0: only the chosen token's own); None wants none. `banned_token_sequences` are
-    never completed. The tokens spell a text of `grammar`, written as llguidance reads it, and the end of the
-    sequence comes where that text is complete. `embeds`: the prompt's embedding is wanted, with one token.
+    `temperature` 0 is greedy. `top_k` 0 or -1 and `top_p` 1 mean no filter. `seed` keys the noise together
+    with the token's position, so that it alone fixes the answer. `logprobs` counts the alternatives wanted
+    with each token (0: only the chosen token's own); None wants none. `banned_token_sequences` are never
+    completed. The tokens spell a text of `grammar`, in llguidance's notation, and the sequence ends where
+    that text is complete. `embeds`: the prompt's embedding is wanted, with one token.
     """
 
     max_tokens: int

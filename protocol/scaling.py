@@ -1,4 +1,4 @@
-"""`--autoscale`: the least and the most workers of each role that scales by itself."""
+"""`--autoscale`: the minimum and maximum number of workers of each role that scales by itself."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from protocol.errors import ConfigError
 from protocol.roles import ROLES
 
 MAX_WORKERS = 4096
-"""Of one role."""
+"""The most workers of one role."""
 _RANGE = re.compile(r"\s*(\d{1,9})\s*:\s*(\d{1,9})\s*\Z")
 
 _Workers = Annotated[int, Meta(ge=1, le=MAX_WORKERS)]
 
 
 class WorkerRange(msgspec.Struct, frozen=True):
-    """The least and the most workers that a role may have."""
+    """The minimum and maximum number of workers of a role."""
 
     least: _Workers
     most: _Workers
@@ -30,7 +30,7 @@ class WorkerRange(msgspec.Struct, frozen=True):
 
 
 def parse_autoscale(value: object, flag: str) -> dict[str, WorkerRange]:
-    """From `prefill=1:4,decode=1:8`, or a mapping of roles to `1:4`. Raises `ConfigError`."""
+    """Parse `prefill=1:4,decode=1:8`, or a mapping of roles to `1:4`. Raises `ConfigError`."""
     if isinstance(value, str):
         pairs = [part.partition("=")[::2] for part in value.split(",") if part.strip()]
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""How a deployment and a request ask for speculation. Names follow vLLM's where vLLM has the option."""
+"""Speculation options of a deployment and of a request. Names follow vLLM's where vLLM has the option."""
 
 from __future__ import annotations
 
@@ -24,31 +24,33 @@ METHODS: tuple[Method, ...] = (
     "eagle",
     "self_speculative",
 )
-"""Those that come with Tandem."""
+"""The methods that come with Tandem."""
 CUSTOM: Literal["custom"] = "custom"
-"""By a drafter of the deployment's own."""
+"""The method of a drafter of the deployment's own."""
 SELF: Literal["self_speculative"] = "self_speculative"
-"""By the model's own layers."""
+"""The method that drafts with the model's own layers."""
 WEIGHTLESS: tuple[Method, ...] = ("ngram", "suffix", "lookahead")
-"""Methods that need no weights: a request may ask for them whatever the deployment's method is."""
+"""Methods that need no weights: a request may choose them whatever the deployment's method is."""
 
 Quantization = Literal["int8", "int4", "fp8", "mxfp4"]
-"""How weights are rounded at load: `engine.quantization.weight.CodeFormat`."""
+"""Formats that weights are rounded to at load: `engine.quantization.weight.CodeFormat`."""
 
 Verification = Literal["coupled", "standard", "block"]
 RequestClass = Literal["greedy", "sampled"]
-"""Requests whose drafts fare alike, as far as a request tells: drafts are the draft model's likeliest tokens,
-which sampled ones follow less."""
+"""Classes of requests by how well drafts are accepted: drafts are the draft model's likeliest tokens, which
+sampled requests follow less often.
+"""
 
 MAX_DRAFT_TOKENS = 32
 MAX_TREE_NODES = 63
-"""With the sequence's last token as root, one bit each of a 64-bit mask."""
+"""The most nodes of a tree: with the sequence's last token as root, each has one bit of a 64-bit mask."""
 
 REMOTE: Literal["remote"] = "remote"
 Source = Literal[
     "draft_model", "ngram", "suffix", "lookahead", "medusa", "eagle", "self_speculative", "custom", "remote"
 ]
-"""Where drafts come from: a method of the decode worker's own, or a draft worker; statistics are by it."""
+"""Sources of drafts, by which statistics are kept: a method of the decode worker's own, or a draft worker.
+"""
 
 REMOTE_METHODS: tuple[Method, ...] = ("draft_model",)
 """Methods that a draft worker can draft with."""
@@ -65,19 +67,19 @@ Rates = Annotated[list[Probability], Meta(max_length=MAX_TREE_NODES)]
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The content of `--speculative-config`.
 
-    `num_speculative_tokens` is how many tokens to draft in a step: a number, or "auto" for as many as pay, up
-    to `max_speculative_tokens`. `model` is the draft model, or the folder with the heads. `tree` lets the
+    `num_speculative_tokens` is the number of tokens to draft in a step, or "auto" for as many as pay, up to
+    `max_speculative_tokens`. `model` is the draft model, or the folder with the heads. `tree` lets the
     methods that can draft a tree (`draft_model`, `medusa`, `eagle`) do so: "auto" is then up to `tree_nodes`
-    tokens, of which up to `max_speculative_tokens` follow one another.
-    Suffix decoding keeps the outputs of `suffix_decoding_max_cached_requests` requests, of all tenants
-    together, and at most 1,048,576 tokens of them in up to 40 MiB; 0 keeps none.
-    `prefill` says who computes a prompt's draft KV: "carry" the prefill worker, "rebuild" the decode worker.
-    Without `decode_workers_draft` draft workers alone have the draft: one that doesn't fit beside the model.
-    `quantization` rounds the weights of a draft model at load, as `--quantization` does the model's, or those
-    of heads, their own LM heads too, or of the copy that `self_speculative` drafts with. That has the model's
-    layers (0 is the first) without `skip_layers`, or the first `exit_layer` alone.
-    `drafter` names the class of the method `custom` as `module:name`, to be made from this config, the
-    server's and the model: a `speculation.drafter.Drafter`.
+    tokens, of which up to `max_speculative_tokens` follow one another. Suffix decoding keeps the outputs of
+    `suffix_decoding_max_cached_requests` requests, of all tenants together, and at most 1,048,576 tokens of
+    them in up to 40 MiB; 0 keeps none. `prefill` chooses the worker that computes a prompt's draft KV:
+    "carry" the prefill worker, "rebuild" the decode worker. Without `decode_workers_draft` only draft
+    workers load the draft, for one that doesn't fit next to the model. `quantization` rounds the weights of
+    a draft model at load, as `--quantization` does the model's, or those of heads, their own LM heads too,
+    or of the copy that `self_speculative` drafts with. That copy has the model's layers (0 is the first)
+    without `skip_layers`, or the first `exit_layer` alone. `drafter` names the class of the method `custom`
+    as `module:name`, to be made from this config, the server's and the model: a
+    `speculation.drafter.Drafter`.
     """
 
     method: Method
@@ -108,33 +110,33 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def lookahead_rows(self) -> int:
-        """Rows of a step that the window and the guesses take."""
+        """Return the rows of a step that the lookahead window and the guesses take."""
         return (self.lookahead_window + self.lookahead_guesses) * (self.lookahead_ngram - 1)
 
     @property
     def fixed_tokens(self) -> int | None:
-        """How many tokens to draft, None for as many as pay."""
+        """Return the number of tokens to draft, or None for as many as pay."""
         return self.num_speculative_tokens if isinstance(self.num_speculative_tokens, int) else None
 
 
 class RequestSpeculation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a request says of its own speculation; None leaves it to the deployment."""
+    """A request's own speculation options; None leaves one to the deployment."""
 
     enabled: bool = True
     method: Method | None = None
     num_speculative_tokens: NumTokens | None = None
     place: Literal["none", "local", "remote"] | None = None
-    """Nowhere, on its decode worker, or on a draft worker, as far as that is possible."""
+    """No drafts, drafts on the decode worker, or on a draft worker, if possible."""
 
 
 class MethodState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a source of drafts fares on a worker, in its latest step and on average of the latest drafts.
+    """Statistics of a source of drafts on a worker, of its latest step and averaged over the latest drafts.
 
     `num_requests` decode with it, and were to draft `num_tokens` in all. `acceptance` are conditional rates
     by position: of a draft's token i, given that those before it are accepted; `by_class` are those of each
     class of requests that has drafted. Drafting for a batch takes `start_s`, `level_s` for each token of the
-    longest draft and `token_s` for each token of all drafts. Before a request's first draft its text is read,
-    in `read_s` for each token. `found` is the share of tokens asked for that were drafted.
+    longest draft and `token_s` for each token of all drafts. Before a request's first draft its text is
+    read, in `read_s` for each token. `found` is the share of requested tokens that were drafted.
     """
 
     method: Source
@@ -150,8 +152,8 @@ class MethodState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class StepTimeState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a step takes on a worker beside its drafting: `seconds[i][j]` where `sequences[i]` requests decode
-    and each verifies `drafted[j]` tokens (both rising, linear in between).
+    """Times of a worker's steps without drafting: `seconds[i][j]` for steps in which `sequences[i]` requests
+    decode and each verifies `drafted[j]` tokens (both rising, linear in between).
     """
 
     sequences: Annotated[list[Count], Meta(max_length=16)] = []
@@ -160,11 +162,11 @@ class StepTimeState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class SpeculationState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker's speculation, as its router sees it.
+    """A worker's speculation, as reported to its router.
 
-    `max_tokens` is the most that one request drafts in a step, 0 where the deployment does not speculate.
-    The current K of a method is `num_tokens / num_requests`. A draft worker's answer is there `draft_answers`
-    seconds after it was told something, as measured; both sides look between two steps.
+    `max_tokens` is the most that one request drafts in a step, 0 if the deployment does not speculate. The
+    current K of a method is `num_tokens / num_requests`. A draft worker's answer arrives `draft_answers`
+    seconds after a message to it, as measured; both sides look between two steps.
     """
 
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TREE_NODES)] = 0
@@ -174,7 +176,7 @@ class SpeculationState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 
 def parse_speculative_config(value: object, flag: str = "--speculative-config") -> SpeculativeConfig:
-    """From JSON text or a mapping. Raises `ConfigError` that names `flag`, the field and its limit."""
+    """Parse JSON text or a mapping. Raises `ConfigError` that names `flag`, the field and its limit."""
     if isinstance(value, SpeculativeConfig):
         return value
     try:
@@ -192,8 +194,8 @@ def parse_speculative_config(value: object, flag: str = "--speculative-config") 
 
 
 def parse_request_speculation(value: Mapping[str, Any] | None) -> RequestSpeculation | None:
-    """A request's `speculative`; None where it asks for nothing. Raises `InvalidRequestError` that names the
-    field and its limit.
+    """Parse a request's `speculative`; None if it asks for nothing. Raises `InvalidRequestError` that names
+    the field and its limit.
     """
     if not value:
         return None
@@ -204,7 +206,7 @@ def parse_request_speculation(value: Mapping[str, Any] | None) -> RequestSpecula
 
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """With the method's own name."""
+    """Replace an alias by the method's own name."""
     method = fields.get("method")
     return {**fields, "method": _ALIASES.get(method, method) if isinstance(method, str) else method}
 
@@ -240,7 +242,7 @@ def _check(config: SpeculativeConfig) -> None:
 
 
 def check_request_speculation(asked: RequestSpeculation | None, deployed: SpeculativeConfig | None) -> None:
-    """Raise `InvalidRequestError` when the deployment can't do what the request asks for."""
+    """Raise `InvalidRequestError` if the deployment cannot do what the request asks for."""
     if asked is None or not asked.enabled or asked.method in WEIGHTLESS:
         return
     if asked.method is None:
@@ -263,7 +265,9 @@ def check_request_speculation(asked: RequestSpeculation | None, deployed: Specul
 
 
 def describe(config: SpeculativeConfig | None) -> str:
-    """The method and, in brackets, the options that differ from their defaults; for start-up's report."""
+    """Return the method and, in brackets, the options that differ from their defaults, for the start's
+    report.
+    """
     if config is None:
         return f"none (a request may ask for {', '.join(WEIGHTLESS)})"
     defaults = SpeculativeConfig(method=config.method)

@@ -1,4 +1,4 @@
-"""What workers tell the router."""
+"""Messages from workers to the router."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from protocol.version import PROTOCOL, version
 
 
 class PairState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What went between a worker and one peer over one transport, and whether that transport serves the pair.
+    """Transfers between a worker and one peer over one transport, and whether that transport serves the
+    pair.
 
-    `refused` is the kind of reason why not, `reason` the reason in words. Without a peer the transport serves
-    nobody; without a transport the counters are those of the pair as a whole. A piece takes `latency_s`, and
-    its bytes move at `bytes_per_s`, both measured; 0 bytes a second: not yet.
+    `refused` is the kind of reason why not, `reason` the reason in words. Without a peer the transport
+    serves no peer; without a transport the counters are those of the pair as a whole. A piece takes
+    `latency_s`, and its bytes move at `bytes_per_s`, both measured; 0 bytes a second: not measured yet.
     """
 
     peer: Annotated[str, Meta(max_length=128)]
@@ -37,10 +38,10 @@ class PairState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
-    """A worker's load, and what its steps cost.
+    """A worker's load and the cost of its steps.
 
-    Sent at a steady pace, from a thread of its own, so it doubles as the heartbeat. Counters are totals since
-    the incarnation began.
+    Sent at a steady pace from a thread of its own, as the heartbeat. Counters are totals since the
+    incarnation began.
     """
 
     worker_id: Id
@@ -57,7 +58,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     prefix_hit_tokens: Count = 0
     steps: Count = 0
     num_kv_events: Count = 0
-    """Batches of `KvEvents` sent."""
+    """Batches of `KvEvents` sent so far."""
     counters: dict[Id, float] = {}
     transports: dict[Id, Id] = {}
     pairs: Annotated[list[PairState], Meta(max_length=4096)] = []
@@ -74,8 +75,8 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
 class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
     """A worker is ready to serve, as process `pid` on the machine named `host`.
 
-    `weights` tells those of its model from others, `cache` how it identifies blocks; without a prefix cache
-    there is none. `protocol` and `release` are as in `Registered`.
+    `weights` identifies its model's weights, `cache` its block identities; it is absent without a prefix
+    cache. `protocol` and `release` are as in `Registered`.
     """
 
     address: PeerAddress
@@ -96,7 +97,7 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
 
 
 class Introduced(msgspec.Struct, frozen=True, tag="register"):
-    """A `Register` of any protocol, as far as all of them agree."""
+    """The part of a `Register` that all protocol versions share."""
 
     address: PeerAddress
     protocol: Count = 0
@@ -104,7 +105,7 @@ class Introduced(msgspec.Struct, frozen=True, tag="register"):
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
-    """Everything that one engine step made for the requests of one router."""
+    """The results of one engine step for the requests of one router."""
 
     worker_id: Id
     incarnation: Id
@@ -112,9 +113,9 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
 
 
 class KvEvents(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events"):
-    """What changed in a worker's prefix cache, in this order. Its batches are numbered from 0.
+    """Changes of a worker's prefix cache, in order. Batches are numbered from 0.
 
-    One that begins with "cleared" needs none of those before it.
+    A batch that begins with "cleared" needs none before it.
     """
 
     worker_id: Id
@@ -126,9 +127,8 @@ class KvEvents(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events"):
 class HandoverFailed(msgspec.Struct, frozen=True, kw_only=True, tag="handover_failed"):
     """A decode worker did not take a request over.
 
-    What is computed of the prompt stays with the prefill worker, which goes on and waits for a `Redirect` or
-    an `Abort`. With `manifest_sent` the decode worker may have begun to run the request before it was told
-    to give it up.
+    The prefill worker keeps the computed KV and waits for a `Redirect` or an `Abort`. With `manifest_sent`
+    the decode worker may have begun to run the request before it was told to give it up.
     """
 
     worker_id: Id
@@ -141,7 +141,7 @@ class HandoverFailed(msgspec.Struct, frozen=True, kw_only=True, tag="handover_fa
 
 
 class Absent(msgspec.Struct, frozen=True, kw_only=True, tag="absent"):
-    """These of a `CallRoll` are not under way here. All that was to be said of them was said before."""
+    """These requests of a `CallRoll` are not running here. Everything about them was sent before."""
 
     worker_id: Id
     incarnation: Id
@@ -169,7 +169,7 @@ class AdapterLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="adapter_load
 
 
 class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag="leaving"):
-    """The worker was told to end, or to go on in another role. The router takes its requests elsewhere, then
+    """The worker was told to end, or to continue in another role. The router moves its requests, then
     answers `Leave`.
     """
 

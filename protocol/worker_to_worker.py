@@ -1,6 +1,6 @@
-"""What a worker asks of another one, a decode worker or the holder of a prefix, and the answers.
+"""Messages to a decode worker, or to the holder of a prefix, and their answers.
 
-What decode workers and draft workers tell each other of drafts is in `protocol.draft_messages`.
+Messages about drafts are in `protocol.draft_messages`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from protocol.requests import EngineRequest
 class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
     """Ask the decode worker for blocks. `ttl_s`: the lease's life without progress.
 
-    `segments` are those of the prefill worker's pool, `wire_dtype` is how the wire will carry their values.
+    `segments` are those of the prefill worker's pool; `wire_dtype` is the dtype of values on the wire.
     """
 
     incarnation: Id
@@ -34,17 +34,17 @@ class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
-    """All blocks are on their way; here is what they are."""
+    """The manifest of a prompt whose blocks are all on their way."""
 
     manifest: HandoffManifest
 
 
 ANY_LEASE = "*"
-"""In a `Release`: whatever lease this prefill worker has for the request, or its place in the queue."""
+"""In a `Release`: any lease that this prefill worker has for the request, or its place in the queue."""
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
-    """The lease is not wanted any more. Idempotent."""
+    """Give up the lease. Idempotent."""
 
     incarnation: Id
     lease_id: Id
@@ -52,9 +52,9 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
-    """Push what is cached of these blocks, which follow each other from position `first_block` of a prompt.
+    """Push the cached ones of these consecutive blocks, which start at position `first_block` of a prompt.
 
-    They go to `receiver`, under its lease; with the lease's final piece the holder says that it has no more.
+    They go to `receiver`, under its lease; with the lease's last piece the holder says that it has no more.
     """
 
     incarnation: Id
@@ -66,9 +66,10 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
 
 
 class Reserved(msgspec.Struct, frozen=True, kw_only=True, tag="reserved"):
-    """A request's blocks on the decode worker, of `block_size` tokens; those before `covered` are there.
+    """A request's reserved blocks on the decode worker, of `block_size` tokens; blocks before `covered` are
+    already there.
 
-    `num_running` requests are decoded there.
+    `num_running` requests decode there.
     """
 
     request_id: Id
@@ -87,7 +88,9 @@ class ReserveRefused(msgspec.Struct, frozen=True, kw_only=True, tag="reserve_ref
 
 
 class HandoffAck(msgspec.Struct, frozen=True, kw_only=True, tag="handoff_ack"):
-    """The decode worker has taken the request over, or says why not (`field` of the manifest, if one)."""
+    """The decode worker has taken the request over, or refuses it with a reason (and the manifest's `field`,
+    if one is wrong).
+    """
 
     request_id: Id
     lease_id: Id
@@ -96,8 +99,8 @@ class HandoffAck(msgspec.Struct, frozen=True, kw_only=True, tag="handoff_ack"):
 
 
 class Lent(msgspec.Struct, frozen=True, kw_only=True, tag="lent"):
-    """The first `num_found` blocks of a `Fetch` are on their way, but for those that lie behind a window. The
-    leading `num_drafted` of them hold the draft's KV too.
+    """The first `num_found` blocks of a `Fetch` are on their way, except those before a window. The first
+    `num_drafted` of them hold the draft's KV too.
     """
 
     request_id: Id

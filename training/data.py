@@ -1,4 +1,4 @@
-"""Text files as one stream of tokens, and windows of it in an order that a step's number determines."""
+"""Text files as one stream of tokens, cut into windows whose order depends on the step's number alone."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _TEXTS_AT_ONCE = 256
 
 
 def read_texts(path: Path, option: str = "--data") -> list[str]:
-    """The texts of a file, of all UTF-8 files in a folder, or of the field "text" in each line of JSONL.
+    """Return the texts of a file, of all UTF-8 files in a folder, or of the field "text" in each line of
+    JSONL.
 
-    They are ordered by their hashes, so that a part of them is a fair sample. Raises `ConfigError` that names
-    `option`, the file and what is wrong with it.
+    They are ordered by their hashes, so that a part of them is a fair sample. Raises `ConfigError` that
+    names `option`, the file and the problem.
     """
     if not path.exists():
         raise ConfigError(f"{option}: {path} does not exist")
@@ -35,7 +36,7 @@ def read_texts(path: Path, option: str = "--data") -> list[str]:
 
 
 def _try_file(path: Path) -> Iterator[str]:
-    """What is no text is left out."""
+    """Yield the file's text, or nothing if it is not UTF-8."""
     try:
         yield from _file_texts(path, str(path))
     except ConfigError:
@@ -67,7 +68,7 @@ def _text_of(line: str, where: str) -> str:
 
 
 def encode_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """All texts' tokens, int32, each text begun and ended as the tokenizer and its model are used to."""
+    """Return all texts' tokens, int32, with the begin and end tokens that the tokenizer's model uses."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     pieces = []
     for start in range(0, len(texts), _TEXTS_AT_ONCE):
@@ -77,9 +78,10 @@ def encode_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Tensor
 
 
 class Windows:
-    """Batches of `batch` windows of `length` tokens: each epoch cuts the stream elsewhere and shuffles it.
+    """Batches of `batch` windows of `length` tokens: each epoch cuts the stream at another offset and
+    shuffles it.
 
-    Batch `step` depends on nothing but the stream, the seed and the step, so that a run can be resumed.
+    Batch `step` depends on the stream, the seed and the step alone, so a run can be resumed.
     """
 
     def __init__(self, stream: Tensor, length: int, batch: int, seed: int) -> None:
@@ -98,7 +100,7 @@ class Windows:
             )
 
     def __getitem__(self, step: int) -> Tensor:
-        """int64 [batch, length]."""
+        """Return the batch of a step, int64 [batch, length]."""
         epoch, number = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             random = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)

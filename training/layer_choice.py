@@ -1,8 +1,8 @@
-"""`tandem speculate choose-layers`: which of a model's layers it can skip when it drafts for itself.
+"""`tandem speculate choose-layers`: chooses the layers that a model can skip when it drafts for itself.
 
-Greedily, one layer after the other: the one that costs the least agreement with the whole model. That is the
-share of places of a text, all of them at once, at which both have the same likeliest token (as in SWIFT, Xia
-et al. 2024).
+The search is greedy: it removes the layer that costs the least agreement with the whole model. Agreement is
+the share of places of a text, evaluated in parallel, at which both have the same likeliest token (as in
+SWIFT, Xia et al. 2024).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from speculation.self_speculative.layers import with_layers
 from training.data import encode_texts, read_texts
 
 MOST_DRAFTED = 8
-"""Tokens in a row for which a choice is judged."""
+"""The most drafted tokens in a row for which a choice is judged."""
 
 
 @dataclass(frozen=True)
 class ChooseOptions:
-    """The command's options by their names. `num_layers` None: as many as make it fastest, up to half."""
+    """The command's options. `num_layers` None means the fastest number of layers, up to half."""
 
     model: str
     data: Path
@@ -83,7 +83,9 @@ def choose_layers(options: ChooseOptions, console: Console) -> LayerChoice:
 
 @torch.inference_mode()
 def search(model: PreTrainedModel, texts: Tensor, most: int) -> list[LayerChoice]:
-    """The best choice of each number of layers to skip, from 1 to `most`. `texts` int64 [windows, length]."""
+    """Return the best choice for each number of layers to skip, from 1 to `most`. `texts` int64 [windows,
+    length].
+    """
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     expected = _likeliest(model, texts)
     skipped: tuple[int, ...] = ()
@@ -103,12 +105,14 @@ def search(model: PreTrainedModel, texts: Tensor, most: int) -> list[LayerChoice
 
 
 def _likeliest(model: PreTrainedModel, texts: Tensor) -> Tensor:
-    """Of each place, [windows, length]; window by window, as the logits of a large vocabulary take room."""
+    """Return each place's likeliest token, [windows, length]; window by window, as logits of a large
+    vocabulary take room.
+    """
     return torch.cat([model(input_ids=text, use_cache=False).logits.argmax(-1) for text in texts.split(1)])
 
 
 def _products(model: PreTrainedModel) -> int:
-    """Weights that a step reads."""
+    """Count the weights that a step reads."""
     embeddings = model.get_input_embeddings().weight.numel()
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is model.get_input_embeddings().weight
@@ -116,8 +120,9 @@ def _products(model: PreTrainedModel) -> int:
 
 
 def _speed_up(agreement: float, cost: float) -> float:
-    """With the best number of tokens to draft, if each is accepted with this chance and takes this share of a
-    step, and a step takes as long for several rows as for one (Leviathan et al. 2023, theorem 3.8).
+    """Return the speedup with the best number of drafted tokens, if each is accepted with probability
+    `agreement` and costs this share of a step, and a step takes the same time for several rows (Leviathan et
+    al. 2023, theorem 3.8).
     """
     best = 0.0
     for count in range(1, MOST_DRAFTED + 1):
@@ -127,7 +132,7 @@ def _speed_up(agreement: float, cost: float) -> float:
 
 
 def _windows(options: ChooseOptions) -> Tensor:
-    """Spread evenly over the text, int64 [windows, length]."""
+    """Return windows spread evenly over the text, int64 [windows, length]."""
     tokens = encode_texts(read_texts(options.data), _load(AutoTokenizer, options.model))
     whole = tokens[: len(tokens) // options.length * options.length].view(-1, options.length)
     if not len(whole):

@@ -21,10 +21,10 @@ CLIP_NORM = 1.0
 
 
 class Learner(Protocol):
-    """What is trained.
+    """A trainable model.
 
     `module` holds the float32 parameters that `optimizers` step, by their names in a checkpoint. Each
-    optimizer's learning rate at its making is the highest of the run.
+    optimizer's initial learning rate is the highest of the run.
     """
 
     module: nn.Module
@@ -34,20 +34,22 @@ class Learner(Protocol):
     def optimizers(self) -> Mapping[str, Optimizer]: ...
 
     def backward(self, step: int) -> float:
-        """Add the gradients of this step's batch to `module`'s parameters; returns the loss.
+        """Add the gradients of this step's batch to `module`'s parameters; return the loss.
 
         The batch depends on the step's number alone.
         """
         ...
 
     def updated(self) -> None:
-        """The parameters have changed: by a step, or from a checkpoint."""
+        """React to changed parameters, after a step or a loaded checkpoint."""
         ...
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps in all, of rising learning rate at the start, of falling rate at the end."""
+    """The number of steps: in all, with a rising learning rate at the start, with a falling one at the
+    end.
+    """
 
     steps: int
     warm_up: int
@@ -71,7 +73,7 @@ class Step:
 class Trainer:
     """Trains in place and writes a checkpoint every `save_every_s` seconds.
 
-    A run goes on from `checkpoint` if it exists and has the same `settings`.
+    A run resumes from `checkpoint` if it exists and has the same `settings`.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Trainer:
         self.first_step = self._resume() if checkpoint.exists() else 0
 
     def run(self, report: Callable[[Step], None], until: int | None = None) -> None:
-        """Train to the schedule's end or to step `until`; then, and every so often, write a checkpoint."""
+        """Train to the schedule's end or to step `until`. Write checkpoints on the way and at the end."""
         started = saved = time.monotonic()
         end = self._schedule.steps if until is None else until
         self._learner.module.train()
@@ -126,7 +128,7 @@ class Trainer:
         metadata = {"step": str(step), "settings": json.dumps(self._settings)}
         partial = self._checkpoint.with_suffix(".partial")
         partial.parent.mkdir(parents=True, exist_ok=True)
-        # safetensors refuses tied tensors: each one is written as a tensor of its own.
+        # safetensors refuses tied tensors, so each is written as a tensor of its own
         save_file({name: value.clone() for name, value in tensors.items()}, partial, metadata=metadata)
         partial.replace(self._checkpoint)
 

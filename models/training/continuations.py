@@ -1,6 +1,6 @@
-"""Writes beginnings of the training files with the model's own greedy continuations, as JSONL.
+"""Writes prefixes of the training files with the model's own greedy continuations, as JSONL.
 
-Draft heads learn from these, since what they will draft is the model's text and not people's.
+Draft heads learn from these, since they will draft the model's text, not people's.
 """
 
 import argparse
@@ -23,7 +23,9 @@ AT_ONCE = 64
 
 
 def beginnings(documents: list[np.ndarray], count: int, seed: int) -> list[list[int]]:
-    """`count` pieces of the documents, each document as often as it is long."""
+    """Return `count` pieces of the documents; a document is chosen with a probability proportional to its
+    length.
+    """
     random = np.random.default_rng(seed)
     documents = [document for document in documents if len(document) > LONGEST]
     lengths = np.array([len(document) for document in documents])
@@ -36,7 +38,7 @@ def beginnings(documents: list[np.ndarray], count: int, seed: int) -> list[list[
 
 
 def continued(model: Path, prompts: list[list[int]]) -> Iterator[list[int]]:
-    """The prompts with what the model says after them, in the order in which they are ready."""
+    """Yield the prompts with the model's continuations, in the order in which they are ready."""
     engine = Engine(ServeConfig(model=str(model), max_num_seqs=AT_ONCE))
     sampling = SamplingParams(max_tokens=CONTINUATION, temperature=0.0, ignore_eos=True)
     texts: dict[str, list[int]] = {}

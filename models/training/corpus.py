@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_ONE_IN = 10
 
-# Not code a person would complete: others' packages, generated tables, build settings, odd inputs.
+# Text that a person would not complete: other packages, generated tables, build settings, odd inputs.
 EXCLUDED_PARTS = {"site-packages", "__pycache__", "encodings", "pydoc_data", "encoded_modules"}
 EXCLUDED_PREFIXES = ("_sysconfigdata", "bad_", "badsyntax")
 
@@ -57,7 +57,7 @@ def training_texts() -> list[str]:
 
 
 def held_out_files() -> list[SourceFile]:
-    """The files that nothing was ever trained on."""
+    """Return the files that were never trained on."""
     return [file for file in source_files() if file.held_out]
 
 

@@ -1,7 +1,8 @@
-"""Distills the target into the draft: it learns the target's whole next-token distribution on the corpus.
+"""Distills the target into the draft: the draft learns the target's whole next-token distribution on the
+corpus.
 
-The loss is KL(target || draft) at temperature 1 (Hinton et al., 2015): what a draft needs is the target's
-opinion, not the text's, and the whole distribution says more per token than one next token does.
+The loss is KL(target || draft) at temperature 1 (Hinton et al., 2015). A draft has to predict the target,
+not the text, and a distribution carries more information per token than one next token does.
 """
 
 import argparse

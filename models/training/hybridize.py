@@ -1,7 +1,7 @@
-"""Begins the hybrid with the target's weights: what both have is copied, and learning goes on from there.
+"""Initializes the hybrid from the target's weights, for further training.
 
-New are the gated delta nets, which at first add nothing to the hidden states, and what the hybrid's attention
-has beside the target's: norms of queries and keys, and a gate, which is half open at first.
+New parameters are the gated delta nets, which add nothing to the hidden states at first, and the norms of
+queries and keys and the gate of the hybrid's attention; the gate is half open at first.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from models.training.shapes import export, hybrid_config
 
 @torch.no_grad()
 def begin(target: LlamaForCausalLM, hybrid: Qwen3_5ForCausalLM) -> None:
-    """Copy into `hybrid`, a model of the target's width and depth."""
+    """Copy the target's weights into `hybrid`, a model of the same width and depth."""
     hybrid.get_input_embeddings().weight.copy_(target.get_input_embeddings().weight)
     hybrid.lm_head.weight.copy_(target.lm_head.weight)
     norms = [(hybrid.model.norm, target.model.norm)]
@@ -27,7 +27,7 @@ def begin(target: LlamaForCausalLM, hybrid: Qwen3_5ForCausalLM) -> None:
         else:
             ours.linear_attn.out_proj.weight.zero_()
     for norm, known in norms:
-        norm.weight.copy_(known.weight - 1)  # the hybrid's scale by 1 more than their weight
+        norm.weight.copy_(known.weight - 1)  # the hybrid multiplies by 1 plus this weight
 
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")

@@ -1,4 +1,4 @@
-"""A model as the training loop sees it: fp32 master weights, Muon for matrices, AdamW for the rest."""
+"""The training loop's view of a model: fp32 master weights, Muon for matrices, AdamW for the rest."""
 
 import copy
 from collections.abc import Callable
@@ -8,11 +8,11 @@ import torch
 from transformers import PreTrainedModel
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
-"""Of tokens [windows, length + 1], a mean in nats."""
+"""A function of tokens [windows, length + 1] that returns a mean in nats."""
 
 
 class BatchOf(Protocol):
-    """`batches(step)`: int64 [windows, length + 1]."""
+    """`batches(step)` returns int64 [windows, length + 1]."""
 
     def __call__(self, step: int) -> torch.Tensor: ...
 

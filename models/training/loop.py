@@ -1,8 +1,8 @@
-"""How the models are trained: the options, the batches, the run.
+"""Trains the bundled models: the options, the batches, the run.
 
 The learning rate is constant after the warm-up and falls linearly to zero over the last `--decay-steps`, in
-which windows grow to the model's whole context. Until the decay starts a run doesn't depend on its length:
-a run that goes on from `--state` may have other `--steps`.
+which windows grow to the model's whole context. Until the decay starts a run doesn't depend on its length,
+so a run resumed from `--state` may have other `--steps`.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def window_shape(step: int, arguments: argparse.Namespace) -> tuple[int, int]:
 
 
 class Batches:
-    """The batch of each step, asked for in order; a resumed run passes over those before its first."""
+    """The batches of a run, read in order. A resumed run skips those before its first step."""
 
     def __init__(self, windows: DocumentWindows, arguments: argparse.Namespace) -> None:
         self._windows = windows

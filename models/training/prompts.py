@@ -22,7 +22,7 @@ def prompts(tokenizer: Tokenizer, count: int, seed: int) -> list[dict[str, str |
     for index in sorted(chosen.tolist()):
         file = files[index]
         breaks = [at + 1 for at, character in enumerate(file.text) if character == "\n"]
-        # The last third is kept free, so that prompt and continuation fit behind the start.
+        # the last third is kept free, so that prompt and continuation fit after the start
         start = breaks[int(random.integers(len(breaks) * 2 // 3))]
         ids = tokenizer.encode(file.text[start:]).ids
         length = min(int(random.integers(SHORTEST, LONGEST + 1)), max(SHORTEST, len(ids) - CONTINUATION))

@@ -11,8 +11,8 @@ from models.training.shapes import CONTEXT, VOCABULARY
 
 PAD = "<|pad|>"
 
-# Like GPT-4's split: a word keeps one leading mark or space, numbers split in threes, `):` keeps its break,
-# and indentation stops one space short of the word that follows it.
+# Like GPT-4's split: a word keeps one leading mark or space, numbers split in threes, `):` keeps its line
+# break, and indentation ends one space before the word that follows it.
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 

@@ -1,4 +1,4 @@
-"""Trains one of the models on the corpus's text, from scratch or from given weights, for the next token."""
+"""Trains one of the models to predict the corpus's next token, from scratch or from given weights."""
 
 import argparse
 from pathlib import Path

@@ -11,7 +11,7 @@ _SERVED_AS = {"eagle3": "eagle", "medusa": "medusa"}
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """The settings of a training. A checkpoint of other settings is not resumed.
+    """The settings of a training run. A checkpoint with other settings is not resumed.
 
     `data` is a hash of the training tokens.
     """
@@ -28,7 +28,9 @@ class TrainingRun:
 
 
 def write(folder: Path, run: TrainingRun, rates: list[float], parameters: int, windows: int) -> None:
-    """`rates`: the held-out acceptance of each drafted position, measured on so many `windows`."""
+    """Write the card. `rates` is the held-out acceptance of each drafted position, measured on `windows`
+    windows.
+    """
     config = json.dumps({"method": _SERVED_AS[run.method], "model": str(folder)})
     rows = "\n".join(f"| {number} | {rate:.1%} |" for number, rate in enumerate(rates, start=1))
     (folder / "README.md").write_text(

@@ -1,4 +1,6 @@
-"""`tandem speculate train`: from a model and texts to heads with a card that says what they are worth."""
+"""`tandem speculate train`: trains heads from a model and texts, and writes a card with their measured
+acceptance.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ _WARM_UP = 0.05
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The command's options by their names. `steps` None: once through the data."""
+    """The command's options. `steps` None means once through the data."""
 
     method: Literal["eagle3", "medusa"]
     model: str
@@ -59,10 +61,10 @@ class TrainOptions:
 
 
 def train(options: TrainOptions, console: Console) -> list[float]:
-    """Train, measure, save; returns the held-out acceptance of each drafted position.
+    """Train, measure, save; return the held-out acceptance of each drafted position.
 
-    A run that was stopped goes on from its checkpoint when the same command is given again. Raises
-    `ConfigError` that names the option.
+    The same command resumes an interrupted run from its checkpoint. Raises `ConfigError` that names the
+    option.
     """
     if (options.output / "config.json").exists():
         raise ConfigError(f"--output: {options.output} has finished heads already; choose another folder")
@@ -102,7 +104,7 @@ def _load(kind: Any, model: str, **options: Any) -> Any:
 
 
 def _streams(options: TrainOptions, tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
-    """The tokens to train on, and those held out: another text's, or a part of the same."""
+    """Return the tokens to train on, and the held-out ones: another text's, or a part of the same."""
     stream = encode_texts(read_texts(options.data), tokenizer)
     if options.held_out is not None:
         return stream, encode_texts(read_texts(options.held_out, "--held-out"), tokenizer)
@@ -119,7 +121,7 @@ def _target(options: TrainOptions, stream: Tensor) -> Target:
 
 
 def head_schedule(steps: int) -> Schedule:
-    """The rate rises in the first twentieth of the steps, then falls to zero at the end of the last one."""
+    """Return a schedule whose rate rises in the first twentieth of the steps and then falls to zero."""
     warm_up = max(1, round(steps * _WARM_UP))
     return Schedule(steps, warm_up, decay=steps - warm_up + 1)
 
@@ -139,7 +141,7 @@ def _describe(options: TrainOptions, windows: Windows, stream: Tensor) -> card.T
 
 
 def _run(trainer: Trainer, steps: int, console: Console) -> None:
-    """Show a bar; where nobody watches, a line every minute."""
+    """Show a progress bar; without a terminal, a line every minute."""
     columns = (TextColumn("{task.fields[state]}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
         task = progress.add_task("", total=steps, completed=trainer.first_step, state="training")
@@ -157,7 +159,9 @@ def _run(trainer: Trainer, steps: int, console: Console) -> None:
 
 
 def _prompts(held_out: Tensor, options: TrainOptions) -> Tensor:
-    """Windows spread evenly over the held-out tokens, with room for a continuation: int64 [n, length]."""
+    """Return windows spread evenly over the held-out tokens, with room for a continuation: int64 [n,
+    length].
+    """
     windows = held_out[: len(held_out) // options.length * options.length].view(-1, options.length)
     if not len(windows):
         raise ConfigError(

@@ -19,9 +19,9 @@ from protocol.errors import ConfigError
 
 @dataclass(frozen=True)
 class Target:
-    """The model that heads are trained for: frozen, in eval mode, its attention Transformers' own.
+    """The model that heads are trained for: frozen, in eval mode, with Transformers' own attention.
 
-    `token_counts` [vocab_size], int64, says how often each token occurs in the training data.
+    `token_counts` [vocab_size], int64, counts each token in the training data.
     """
 
     name: str
@@ -50,21 +50,23 @@ class Target:
 
     @property
     def logit_scale(self) -> float:
-        """What the model multiplies its head's output with (Cohere's and Granite's do)."""
+        """Return the factor that the model applies to its head's output (Cohere and Granite have one)."""
         multiplier = getattr(self._config, "logit_scale", None) or 1.0
         divisor = getattr(self._config, "logits_scaling", None) or 1.0
         return float(multiplier / divisor)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The model's own logits [..., vocab_size] after tokens with these final hidden states, those of
-        layer `num_layers`.
+        """Return the model's own logits [..., vocab_size] for final hidden states (those of layer
+        `num_layers`).
         """
         logits = self.model.get_output_embeddings()(hidden) * self.logit_scale
         cap = getattr(self._config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def frequent_tokens(self, count: int) -> Tensor:
-        """The ids of so many tokens, ascending: int64 [count]. Raises `ConfigError`."""
+        """Return the ids of the `count` most frequent tokens, ascending: int64 [count]. Raises
+        `ConfigError`.
+        """
         if count > self.vocab_size:
             raise ConfigError(f"--draft-vocab-size: {count} exceeds the model's {self.vocab_size} tokens")
         return self.token_counts.topk(count).indices.sort().values.to(self.device)
@@ -76,10 +78,10 @@ class Target:
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """What a user may choose of the heads' shape; None leaves it to the method.
+    """The user's choices of the heads' shape; None leaves a choice to the method.
 
-    `depth`: how many tokens ahead they are trained to draft. `num_layers`: of each head.
-    `draft_vocab_size`: only so many of the most frequent tokens can be drafted.
+    `depth`: the number of tokens ahead that they are trained to draft. `num_layers`: layers of each head.
+    `draft_vocab_size`: only this many of the most frequent tokens can be drafted.
     """
 
     depth: int | None = None
@@ -90,10 +92,10 @@ class HeadOptions:
 class TrainableHead(ABC):
     """Heads in training. The loop owns the optimizer, the data and the checkpoints.
 
-    `module` holds, as float32 parameters on the target's device, exactly what is learned: its `state_dict`
-    is a checkpoint of the training. Buffers that follow from the target should not be persistent.
-    `hidden_layers` are those that `loss` and `draft` are given, in Transformers' numbering; they may be more
-    than serving needs (the last one, for the target's own logits).
+    `module` holds the learned parameters, and no others, as float32 on the target's device: its `state_dict`
+    is a training checkpoint. Buffers derived from the target should not be persistent. `hidden_layers` are
+    the layers whose hidden states `loss` and `draft` get, in Transformers' numbering; they may be more than
+    serving needs (the last one, for the target's own logits).
     """
 
     module: nn.Module
@@ -102,24 +104,25 @@ class TrainableHead(ABC):
 
     @abstractmethod
     def loss(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """A scalar to minimize. `token_ids` [windows, length], int64; `hidden` [windows, length, captured
-        layers * hidden_size], in the target's dtype: those after each token.
+        """Return a scalar to minimize. `token_ids` [windows, length], int64; `hidden` [windows, length,
+        captured layers * hidden_size], in the target's dtype: the hidden states after each token.
         """
 
     @abstractmethod
     def draft(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> Tensor:
-        """The chains that would be drafted greedily: int64 [windows, len(places), depth].
+        """Return the chains that greedy drafting would produce: int64 [windows, len(places), depth].
 
-        At place p, tokens to place p + 1 are committed and hidden states to place p are there, so that
-        entry i is for place p + 2 + i; what comes later in a window must not be looked at. Called without
+        At place p, the tokens up to place p + 1 are committed and the hidden states up to place p are known,
+        so entry i is for place p + 2 + i. Later parts of a window must not be read. Called without
         gradients; `places` ascend and are below length - 1.
         """
 
     def calibrate(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> None:  # noqa: B027
-        """For heads that note for serving how good they are: called after the training, before `save`.
+        """Measure what serving needs to know of the heads' quality. Called after the training, before
+        `save`.
 
-        Arguments as for `draft`. The windows go on from `places[0] + 1` with what the target itself says
-        after held-out text.
+        Arguments as for `draft`. From `places[0] + 1` on, the windows are the target's own continuations of
+        held-out text.
         """
 
     @abstractmethod

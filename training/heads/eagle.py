@@ -1,7 +1,8 @@
 """Trains EAGLE-3 heads with a training-time test (Li et al. 2025, section 3.2).
 
-Serving feeds the head its own hidden states, so training does too: from every place of a window the drafting
-of `depth` tokens is unrolled, with the text's tokens. The head learns the target's whole distribution.
+In serving the head reads its own hidden states, so training does too: from every place of a window the
+drafting of `depth` tokens is unrolled, with the text's tokens. The head learns the target's whole
+distribution.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ from training.heads.contract import HeadOptions, Target, TrainableHead, write_he
 DEFAULT_DEPTH = 4
 DRAFT_VOCABULARY = 32_000
 LARGEST_SHARE = 0.1
-"""Of the target's parameters, that a head may have: more would cost more time than it saves."""
+"""The largest share of the target's parameters that a head may have: more would cost more time than it
+saves.
+"""
 _STEP_WEIGHT = 0.8
-"""What the loss of a drafting step counts for, relative to the step before."""
+"""The weight of a drafting step's loss relative to the step before."""
 
 
 def build_eagle3(target: Target, options: HeadOptions) -> Eagle3Training:
-    """A head with a layer like the target's, if that is not too large; an LM head of its own likewise.
+    """Build a head with a layer like the target's and an LM head of its own, each only if it is not too
+    large.
 
     Raises `ConfigError` that names the option.
     """
@@ -42,7 +46,9 @@ def build_eagle3(target: Target, options: HeadOptions) -> Eagle3Training:
 
 
 def _shape(target: Target, draft_vocab_size: int, room: float) -> HeadShape:
-    """`room`: how many parameters the layer and the mixing of hidden states may have."""
+    """Return the head's shape. `room` is how many parameters the layer and the mixing of hidden states may
+    have.
+    """
     config = target.model.config.get_text_config(decoder=True)
     width, heads = target.hidden_size, config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -71,13 +77,13 @@ def _shape(target: Target, draft_vocab_size: int, room: float) -> HeadShape:
 
 
 def _rope(theirs: dict[str, Any] | None) -> dict[str, Any]:
-    """The target's; a plain one where it has none, or one for each kind of its layers."""
+    """Return the target's rope parameters; plain ones if it has none, or several kinds."""
     return dict(theirs) if theirs and "rope_theta" in theirs else {"rope_type": "default", "rope_theta": 1e4}
 
 
 def _captured(num_layers: int) -> tuple[int, ...]:
-    """A low, a middle and a high one as EAGLE-3's authors choose them; of a shallow model those just before
-    the last, which then need not compute a prompt's every row.
+    """Return a low, a middle and a high layer, as EAGLE-3's authors choose them. For a shallow model return
+    the layers just before the last, so that the last layer need not compute every row of a prompt.
     """
     if num_layers < 8:
         high = min(num_layers, max(2, num_layers - 1))
@@ -86,12 +92,12 @@ def _captured(num_layers: int) -> tuple[int, ...]:
 
 
 class Eagle3Training(TrainableHead):
-    """Place p of a window stands for the drafting that starts when token p + 1 is known, and the hidden
-    states up to token p.
+    """An EAGLE-3 head in training. Place p of a window stands for the drafting that starts when token p + 1
+    and the hidden states up to token p are known.
     """
 
     def __init__(self, target: Target, shape: HeadShape, depth: int, own_lm_head: bool) -> None:
-        """Without an LM head of its own the target's serves, as far as `draft_vocab_size` goes."""
+        """Without an LM head of its own the head uses the target's, limited to `draft_vocab_size`."""
         assert shape.draft_vocab_size is not None
         self.depth = depth
         self.hidden_layers: tuple[int, ...] = (*shape.captured, target.num_layers)
@@ -110,11 +116,11 @@ class Eagle3Training(TrainableHead):
         self.module: nn.Module = nn.ModuleDict(learned)
 
     def loss(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """The cross-entropy with the target's distribution, in nats a token.
+        """Return the cross-entropy with the target's distribution, in nats per token.
 
-        A drafting step is learned at the places where the text's tokens up to it are what the target itself
-        would say: only there is it ever verified. What the target gives to tokens outside the draft
-        vocabulary counts for nothing.
+        A drafting step learns only at places where the target itself would say the text's tokens before it,
+        since only there is the draft ever verified. Probability that the target gives to tokens outside the
+        draft vocabulary is ignored.
         """
         features, last = hidden.split([self._shape.feature_size, self._target.hidden_size], dim=-1)
         with torch.no_grad():
@@ -150,10 +156,10 @@ class Eagle3Training(TrainableHead):
             return self._lm_head(scored)
 
     def _unroll(self, features: Tensor, choose: Callable[[int, Tensor | None], Tensor]) -> Iterator[Tensor]:
-        """What the LM head takes in each drafting step, from all places but the last of a window at once:
+        """Yield the LM head's input in each drafting step, for all places of a window but the last:
         [windows, length - 1, hidden_size].
 
-        `choose` gives a step's tokens, from what it was in the step before if it likes.
+        `choose` returns a step's tokens, and may use the LM head's input of the step before.
         """
         head, count = self._head, features.shape[1] - 1
         positions = torch.arange(count, device=features.device)
@@ -175,7 +181,7 @@ class Eagle3Training(TrainableHead):
         return torch.autocast(self._target.device.type, self._target.dtype)
 
     def save(self, folder: Path) -> None:
-        """In the official EAGLE-3 layout."""
+        """Save in the official EAGLE-3 layout."""
         shape, dtype = self._shape, self._target.dtype
         tensors = {name: value.detach().to(dtype) for name, value in self._head.state_dict().items()}
         if self._owns_lm_head:
@@ -210,8 +216,9 @@ class Eagle3Training(TrainableHead):
 
 
 class _UnrolledAttention:
-    """Each call is a drafting step from `count` places: a place's row sees the first step's rows of all
-    places up to its own, and of the later steps those that started from its own place.
+    """Attention of the unrolled drafting. Each call is one drafting step from `count` places: a place's row
+    sees the first step's rows of all places up to its own, and the later steps' rows that started from its
+    own place.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -220,8 +227,8 @@ class _UnrolledAttention:
         self._values: list[Tensor] = []
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [windows, count, num_heads, head_dim], key and value with num_kv_heads; returns query's
-        shape.
+        """Attend with query [windows, count, num_heads, head_dim], key and value with num_kv_heads; return
+        query's shape.
         """
         groups = query.shape[-2] // key.shape[-2]
         query = query.transpose(1, 2) * query.shape[-1] ** -0.5

@@ -1,7 +1,7 @@
-"""What a trained head is worth: how much of its drafts the target itself would say.
+"""Measures a trained head: how often the target itself would say the drafted tokens.
 
-It is measured on the target's own greedy continuations of held-out text, at every place of them: these are
-the sequences in which greedy verification takes place.
+It is measured at every place of the target's own greedy continuations of held-out text: these are the
+sequences in which greedy verification takes place.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _WINDOWS_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class Continuations:
-    """`token_ids` [windows, length]: the first `prompt_length` are text, the others the target's."""
+    """`token_ids` [windows, length]: the first `prompt_length` are text, the rest are the target's."""
 
     token_ids: Tensor
     prompt_length: int
 
 
 def continue_greedily(target: Target, prompts: Tensor, num_tokens: int) -> Continuations:
-    """`prompts` [windows, prompt length], int64, on any device."""
+    """Continue `prompts` [windows, prompt length], int64, on any device."""
     continued = [
         target.model.generate(
             input_ids=some,
@@ -43,7 +43,8 @@ def continue_greedily(target: Target, prompts: Tensor, num_tokens: int) -> Conti
 
 @torch.no_grad()
 def acceptance(head: TrainableHead, target: Target, held_out: Continuations) -> list[float]:
-    """For each position of a greedy chain, how often it and all before it are what the target says.
+    """Return, for each position of a greedy chain, how often the target agrees with it and with all
+    positions before it.
 
     The same windows calibrate the head.
     """

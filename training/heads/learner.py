@@ -1,4 +1,4 @@
-"""Draft heads as the training loop sees them."""
+"""The training loop's view of draft heads."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class HeadLearner:
         return loss.item()
 
     def updated(self) -> None:
-        """The head itself is what is stepped."""
+        """Do nothing: the optimizer steps the head's own parameters."""
 
 
 @torch.no_grad()
 def hidden_states(target: Target, token_ids: Tensor, layers: tuple[int, ...]) -> Tensor:
-    """Hidden states of these layers, side by side: [windows, length, len(layers) * hidden_size].
+    """Return the hidden states of these layers, concatenated: [windows, length, len(layers) * hidden_size].
 
     `token_ids` int64 [windows, length].
     """

@@ -1,4 +1,4 @@
-"""Medusa heads in training: residual layers on the target's final hidden state, and one LM head for all."""
+"""Medusa heads in training: residual layers on the target's final hidden state, and one shared LM head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_RANKS = 10
 
 
 def build_medusa(target: Target, options: HeadOptions) -> MedusaTraining:
-    """Raises `ConfigError` that names the option."""
+    """Build the heads. Raises `ConfigError` that names the option."""
     depth = options.depth or DEFAULT_DEPTH
     if depth > MAX_DEPTH:
         raise ConfigError(f"--depth: at most {MAX_DEPTH} Medusa heads, got {depth}")
@@ -26,11 +26,11 @@ def build_medusa(target: Target, options: HeadOptions) -> MedusaTraining:
 
 
 class MedusaTraining(TrainableHead):
-    """The heads have residual layers of their own and share an LM head that begins as the target's, with the
-    rows of the `draft_vocab_size` most frequent tokens. A head learns the target's whole distribution of its
-    token, given the text before that (self-distillation, Cai et al. 2024, section 2.3.2), at the places where
-    the tokens between are what the target itself would say: a head does not see them, and only there are its
-    tokens verified.
+    """Medusa heads in training. Each head has its own residual layers; all share an LM head that starts as
+    the rows of the target's for the `draft_vocab_size` most frequent tokens. A head learns the target's
+    distribution of its token given the earlier text (self-distillation, Cai et al. 2024, section 2.3.2), at
+    places where the target itself would say the tokens in between: a head does not see those, and only there
+    are its tokens verified.
     """
 
     def __init__(self, target: Target, depth: int, num_layers: int, draft_vocab_size: int) -> None:
@@ -64,19 +64,21 @@ class MedusaTraining(TrainableHead):
         return self._ranked(hidden[:, places], 1)[..., 0]
 
     def _ranked(self, hidden: Tensor, count: int) -> Tensor:
-        """The best tokens of each head: [windows, places, heads, count]."""
+        """Return the best tokens of each head: [windows, places, heads, count]."""
         best = [self._heads(head, hidden).topk(count).indices for head in range(self.depth)]
         return self._token_map[torch.stack(best, dim=2)]
 
     def calibrate(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> None:
-        """How often each rank of each head is right, which is what a static tree is chosen by."""
+        """Measure how often each rank of each head is right; a static tree is chosen by that."""
         ranked = self._ranked(hidden[:, places], min(NUM_RANKS, len(self._token_map)))
         ahead = places.unsqueeze(1) + 2 + torch.arange(self.depth, device=places.device)
         right = ranked == token_ids[:, ahead].unsqueeze(-1)
         self._rank_acceptance = right.float().mean(dim=(0, 1))
 
     def save(self, folder: Path) -> None:
-        """vLLM's layout with one LM head, which it calls `original_lm_head`. `rank_acceptance` is ours."""
+        """Save in vLLM's layout with one LM head, which it calls `original_lm_head`. `rank_acceptance` is
+        our addition.
+        """
         tensors = {
             name: parameter.detach().to(self._target.dtype)
             for name, parameter in self.module.named_parameters()
@@ -102,7 +104,7 @@ class MedusaTraining(TrainableHead):
 
 
 class ResidualHeads(nn.Module):
-    """Float32 weights by vLLM's names. The layers are zero and the LM head is the target's at first."""
+    """Float32 weights under vLLM's names. The layers start at zero, the LM head as the target's."""
 
     def __init__(self, num_heads: int, num_layers: int, lm_head: Tensor) -> None:
         super().__init__()
@@ -113,7 +115,7 @@ class ResidualHeads(nn.Module):
         self.lm_heads[0].weight.data.copy_(lm_head)
 
     def forward(self, head: int, hidden: Tensor) -> Tensor:
-        """Logits [..., rows] in the dtype of `hidden` [..., hidden_size]."""
+        """Return logits [..., rows] in the dtype of `hidden` [..., hidden_size]."""
         return F.linear(self.blocks[head](hidden), self.lm_heads[0].weight.to(hidden.dtype))
 
 

@@ -1,0 +1,41 @@
+"""Checks that docstrings begin with a subject or a verb: `python -m tests.plain_docstrings`.
+
+A string that stands alone as a statement counts as a docstring, so comments of attributes are checked, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGES = ("labs", "messaging", "models", "native", "protocol", "training")
+"""The packages that are held to this so far."""
+
+_FRAGMENT = re.compile(r"(Of|What|Where|Whose|Who|Those|Beside|Behind)\b")
+
+
+def fragments(path: Path) -> Iterator[str]:
+    """Yield `path:line: first line` of each docstring that begins with a relative clause or a preposition."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            text = node.value.value
+            if isinstance(text, str) and _FRAGMENT.match(text.strip()):
+                yield f"{path}:{node.lineno}: docstring begins with a fragment: {text[:60]!r}"
+
+
+def main() -> int:
+    found = [
+        line
+        for package in PACKAGES
+        for path in sorted(Path(package).rglob("*.py"))
+        for line in fragments(path)
+    ]
+    print("\n".join(found), end="\n" if found else "")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
