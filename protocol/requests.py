@@ -16,8 +16,8 @@ from protocol.speculation import MAX_TREE_NODES, Method, RequestSpeculation
 
 
 class DraftPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The place where a request's drafts are made, and the most tokens of one draft. Without a method none are
-    made.
+    """The place where a request's drafts are made, and the most tokens of one draft. Without a method none
+    are made.
 
     Without `at` the decode worker drafts, else the draft worker with that id.
     """
