@@ -1,4 +1,4 @@
-"""Moves KV blocks between the pools of two workers, whatever the wire."""
+"""Moves KV blocks between the pools of two workers over any of several transports."""
 
 from kvtransfer.blocks.memory import PoolMemory
 from kvtransfer.interface import (

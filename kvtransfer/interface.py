@@ -1,4 +1,4 @@
-"""What the package's users see: the registered pool, the events and the errors."""
+"""The package's public types: the registered pool, the events and the errors."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class TransferError(TandemError):
 
 @dataclass(frozen=True, eq=False)
 class RegisteredPool:
-    """A KV pool as the wires see it: `num_blocks` blocks of `block_bytes` bytes each, one after the other.
-    To a sequence with several block tables each of these is a block pool of its own over the same blocks.
+    """A KV pool: `num_blocks` blocks of `block_bytes` bytes each, one after the other. For a sequence with
+    several block tables each table is a block pool of its own over the same blocks.
 
-    `buffer` holds them, or `device` where they lie in a GPU's memory: uint8 [num_blocks, block_bytes], which
-    what is launched in `queue` reads and writes.
+    `buffer` holds the blocks, or `device` if they are in a GPU's memory: uint8 [num_blocks, block_bytes],
+    read and written by work that was launched in `queue`.
 
-    `segments` describe what a block holds. Without them a block is mere bytes, and only a pool of equally
-    large blocks fits. `memory_fd` is the file behind `buffer` (from offset 0) where there is one: without it
-    the `shm` transport is not used.
+    `segments` describe a block's content. Without them a block is mere bytes, and only a pool of equally
+    large blocks fits. `memory_fd` is the file that backs `buffer` (from offset 0), if any: without it the
+    `shm` transport is not used.
     """
 
     buffer: memoryview
@@ -60,23 +60,24 @@ class RegisteredPool:
 
     @property
     def block_pools(self) -> tuple[int, ...]:
-        """How many blocks each block pool has."""
+        """Return the number of blocks of each block pool."""
         return (self.num_blocks,) * self.num_tables
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block; 1 for a pool without segments."""
+        """Return the tokens in a block; 1 for a pool without segments."""
         return self.segments[0].shape[2] if self.segments else 1
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """Receiver: how a lease's blocks came.
+    """Receiver: the timing of a lease's blocks.
 
-    The last block was in place at `at` (monotonic), `seconds` after the first push. `exposed_s` of these came
-    after the final push, when nothing was left to compute. `wait_s` is how long pieces waited for their turn,
-    summed. `nbytes` is what the wire carried, `transport` the one that carried the last piece.
-    `foreign_formats`: each `layout.foreign_format` of what came that is not empty.
+    The last block was in place at `at` (monotonic), `seconds` after the first push. `exposed_s` is the part
+    of these after the final push, when nothing was left to compute. `wait_s` is the time that pieces waited
+    for their turn, summed. `nbytes` is the number of bytes on the wire, `transport` the transport of the
+    last piece. `foreign_formats` are the non-empty values of `layout.foreign_format` for the received
+    pieces.
     """
 
     at: float
@@ -96,7 +97,7 @@ class Progress:
     blocks_received: int
     complete: bool = False
     arrival: Arrival | None = field(default=None, compare=False)
-    """With `complete`."""
+    """Set together with `complete`."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Closed:
 
 @dataclass(frozen=True)
 class Sent:
-    """Sender: how many of the blocks pushed under the lease are in place."""
+    """Sender: the number of blocks pushed under the lease that are in place."""
 
     lease_id: str
     blocks: int
@@ -119,8 +120,8 @@ class Completed:
     """Sender: the peer has every piece of the lease.
 
     It took `seconds` since the lease's first push. For `busy_s` of these some piece was on its way, and for
-    `hidden_s` of those the prompt was still being computed. `wait_s` is how long pieces waited for their
-    turn, summed. `nbytes` and `num_extents` are what the wire carried.
+    `hidden_s` of those the prompt was still being computed. `wait_s` is the time that pieces waited for
+    their turn, summed. `nbytes` and `num_extents` count the bytes and extents on the wire.
     """
 
     lease_id: str
@@ -135,7 +136,7 @@ class Completed:
 
 @dataclass(frozen=True)
 class Failed:
-    """Either side: nothing more will come of this lease."""
+    """Either side: the lease has failed; no more of its events follow."""
 
     lease_id: str
     reason: str

@@ -1,4 +1,6 @@
-"""What a worker moved to and from each peer, by transport, and the transports that a pair can't use."""
+"""Counts a worker's transfers with each peer by transport, and keeps the transports that a pair cannot
+use.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from kvtransfer.speed import WireSpeed
 from protocol.worker_to_router import PairState
 
 MAX_PEERS = 128
-"""Peers that are remembered; the least recently used one is forgotten first."""
+"""The most peers that are remembered; the least recently used one is forgotten first."""
 
 PairCounter = Literal[
     "kv_transfer_bytes_total",
@@ -33,12 +35,12 @@ PairCounter = Literal[
     "kv_receive_pieces_total",
     "kv_receive_seconds_total",
 ]
-"""In Prometheus' naming; `docs/kv-transfer.md` says what each one counts."""
+"""Counters under Prometheus names; `docs/kv-transfer.md` describes each one."""
 
 RefusalKind = Literal[
     "unavailable", "not_offered", "other_host", "refused", "unreachable", "timeout", "broken"
 ]
-"""Why a transport does not serve a pair. `broken`: it did, and will be tried again."""
+"""Reasons why a transport does not serve a pair. `broken`: it did serve, and will be tried again."""
 
 
 @dataclass
@@ -58,7 +60,7 @@ class Pairs:
         self._peers: OrderedDict[str, dict[str, _Pair]] = OrderedDict()
 
     def add(self, peer: str, transport: str, amounts: Mapping[PairCounter, float]) -> None:
-        """`transport` is empty for what no transport caused."""
+        """Add to the totals. `transport` is empty for amounts that belong to no transport."""
         with self._lock:
             counters = self._pair(peer, transport).counters
             for name, amount in amounts.items():
@@ -69,9 +71,9 @@ class Pairs:
             self._pair(peer, transport).counters[f"kv_transfer_errors_total{{kind={kind}}}"] += count
 
     def refuse(self, peer: str, transport: str, refusal: RefusalKind, reason: str) -> bool:
-        """Note why a transport does not serve the pair. Returns whether that is new, and worth a log line.
+        """Record why a transport does not serve the pair. Return whether that is new, and worth a log line.
 
-        `peer` is empty for a transport that this worker can't offer to anybody.
+        `peer` is empty for a transport that this worker cannot offer to any peer.
         """
         with self._lock:
             pair = self._pair(peer, transport)
@@ -80,14 +82,14 @@ class Pairs:
             return is_news
 
     def accept(self, peer: str, transport: str) -> None:
-        """Forget why the transport did not serve the pair."""
+        """Remove the record of why the transport did not serve the pair."""
         with self._lock:
             pair = self._peers.get(peer, {}).get(transport)
             if pair is not None:
                 pair.refused, pair.reason = None, ""
 
     def snapshot(self, in_use: Mapping[str, str]) -> list[PairState]:
-        """All pairs; `in_use` has the transport in use by peer."""
+        """Return the state of all pairs; `in_use` has the transport in use by peer."""
         with self._lock:
             for pairs in self._peers.values():
                 for pair in pairs.values():

@@ -32,12 +32,12 @@ _ACCEPT_PAUSE_S = 0.1
 class Receiver:
     """Receives blocks into `pool` under leases, over every transport of `transports` at once.
 
-    The caller opened the transports, and closes them. `key` is the cluster's 32-byte transfer key, `host` the
-    address to listen on, as peers reach it, on one of `ports` for each transport. `on_event` is called from
-    an I/O thread whenever `poll` has something new; it must not block. A connection that stops in the middle
-    of a piece is dropped after `progress_timeout_s` seconds. A sender without a connection gets
-    `reconnect_grace_s` seconds to come back over another wire before its leases fail. `pairs` gets what came
-    from each peer.
+    The caller opened the transports, and closes them. `key` is the cluster's 32-byte transfer key, `host`
+    the address to listen on, as peers reach it, on one of `ports` for each transport. `on_event` is called
+    from an I/O thread when `poll` has something new; it must not block. A connection that stops in the
+    middle of a piece is dropped after `progress_timeout_s` seconds. A sender without a connection gets
+    `reconnect_grace_s` seconds to come back over another transport before its leases fail. `pairs` counts
+    the transfers from each peer.
     """
 
     def __init__(
@@ -105,16 +105,17 @@ class Receiver:
         first_token: int | Sequence[int] = 0,
         num_tokens: int | None = None,
     ) -> None:
-        """Let a prompt's blocks be written under this lease, those before `first_token`'s excepted, or that
-        of their extent, once all is done that the calling thread has launched on the pool's device.
+        """Allow writes to a prompt's blocks under this lease, except blocks before `first_token` (one for
+        each extent, if several), once all work that the calling thread has launched on the pool's device is
+        done.
 
-        `num_tokens` is the prompt's length, by default what the blocks hold. Raises ValueError for bad blocks
-        or a known lease.
+        `num_tokens` is the prompt's length, by default the capacity of the blocks. Raises ValueError for bad
+        blocks or a known lease.
         """
         self._leases.open(lease_id, extents, first_token, num_tokens, self._queue.mark())
 
     def poll(self) -> list[ReceiveEvent]:
-        """The events since the last call: those of open leases, and `Closed` for closed ones."""
+        """Return the events since the last call: those of open leases, and `Closed` for closed ones."""
         events = []
         while self._events:
             event = self._events.popleft()
@@ -125,7 +126,7 @@ class Receiver:
     def close_lease(self, lease_id: str) -> bool:
         """Forget a lease; idempotent. No write begins under it after this.
 
-        Returns whether no write is under way. If one is, the blocks must not be used until a Closed event.
+        Return whether no write is running. If one is, the blocks must not be used until a Closed event.
         """
         return self._leases.close(lease_id)
 
@@ -133,7 +134,7 @@ class Receiver:
         return self._counters.snapshot() | {"leases_closing": float(self._leases.num_closing)}
 
     def close(self) -> None:
-        """Drop every connection and lease. Idempotent; leaves no thread or descriptor behind."""
+        """Drop every connection and lease, and end all threads. Idempotent."""
         if self._stop.stopped:
             return
         self._leases.close_all()
@@ -167,7 +168,9 @@ class Receiver:
                 time.sleep(_ACCEPT_PAUSE_S)
 
     def _accept_ready(self, poll: select.poll, look_again: float | None) -> float | None:
-        """Accept what has come and fail leases whose sender is gone; returns when to look for those again."""
+        """Accept new connections and fail leases whose sender is gone; return when to check for those
+        again.
+        """
         timeout_ms = None if look_again is None else max(0.0, look_again - time.monotonic()) * 1000
         ready = [descriptor for descriptor, _ in poll.poll(timeout_ms)]
         if self._stop.stopped:
@@ -180,7 +183,7 @@ class Receiver:
         return next_look
 
     def _fail_lost(self) -> float | None:
-        """Fail the leases whose sender is gone for good; returns when to look again."""
+        """Fail the leases whose sender is gone for good; return when to check again."""
         lost, look_again = self._leases.fail_lost(self._reconnect_grace_s)
         for lease_id in lost:
             self._emit(Failed(lease_id, "the sender is gone"))

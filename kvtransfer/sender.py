@@ -30,7 +30,7 @@ _JOIN_S = 10.0
 
 @dataclass
 class _Lease:
-    """What is on its way under one lease. A failed one stays until its event has been polled."""
+    """The transfers of one lease. A failed one stays until its event has been polled."""
 
     peer: PeerAddress
     link: Link | None = None
@@ -53,10 +53,11 @@ class Sender:
 
     `transports`, which the caller opened and closes, are in order of preference. Only `abort` and `close`
     ever wait for a peer: a thread of its own makes each link, at the first `push` or `connect` to the peer.
-    `on_event` is called from an I/O thread whenever `poll` has something new; it must not block. A wire on
+    `on_event` is called from an I/O thread when `poll` has something new; it must not block. A transport on
     which nothing is acknowledged for `progress_timeout_s` seconds counts as broken: its pieces are sent over
-    the next one, and the broken one is tried again every `retry_interval_s` seconds. `checksum` says which
-    bytes of a piece its checksum covers: none (`off`), a sample, or all. `pairs` gets what went to each peer.
+    the next one, and the broken one is tried again every `retry_interval_s` seconds. `checksum` chooses the
+    bytes of a piece that its checksum covers: none (`off`), a sample, or all. `pairs` counts the transfers
+    to each peer.
     """
 
     def __init__(
@@ -101,15 +102,15 @@ class Sender:
         self._closed = False
 
     def connect(self, peer: PeerAddress) -> str:
-        """Begin or find the link to a peer; returns the transport in use, or tried at the moment.
+        """Begin or find the link to a peer; return the transport in use, or the one being tried.
 
-        Raises TransferError if no transport is common to both.
+        Raises TransferError if the two have no transport in common.
         """
         with self._lock:
             return self._link(peer).transport
 
     def wire_dtype(self, peer: PeerAddress) -> str:
-        """How the transport in use to the peer, or tried at the moment, carries values."""
+        """Return the dtype in which the transport in use, or being tried, carries values to the peer."""
         with self._lock:
             link = self._links.get((peer.worker_id, peer.incarnation))
         return link.wire_dtype if link is not None else "auto"
@@ -124,14 +125,14 @@ class Sender:
         *,
         final: bool,
     ) -> None:
-        """Queue blocks of a prompt under the peer's lease, which follow each other from `first_position`, or
-        that of their extent.
+        """Queue blocks of a prompt under the peer's lease; they are consecutive from `first_position` (one
+        for each extent, if several).
 
-        `num_tokens` of the prompt are there, or will be once all is done that the calling thread has launched
-        on the pool's device. `final` ends the lease; with it there may be no blocks. The
-        blocks must stay untouched until Completed, or until `abort` returns. What goes wrong later comes as a
-        Failed event, after which the lease is forgotten; until it is polled, further pushes under the lease
-        are ignored. Raises ValueError for blocks out of range.
+        `num_tokens` of the prompt are computed, or will be once all work that the calling thread has
+        launched on the pool's device is done. `final` ends the lease; with it there may be no blocks. The
+        blocks must stay untouched until Completed, or until `abort` returns. Later errors come as a Failed
+        event, after which the lease is forgotten; until it is polled, further pushes under the lease are
+        ignored. Raises ValueError for blocks out of range.
         """
         positions = [first_position] * len(extents) if isinstance(first_position, int) else first_position
         pieces = [
@@ -161,7 +162,7 @@ class Sender:
             self._on_event()
 
     def poll(self) -> list[SendEvent]:
-        """What happened since the last call, of leases that are not aborted."""
+        """Return the events since the last call, except those of aborted leases."""
         with self._lock:
             events = list(self._events)
             self._events.clear()
@@ -173,8 +174,8 @@ class Sender:
     def abort(self, lease_id: str) -> None:
         """Forget a lease; idempotent. After it returns none of its source blocks is read any more.
 
-        With `shm` this waits for the peer to be done with the lease's pieces on the way, a few milliseconds;
-        a peer that takes longer than `abort_timeout_s` is disconnected, and ignores what it still reads.
+        With `shm` this waits some milliseconds for the peer to finish the lease's pieces on the way; a peer
+        that takes longer than `abort_timeout_s` is disconnected, and ignores blocks that it still reads.
         """
         with self._lock:
             lease = self._leases.pop(lease_id, None)
@@ -183,7 +184,7 @@ class Sender:
             lease.link.abort(lease_id, self._abort_timeout_s)
 
     def transports(self) -> dict[str, str]:
-        """The transport in use, by the worker id of each connected peer."""
+        """Return the transport in use, by the worker id of each connected peer."""
         with self._lock:
             return {link.peer.worker_id: link.transport for link in self._links.values() if link.connected}
 
@@ -191,7 +192,7 @@ class Sender:
         return self._counters.snapshot()
 
     def close(self) -> None:
-        """Drop every link and lease. Idempotent; leaves no thread or descriptor behind."""
+        """Drop every link and lease, and end all threads. Idempotent."""
         with self._lock:
             self._closed = True
             links = list(self._links.values()) + self._ending
@@ -237,7 +238,7 @@ class Sender:
         return link
 
     def _candidates(self, peer: PeerAddress) -> list[Candidate]:
-        """The peer's offers that can work, best first."""
+        """Return the peer's offers that can work, best first."""
         offers = {offer.transport: offer for offer in peer.offers}
         candidates, reasons = [], []
         for transport in self._transports:

@@ -1,13 +1,13 @@
-"""How fast the wire to a peer is, learned from what its totals gain between two looks at them."""
+"""Learns the speed of a peer's wire from the growth of its totals between two observations."""
 
 from __future__ import annotations
 
 _FADE = 0.95
-"""Weight of all earlier looks against the newest: some 20 count."""
+"""Weight of all earlier observations against the newest: some 20 count."""
 
 
 class WireSpeed:
-    """Least squares of relative errors: seconds = `latency_s` * pieces + bytes / `bytes_per_s`."""
+    """A least-squares fit of relative errors: seconds = `latency_s` * pieces + bytes / `bytes_per_s`."""
 
     def __init__(self) -> None:
         self._last = (0.0, 0.0, 0.0)
@@ -18,7 +18,7 @@ class WireSpeed:
         """0 until something was measured."""
 
     def look(self, pieces: float, nbytes: float, seconds: float) -> None:
-        """At totals. Only gains of all three tell something."""
+        """Observe the totals. An observation counts only if all three have grown."""
         gained = (pieces - self._last[0], nbytes - self._last[1], seconds - self._last[2])
         if min(gained) <= 0:
             return
@@ -32,7 +32,9 @@ class WireSpeed:
         self._solve()
 
     def _solve(self) -> None:
-        """Where all gains were alike, nothing tells latency from bandwidth: then all of it is bandwidth."""
+        """Solve the fit. If all observations were alike, latency and bandwidth cannot be told apart: then
+        all of it is bandwidth.
+        """
         independent = self._pieces * self._bytes - self._mixed**2
         if independent > 1e-3 * self._pieces * self._bytes:
             per_piece = (self._pieces_s * self._bytes - self._bytes_s * self._mixed) / independent

@@ -1,1 +1,1 @@
-"""KV blocks as bytes: their layout, how pieces name them, copying and converting them."""
+"""KV blocks as bytes: their layout, their names within pieces, copies and conversions."""

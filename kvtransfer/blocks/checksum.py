@@ -1,11 +1,11 @@
 """Checksums of pieces, equal on both sides of a transfer: XXH3 (64 bits) over the blocks in order.
 
-`full` covers every byte. `sampled` covers one sixteenth of every block, another one for each block, chosen by
-(lease, piece, place in the piece), which both sides know. So a block that was lost, swapped or put in a wrong
-place is seen like with `full`, since some of its bytes are looked at whichever sixteenth it is (missed with a
-chance of 2**-64). What hits only a part of a block may lie outside its sixteenth: a single flipped bit is
-seen with a chance of 1/16, a block of which the share s is stale with about s, and if that happens to n
-blocks it is missed with a chance of about (1 - s)**n.
+`full` covers every byte. `sampled` covers one sixteenth of every block, a different one for each block,
+chosen by (lease, piece, index in the piece), which both sides know. A block that was lost, swapped or
+misplaced is detected as with `full`, since some of its bytes are covered whichever sixteenth it is (missed
+with a probability of 2**-64). Damage to a part of a block may lie outside its sixteenth: a single flipped
+bit is detected with a probability of 1/16, a block of which the share s is stale with about s, and if that
+happens to n blocks it is missed with a probability of about (1 - s)**n.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ SHARES = 16
 def piece_checksum(
     mode: Mode, buffer: memoryview, block_bytes: int, blocks: BlockIndices, lease_id: str, index: int
 ) -> bytes | None:
-    """Eight bytes of a piece, which sender and receiver each find in `blocks` of their `buffer`.
+    """Return the eight-byte checksum of a piece, whose blocks sender and receiver each find in `blocks` of
+    their `buffer`.
 
     None if `off`.
     """
@@ -44,6 +45,6 @@ def piece_checksum(
 
 
 def chosen_shares(lease_id: str, index: int, count: int) -> BlockIndices:
-    """Which sixteenth of each of a piece's `count` blocks is looked at: int64 [count] in [0, 16)."""
+    """Return the covered sixteenth of each of a piece's `count` blocks: int64 [count] in [0, 16)."""
     stream = shake_128(f"{index}/{lease_id}".encode()).digest(count)
     return np.frombuffer(stream, np.uint8).astype(np.int64) % SHARES

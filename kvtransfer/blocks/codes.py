@@ -23,7 +23,7 @@ _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """Built at the first call; None where it can't be."""
+    """Return the library, built at the first call, or None if it cannot be built."""
     try:
         library = load_library(Path(__file__).parent / "codes.cpp")
     except BuildError as error:
@@ -47,7 +47,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def compiled(pool: SegmentLayout, wire: SegmentLayout, device: torch.device) -> bool:
-    """Whether these functions serve such values."""
+    """Tell whether these functions support such values."""
     known = pool.dtype in _DTYPES and wire.quantized and wire.code_dtype == torch.int8
     return known and device.type == "cpu" and _library() is not None
 
@@ -63,8 +63,8 @@ def pack(
 ) -> tuple[int, int, int] | None:
     """Write a segment of the pool's `blocks` to the first ones of `out`, both uint8 [n, block_bytes].
 
-    `limits` are the smallest magnitude that is not packed as zero, and the largest. Returns the row, plane
-    and head of the first group that is beyond it.
+    `limits` are the smallest magnitude that is not packed as zero, and the largest. Return the row, plane
+    and head of the first group that exceeds it.
     """
     library = _library()
     assert library is not None

@@ -1,8 +1,9 @@
-"""Brings blocks of another layout into our pool: dequantizes, casts, and re-blocks.
+"""Converts blocks of another layout into our pool: dequantizes, casts, and re-blocks.
 
 Tokens go from (wire block, slot) to (our block, slot). The overlap of a wire block with one of ours is a run
-of slots; overlaps of one kind (from the same slot, to the same slot, as many) are moved together. Block sizes
-of which one divides the other make few kinds, and even the worst make no more copies than there are overlaps.
+of slots; overlaps of one kind (from the same slot, to the same slot, of equal length) are moved together.
+Block sizes of which one divides the other make few kinds, and even the worst make no more copies than there
+are overlaps.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class Converter:
         """Write the tokens in [first_token, num_tokens) of the wire blocks at the start of `staged`.
 
         Wire block i is the prompt's block `positions[i]`, counted in wire blocks; `block_ids` are our blocks
-        of the prompt, in order. Nothing else in the pool is touched. `staged` must be writable. Raises
-        ValueError for blocks that are not there, RangeError for a value beyond the range of a float16 pool.
+        of the prompt, in order. Nothing else in the pool is changed. `staged` must be writable. Raises
+        ValueError for blocks that do not exist, RangeError for a value beyond the range of a float16 pool.
         """
         blocks = self._wire.blocks(staged)
         if len(positions) > len(blocks):
@@ -123,10 +124,11 @@ class Converter:
         return scale_by(decoded.copy_(codes), scales)
 
     def _halves(self, codes: Tensor) -> Tensor:
-        """fp8 codes as float16 numbers that are smaller by `HALF_PER_FP8`: the same bits, three places up.
+        """Reinterpret fp8 codes as float16 numbers that are smaller by `HALF_PER_FP8`: the same bits,
+        shifted by three places.
 
         torch converts float16 fifty times as fast, and the mantissa's and the exponent's bits fit exactly;
-        the factor is what the exponents' biases (7 and 15) differ by.
+        the factor is the difference of the exponents' biases (7 and 15).
         """
         bits = self._scratch.take("halves", tuple(codes.shape), torch.int16)
         bits.copy_(codes.view(torch.int8)).bitwise_left_shift_(7).bitwise_and_(~_EXTENDED_SIGN)
@@ -148,7 +150,9 @@ def moves(
     first_token: int,
     num_tokens: int,
 ) -> Iterator[Move]:
-    """The tokens in [first_token, num_tokens) of the wire blocks, by kind; `block_sizes` are (wire, ours)."""
+    """Yield the tokens in [first_token, num_tokens) of the wire blocks, by kind; `block_sizes` are (wire,
+    ours).
+    """
     wire_size, our_size = block_sizes
     starts = np.maximum(positions * wire_size, first_token)
     ends = np.minimum((positions + 1) * wire_size, num_tokens)
@@ -171,7 +175,7 @@ def moves(
 
 
 def _select(blocks: Tensor, index: BlockIndices) -> Tensor:
-    """These blocks: a view if they follow one another, as staged ones mostly do."""
+    """Return these blocks: a view if they are consecutive, as staged ones mostly are."""
     if _consecutive(index):
         return blocks[index[0] : index[0] + len(index)]
     return blocks.index_select(0, torch.from_numpy(index).to(blocks.device))

@@ -1,8 +1,8 @@
-"""Pools in a GPU's memory: when their bytes are there, and their way through pinned host memory.
+"""Pools in a GPU's memory: when their bytes are complete, and their way through pinned host memory.
 
 An engine launches work and goes on. Blocks that it hands over may not be computed yet, and blocks that it
-gives away may still be read by what it launched before. So each push and each lease has a mark in the queue
-of what was launched: who reads or writes the blocks waits for that, and not for what came later.
+gives away may still be read by work that it launched before. So each push and each lease has a mark in the
+device's queue: readers and writers of the blocks wait for that mark, and not for later work.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from torch import Tensor
 from kvtransfer.blocks.extents import Views
 
 SLICE_BYTES = 2 * 1024 * 1024
-"""Of a copy to the host: what came is sent while the next one comes."""
+"""Bytes of a slice of a copy to the host: a slice is sent while the next one is copied."""
 
 
 class Mark(Protocol):
     def wait(self) -> None:
-        """Until all that was launched before the mark is done. For any thread."""
+        """Wait until all work launched before the mark is done. For any thread."""
 
 
 class Copies(Protocol):
-    """Copies in an order of their own. They wait for nothing."""
+    """Copies in a stream of their own, which wait for no other work."""
 
     def start(self, target: Tensor, source: Tensor) -> None: ...
 
     def mark(self) -> Mark:
-        """After those that were started."""
+        """Return a mark after the copies started so far."""
 
     def within(self) -> AbstractContextManager[None]:
-        """What the calling thread launches inside is done at the end."""
+        """Complete, at its end, all copies that the calling thread launches inside."""
 
 
 class Queue(Protocol):
-    """What is launched on the device of a pool."""
+    """The work launched on a pool's device."""
 
     def mark(self) -> Mark:
-        """After what the calling thread has launched, where it launches now."""
+        """Return a mark after the work that the calling thread has launched on its current stream."""
 
     def copies(self) -> Copies: ...
 
@@ -57,7 +57,7 @@ PAST: Mark = _Past()
 
 
 class HostQueue:
-    """On the host all is done when the call returns."""
+    """The queue of a pool in host memory, where all work is done when a call returns."""
 
     def mark(self) -> Mark:
         return PAST
@@ -113,7 +113,7 @@ class _CudaCopies:
         try:
             with torch.cuda.stream(self._stream):
                 yield
-        finally:  # after an error, too: whoever gets it gives the blocks away
+        finally:  # after an error, too: the caller then gives the blocks away
             self._stream.synchronize()
 
 
@@ -125,13 +125,13 @@ def queue_of(device: torch.device) -> Queue:
 
 
 def pinned(nbytes: int, device: torch.device) -> memoryview:
-    """Host memory that the device copies from and to at full speed."""
+    """Allocate host memory that the device copies from and to at full speed."""
     memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     return memoryview(memory.numpy())
 
 
 class Arriving(Views):
-    """Slices of a buffer, the last of which arrives last. Who asks for some waits until they are there."""
+    """Slices of a buffer that arrive in order. Access to a slice waits until it has arrived."""
 
     def __init__(self, buffer: memoryview, ends: list[int], marks: list[Mark]) -> None:
         super().__init__(buffer, [0, *ends[:-1]], ends)
@@ -150,7 +150,7 @@ class Arriving(Views):
 
 
 class BlockGatherer:
-    """Brings blocks of a device's pool, uint8 [num_blocks, block_bytes], to the host. For one thread."""
+    """Copies blocks of a device's pool, uint8 [num_blocks, block_bytes], to the host. For one thread."""
 
     def __init__(self, blocks: Tensor, queue: Queue, max_blocks: int) -> None:
         self._blocks = blocks
@@ -160,7 +160,7 @@ class BlockGatherer:
         self._host = torch.frombuffer(self.buffer, dtype=torch.uint8).view(max_blocks, self._block_bytes)
 
     def gather(self, block_ids: npt.NDArray[np.int64]) -> Arriving:
-        """Start to bring the blocks, packed in that order into `buffer`; valid until the next call."""
+        """Start to copy the blocks, packed in that order, into `buffer`; valid until the next call."""
         most = max(1, SLICE_BYTES // self._block_bytes)
         ends: list[int] = []
         marks: list[Mark] = []
@@ -175,6 +175,6 @@ class BlockGatherer:
 
 
 def _runs(block_ids: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Places [first, last) of blocks that follow each other."""
+    """Return the index ranges [first, last) of consecutive blocks."""
     firsts = np.flatnonzero(np.diff(block_ids, prepend=-2) != 1).tolist()
     return list(zip(firsts, [*firsts[1:], len(block_ids)], strict=True))

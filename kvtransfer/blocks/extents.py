@@ -1,8 +1,8 @@
-"""Blocks and where they go: cut into parts, written as runs for the wire, laid out as buffers.
+"""Blocks and their destinations: cut into parts, encoded as runs for the wire, laid out as buffers.
 
-`Blocks` are int64 [2, num_blocks]: the sender's blocks, and of each its position within the prompt, which the
-receiver maps to its own blocks. On the wire they are runs of (first block, first position, number of blocks),
-three little-endian int32 each.
+`Blocks` are int64 [2, num_blocks]: the sender's blocks, and each one's position within the prompt, which the
+receiver maps to its own blocks. On the wire they are runs of (first block, first position, number of
+blocks), three little-endian int32 each.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ Blocks: TypeAlias = npt.NDArray[np.int64]
 PART_BYTES = 16 * 1024 * 1024
 """Size of a part: small enough that on a slow wire no request delays the others for long."""
 PARTS_AT_ONCE = 4
-"""How many parts make a piece where the receiver reads by itself. Reading one takes some milliseconds, so
-that the cost of each piece, up to half a millisecond, matters little."""
+"""Parts in a piece that the receiver reads by itself. Reading one takes some milliseconds, so the cost of
+each piece, up to half a millisecond, matters little.
+"""
 MAX_PIECE_BLOCKS = 4096
 RUN_BYTES = 12
 _WIRE_TYPE = np.dtype("<i4")
 NO_BLOCKS: Blocks = np.zeros((2, 0), dtype=np.int64)
 
 BATCH_BYTES = 1024 * 1024
-"""Bytes offered to one system call: about what a socket's buffer holds. The kernel walks the whole list of
-buffers at each call, however few bytes it moves."""
+"""Bytes offered to one system call: about the size of a socket's buffer. The kernel walks the whole list of
+buffers at each call, however few bytes it moves.
+"""
 MAX_BATCH_BUFFERS = 512
 """Under IOV_MAX (1024)."""
 
@@ -43,7 +45,7 @@ def blocks_per_part(block_bytes: int) -> int:
 
 
 def cut(source: Sequence[int], first_position: int, source_blocks: int, max_blocks: int) -> list[Blocks]:
-    """Parts of at most `max_blocks` blocks, in order. Nothing to move gives no part.
+    """Cut into parts of at most `max_blocks` blocks, in order. An empty source gives no part.
 
     Raises ValueError for a block that the source does not have, or positions that no prompt can have.
     """
@@ -57,7 +59,7 @@ def cut(source: Sequence[int], first_position: int, source_blocks: int, max_bloc
 
 
 def to_wire(blocks: Blocks) -> bytes:
-    """As runs, as few as the order allows."""
+    """Encode as runs, as few as the order allows."""
     breaks = np.flatnonzero((np.diff(blocks) != 1).any(axis=0)) + 1
     starts = np.concatenate((np.zeros(min(1, blocks.shape[1]), dtype=np.int64), breaks))
     lengths = np.diff(starts, append=blocks.shape[1])
@@ -65,7 +67,9 @@ def to_wire(blocks: Blocks) -> bytes:
 
 
 def from_wire(raw: bytes, source_blocks: int, max_blocks: int) -> Blocks:
-    """Raises ProtocolError for runs with blocks that the source does not have, or with too many blocks."""
+    """Decode runs. Raises ProtocolError for runs with blocks that the source does not have, or with too many
+    blocks.
+    """
     if len(raw) % RUN_BYTES:
         raise ProtocolError(f"runs of {len(raw)} bytes are not a multiple of {RUN_BYTES}")
     if not raw:
@@ -87,7 +91,7 @@ def from_wire(raw: bytes, source_blocks: int, max_blocks: int) -> Blocks:
 class Views(Sequence[memoryview]):
     """The parts [starts[i], ends[i]) of a buffer, in bytes.
 
-    Each is made when it is asked for: a thousand at once would set off the garbage collector.
+    Each view is made when it is accessed: a thousand at once would trigger the garbage collector.
     """
 
     def __init__(self, buffer: memoryview, starts: list[int], ends: list[int]) -> None:
@@ -117,7 +121,7 @@ Buffers: TypeAlias = Sequence[memoryview | Views]
 
 
 def views(buffer: memoryview, block_bytes: int, blocks: BlockIndices) -> Views:
-    """The memory of some blocks in order, in as few buffers as possible."""
+    """Return the memory of some blocks in order, in as few buffers as possible."""
     firsts = np.flatnonzero(np.diff(blocks, prepend=-2) != 1)
     starts = blocks[firsts] * block_bytes
     ends = starts + np.diff(firsts, append=len(blocks)) * block_bytes
@@ -141,18 +145,18 @@ class ScatterList:
         return self._ends[-1] - self.done if self._ends else 0
 
     def batch(self) -> list[memoryview]:
-        """The buffers for the next system call."""
+        """Return the buffers for the next system call."""
         first = bisect_right(self._ends, self.done)
         batch = self._slice(first, first + self._batch_buffers)
         batch[0] = batch[0][len(batch[0]) - (self._ends[first] - self.done) :]
         return batch
 
     def advance(self, nbytes: int) -> None:
-        """The next `nbytes` bytes are done."""
+        """Mark the next `nbytes` bytes as done."""
         self.done += nbytes
 
     def _slice(self, first: int, last: int) -> list[memoryview]:
-        """The buffers [first, last) of all parts taken together."""
+        """Return the buffers [first, last) of all parts taken together."""
         chosen: list[memoryview] = []
         for part, start in zip(self._parts, self._firsts, strict=False):
             chosen += part[max(0, first - start) : max(0, last - start)]

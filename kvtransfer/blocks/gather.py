@@ -16,14 +16,14 @@ from native.build import BuildError, load_library
 logger = logging.getLogger("tandem.kvtransfer")
 
 GIL_FREE_BYTES = 64 * 1024
-"""Shorter copies keep the GIL: to get it back from a busy thread costs more than the copy."""
+"""Shorter copies keep the GIL: getting it back from a busy thread costs more than the copy."""
 PAST_CACHES_BYTES = 2 * 1024 * 1024
 """A smaller piece may be read again while it is still in a cache."""
 
 
 @functools.cache
 def compiled() -> Callable[..., None] | None:
-    """The compiled kernel, built at the first call; None where it can't be."""
+    """Return the compiled kernel, built at the first call, or None if it cannot be built."""
     try:
         function = load_library(Path(__file__).parent / "gather.cpp").tandem_gather
     except BuildError as error:
@@ -35,7 +35,7 @@ def compiled() -> Callable[..., None] | None:
 
 
 class Gather:
-    """Copies blocks of `block_bytes` bytes from `source` to `target`, which both stay where they are."""
+    """Copies blocks of `block_bytes` bytes from `source` to `target`, neither of which may move in memory."""
 
     def __init__(self, source: memoryview, target: memoryview, block_bytes: int) -> None:
         self._source = source
@@ -46,7 +46,7 @@ class Gather:
         self._compiled = compiled()
 
     def copy(self, sources: BlockIndices, targets: BlockIndices, first: int, last: int) -> None:
-        """Bytes [first, last) of a piece: of its blocks in order."""
+        """Copy the bytes [first, last) of a piece, whose blocks are taken in order."""
         nbytes = len(sources) * self._block_bytes
         if self._compiled is None or nbytes < GIL_FREE_BYTES:
             for source, target, length in _ranges(sources, targets, self._block_bytes, first, last):
@@ -69,7 +69,7 @@ class Gather:
 def _ranges(
     sources: BlockIndices, targets: BlockIndices, block_bytes: int, first: int, last: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Source, target and length in bytes of each block's part in [first, last)."""
+    """Yield source, target and length in bytes of each block's part in [first, last)."""
     while first < last:
         index, start = divmod(first, block_bytes)
         length = min(block_bytes - start, last - first)

@@ -1,17 +1,18 @@
-"""What the bytes of a KV block mean, in a pool and on the wire.
+"""The layout of a KV block's bytes, in a pool and on the wire.
 
 A block is its segments, one after the other. A segment is its values, [layers, planes, block_size, kv_heads,
-head_dim] of `dtype`; the planes are usually keys and values. Where `quantization` is "int8" or "fp8" each
-value takes one byte instead, and behind the values come the scales: [layers, planes, kv_heads] float32, one
-for all tokens of the block. A value is its code times its scale. Little-endian, no padding; fp8 is OCP's E4M3
+head_dim] of `dtype`; the planes are usually keys and values. If `quantization` is "int8" or "fp8" each value
+takes one byte instead, and the scales follow the values: [layers, planes, kv_heads] float32, one for all
+tokens of the block. A value is its code times its scale. Little-endian, no padding; fp8 is OCP's E4M3
 without infinities (`torch.float8_e4m3fn`).
 
 A pool may itself be quantized: "int8_row_scales" and "fp8_row_scales" have a scale for each token's head
-(`engine.kv_rows`): [kv_heads] float32 behind the codes of each token's plane. Such blocks travel as they are,
-to pools of the same quantization alone.
+(`engine.kv_rows`): [kv_heads] float32 after the codes of each token's plane. Such blocks are sent unchanged,
+and only to pools of the same quantization.
 
-Scales of finer groups were measured on the bundled model: one for each token and head makes the error smaller
-by a quarter, one for each channel of K by half, and neither makes more of its greedy continuations agree.
+Scales of finer groups were measured on the bundled model: one for each token and head makes the error
+smaller by a quarter, one for each channel of K by half, and neither makes more of its greedy continuations
+agree.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ SCALE_DTYPE = torch.float32
 
 MAX_BLOCK_SIZE = 1024
 _ALIGNMENT = 4
-"""Values of a segment come in multiples of this, so that everything in a block is aligned without padding."""
+"""The number of values of a segment is a multiple of this, so that everything in a block is aligned without
+padding.
+"""
 
 _DIMENSIONS = ("layers", "planes", "block_size", "kv_heads", "head_dim")
 
@@ -52,7 +55,9 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True)
 class SegmentLayout:
-    """A segment's place in its block: `start` and `nbytes` are in bytes, `planes` are those of all layers."""
+    """A segment's place in its block: `start` and `nbytes` are in bytes; `planes` counts the planes of all
+    layers.
+    """
 
     info: SegmentInfo
     start: int
@@ -63,12 +68,12 @@ class SegmentLayout:
 
     @property
     def quantized(self) -> bool:
-        """With a scale for each block."""
+        """Tell whether there is a scale for each block."""
         return self.info.quantization in CODE_DTYPES
 
     @property
     def in_rows(self) -> bool:
-        """With a scale for each row, so that a row's bytes depend on no other."""
+        """Tell whether there is a scale for each row, so that a row's bytes depend on no other row."""
         return self.info.quantization in _CACHE_DTYPES
 
     @property
@@ -77,13 +82,13 @@ class SegmentLayout:
 
     @property
     def tokens_shape(self) -> tuple[int, int, int]:
-        """Of one plane: block_size, kv_heads, head_dim."""
+        """Return the shape of one plane: block_size, kv_heads, head_dim."""
         _, _, block_size, kv_heads, head_dim = self.info.shape
         return block_size, kv_heads, head_dim
 
     @property
     def code_dtype(self) -> torch.dtype:
-        """Of the values as they are stored."""
+        """Return the dtype of the stored values."""
         if self.in_rows:
             return torch.uint8
         return CODE_DTYPES[self.info.quantization] if self.quantized else self.dtype
@@ -103,7 +108,7 @@ class SegmentLayout:
         return self.values_bytes + self.scales_bytes
 
     def values(self, blocks: Tensor) -> Tensor:
-        """View of the values in blocks [n, block_bytes]: [n, planes, *tokens_shape]."""
+        """Return a view of the values in blocks [n, block_bytes]: [n, planes, *tokens_shape]."""
         if self.in_rows:
             tokens = self._tokens(blocks)[..., : -self.tokens_shape[1] * SCALE_DTYPE.itemsize]
             return tokens.unflatten(3, self.tokens_shape[1:])
@@ -111,7 +116,9 @@ class SegmentLayout:
         return raw.view(self.code_dtype).view(len(blocks), self.planes, *self.tokens_shape)
 
     def scales(self, blocks: Tensor) -> Tensor:
-        """View of the scales, [n, planes, 1, kv_heads, 1]; of rows [n, planes, block_size, kv_heads, 1]."""
+        """Return a view of the scales, [n, planes, 1, kv_heads, 1]; of rows [n, planes, block_size,
+        kv_heads, 1].
+        """
         if self.in_rows:
             tokens = self._tokens(blocks)[..., -self.tokens_shape[1] * SCALE_DTYPE.itemsize :]
             return tokens.view(SCALE_DTYPE).unsqueeze(4)
@@ -120,13 +127,13 @@ class SegmentLayout:
         return raw.view(SCALE_DTYPE).view(len(blocks), self.planes, 1, self.tokens_shape[1], 1)
 
     def _tokens(self, blocks: Tensor) -> Tensor:
-        """Bytes [n, planes, block_size, ...] of tokens, each with its scales."""
+        """Return the bytes [n, planes, block_size, ...] of tokens, each with its scales."""
         whole = blocks[:, self.start : self.start + self.nbytes]
         return whole.unflatten(1, (self.planes, self.tokens_shape[0], -1))
 
 
 class BlockLayout:
-    """How the segments lie in a block. Raises LayoutError for segments that this module can't read."""
+    """The places of the segments in a block. Raises LayoutError for segments that this module can't read."""
 
     def __init__(self, segments: Sequence[SegmentInfo]) -> None:
         problem = _layout_problem(segments)
@@ -140,7 +147,9 @@ class BlockLayout:
         self.block_size = segments[0].shape[2]
 
     def blocks(self, buffer: memoryview | Tensor) -> Tensor:
-        """The whole blocks in a writable buffer, as uint8 [n, block_bytes]. A tensor has that form."""
+        """Return the whole blocks in a writable buffer, as uint8 [n, block_bytes]. A tensor has that form
+        already.
+        """
         if isinstance(buffer, Tensor):
             return buffer
         count = buffer.nbytes // self.block_bytes
@@ -151,12 +160,12 @@ class BlockLayout:
 
 
 def block_bytes(segments: Sequence[SegmentInfo]) -> int:
-    """Bytes of one block. Raises LayoutError."""
+    """Return the bytes of one block. Raises LayoutError."""
     return BlockLayout(segments).block_bytes
 
 
 def wire_segments(segments: Sequence[SegmentInfo], wire_dtype: str) -> tuple[SegmentInfo, ...]:
-    """A pool's segments on the wire; `wire_dtype` is "auto", "int8" or "fp8". Raises LayoutError."""
+    """Return a pool's segments on the wire; `wire_dtype` is "auto", "int8" or "fp8". Raises LayoutError."""
     if wire_dtype == "auto":
         return tuple(segments)
     if wire_dtype not in CODE_DTYPES:
@@ -169,12 +178,12 @@ def wire_segments(segments: Sequence[SegmentInfo], wire_dtype: str) -> tuple[Seg
 
 
 def needs_conversion(wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo]) -> bool:
-    """Whether blocks as on the wire differ from blocks of our pool."""
+    """Tell whether blocks on the wire differ from blocks of our pool."""
     return tuple(wire) != tuple(ours)
 
 
 def foreign_format(wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo]) -> str:
-    """Names how values on this wire differ from those that our worker computes; empty if they don't.
+    """Return how values on this wire differ from those that our worker computes; empty if they don't.
 
     Another dtype and quantization change values; another block size does not.
     """
@@ -184,11 +193,11 @@ def foreign_format(wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo]) -> 
 
 
 def conversion_problem(wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo]) -> tuple[str, str] | None:
-    """Why blocks of the wire can't become blocks of our pool: (field, reason), or None if they can.
+    """Return why blocks of the wire can't become blocks of our pool, as (field, reason), or None if they
+    can.
 
-    Block sizes may differ in any way, dtypes among `DTYPES`, and the wire may be quantized, but not where a
-    state comes along. Everything else must agree. `wire` may come from a peer, so nothing but its types is
-    trusted.
+    Block sizes may differ in any way, dtypes among `DTYPES`, and the wire may be quantized, but not together
+    with a state. Everything else must agree. `wire` may come from a peer, so only its types are trusted.
     """
     if not needs_conversion(wire, ours):
         return None
@@ -217,7 +226,7 @@ def conversion_problem(wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo])
 def tokens_in_blocks(
     positions: npt.NDArray[np.int64], block_size: int, num_tokens: int
 ) -> npt.NDArray[np.int64]:
-    """How many of a prompt's `num_tokens` tokens lie in each of its blocks at these positions."""
+    """Return how many of a prompt's `num_tokens` tokens lie in each of its blocks at these positions."""
     return np.clip(num_tokens - positions * block_size, 0, block_size)
 
 
@@ -253,7 +262,7 @@ def _segment_problem(segment: SegmentInfo) -> tuple[str, str] | None:
 
 
 def _unlike_windows(their: SegmentInfo, our: SegmentInfo) -> str:
-    """Why the sender may lack tokens of our first block; empty if both begin at the same token."""
+    """Return why the sender may lack tokens of our first block; empty if both begin at the same token."""
     there, here = (side.shape[2] for side in (their, our))
     if our.kind != WINDOWED or there == here or not (TILE % there or TILE % here):
         return ""
@@ -261,7 +270,7 @@ def _unlike_windows(their: SegmentInfo, our: SegmentInfo) -> str:
 
 
 def _unlike_quantization(their: SegmentInfo, our: SegmentInfo) -> str:
-    """Why values of this wire are not stored in our pool; empty if they are."""
+    """Return why values of this wire are not stored in our pool; empty if they are."""
     if our.quantization in CODE_DTYPES:
         return f"this pool is itself quantized ({our.quantization})"
     there, here = (_CACHE_DTYPES.get(side.quantization, "auto") for side in (their, our))

@@ -1,8 +1,8 @@
-"""Memory for KV pools: private, or shared with processes of the same host that were handed its descriptor.
+"""Memory for KV pools: private, or shared with processes of the same host that got its descriptor.
 
-An attention kernel that walks a large pool needs far fewer address translations on huge pages: a sixth less
-time for scattered reads. Linux gives them to private memory on request. To shared memory it gives them at
-first touch only if an administrator allowed that
+An attention kernel that walks a large pool needs far fewer address translations on huge pages: scattered
+reads take a sixth less time. Linux gives huge pages to private memory on request. To shared memory it gives
+them at first touch only if an administrator allowed that
 (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`), but from 6.1 on it turns pages in use into huge ones
 on request (`MADV_COLLAPSE`), with any setting. A thread requests that as the pool fills.
 """
@@ -33,22 +33,23 @@ _HUGE_PAGE = 2 * 1024 * 1024
 _COLLAPSE_BYTES = 16 * 1024 * 1024
 _LOOK_S = 0.5
 
-_libc = ctypes.CDLL(None, use_errno=True)  # its calls let other threads run, those of Python's `mmap` do not
+_libc = ctypes.CDLL(None, use_errno=True)  # calls through it release the GIL; those of Python's `mmap` do not
 
 
 class PoolMemory:
-    """Anonymous memory: `buffer` is a writable view of `nbytes` zeros, `fd` the file behind it if `shared`.
+    """Anonymous memory: `buffer` is a writable view of `nbytes` zeros, `fd` the file that backs it if
+    `shared`.
 
-    It is physically allocated as it is first touched. It has no name in any file system: after a SIGKILL
-    nothing is left behind. Its size is sealed, so that a peer which maps it can't be hit by its truncation,
-    and only `buffer` and those it was lent to can write to it (from Linux 5.1 on). `fd` is None where the
-    platform has no `memfd_create`. The memory and `fd` go with the last view of `buffer`.
+    It is physically allocated as it is first touched. It has no name in any file system, so nothing is left
+    after a SIGKILL. Its size is sealed, so that its truncation cannot crash a peer that maps it, and only
+    `buffer` and the processes it was lent to can write to it (from Linux 5.1 on). `fd` is None on platforms
+    without `memfd_create`. The memory and `fd` are freed with the last view of `buffer`.
     """
 
     def __init__(
         self, nbytes: int, *, shared: bool = True, lend: Callable[[int], None] | None = None
     ) -> None:
-        """`lend` hands `fd` to the processes that may write as well. They have mapped it when it returns."""
+        """`lend` hands `fd` to other processes that may write. They have mapped it when it returns."""
         if nbytes < 1:
             raise ValueError(f"nbytes must be positive, not {nbytes}")
         self.nbytes = nbytes
@@ -67,7 +68,7 @@ class PoolMemory:
 
 
 def map_peer_pool(fd: int, nbytes: int) -> mmap.mmap:
-    """Map another process's pool, read-only. Raises OSError where it is too small or could be truncated."""
+    """Map another process's pool, read-only. Raises OSError if it is too small or could be truncated."""
     if os.fstat(fd).st_size < nbytes:
         raise OSError(f"the peer's pool file is smaller than the {nbytes} bytes that it announced")
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
@@ -76,7 +77,9 @@ def map_peer_pool(fd: int, nbytes: int) -> mmap.mmap:
 
 
 def _shared(nbytes: int, lend: Callable[[int], None] | None) -> tuple[int, memoryview]:
-    """A sealed file of `nbytes` zeros in memory, and a view of it that starts where a huge page can."""
+    """Return a sealed file of `nbytes` zeros in memory, and a view of it that starts where a huge page
+    can.
+    """
     fd = os.memfd_create("tandem-kv-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, nbytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -109,15 +112,15 @@ def _map_over(address: int, nbytes: int, fd: int) -> None:
 
 def _advise_huge_pages(pages: mmap.mmap) -> None:
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel built without them
+        with contextlib.suppress(OSError):  # a kernel built without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
 
 
 def _keep_huge(pages: weakref.ref[mmap.mmap], address: int, nbytes: int, fd: int) -> None:
     """Whenever more of the file is allocated, turn the next pages into huge ones, from the front on.
 
-    Blocks are handed out from the front, so this stays just ahead of what is used. A part for which there is
-    no huge page free stays as it is.
+    Blocks are handed out from the front, so this stays just ahead of their use. A part for which no huge
+    page is free stays as it is.
     """
     done = 0
     while done < nbytes:
@@ -139,8 +142,8 @@ def _keep_huge(pages: weakref.ref[mmap.mmap], address: int, nbytes: int, fd: int
 
 
 def _collapse(address: int, nbytes: int) -> int:
-    """Returns 0 or the error's number."""
+    """Collapse the pages. Return 0 or the error's number."""
     for page in range(address, address + nbytes, _HUGE_PAGE):
-        ctypes.string_at(page, 1)  # what has no page at all is not collapsed
+        ctypes.string_at(page, 1)  # a range without any page is not collapsed
     arguments = ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(_MADV_COLLAPSE)
     return 0 if _libc.madvise(*arguments) == 0 else ctypes.get_errno()

@@ -1,8 +1,8 @@
 """Packs KV blocks for the wire: one byte a value, with a scale for each (block, layer, plane, kv head).
 
 Symmetric: the scale is the largest magnitude of its group over the largest code (127 for int8, 448 for fp8),
-so nothing is clipped and zero stays zero. Only the tokens that a block holds count. The slots after them are
-packed as zeros, so that values of an earlier owner neither enlarge a scale nor leave the worker.
+so nothing is clipped and zero stays zero. Only a block's valid tokens count. The slots after them are packed
+as zeros, so that values of an earlier owner neither enlarge a scale nor leave the worker.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ class Quantizer:
     ) -> None:
         """Write the pool's `blocks`, in this order, to the start of `out`: writable buffers, or blocks.
 
-        `num_tokens` (same length) says how many leading tokens of each block count. Raises NonFiniteError,
-        and ValueError for blocks that the pool does not have, or more of them than fit into `out`.
+        `num_tokens` (same length) is the number of valid leading tokens of each block. Raises
+        NonFiniteError, and ValueError for blocks that the pool does not have, or more of them than fit into
+        `out`.
         """
         source, target = self._pool_layout.blocks(pool), self._wire_layout.blocks(out)
         if len(blocks) > len(target):
@@ -97,7 +98,7 @@ class Quantizer:
     def _gather(
         self, values: Tensor, blocks: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64]
     ) -> Tensor:
-        """Copy blocks of [pool blocks, planes, block_size, ...], with zeros behind their tokens."""
+        """Copy blocks of [pool blocks, planes, block_size, ...], with zeros after their tokens."""
         chunk = self._scratch.take("chunk", (len(blocks), *values.shape[1:]), values.dtype)
         torch.index_select(values, 0, torch.from_numpy(blocks).to(self._device), out=chunk)
         for row in np.flatnonzero(num_tokens < values.shape[2]).tolist():
@@ -105,7 +106,8 @@ class Quantizer:
         return chunk
 
     def _largest(self, chunk: Tensor) -> Tensor:
-        """Largest magnitude of each (block, plane, head), as float32; not finite if any of them is not.
+        """Return the largest magnitude of each (block, plane, head), as float32; not finite if any of them
+        is not.
 
         Without its sign bit a floating point number orders like the integer of the same bits.
         """
@@ -124,7 +126,7 @@ class Quantizer:
 
 
 def _scale(top: Tensor, largest_code: float, out: Tensor) -> Tensor:
-    """Write the scales to `out`; returns their inverses."""
+    """Write the scales to `out`; return their inverses."""
     scale = (top / largest_code).to(SCALE_DTYPE)
     scale[top < SMALLEST] = 0
     out.copy_(scale)

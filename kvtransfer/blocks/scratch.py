@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 CHUNK_VALUES = 1024 * 1024
-"""As float32 it is 4 MiB: that stays in a shared cache, and the cost of calls is negligible beside it."""
+"""Values in a chunk. As float32 it is 4 MiB: that stays in a shared cache, and the cost of calls is
+negligible.
+"""
 
 
 class Scratch:
@@ -20,7 +22,7 @@ class Scratch:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialized contiguous tensor, valid until the same name is asked for again."""
+        """Return an uninitialized contiguous tensor, valid until the same name is asked for again."""
         nbytes = math.prod(shape) * dtype.itemsize
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < nbytes:

@@ -21,7 +21,7 @@ MAX_MESSAGE_BYTES = 64 * 1024
 LENGTH_BYTES = 4
 CHECK_BYTES = 4
 PREFIX_BYTES = LENGTH_BYTES + CHECK_BYTES
-"""What goes before a message's payload."""
+"""Bytes before a message's payload."""
 _TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
 """The first bytes of a TLS alert and a TLS handshake. With the next two they exceed our lengths."""
 
@@ -35,16 +35,16 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def frame(payload: bytes) -> bytes:
-    """A message as it goes over the wire: its length, a checksum of length and payload, the payload.
+    """Return a message as sent: its length, a checksum of length and payload, the payload.
 
-    If a piece's message were damaged, whole blocks would be written to wrong places.
+    A damaged piece message would make the receiver write whole blocks to wrong places.
     """
     length = len(payload).to_bytes(LENGTH_BYTES, "little")
     return length + xxhash.xxh32_digest(length + payload) + payload
 
 
 def unframe(framed: bytearray) -> bytearray:
-    """The payload of a whole frame. Raises ProtocolError for one that was damaged on the way."""
+    """Return the payload of a whole frame. Raises ProtocolError for a frame that was damaged on the way."""
     payload = framed[PREFIX_BYTES:]
     if xxhash.xxh32_digest(framed[:LENGTH_BYTES] + payload) != framed[LENGTH_BYTES:PREFIX_BYTES]:
         raise ProtocolError("a message was damaged on the way")
@@ -52,7 +52,7 @@ def unframe(framed: bytearray) -> bytearray:
 
 
 def decode(payload: bytes | bytearray, message_type: type[T]) -> T:
-    """Raises ProtocolError for anything that is not such a message."""
+    """Decode a message. Raises ProtocolError for anything else."""
     try:
         return msgspec.msgpack.decode(payload, type=message_type)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -71,7 +71,7 @@ def frame_length(header: bytes | bytearray) -> int:
 class Channel:
     """Frames and bytes over a non-blocking `socket`. Deadlines are values of `time.monotonic()`.
 
-    In the middle of an operation, a connection on which nothing moves for `progress_timeout_s` s is broken.
+    In the middle of an operation, a connection without progress for `progress_timeout_s` seconds is broken.
     """
 
     def __init__(self, sock: socket.socket, wake: Wake, progress_timeout_s: float) -> None:
@@ -103,26 +103,30 @@ class Channel:
         return next(iter(ready.values()), 0)
 
     def ready(self, events: int, deadline: float) -> None:
-        """Wait for events; wake-ups do not end it."""
+        """Wait for events, ignoring wake-ups."""
         while not self.wait(events, deadline):
             pass
 
     def finish_connect(self, deadline: float) -> None:
-        """Wait for a begun `connect`; raises what it failed with."""
+        """Wait for a begun `connect`; raise its error, if any."""
         self.ready(select.POLLOUT, deadline)
         error = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise OSError(error, os.strerror(error))
 
     def hung_up(self) -> bool:
-        """Whether the peer has closed its side, even if there is data left to read. Raises StoppedError."""
+        """Tell whether the peer has closed its side, even if there is data left to read. Raises
+        StoppedError.
+        """
         try:
             return bool(self.wait(select.POLLRDHUP, time.monotonic()))
         except TimeoutError:
             return False
 
     def at_end(self) -> bool:
-        """Whether the peer has closed its side, be it without reading all of ours, and no data is left."""
+        """Tell whether the peer has closed its side, even without reading all our data, and no data is left
+        to read.
+        """
         try:
             return not self.socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -133,7 +137,8 @@ class Channel:
     def shutdown(self) -> None:
         """End the connection from another thread; the owner of the channel sees it as lost.
 
-        The peer can send nothing more once this returns, even if the owner is just closing the channel.
+        The peer can send nothing more once this returns, even if the owner is closing the channel at the
+        moment.
         """
         with self._ending, contextlib.suppress(OSError):  # it has ended already
             self.socket.shutdown(socket.SHUT_RDWR)
@@ -145,14 +150,16 @@ class Channel:
     # --- bytes ------------------------------------------------------------------------------------
 
     def write(self, buffers: Sequence[Buffer]) -> int:
-        """How many bytes of the buffers the connection took at once; maybe 0."""
+        """Return how many bytes of the buffers the connection took at once, possibly 0."""
         try:
             return self.socket.sendmsg(buffers)
         except BlockingIOError:
             return 0
 
     def receive(self, buffers: Sequence[Buffer]) -> int:
-        """How many bytes were there for the buffers; maybe 0. Raises ConnectionResetError at the end."""
+        """Fill the buffers with the bytes that have arrived; return their number, possibly 0. Raises
+        ConnectionResetError at the end of the connection.
+        """
         try:
             received = self.socket.recvmsg_into(buffers)[0]
         except BlockingIOError:
@@ -170,7 +177,7 @@ class Channel:
                 self.wait(select.POLLOUT, deadline)
 
     def recv_exact(self, nbytes: int, deadline: float) -> bytearray:
-        """Raises ConnectionResetError when the peer closes first."""
+        """Receive exactly `nbytes` bytes. Raises ConnectionResetError if the peer closes first."""
         data = bytearray(nbytes)
         view = memoryview(data)
         while view:
@@ -183,7 +190,7 @@ class Channel:
     # --- messages ---------------------------------------------------------------------------------
 
     def recv_frame(self, deadline: float) -> bytearray:
-        """The next frame's payload."""
+        """Return the next frame's payload."""
         length = self.recv_exact(LENGTH_BYTES, deadline)
         rest = self.recv_exact(CHECK_BYTES + frame_length(length), deadline)
         return unframe(length + rest)

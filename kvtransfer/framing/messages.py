@@ -16,9 +16,9 @@ WIRE_VERSION = 6
 NONCE_BYTES = 32
 
 GOOD, SPOILED = b"good", b"void"
-"""The trailer that follows a piece's blocks. Spoiled: the sender aborted midway and padded the rest.
+"""The trailer after a piece's blocks. Spoiled: the sender aborted midway and padded the rest.
 
-Anything else means that bytes were lost or came twice, so that the rest of the stream is unreadable.
+Anything else means that bytes were lost or duplicated, so that the rest of the stream is unreadable.
 """
 
 UNKNOWN_LEASE = "unknown lease"
@@ -43,18 +43,18 @@ REFUSALS = {
     OUT_OF_RANGE: "out_of_range",
     NOT_QUANTIZABLE: "not_quantizable",
 }
-"""Why a piece was refused, and the counter for it."""
+"""The counter for each reason to refuse a piece."""
 TRANSIENT = {STILL_WRITTEN, CHECKSUM_MISMATCH}
-"""After one of these the piece may be sent once more."""
+"""Refusals after which the piece may be sent once more."""
 
 
 def failure_kind(refusal: str) -> str:
-    """The counter for a refusal. There are few, whatever a peer answers."""
+    """Return the counter for a refusal. Their number is bounded, whatever a peer answers."""
     return REFUSALS.get(refusal, "refused")
 
 
 def error_kind(error: Exception) -> str:
-    """The counter for a connection that ended by this error; `internal` is a defect of ours."""
+    """Return the counter for a connection that ended by this error; `internal` is a bug of ours."""
     if isinstance(error, ProtocolError):
         return "malformed"
     if isinstance(error, TimeoutError):
@@ -71,7 +71,7 @@ Segments = Annotated[list[SegmentInfo], Meta(max_length=MAX_SEGMENTS)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Sender to receiver: who calls and whom, what its pool holds, and its layout on the wire."""
+    """Sender to receiver: the ids of both, the content of the sender's pool, and its layout on the wire."""
 
     version: Number
     nonce: Nonce
@@ -113,12 +113,13 @@ class SealedAnswer(msgspec.Struct, frozen=True, tag="sealed"):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of one lease and block pool that come now.
+    """Announces blocks of one lease and block pool, which follow.
 
-    `runs` as in `extents`, of `num_parts` parts of a prompt, which `index` counts from 0 and which keep their
-    indices when they are sent again, maybe in other pieces. `final` is on the piece with the last part.
-    `checksum` covers what travels, in the mode that the Hello names. The piece was pushed `pushed_s` after
-    the lease's first one, and waited `waited_s` before it was sent. It was sent `attempt` times before.
+    `runs` are encoded as in `extents`. They cover `num_parts` parts of a prompt, which `index` counts from
+    0; parts keep their indices when they are sent again, possibly in other pieces. `final` is on the piece
+    with the last part. `checksum` covers the bytes on the wire, in the mode that the Hello names. The piece
+    was pushed `pushed_s` after the lease's first one, and waited `waited_s` before it was sent. It was sent
+    `attempt` times before.
     """
 
     sequence: Number

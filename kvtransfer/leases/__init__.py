@@ -1,1 +1,1 @@
-"""Leases: which of the receiver's blocks may be written, by whom, and until when."""
+"""Leases: permission to write some of the receiver's blocks, for one sender and a limited time."""

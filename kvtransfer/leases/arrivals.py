@@ -1,4 +1,4 @@
-"""How a lease's pieces came in, as their receiver sees it."""
+"""Records when a lease's pieces arrived at the receiver."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtransfer.interface import Arrival
 
 @dataclass(frozen=True)
 class PieceArrival:
-    """How a piece came: announced at a time (monotonic seconds), `nbytes` on the wire."""
+    """The arrival of a piece: announced at a time (monotonic seconds), `nbytes` on the wire."""
 
     transport: str
     foreign_format: str
@@ -22,10 +22,9 @@ class PieceArrival:
 
 @dataclass
 class ArrivalRecord:
-    """How one lease's pieces came in, as their receiver sees it.
+    """The arrivals of one lease's pieces.
 
-    The sender reports durations only, so the two clocks need not agree. The time that a message is in transit
-    is not included.
+    The sender reports durations only, so the two clocks need not agree. Time in transit is not included.
     """
 
     transport: str = ""
@@ -36,7 +35,7 @@ class ArrivalRecord:
     _final_push_s: float = 0.0
 
     def add(self, piece: Piece, arrival: PieceArrival) -> None:
-        """A piece is in place."""
+        """Record that a piece is in place."""
         self.transport = arrival.transport
         self.nbytes += arrival.nbytes
         self.wait_s += piece.waited_s
@@ -47,7 +46,7 @@ class ArrivalRecord:
             self._final_push_s = piece.pushed_s
 
     def arrival(self) -> Arrival:
-        """All pieces have come, the last just now."""
+        """Summarize the arrivals. Called when the last piece has just come."""
         now = time.monotonic()
         seconds = now - self._first_push
         return Arrival(

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 
 class WriteGate:
-    """Lets writers in until it is closed, and calls `on_empty` when the last one has left after that.
+    """Lets writers in until it is closed, then calls `on_empty` when the last one has left.
 
-    A gate `within` another one is closed too when that one is.
+    A gate `within` another one is closed, too, when that one is.
     """
 
     def __init__(self, on_empty: Callable[[], None] | None = None, within: WriteGate | None = None) -> None:
@@ -26,7 +26,7 @@ class WriteGate:
         return self._open and (self._within is None or self._within.is_open)
 
     def enter(self) -> bool:
-        """Whether the caller may write now; if so it must `leave` afterwards."""
+        """Return whether the caller may write now; if so it must `leave` afterwards."""
         if self._within is not None and not self._within.enter():
             return False
         with self._state:
@@ -49,7 +49,7 @@ class WriteGate:
 
     @contextmanager
     def writing(self) -> Iterator[bool]:
-        """Around one bounded write; yields whether it is allowed."""
+        """Enclose one bounded write; yield whether it is allowed."""
         allowed = self.enter()
         try:
             yield allowed
@@ -58,12 +58,12 @@ class WriteGate:
                 self.leave()
 
     def close(self) -> bool:
-        """No write begins after this. Returns whether none is under way; if one is, `on_empty` follows."""
+        """Begin no write after this. Return whether none is running; if one is, `on_empty` follows."""
         with self._state:
             self._open = False
             return not self._writers
 
     def wait_empty(self, deadline: float) -> bool:
-        """Whether the last writer has left by the deadline (monotonic seconds)."""
+        """Return whether the last writer has left by the deadline (monotonic seconds)."""
         with self._state:
             return self._state.wait_for(lambda: not self._writers, max(0.0, deadline - time.monotonic()))

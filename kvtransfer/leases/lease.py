@@ -26,16 +26,16 @@ from kvtransfer.leases.gate import WriteGate
 
 @dataclass(slots=True)
 class _Attempts:
-    """Attempts to write one part: the latest one's number, and the gates of those that may still write."""
+    """Attempts to write one part: the latest one's number, and the gates of attempts that may still write."""
 
     number: int = -1
     gates: list[WriteGate] = field(default_factory=list)
 
 
 class Lease:
-    """Blocks of one prompt, in order, in one or more block pools, and which of them have arrived.
+    """Blocks of one prompt, in order, in one or more block pools, and the record of which have arrived.
 
-    Only tokens in the `spans` of their block pools are written: those before are cached, and maybe shared,
+    Only tokens in the `spans` of their block pools are written: earlier tokens are cached, and maybe shared,
     or not needed. A *position* is the index of one of the sender's blocks within the prompt.
     """
 
@@ -52,7 +52,7 @@ class Lease:
         self.spans = spans
         self.gate = gate
         self.after = after
-        """Only then nothing that the engine launched uses the blocks any more."""
+        """Work that the engine launched uses the blocks until this mark."""
         self.sender: str | None = None
         self.lost_at: float | None = None
         self.arrivals = ArrivalRecord()
@@ -66,11 +66,11 @@ class Lease:
 
     @property
     def is_complete(self) -> bool:
-        """Every part has come, the final one among them."""
+        """Tell whether every part has come, the final one among them."""
         return len(self._parts) == self._num_parts
 
     def refusal(self, block_pool: int, positions: BlockIndices, sender: str, source_block_size: int) -> str:
-        """Why these positions of a block pool may not come from this sender; empty if they may."""
+        """Return why these positions of a block pool may not come from this sender; empty if they may."""
         if self.sender is None:
             self._begin(sender, source_block_size)
         if (sender, source_block_size) != (self.sender, self._source_block_size):
@@ -83,11 +83,12 @@ class Lease:
         return ""
 
     def attempt(self, piece: Piece, deadline: float) -> tuple[WriteGate | None, str]:
-        """The gate for an attempt to write a piece, once no earlier attempt writes to its parts any more.
+        """Return the gate for an attempt to write a piece, once no earlier attempt writes to its parts any
+        more.
 
-        An earlier attempt, over a wire that the sender gave up, may still be reading blocks that the sender
-        has reused. Returns None and the reason if such an attempt does not end by the deadline, or if a later
-        attempt has begun already.
+        An earlier attempt, over a transport that the sender gave up, may still be reading blocks that the
+        sender has reused. Return None and the reason if such an attempt does not end by the deadline, or if
+        a later attempt has begun already.
         """
         gate = WriteGate(within=self.gate)
         earlier = []
@@ -104,7 +105,7 @@ class Lease:
         return (gate, "") if is_alone else (None, STILL_WRITTEN)
 
     def record(self, piece: Piece, positions: BlockIndices) -> int:
-        """Note that a piece is in place; returns how many of the sender's blocks are, in all block_pools."""
+        """Record that a piece is in place; return how many of the sender's blocks are, in all block pools."""
         self._received[piece.block_pool][positions - self._first_positions[piece.block_pool]] = True
         self._parts.update(piece.part_indices)
         if piece.final:

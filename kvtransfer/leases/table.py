@@ -19,7 +19,7 @@ from kvtransfer.leases.lease import Lease
 from protocol.handoff import Extent
 
 REMEMBERED_LEASES = 4096
-"""Completed leases whose ids are kept. Their pieces may come again, after a lost ack, which is no error."""
+"""Completed leases whose ids are kept. Their pieces may come again after a lost ack, which is no error."""
 
 
 class LeaseTable:
@@ -28,7 +28,7 @@ class LeaseTable:
     def __init__(
         self, block_pools: Sequence[int], block_size: int, on_emptied: Callable[[str], None]
     ) -> None:
-        """`block_pools`: how many blocks each has. All lie over the same blocks."""
+        """`block_pools` are the numbers of blocks of each block pool, all over the same blocks."""
         self._block_size = block_size
         self._on_emptied = on_emptied
         self._lock = threading.Lock()
@@ -44,7 +44,7 @@ class LeaseTable:
 
     @property
     def num_closing(self) -> int:
-        """Closed leases whose blocks are still being written to."""
+        """Return the number of closed leases whose blocks are still being written."""
         return len(self._closing)
 
     def open(
@@ -55,8 +55,8 @@ class LeaseTable:
         num_tokens: int | None = None,
         after: Mark = PAST,
     ) -> None:
-        """The blocks may be written `after` this mark. Raises ValueError for a known lease, or blocks that
-        are not there or leased.
+        """Allow writes to the blocks `after` this mark. Raises ValueError for a known lease, or for blocks
+        that do not exist or are leased.
         """
         blocks = {extent.block_pool: np.asarray(extent.blocks, np.int64).reshape(-1) for extent in extents}
         if len(blocks) < len(extents) or not blocks.keys() <= set(range(len(self._block_pools))):
@@ -87,7 +87,7 @@ class LeaseTable:
             self._leases[lease_id] = lease
 
     def close(self, lease_id: str) -> bool:
-        """No write begins under the lease after this. Returns whether its blocks are free now. Idempotent.
+        """Begin no write under the lease after this. Return whether its blocks are free now. Idempotent.
 
         If not, `on_emptied` is called when they are.
         """
@@ -107,7 +107,9 @@ class LeaseTable:
     def admit(
         self, piece: Piece, positions: BlockIndices, sender: str, source_block_size: int
     ) -> tuple[Lease | None, str]:
-        """The lease that the piece may be written under; None with why not, or with "" if it came before."""
+        """Return the lease that the piece may be written under, or None with the reason; the reason is "" if
+        the piece came before.
+        """
         with self._lock:
             if piece.lease_id in self._completed:
                 return None, ""
@@ -120,9 +122,9 @@ class LeaseTable:
     def record(
         self, lease: Lease, piece: Piece, positions: BlockIndices, arrival: PieceArrival
     ) -> tuple[int, Arrival | None]:
-        """Note that the piece is in place.
+        """Record that the piece is in place.
 
-        Returns how many of the sender's blocks are, and after the last piece how they came.
+        Return how many of the sender's blocks are, and after the last piece the lease's arrival.
         """
         with self._lock:
             lease.arrivals.add(piece, arrival)
@@ -130,7 +132,7 @@ class LeaseTable:
             return received, lease.arrivals.arrival() if lease.is_complete else None
 
     def connected(self, sender: str) -> None:
-        """One more connection from this sender."""
+        """Count one more connection from this sender."""
         with self._lock:
             self._connections[sender] += 1
             for lease in self._leases.values():
@@ -149,7 +151,9 @@ class LeaseTable:
                     lease.lost_at = now
 
     def fail_lost(self, grace_s: float) -> tuple[list[str], float | None]:
-        """Close leases whose sender is gone for `grace_s` seconds. Returns them, and when to look again."""
+        """Close leases whose sender has been gone for `grace_s` seconds. Return them, and when to check
+        again.
+        """
         now, lost, next_at = time.monotonic(), [], None
         with self._lock:
             for lease in self._leases.values():
@@ -169,12 +173,12 @@ class LeaseTable:
             self._completed.popitem(last=False)
 
     def _emptied(self, lease_id: str) -> None:
-        """The last writer has left a closed gate."""
+        """React to the last writer's leaving of a closed gate."""
         if self._unlease(lease_id):
             self._on_emptied(lease_id)
 
     def _unlease(self, lease_id: str) -> bool:
-        """Whether this call is the one that made the closed lease's blocks free."""
+        """Return whether this call made the closed lease's blocks free."""
         with self._lock:
             lease = self._closing.pop(lease_id, None)
             if lease is not None:
@@ -182,7 +186,7 @@ class LeaseTable:
             return lease is not None
 
     def _written(self, lease: Lease) -> BlockIndices:
-        """The blocks that may be written to."""
+        """Return the blocks that may be written to."""
         parts = [
             blocks[lease.spans[block_pool][0] // self._block_size :]
             for block_pool, blocks in lease.blocks.items()

@@ -1,4 +1,6 @@
-"""The receiver's end of one data connection: a thread that authenticates the sender and takes its pieces."""
+"""The receiver's end of one data connection: a thread that authenticates the sender and receives its
+pieces.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ _CLOSED.close()
 
 @dataclass(frozen=True)
 class ReceiverCore:
-    """What the connections of one receiver share."""
+    """State that the connections of one receiver share."""
 
     identity: Identity
     leases: LeaseTable
@@ -58,7 +60,7 @@ class ReceiverCore:
     progress_timeout_s: float
     handshake_timeout_s: float
     strangers: RareLog = field(default_factory=lambda: RareLog(logger))
-    """Tells of those that did not get through the handshake."""
+    """Logs peers that failed the handshake."""
 
 
 class ReceiverConnection(threading.Thread):
@@ -118,7 +120,7 @@ class ReceiverConnection(threading.Thread):
             core.on_disconnect()
 
     def _next_piece(self, reader: PieceReader, inlet: Incoming, hello: Hello, sender: str) -> bool:
-        """Take one piece. False: the sender has closed the connection, between pieces."""
+        """Receive one piece. Return False if the sender has closed the connection between pieces."""
         channel, core = self._channel, self._core
         channel.wait(select.POLLIN, None)
         started = time.monotonic()
@@ -131,7 +133,7 @@ class ReceiverConnection(threading.Thread):
             reader.read(sources, positions, _CLOSED)
         else:
             refusal = self._take(reader, inlet, hello, piece, blocks, lease)
-        # Before the piece counts: a sender that gave us up has closed the connection first.
+        # The ack goes out before the piece counts: a sender that gave us up has closed the connection first.
         ack = Ack(piece.sequence, refusal, again=refusal in TRANSIENT)
         channel.send(ack, channel.progress_deadline())
         if refusal:
@@ -148,7 +150,7 @@ class ReceiverConnection(threading.Thread):
     def _take(
         self, reader: PieceReader, inlet: Incoming, hello: Hello, piece: Piece, blocks: Blocks, lease: Lease
     ) -> str:
-        """Bring a piece into its lease's blocks; returns why it is not there, or an empty string."""
+        """Bring a piece into its lease's blocks; return the reason if it is not there, or an empty string."""
         sources, positions = blocks
         gate, refusal = lease.attempt(piece, time.monotonic() + self._core.progress_timeout_s / 2)
         if gate is None:

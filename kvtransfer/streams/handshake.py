@@ -1,13 +1,13 @@
-"""Mutual authentication by a keyed challenge, and agreement on what the two pools hold.
+"""Mutual authentication by a keyed challenge, and agreement on the content of the two pools.
 
     sender -> receiver   Hello      (nonce, ids, pool)
     receiver -> sender   Challenge  (nonce)
     sender -> receiver   Proof      HMAC-SHA256(key, "sender", Hello, Challenge)
     receiver -> sender   Answer     with HMAC-SHA256(key, "receiver", Hello, Challenge, Answer)
 
-Both digests cover everything said so far, so ids, incarnations and pool can't be swapped, nothing can be
+Both digests cover everything sent so far, so ids, incarnations and pool can't be swapped, nothing can be
 replayed (each side chose a nonce), and neither side's digest can be reflected (role labels). The receiver
-says nothing but a random nonce before the sender has proved itself.
+sends nothing but a random nonce before the sender has proved itself.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HandshakeRefusedError(TransferError):
 
 @dataclass(frozen=True)
 class Identity:
-    """What one side brings to every handshake. `checksum` goes with what it sends."""
+    """One side's part of every handshake. `checksum` applies to the pieces that it sends."""
 
     key: bytes
     worker_id: str
@@ -65,7 +65,7 @@ def _digest(key: bytes, role: bytes, *transcript: bytes | bytearray) -> bytes:
 def introduce(
     channel: Channel, ours: Identity, transport: Transport, receiver_incarnation: str, deadline: float
 ) -> None:
-    """The sender's side. Raises HandshakeRefusedError."""
+    """Run the sender's side. Raises HandshakeRefusedError."""
     pool = ours.pool
     hello = Hello(
         version=WIRE_VERSION,
@@ -97,7 +97,7 @@ def introduce(
 
 
 def examine(channel: Channel, ours: Identity, transport: str, deadline: float) -> Hello:
-    """The receiver's side: who is calling. Raises HandshakeRefusedError."""
+    """Run the receiver's side and return the caller's Hello. Raises HandshakeRefusedError."""
     try:
         spoken = channel.recv_frame(deadline)
         hello = decode(spoken, Hello)
@@ -117,7 +117,9 @@ def examine(channel: Channel, ours: Identity, transport: str, deadline: float) -
 
 
 def _mismatch(hello: Hello, ours: Identity, transport: str) -> tuple[str, str]:
-    """The first field of the Hello that does not fit us, and why; two empty strings if all do."""
+    """Return the first field of the Hello that does not fit us, and the reason; two empty strings if all
+    fit.
+    """
     expected: dict[str, tuple[object, str]] = {
         "version": (WIRE_VERSION, ""),
         "transport": (transport, ""),
@@ -132,7 +134,9 @@ def _mismatch(hello: Hello, ours: Identity, transport: str) -> tuple[str, str]:
 
 
 def _contradiction(hello: Hello, pool: RegisteredPool) -> tuple[str, str] | None:
-    """What contradicts itself in the Hello: the wire and the block's size follow from the segments."""
+    """Return a contradiction within the Hello: the wire format and the block's size follow from the
+    segments.
+    """
     expected = pool.block_bytes
     if not hello.segments == hello.wire == list(pool.segments):
         quantization = hello.wire[0].quantization if hello.wire else ""

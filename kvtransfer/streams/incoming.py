@@ -1,4 +1,6 @@
-"""Where a connection's blocks go: straight into the pool, or converted by way of a staging buffer."""
+"""The destination of a connection's blocks: directly the pool, or a staging buffer from which they are
+converted.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +18,31 @@ from kvtransfer.leases.lease import Lease
 
 
 class Incoming:
-    """The sender's blocks have our layout, and are written straight to their places."""
+    """Writes the sender's blocks straight to their places, since they have our layout."""
 
     def __init__(self, target: RegisteredPool, max_blocks: int, foreign: str = "") -> None:
         self.target = target
-        """Where the connection's reader writes to."""
+        """The pool that the connection's reader writes to."""
         self.max_blocks = max_blocks
         """The most of the sender's blocks in one piece."""
         self.foreign_format = foreign
-        """`layout.foreign_format` of what comes."""
+        """`layout.foreign_format` of the incoming blocks."""
 
     def targets(self, positions: BlockIndices, leased: BlockIndices) -> BlockIndices:
-        """The blocks of `target` that the reader writes, for a piece that belongs in these `leased` ones."""
+        """Return the blocks of `target` that the reader writes, for a piece that belongs in these `leased`
+        ones.
+        """
         return leased[positions]
 
     def place(self, positions: BlockIndices, lease: Lease, block_pool: int, gate: WriteGate) -> bool:
-        """Copy the piece from `target` into the lease's blocks, if the gate is open; whether it was."""
+        """Copy the piece from `target` into the lease's blocks if the gate is open; return whether it was."""
         return True
 
 
 class Converting(Incoming):
-    """The sender's blocks have another size or dtype, are quantized on the wire, or go to a GPU's memory."""
+    """Converts the sender's blocks: they have another size or dtype, are quantized on the wire, or go to a
+    GPU's memory.
+    """
 
     def __init__(self, pool: RegisteredPool, hello: Hello, max_blocks: int) -> None:
         wire_bytes = block_bytes(hello.wire)
@@ -63,7 +69,7 @@ class Converting(Incoming):
 
 
 def incoming(pool: RegisteredPool, hello: Hello, max_blocks: int, reaches_devices: bool) -> Incoming:
-    """Checksums are computed on the host, so blocks with one are staged there."""
+    """Choose the destination. Checksums are computed on the host, so blocks with one are staged there."""
     if needs_conversion(hello.wire, pool.segments):
         return Converting(pool, hello, max_blocks)
     if pool.device is not None and not (reaches_devices and hello.checksum == "off"):

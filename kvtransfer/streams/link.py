@@ -1,4 +1,4 @@
-"""The connections to one peer: over the best transport that works, and when that breaks over the next one."""
+"""The connections to one peer: over the best transport that works, and over the next one when that breaks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from protocol.peers import PeerAddress, TransferOffer
 logger = logging.getLogger("tandem.kvtransfer")
 
 MAX_ATTEMPTS = 4
-"""How often a piece is sent before its lease is given up."""
+"""The most times that a piece is sent before its lease is given up."""
 
 
 @dataclass(frozen=True)
 class LinkCore:
-    """What the links of one sender share. The callbacks are called from the streams' threads."""
+    """State that the links of one sender share. The callbacks are called from the streams' threads."""
 
     identity: Identity
     counters: TransferCounters
@@ -49,7 +49,7 @@ class Candidate:
     transport: Transport
     try_at: float = 0.0
     openings: int = 0
-    """How often it was opened since a piece was last acknowledged over it."""
+    """The number of times it was opened since a piece was last acknowledged over it."""
 
     def is_hopeless(self, now: float) -> bool:
         return self.openings >= MAX_ATTEMPTS and self.try_at > now
@@ -85,12 +85,12 @@ class Link(threading.Thread):
 
     @property
     def transport(self) -> str:
-        """The transport in use, or tried first."""
+        """Return the transport in use, or the one tried first."""
         return (self._active or self._candidates[0]).transport.name
 
     @property
     def wire_dtype(self) -> str:
-        """How that transport carries values."""
+        """Return the dtype in which that transport carries values."""
         return (self._active or self._candidates[0]).transport.wire_dtype
 
     # --- for any thread ---------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class Link(threading.Thread):
     def acknowledged(self, stream: Stream, piece: QueuedPiece, ack: Ack) -> None:
         if ack.error:
             self._failed(failure_kind(ack.error), stream.transport_name)
-        with self.state:  # at once: an abort finds the piece in flight or in the queue
+        with self.state:  # in one step: an abort finds the piece in flight or in the queue
             stream.in_flight.remove((ack.sequence, piece))
             refusals = self._settle(stream, [piece], ack.error, ack.again)
             self._count_busy(stream)
@@ -189,7 +189,7 @@ class Link(threading.Thread):
     def _settle(
         self, stream: Stream, pieces: list[QueuedPiece], error: str, again: bool
     ) -> list[tuple[str, str]]:
-        """Queue failed pieces again, or refuse their leases; returns the final refusals.
+        """Queue failed pieces again, or refuse their leases; return the final refusals.
 
         A lease is refused once none of its pieces is on its way: until then its blocks may be read.
         """
@@ -233,7 +233,9 @@ class Link(threading.Thread):
                 self._telling.discard(lease_id)
 
     def _level(self) -> int:
-        """An idle link whose peer has ended is nothing to warn of: who ended, and why, others tell."""
+        """Return the log level of a broken connection. The end of an idle link's peer is no warning: the
+        router and the launcher report deaths.
+        """
         return logging.WARNING if self._active is None or self._queue else logging.DEBUG
 
     def _wake_streams(self) -> None:
@@ -256,7 +258,7 @@ class Link(threading.Thread):
             self._close()
 
     def _open_some(self) -> bool:
-        """Open streams over the best transport that works. Those that failed lately are tried last."""
+        """Open streams over the best transport that works. Transports that failed lately are tried last."""
         now, reasons = time.monotonic(), []
         hopeful = [candidate for candidate in self._candidates if not candidate.is_hopeless(now)]
         for candidate in sorted(hopeful, key=lambda candidate: candidate.try_at > now):
@@ -269,7 +271,7 @@ class Link(threading.Thread):
         return False
 
     def _try(self, candidate: Candidate) -> str:
-        """Open streams over it, or schedule a retry; returns why it failed, or an empty string."""
+        """Open streams over the candidate, or schedule a retry; return why it failed, or an empty string."""
         try:
             self._open(candidate)
         except (OSError, TransferError, ProtocolError) as error:
@@ -282,7 +284,7 @@ class Link(threading.Thread):
         return ""
 
     def _open(self, candidate: Candidate) -> None:
-        """All of a transport's streams, or as many as can be had; raises what the first one fails with."""
+        """Open all of a transport's streams, or as many as possible; raise the first one's error."""
         opened: list[Stream] = []
         try:
             self._open_streams(candidate, opened)
@@ -342,7 +344,7 @@ class Link(threading.Thread):
         logger.log(level, "link to %s over %s, %d streams%s", self.peer.worker_id, name, streams, why)
 
     def _watch(self) -> None:
-        """Until no stream is left, trying better transports when it is time. Raises StoppedError."""
+        """Run until no stream is left, trying better transports from time to time. Raises StoppedError."""
         while True:
             with self.state:
                 if self._stopping:
@@ -371,7 +373,7 @@ class Link(threading.Thread):
             stream.stop()
         for stream in streams:
             if stream.ident is None:
-                stream.close()  # out of threads
+                stream.close()  # the process is out of threads
             else:
                 stream.join()
         self._core.on_down(self, self._reason)

@@ -1,4 +1,4 @@
-"""Pieces to be sent: the queue in which they wait, and how long they took."""
+"""Pieces to be sent: their queue, and the time that they took."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class QueuedPiece:
     """Consecutive parts of a lease in one block pool; the first is part `index` of the lease.
 
     `num_tokens` of the prompt were valid when it was pushed, `pushed_s` after the lease's first piece; the
-    blocks are there `after` its mark. `wanted` turns false when the lease is aborted.
+    blocks are complete `after` its mark. `wanted` turns false when the lease is aborted.
     """
 
     lease_id: str
@@ -40,7 +40,7 @@ class QueuedPiece:
 
     @cached_property
     def runs(self) -> bytes:
-        """The blocks as runs for the wire."""
+        """Return the blocks as runs for the wire."""
         return to_wire(self.blocks)
 
     @property
@@ -58,7 +58,7 @@ class QueuedPiece:
 
 
 class PieceQueue:
-    """Pieces that wait for a stream. Leases take turns, so that a long prompt holds up no short one."""
+    """Pieces that wait for a stream. Leases take turns, so that a long prompt does not delay a short one."""
 
     def __init__(self) -> None:
         self._by_lease: OrderedDict[str, deque[QueuedPiece]] = OrderedDict()
@@ -75,7 +75,9 @@ class PieceQueue:
             self._by_lease.setdefault(piece.lease_id, deque()).appendleft(piece)
 
     def take(self, max_parts: int) -> QueuedPiece | None:
-        """The next piece of the lease whose turn it is, or the first parts of one that is larger."""
+        """Return the next piece of the lease whose turn it is, or its first parts if it is larger than
+        `max_parts`.
+        """
         if not self._by_lease:
             return None
         lease_id, queue = self._by_lease.popitem(last=False)
@@ -96,7 +98,7 @@ class PieceQueue:
 
 @dataclass
 class TransferTime:
-    """When one lease's pieces were queued, sent and acknowledged, in monotonic seconds."""
+    """Times at which one lease's pieces were queued, sent and acknowledged, in monotonic seconds."""
 
     started: float = field(default_factory=time.monotonic)
     final_push: float | None = None
@@ -108,7 +110,7 @@ class TransferTime:
         self._spans.append((piece.sent_at, acknowledged_at))
 
     def busy_s(self, until: float | None = None) -> float:
-        """Seconds, up to `until`, in which some piece was on its way."""
+        """Return the seconds, up to `until`, in which some piece was on its way."""
         busy, reached = 0.0, self.started
         for sent, acknowledged in sorted(self._spans):
             end = acknowledged if until is None else min(acknowledged, until)

@@ -1,4 +1,4 @@
-"""The sender's end of one data connection: a thread that sends pieces and takes their acks."""
+"""The sender's end of one data connection: a thread that sends pieces and receives their acks."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _ZEROS = memoryview(bytes(1024 * 1024))
 
 
 class StreamOwner(Protocol):
-    """What a stream needs of its link. `state` guards the queue and every stream's `in_flight`."""
+    """The interface of a stream to its link. `state` guards the queue and every stream's `in_flight`."""
 
     state: threading.Condition
 
     def take(self, max_parts: int) -> QueuedPiece | None:
-        """The next piece to send; called with `state` held."""
+        """Return the next piece to send; called with `state` held."""
 
     def acknowledged(self, stream: Stream, piece: QueuedPiece, ack: Ack) -> None:
-        """Take the piece out of the stream's `in_flight`, and queue it again if it has to be resent."""
+        """Remove the piece from the stream's `in_flight`, and queue it again if it has to be resent."""
 
     def ended(self, stream: Stream, kind: str, reason: str) -> None:
-        """The connection is closed. `kind` of failure, or empty if it ended as asked."""
+        """React to a closed connection. `kind` is the kind of failure, empty if it ended as asked."""
 
 
 class _Transmission:
@@ -105,7 +105,7 @@ class Stream(threading.Thread):
 
     @property
     def wire_block_bytes(self) -> int:
-        """What a block takes on the wire."""
+        """Return the bytes of a block on the wire."""
         assert self._writer is not None
         return self._writer.block_bytes
 
@@ -136,18 +136,18 @@ class Stream(threading.Thread):
                 self._wake.stop()
 
     def retire(self) -> None:
-        """Take no further piece, and end when those in flight are acknowledged."""
+        """Send no further piece, and end when those in flight are acknowledged."""
         self.retired = True
         self.wake()
 
     def let_go(self, lease_id: str, deadline: float) -> bool:
         """Wait until no source block of an aborted lease is read any more.
 
-        If the peer reads them by itself, it has until the deadline; then the connection is cut, and this
-        returns False. After that the peer ignores whatever it still reads.
+        A peer that reads them by itself has until the deadline; then the connection is cut, and this returns
+        False. After that the peer ignores blocks that it still reads.
         """
         with self._reading:
-            pass  # from now on only padding is sent of an unwanted piece
+            pass  # from now on only padding is sent for an unwanted piece
         if self._writer is None or not self._writer.remote_reads:
             return True
         state = self._owner.state
@@ -155,7 +155,7 @@ class Stream(threading.Thread):
             while any(piece.lease_id == lease_id for _, piece in self.in_flight):
                 if not state.wait(deadline - time.monotonic()):
                     assert self._channel is not None
-                    self._writer.close()  # from here on the peer ignores what it reads
+                    self._writer.close()  # from here on the peer ignores blocks that it reads
                     self._channel.shutdown()
                     return False
         return True
@@ -173,12 +173,12 @@ class Stream(threading.Thread):
             if kind == "internal":
                 logger.exception("a stream to %s ended by a defect", self._peer.worker_id)
         finally:
-            # First: the peer then ignores every block that it has not copied yet.
+            # Close first: the peer then ignores every block that it has not copied yet.
             self.close()
             self._owner.ended(self, kind, f"{self.transport_name}: {reason}")
 
     def close(self) -> None:
-        """For a stream that was never started; a running one ends by `stop` or `retire`."""
+        """Close a stream that was never started; a running one ends by `stop` or `retire`."""
         if self._writer is not None:
             self._writer.close()
         if self._channel is not None:
@@ -203,7 +203,7 @@ class Stream(threading.Thread):
                 self._read_acks(channel)
 
     def _take(self, writer: PieceWriter) -> _Transmission | None:
-        """The next piece, of the lease whose turn it is."""
+        """Take the next piece of the lease whose turn it is."""
         if len(self.in_flight) >= MAX_IN_FLIGHT:
             return None
         with self._reading:  # an abort that finds the piece in flight waits until its blocks are read
@@ -251,15 +251,15 @@ class Stream(threading.Thread):
         return _Transmission(queued, frame(encode(piece)), payload)
 
     def _give_up(self, queued: QueuedPiece, reason: str) -> None:
-        """The piece can't be sent, and nothing of it was."""
+        """Report that the piece cannot be sent; no byte of it was."""
         logger.warning("lease %s: %s", queued.lease_id, reason)
         with self._owner.state:
             sequence, _ = self.in_flight[-1]
-            self._wake.set()  # there may be more to take
+            self._wake.set()  # there may be more to send
         self._owner.acknowledged(self, queued, Ack(sequence, NOT_QUANTIZABLE))
 
     def _write(self, channel: Channel, writer: PieceWriter, transmission: _Transmission) -> bool:
-        """Write some of the piece; False if the connection takes nothing now."""
+        """Write some of the piece; return False if the connection accepts nothing now."""
         with self._reading:
             if not transmission.piece.wanted and not writer.remote_reads:
                 transmission.pad()

@@ -1,1 +1,1 @@
-"""The transports: a file or folder each. `transport` says what one implements, `registry` opens them."""
+"""The transports, a file or folder each. `transport` defines their interface, `registry` opens them."""

@@ -1,4 +1,4 @@
-"""Which processes can share memory with this one."""
+"""Identifies processes that can share memory with this one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 
 def host_id() -> str:
-    """Equal in all processes of one boot of one host that see the same abstract Unix sockets.
+    """Return an id that is equal in all processes of one boot of one host that see the same abstract Unix
+    sockets.
 
     Those belong to a network namespace, so two containers of a host differ.
     """

@@ -29,17 +29,17 @@ from protocol.bounded import Id
 from protocol.errors import ProtocolError
 
 Reference: TypeAlias = Any
-"""Names an object in the store and keeps it there, until the last reference in any process is dropped."""
+"""Names an object in the store and keeps it there until the last reference in any process is dropped."""
 
 SendObject: TypeAlias = Callable[[int, Sequence[memoryview]], None]
-"""Stores a copy of the buffers and sends its reference to the peer, as the one of this number.
+"""Stores a copy of the buffers and sends its reference to the peer under this number.
 
-Raises OSError where it can't.
+Raises OSError if it can't.
 """
 
 _SLICE_BYTES = 4 * 1024 * 1024
 _LOOK_S = 0.25
-"""How often the connection is looked at while an object is on its way."""
+"""Seconds between two checks of the connection while an object is on its way."""
 
 
 class Inbox:
@@ -59,7 +59,7 @@ class Inbox:
                 self._changed.notify_all()
 
     def take(self, timeout_s: float) -> Reference | None:
-        """The next one; None if it does not come in time."""
+        """Return the next reference, or None if it does not come in time."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._next in self._arrived, timeout_s):
                 return None
@@ -99,15 +99,17 @@ class Carrier(Protocol):
     """
 
     address: str
-    """How peers' carriers name this one."""
+    """The name of this carrier for peers' carriers."""
     inboxes: Inboxes
-    """Where it puts what arrives."""
+    """The inboxes that arriving references go to."""
 
     def sender_to(self, address: str, inbox_id: str) -> SendObject:
-        """Raises OSError if there is no carrier at the address."""
+        """Return a function that sends objects. Raises OSError if there is no carrier at the address."""
 
     def get(self, reference: Reference, timeout_s: float) -> list[memoryview] | None:
-        """The object's buffers, read-only; None if they don't come in time. Raises OSError if it is lost."""
+        """Return the object's buffers, read-only, or None if they don't come in time. Raises OSError if it
+        is lost.
+        """
 
 
 class ObjectStoreWelcome(msgspec.Struct, frozen=True, tag="object-store"):
@@ -156,7 +158,7 @@ class ObjectReader(PieceReader):
         self._carrier.inboxes.close(self.inbox)
 
     def _await(self, get: Callable[[float], Any], deadline: float) -> Any:
-        """What `get` returns once it returns something.
+        """Return the first non-empty result of `get`.
 
         Raises ConnectionResetError if the sender has hung up, StoppedError if our own side is closing.
         """
@@ -171,7 +173,7 @@ class ObjectReader(PieceReader):
 def aligned(
     sources: Sequence[memoryview], targets: Sequence[memoryview]
 ) -> Iterator[tuple[memoryview, memoryview]]:
-    """The bytes of `sources` in order beside those of `targets`, in pairs of equal and bounded length."""
+    """Yield the bytes of `sources` and `targets` in order, in pairs of equal and bounded length."""
     rest, next_source = memoryview(b""), iter(sources)
     for target in targets:
         while target:
@@ -184,7 +186,7 @@ def aligned(
 
 
 def copy(source: memoryview, target: memoryview, gate: WriteGate) -> bool:
-    """Copy if the gate is open; returns whether it is."""
+    """Copy if the gate is open; return whether it is."""
     with gate.writing() as is_open:
         if is_open:
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
@@ -192,7 +194,7 @@ def copy(source: memoryview, target: memoryview, gate: WriteGate) -> bool:
 
 
 class ObjectStoreTransport(Transport):
-    """One per process. The caller owns the carrier."""
+    """Moves pieces through the object store. One per process. The caller owns the carrier."""
 
     name = "object_store"
 

@@ -1,4 +1,4 @@
-"""The transports by name, best first where nothing else is asked for."""
+"""The transports by name, in the default order of preference."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ logger = logging.getLogger("tandem.kvtransfer")
 
 @dataclass(frozen=True)
 class TransportOptions:
-    """`tcp_streams`: connections per pair. `wire_dtype`: how `tcp` carries values, `auto` for as they are.
+    """`tcp_streams`: connections per pair. `wire_dtype`: the dtype of values on `tcp`, `auto` for the
+    pool's.
 
-    `checksum` is what the sender's pieces will carry, `tls` makes `tcp` encrypt, `carrier` is what
-    `object_store` needs, UCX itself listens on one of `ports`.
+    `checksum` is that of the sender's pieces, `tls` makes `tcp` encrypt, `object_store` needs a `carrier`,
+    and UCX itself listens on one of `ports`.
     """
 
     tcp_streams: int = 1
@@ -49,7 +50,7 @@ def _open(transport: str, pool: RegisteredPool, name: str, options: TransportOpt
                 raise TransferError("it sends from a GPU's memory, and checksums are made on the host")
             return UcxTransport(pool, name, options.ports)
         case "tcp":
-            wire_segments(pool.segments, options.wire_dtype)  # raises LayoutError where that can't be
+            wire_segments(pool.segments, options.wire_dtype)  # raises LayoutError if that can't be
             if options.tls is not None:
                 return TlsTransport(options.tls, options.tcp_streams, options.wire_dtype)
             return TcpTransport(options.tcp_streams, options.wire_dtype)
@@ -68,10 +69,10 @@ def open_transports(
     options: TransportOptions = TransportOptions(),
     pairs: Pairs | None = None,
 ) -> list[Transport]:
-    """The named transports in that order, ready for `pool` under this worker's unique `name`.
+    """Open the named transports in that order, ready for `pool` under this worker's unique `name`.
 
-    One that cannot be had here is left out, logged, and noted in `pairs`. Raises ValueError for an unknown
-    one, or a wire_dtype that the pool's values don't have, TransferError if none is left.
+    A transport that is not available here is left out, logged, and recorded in `pairs`. Raises ValueError
+    for an unknown one, or a wire_dtype that the pool's values don't have, TransferError if none is left.
     """
     unknown = [other for other in names if other not in KV_TRANSPORTS]
     if unknown or not names:

@@ -28,7 +28,7 @@ from protocol.errors import ProtocolError
 from protocol.ports import ANY_PORT
 
 _SLICE_BYTES = 4 * 1024 * 1024
-"""Bytes that are copied between two looks at the gate: well under a millisecond."""
+"""Bytes that are copied between two checks of the gate: well under a millisecond."""
 
 
 class ShmWriter(PieceWriter):
@@ -62,7 +62,7 @@ class ShmTransport(Transport):
     parts_at_once = PARTS_AT_ONCE
 
     def __init__(self) -> None:
-        compiled()  # now, not in the first piece
+        compiled()  # build the kernel now, not at the first piece
 
     def listen(self, host: str, ports: Sequence[int] = ANY_PORT) -> tuple[socket.socket, str]:
         address = f"tandem-kv-{secrets.token_hex(16)}"

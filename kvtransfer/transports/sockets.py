@@ -1,4 +1,4 @@
-"""TCP sockets, as every transport between hosts uses them."""
+"""TCP sockets for every transport between hosts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _DEAD_AFTER_MS = 30_000
 
 
 def listen_tcp(host: str, ports: Sequence[int] = ANY_PORT) -> tuple[socket.socket, str]:
-    """A listening socket on one of these ports of `host`, and its address."""
+    """Return a listening socket on one of these ports of `host`, and its address."""
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
 
     def listen(port: int) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            # A range is too small for ports that rest for a minute after their connections.
+            # A range is too small for ports that stay in TIME_WAIT for a minute after their connections.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, port != 0)
             listener.bind((address[0], port, *address[2:]))
             listener.listen(128)
@@ -50,7 +50,7 @@ def connect_tcp(address: str) -> socket.socket:
 
 
 def tune(sock: socket.socket) -> None:
-    """Send at once, and notice a dead host."""
+    """Send at once, and detect a dead host."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (

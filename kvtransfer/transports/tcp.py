@@ -1,4 +1,6 @@
-"""The `tcp` transport: blocks follow their piece's message, sent from and received into the pools."""
+"""The `tcp` transport: blocks follow their piece's message, sent from one pool and received into the
+other.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def _bound_buffers(sock: socket.socket) -> None:
 
 
 class StagingWriter(PieceWriter):
-    """Brings each piece from a device's memory to the host, and sends what came while the rest comes."""
+    """Copies each piece from a device's memory to the host, and sends what has arrived while the rest is
+    copied.
+    """
 
     def __init__(self, pool: RegisteredPool) -> None:
         super().__init__(pool)
@@ -59,7 +63,7 @@ class StagingWriter(PieceWriter):
 
 
 class QuantizingWriter(PieceWriter):
-    """Packs each piece as one byte a value and some scales, where the pool lies."""
+    """Packs each piece as one byte a value and some scales, on the pool's device."""
 
     def __init__(self, pool: RegisteredPool, wire_dtype: str) -> None:
         self._values = pool.buffer if pool.device is None else pool.device

@@ -27,7 +27,7 @@ _NO_TLS = "TLS: the peer ended the handshake; it may have no TLS, or refuse our 
 
 
 class TlsChannel(Channel):
-    """The TLS handshake happens with the first bytes that are sent or received.
+    """A channel within TLS. The TLS handshake happens with the first bytes that are sent or received.
 
     Raises ProtocolError for a peer without TLS or without the right certificate, and for bytes that were
     changed on the way.
@@ -48,7 +48,7 @@ class TlsChannel(Channel):
     # --- waiting ----------------------------------------------------------------------------------
 
     def wait(self, events: int, deadline: float | None) -> int:
-        """TLS may have to read before it can write, and the other way round."""
+        """Wait for the events; TLS may have to read before it can write, and the other way round."""
         if events & select.POLLIN and self._has_plaintext():
             return events
         awaited = events
@@ -80,7 +80,7 @@ class TlsChannel(Channel):
     # --- sending ----------------------------------------------------------------------------------
 
     def write(self, buffers: Sequence[Buffer]) -> int:
-        """How many bytes were sent. After a 0 some may be encrypted already and will be sent."""
+        """Return how many bytes were sent. After a 0 some may be encrypted already and will be sent."""
         try:
             if not self._owed:
                 self._encrypt(buffers)
@@ -94,7 +94,7 @@ class TlsChannel(Channel):
         while True:
             try:
                 self._owed = self._encrypt_some(buffers)
-            except ssl.SSLWantReadError:  # before the first record there is the handshake
+            except ssl.SSLWantReadError:  # the handshake comes before the first record
                 self._sending_waits_for_input = True
                 self._flush()
                 if not self._feed():
@@ -141,7 +141,9 @@ class TlsChannel(Channel):
         return received
 
     def _read(self, target: memoryview) -> int:
-        """0 at the end of the connection; raises BlockingIOError if there is nothing to read yet."""
+        """Read into `target`; return 0 at the end of the connection. Raises BlockingIOError if there is
+        nothing to read yet.
+        """
         if self._peeked:
             count = min(len(target), len(self._peeked))
             target[:count] = self._peeked[:count]
@@ -158,7 +160,7 @@ class TlsChannel(Channel):
                 self._fail(error)
 
     def _feed(self) -> bool:
-        """Read what has arrived; False at the end of the connection."""
+        """Read the bytes that have arrived; return False at the end of the connection."""
         try:
             data = self.socket.recv(_CHUNK_BYTES)
         except ConnectionError:
@@ -177,13 +179,13 @@ class TlsChannel(Channel):
         """Send the TLS alert, then raise ProtocolError."""
         with contextlib.suppress(OSError):
             self._flush()
-            if error.reason == "WRONG_VERSION_NUMBER":  # OpenSSL itself says nothing to such a peer
+            if error.reason == "WRONG_VERSION_NUMBER":  # OpenSSL itself sends no alert to such a peer
                 self.socket.send(_PROTOCOL_VERSION_ALERT)
         raise ProtocolError(f"TLS: {_reason(error)}") from error
 
 
 class TlsTransport(TcpTransport):
-    """Raises ConfigError for certificates that can't be used."""
+    """The `tcp` transport within TLS. Raises ConfigError for certificates that can't be used."""
 
     def __init__(self, files: TlsFiles, streams: int = 1, wire_dtype: str = "auto") -> None:
         super().__init__(streams, wire_dtype)

@@ -1,7 +1,7 @@
-"""What a transport has to provide. Pieces, acks, leases and the handshake are common to all.
+"""The interface of a transport. Pieces, acks, leases and the handshake are common to all.
 
-A new transport derives from `Transport`, says how it differs from a plain TCP stream, and adds itself to
-`registry.py`.
+A new transport derives from `Transport`, overrides the methods in which it differs from a plain TCP stream,
+and adds itself to `registry.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from messaging.wake import Wake
 from protocol.ports import ANY_PORT
 
 MAX_IN_FLIGHT = 3
-"""Pieces sent and not acknowledged, at most. It bounds memory in transit, and how long an abort waits."""
+"""The most pieces sent and not acknowledged. It bounds memory in transit, and the time that an abort waits.
+"""
 
 
 class PieceWriter:
@@ -32,30 +33,33 @@ class PieceWriter:
 
     def __init__(self, pool: RegisteredPool, block_bytes: int | None = None) -> None:
         self.block_bytes = block_bytes or pool.block_bytes
-        """What a block takes on the wire."""
+        """Bytes of a block on the wire."""
         self._pool = pool
 
     def source(self, blocks: Blocks, num_tokens: int) -> tuple[memoryview, BlockIndices]:
-        """A buffer with the blocks as they are sent, and their indices in it; valid until the next call.
+        """Return a buffer with the blocks as they are sent, and their indices in it; valid until the next
+        call.
 
-        Only the prompt's first `num_tokens` tokens are valid: the rest of its last block is not.
+        Only the prompt's first `num_tokens` tokens are valid; the rest of its last block is not.
         """
         return self._pool.buffer, blocks[0]
 
     def wait_arrived(self) -> None:
-        """Until all of `source`'s blocks are in its buffer. `payload`'s buffers wait by themselves."""
+        """Wait until all of `source`'s blocks are in its buffer. `payload`'s buffers wait by themselves."""
         return
 
     def payload(self, buffer: memoryview, indices: BlockIndices) -> Buffers:
-        """What follows the piece's message on the connection: `source`'s blocks and a trailer, or nothing."""
+        """Return the bytes after the piece's message on the connection: `source`'s blocks and a trailer, or
+        nothing.
+        """
         if self.remote_reads:
             return []
         return [views(buffer, self.block_bytes, indices), memoryview(GOOD)]
 
     def close(self) -> None:
-        """The sender gives the connection up. Idempotent, for any thread.
+        """Give the connection up, as the sender. Idempotent, for any thread.
 
-        A peer that reads our pool ignores whatever it reads after this.
+        A peer that reads our pool ignores blocks that it reads after this.
         """
         return
 
@@ -65,9 +69,9 @@ class PieceReader(ABC):
 
     @abstractmethod
     def read(self, sources: BlockIndices, targets: BlockIndices, gate: WriteGate) -> bool:
-        """Bring the sender's blocks into our blocks while the gate is open; discard the rest.
+        """Copy the sender's blocks into our blocks while the gate is open; discard the rest.
 
-        Returns whether all of them are in place, as they were before the sender gave the connection up;
+        Return whether all of them are in place, as they were before the sender gave the connection up;
         either way the next message follows on the connection. Raises OSError if the connection is broken,
         TimeoutError if it makes no progress.
         """
@@ -80,18 +84,18 @@ class Transport(ABC):
     name: ClassVar[str]
     same_host = False
     parts_at_once = 1
-    """How many parts of a prompt make a piece."""
+    """Parts of a prompt in a piece."""
     reaches_devices = False
     """Whether its readers can write a GPU's memory."""
     streams = 1
     """Connections per pair of workers."""
     wire_dtype = "auto"
-    """How values travel: `auto` as they lie in the pool, or quantized (`layout.wire_segments`)."""
+    """Dtype of values on the wire: `auto` as in the pool, or quantized (`layout.wire_segments`)."""
 
     def listen(self, host: str, ports: Sequence[int] = ANY_PORT) -> tuple[socket.socket, str]:
-        """A listening socket, and the address at which peers reach it.
+        """Return a listening socket, and the address at which peers reach it.
 
-        Raises `ConfigError` where all ports are taken.
+        Raises `ConfigError` if all ports are taken.
         """
         return listen_tcp(host, ports)
 
@@ -102,20 +106,22 @@ class Transport(ABC):
     def channel(
         self, sock: socket.socket, wake: Wake, progress_timeout_s: float, *, accepted: bool
     ) -> Channel:
-        """For a socket of `connect`, or one that was `accepted`."""
+        """Return the channel for a socket of `connect`, or for one that was `accepted`."""
         return Channel(sock, wake, progress_timeout_s)
 
     def fault(self, pool: RegisteredPool) -> str:
-        """Why it sends nothing from this pool; empty if it does."""
+        """Return why it sends nothing from this pool; empty if it does."""
         return ""
 
     @abstractmethod
     def writer(self, channel: Channel, pool: RegisteredPool, deadline: float) -> PieceWriter:
-        """Right after the handshake, on the sender."""
+        """Return the sender's end. Called right after the handshake."""
 
     @abstractmethod
     def reader(self, channel: Channel, target: RegisteredPool, hello: Hello, deadline: float) -> PieceReader:
-        """Right after the handshake, on the receiver. `target` has blocks as the wire carries them."""
+        """Return the receiver's end. Called right after the handshake. `target` has blocks as the wire
+        carries them.
+        """
 
     def close(self) -> None:
         return

@@ -1,4 +1,4 @@
-"""The `ucx` transport: NIXL with its UCX backend, for RDMA, NVLink and whatever else UCX speaks."""
+"""The `ucx` transport: NIXL with its UCX backend, for RDMA, NVLink and other fabrics that UCX supports."""
 
 from kvtransfer.transports.ucx.transport import UcxTransport
 

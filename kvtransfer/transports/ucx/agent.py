@@ -1,12 +1,12 @@
 """This process's NIXL agent: registered memory, peers' memory, and reads from theirs into ours.
 
-Only what NIXL calls an agent's metadata travels, as opaque bytes, with plain integers beside it. Its
-descriptor lists, which it would serialize with pickle, are made anew on each side.
+Only NIXL's agent metadata is exchanged, as opaque bytes, together with plain integers. Its descriptor lists,
+which it would serialize with pickle, are made on each side from these.
 
 Two properties of NIXL shape this module. The first call that finds a peer lost forgets the peer, and with it
 the remote keys that prepared lists point to: using such a list afterwards crashes the process. So every call
 is made under one lock, and a `Remote` that is lost stays lost. And a transfer cannot be cancelled: releasing
-one that is under way only forgets it, and its bytes are still written. So it is polled until it is over.
+one that is running only forgets it, and its bytes are still written. So it is polled until it is over.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from protocol.ports import ANY_PORT
 Indices = npt.NDArray[np.int32]
 
 _PROGRESS_DELAY_US = 100_000
-"""How long NIXL's progress thread sleeps at most when nothing happens.
+"""The longest sleep of NIXL's progress thread when nothing happens.
 
 It waits in `poll` for UCX's event descriptor and wakes as soon as something arrives, so this delays nothing.
 It is a fallback for transports whose events UCX misses. NIXL's default of 0 never sleeps and costs a core.
@@ -43,8 +43,8 @@ ENGINE_CONFIG = (
 
 Where the wire has no one-sided read (plain TCP), UCX lets the peer's process answer it, and in that code a
 failed send is fatal: a reader that dies at the wrong moment takes the sender's process with it. A pair that
-has nothing better is refused, and our own `tcp` serves it. For those who want it all the same, larger
-segments make such a read as fast as a write or faster; a receiver's must not be less than the sender's.
+has nothing better is refused, and our own `tcp` serves it. For users who force it all the same, larger
+segments make such a read as fast as a write or faster; a receiver's must not be smaller than the sender's.
 
 Between GPUs of one host without NVLink UCX leaves reads off by default, since they are slower than writes
 there. A pair would then have nothing but TCP, which passes through the host twice.
@@ -63,7 +63,7 @@ class Memory:
 
     @classmethod
     def of(cls, pool: RegisteredPool) -> Memory:
-        """Where a pool lies."""
+        """Return a pool's memory."""
         if pool.device is None:
             address = int(np.frombuffer(pool.buffer, np.uint8).ctypes.data)
             return cls(address, pool.block_bytes, pool.num_blocks)
@@ -71,7 +71,7 @@ class Memory:
 
     @classmethod
     def of_blocks(cls, blocks: Tensor) -> Memory:
-        """Of uint8 [num_blocks, block_bytes]."""
+        """Return the memory of uint8 [num_blocks, block_bytes]."""
         device = blocks.device
         kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
         return cls(blocks.data_ptr(), blocks.shape[1], blocks.shape[0], kind, device.index or 0)
@@ -82,13 +82,13 @@ class Memory:
 
 
 def _errors_of(nixl: Any) -> tuple[type[Exception], ...]:
-    """What NIXL's calls raise: a class for each status, without a common base."""
+    """Return NIXL's exceptions: a class for each status, without a common base."""
     kinds = [kind for kind in vars(nixl).values() if isinstance(kind, type) and issubclass(kind, Exception)]
     return (RuntimeError, *kinds)
 
 
 class AgentClosedError(OSError):
-    """The agent is closed; whatever it held is released."""
+    """The agent is closed; everything it held is released."""
 
 
 @dataclass(eq=False)
@@ -104,7 +104,7 @@ class Remote:
 
 @dataclass(eq=False)
 class Transfer:
-    """A read that was begun. `is_over` is what `Agent.poll` has last found."""
+    """A started read. `is_over` is the last result of `Agent.poll`."""
 
     handle: int
     remote: Remote
@@ -112,7 +112,7 @@ class Transfer:
 
 
 class Agent:
-    """For use from every thread. Raises OSError for whatever NIXL can't do.
+    """A NIXL agent, for use from every thread. Raises OSError for errors of NIXL.
 
     After `close`, releasing calls have no effect and all others raise AgentClosedError.
 
@@ -148,7 +148,7 @@ class Agent:
             ) from error
 
     def register(self, memory: Memory) -> None:
-        """Let UCX use this memory. To be undone by `deregister` as many times."""
+        """Let UCX use this memory. Each call is undone by one `deregister`."""
         with self._calling("cannot register memory") as agent:
             if not self._users.get(memory):
                 agent.registerMem(self._region(memory), [self._backend])
@@ -162,12 +162,12 @@ class Agent:
                 agent.deregisterMem(self._region(memory), [self._backend])
 
     def metadata(self) -> bytes:
-        """What other agents have to know to read what is registered now."""
+        """Return the metadata that other agents need to read the memory registered now."""
         with self._calling("cannot describe this agent") as agent:
             return bytes(agent.getLocalMD())
 
     def connect(self, name: str, metadata: bytes) -> Remote:
-        """Get to know another agent; no byte is exchanged with it yet. To be undone by `disconnect`."""
+        """Add another agent; no byte is exchanged with it yet. Undone by `disconnect`."""
         with self._calling(f"cannot use the metadata of {name}") as agent:
             remote = self._remotes.get(name)
             if remote is not None and remote.lost:
@@ -193,7 +193,7 @@ class Agent:
                 agent.invalidateRemoteMD(remote.name)
 
     def prepare(self, memory: Memory, remote: Remote | None = None) -> int:
-        """A list of the blocks of our own or of a remote memory, for `read`; `release` frees it."""
+        """Return a list of the blocks of our own or of a remote memory, for `read`; `release` frees it."""
         blocks = [memory.address, memory.block_bytes, memory.device_id, memory.block_bytes, memory.num_blocks]
         owner = self._nixl.NIXL_INIT_AGENT if remote is None else remote.name
         with self._calling("cannot prepare a list of blocks") as agent:
@@ -206,9 +206,9 @@ class Agent:
             agent.releasedDlistH(prepared)
 
     def read(self, remote: Remote, theirs: int, sources: Indices, ours: int, targets: Indices) -> Transfer:
-        """Begin to read the blocks `sources` of one prepared list into the blocks `targets` of another.
+        """Start to read the blocks `sources` of one prepared list into the blocks `targets` of another.
 
-        NIXL merges blocks that follow each other on both sides by itself.
+        NIXL merges blocks that are consecutive on both sides by itself.
         """
         with self._calling(f"cannot read from {remote.name}") as agent:
             self._check(remote)
@@ -224,7 +224,7 @@ class Agent:
             return transfer
 
     def poll(self, transfer: Transfer) -> bool:
-        """Whether the transfer is over; never blocks. Raises ConnectionResetError when it has failed.
+        """Return whether the transfer is over; never blocks. Raises ConnectionResetError if it has failed.
 
         Once `transfer.is_over` it writes nothing more.
         """

@@ -24,7 +24,7 @@ _PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 
 @functools.cache
 def bindings() -> Any:
-    """The module. Raises TransferError, which says what to install, where there is none that loads."""
+    """Return NIXL's module. Raises TransferError, which says what to install, if none can be loaded."""
     reasons = []
     for package in _PACKAGES:
         try:
@@ -42,7 +42,7 @@ def bindings() -> Any:
 
 
 def _load(package: str) -> ModuleType | None:
-    """The package's bindings; None where it is not installed."""
+    """Return the package's bindings, or None if it is not installed."""
     name = f"{package}._bindings"
     if name in sys.modules:
         return sys.modules[name]
@@ -53,7 +53,7 @@ def _load(package: str) -> ModuleType | None:
     if spec is None or spec.loader is None:
         raise ImportError("it has no bindings for this Python")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # the package, should anyone import it later, must find this one
+    sys.modules[name] = module  # a later import of the package must find this module
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -1,4 +1,4 @@
-"""What the two sides tell each other once, right after the handshake."""
+"""Messages that the two sides exchange once, right after the handshake."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_METADATA_BYTES = 48 * 1024
 
 
 class Introduction(msgspec.Struct, frozen=True, tag="ucx"):
-    """Sender to receiver: where its pool lies, and the connection's word (see `words`) with its token.
+    """Sender to receiver: the address of its pool, and the connection's word (see `words`) with its token.
 
     `metadata` is NIXL's own description of the agent: its UCX addresses and its memory's remote keys.
     """

@@ -1,4 +1,4 @@
-"""Reads that were given up but may still write to our blocks."""
+"""Waits for reads that were given up but may still write to our blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOOK_S = 0.02
 
 
 class OrphanedReads:
-    """Polls each such read, in a thread of its own, until it is over, then releases what it held.
+    """Polls each such read, in a thread of its own, until it is over, then releases its resources.
 
     Each read ends at some time: UCX gives up a dead peer, and a frozen peer continues or dies.
     """
@@ -35,13 +35,13 @@ class OrphanedReads:
         watcher.start()
 
     def stop(self) -> None:
-        """End the threads, whatever is left."""
+        """End the threads, even if reads are left."""
         self._closing.set()
         for _, watcher in list(self._held.values()):
             watcher.join()
 
     def release(self) -> None:
-        """Close all that is still held, the agent being closed."""
+        """Close everything that is still held, after the agent was closed."""
         for transfer in list(self._held):
             self._close(transfer)
 

@@ -23,7 +23,7 @@ _FIRST_PAUSE_S = 50e-6
 _PAUSE_GROWTH = 1.06
 _LONGEST_PAUSE_S = 2e-3
 _LOOK_S = 10e-3
-"""How often the connection is checked during a read: it is closed if the sender has given us up."""
+"""Seconds between checks of the connection during a read: it is closed if the sender has given us up."""
 _FIRST = np.zeros(1, dtype=np.int32)
 
 
@@ -73,7 +73,8 @@ class UcxReader(PieceReader):
     def warm_up(self, deadline: float) -> None:
         """Read the start of the source, and the word: UCX connects at the first read.
 
-        Into memory of the kind that blocks are read into: what reads from GPU to GPU may not reach the host.
+        The target is memory of the kind that blocks are read into: a route between GPUs may not reach the
+        host.
         """
         nbytes = min(self._probe.block_bytes, self._source.block_bytes)
         with ExitStack() as held:
@@ -110,7 +111,7 @@ class UcxReader(PieceReader):
         return prepared
 
     def _confirm(self, deadline: float) -> None:
-        """Raises ConnectionResetError if the sender gave us up: it may have reused its blocks."""
+        """Raise ConnectionResetError if the sender gave us up: it may have reused its blocks."""
         self._word.write(0)
         transfer = self._agent.read(self._remote, self._their_word, _FIRST, self._our_word, _FIRST)
         with ExitStack() as held:

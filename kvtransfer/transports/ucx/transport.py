@@ -40,11 +40,12 @@ _NO_READ = (
 
 
 _FABRICS = (Path("/sys/class/infiniband"), Path("/dev/nvidia-caps-imex-channels"))
-"""What is in there when this host has RDMA devices, or NVLink to other hosts."""
+"""Folders that have entries if this host has RDMA devices, or NVLink to other hosts."""
 
 
 def reaches_other_hosts() -> bool:
-    """Whether UCX can read from another host: over a fabric, or over TCP if it was told to (see `agent`).
+    """Tell whether UCX can read from another host: over a fabric, or over TCP if it was told to (see
+    `agent`).
 
     Otherwise it would be tried with each peer there, and complain in its own log before it is refused.
     """
@@ -70,7 +71,7 @@ class UcxWriter(PieceWriter):
 class UcxTransport(Transport):
     """One per process and pool. `name` helps to tell agents apart in NIXL's messages.
 
-    Raises TransferError where NIXL is not installed, OSError where it does not work.
+    Raises TransferError if NIXL is not installed, OSError if it does not work.
     """
 
     name = "ucx"
@@ -95,7 +96,7 @@ class UcxTransport(Transport):
 
     @property
     def num_orphaned_reads(self) -> int:
-        """Reads that were given up but may still write."""
+        """Return the number of reads that were given up but may still write."""
         return len(self._orphans)
 
     def writer(self, channel: Channel, pool: RegisteredPool, deadline: float) -> UcxWriter:
@@ -126,7 +127,8 @@ class UcxTransport(Transport):
         return UcxWriter(pool, word)
 
     def reader(self, channel: Channel, target: RegisteredPool, hello: Hello, deadline: float) -> UcxReader:
-        """Raises ProtocolError for a sender that describes itself badly, OSError if it can't be read from.
+        """Return the receiver's end. Raises ProtocolError for a sender with a bad introduction, OSError if
+        it can't be read from.
 
         UCX connects at the first read, so that one is made here. The sender waits for it.
         """
@@ -151,7 +153,7 @@ class UcxTransport(Transport):
         return reader
 
     def close(self) -> None:
-        """After it NIXL holds no resources and runs no thread in this process. Idempotent."""
+        """Release NIXL's resources and end its threads in this process. Idempotent."""
         self._orphans.stop()
         self._agent.close()
         self._orphans.release()

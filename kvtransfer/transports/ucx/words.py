@@ -20,7 +20,7 @@ MAX_WORDS = 8192
 
 
 class Words:
-    """A page of words. `memory`, all of them, is what has to be registered."""
+    """A page of words. `memory`, all of them, has to be registered."""
 
     def __init__(self) -> None:
         self._values = np.frombuffer(mmap.mmap(-1, MAX_WORDS * WORD_BYTES), dtype=np.uint64)
@@ -28,7 +28,7 @@ class Words:
         self._free = list(range(MAX_WORDS))
 
     def take(self) -> ConnectionWord:
-        """Raises OSError if all are in use."""
+        """Return an unused word. Raises OSError if all are in use."""
         try:
             index = self._free.pop()
         except IndexError:
@@ -54,7 +54,9 @@ class ConnectionWord:
         return int(self._value[0])
 
     def release(self) -> None:
-        """Zero the word, for others to use; when this returns it is zero. Idempotent, for any thread."""
+        """Zero the word, so that others can use it; when this returns it is zero. Idempotent, for any
+        thread.
+        """
         with self._releasing:
             if self._index is not None:
                 self.write(0)
