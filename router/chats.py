@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 from router.decoding import decode_object
+from router.lark import Spelling
 from router.messages import plain_messages
 from router.openai_types import ChatBody, TokenizeBody
 from router.parsing.formats import MARKERS, Parsing, reasoning_format, tool_format
@@ -16,7 +17,7 @@ from router.parsing.reasoning import HARMONY, Marks
 from router.structured_outputs import Grammar, requested_grammar
 from router.thinking import ThinkingBudget
 from router.tokenizer import Tokenizer
-from router.tool_grammar import Spelling, after_thinking, tool_grammar
+from router.tool_grammar import after_thinking, tool_grammar
 from router.tools import ToolChoice, offers, plain_tools, tool_choice
 
 
@@ -66,12 +67,13 @@ class Chats:
         continued = (messages[-1]["content"] or "") if body.continue_final_message else None
         is_open = marks is not None and marks.are_open(prompt, continued)
         parsing = Parsing(
-            tools=self._tools if with_tools else None,
+            tools=self._tools if with_tools and asked is None else None,
             known=frozenset(tool.function.name for tool in body.tools or ()),
             one_call=body.parallel_tool_calls is False,
             is_harmony=any(each is not None and each.is_harmony for each in (self._tools, self._reasoning)),
             marks=marks,
             is_open=is_open,
+            is_exact=asked is not None,
         )
         thinking = None
         if marks is not None and body.thinking_token_budget is not None:

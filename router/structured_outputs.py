@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from msgspec import Raw
 from protocol.errors import InvalidRequestError
 from router.decoding import decode_field
 from router.json_schemas import schema_grammar
+from router.lark import lark_grammar, quoted
 from router.openai_types import MAX_RAW_BYTES, GenerationBody, ResponseFormat, StructuredOutputs
 
 _ANY_OBJECT = Raw(b'{"type":"object"}')
@@ -76,8 +76,7 @@ def _of_structured_outputs(
         case "regex":
             text = LLMatcher.grammar_from_regex(wanted.regex or "")
         case "choice":
-            texts = [json.dumps(choice, ensure_ascii=False) for choice in wanted.choice or ()]
-            text = LLMatcher.grammar_from_lark("start: " + " | ".join(texts))
+            text = lark_grammar("start: " + " | ".join(map(quoted, wanted.choice or ())))
         case "grammar":
             text = _of_grammar(wanted.grammar or "", field)
         case _:
@@ -110,7 +109,7 @@ def _unquoted(raw: Raw, field: str) -> Any:
 
 def _of_grammar(text: str, field: str) -> str:
     try:
-        return grammar_from("grammar", text)
+        return lark_grammar(grammar_from("grammar", text))
     except ValueError as error:
         raise InvalidRequestError(field, str(error)) from error
 
@@ -150,6 +149,6 @@ def _of_tags(raw: bytes, field: str, special_tokens: Collection[str]) -> str:
         tags.append(StructTag(trigger=trigger, begin=each.begin, grammar=schema, end=each.end))
     is_special = any(tag.trigger in special_tokens for tag in tags)
     try:
-        return StructTag.to_grammar(tags, assume_special=is_special)
+        return lark_grammar(StructTag.to_grammar(tags, assume_special=is_special))
     except RecursionError as error:
         raise InvalidRequestError(field, str(error)) from error

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from router.json_schemas import schema_grammar
+from router.lark import Spelling, lark_grammar
 from router.parsing.forms import CallForm
 from router.parsing.reasoning import Marks
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-_TERMINALS = ("TEXT: /(.|\\n)*/", "OTHER: /([^{\\s](.|\\n)*)?/", "SPACE: /\\s{0,4}/")
+_TEXT = "TEXT: /(.|\\n)*/"
+_OTHER = "OTHER: /([^{ \\t\\r\\n](.|\\n)*)?/"
+"""An answer that does not begin like a call."""
+_SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -23,34 +26,6 @@ class Offer(msgspec.Struct, frozen=True):
     name: str
     schema: dict[str, Any] | None
     strict: bool
-
-
-class Spelling:
-    """How a grammar spells a text: added tokens by their ids, as their texts stand for other tokens."""
-
-    def __init__(self, markers: Collection[str], token_id: Callable[[str], int | None]) -> None:
-        found = {text: token_id(text) for text in sorted(markers, key=len, reverse=True)}
-        self._ids = {text: token for text, token in found.items() if token is not None}
-        self._split = re.compile("|".join(map(re.escape, self._ids)) or "(?!)")
-
-    def __call__(self, text: str) -> str:
-        pieces, at = [], 0
-        for match in self._split.finditer(text):
-            pieces += [text[at : match.start()], match[0]]
-            at = match.end()
-        return " ".join(self._piece(piece) for piece in [*pieces, text[at:]] if piece)
-
-    def any_of(self, texts: Sequence[str]) -> str:
-        return f"({' | '.join(map(self, texts))})"
-
-    def rule_up_to(self, name: str, texts: Sequence[str]) -> str:
-        """A rule for any text and the first of `texts` in it."""
-        is_lazy = not any(text.startswith(marker) for text in texts for marker in self._ids)
-        return f"{name}{'[lazy]' if is_lazy else ''}: TEXT {self.any_of(texts)}"
-
-    def _piece(self, piece: str) -> str:
-        token_id = self._ids.get(piece)
-        return json.dumps(piece, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"
 
 
 def tool_grammar(
@@ -84,37 +59,33 @@ def tool_grammar(
         start = f"(head block){'*' if several else '?'} TEXT"
     else:
         start = "(block | OTHER)"
-    grammars = [_arguments(f"arguments{number}", offer) for number, offer in enumerate(offers)]
-    return _grammar(start, rules, grammars, spelling, marks, is_open)
-
-
-def after_thinking(grammar: str, spelling: Spelling, marks: Marks, is_open: bool) -> str:
-    """The answer is of `grammar`, and what comes before it is free."""
-    first, *others = json.loads(grammar)["grammars"]
-    return _grammar(
-        f"{spelling(marks.lead)} @answer",
-        [],
-        [{**first, "name": "answer"}, *others],
-        spelling,
-        marks,
-        is_open,
+    if marks is not None:
+        rules.append(spelling.rule_up_to("thought", marks.close))
+    return lark_grammar(
+        f"start: {_thinking(spelling, marks, is_open)} SPACE {start}",
+        *rules,
+        *(_TEXT, _OTHER, _SPACE),
+        others=[_arguments(f"arguments{number}", offer) for number, offer in enumerate(offers)],
     )
 
 
-def _grammar(
-    start: str,
-    rules: Sequence[str],
-    grammars: Sequence[dict[str, Any]],
-    spelling: Spelling,
-    marks: Marks | None,
-    is_open: bool,
-) -> str:
-    before = ""
-    if marks is not None:
-        before = "thought" if is_open else f"({spelling.any_of(marks.open)} thought)?"
-        rules = [*rules, spelling.rule_up_to("thought", marks.close)]
-    lines = ["%llguidance {}", f"start: {before} SPACE {start}", *rules, *_TERMINALS]
-    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *grammars]}, ensure_ascii=False)
+def after_thinking(grammar: str, spelling: Spelling, marks: Marks, is_open: bool) -> str:
+    """The answer is of `grammar`. Thinking before it is free, and ends with the gap of the marks."""
+    first, *others = json.loads(grammar)["grammars"]
+    return lark_grammar(
+        f"start: {_thinking(spelling, marks, is_open, marks.gap)} {spelling(marks.lead)} @answer",
+        spelling.rule_up_to("thought", marks.close),
+        _TEXT,
+        others=[{**first, "name": "answer"}, *others],
+    )
+
+
+def _thinking(spelling: Spelling, marks: Marks | None, is_open: bool, gap: str = "") -> str:
+    """Where it `is_open` it must come, otherwise it may."""
+    if marks is None:
+        return ""
+    thought = f"thought {spelling(gap)}"
+    return thought if is_open else f"({spelling.any_of(marks.open)} {thought})?"
 
 
 def _arguments(name: str, offer: Offer) -> dict[str, Any]:

@@ -67,6 +67,9 @@ class _Trimmed:
         """What comes stands apart from what was."""
         self._has_begun, self._held = False, "" if self._is_first else "\n"
 
+    def keep_start(self) -> None:
+        self._has_begun = True
+
     def end(self) -> str:
         return self._held if self._has_begun else ""
 
@@ -173,6 +176,10 @@ class AnswerText:
         self._content.start_anew()
         self._reasoning.start_anew()
 
+    def keep_space(self) -> None:
+        """The content that comes is told with the white space that it begins with."""
+        self._content.keep_start()
+
     def call(self, name: str) -> None:
         self.commit()
         self.parts.append(Call(name))
@@ -188,7 +195,8 @@ class AnswerText:
             self.parts.append(Content(rest))
 
 
-_SPACE = re.compile(r"\s+")
+_SPACE = re.compile(r"[ \t\r\n]+")
+"""JSON's white space."""
 
 
 def _forget(text: str) -> None:

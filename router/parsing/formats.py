@@ -118,6 +118,8 @@ class Parsing(msgspec.Struct, frozen=True, kw_only=True):
     """Of reasoning."""
     is_open: bool = False
     """The prompt ends within the reasoning."""
+    is_exact: bool = False
+    """The content is of a grammar, to its last space."""
 
     @property
     def markers(self) -> frozenset[str]:
@@ -131,10 +133,10 @@ class Parsing(msgspec.Struct, frozen=True, kw_only=True):
 
     def parse(self, answer: AnswerText) -> Parse[None]:
         if self.is_harmony:
-            yield from harmony.parse(answer, self.tools is not None)
+            yield from harmony.parse(answer, self.tools is not None, self.is_exact)
             return
         if self.marks is not None:
-            yield from self.marks.parse(answer, self.is_open)
+            yield from self.marks.parse(answer, self.is_open, self.is_exact)
         if self.tools is not None and self.tools.parse is not None:
             yield from self.tools.parse(answer, self.known)
         yield from answer.until()

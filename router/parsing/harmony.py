@@ -15,8 +15,11 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTION = re.compile(r"to=functions\.([\w.\-]+)")
 
 
-def parse(answer: AnswerText, has_tools: bool) -> Parse[None]:
-    """The prompt ends within the first message's head, before its channel."""
+def parse(answer: AnswerText, has_tools: bool, is_exact: bool) -> Parse[None]:
+    """The prompt ends within the first message's head, before its channel.
+
+    Content keeps its white space where it `is_exact`.
+    """
     while (yield from answer.peek()):
         answer.begin()
         head = [(yield from answer.accept(*_HEADS))]
@@ -24,10 +27,10 @@ def parse(answer: AnswerText, has_tools: bool) -> Parse[None]:
             answer.give_up()
         elif head != [MESSAGE] and not (yield from answer.until(MESSAGE, write=head.append)):
             return
-        yield from _body(answer, "".join(head), has_tools)
+        yield from _body(answer, "".join(head), has_tools, is_exact)
 
 
-def _body(answer: AnswerText, head: str, has_tools: bool) -> Parse[None]:
+def _body(answer: AnswerText, head: str, has_tools: bool, is_exact: bool) -> Parse[None]:
     channel, function = _CHANNEL.search(head), _FUNCTION.search(head)
     write = answer.content
     if function is not None and has_tools:
@@ -37,4 +40,6 @@ def _body(answer: AnswerText, head: str, has_tools: bool) -> Parse[None]:
         answer.commit()
         if channel is not None and channel[1] == "analysis":
             write = answer.reasoning
+        if is_exact:
+            answer.keep_space()
     yield from answer.until(*ENDS, write=write)

@@ -14,11 +14,14 @@ class Marks(msgspec.Struct, frozen=True):
     open: tuple[str, ...]
     close: tuple[str, ...]
     end: str
-    """What ends the thinking for a model that does not."""
+    """What ends the thinking for a model that does not: a closing mark and the gap."""
+    gap: str = ""
+    """What stands between the closing mark and an answer of a grammar."""
     lead: str = ""
     """What then comes before an answer that is no call."""
 
-    def parse(self, answer: AnswerText, is_open: bool) -> Parse[None]:
+    def parse(self, answer: AnswerText, is_open: bool, is_exact: bool) -> Parse[None]:
+        """The content after it keeps its white space where it `is_exact`: then the gap alone is left out."""
         answer.begin()
         yield from answer.skip_space()
         if not (yield from answer.accept(*self.open)) and not is_open:
@@ -26,6 +29,9 @@ class Marks(msgspec.Struct, frozen=True):
             return
         answer.commit()
         yield from answer.until(*self.close, write=answer.reasoning)
+        if is_exact:
+            yield from answer.accept(self.gap)
+            answer.keep_space()
 
     def are_open_in(self, text: str, is_open: bool) -> bool:
         """Whether an answer that begins so still thinks."""
@@ -39,17 +45,19 @@ class Marks(msgspec.Struct, frozen=True):
         return max(map(continued.rfind, self.open)) > max(map(continued.rfind, self.close))
 
 
-THINK = Marks(("<think>",), ("</think>",), "\n</think>\n\n")
+THINK = Marks(("<think>",), ("</think>",), "\n</think>\n\n", "\n\n")
 GRANITE = Marks(
     ("Here is my thought process:", "Here's my thought process:"),
     ("Here is my response:", "Here's my response:"),
     "\n\nHere is my response: ",
+    " ",
 )
 _NEXT = f"{harmony.END}{harmony.START}assistant"
 HARMONY = Marks(
     (f"{harmony.CHANNEL}analysis{harmony.MESSAGE}",),
     (_NEXT,),
     _NEXT,
+    "",
     f"{harmony.CHANNEL}final{harmony.MESSAGE}",
 )
 """Its answers have a parser of their own; these are for those who must know when it has thought."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from router.parsing.formats import (
     reasoning_format,
     tool_format,
 )
-from router.parsing.reasoning import GRANITE, THINK
+from router.parsing.reasoning import GRANITE, HARMONY, THINK
 
 KNOWN = frozenset({"get_weather", "add"})
 PARIS = '{"city": "Paris \\"ô\\" {[", "days": [1, {"a": null}]}'
@@ -281,3 +282,31 @@ def test_formats_by_the_template(template, tools, reasoning):
     assert found == (REASONING_FORMATS[reasoning] if reasoning else None)
     assert tool_format("none", template) is reasoning_format("none", template) is None
     assert tool_format("hermes", template) is TOOL_FORMATS["hermes"]
+
+
+SAID = " \u2003yes\n \u3000"
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "thought"),
+    [
+        (None, ""),
+        ("qwen3", "<think>\nHm.\n</think>\n\n"),
+        ("granite", "Here is my thought process: Hm.\n\nHere is my response: "),
+        ("mistral", "[THINK]Hm.[/THINK]"),
+        ("openai_gptoss", HARMONY.open[0] + "Hm." + HARMONY.close[0] + HARMONY.lead),
+    ],
+)
+def test_an_answer_of_a_grammar_keeps_its_white_space(reasoning, thought):
+    parsing = msgspec.structs.replace(of(None, reasoning), is_exact=True)
+    wanted = ("Hm." if thought else "", SAID, [])
+    for pieces in ([thought + SAID], list(thought + SAID)):
+        assert parsed(parsing, pieces) == wanted
+    if reasoning != "openai_gptoss":
+        assert parsed(parsing, list(SAID)) == ("", SAID, [])
+
+
+def test_white_space_that_json_does_not_have_begins_no_call():
+    text = f'\u2003{{"name": "add", "parameters": {ADD}}}'
+    assert parsed(of("llama3_json"), list(text)) == ("", text, [])
+    assert parsed(of("llama3_json"), list(text.replace("\u2003", "\n "))) == ("", "", [("add", ADD)])

@@ -91,6 +91,21 @@ def test_a_grammar_has_just_the_texts(
         assert is_whole == (text in right), text
 
 
+ODD = [*range(1, 32), 0x7F, 0x80, 0xA0, 0xAD, 0x200B, 0x2028, 0xFEFF, 0xFFFD, 0xFFFF, 0x1F600, 0x10FFFF]
+LETTERS = LLTokenizer("byte")
+
+
+def test_any_character_in_a_choice() -> None:
+    texts = [f"a{chr(code)}b" for code in [*ODD, *map(ord, "\"\\/#'[]")]]
+    grammar = grammar_of(structured(choice=[*texts, ""]))
+    assert grammar is not None
+    start = LLMatcher(LETTERS, grammar.text, log_level=0)
+    assert start.is_accepting(), start.get_error()
+    for text in texts:
+        matcher = start.deep_copy()
+        assert matcher.consume_tokens(list(text.encode())) and matcher.is_accepting(), text
+
+
 def test_what_asks_for_nothing() -> None:
     for fields in ({}, {"response_format": None, "structured_outputs": None}, formatted("text")):
         assert grammar_of(fields) is None

@@ -9,6 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel
 from scripted import ASK, HERMES, NOW, PARIS, WEATHER, Scripted
+from test_tool_grammar import NOTATIONS
 
 from router.messages import CallArguments
 
@@ -220,6 +221,29 @@ def test_a_structured_answer_comes_behind_its_thinking(hermes):
     grammar = hermes.worker.generated[-1].sampling.grammar
     assert takes_whole(hermes, grammar, "{}") and takes_whole(hermes, grammar, "<think>[1</think>\n\n{}")
     assert not takes_whole(hermes, grammar, "<think>{}")
+
+
+@pytest.mark.parametrize("kind", ["choice", "Lark", "GBNF", "tags"])
+def test_any_notation_in_a_chat_of_a_model_that_thinks(hermes, kind):
+    hermes.says = " yes\n"
+    wanted = {"structured_outputs": NOTATIONS[kind]}
+    message, _ = hermes.message(hermes.says, False, extra_body=wanted)
+    assert message["content"] == hermes.says
+    body = {"model": hermes.router.server.config.model_name, "input": "Is it?", **wanted}
+    answer = hermes.router.http.post("/v1/responses", json=body)
+    assert answer.status_code == 200 and answer.json()["output"][0]["content"][0]["text"] == hermes.says
+    first, second = (request.sampling.grammar for request in hermes.worker.generated[-2:])
+    assert first == second and takes_whole(hermes, first, "<think>Hm.</think>\n\n" + SAYS.get(kind, "yes"))
+
+
+SAYS = {"tags": "<f>{}</f>"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_of_a_grammar_has_no_calls(hermes, stream):
+    wanted = {"structured_outputs": {"choice": [NOW]}}
+    message, finish_reason = hermes.message(NOW, stream, tools=TOOLS, extra_body=wanted)
+    assert (message["content"], finish_reason) == (NOW, "stop") and "tool_calls" not in message
 
 
 @pytest.mark.parametrize(

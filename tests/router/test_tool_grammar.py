@@ -6,12 +6,14 @@ import pytest
 from conftest import byte_level_tokenizer
 from llguidance import LLMatcher, LLTokenizer
 from test_parsing import parsed
+from test_structured_outputs import grammar_of
 from tokenizers import AddedToken
 
+from router.lark import Spelling
 from router.parsing import forms
 from router.parsing.formats import TOOL_FORMATS, Parsing
 from router.parsing.reasoning import GRANITE, HARMONY, THINK
-from router.tool_grammar import Offer, Spelling, after_thinking, tool_grammar
+from router.tool_grammar import Offer, after_thinking, tool_grammar
 
 WEATHER = {
     "type": "object",
@@ -138,6 +140,43 @@ def test_an_answer_behind_thoughts(model):
     grammar = after_thinking(schema, model.spelling, GRANITE, is_open=True)
     assert model.takes(grammar, "is it 3? Here's my response: 12")
     assert not model.takes(grammar, "12")
+
+
+NOTATIONS = {
+    "choice": {"choice": ["yes", "no"]},
+    "Lark": {"grammar": 'start: "yes" | "no"'},
+    "GBNF": {"grammar": 'root ::= "yes" | "no"'},
+    "regex": {"regex": "yes|no"},
+    "JSON": {"json": {"enum": ["yes", "no"]}},
+    "tags": {
+        "structural_tag": {"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f>"]}
+    },
+}
+
+
+@pytest.mark.parametrize("marks", [THINK, GRANITE, HARMONY], ids=["think", "granite", "harmony"])
+@pytest.mark.parametrize("wanted", NOTATIONS.values(), ids=NOTATIONS)
+def test_any_notation_behind_thoughts(model, marks, wanted):
+    """No white space stands before the answer but the gap behind the thoughts."""
+    says = {"json": '"yes"', "structural_tag": "see <f>1</f>"}.get(*wanted, "yes")
+    grammar = after_thinking(grammar_of({"structured_outputs": wanted}).text, model.spelling, marks, False)
+    thought = f"{marks.open[0]}Hm.{marks.close[0]}"
+    whole = [marks.lead + says, thought + marks.gap + marks.lead + says]
+    assert all(model.takes(grammar, text) for text in whole)
+    assert "structural_tag" in wanted or not any(
+        model.takes(grammar, text.replace(says, space + says)) for text in whole for space in SPACES
+    )
+
+
+SPACES = [" ", "\n", "\u2003", "\u205f"]
+
+
+def test_white_space_before_calls_is_bounded_and_of_json(model):
+    grammar = tool_grammar(forms.HERMES, OFFERS, model.spelling, demanded=True, several=True, marks=THINK)
+    call = calls(forms.HERMES)[0]
+    for before in ("", "<think>Hm.</think>"):
+        assert model.takes(grammar, f"{before} \n\t\r{call}")
+        assert not any(model.takes(grammar, before + space + call) for space in ["\n" * 5, *SPACES[2:], "\v"])
 
 
 def test_keywords_that_cannot_be_kept_to_matter_to_strict_functions_alone(model):
