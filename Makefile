@@ -19,11 +19,12 @@ test: lint pytest  ## Run the checks and the tests (PYTEST_ARGS="-m 'not slow'" 
 pytest: .venv/.compiled
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) $(PYTEST_ARGS)
 
-lint: .venv/.installed-test  ## Run ruff, mypy and the import rules
+lint: .venv/.installed-test  ## Run ruff, mypy, the import rules and the check of docstrings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.plain_docstrings
 
 clean:  ## Remove the virtual environment and every cache
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
