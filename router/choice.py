@@ -17,11 +17,18 @@ from router.prompt_blocks import HashedBlocks, hash_blocks
 from router.stop_strings import StopStringMatcher
 
 
+class Echo(msgspec.Struct, frozen=True):
+    """A prompt's text as an answer begins with it, and where each of its tokens begins in that text."""
+
+    text: str
+    offsets: list[int]
+
+
 class Prompt(msgspec.Struct, frozen=True):
-    """A prompt as sent to the engine; `text` is None when the client gave token ids."""
+    """A prompt as sent to the engine. `echo` is there where the answer begins with it."""
 
     token_ids: list[int]
-    text: str | None = None
+    echo: Echo | None = None
     chains: dict[CacheFormat, HashedBlocks] = msgspec.field(default_factory=dict)
 
     def blocks(self, cache: CacheFormat, cache_salt: str, adapter: Adapter | None) -> HashedBlocks:

@@ -213,8 +213,8 @@ class CompletionFormat(Format):
         if options.only_prompt:
             delta = Delta()
         text = delta.text
-        if echo:
-            text = self._prompt_text(choice) + text
+        if echo and choice.prompt.echo is not None:
+            text = choice.prompt.echo.text + text
         logprobs = None
         if options.num_top is not None:
             logprobs = completion_logprobs(self._tokenizer, choice, delta, options.num_top, echo)
@@ -225,11 +225,6 @@ class CompletionFormat(Format):
             **self._common(choice, delta),
             **(self._of_prompt(choice) if first else {}),
         }
-
-    def _prompt_text(self, choice: Choice) -> str:
-        if choice.prompt.text is not None:
-            return choice.prompt.text
-        return self._tokenizer.decode(choice.prompt.token_ids, self._options.skip_special_tokens)
 
 
 class ChatFormat(Format):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from protocol.outputs import TokenLogprobs
@@ -35,11 +35,11 @@ def completion_logprobs(
     """
     token_ids, offsets = [*delta.token_ids], [*delta.offsets]
     entries: list[TokenLogprobs | None] = [*delta.logprobs]
-    if echo:
+    if echo and (prompt_echo := choice.prompt.echo) is not None:
         prompt_ids = choice.prompt.token_ids
         known = choice.prompt_logprobs[: len(prompt_ids)]
         entries = [*known, *[None] * (len(prompt_ids) - len(known)), *entries]
-        offsets = [*prompt_offsets(tokenizer, prompt_ids), *offsets]
+        offsets = [*prompt_echo.offsets, *offsets]
         token_ids = [*prompt_ids, *token_ids]
     tokens = [token_name(tokenizer, token_id) for token_id in token_ids]
     chosen: list[float | None] = []
@@ -56,15 +56,6 @@ def completion_logprobs(
         chosen.append(finite(entry.logprob))
         top.append(alternatives)
     return {"text_offset": offsets, "token_logprobs": chosen, "tokens": tokens, "top_logprobs": top}
-
-
-def prompt_offsets(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Iterator[int]:
-    """Where each of the prompt's tokens begins in its text."""
-    detokenizer = tokenizer.detokenizer([], skip_special_tokens=True)
-    length = 0
-    for token_id in token_ids:
-        yield length
-        length += len(detokenizer.push(token_id))
 
 
 def chat_logprobs(tokenizer: Tokenizer, delta: Delta, num_top: int) -> dict[str, Any]:

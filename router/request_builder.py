@@ -21,7 +21,7 @@ from protocol.kv_events import CacheFormat
 from protocol.sampling import SamplingParams, check_sampling_params
 from protocol.speculation import check_request_speculation, parse_request_speculation
 from router.chats import Chats
-from router.choice import Choice, Prompt
+from router.choice import Choice, Echo, Prompt
 from router.decoding import decode_body, decode_object, refuse_unsupported
 from router.errors import ApiError
 from router.formats import OutputOptions
@@ -95,6 +95,11 @@ class RequestBuilder:
         kept = _kept(body, DEFAULT_MAX_TOKENS if asked is None else asked, model)
         special = body.add_special_tokens is not False
         prompts = [self._prompt(source, special, "prompt", kept, model) for source in sources]
+        if output.echo:
+            prompts = [
+                self._with_echo(prompt, source if kept is None else prompt.token_ids, special, output)
+                for prompt, source in zip(prompts, sources, strict=True)
+            ]
         limited = [
             (prompt, _limited(params, asked, DEFAULT_MAX_TOKENS, prompt, "max_tokens", model))
             for prompt in prompts
@@ -191,13 +196,25 @@ class RequestBuilder:
             prompt = Prompt(self._tokenizer.encode_end(source, special, kept))
         elif isinstance(source, str):
             limit = model.max_model_len
-            prompt = Prompt(self._tokenizer.encode_prompt(source, special, limit, field), source)
+            prompt = Prompt(self._tokenizer.encode_prompt(source, special, limit, field))
         else:
             prompt = Prompt(source if kept is None else source[-kept:])
         check_prompt(prompt, field, model)
         if not isinstance(source, str):
             check_token_ids(field, prompt.token_ids, model)
         return prompt
+
+    def _with_echo(
+        self, prompt: Prompt, source: str | list[int], special: bool, output: OutputOptions
+    ) -> Prompt:
+        """A text is told as it came. Where its tokens begin in it is found out only if that is asked for."""
+        if not isinstance(source, str):
+            echo = self._tokenizer.echo_tokens(source, output.skip_special_tokens)
+        elif output.keep_details:
+            echo = self._tokenizer.echo(source, special)
+        else:
+            echo = Echo(source, [])
+        return msgspec.structs.replace(prompt, echo=echo)
 
     # --- parameters ---------------------------------------------------------------------------------
 
@@ -266,9 +283,7 @@ class RequestBuilder:
         for prompt, params in prompts:
             for cache in self._formats():
                 prompt.blocks(cache, body.cache_salt or "", adapter)
-            offset = 0
-            if output.echo and output.keep_details:
-                offset = len(prompt.text or self._tokenizer.decode(prompt.token_ids, skip))
+            offset = 0 if prompt.echo is None else len(prompt.echo.text)
             for index in range(body.n or 1):
                 choice = Choice(
                     len(choices),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +18,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, InvalidRequestError
 from router.chat_template import DEFAULT_TEMPLATE, ChatTemplate
+from router.choice import Echo
 from router.detokenizer import (
     BytesDetokenizer,
     Detokenizer,
@@ -35,6 +38,9 @@ FAST_INLINE_BYTES = 12 * 1024
 SAFE_CHARACTERS_PER_TOKEN = 8
 PIECE_CHARACTERS = 64 * 1024
 
+_TRIM = re.compile(r'("trim_offsets"\s*:\s*)true\b')
+"""Offsets that leave a token's spaces out do not tell where it begins. No id depends on them."""
+
 T = TypeVar("T")
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -48,7 +54,7 @@ class Tokenizer:
     ) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
-            self._fast = FastTokenizer.from_str(tokenizer_json)
+            self._fast = FastTokenizer.from_str(_TRIM.sub(r"\1false", tokenizer_json))
         except Exception as error:  # tokenizers raises no narrower type
             raise ConfigError(f"--tokenizer: tokenizer.json is not usable: {error}") from error
         self._fast.no_truncation()
@@ -135,6 +141,21 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def echo(self, text: str, add_special_tokens: bool) -> Echo:
+        """Where the text's tokens begin in it; those that were added are empty."""
+        encoding = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        offsets, end = [], 0
+        for start, stop in encoding.offsets:
+            offsets.append(start if stop > start else end)
+            end = max(end, stop)
+        return Echo(text, offsets)
+
+    def echo_tokens(self, token_ids: Sequence[int], skip_special_tokens: bool) -> Echo:
+        """The same of tokens. A last character that is not complete is left to the tokens that follow."""
+        detokenizer = self.detokenizer([], skip_special_tokens)
+        pieces = [detokenizer.push(token_id) for token_id in token_ids]
+        return Echo("".join(pieces), list(accumulate(map(len, pieces), initial=0))[:-1])
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, special or not."""

@@ -296,6 +296,46 @@ def test_echo_with_logprobs(complete, tokenizer, max_tokens):
     assert answer.usage.completion_tokens == max_tokens
 
 
+def offsets_fit(choice) -> bool:
+    """Whether the answer has each token at the place that is told of it."""
+    told = zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True)
+    return all(choice.text[offset:].startswith(token) for token, offset in told)
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_offsets_of_a_prompt_with_special_tokens(complete, tokenizer, skips):
+    prompt = f"{PROMPT}<|end|> b  c<|pad|>  "
+    extra = {"skip_special_tokens": skips}
+    answer = complete(prompt, max_tokens=2, echo=True, logprobs=1, extra_body=extra)
+    assert answer.choices[0].text.startswith(prompt)
+    assert offsets_fit(answer.choices[0])
+    token_ids = tokenizer.encode(prompt)
+    answer = complete(token_ids, max_tokens=2, echo=True, logprobs=1, extra_body=extra)
+    choice = answer.choices[0]
+    assert choice.text == tokenizer.decode(token_ids + token_ids[:2], skips)
+    assert choice.logprobs.text_offset == sorted(choice.logprobs.text_offset)
+    assert offsets_fit(choice) is not skips
+
+
+def test_echo_of_tokens_that_end_within_a_character(complete, tokenizer):
+    token_ids = tokenizer.encode("x 日")
+    assert tokenizer.decode(token_ids[:-1]).endswith("\ufffd")
+    prompt = [*token_ids[-1:], *token_ids[:-1]]  # the worker says its first token after it
+    answer = complete(prompt, max_tokens=1, echo=True, logprobs=1)
+    assert answer.choices[0].text.endswith("x 日")
+
+
+def test_offsets_in_a_stream_that_begins_with_the_prompt(complete):
+    prompt = f"{PROMPT}<|end|>!"
+    text, tokens, offsets = "", [], []
+    for chunk in complete(prompt, max_tokens=3, echo=True, logprobs=0, stream=True):
+        text += chunk.choices[0].text
+        tokens += chunk.choices[0].logprobs.tokens
+        offsets += chunk.choices[0].logprobs.text_offset
+    assert len(tokens) > 4
+    assert all(text[offset:].startswith(token) for token, offset in zip(tokens, offsets, strict=True))
+
+
 def test_logprobs_of_half_characters(complete, tokenizer):
     """Tokens that are no text on their own are named by their bytes, so that names don't collide."""
     logprobs = complete("\U0001f6f0", max_tokens=4, logprobs=1).choices[0].logprobs

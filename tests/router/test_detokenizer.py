@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from router.detokenizer import WindowDetokenizer
 from router.tokenizer import Tokenizer
@@ -126,3 +126,36 @@ def test_half_a_character_at_the_prompts_end(byte_level):
 def test_unknown_ids_have_no_text(byte_level):
     assert pieces_of(byte_level, [5000, 6000]) == ["", "", ""]
     assert byte_level.token_bytes(5000) == b""
+
+
+def trimming(byte_level: Tokenizer) -> Tokenizer:
+    """As Llama 3's: its offsets leave spaces out, and it begins texts with a token of its own."""
+    fast = FastTokenizer.from_str(byte_level.as_json())
+    begin = processors.TemplateProcessing(single="<|pad|> $A", special_tokens=[("<|pad|>", 1)])
+    fast.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), begin])
+    return Tokenizer(fast.to_str(), {})
+
+
+@pytest.fixture(scope="module")
+def kinds(byte_level) -> list[Tokenizer]:
+    return [trimming(byte_level), sentencepiece_like(True), sentencepiece_like(False)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=TEXT)
+def test_a_prompts_offsets_are_where_its_pieces_begin(kinds, text):
+    for tokenizer in kinds:
+        told = tokenizer.echo(text, False)
+        assert told.text == text
+        assert told.offsets == tokenizer.echo_tokens(tokenizer.encode(text, False), False).offsets
+
+
+def test_offsets_of_added_special_and_normalized_tokens(byte_level):
+    tokenizer = trimming(byte_level)
+    text = "a<|end|> b"
+    assert tokenizer.echo(text, True).offsets == [0, 0, 1, 8, 9]
+    assert tokenizer.encode(text) == tokenizer.encode("<|pad|>" + text, False)
+    fast = FastTokenizer(models.WordPiece({"[UNK]": 0, "fine": 1, "##s": 2, "day": 3}, unk_token="[UNK]"))
+    fast.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    fast.pre_tokenizer = pre_tokenizers.Whitespace()
+    assert Tokenizer(fast.to_str(), {}).echo("x ﬁNEs  Day", True).offsets == [0, 2, 5, 8]
