@@ -96,10 +96,9 @@ class RequestBuilder:
         special = body.add_special_tokens is not False
         prompts = [self._prompt(source, special, "prompt", kept, model) for source in sources]
         if output.echo:
-            prompts = [
-                self._with_echo(prompt, source if kept is None else prompt.token_ids, special, output)
-                for prompt, source in zip(prompts, sources, strict=True)
-            ]
+            texts = [source if isinstance(source, str) and kept is None else None for source in sources]
+            pairs = zip(prompts, texts, strict=True)
+            prompts = [self._with_echo(prompt, text, special, output) for prompt, text in pairs]
         limited = [
             (prompt, _limited(params, asked, DEFAULT_MAX_TOKENS, prompt, "max_tokens", model))
             for prompt in prompts
@@ -204,16 +203,14 @@ class RequestBuilder:
             check_token_ids(field, prompt.token_ids, model)
         return prompt
 
-    def _with_echo(
-        self, prompt: Prompt, source: str | list[int], special: bool, output: OutputOptions
-    ) -> Prompt:
+    def _with_echo(self, prompt: Prompt, text: str | None, special: bool, output: OutputOptions) -> Prompt:
         """A text is told as it came. Where its tokens begin in it is found out only if that is asked for."""
-        if not isinstance(source, str):
-            echo = self._tokenizer.echo_tokens(source, output.skip_special_tokens)
+        if text is None:
+            echo = self._tokenizer.echo_tokens(prompt.token_ids, output.skip_special_tokens)
         elif output.keep_details:
-            echo = self._tokenizer.echo(source, special)
+            echo = self._tokenizer.echo(text, special)
         else:
-            echo = Echo(source, [])
+            echo = Echo(text, [])
         return msgspec.structs.replace(prompt, echo=echo)
 
     # --- parameters ---------------------------------------------------------------------------------
