@@ -69,7 +69,7 @@ class Chats:
         parsing = Parsing(
             tools=self._tools if with_tools and asked is None else None,
             known=frozenset(tool.function.name for tool in body.tools or ()),
-            one_call=body.parallel_tool_calls is False,
+            one_call=not choice.several(body.parallel_tool_calls),
             is_harmony=any(each is not None and each.is_harmony for each in (self._tools, self._reasoning)),
             marks=marks,
             is_open=is_open,
@@ -101,7 +101,7 @@ class Chats:
             offered,
             spelling,
             demanded=choice.must_call,
-            several=choice.name is None and not parsing.one_call,
+            several=not parsing.one_call,
             marks=marks,
             is_open=parsing.is_open,
         )

@@ -38,7 +38,7 @@ class Spelling:
 
     def rule_up_to(self, name: str, texts: Sequence[str]) -> str:
         """A rule for any text and the first of `texts` in it."""
-        is_lazy = not any(text.startswith(marker) for text in texts for marker in self._ids)
+        is_lazy = not any(text.startswith(tuple(self._ids)) for text in texts)
         return f"{name}{'[lazy]' if is_lazy else ''}: TEXT {self.any_of(texts)}"
 
     def _piece(self, piece: str) -> str:

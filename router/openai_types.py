@@ -316,7 +316,7 @@ class ChatBody(GenerationBody, kw_only=True):
         _doc("`auto`, the default beside `tools`, `none`, `required`, or the function that is to be called."),
     ] = None
     parallel_tool_calls: Annotated[
-        bool | None, _doc("Whether an answer may have several calls; default: true.")
+        bool | None, _doc("Whether an answer may have several calls; default: unless one must come.")
     ] = None
     thinking_token_budget: Annotated[
         Annotated[int, Meta(ge=1)] | None,

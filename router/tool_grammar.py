@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from router.json_schemas import schema_grammar
-from router.lark import Spelling, lark_grammar
+from router.lark import Spelling, lark_grammar, quoted
 from router.parsing.forms import CallForm
 from router.parsing.reasoning import Marks
 
@@ -17,6 +17,8 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 _TEXT = "TEXT: /(.|\\n)*/"
 _OTHER = "OTHER: /([^{ \\t\\r\\n](.|\\n)*)?/"
 """An answer that does not begin like a call."""
+MAX_CALLS = 16
+"""Of an answer whose calls have a grammar: a model may know no end."""
 _SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"
 
 
@@ -40,7 +42,8 @@ def tool_grammar(
 ) -> str:
     """As llguidance reads it. `demanded`: the answer is calls; otherwise it is text and may have some."""
     numbers = range(len(offers))
-    again = f"({spelling(form.separator)} call)*" if several and form.separator is not None else ""
+    further = MAX_CALLS - 1 if several else 0
+    again = "" if form.separator is None else _up_to(further, spelling(form.separator), "call")
     rules = [
         f"block: {spelling(form.open)} call {again} {spelling(form.close)}",
         "call: " + " | ".join(f"call{number}" for number in numbers),
@@ -50,13 +53,18 @@ def tool_grammar(
         rules.append(f"call{number}: {begin} @arguments{number} {end}")
     trigger = spelling(form.trigger)
     if demanded:
-        further = several and form.between is not None
-        start = f"{trigger} block" + (
-            f" ({spelling(form.between or '')} {trigger} block)*" if further else ""
-        )
+        start = f"{trigger} block"
+        if form.between is not None:
+            start += _up_to(further, spelling(form.between), trigger, "block")
     elif form.trigger:
-        rules.append(spelling.rule_up_to("head", [form.trigger]))
-        start = f"(head block){'*' if several else '?'} TEXT"
+        rules += [
+            spelling.rule_up_to("head", [form.trigger]),
+            f"REST: TEXT & ~(TEXT {quoted(form.trigger)} TEXT)",
+        ]
+        start = _up_to(further + 1, "head", "block")
+        if marks is not None and marks.lead.startswith(form.trigger):
+            start += f" (head {spelling(marks.lead.removeprefix(form.trigger))})?"
+        start += " REST"
     else:
         start = "(block | OTHER)"
     if marks is not None:
@@ -67,6 +75,10 @@ def tool_grammar(
         *(_TEXT, _OTHER, _SPACE),
         others=[_arguments(f"arguments{number}", offer) for number, offer in enumerate(offers)],
     )
+
+
+def _up_to(number: int, *parts: str) -> str:
+    return f"({' '.join(parts)}){{0,{number}}}" if number else ""
 
 
 def after_thinking(grammar: str, spelling: Spelling, marks: Marks, is_open: bool) -> str:

@@ -18,6 +18,10 @@ class ToolChoice(NamedTuple):
     must_call: bool = False
     name: str | None = None
 
+    def several(self, asked: bool | None) -> bool:
+        """Whether an answer may have several calls. Where one must come, only if that is `asked` for."""
+        return self.name is None and (not self.must_call if asked is None else asked)
+
 
 def tool_choice(body: ChatBody) -> ToolChoice:
     """Raises `InvalidRequestError`."""

@@ -126,7 +126,7 @@ class ResponseBody(SamplingBody, kw_only=True):
         str | ToolName | None, _doc("`auto`, the default, `none`, `required`, or the function to be called.")
     ] = None
     parallel_tool_calls: Annotated[
-        bool | None, _doc("Whether an answer may have several calls; default: true.")
+        bool | None, _doc("Whether an answer may have several calls; default: unless one must come.")
     ] = None
     text: Annotated[TextOptions | None, _doc("What the answer's text must be.")] = None
     reasoning: Annotated[ReasoningOptions | None, _doc("How the model thinks.")] = None

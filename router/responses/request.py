@@ -94,7 +94,9 @@ def told_back(body: ResponseBody, is_stored: bool) -> dict[str, Any]:
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": None,
         "metadata": body.metadata or {},
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "parallel_tool_calls": _tool_choice(body) in (None, "auto", "none")
+        if body.parallel_tool_calls is None
+        else body.parallel_tool_calls,
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
         "store": is_stored,

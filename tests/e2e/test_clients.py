@@ -111,9 +111,7 @@ def test_structured_outputs(client: openai.OpenAI) -> None:
 def test_a_tool_is_called_and_answers(client: openai.OpenAI) -> None:
     messages = list(ASK)
     asked: Any = {**COMMON, "tools": [TOOL]}
-    answer = client.chat.completions.parse(
-        **asked, messages=messages, tool_choice="required", parallel_tool_calls=False
-    )
+    answer = client.chat.completions.parse(**asked, messages=messages, tool_choice="required")
     message = answer.choices[0].message
     assert message.tool_calls and answer.choices[0].finish_reason == "tool_calls"
     (call,) = message.tool_calls
@@ -125,7 +123,7 @@ def test_a_tool_is_called_and_answers(client: openai.OpenAI) -> None:
 
 def test_responses_with_a_tool(client: openai.OpenAI) -> None:
     tool: Any = {"type": "function", **TOOL["function"]}
-    asked: Any = {**COMMON, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    asked: Any = {**COMMON, "tools": [tool], "tool_choice": "required"}
     first = client.responses.create(**asked, input="Is it raining?", instructions="Be short.")
     (call,) = first.output
     assert call.type == "function_call" and Weather.model_validate_json(call.arguments)

@@ -40,7 +40,7 @@ def client(folder: Path) -> Iterator[openai.OpenAI]:
 @pytest.mark.parametrize("choice", ["required", WEATHER])
 def test_calls_that_must_be(client: openai.OpenAI, choice: Any) -> None:
     asked: Any = {"model": "model", "messages": [{"role": "user", "content": "?"}], "tools": TOOLS}
-    asked |= {"tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 200}
+    asked |= {"tool_choice": choice, "max_tokens": 200}
     for seed in range(4):
         answer = client.chat.completions.create(**asked, seed=seed)
         (told,) = answer.choices

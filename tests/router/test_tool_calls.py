@@ -191,23 +191,44 @@ def test_the_clients_own_ways_to_parse(hermes):
 
 STRICT = [TOOLS[0], {"type": "function", "function": {"name": "now", "strict": True}}]
 NAMED = {"type": "function", "function": {"name": "now"}}
+BOTH = f"{NOW}\n{WEATHER}"
 
 
 @pytest.mark.parametrize(
-    ("tools", "choice", "takes", "refuses"),
+    ("tools", "choice", "parallel", "takes", "refuses"),
     [
-        (TOOLS, "required", [WEATHER, f"{NOW}\n{WEATHER}", f"<think>Hm.</think>\n{NOW}"], ["Yes."]),
-        (TOOLS, NAMED, [NOW], ["Yes.", WEATHER, f"{NOW}\n{NOW}"]),
-        (STRICT, "auto", ["Yes.", f"I look. {NOW}"], [NOW.replace("{}", '{"a": 1}')]),
+        (TOOLS, "required", None, [WEATHER, f"<think>Hm.</think>\n{NOW}"], ["Yes.", BOTH]),
+        (TOOLS, "required", False, [WEATHER, NOW], ["Yes.", BOTH]),
+        (TOOLS, "required", True, [WEATHER, BOTH], ["Yes.", f"Yes.{NOW}"]),
+        (TOOLS, NAMED, True, [NOW], ["Yes.", WEATHER, f"{NOW}\n{NOW}"]),
+        (STRICT, "auto", None, ["Yes.", f"I look. {NOW}", BOTH], [NOW.replace("{}", '{"a": 1}')]),
+        (STRICT, "auto", False, ["Yes.", f"I look. {NOW}"], [BOTH]),
     ],
-    ids=["required", "named", "strict"],
 )
-def test_a_call_that_must_be_is_a_grammar_of_the_request(hermes, tools, choice, takes, refuses):
-    message, finish_reason = hermes.message(NOW, False, tools=tools, tool_choice=choice)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_must_be_is_a_grammar_of_the_request(
+    hermes, tools, choice, parallel, takes, refuses, stream
+):
+    options = {} if parallel is None else {"parallel_tool_calls": parallel}
+    message, finish_reason = hermes.message(NOW, stream, tools=tools, tool_choice=choice, **options)
     assert functions(message) == [("now", "{}")] and finish_reason == "tool_calls"
     grammar = hermes.worker.generated[-1].sampling.grammar
     assert all(takes_whole(hermes, grammar, text) for text in takes)
     assert not any(takes_whole(hermes, grammar, text) for text in refuses)
+
+
+@pytest.mark.parametrize("parallel", [None, True])
+def test_a_response_has_one_call_unless_more_are_asked_for(hermes, parallel):
+    """Where a call must come."""
+    hermes.says = BOTH
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    body = {"model": hermes.router.server.config.model_name, "input": "?", "tools": tools}
+    body |= {"tool_choice": "required", "parallel_tool_calls": parallel}
+    answer = hermes.router.http.post("/v1/responses", json=body).json()
+    grammar = hermes.worker.generated[-1].sampling.grammar
+    assert takes_whole(hermes, grammar, NOW) and takes_whole(hermes, grammar, BOTH) is bool(parallel)
+    assert answer["parallel_tool_calls"] is bool(parallel)
+    assert [call["name"] for call in answer["output"]] == (["now", "get_weather"] if parallel else ["now"])
 
 
 def takes_whole(hermes, grammar: str, text: str) -> bool:

@@ -13,7 +13,7 @@ from router.lark import Spelling
 from router.parsing import forms
 from router.parsing.formats import TOOL_FORMATS, Parsing
 from router.parsing.reasoning import GRANITE, HARMONY, THINK
-from router.tool_grammar import Offer, after_thinking, tool_grammar
+from router.tool_grammar import MAX_CALLS, Offer, after_thinking, tool_grammar
 
 WEATHER = {
     "type": "object",
@@ -119,6 +119,32 @@ def test_one_call(model, kind, form):
     grammar = tool_grammar(form, OFFERS, model.spelling, demanded=True, several=False)
     assert model.takes(grammar, calls(form)[0])
     assert not any(model.takes(grammar, text) for text in calls(form)[1:])
+
+
+@pytest.mark.parametrize(("kind", "form"), FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("demanded", [True, False])
+def test_the_number_of_calls_is_bounded(model, kind, form, demanded):
+    if form.separator is None and form.between is None:
+        return
+    grammar = tool_grammar(form, OFFERS, model.spelling, demanded=demanded, several=True)
+
+    def answer(number: int) -> str:
+        if form.separator is not None:
+            return block(form, *[("now", "{}")] * number)
+        return form.between.join([block(form, ("now", "{}"))] * number)
+
+    assert model.takes(grammar, answer(MAX_CALLS))
+    assert not model.takes(grammar, answer(MAX_CALLS + 1))
+
+
+def test_a_strict_function_leaves_harmonys_final_channel():
+    model = Model(has_tokens=True)
+    grammar = tool_grammar(forms.HARMONY, OFFERS, model.spelling, demanded=False, several=True, marks=HARMONY)
+    thought = HARMONY.open[0] + "Hm." + HARMONY.close[0]
+    for before in ("", thought):
+        assert model.takes(grammar, f"{before}{HARMONY.lead}It rains.")
+        assert model.takes(grammar, before + calls(forms.HARMONY)[0])
+    assert not model.takes(grammar, bad(forms.HARMONY)[0])
 
 
 @pytest.mark.parametrize(("kind", "form"), FORMS.values(), ids=FORMS)
