@@ -79,6 +79,7 @@ ROUTER = (
     _counter("placement_predicted_seconds_total", "Times that placements predicted, summed.", "quantity"),
     _counter("placement_observed_seconds_total", "The same as they turned out.", "quantity"),
     _counter("placement_error_seconds_total", "Their differences, without sign.", "quantity"),
+    _counter("workers_lost_total", "Workers that ended, fell silent, or whose loop was stuck.", "reason"),
     _counter("requests_placed_anew_total", "Requests given to other workers, with their tokens.", "reason"),
     _counter("requests_lost_total", "Requests that their worker had nothing of, as a message got lost."),
     _counter("requests_migrated_total", "Running requests moved to another worker with their KV."),

@@ -40,13 +40,14 @@ class PairState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     """A worker's load and the cost of its steps.
 
-    Sent at a steady pace from a thread of its own, as the heartbeat. Counters are totals since the
-    incarnation began.
+    Sent at a steady pace from a thread of its own, as the heartbeat. `stalled_s` says for how long the
+    worker's loop has been stuck. Counters are totals since the incarnation began.
     """
 
     worker_id: Id
     incarnation: Id
     role: Role
+    stalled_s: Seconds = 0.0
     num_running: Count = 0
     num_waiting: Count = 0
     waiting_tokens: Count = 0

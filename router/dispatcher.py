@@ -136,7 +136,7 @@ class Dispatcher:
     def worker_lost(self, worker: Worker, reason: str) -> None:
         """Place its requests anew. Prompts that were to be handed over to it go to another decode worker."""
         message = f"worker {worker.key.worker_id} was lost: {reason}"
-        was_stopped = worker.silence_s > self._config.worker_timeout
+        was_stopped = worker.silence_s > self._config.worker_timeout and not worker.is_stalled
         for request in self._journal:
             if worker is request.assigned.get("decode") and "prefill" in request.assigned:
                 self.redirect(request, "worker_lost", message)

@@ -54,6 +54,9 @@ class Metrics:
         self.kv_event_gaps: Counter = self._metrics["kv_event_gaps_total"]
         self.num_indexed_blocks: Gauge = self._metrics["kv_index_blocks"]
         self.placed_anew = self._counting("requests_placed_anew_total")
+        self.worker_lost: Callable[[Literal["ended", "silent", "stalled"]], None] = self._counting(
+            "workers_lost_total"
+        )
         self.requests_lost: Counter = self._metrics["requests_lost_total"]
         self.redirected = self._counting("handoff_redirects_total")
         self.taken_over = self._counting("handoff_takeovers_total")

@@ -37,8 +37,9 @@ class ModelFacts(NamedTuple):
 class Worker:
     """One incarnation of a worker. `live` is false after it died or fell silent.
 
-    It is known `since` then. `silence_s` counts the seconds since its last message in which the router was
-    running. `is_reachable` is false between a message that could not be sent and the worker's next one.
+    It is known `since` then. `silence_s` counts the seconds since its last sign of life in which the router
+    was running: a heartbeat that tells of a stuck loop is none. `is_reachable` is false between a message
+    that could not be sent and the worker's next one.
     """
 
     def __init__(
@@ -72,6 +73,11 @@ class Worker:
         self._shared = shared
         self.load = WorkerSnapshot(self.key.worker_id, role.tasks, max_rows=max_rows)
         self.take(register.state)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether its loop is stuck, by its own last word."""
+        return self.state.stalled_s > 0
 
     @property
     def takes_requests(self) -> bool:
@@ -226,7 +232,8 @@ class Registry:
         if worker is None:
             return False
         worker.take(state)
-        self.heard(worker)
+        if not worker.is_stalled:
+            self.heard(worker)
         return True
 
     def changed(self, worker: Worker) -> None:
@@ -286,7 +293,10 @@ class Registry:
             worker.live = False
             self.changed(worker)
         for worker in silent:
-            self._lose(worker, f"nothing was heard of it for {worker.silence_s:.1f} s")
+            reason = f"nothing was heard of it for {worker.silence_s:.1f} s"
+            if worker.is_stalled:
+                reason = f"its loop has been stuck for {worker.state.stalled_s:.1f} s"
+            self._lose(worker, reason)
 
     def _retire(self, worker: Worker, reason: str) -> None:
         self._remember_retired(worker.key)

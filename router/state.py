@@ -199,6 +199,8 @@ class RouterState:
         self.link.send_to(key.worker_id, Refused(incarnation=key.incarnation, reason=reason))
 
     def _on_lost(self, worker: Worker, reason: str) -> None:
+        is_silent = worker.silence_s > self.config.worker_timeout
+        self.metrics.worker_lost("stalled" if worker.is_stalled else "silent" if is_silent else "ended")
         self.dispatcher.worker_lost(worker, reason)
         self.placer.drafts.lost(worker)
         self.drainer.lost(worker)

@@ -1,23 +1,30 @@
 """The heartbeat: a worker's state at a steady pace to all routers, from a thread of its own.
 
-The same thread watches the lines to the routers. A worker whose routers are gone has nobody to serve and
-nobody to end it, so it ends itself.
+So a long step of the loop is no silence, and the heartbeat says if the loop is stuck. The same thread watches
+the lines to the routers. A worker whose routers are gone has nobody to serve and nobody to end it, so it ends
+itself.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable
 
+import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from engine.engine import Engine
 from messaging.sockets import connect_dealer
 from protocol.codec import encode
+from protocol.worker_to_router import WorkerState
 from worker.link import RouterLink
 from worker.parts import WorkerParts
+from worker.progress import StallWatch, longest_step_s
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +47,8 @@ class Heartbeat:
         self._parts = parts
         self._links = links
         self._on_routers_lost = on_routers_lost
+        self._stalls = StallWatch(parts.progress)
+        self._is_stalled = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -54,14 +63,17 @@ class Heartbeat:
     def _run(self) -> None:
         parts = self._parts
         lines = [_Line(parts, link) for link in self._links]
+        last = time.monotonic()
         try:
             while not self._stop.wait(HEARTBEAT_INTERVAL_S):
+                # While the whole process stood still, so did the loop, and that is no fault of its own.
+                last, passed_s = (now := time.monotonic()), min(now - last, 2 * HEARTBEAT_INTERVAL_S)
                 for line in lines:
                     line.follow()
                 standing = [line for line in lines if line.lost_since is None]
                 if standing:
                     if parts.engine is not None:
-                        raw = encode(parts.state())
+                        raw = encode(self._state(parts.engine, passed_s))
                         for line in standing:
                             line.beat(raw)
                 elif time.monotonic() - max(line.lost_since or 0.0 for line in lines) > ROUTER_GRACE_S:
@@ -71,6 +83,23 @@ class Heartbeat:
         finally:
             for line in lines:
                 line.close()
+
+    def _state(self, engine: Engine, passed_s: float) -> WorkerState:
+        state = self._parts.state()
+        longest_s = longest_step_s(state.costs, self._parts.config, engine.max_model_len, state.total_blocks)
+        stalled_s = self._stalls.look(passed_s, longest_s)
+        if bool(stalled_s) != self._is_stalled:
+            self._is_stalled = bool(stalled_s)
+            self._say(stalled_s)
+        return msgspec.structs.replace(state, stalled_s=stalled_s)
+
+    def _say(self, stalled_s: float) -> None:
+        if not stalled_s:
+            log.warning("the loop goes on")
+            return
+        frame = sys._current_frames().get(self._parts.progress.thread or 0)
+        where = "".join(traceback.format_stack(frame)) if frame is not None else "?"
+        log.error("the loop has been stuck for %.0f s, at:\n%s", stalled_s, where)
 
 
 class _Line:

@@ -93,13 +93,17 @@ class WorkerLoop(RoleWork):
         """Serve until `stop`. Raises `BrokenEngineError` or `LostRankError` when a fresh process is the only
         remedy.
         """
+        progress = self.parts.progress
+        progress.begin()
         try:
             self._tell_kv_events()
             while not self._stop.is_set():
+                progress.turns += 1
                 self._turn()
             if self.departure.next_role is not None:
                 self.router_messages.abort_all(self.under_way())  # of routers that are gone
         finally:
+            progress.end()
             self.close()
 
     def close(self) -> None:

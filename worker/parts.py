@@ -20,6 +20,7 @@ from speculation.remote import RemoteDrafter
 from worker.cores import SharedCores
 from worker.counters import Counters
 from worker.kv_publisher import KvPublisher
+from worker.progress import LoopProgress
 
 
 @dataclass(eq=False)
@@ -40,6 +41,7 @@ class WorkerParts:
     context: zmq.Context[zmq.Socket[bytes]]
     wake: Wake = field(default_factory=Wake)
     counters: Counters = field(default_factory=Counters)
+    progress: LoopProgress = field(default_factory=LoopProgress)
     wires: list[Transport] = field(default_factory=list)
     transports: Callable[[], dict[str, str]] = dict
     transfer_counters: Callable[[], dict[str, float]] = dict

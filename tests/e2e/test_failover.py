@@ -218,12 +218,16 @@ def test_after_a_death_a_third_worker_fetches_what_a_peer_has(
         ("decode-0", "STOP:after:after_step:7"),
         ("prefill-0", "STOP:after:_push:3"),
         ("prefill-0", "STOP:after:_send_manifest:1"),
+        ("decode-0", "block:after:after_step:7"),
+        ("prefill-0", "spin:after:_push:3"),
     ],
 )
 def test_a_worker_that_froze_and_wakes_up_later_changes_nothing(
     folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]], frozen: str, point: str
 ) -> None:
-    """What it still does then is for requests that others have."""
+    """What it still does then is for requests that others have. Of one whose loop is stuck the heartbeat goes
+    on.
+    """
     workers = {"prefill-0": "", "prefill-1": "", "decode-0": "", "decode-1": ""}
     workers[frozen] = f"{point}+{SLOW}"
     with HttpServing(folder, workers, worker_timeout=1.5) as serving:
@@ -231,8 +235,10 @@ def test_a_worker_that_froze_and_wakes_up_later_changes_nothing(
         assert [answer.result(BOUND_S) for answer in answers] == expected
         assert changes(serving) > 0 or workers[frozen].startswith("STOP:after:_send_manifest")
         serving.wait(lambda: frozen not in serving.worker_states())
-        serving.workers[frozen].signal(signal.SIGCONT)
+        serving.workers[frozen].signal(signal.SIGCONT if "STOP" in point else signal.SIGUSR1)
         serving.wait(lambda: frozen in serving.worker_states())
+        reason = "silent" if "STOP" in point else "stalled"
+        assert serving.metric("tandem_workers_lost_total", reason=reason) == 1
         check_afterwards(serving, expected)
 
 

@@ -127,13 +127,15 @@ class FakeWorker:
         self.adapters = {adapter.name: adapter.digest for adapter in adapters or []}
         self.first_adapters = adapters or []
         self.adapter_error: str | None = ""
-        self.adapter_error_kind: ErrorKind = "invalid"
         """Why it can't load any; None: it does not answer."""
+        self.adapter_error_kind: ErrorKind = "invalid"
         self.adapter_digest = "a" * 32
         """Of those it loads."""
         self.eos_token_id = 0
         self.hold = threading.Event()
         self.mute = threading.Event()
+        self.stalled_s = 0.0
+        """What its heartbeats say of its loop."""
         self.keep = threading.Event()
         self.stall_after = stall_after
         self.cached_tokens = cached_tokens
@@ -212,6 +214,7 @@ class FakeWorker:
             worker_id=self.worker_id,
             incarnation=self.incarnation,
             role=self.role,
+            stalled_s=self.stalled_s,
             num_running=len(self.jobs),
             total_blocks=100,
             free_blocks=80,

@@ -288,6 +288,24 @@ def test_workers_that_are_stopped_are_not_its_fault(make_router, pool, expected)
     assert placed_anew(router) == 5
 
 
+def test_workers_whose_loops_get_stuck_may_be_its_fault(make_router, pool):
+    """Their heartbeats go on, and so would the request, from one worker to the next."""
+    router = make_router(worker_timeout=10.0)
+    future, worker, other = stalled(router, pool, 3, prompt=PROMPT, max_tokens=NUM_TOKENS)
+    for stalls in range(1, 5):  # the first one has brought tokens
+        other.stall_after = 3
+        worker.stalled_s = 12.5
+        state = router.server.state.registry.named(worker.worker_id)
+        eventually(lambda known=state: known.is_stalled)
+        state.silence_s = 11.0
+        eventually(lambda to=other: to.generated or future.done())
+        worker, other = other, router.add_worker(f"decode-{stalls + 1}")
+    response = future.result(20)
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_lost")
+    assert "its loop has been stuck for 12.5 s" in response.text
+    assert router.metric("tandem_workers_lost_total", reason="stalled") == 4
+
+
 def test_late_tokens_of_a_lost_worker_change_nothing(make_router, pool, expected):
     router = make_router()
     fields = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "return_token_ids": True}

@@ -89,6 +89,20 @@ def test_silence_and_return():
     assert len(recorder.registry.live()) == 1
 
 
+def test_a_heartbeat_that_tells_of_a_stuck_loop_is_no_sign_of_life():
+    recorder = Recorder()
+    worker = recorder.register("one")
+    recorder.registry.sweep(0.0)
+    assert recorder.registry.update(state("one"))
+    stuck = msgspec.structs.replace(state("one"), stalled_s=12.0)
+    for turn in range(1, 30):
+        assert recorder.registry.update(stuck)
+        recorder.registry.sweep(turn * 0.25)
+    assert recorder.lost == ["one"] and worker.silence_s > 5
+    assert recorder.registry.update(state("one")), "it goes on"
+    assert worker.live and worker.silence_s == 0
+
+
 def test_a_pause_of_the_router_is_no_silence_of_a_worker():
     """It read nothing in that time, so nobody could be heard."""
     recorder = Recorder()

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,6 +21,7 @@ import engine.calibration
 import worker.fetch
 import worker.heartbeat
 import worker.peer_links
+import worker.progress
 from engine.results import StepResult
 from engine.scheduler import ScheduledStep
 from messaging.sockets import ClusterKeys
@@ -46,7 +48,8 @@ def run_child(
     `fault`: "fail:N" lets the first N steps fail, "slow:S" makes every step S seconds slower, "idle:S" closes
     lines to peers that were unused for S seconds, "fetch:S" gives up a prefix of which no block came for S
     seconds, "KILL:before:METHOD:N" sends the process that signal at the N-th call of a method of the loop or
-    of one of its parts, before it or after it, and "STOP:..." that one. Several are joined by "+".
+    of one of its parts, before it or after it, and "STOP:..." that one; "block:..." and
+    "spin:..." let the loop wait or compute there until SIGUSR1. Several are joined by "+".
     """
     engine.calibration._RUNS = engine.calibration._LEAST_RUNS  # hundreds of workers start
     worker.heartbeat.HEARTBEAT_INTERVAL_S = 0.05
@@ -96,6 +99,10 @@ def put_in(loop: WorkerLoop, kind: str, *values: str) -> None:
             break_steps(loop, int(values[0]))
         case "slow":
             slow_steps(loop, float(values[0]))
+        case "block" | "spin":
+            worker.progress.BLOCKED_S, worker.progress.BUSY_S = 0.5, 1.5
+            when, method, times = values
+            at_call(loop, block if kind == "block" else spin, when, method, int(times))
         case "idle":
             worker.peer_links.IDLE_LINK_S = float(values[0])
         case "fetch":
@@ -106,7 +113,35 @@ def put_in(loop: WorkerLoop, kind: str, *values: str) -> None:
 
 
 def strike(loop: WorkerLoop, number: signal.Signals, when: str, method: str, times: int) -> None:
-    """Let this process get a signal at a point of the protocol: the loop's `times`-th call of a method."""
+    """Let this process get a signal at a point of the protocol, as `at_call`."""
+    at_call(loop, lambda: os.kill(os.getpid(), number), when, method, times)
+
+
+def block() -> None:
+    """Wait for SIGUSR1, as for a file or a lock that never comes."""
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(writer, False)
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    signal.set_wakeup_fd(writer)  # whichever thread gets it
+    os.read(reader, 1)
+    signal.set_wakeup_fd(-1)
+
+
+def spin() -> None:
+    """Compute until SIGUSR1, and come to no end."""
+    woken = False
+
+    def wake(*_: object) -> None:
+        nonlocal woken
+        woken = True
+
+    signal.signal(signal.SIGUSR1, wake)
+    while not woken:
+        sum(range(1000))
+
+
+def at_call(loop: WorkerLoop, strike: Callable[[], None], when: str, method: str, times: int) -> None:
+    """Call `strike` before or after the loop's `times`-th call of a method."""
     *parts, name = method.split(".")
     owner = functools.reduce(getattr, parts, loop)
     original = getattr(owner, name)
@@ -116,10 +151,10 @@ def strike(loop: WorkerLoop, number: signal.Signals, when: str, method: str, tim
         nonlocal left
         left -= 1
         if left == 0 and when == "before":
-            os.kill(os.getpid(), number)
+            strike()
         result = original(*arguments)
         if left == 0 and when == "after":
-            os.kill(os.getpid(), number)
+            strike()
         return result
 
     setattr(owner, name, struck)
