@@ -28,14 +28,15 @@ SCHEMA = {
 
 def main(url: str = "http://127.0.0.1:8000") -> None:
     client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("TANDEM_API_KEY", "none"))
-    answer = client.chat.completions.create(
+    wanted = {"type": "json_schema", "json_schema": {"name": "book", "schema": SCHEMA}}
+    answer = client.completions.create(
         model=client.models.list().data[0].id,
-        messages=[{"role": "user", "content": "Name a book."}],
-        response_format={"type": "json_schema", "json_schema": {"name": "book", "schema": SCHEMA}},
+        prompt="A book: ",
         max_tokens=200,
         seed=7,
+        extra_body={"response_format": wanted},
     )
-    print(json.loads(answer.choices[0].message.content or ""))
+    print(json.loads(answer.choices[0].text))
 
 
 if __name__ == "__main__":

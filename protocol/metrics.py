@@ -81,6 +81,7 @@ ROUTER = (
     _counter("placement_error_seconds_total", "Their differences, without sign.", "quantity"),
     _counter("workers_lost_total", "Workers that ended, fell silent, or whose loop was stuck.", "reason"),
     _counter("requests_placed_anew_total", "Requests given to other workers, with their tokens.", "reason"),
+    _counter("requests_tools_unseen_total", "Requests whose tools the chat template does not show."),
     _counter("requests_lost_total", "Requests that their worker had nothing of, as a message got lost."),
     _counter("requests_migrated_total", "Running requests moved to another worker with their KV."),
     _counter(

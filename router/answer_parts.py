@@ -46,7 +46,7 @@ class AnswerParts:
             return [Content(text)] if text else []
         parts = self._parser.push(text)
         if choice.finish_reason is not None:
-            parts += self._parser.finish()
+            parts += self._parser.finish(is_cut=choice.finish_reason == "length")
         return [found for part in parts for found in self._found(part)]
 
     def _found(self, part: Content | Reasoning | Call | Arguments) -> Iterator[AnswerPart]:

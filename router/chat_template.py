@@ -15,24 +15,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from protocol.errors import ConfigError, InvalidRequestError
-from router.messages import CallArguments
+from router.messages import Content
+from router.template_traits import TemplateTraits, template_traits
 
-DEFAULT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
-)
-"""For models without a template of their own."""
-
-_PROBED = "PROBED_FUNCTION"
-_PROBED_CALL = {"name": _PROBED, "arguments": CallArguments()}
-_PROBE: list[dict[str, Any]] = [
-    {"role": "user", "content": "?"},
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"id": "abcdefghi", "type": "function", "function": _PROBED_CALL}],
-    },
-]
 _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -66,8 +51,7 @@ class ChatTemplate:
             raise ConfigError(f"the chat template does not compile: {error}") from error
         self.source = source
         self._special_tokens = dict(special_tokens)
-        self._null = None if self._shows_calls_beside_null() else ""
-        """What the template gets for a content that is null: some want text, some look for none."""
+        self.traits: TemplateTraits = template_traits(lambda chat, names: self._text(chat, False, names))
 
     def render(
         self,
@@ -78,12 +62,9 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt's text. Raises `InvalidRequestError` with the template's own complaint."""
-        chat = [dict(message) for message in messages]
-        for message in chat:
-            if message["content"] is None:
-                message["content"] = self._null
+        chat = [self.traits.shaped(message) for message in messages]
         if continue_final_message:
-            chat[-1]["content"] = (chat[-1]["content"] or "") + _CONTINUE_MARK
+            chat[-1]["content"] = _marked(chat[-1]["content"])
         try:
             text = self._text(chat, add_generation_prompt, variables or {})
         except Exception as error:  # a template can raise anything
@@ -94,11 +75,13 @@ class ChatTemplate:
         names = {"tools": None, "documents": None, **self._special_tokens, **variables}
         return self._template.render(names, messages=chat, add_generation_prompt=generates)
 
-    def _shows_calls_beside_null(self) -> bool:
-        try:
-            return _PROBED in self._text(_PROBE, False, {})
-        except Exception:
-            return False
+
+def _marked(content: Content) -> Content:
+    """With a mark at its end."""
+    if not isinstance(content, list):
+        return (content or "") + _CONTINUE_MARK
+    *others, last = content or [{"type": "text", "text": ""}]
+    return [*others, {**last, "text": last["text"] + _CONTINUE_MARK}]
 
 
 def _cut_at_mark(text: str) -> str:

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
+from router.chat_template import ChatTemplate
 from router.decoding import decode_object
 from router.lark import Spelling
-from router.messages import plain_messages
+from router.messages import plain_messages, text_of
 from router.openai_types import ChatBody, TokenizeBody
-from router.parsing.formats import MARKERS, Parsing, reasoning_format, tool_format
+from router.parsing.formats import (
+    MARKERS,
+    TOOL_FORMATS,
+    Parsing,
+    ToolFormat,
+    reasoning_format,
+    tool_format,
+)
 from router.parsing.reasoning import HARMONY, Marks
 from router.structured_outputs import Grammar, requested_grammar
 from router.thinking import ThinkingBudget
 from router.tokenizer import Tokenizer
 from router.tool_grammar import after_thinking, tool_grammar
 from router.tools import ToolChoice, offers, plain_tools, tool_choice
+
+logger = logging.getLogger(__name__)
+
+TOOLS_UNSEEN = "the model's chat template does not tell the model of tools"
+_NO_TEMPLATE = (
+    "the model has no chat template (--chat-template FILE gives it one; /v1/completions needs none)"
+)
 
 
 class Chat(NamedTuple):
@@ -28,48 +44,62 @@ class Chat(NamedTuple):
     parsing: Parsing | None
     thinking: ThinkingBudget | None = None
     grammar: Grammar | None = None
+    warning: str | None = None
+    """What of the request has no effect."""
 
 
 class Chats:
-    """Of one model, which writes calls and reasoning in one way."""
+    """Chats with one model, which writes calls and reasoning in one way."""
 
     def __init__(self, config: ServeConfig, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._template = template = tokenizer.chat_template
-        self._tools = tool_format(config.tool_call_parser, template.source)
-        self._reasoning = reasoning_format(config.reasoning_parser, template.source)
+        self._template, self._tool_template = tokenizer.chat_template, tokenizer.tool_template
+        self._tools = tool_format(config.tool_call_parser, _source(self._tool_template))
+        self._reasoning = reasoning_format(config.reasoning_parser, _source(self._template))
+        self._takes_tools = config.tool_call_parser != "none"
+        if self._template is not None and not self._template.traits.shows_user:
+            logger.warning("the chat template does not show what the user says")
+        if self.has_template and self._takes_tools and not self._shows_tools:
+            logger.warning("%s: it calls none unless tool_choice demands it", TOOLS_UNSEEN)
+
+    @property
+    def has_template(self) -> bool:
+        return self._template is not None
 
     @property
     def has_tools(self) -> bool:
-        return self._tools is not None
+        return self._tools is not None and self._shows_tools
 
     @property
     def has_reasoning(self) -> bool:
         return self._reasoning is not None
 
+    @property
+    def _shows_tools(self) -> bool:
+        return self._tool_template is not None and self._tool_template.traits.shows_tools
+
     def read(self, body: ChatBody) -> Chat:
         """Raises `InvalidRequestError`."""
         choice = tool_choice(body)
         with_tools = choice.may_call
-        if with_tools and self._tools is None:
-            raise InvalidRequestError(
-                "tools", "the model's chat template shows no known way to call them (--tool-call-parser)"
-            )
         messages = plain_messages(body.messages)
-        prompt = self._render(body, messages, with_tools)
+        template = self._chosen(with_tools)
+        tools = self._format_of(choice)
+        prompt = self._render(template, body, messages, with_tools)
         marks = None if self._reasoning is None else self._reasoning.marks
         if marks is None and body.thinking_token_budget is not None:
             reason = "the model's chat template shows no known way to think (--reasoning-parser)"
             raise InvalidRequestError("thinking_token_budget", reason)
+        warning = f"tools: {TOOLS_UNSEEN}" if with_tools and not self._shows_tools else None
         asked = requested_grammar(body, self._tokenizer.special_texts)
-        if not with_tools and marks is None:
-            return Chat(prompt, None, grammar=asked)
-        continued = (messages[-1]["content"] or "") if body.continue_final_message else None
+        if tools is None and marks is None:
+            return Chat(prompt, None, grammar=asked, warning=warning)
+        continued = text_of(messages[-1]["content"]) if body.continue_final_message else None
         is_open = marks is not None and marks.are_open(prompt, continued)
         parsing = Parsing(
-            tools=self._tools if with_tools and asked is None else None,
+            tools=tools if asked is None else None,
             known=frozenset(tool.function.name for tool in body.tools or ()),
-            one_call=not choice.several(body.parallel_tool_calls),
+            one_call=not (choice.several(body.parallel_tool_calls) and template.traits.several_calls),
             is_harmony=any(each is not None and each.is_harmony for each in (self._tools, self._reasoning)),
             marks=marks,
             is_open=is_open,
@@ -78,16 +108,46 @@ class Chats:
         thinking = None
         if marks is not None and body.thinking_token_budget is not None:
             thinking = self._budget(body.thinking_token_budget, marks, is_open)
-        return Chat(prompt, parsing, thinking, self._grammar(body, choice, parsing, asked))
+        grammar = self._grammar(body, choice, tools, parsing, asked)
+        return Chat(prompt, parsing, thinking, grammar, warning)
+
+    def _chosen(self, with_tools: bool) -> ChatTemplate:
+        template = self._tool_template if with_tools else self._template
+        if template is None:
+            raise InvalidRequestError("messages", _NO_TEMPLATE)
+        return template
+
+    def _format_of(self, choice: ToolChoice) -> ToolFormat | None:
+        """How the answer's calls are written; None where it has none.
+
+        A grammar can have a call written whatever the template shows.
+        """
+        if not choice.may_call or self._tools is not None:
+            return self._tools if choice.may_call else None
+        if not self._takes_tools:
+            raise InvalidRequestError("tools", "this server takes none (--tool-call-parser none)")
+        if choice.must_call:
+            is_harmony = self._reasoning is not None and self._reasoning.is_harmony
+            return TOOL_FORMATS["openai" if is_harmony else "hermes"]
+        if self._shows_tools:
+            raise InvalidRequestError(
+                "tools", "the model's chat template shows no known way to call them (--tool-call-parser)"
+            )
+        return None
 
     def _grammar(
-        self, body: ChatBody, choice: ToolChoice, parsing: Parsing, asked: Grammar | None
+        self,
+        body: ChatBody,
+        choice: ToolChoice,
+        tools: ToolFormat | None,
+        parsing: Parsing,
+        asked: Grammar | None,
     ) -> Grammar | None:
         """What is asked of the answer, or of its calls, behind its thinking."""
-        offered = offers(body.tools or (), choice.name) if choice.may_call else []
+        offered = offers(body.tools or (), choice.name) if tools is not None else []
         marks = HARMONY if parsing.is_harmony else parsing.marks
         spelling = Spelling(MARKERS, self._tokenizer.token_id)
-        if not choice.must_call and not any(offer.strict for offer in offered):
+        if tools is None or not (choice.must_call or any(offer.strict for offer in offered)):
             if asked is None or marks is None:
                 return asked
             return asked._replace(text=after_thinking(asked.text, spelling, marks, parsing.is_open))
@@ -95,9 +155,8 @@ class Chats:
             raise InvalidRequestError(
                 asked.field, "not together with strict functions or a call that must be"
             )
-        assert self._tools is not None
         text = tool_grammar(
-            self._tools.form(self._template.source),
+            tools.form(_source(self._tool_template)),
             offered,
             spelling,
             demanded=choice.must_call,
@@ -114,10 +173,15 @@ class Chats:
 
     def render(self, body: TokenizeBody) -> str:
         """The prompt alone."""
-        return self._render(body, plain_messages(body.messages or ()), bool(body.tools))
+        messages, with_tools = plain_messages(body.messages or ()), bool(body.tools)
+        return self._render(self._chosen(with_tools), body, messages, with_tools)
 
     def _render(
-        self, body: ChatBody | TokenizeBody, messages: Sequence[Mapping[str, Any]], with_tools: bool
+        self,
+        template: ChatTemplate,
+        body: ChatBody | TokenizeBody,
+        messages: Sequence[Mapping[str, Any]],
+        with_tools: bool,
     ) -> str:
         continues = bool(body.continue_final_message)
         variables = decode_object(body.chat_template_kwargs, "chat_template_kwargs") or {}
@@ -126,9 +190,13 @@ class Chats:
         tools = plain_tools(body.tools or ())
         if with_tools:
             variables["tools"] = tools
-        return self._template.render(
+        return template.render(
             messages,
             add_generation_prompt=body.add_generation_prompt is not False and not continues,
             continue_final_message=continues,
             variables=variables,
         )
+
+
+def _source(template: ChatTemplate | None) -> str:
+    return "" if template is None else template.source

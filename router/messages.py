@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from protocol.errors import InvalidRequestError
-from router.decoding import decode_object, refuse_unsupported
-from router.openai_types import MAX_ARGUMENT_BYTES, ChatMessage, ToolCall
+from router.call_arguments import call_arguments
+from router.decoding import refuse_unsupported
+from router.openai_types import ChatMessage, ToolCall
+
+Content: TypeAlias = str | list[dict[str, str]] | None
+"""A message's text, or parts of it, as the client sent it."""
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
-class CallArguments(dict[str, Any]):
-    """A call's arguments: an object to templates that look into it, JSON text to those that write it."""
-
-    def __str__(self) -> str:
-        return json.dumps(self, ensure_ascii=False)
-
-    def __add__(self, text: str) -> str:
-        return str(self) + text
-
-    def __radd__(self, text: str) -> str:
-        return text + str(self)
+def text_of(content: Content) -> str:
+    """The whole text."""
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
+    return content or ""
 
 
 def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -42,12 +39,13 @@ def _plain(message: ChatMessage, at: str, calls: dict[str, str]) -> dict[str, An
     is_assistant = message.role == "assistant"
     if message.tool_calls and not is_assistant:
         raise InvalidRequestError(f"{at}tool_calls", "only allowed in messages of the assistant")
-    if message.content is None and not message.tool_calls:
+    has_thought = message.reasoning_content is not None and is_assistant
+    if message.content is None and not message.tool_calls and not has_thought:
         raise InvalidRequestError(f"{at}content", "is required")
-    fields: dict[str, Any] = {"role": _ROLES[message.role], "content": _text(message, at)}
+    fields: dict[str, Any] = {"role": _ROLES[message.role], "content": _content(message, at)}
     if message.name is not None:
         fields["name"] = message.name
-    if message.reasoning_content is not None and is_assistant:
+    if has_thought:
         fields["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
         fields["tool_calls"] = [
@@ -66,9 +64,7 @@ def _plain(message: ChatMessage, at: str, calls: dict[str, str]) -> dict[str, An
 def _call(call: ToolCall, at: str) -> dict[str, Any]:
     if call.type != "function":
         raise InvalidRequestError(f"{at}type", f"must be 'function', got {call.type!r}")
-    field = f"{at}function.arguments"
-    raw = call.function.arguments.encode()
-    arguments = CallArguments(decode_object(raw, field, MAX_ARGUMENT_BYTES) or {})
+    arguments = call_arguments(call.function.arguments, f"{at}function.arguments")
     return {
         "id": call.id,
         "type": "function",
@@ -76,11 +72,11 @@ def _call(call: ToolCall, at: str) -> dict[str, Any]:
     }
 
 
-def _text(message: ChatMessage, at: str) -> str | None:
+def _content(message: ChatMessage, at: str) -> Content:
     content = message.content
     if content is None or isinstance(content, str):
         return content
-    texts = []
+    parts = []
     for index, part in enumerate(content):
         if part.type != "text":
             raise InvalidRequestError(
@@ -88,5 +84,5 @@ def _text(message: ChatMessage, at: str) -> str | None:
             )
         if part.text is None:
             raise InvalidRequestError(f"{at}content[{index}].text", "is required")
-        texts.append(part.text)
-    return "\n".join(texts)
+        parts.append({"type": "text", "text": part.text})
+    return parts

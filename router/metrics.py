@@ -57,6 +57,7 @@ class Metrics:
         self.worker_lost: Callable[[Literal["ended", "silent", "stalled"]], None] = self._counting(
             "workers_lost_total"
         )
+        self.tools_unseen: Counter = self._metrics["requests_tools_unseen_total"]
         self.requests_lost: Counter = self._metrics["requests_lost_total"]
         self.redirected = self._counting("handoff_redirects_total")
         self.taken_over = self._counting("handoff_takeovers_total")

@@ -56,6 +56,8 @@ class Built(NamedTuple):
     output: OutputOptions
     grammar: Grammar | None = None
     """What is to be compiled before it starts."""
+    warning: str | None = None
+    """What of the request has no effect."""
 
 
 class RequestBuilder:
@@ -119,7 +121,7 @@ class RequestBuilder:
             )
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         output = _output_options(body, num_top)
-        text, parsing, thinking, grammar = self._chats.read(body)
+        text, parsing, thinking, grammar, warning = self._chats.read(body)
         output = msgspec.structs.replace(output, parsing=parsing)
         try:
             params = self._sampling_params(body, model, num_top, body.prompt_logprobs, grammar)
@@ -132,7 +134,8 @@ class RequestBuilder:
         kept = _kept(body, asked or 1, model)
         prompt = self._prompt(text, bool(body.add_special_tokens), "messages", kept, model)
         limited = [(prompt, _limited(params, asked, None, prompt, field, model))]
-        return Built(self._generation(body, limited, output, arrival, adapter, thinking), output, grammar)
+        generation = self._generation(body, limited, output, arrival, adapter, thinking)
+        return Built(generation, output, grammar, warning)
 
     def embeddings(
         self,

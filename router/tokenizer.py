@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, InvalidRequestError
-from router.chat_template import DEFAULT_TEMPLATE, ChatTemplate
+from router.chat_template import ChatTemplate
 from router.choice import Echo
 from router.detokenizer import (
     BytesDetokenizer,
@@ -70,8 +70,12 @@ class Tokenizer:
             self._all_bytes = TokenBytes(self._fast, self._decoding, frozenset())
             self._texts: dict[frozenset[int], TokenTexts] = {frozenset(): TokenTexts(self._all_bytes)}
             """By the tokens that have no text."""
-        source = chat_template or _template_of(settings) or DEFAULT_TEMPLATE
-        self.chat_template = ChatTemplate(source, self.special_tokens)
+        source, source_for_tools = (chat_template, None) if chat_template else _templates_of(settings)
+        self.chat_template = None if source is None else ChatTemplate(source, self.special_tokens)
+        self.tool_template = self.chat_template
+        """For chats with tools: some models have a template of its own for them."""
+        if source_for_tools is not None:
+            self.tool_template = ChatTemplate(source_for_tools, self.special_tokens)
         self._longest_token = max((len(token) for token in self._fast.get_vocab()), default=1)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
@@ -218,9 +222,11 @@ def _mark_special(fast: FastTokenizer, named: Mapping[str, str], settings: Mappi
     )
 
 
-def _template_of(settings: Mapping[str, Any]) -> str | None:
+def _templates_of(settings: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The template, and the one for tools where it is another. A model may have a list of them, by name."""
     template = settings.get("chat_template")
     if isinstance(template, list):
         by_name = {entry.get("name"): entry.get("template") for entry in template}
-        template = by_name.get("default") or next(iter(by_name.values()), None)
-    return template if isinstance(template, str) else None
+        default = by_name.get("default") or next(iter(by_name.values()), None)
+        return default, by_name.get("tool_use")
+    return (template if isinstance(template, str) else None), None

@@ -12,7 +12,8 @@ from typing import Any
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 
-FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_TEMPLATES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", *_TEMPLATES.values())
 _CONVERT = (
     "import sys; from transformers import AutoTokenizer; "
     "AutoTokenizer.from_pretrained(sys.argv[1], revision=sys.argv[2] or None, "
@@ -24,8 +25,8 @@ CONVERT_TIMEOUT_S = 300.0
 def load_files(config: ServeConfig) -> tuple[str, dict[str, Any]]:
     """The text of `tokenizer.json`, and the settings of `tokenizer_config.json`.
 
-    A separate `chat_template.jinja` is merged into the settings. A model that only has a slow tokenizer's
-    files is converted by Transformers in a process of its own. Raises `ConfigError`.
+    Chat templates in files of their own come before those of the settings. A model that only has a slow
+    tokenizer's files is converted by Transformers in a process of its own. Raises `ConfigError`.
     """
     source = config.tokenizer_source
     files = _local_files(Path(source)) if Path(source).is_dir() else _hub_files(source, config.revision)
@@ -74,8 +75,13 @@ def _read(files: dict[str, Path]) -> tuple[str, dict[str, Any]]:
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
             if name in files:
                 settings.update(json.loads(files[name].read_text()))
-        if "chat_template.jinja" in files:
-            settings["chat_template"] = files["chat_template.jinja"].read_text()
+        templates = [
+            {"name": name, "template": files[file].read_text()}
+            for name, file in _TEMPLATES.items()
+            if file in files
+        ]
+        if templates:
+            settings["chat_template"] = templates
         return files["tokenizer.json"].read_text(), settings
     except (OSError, ValueError) as error:
         raise ConfigError(f"--tokenizer: cannot read the tokenizer's files: {error}") from error

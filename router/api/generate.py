@@ -30,6 +30,7 @@ from router.tokenizer import Tokenizer
 SESSION_HEADER = "x-session-id"
 TIMING_HEADER = "x-return-timing"
 MAX_SESSION_CHARS = 256
+WARNING_HEADER = b"x-warning"
 TTFT_HEADER, TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
 
 _STREAM_START = {
@@ -94,10 +95,13 @@ class GenerateEndpoint:
             model = state.require_ready()
             size = sys.maxsize if self._waits else len(raw)
             built = await state.tokenizer.off_loop(size, self._build, raw, model, arrival)
-        generation, output, grammar = built
+        generation, output, grammar, warning = built
         admission.reserve(generation)
         if grammar is not None:
             await state.grammars.check(grammar)
+        if warning is not None:
+            scope[ANSWER_HEADERS].append((WARNING_HEADER, warning.encode()))
+            state.metrics.tools_unseen.inc()
         headers = Headers(scope=scope)
         generation.http_id = scope[REQUEST_ID_KEY]
         generation.session = _session(headers)

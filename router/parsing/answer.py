@@ -7,7 +7,7 @@ What it decides depends on the text alone, so the parts are the same however tha
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -82,8 +82,11 @@ class AnswerText:
         self._at = 0
         self._begun: int | None = None
         """Where something began that becomes content should it prove not to be what it looked like."""
+        self._may_be_text = False
+        self._has_called = False
         self._content, self._reasoning = _Trimmed(True), _Trimmed(False)
-        self.is_over = False
+        self.is_over = self.is_cut = False
+        """No more text comes; `is_cut`: not because the model had ended."""
         self.parts: list[Part] = []
 
     def push(self, text: str) -> None:
@@ -127,6 +130,8 @@ class AnswerText:
                     self._at += len(word)
                     return word
             if self.is_over or not any(word.startswith(rest) for word in words):
+                if self._is_cut_mark(rest, words):
+                    self._text = self._text[: self._at]
                 return ""
             yield
 
@@ -139,9 +144,12 @@ class AnswerText:
         while True:
             rest = self._text[self._at :]
             found = [(at, marker) for marker in markers if (at := rest.find(marker)) >= 0]
-            at, marker = min(
-                found, default=(len(rest) if self.is_over else possible_start(rest, markers), "")
-            )
+            at, marker = min(found, default=(possible_start(rest, markers), ""))
+            if self.is_over and not marker:
+                if self._is_cut_mark(rest[at:], markers):
+                    self._text = self._text[: self._at + at]
+                else:
+                    at = len(rest)
             self._at += at + len(marker)
             if at:
                 write(rest[:at])
@@ -149,17 +157,35 @@ class AnswerText:
                 return marker
             yield
 
+    def _is_cut_mark(self, rest: str, marks: Sequence[str]) -> bool:
+        """Whether the answer was cut off within one of `marks`; a single character may as well be text."""
+        is_long = len(rest) > 1 and not rest[0].isalnum()
+        may_be = self.is_cut and bool(rest) and (is_long or self._has_called)
+        return may_be and any(mark.startswith(rest) for mark in marks)
+
     # --- writing --------------------------------------------------------------------------------------
 
-    def begin(self, marker: str = "") -> None:
-        """What follows, and the `marker` that was read last, may become a call."""
+    def begin(self, marker: str = "", *, may_be_text: bool = False) -> None:
+        """What follows, and the `marker` that was read last, may become a call.
+
+        `may_be_text`: it may as well be text where it is cut off, unless a marker follows.
+        """
         if self._begun is None:
-            self._begun = self._at - len(marker)
+            self._begun, self._may_be_text = self._at - len(marker), may_be_text
+        elif marker:
+            self._may_be_text = False
 
     def give_up(self) -> None:
-        """It did not: all that was read since is content. Nothing is where the call was told already."""
-        if self._begun is not None:
-            begun, self._begun = self._begun, None
+        """It did not: all that was read since is content, but for the beginning of a call that was cut off.
+
+        Nothing is where the call was told already.
+        """
+        if self._begun is None:
+            return
+        begun, self._begun = self._begun, None
+        if self.is_cut and not self._may_be_text:
+            self._at = len(self._text)
+        else:
             self.content(self._text[begun : self._at])
 
     def content(self, text: str) -> None:
@@ -182,6 +208,7 @@ class AnswerText:
 
     def call(self, name: str) -> None:
         self.commit()
+        self._has_called = True
         self.parts.append(Call(name))
 
     def arguments(self, text: str) -> None:

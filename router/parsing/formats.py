@@ -157,9 +157,9 @@ class AnswerParser:
             next(self._steps, None)
         return self._taken()
 
-    def finish(self) -> list[Part]:
-        """What the text's end decides."""
-        self._answer.is_over = True
+    def finish(self, *, is_cut: bool = False) -> list[Part]:
+        """What the text's end decides; `is_cut`: the model had not ended."""
+        self._answer.is_over, self._answer.is_cut = True, is_cut
         next(self._steps, None)
         self._answer.finish()
         return self._taken()

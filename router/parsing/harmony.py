@@ -20,9 +20,11 @@ def parse(answer: AnswerText, has_tools: bool, is_exact: bool) -> Parse[None]:
 
     Content keeps its white space where it `is_exact`.
     """
+    may_be_text = True
     while (yield from answer.peek()):
-        answer.begin()
         head = [(yield from answer.accept(*_HEADS))]
+        answer.begin(head[0], may_be_text=may_be_text and head[0] not in (START, CHANNEL))
+        may_be_text = False
         if head == [""]:
             answer.give_up()
         elif head != [MESSAGE] and not (yield from answer.until(MESSAGE, write=head.append)):

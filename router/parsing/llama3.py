@@ -14,9 +14,9 @@ TAG = "<|python_tag|>"
 
 
 def parse(answer: AnswerText, known: Collection[str]) -> Parse[None]:
-    answer.begin()
+    answer.begin(may_be_text=True)
     yield from answer.skip_space()
-    yield from answer.accept(TAG)
+    answer.begin((yield from answer.accept(TAG)))
     yield from calls(answer, known, separator=";")
     while marker := (yield from answer.until(TAG)):
         answer.begin(marker)

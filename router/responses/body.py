@@ -54,7 +54,9 @@ class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
     name: Annotated[str | None, _doc("Of a call: the function.")] = None
     arguments: Annotated[str | None, _doc("Of a call: an object as JSON text.")] = None
     output: Annotated[ItemText | None, _doc("Of a call's output: what the function returned.")] = None
-    status: Annotated[str | None, _doc("A call that is `incomplete` is left out.")] = None
+    status: Annotated[
+        str | None, _doc("A call that is `incomplete` is left out, unless it has an output.")
+    ] = None
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):

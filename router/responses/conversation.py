@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from protocol.errors import InvalidRequestError
 from router.openai_types import CalledFunction, ChatMessage, ContentPart, ToolCall
@@ -17,7 +17,9 @@ _FIELD = re.compile(r"messages\[(\d+)\]\.(?:tool_calls\[(\d+)\]\.function\.)?(.*
 class Conversation:
     """The `messages` of items. What the assistant thinks, says and calls in a row is one message."""
 
-    def __init__(self) -> None:
+    def __init__(self, answered: Collection[str | None] = ()) -> None:
+        """`answered`: the calls that have an output. Another that was cut off is left out."""
+        self._answered = answered
         self.messages: list[ChatMessage] = []
         self._places: list[str] = []
         """Which field each message is of."""
@@ -84,7 +86,7 @@ class Conversation:
         message.reasoning_content = (message.reasoning_content or "") + thought
 
     def _add_call(self, item: Item, at: str) -> None:
-        if item.status == "incomplete":
+        if item.status == "incomplete" and item.call_id not in self._answered:
             return
         for name in ("call_id", "name", "arguments"):
             if getattr(item, name) is None:

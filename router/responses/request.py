@@ -64,7 +64,8 @@ def chat_request(body: ResponseBody, earlier: Sequence[Item]) -> ChatRequest:
     if body.input is None:
         raise InvalidRequestError("input", "is required")
     new = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    conversation = Conversation()
+    answered = {item.call_id for item in [*earlier, *new] if item.type == "function_call_output"}
+    conversation = Conversation(answered)
     if body.instructions is not None:
         conversation.instruct(body.instructions)
     conversation.add(earlier, "previous_response_id")

@@ -25,7 +25,7 @@ NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 class Scripted:
     """A router whose model says `says`, whatever it is asked, three tokens a step."""
 
-    def __init__(self, folder, template: str, **options) -> None:
+    def __init__(self, folder, template: str | list | None, **options) -> None:
         folder.mkdir()
         tokenizer = byte_level_tokenizer(500)
         tokenizer.add_special_tokens(["<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|constrain|>"])

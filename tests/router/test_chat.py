@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import openai
 import pytest
+from scripted import Scripted
 
 from protocol.errors import InvalidRequestError
-from router.chat_template import DEFAULT_TEMPLATE, ChatTemplate
+from router.chat_template import ChatTemplate
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what is a fox?"}]
 RENDERED = "<system>be brief\n<user>what is a fox?\n<assistant>"
@@ -134,9 +135,61 @@ def test_chat_template_of_the_configuration(make_router, tmp_path):
     assert answer["tokens"] == router.server.state.tokenizer.encode("abcxyz")
 
 
-def test_default_template():
-    template = ChatTemplate(DEFAULT_TEMPLATE, {})
-    assert template.render(MESSAGES) == "system: be brief\nuser: what is a fox?\nassistant:"
+BARE = {
+    "/v1/chat/completions": ({"messages": MESSAGES, "max_tokens": 2}, "messages"),
+    "/v1/responses": ({"input": "hi", "max_output_tokens": 2}, "input"),
+    "/tokenize": ({"messages": MESSAGES}, "messages"),
+}
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """A model without a chat template."""
+    scripted = Scripted(tmp_path_factory.mktemp("models") / "bare", None)
+    yield scripted
+    scripted.close()
+
+
+@pytest.mark.parametrize("more", [{}, {"tools": [{"type": "function", "function": {"name": "f"}}]}], ids=str)
+@pytest.mark.parametrize("path", BARE)
+def test_without_a_template_it_says_so(bare, path, more):
+    body, field = BARE[path]
+    if path == "/v1/responses" and more:
+        more = {"tools": [{"type": "function", "name": "f"}]}
+    answer = bare.router.http.post(path, json={**body, **more})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, field)
+    assert "no chat template" in error["message"] and "--chat-template" in error["message"]
+
+
+def test_without_a_template_the_rest_is_served(bare):
+    assert bare.client.completions.create(model="bare", prompt="x", max_tokens=2).choices
+    assert bare.router.http.post("/tokenize", json={"prompt": "x"}).status_code == 200
+    (card,) = bare.client.models.list().data
+    expected = {"completions": True, "chat_completions": False, "responses": False, "tools": False}
+    assert expected.items() <= card.capabilities.items()
+
+
+def test_content_of_parts_where_the_template_wants_them(tmp_path):
+    parts = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+    source = "{% for m in messages %}[{{ m.role }}]" + parts + "{% endfor %}"
+    scripted = Scripted(tmp_path / "parts", source)
+    for content in ("Where is Rome?", [{"type": "text", "text": "Where is Rome?"}]):
+        asked = [{"role": "user", "content": content}]
+        scripted.ask("Italy.", messages=asked)
+        assert scripted.prompt == "[user]Where is Rome?"
+        scripted.client.responses.create(model="parts", input=asked)
+        assert scripted.prompt == "[user]Where is Rome?"
+        tokens = scripted.router.http.post("/tokenize", json={"messages": asked}).json()["tokens"]
+        assert scripted.tokenizer.decode(tokens, False) == "[user]Where is Rome?"
+    scripted.close()
+
+
+def test_a_thought_alone_is_taken_back(chat, tokenizer):
+    """As a stream that was cut off while it thought is put together."""
+    thought = {"role": "assistant", "content": None, "reasoning_content": "Hm."}
+    answer = chat([*MESSAGES, thought, MESSAGES[1]], max_tokens=1)
+    assert answer.usage.prompt_tokens
 
 
 def test_template_complaint_is_the_clients_error():

@@ -34,13 +34,15 @@ def of(tools: str | None = None, reasoning: str | None = None, is_open: bool = F
     return Parsing(tools=found, known=KNOWN, is_harmony=is_harmony, marks=marks, is_open=is_open)
 
 
-def parsed(parsing: Parsing, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
+def parsed(
+    parsing: Parsing, pieces: list[str], is_cut: bool = False
+) -> tuple[str, str, list[tuple[str, str]]]:
     """Reasoning, content and calls."""
     parser = AnswerParser(parsing)
     parts: list[Part] = []
     for piece in pieces:
         parts += parser.push(piece)
-    parts += parser.finish()
+    parts += parser.finish(is_cut=is_cut)
     calls: list[tuple[str, str]] = []
     for part in parts:
         if isinstance(part, Call):
@@ -155,6 +157,71 @@ def test_what_is_no_call_is_content(tools, text):
     assert parsed(of(tools), [text]) == parsed(of(tools), list(text)) == ("", text, [])
 
 
+def is_beginning(said: str, whole: str, may_have_one: bool = True) -> bool:
+    """But for white space, and for one character of a mark: that may as well be text."""
+    one_less = said[:-1] if may_have_one and said[-1:] in "<[" else said
+    return any(whole.startswith(text.strip()) for text in (said, one_less))
+
+
+@pytest.mark.parametrize(
+    ("tools", "text", "content", "calls"),
+    [each for name, each in TEXTS.items() if name != "llama"],
+    ids=[name for name in TEXTS if name != "llama"],
+)
+def test_an_answer_cut_off_anywhere_has_no_piece_of_a_mark(tools, text, content, calls):
+    """Nor of a call whose name is not told yet. Llama's first call may as well be an answer of JSON."""
+    for cut in range(len(text)):
+        for pieces in ([text[:cut]], list(text[:cut])):
+            _, said, called = parsed(of(tools), pieces, is_cut=True)
+            assert is_beginning(said, content, not called), text[:cut]
+            for (name, arguments), (whole_name, whole) in zip(called, calls, strict=False):
+                assert name == whole_name and whole.startswith(arguments), text[:cut]
+
+
+THOUGHTS = {
+    "think": ("qwen3", False, "<think>\nHm, a < b.\n</think>\n\nYes."),
+    "open": ("qwen3", True, "\nHm, a < b.\n</think>\n\nYes."),
+    "mistral": ("mistral", False, "[THINK]Hm, a < b.[/THINK]Yes."),
+    "harmony": (
+        "openai_gptoss",
+        False,
+        "<|channel|>analysis<|message|>Hm, a < b.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("reasoning", "is_open", "text"), THOUGHTS.values(), ids=THOUGHTS)
+def test_thinking_cut_off_anywhere_has_no_piece_of_a_mark(reasoning, is_open, text):
+    for cut in range(len(text)):
+        for pieces in ([text[:cut]], list(text[:cut])):
+            thought, said, _ = parsed(of(None, reasoning, is_open), pieces, is_cut=True)
+            assert is_beginning(thought, "Hm, a < b.") and is_beginning(said, "Yes."), text[:cut]
+
+
+@pytest.mark.parametrize(
+    ("tools", "text"),
+    [
+        ("hermes", "if a <"),
+        ("hermes", "<table><"),
+        ("hermes", "a <tool> b"),
+        ("mistral", "a["),
+        ("llama3_json", '{"name": "add", "par'),
+        ("openai", "all plain"),
+        ("openai", "assistant"),
+    ],
+)
+def test_text_that_is_cut_off_is_kept(tools, text):
+    assert (
+        parsed(of(tools), [text], is_cut=True) == parsed(of(tools), list(text), is_cut=True) == ("", text, [])
+    )
+
+
+def test_a_phrase_that_begins_like_a_mark_is_kept():
+    for text in ("Here is my", "H"):
+        assert parsed(of(None, "granite"), [text], is_cut=True) == ("", text, [])
+        assert parsed(of(None, "granite", True), [text], is_cut=True) == (text, "", [])
+
+
 @pytest.mark.parametrize("is_open", [False, True])
 @pytest.mark.parametrize(
     ("name", "marks"), [("qwen3", THINK), ("granite", GRANITE)], ids=["think", "granite"]
@@ -258,9 +325,10 @@ def test_any_split_gives_the_same(tools, reasoning, is_open, text, data):
     parsing = of(tools, reasoning, is_open)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    whole = parsed(parsing, [text])
-    assert parsed(parsing, pieces) == whole
-    assert parsed(parsing, list(text)) == whole
+    for is_cut in (False, True):
+        whole = parsed(parsing, [text], is_cut)
+        assert parsed(parsing, pieces, is_cut) == whole
+        assert parsed(parsing, list(text), is_cut) == whole
 
 
 @pytest.mark.parametrize(

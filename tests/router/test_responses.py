@@ -13,6 +13,7 @@ from scripted import HERMES, NOW, PARIS, WEATHER, Scripted
 
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
+from router.openai_types import MAX_ARGUMENT_BYTES
 from router.responses.store import ResponseStore, StoredResponse
 
 TOOLS = [
@@ -139,6 +140,35 @@ def test_it_is_incomplete_where_it_is_cut_off(client, hermes, stream):
 
 
 @pytest.mark.parametrize("by_id", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_was_cut_off_is_taken_back_with_its_output(client, hermes, stream, by_id):
+    """As it came, by the id of its response or as an item."""
+    room = len(hermes.tokenizer.encode(WEATHER[: WEATHER.index("ris")]))
+    answer = ask(client, hermes, WEATHER, tools=TOOLS, max_output_tokens=room, stream=stream)
+    answer = list(answer)[-1].response if stream else answer
+    (call,) = answer.output
+    with pytest.raises(ValueError, match="Unterminated"):
+        json.loads(call.arguments)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "not run"}
+    if by_id:
+        ask(client, hermes, "Yes.", [result], previous_response_id=answer.id)
+    else:
+        ask(client, hermes, "Yes.", [{"role": "user", "content": QUESTION}, call.to_dict(), result])
+    closed = json.dumps({"city": call.arguments.removeprefix('{"city": "')})
+    shown = f"<assistant><tool_call>{closed}</tool_call>\n<tool>not run\n<assistant>"
+    assert hermes.prompt == f"<user>{QUESTION}\n{shown}"
+
+
+@pytest.mark.parametrize("status", [None, "in_progress", "incomplete", "completed"])
+@pytest.mark.parametrize("arguments", ["", "  ", '{"city": "Par', '{"city": "a\nb"}', "Paris"])
+def test_any_arguments_of_a_call_are_taken_back(hermes, arguments, status):
+    call = {**CALL, "arguments": arguments, "status": status}
+    items = [MESSAGE, call, {"type": "function_call_output", "call_id": "1", "output": "x"}]
+    answer = hermes.router.http.post("/v1/responses", json={"input": items, "max_output_tokens": 2})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("by_id", [False, True])
 def test_a_conversation(client, hermes, by_id):
     """By the id of the response before it, or with all of its items: the prompt is the same."""
     first = ask(client, hermes, SAYS, tools=TOOLS, instructions="Not kept.")
@@ -204,8 +234,8 @@ BAD = {
         {"input": [CALL, {"type": "function_call_output", "call_id": "1"}]},
         "input[1].output",
     ),
-    "arguments that are no JSON": (
-        {"input": [MESSAGE, {**CALL, "call_id": "0"}, {**CALL, "arguments": "{"}]},
+    "arguments that are too large": (
+        {"input": [MESSAGE, {**CALL, "call_id": "0"}, {**CALL, "arguments": " " * (MAX_ARGUMENT_BYTES + 1)}]},
         "input[2].arguments",
     ),
     "a call without a name": ({"input": [{**CALL, "name": None}]}, "input[0].name"),

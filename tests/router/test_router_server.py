@@ -279,7 +279,8 @@ def test_signals(model_folder):
         "from protocol.config import ServeConfig\n"
         "from messaging.sockets import ClusterKeys\n"
         "from router.server import RouterServer\n"
-        f"server = RouterServer(ServeConfig(model={str(model_folder)!r}, port=0), ClusterKeys.generate())\n"
+        f"config = ServeConfig(model={str(model_folder)!r}, port=0, tool_call_parser='none')\n"
+        "server = RouterServer(config, ClusterKeys.generate())\n"
         "server.run(lambda: print(server.port, flush=True))\n"
         "print('drained:', server.state.is_draining)\n"
     )

@@ -97,10 +97,34 @@ def test_template_file_comes_before_the_settings(tmp_path, fast_tokenizer):
     assert Tokenizer.load(config).chat_template.render([]) == "from the file"
 
 
+NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+
+
 def test_named_templates(tmp_path, fast_tokenizer):
-    templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    config = save(tmp_path, fast_tokenizer, chat_template=templates)
-    assert Tokenizer.load(config).chat_template.render([]) == "plain"
+    tokenizer = Tokenizer.load(save(tmp_path, fast_tokenizer, chat_template=NAMED))
+    assert (tokenizer.chat_template.render([]), tokenizer.tool_template.render([])) == ("plain", "tools")
+    config = save(tmp_path, fast_tokenizer, chat_template=[NAMED[0]])
+    assert Tokenizer.load(config).chat_template.render([]) == "tools", "there is no other"
+    chosen = tmp_path / "chosen.jinja"
+    chosen.write_text("chosen")
+    tokenizer = Tokenizer.load(ServeConfig(model=config.model, chat_template=str(chosen)))
+    assert tokenizer.tool_template is tokenizer.chat_template and tokenizer.chat_template.source == "chosen"
+
+
+def test_named_templates_as_transformers_saves_them(tmp_path, fast_tokenizer):
+    from transformers import PreTrainedTokenizerFast
+
+    saved = PreTrainedTokenizerFast(tokenizer_object=FastTokenizer.from_str(fast_tokenizer.to_str()))
+    saved.chat_template = {entry["name"]: entry["template"] for entry in NAMED}
+    saved.save_pretrained(tmp_path)
+    assert "chat_template" not in json.loads((tmp_path / "tokenizer_config.json").read_text())
+    tokenizer = Tokenizer.load(ServeConfig(model=str(tmp_path)))
+    assert (tokenizer.chat_template.render([]), tokenizer.tool_template.render([])) == ("plain", "tools")
+
+
+def test_without_a_template(tmp_path, fast_tokenizer):
+    tokenizer = Tokenizer.load(save(tmp_path, fast_tokenizer))
+    assert tokenizer.chat_template is tokenizer.tool_template is None
 
 
 def test_truncation_and_padding_of_the_file_are_off(tmp_path, fast_tokenizer):

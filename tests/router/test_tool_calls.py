@@ -11,8 +11,6 @@ from pydantic import BaseModel
 from scripted import ASK, HERMES, NOW, PARIS, WEATHER, Scripted
 from test_tool_grammar import NOTATIONS
 
-from router.messages import CallArguments
-
 HARMONY = (
     "{{ reasoning_effort }}{% for m in messages %}{{ m.content }}{% endfor %}<|start|>assistant"
     "{# <|channel|> #}"
@@ -296,6 +294,136 @@ def test_grammars_that_cannot_be(hermes, options, field):
     assert refused.value.param == field
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_was_cut_off_is_taken_back(hermes, stream):
+    for room in range(4, len(hermes.tokenizer.encode(WEATHER)) + 1):
+        message, _ = hermes.message(WEATHER, stream, tools=TOOLS, max_tokens=room)
+        if message.get("tool_calls"):
+            result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "not run"}
+            answer, _ = hermes.message("Yes.", False, tools=TOOLS, messages=[*ASK, message, result])
+        else:
+            answer, _ = hermes.message("Yes.", False, tools=TOOLS, messages=[*ASK, message])
+        assert answer["content"] == "Yes."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_piece_of_a_mark_is_content(hermes, stream):
+    """Wherever the limit cuts, before the call, in it, and in the mark that ends it."""
+    says = f"<think>Hm.</think>{WEATHER}"
+    for room in range(1, len(hermes.tokenizer.encode(says)) + 1):
+        message, finish_reason = hermes.message(says, stream, tools=TOOLS, max_tokens=room)
+        assert finish_reason == "length"
+        assert message["content"] in (None, "", "<"), message
+        assert message.get("reasoning_content", "") in ("", "H", "Hm", "Hm.", "Hm.<"), message
+
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A template that leaves tools out."""
+    scripted = Scripted(tmp_path_factory.mktemp("models") / "plain", PLAIN)
+    yield scripted
+    scripted.close()
+
+
+def test_tools_that_the_template_leaves_out(plain, hermes):
+    """The model is not told of them, so the client is."""
+    num_unseen = plain.router.metric("tandem_requests_tools_unseen_total")
+    for create, options in (
+        (plain.client.chat.completions.with_raw_response.create, {"messages": ASK, "tools": TOOLS}),
+        (
+            plain.client.responses.with_raw_response.create,
+            {"input": "x", "tools": [{"type": "function", "name": "now", "parameters": {}}]},
+        ),
+    ):
+        plain.says = "No idea."
+        for stream in (False, True):
+            answer = create(model="plain", stream=stream, **options)
+            assert answer.headers["x-warning"].startswith("tools: the model's chat template does not tell")
+    assert plain.prompt == "<user>x\n<assistant>"
+    assert plain.router.metric("tandem_requests_tools_unseen_total") == num_unseen + 4
+    asked = plain.client.chat.completions.with_raw_response.create
+    for silent in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        assert "x-warning" not in asked(model="plain", messages=ASK, **silent).headers
+    hermes.says = "No idea."
+    asked = hermes.client.chat.completions.with_raw_response.create
+    assert "x-warning" not in asked(model="hermes", messages=ASK, tools=TOOLS).headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_a_call_that_must_be_needs_no_template(plain, choice, stream):
+    message, finish_reason = plain.message(NOW, stream, tools=TOOLS, tool_choice=choice)
+    assert functions(message) == [("now", "{}")] and finish_reason == "tool_calls"
+    grammar = plain.worker.generated[-1].sampling.grammar
+    assert takes_whole(plain, grammar, NOW) and not takes_whole(plain, grammar, "Yes.")
+    called = {"type": "function", "name": "now", "parameters": {}, "strict": False}
+    asked = choice if isinstance(choice, str) else {"type": "function", "name": "now"}
+    (call,) = plain.client.responses.create(
+        model="plain", input="x", tools=[called], tool_choice=asked
+    ).output
+    assert (call.type, call.name, call.arguments) == ("function_call", "now", "{}")
+
+
+def test_calls_of_an_unknown_form_are_refused_unless_a_grammar_writes_them(tmp_path):
+    other = Scripted(tmp_path / "other", "{{ tools | tojson }}<function=...>" + PLAIN)
+    with pytest.raises(openai.BadRequestError, match="no known way to call them"):
+        other.ask("x", tools=TOOLS)
+    message, _ = other.message(NOW, False, tools=TOOLS, tool_choice="required")
+    assert functions(message) == [("now", "{}")]
+    other.close()
+
+
+def test_a_server_without_tools_refuses_them(tmp_path):
+    none = Scripted(tmp_path / "none", HERMES, tool_call_parser="none")
+    for choice in ("auto", "required", NAMED):
+        with pytest.raises(openai.BadRequestError, match="--tool-call-parser none"):
+            none.ask("x", tools=TOOLS, tool_choice=choice)
+    none.close()
+
+
+def test_a_template_of_its_own_for_tools(tmp_path, caplog):
+    """As Hermes 2 Pro has one: without it the tools would be lost, or refused."""
+    templates = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": HERMES}]
+    named = Scripted(tmp_path / "named", templates)
+    message, finish_reason = named.message(NOW, False, tools=TOOLS)
+    assert functions(message) == [("now", "{}")] and finish_reason == "tool_calls"
+    assert named.prompt.startswith(json.dumps(TOOLS))
+    tokens = named.router.http.post("/tokenize", json={"messages": ASK, "tools": TOOLS}).json()["tokens"]
+    assert named.tokenizer.decode(tokens, False) == named.prompt
+    named.client.responses.create(model="named", input="x", tools=[{"type": "function", "name": "now"}])
+    assert '"name": "now"' in named.prompt
+    message, _ = named.message(NOW, False, tools=TOOLS, tool_choice="none")
+    assert message["content"] == NOW and named.prompt.startswith("<user>")
+    assert named.client.models.list().data[0].capabilities["tools"]
+    assert "does not tell the model of tools" not in caplog.text
+    named.close()
+
+
+def test_the_log_tells_of_a_template_that_leaves_tools_out(tmp_path, caplog):
+    Scripted(tmp_path / "warned", PLAIN).close()
+    assert "the model's chat template does not tell the model of tools" in caplog.text
+    caplog.clear()
+    Scripted(tmp_path / "silent", PLAIN, tool_call_parser="none").close()
+    Scripted(tmp_path / "bare", None).close()
+    assert not caplog.text
+
+
+def test_one_call_where_the_template_takes_no_more(tmp_path):
+    """It would refuse the conversation that the answer becomes part of."""
+    source = HERMES + "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 %}"
+    source += "{{ raise_exception('one call') }}{% endif %}{% endfor %}"
+    single = Scripted(tmp_path / "single", source)
+    message, _ = single.message(WEATHER + NOW, False, tools=TOOLS)
+    assert functions(message) == [("get_weather", PARIS)]
+    single.message(NOW, False, tools=TOOLS, tool_choice="required")
+    grammar = single.worker.generated[-1].sampling.grammar
+    assert takes_whole(single, grammar, NOW) and not takes_whole(single, grammar, f"{NOW}\n{NOW}")
+    single.close()
+
+
 def test_no_chunk_is_empty(hermes):
     chunks = list(hermes.ask(WEATHER, tools=TOOLS, stream=True))
     deltas = [chunk.choices[0].delta.to_dict() for chunk in chunks]
@@ -333,9 +461,3 @@ def test_capabilities(hermes, router):
     assert model.capabilities == expected
     (plain,) = router.http.get("/v1/models").json()["data"]
     assert plain["capabilities"] == {**expected, "tools": False, "reasoning": False}
-
-
-def test_arguments_as_templates_use_them():
-    arguments = CallArguments({"a": "é"})
-    assert "<" + arguments + ">" == '<{"a": "é"}>'
-    assert f"{arguments}" == '{"a": "é"}' and arguments["a"] == "é"

@@ -1,0 +1,91 @@
+"""The arguments of calls that are in a conversation, as chat templates take them.
+
+Whatever the server gave out is taken back: a call may have been cut off by its answer's limit, and the
+model's own text need not be JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from protocol.errors import InvalidRequestError
+from router.openai_types import MAX_ARGUMENT_BYTES
+
+_CLOSERS = {"{": "}", "[": "]"}
+_PIECE = re.compile(
+    r'(?P<string>"(?:[^"\\]+|\\u[0-9a-fA-F]{4}|\\[^u])*+)(?:"|(?P<cut>(?:\\(?:u[0-9a-fA-F]{0,3})?)?\Z))'
+    r"|[][{},]",
+    re.DOTALL,
+)
+
+_UNFINISHED = re.compile(r',?\s*(?:"[^"]*"?\s*:?\s*)?[-+.\w]*\Z')
+"""A key, or a key and the beginning of its number."""
+
+
+class CallArguments(dict[str, Any]):
+    """A call's arguments: an object to templates that look into it, JSON text to those that write it."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
+
+
+def call_arguments(text: str, field: str) -> CallArguments:
+    """An object that was cut off is closed; what is no object becomes the only argument, `arguments`.
+
+    Raises `InvalidRequestError` for a text that is too long.
+    """
+    if len(text.encode(errors="replace")) > MAX_ARGUMENT_BYTES:
+        raise InvalidRequestError(field, f"at most {MAX_ARGUMENT_BYTES} bytes of JSON")
+    if not text.strip():
+        return CallArguments()
+    for attempt in _attempts(text):
+        try:
+            found = json.loads(attempt, strict=False)
+        except (ValueError, RecursionError):
+            continue
+        if found is None:
+            return CallArguments()
+        return _without_surrogates(found if isinstance(found, dict) else {"arguments": found})
+    return _without_surrogates({"arguments": text})
+
+
+def _attempts(text: str) -> Iterator[str]:
+    """The text, and where it was cut off what closes it: all of it, or up to its last whole part."""
+    yield text
+    closers: list[str] = []
+    end = whole = len(text)
+    is_cut_string = False
+    for piece in _PIECE.finditer(text):
+        mark = piece[0]
+        if piece["string"] is not None:
+            end, is_cut_string = piece.end("string"), piece["cut"] is not None
+            continue
+        whole = piece.start() if mark == "," else piece.end()
+        if mark in _CLOSERS:
+            closers.append(_CLOSERS[mark])
+        elif mark != "," and (not closers or closers.pop() != mark):
+            return
+    if closers:
+        closing = "".join(reversed(closers))
+        yield (text[:end] + '"' if is_cut_string else text) + closing
+        if _UNFINISHED.match(text, whole):
+            yield text[:whole] + closing
+
+
+def _without_surrogates(found: dict[str, Any]) -> CallArguments:
+    """Half of a character, as JSON can escape it, is no text."""
+    written = json.dumps(found, ensure_ascii=False)
+    try:
+        written.encode()
+    except UnicodeEncodeError:
+        found = json.loads(written.encode(errors="replace"))
+    return CallArguments(found)

@@ -1,0 +1,108 @@
+"""How a chat template takes messages, found by rendering a few: they want one thing in several shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+
+from router.call_arguments import CallArguments
+from router.messages import Content, text_of
+
+Message: TypeAlias = Mapping[str, Any]
+Render: TypeAlias = Callable[[Sequence[Message], Mapping[str, Any]], str]
+
+_PROBE, _OTHER_PROBE = "PROBED_TEXT", "OTHER_PROBED"
+_IDS = ("abcdefghi", "abcdefghj")
+
+
+class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a template shows of what it is given, and in which shape it must get it."""
+
+    part_roles: frozenset[str] = frozenset()
+    """Roles whose content it shows only as a list of parts."""
+    null: str | None = ""
+    """What it gets for a content that is null: some want text, some look for none."""
+    thought: str = "reasoning_content"
+    """The field of what the assistant thought."""
+    shows_user: bool = True
+    shows_tools: bool = True
+    several_calls: bool = True
+    """It takes more than one call in a message."""
+
+    def shaped(self, message: Message) -> dict[str, Any]:
+        """The message as the template wants it."""
+        content: Content = self.null if message["content"] is None else message["content"]
+        if message["role"] not in self.part_roles:
+            content = text_of(content) if isinstance(content, list) else content
+        elif isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        fields = {**message, "content": content}
+        if self.thought != "reasoning_content" and "reasoning_content" in fields:
+            thought = fields.pop("reasoning_content")
+            if not content or "tool_calls" not in fields:  # gpt-oss refuses both beside calls
+                fields[self.thought] = thought
+        return fields
+
+
+def template_traits(render: Render) -> TemplateTraits:
+    """Of the template that `render` renders."""
+
+    def shows(traits: TemplateTraits, chat: Sequence[Message], *texts: str, **variables: Any) -> bool:
+        try:
+            shown = render([traits.shaped(message) for message in chat], variables)
+        except Exception:  # a template can raise anything
+            return False
+        return all(text in shown for text in texts)
+
+    traits = TemplateTraits()
+    for role, chat in _CHATS.items():
+        parts = msgspec.structs.replace(traits, part_roles=traits.part_roles | {role})
+        if not shows(traits, chat, _PROBE) and shows(parts, chat, _PROBE):
+            traits = parts
+    beside_null = msgspec.structs.replace(traits, null=None)
+    one, two = [_QUESTION, _calling(_PROBE)], [_QUESTION, _calling(_PROBE, _OTHER_PROBE)]
+    if shows(beside_null, one, _PROBE):
+        traits = beside_null
+    thinking = [_QUESTION, {**_calling("f"), "reasoning_content": _PROBE}, _result("!")]
+    renamed = msgspec.structs.replace(traits, thought="thinking")
+    if not shows(traits, thinking, _PROBE) and shows(renamed, thinking, _PROBE):
+        traits = renamed
+    asked = [[_QUESTION], [_said("system", "?"), _QUESTION]]
+    return msgspec.structs.replace(
+        traits,
+        shows_user=any(shows(traits, [*chat[:-1], _said("user", _PROBE)], _PROBE) for chat in asked),
+        shows_tools=any(shows(traits, chat, _PROBE, tools=[_TOOL]) for chat in asked),
+        several_calls=shows(traits, two, _PROBE, _OTHER_PROBE) or not shows(traits, one, _PROBE),
+    )
+
+
+def _said(role: str, text: str) -> Message:
+    return {"role": role, "content": text}
+
+
+def _calling(*names: str) -> Message:
+    calls = [
+        {"id": call_id, "type": "function", "function": {"name": name, "arguments": CallArguments(of=name)}}
+        for call_id, name in zip(_IDS, names, strict=False)
+    ]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def _result(text: str) -> Message:
+    return {"name": "f", "tool_call_id": _IDS[0], **_said("tool", text)}
+
+
+_QUESTION = _said("user", "?")
+_CHATS: dict[str, list[Message]] = {
+    "user": [_said("user", _PROBE)],
+    "system": [_said("system", _PROBE), _QUESTION],
+    "assistant": [_QUESTION, _said("assistant", _PROBE), _QUESTION],
+    "tool": [_QUESTION, _calling("f"), _result(_PROBE)],
+}
+"""Each with a message of the role."""
+_TOOL = {
+    "type": "function",
+    "function": {"name": _PROBE, "description": "?", "parameters": {"type": "object", "properties": {}}},
+}
