@@ -23,6 +23,7 @@ MODEL = Path(__file__).parents[2] / "models" / "tandem-code-10m"
 WORKERS = {"prefill-0": "", "decode-0": ""}
 PROMPT = "def f(x):\n    return x + 1\n\n\ndef f(x):\n    return x + 1\n\n\ndef f"
 NUM_TOKENS = 300
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +33,12 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def serving(browser: Browser) -> Iterator[HttpServing]:
+def serving(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServing]:
     speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+    template = tmp_path_factory.mktemp("template") / "chat.jinja"
+    template.write_text(TEMPLATE)
     options = {"dtype": "bfloat16", "speculative_config": speculative, "shutdown_timeout": 0.1}
+    options["chat_template"] = str(template)
     with HttpServing(MODEL, WORKERS, **options) as serving:
         serving.router.expect({name: name.partition("-")[0] for name in WORKERS})
         yield serving
