@@ -6,11 +6,12 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import msgspec
-from llguidance import LLMatcher, StructTag, grammar_from
+from llguidance import LLMatcher, StructTag
 from msgspec import Raw
 
 from protocol.errors import InvalidRequestError
 from router.decoding import decode_field
+from router.gbnf import is_gbnf, lark_from_gbnf
 from router.json_schemas import schema_grammar
 from router.lark import lark_grammar, quoted
 from router.openai_types import MAX_RAW_BYTES, GenerationBody, ResponseFormat, StructuredOutputs
@@ -109,7 +110,7 @@ def _unquoted(raw: Raw, field: str) -> Any:
 
 def _of_grammar(text: str, field: str) -> str:
     try:
-        return lark_grammar(grammar_from("grammar", text))
+        return lark_grammar(lark_from_gbnf(text) if is_gbnf(text) else text)
     except ValueError as error:
         raise InvalidRequestError(field, str(error)) from error
 
