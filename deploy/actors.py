@@ -34,6 +34,7 @@ class WorkerActor:
     def __init__(self, template: str, environment: dict[str, str], own_stderr: bool) -> None:
         """As for `TemplateClient`."""
         self._template = TemplateClient(template, environment, own_stderr=own_stderr)
+        self._environment = environment
         self._worker: WorkerProcess | None = None
         self._running = threading.Lock()
         """Held until the end of one worker is known, before which the next one is not started."""
@@ -81,6 +82,7 @@ class WorkerActor:
     def _run_here(self, launch: Launch) -> WorkerExit:
         from deploy.ray_carrier import RayCarrier
 
+        os.environ.update(self._environment)  # torch is not imported yet
         if "object_store" in transport_names(launch.config):
             self._carrier = RayCarrier()
         return WorkerExit(run_launch(launch, self._stop, self._carrier))

@@ -57,7 +57,7 @@ class Launcher(threading.Thread):
         try:
             if self.cluster.is_local and forks_workers(self._config):
                 self._template.connect()  # its imports take as long as Ray's start
-            self.cluster.start()
+            self.cluster.start(self._stop_requested)
             if self.cluster.head is not None:
                 self._watch = HeadWatch(*self.cluster.head, self._on_head_lost)
                 self._watch.start()

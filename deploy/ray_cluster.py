@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from deploy.cleanup import PrivateDirectory
+from deploy.local_ray import RayStartError, start
 from deploy.nodes import Node
 from messaging.sockets import address_towards
 from protocol.config import ServeConfig, transport_names
@@ -37,6 +38,8 @@ _ENVIRONMENT = {
     # Ray would otherwise put its workers behind every other process of the host.
     "RAY_worker_niceness": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Its own handler of SIGTERM prints a trace of the C stack.
+    "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
 }
 """What Ray reads when it is imported, and what its processes inherit."""
 
@@ -47,10 +50,6 @@ _LEAST_STORE_BYTES = 80 * 1024 * 1024
 
 _STORE_BYTES_PER_PAIR = 4 * 16 * 1024 * 1024
 """In flight from one worker to another: `MAX_IN_FLIGHT` pieces, and one that is leaving."""
-
-
-class RayStartError(TandemError):
-    """Ray could not be started, or joined."""
 
 
 class RayDiedError(TandemError):
@@ -123,7 +122,8 @@ class RayCluster:
         elif _has_token():
             os.environ.setdefault("RAY_AUTH_MODE", "token")
 
-    def start(self) -> None:
+    def start(self, stop: threading.Event) -> None:
+        """Raises `RayStartError`. One that fails is tried again until `stop`, if the cluster is ours."""
         self._set_environment()
         if self.is_local:
             self._directory = PrivateDirectory()
@@ -144,14 +144,12 @@ class RayCluster:
                 "_temp_dir": str(self._directory.path / "ray"),
                 "_node_ip_address": "127.0.0.1",
             }
+            start(options, self._config.start_timeout, stop)
         else:
-            options["address"] = self._address
-        try:
-            with _bare_head():
-                ray.init(**options)
-        except Exception as error:
-            where = f"--ray-address {self._address}: cannot join Ray" if self._address else "cannot start Ray"
-            raise RayStartError(f"{where}: {error}") from error
+            try:
+                ray.init(address=self._address, **options)
+            except Exception as error:
+                raise RayStartError(f"--ray-address {self._address}: cannot join Ray: {error}") from error
         if self.is_local:
             children = {child.name(): child for child in psutil.Process().children(recursive=True)}
             self._processes = {name: children[name] for name in _RAY_PROCESSES if name in children}
@@ -204,28 +202,6 @@ class RayCluster:
     def remove_files(self) -> None:
         if self._directory is not None:
             self._directory.remove()
-
-
-@contextlib.contextmanager
-def _bare_head() -> Iterator[None]:
-    """Let `ray.init` start no autoscaler and no server for web pages, which it does even without a dashboard.
-
-    A cluster of our own never grows, and nobody looks at it but us. Ray has no option for that.
-    """
-    from ray._private import node
-
-    class BareHead(node.Node):  # type: ignore[misc]
-        def start_monitor(self) -> None:
-            """No autoscaler."""
-
-        def start_api_server(self, **_: Any) -> None:
-            """No web pages."""
-
-    plain, node.Node = node.Node, BareHead
-    try:
-        yield
-    finally:
-        node.Node = plain
 
 
 def object_store_bytes(config: ServeConfig) -> int:

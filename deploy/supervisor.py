@@ -175,7 +175,7 @@ class Supervisor:
         actor_class = ray.remote(max_restarts=0, max_task_retries=0, **CONCURRENCY)(WorkerActor)
         slot.actor = actor_class.options(
             name=f"{slot.worker_id}-{slot.incarnation}",
-            runtime_env={} if self._forks else {"env_vars": environment},
+            runtime_env={} if self._forks or self._cluster.is_local else {"env_vars": environment},
             **self._placing.hold(slot, gpus),
         ).remote(self._cluster.namespace, environment, not self._cluster.is_local)
         slot.process, slot.pid_ref = None, slot.actor.pid.remote()

@@ -97,8 +97,8 @@ class ServerProcess:
         assert self.leftovers() == []
 
     def end_without_launcher(self) -> None:
-        """Kill it: workers and Ray have to go too. Ray's two agents take a minute longer to notice."""
-        ours = [process for process in self.alive() if "Agent" not in process.name()]
+        """Kill it: workers and all of Ray have to go too."""
+        ours = self.alive()
         assert sum("WorkerActor" in process.name() for process in ours) == 2
         self.process.kill()
         self.process.wait()
