@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 import msgspec
@@ -38,6 +39,9 @@ log = logging.getLogger(__name__)
 LAUNCHER_GRACE_S = 20.0
 """Seconds that Ray and the workers get to end before they are killed."""
 
+START_GRACE_S = 0.5
+"""The same before the server was ready."""
+
 DESCENDANTS_GRACE_S = 2.0
 
 
@@ -45,7 +49,7 @@ def serve(config: ServeConfig) -> int:
     """Run the server until it is told to end; returns the process' exit code."""
     set_up_logging(config)
     os.environ.pop(ENV_PREFIX + "API_KEY", None)  # no process that is started needs it
-    patience = _Patience()
+    patience = _Patience(config)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, patience.on_signal)
     try:
@@ -60,12 +64,13 @@ def serve(config: ServeConfig) -> int:
 class _Patience:
     """Handles signals while the router's own handlers are not in place.
 
-    Before anything was started a signal ends the process: not by an exception, which is lost if it is raised
+    Before Ray is started a signal ends the process: not by an exception, which is lost if it is raised
     within a callback of the import system. During the orderly end a signal cuts that short.
     """
 
-    def __init__(self) -> None:
-        self.started = False
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self.started = self.asked = False
         self.ending = False
         self.over = threading.Event()
 
@@ -75,7 +80,8 @@ class _Patience:
         elif self.started:
             raise KeyboardInterrupt
         else:
-            os._exit(130)
+            kill_descendants()
+            _leave_unready(self._config)
 
 
 def _run(config: ServeConfig, patience: _Patience) -> int:
@@ -86,10 +92,20 @@ def _run(config: ServeConfig, patience: _Patience) -> int:
     link_host = cluster.link_host()
     server = _routers(config, keys, link_host)
     adopt_orphans()
+    ready = threading.Event()
 
     def announce() -> None:
+        ready.set()
         url = reachable_url(config, server.url, link_host)
         say(config, announcement(config, server, url), url=url, model=config.model_name)
+
+    def on_signal() -> None:
+        if not ready.is_set():
+            server.stop()  # at once, as a second call: there is nothing to wait for
+        elif not patience.asked:
+            log.info("stopping; running requests get %g s (--shutdown-timeout)", config.shutdown_timeout)
+        patience.asked = True
+        server.stop()
 
     launcher = Launcher(config, keys, server, cluster, on_ready=announce, on_failure=server.stop)
 
@@ -101,10 +117,13 @@ def _run(config: ServeConfig, patience: _Patience) -> int:
     gc.collect()
     gc.freeze()  # or the collector would go through the libraries again and again, for milliseconds
     try:
-        server.run(on_start=start)
+        server.run(on_start=start, on_signal=on_signal)
     finally:
         patience.ending = True
-        _end(launcher, patience)
+        was_stopped = launcher.failure is None
+        _end(launcher, patience, ready.is_set())
+    if was_stopped and not ready.is_set():
+        _leave_unready(config)
     if launcher.failure is not None:
         _complain(config, launcher.failure)
     if launcher.is_alive() or cluster.has_died:
@@ -129,19 +148,29 @@ def _routers(config: ServeConfig, keys: ClusterKeys, link_host: str) -> Routers:
     return RouterPool(config, keys, link_host)
 
 
-def _end(launcher: Launcher, patience: _Patience) -> None:
-    """End Ray and the workers in order, or at once on a further signal. Nothing is left in either case."""
+def _end(launcher: Launcher, patience: _Patience, was_ready: bool) -> None:
+    """End Ray and the workers in order, or at once on a further signal. Nothing is left in either case.
+
+    During the start the launcher may wait for Ray or for a model to be loaded, which nothing interrupts.
+    """
     launcher.stop()
-    deadline = time.monotonic() + LAUNCHER_GRACE_S
+    deadline = time.monotonic() + (LAUNCHER_GRACE_S if was_ready else START_GRACE_S)
     while launcher.is_alive() and time.monotonic() < deadline and not patience.over.is_set():
         if launcher.cluster.has_died:
             break
         launcher.join(0.05)
     if launcher.is_alive():
         kill_descendants()
-        launcher.join(DESCENDANTS_GRACE_S)
+        if was_ready:
+            launcher.join(DESCENDANTS_GRACE_S)
     end_descendants(DESCENDANTS_GRACE_S)
     launcher.cluster.remove_files()
+
+
+def _leave_unready(config: ServeConfig) -> NoReturn:
+    """What Ray may still do in other threads is not waited for."""
+    _complain(config, "stopped before the server was ready")
+    os._exit(130)
 
 
 def _complain(config: ServeConfig, reason: str) -> None:

@@ -145,8 +145,10 @@ class RouterServer:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(_install_anew)
 
-    def run(self, on_start: Callable[[], None] = lambda: None) -> None:
-        """Serve. `on_start` is called once HTTP answers."""
+    def run(
+        self, on_start: Callable[[], None] = lambda: None, on_signal: Callable[[], None] | None = None
+    ) -> None:
+        """Serve. `on_start` is called once HTTP answers, `on_signal` (or `stop`) at SIGINT and SIGTERM."""
         connections = Connections(raise_file_limit(), self.state.metrics.connection_ended)
         server_config = uvicorn.Config(
             build_app(self.state),
@@ -161,7 +163,7 @@ class RouterServer:
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         )
-        self._server = _Uvicorn(server_config, self._tls, on_start, self.stop)
+        self._server = _Uvicorn(server_config, self._tls, on_start, on_signal or self.stop)
         try:
             with asyncio.Runner(loop_factory=server_config.get_loop_factory()) as runner:
                 runner.run(self._serve(self._server))
@@ -197,8 +199,8 @@ class RouterServer:
     def _begin_stop(self) -> None:
         if self._stopping is None:
             self._stopping = asyncio.ensure_future(self._drain())
-        elif self._server is not None:
-            self._server.should_exit = True
+        else:
+            self._end()
 
     async def _drain(self) -> None:
         """No new requests; running ones get the configured time, then an error.
@@ -212,6 +214,9 @@ class RouterServer:
         deadline = asyncio.get_running_loop().time() + self.config.shutdown_timeout
         while len(self.state.journal) and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(POLL_INTERVAL_S)
+        self._end()
+
+    def _end(self) -> None:
         self.state.dispatcher.fail_all(ApiError(503, "the server is shutting down"))
         if self._server is not None:
             self._server.should_exit = True
@@ -260,7 +265,6 @@ class _Uvicorn(uvicorn.Server):
             server.close()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        logger.info("%s: stopping", signal.Signals(sig).name)
         self._on_signal()
 
 

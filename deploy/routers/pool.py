@@ -160,18 +160,23 @@ class RouterPool:
 
     # --- for the main thread ----------------------------------------------------------------------
 
-    def run(self, on_start: Callable[[], None] = lambda: None) -> None:
-        """Keep the routers running until `stop`. Raises `ConfigError` if one cannot start at all."""
+    def run(
+        self, on_start: Callable[[], None] = lambda: None, on_signal: Callable[[], None] | None = None
+    ) -> None:
+        """Keep the routers running until `stop`, which SIGINT and SIGTERM call unless there is an
+        `on_signal`. Raises `ConfigError` if one cannot start at all.
+        """
+        handle = on_signal or self.stop
         before = {
-            number: signal.signal(number, lambda *_: self.stop())
-            for number in (signal.SIGINT, signal.SIGTERM)
+            number: signal.signal(number, lambda *_: handle()) for number in (signal.SIGINT, signal.SIGTERM)
         }
         try:
             for router in self._routers:
                 self._start(router)
             while not all(router.was_ready for router in self._routers) and not self._stops_asked:
                 self._watch()
-            on_start()
+            if not self._stops_asked:
+                on_start()
             while not self._stops_asked or any(router.process is not None for router in self._routers):
                 self._watch()
         finally:
@@ -201,6 +206,9 @@ class RouterPool:
             self._tell(StopRouter())
 
     def _look_at(self, router: _Router, now: float) -> None:
+        if self._stops_asked and not router.ready:
+            self._bury(router)  # it reads no message before it serves
+            return
         limit = 2 * self._config.worker_timeout if router.ready else self._config.start_timeout
         if now - router.heard > limit:
             self._on_end(router, f"it said nothing for {limit:g} s")

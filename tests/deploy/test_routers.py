@@ -204,6 +204,10 @@ class Pool:
         """The same, when it reports that so many prompts were asked for."""
         return self.says(index, Report({}, {"decode": RoleDemand(prompts=prompts)}))
 
+    def stop(self) -> None:
+        self._pool.stop()
+        self._pool._watch()
+
     def lose(self, index: int) -> None:
         self._pool._on_end(self._pool._routers[index], "it was killed")
 
@@ -299,3 +303,10 @@ def test_one_router_at_a_time_changes_adapters(pool: Pool) -> None:
     assert pool.says(1, change) == [Begun(busy)]
     pool.says(0, Ends("change of adapters"))
     assert pool.says(1, change) == [Begun("")]
+
+
+def test_a_stop_does_not_wait_for_routers_that_are_starting(pool: Pool) -> None:
+    """They read no message before they serve, which may take as long as a tokenizer's download."""
+    pool.asks(0, 0)
+    pool.stop()
+    assert (pool.has_ended(0), pool.has_ended(1)) == (False, True)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import pytest
 
+import deploy.serve
 from deploy.serve import announcement
 from protocol.config import ServeConfig
 
@@ -21,3 +25,30 @@ class Started:
 def test_the_last_line_names_the_api_and_the_playground(url: str) -> None:
     last = announcement(ServeConfig(), Started(), url).splitlines()[-1]  # type: ignore[arg-type]
     assert last.startswith(f"Listening on {url} ") and f" {url}/," in last
+
+
+class StartingLauncher:
+    """Waits for Ray, which nothing interrupts."""
+
+    cluster = SimpleNamespace(has_died=False, remove_files=lambda: None)
+
+    def stop(self) -> None:
+        """It cannot."""
+
+    def is_alive(self) -> bool:
+        return True
+
+    def join(self, timeout: float) -> None:
+        time.sleep(timeout)
+
+
+def test_a_start_is_ended_without_waiting_for_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, killed = StartingLauncher(), threading.Event()
+    monkeypatch.setattr(deploy.serve, "LAUNCHER_GRACE_S", 1000.0)
+    monkeypatch.setattr(deploy.serve, "kill_descendants", killed.set)
+    monkeypatch.setattr(deploy.serve, "end_descendants", lambda grace_s: None)
+    patience = deploy.serve._Patience(ServeConfig())
+    ending = threading.Thread(target=deploy.serve._end, args=(launcher, patience, False), daemon=True)
+    ending.start()
+    ending.join(30)
+    assert killed.is_set() and not ending.is_alive()

@@ -273,6 +273,21 @@ def test_shutdown_timeout_ends_running_requests(make_router):
     assert not router.thread.is_alive()
 
 
+def test_a_second_stop_ends_running_requests_at_once(make_router):
+    router = make_router(shutdown_timeout=1000)
+    worker = router.add_worker()
+    worker.hold.set()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(httpx.post, router.url + "/v1/completions", json=BODY, timeout=20)
+        _until(lambda: worker.jobs)
+        router.server.stop()
+        router.server.stop()
+        answer = running.result(10)
+    assert answer.status_code == 503
+    router.thread.join(10)
+    assert not router.thread.is_alive()
+
+
 def test_signals(model_folder):
     """SIGTERM drains and ends the process; nothing is printed."""
     code = (
