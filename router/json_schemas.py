@@ -11,9 +11,8 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any, TypeGuard
-
-from llguidance import LLMatcher
 
 from protocol.errors import InvalidRequestError
 
@@ -71,7 +70,9 @@ def schema_grammar(
         narrowed = _Narrowed(schema, field, lenient)
         if narrowed.one_spelling:
             options["json_allowed_escapes"] = 'nrbtf\\"'
-        return LLMatcher.grammar_from_json_schema(json.dumps(narrowed.schema), overrides=options)
+        own = narrowed.schema.get("x-guidance", {})
+        narrowed.schema["x-guidance"] = {**own, **options} if isinstance(own, dict) else own
+        return json.dumps({"grammars": [{"json_schema": narrowed.schema}]}, ensure_ascii=False)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(field, str(error)) from error
 
@@ -130,7 +131,7 @@ class _Narrowed:
                     if _LONG_ESCAPE.search(leaf):
                         self._spelled_with_u = self._spelled_with_u or path + key
                 elif not _is_exact(leaf):
-                    self._cannot(node, key, path, f"{leaf} is beyond 2**53 and cannot be kept to exactly")
+                    self._cannot(node, key, path, f"{leaf} has too many digits to be kept to exactly")
                     break
 
     def _narrow_bounds(self, node: dict[str, Any], path: str) -> None:
@@ -142,8 +143,11 @@ class _Narrowed:
                 continue
             least = sign * value
             if 0 < least < _SMALLEST:
-                node[key] = sign * _SMALLEST
+                least = _SMALLEST
+                node[key] = sign * least
             if abs(least) < _EXACT:
+                while sign * _as_read(node[key]) < least:
+                    node[key] = math.nextafter(node[key], sign * math.inf)
                 continue
             least = max(-_LARGEST, (int(least) // _GRAIN + 2) * _GRAIN)
             if least > _LARGEST:
@@ -159,13 +163,13 @@ class _Narrowed:
         value = node.get("multipleOf")
         if not _is_number(value):
             return
-        digits, places = abs(value), 0
+        digits, places = abs(_as_read(value)), 0
         while digits % 1:
             digits, places = digits * 10, places + 1
         if 0 < digits <= _MAX_MULTIPLE:
             self._multiples.append((node, path, int(digits), places))
         else:
-            self._cannot(node, "multipleOf", path, f"{value} cannot be kept to exactly")
+            self._cannot(node, "multipleOf", path, f"{value} has too many digits to be kept to exactly")
 
     def _check_multiples(self) -> None:
         """Those of schemas that apply together are multiplied, in 32 bits."""
@@ -219,5 +223,18 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 def _is_exact(number: int | float) -> bool:
     """Whether llguidance writes it as it is: as a double, then as an integer of 64 bits if it was one."""
     if abs(number) <= _EXACT or isinstance(number, float):
-        return abs(number) <= _EXACT
+        return abs(number) <= _EXACT and _as_read(number) == number
     return abs(number) < 2**63 and min(int(float(number)), 2**63 - 1) == number
+
+
+def _as_read(number: int | float) -> int | float:
+    """The double that llguidance takes a double's text for: its reader of JSON rounds twice."""
+    if isinstance(number, int):
+        return number
+    sign, digits, exponent = Decimal(repr(number)).as_tuple()
+    assert isinstance(exponent, int)
+    read = float("".join(map(str, digits)))
+    while exponent < -308:
+        read, exponent = read / 1e308, exponent + 308
+    read = read / float(f"1e{-exponent}") if exponent < 0 else read * float(f"1e{exponent}")
+    return -read if sign else read
