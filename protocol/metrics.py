@@ -110,6 +110,11 @@ ROUTER = (
     ),
     _counter("http_responses_total", "HTTP responses.", "status"),
     _counter("http_connections_ended_total", "HTTP connections ended for what clients did.", "reason"),
+    _counter(
+        "preprocessing_failures_total",
+        "Tasks that the preprocessor did not answer: it came to a limit, ended or was stuck.",
+        "reason",
+    ),
     _counter("api_key_reloads_total", "Times that --api-key-file changed and was read.", "outcome"),
     _counter(
         "stored_responses_dropped_total",

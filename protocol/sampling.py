@@ -77,11 +77,12 @@ def check_sampling_params(params: SamplingParams, vocab_size: int, max_logprobs:
     if not 0 <= params.min_tokens <= params.max_tokens:
         limits = f"[0, max_tokens={params.max_tokens}]"
         raise InvalidRequestError("min_tokens", f"must be in {limits}, got {params.min_tokens}")
-    _check_grammar(params)
+    check_grammar(params)
     _check_token_ids(params, vocab_size)
 
 
-def _check_grammar(params: SamplingParams) -> None:
+def check_grammar(params: SamplingParams) -> None:
+    """Raise `InvalidRequestError` where it is too large, or other parameters contradict it."""
     if params.grammar is None:
         return
     size = len(params.grammar.encode())

@@ -11,9 +11,10 @@ from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 from router.chat_template import ChatTemplate
 from router.decoding import decode_object
+from router.grammar_request import Calls, GrammarRequest, grammar_request
 from router.lark import Spelling
 from router.messages import plain_messages, text_of
-from router.openai_types import ChatBody, TokenizeBody
+from router.openai_types import ChatBody, ResponseFormat, StructuredOutputs, TokenizeBody
 from router.parsing.formats import (
     MARKERS,
     TOOL_FORMATS,
@@ -43,7 +44,7 @@ class Chat(NamedTuple):
     prompt: str
     parsing: Parsing | None
     thinking: ThinkingBudget | None = None
-    grammar: Grammar | None = None
+    grammar: GrammarRequest | None = None
     warning: str | None = None
     """What of the request has no effect."""
 
@@ -56,6 +57,8 @@ class Chats:
         self._template, self._tool_template = tokenizer.chat_template, tokenizer.tool_template
         self._tools = tool_format(config.tool_call_parser, _source(self._tool_template))
         self._reasoning = reasoning_format(config.reasoning_parser, _source(self._template))
+        formats = (self._tools, self._reasoning)
+        self._is_harmony = any(each is not None and each.is_harmony for each in formats)
         self._takes_tools = config.tool_call_parser != "none"
         if self._template is not None and not self._template.traits.shows_user:
             logger.warning("the chat template does not show what the user says")
@@ -91,7 +94,7 @@ class Chats:
             reason = "the model's chat template shows no known way to think (--reasoning-parser)"
             raise InvalidRequestError("thinking_token_budget", reason)
         warning = f"tools: {TOOLS_UNSEEN}" if with_tools and not self._shows_tools else None
-        asked = requested_grammar(body, self._tokenizer.special_texts)
+        asked = grammar_request(body)
         if tools is None and marks is None:
             return Chat(prompt, None, grammar=asked, warning=warning)
         continued = text_of(messages[-1]["content"]) if body.continue_final_message else None
@@ -100,7 +103,7 @@ class Chats:
             tools=tools if asked is None else None,
             known=frozenset(tool.function.name for tool in body.tools or ()),
             one_call=not (choice.several(body.parallel_tool_calls) and template.traits.several_calls),
-            is_harmony=any(each is not None and each.is_harmony for each in (self._tools, self._reasoning)),
+            is_harmony=self._is_harmony,
             marks=marks,
             is_open=is_open,
             is_exact=asked is not None,
@@ -108,7 +111,9 @@ class Chats:
         thinking = None
         if marks is not None and body.thinking_token_budget is not None:
             thinking = self._budget(body.thinking_token_budget, marks, is_open)
-        grammar = self._grammar(body, choice, tools, parsing, asked)
+        calls = None if tools is None else _constrained_calls(body, choice, not parsing.one_call)
+        thinks = marks is not None or self._is_harmony
+        grammar = grammar_request(body, calls, is_open if thinks else None)
         return Chat(prompt, parsing, thinking, grammar, warning)
 
     def _chosen(self, with_tools: bool) -> ChatTemplate:
@@ -135,34 +140,42 @@ class Chats:
             )
         return None
 
-    def _grammar(
-        self,
-        body: ChatBody,
-        choice: ToolChoice,
-        tools: ToolFormat | None,
-        parsing: Parsing,
-        asked: Grammar | None,
-    ) -> Grammar | None:
-        """What is asked of the answer, or of its calls, behind its thinking."""
-        offered = offers(body.tools or (), choice.name) if tools is not None else []
-        marks = HARMONY if parsing.is_harmony else parsing.marks
+    @property
+    def constant_grammars(self) -> list[GrammarRequest]:
+        """What many requests ask for in the same words."""
+        wanted = ResponseFormat(type="json_object")
+        starts = (None, False, True) if self._is_harmony or self.has_reasoning else (None,)
+        return [GrammarRequest(wanted, is_open=is_open) for is_open in starts] + [
+            GrammarRequest(structured_outputs=StructuredOutputs(json_object=True), is_open=is_open)
+            for is_open in starts
+        ]
+
+    def grammar(self, request: GrammarRequest) -> Grammar:
+        """What is asked of the answer, or of its calls, behind its thinking. Raises `InvalidRequestError`."""
+        asked, calls = requested_grammar(request, self._tokenizer.special_texts), request.calls
+        marks = None
+        if request.is_open is not None:
+            marks = HARMONY if self._is_harmony or self._reasoning is None else self._reasoning.marks
         spelling = Spelling(MARKERS, self._tokenizer.token_id)
-        if tools is None or not (choice.must_call or any(offer.strict for offer in offered)):
-            if asked is None or marks is None:
+        if calls is None:
+            assert asked is not None
+            if marks is None:
                 return asked
-            return asked._replace(text=after_thinking(asked.text, spelling, marks, parsing.is_open))
+            return asked._replace(text=after_thinking(asked.text, spelling, marks, bool(request.is_open)))
         if asked is not None:
             raise InvalidRequestError(
                 asked.field, "not together with strict functions or a call that must be"
             )
+        tools = self._format_of(ToolChoice(True, calls.must_call, calls.name))
+        assert tools is not None
         text = tool_grammar(
             tools.form(_source(self._tool_template)),
-            offered,
+            offers(calls.tools, calls.name),
             spelling,
-            demanded=choice.must_call,
-            several=not parsing.one_call,
+            demanded=calls.must_call,
+            several=calls.several,
             marks=marks,
-            is_open=parsing.is_open,
+            is_open=bool(request.is_open),
         )
         return Grammar(text, "tools")
 
@@ -200,3 +213,11 @@ class Chats:
 
 def _source(template: ChatTemplate | None) -> str:
     return "" if template is None else template.source
+
+
+def _constrained_calls(body: ChatBody, choice: ToolChoice, several: bool) -> Calls | None:
+    """None where the answer may call nothing, or anything."""
+    tools = body.tools or []
+    if not choice.must_call and not any(tool.function.strict for tool in tools):
+        return None
+    return Calls(tools, choice.must_call, several, choice.name)

@@ -16,7 +16,7 @@ from protocol.kv_events import CacheFormat
 from protocol.outputs import FinishReason, RequestTiming, TokenOutput
 from protocol.requests import DraftPlan, EngineRequest
 from protocol.roles import Task
-from protocol.sampling import SamplingParams
+from protocol.sampling import SamplingParams, check_grammar
 from protocol.speculation import RequestSpeculation
 from router.choice import Choice
 from router.draft_kinds import ExpectedTokens
@@ -262,6 +262,12 @@ class Generation:
         self._has_news = False
         self._waiter: asyncio.Future[None] | None = None
         self._write: Callable[[], bool] | None = None
+
+    def constrain(self, grammar: str) -> None:
+        """Every answer is to be of the grammar. Raises `InvalidRequestError`."""
+        for request in self.requests:
+            request.sampling = msgspec.structs.replace(request.sampling, grammar=grammar)
+            check_grammar(request.sampling)
 
     @property
     def is_over(self) -> bool:

@@ -70,6 +70,7 @@ class Metrics:
         self.response_dropped: Callable[[Literal["full", "failed"]], None] = self._counting(
             "stored_responses_dropped_total"
         )
+        self.preprocessing_failed = self._counting("preprocessing_failures_total")
         self.keys_reloaded = self._counting("api_key_reloads_total")
         self._seconds = {
             name: self._metrics[f"placement_{name}_seconds_total"]

@@ -16,7 +16,7 @@ import msgspec
 
 from protocol.adapters import Adapter
 from protocol.config import ServeConfig
-from protocol.errors import InvalidRequestError
+from protocol.errors import InvalidRequestError, TandemError
 from protocol.kv_events import CacheFormat
 from protocol.sampling import SamplingParams, check_sampling_params
 from protocol.speculation import check_request_speculation, parse_request_speculation
@@ -25,6 +25,7 @@ from router.choice import Choice, Echo, Prompt
 from router.decoding import decode_body, decode_object, refuse_unsupported
 from router.errors import ApiError
 from router.formats import OutputOptions
+from router.grammar_request import GrammarRequest, grammar_request
 from router.journal import Generation
 from router.openai_types import (
     ChatBody,
@@ -36,7 +37,6 @@ from router.openai_types import (
 )
 from router.prompts import check_prompt, check_token_ids, decode_prompts
 from router.registry import ModelFacts
-from router.structured_outputs import Grammar, requested_grammar
 from router.thinking import ThinkingBudget
 from router.tokenizer import Tokenizer
 
@@ -54,10 +54,12 @@ class Built(NamedTuple):
 
     generation: Generation
     output: OutputOptions
-    grammar: Grammar | None = None
+    grammar: GrammarRequest | None = None
     """What is to be compiled before it starts."""
     warning: str | None = None
     """What of the request has no effect."""
+    renamed: Callable[[InvalidRequestError], TandemError] = lambda error: error
+    """An error about the grammar, with the field as the client calls it."""
 
 
 class RequestBuilder:
@@ -90,8 +92,7 @@ class RequestBuilder:
         prompt_logprobs = body.prompt_logprobs
         if body.echo and body.logprobs is not None:
             prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
-        grammar = requested_grammar(body, self._tokenizer.special_texts)
-        params = self._sampling_params(body, model, body.logprobs, prompt_logprobs, grammar)
+        params = self._sampling_params(body, model, body.logprobs, prompt_logprobs)
         sources = decode_prompts(bytes(body.prompt), lambda count: self._check_number(body, count))
         asked = 1 if only_prompt else body.max_tokens
         kept = _kept(body, DEFAULT_MAX_TOKENS if asked is None else asked, model)
@@ -105,7 +106,7 @@ class RequestBuilder:
             (prompt, _limited(params, asked, DEFAULT_MAX_TOKENS, prompt, "max_tokens", model))
             for prompt in prompts
         ]
-        return Built(self._generation(body, limited, output, arrival, adapter), output, grammar)
+        return Built(self._generation(body, limited, output, arrival, adapter), output, grammar_request(body))
 
     def chat(self, raw: bytes, model: ModelFacts, arrival: float) -> Built:
         return self.chat_of(decode_body(raw, ChatBody), model, arrival)
@@ -124,7 +125,7 @@ class RequestBuilder:
         text, parsing, thinking, grammar, warning = self._chats.read(body)
         output = msgspec.structs.replace(output, parsing=parsing)
         try:
-            params = self._sampling_params(body, model, num_top, body.prompt_logprobs, grammar)
+            params = self._sampling_params(body, model, num_top, body.prompt_logprobs)
         except InvalidRequestError as error:
             field = "top_logprobs" if error.field == "logprobs" else error.field
             raise InvalidRequestError(field, error.message) from error
@@ -233,9 +234,8 @@ class RequestBuilder:
         model: ModelFacts,
         logprobs: int | None,
         prompt_logprobs: int | None,
-        grammar: Grammar | None,
     ) -> SamplingParams:
-        """All but `max_tokens` and the seeds of further choices."""
+        """All but `max_tokens`, the grammar and the seeds of further choices."""
         allowed = body.allowed_token_ids
         given = {name: value for name in _AS_GIVEN if (value := getattr(body, name)) is not None}
         params = SamplingParams(
@@ -245,7 +245,6 @@ class RequestBuilder:
             allowed_token_ids=None if allowed is None else sorted(set(allowed)),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            grammar=None if grammar is None else grammar.text,
             **given,
         )
         check_sampling_params(params, model.vocab_size, self._config.max_logprobs)

@@ -79,6 +79,7 @@ class RouterServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._joining: asyncio.Task[None] | None = None
+        self._preparing: asyncio.Task[None] | None = None
         self._stop_asked = False
 
     @property
@@ -146,9 +147,16 @@ class RouterServer:
             self._loop.call_soon_threadsafe(_install_anew)
 
     def run(
-        self, on_start: Callable[[], None] = lambda: None, on_signal: Callable[[], None] | None = None
+        self,
+        on_start: Callable[[], None] = lambda: None,
+        on_signal: Callable[[], None] | None = None,
+        *,
+        prepares: bool = True,
     ) -> None:
-        """Serve. `on_start` is called once HTTP answers, `on_signal` (or `stop`) at SIGINT and SIGTERM."""
+        """Serve. `on_start` is called once HTTP answers, `on_signal` (or `stop`) at SIGINT and SIGTERM.
+
+        `prepares`: the preprocessor is started at once, and compiles what many requests will ask for.
+        """
         connections = Connections(raise_file_limit(), self.state.metrics.connection_ended)
         server_config = uvicorn.Config(
             build_app(self.state),
@@ -166,7 +174,7 @@ class RouterServer:
         self._server = _Uvicorn(server_config, self._tls, on_start, on_signal or self.stop)
         try:
             with asyncio.Runner(loop_factory=server_config.get_loop_factory()) as runner:
-                runner.run(self._serve(self._server))
+                runner.run(self._serve(self._server, prepares))
         finally:
             self._loop = None
             self.close()
@@ -181,13 +189,16 @@ class RouterServer:
         if self._shared_socket is not None:
             self._shared_socket.close()
 
-    async def _serve(self, server: _Uvicorn) -> None:
+    async def _serve(self, server: _Uvicorn, prepares: bool) -> None:
         self._loop = asyncio.get_running_loop()
         self.state.attach(self._loop)
         if self._stop_asked:
             self._begin_stop()
         if self._shared_socket is not None:
             self._joining = asyncio.ensure_future(self._join(server, self._shared_socket))
+        if prepares:
+            state = self.state
+            self._preparing = asyncio.ensure_future(state.grammars.prepare(state.chats.constant_grammars))
         await server.serve(sockets=[self._http_socket])
 
     async def _join(self, server: _Uvicorn, shared: socket.socket) -> None:

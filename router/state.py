@@ -42,6 +42,7 @@ from router.kv_feed import KvFeed
 from router.metrics import Metrics
 from router.placement import placement_policy
 from router.placer import Placer
+from router.preprocessing.client import Preprocessor
 from router.registry import SWEEP_INTERVAL_S, ModelFacts, Registry, Worker, WorkerKey
 from router.responses.store import ResponseStore, response_store
 from router.restarter import Restarter
@@ -80,10 +81,11 @@ class RouterState:
         self.journal = Journal(self.incarnation)
         self.tokenizer = Tokenizer.load(config)
         self.chats = Chats(config, self.tokenizer)
-        self.grammars = GrammarCompiler(self.tokenizer)
         is_shared = config.router_replicas > 1
         self.registry = Registry(config.worker_timeout, config.block_size, is_shared, config.max_num_seqs)
         self.metrics = Metrics(config.model_name, self.registry)
+        self.preprocessor = Preprocessor(config, self.tokenizer, self.metrics.preprocessing_failed)
+        self.grammars = GrammarCompiler(self.preprocessor)
         self.keys = ApiKeys(config, self.metrics)
         self.tracing = _tracing(config, self.metrics)
         self.responses: ResponseStore | None = response_store(config, self.metrics.response_dropped)
@@ -122,7 +124,7 @@ class RouterState:
         self.link.close()
         if self.tracing is not None:
             self.tracing.close()
-        self.grammars.close()
+        self.preprocessor.close()
         self.tokenizer.close()
         if self.responses is not None:
             self.responses.close()

@@ -1,4 +1,7 @@
-"""From `response_format` and `structured_outputs` to one grammar, written as llguidance reads it."""
+"""From `response_format` and `structured_outputs` to one grammar, written as llguidance reads it.
+
+This runs in the preprocessor alone, as it has no bound.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ from msgspec import Raw
 from protocol.errors import InvalidRequestError
 from router.decoding import decode_field
 from router.gbnf import is_gbnf, lark_from_gbnf
+from router.grammar_request import GrammarRequest
 from router.json_schemas import schema_grammar
 from router.lark import lark_grammar, quoted
-from router.openai_types import MAX_RAW_BYTES, GenerationBody, ResponseFormat, StructuredOutputs
+from router.openai_types import MAX_RAW_BYTES, ResponseFormat, StructuredOutputs
 
 _ANY_OBJECT = Raw(b'{"type":"object"}')
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -27,10 +31,10 @@ class Grammar(NamedTuple):
     field: str
 
 
-def requested_grammar(body: GenerationBody, special_tokens: Collection[str]) -> Grammar | None:
-    """Raises `InvalidRequestError`. Whether the grammar is valid is left to the `GrammarCompiler`."""
-    formatted = _of_response_format(body.response_format, special_tokens)
-    structured = _of_structured_outputs(body.structured_outputs, special_tokens)
+def requested_grammar(request: GrammarRequest, special_tokens: Collection[str]) -> Grammar | None:
+    """Raises `InvalidRequestError`. Whether the grammar is valid is left to who compiles it."""
+    formatted = _of_response_format(request.response_format, special_tokens)
+    structured = _of_structured_outputs(request.structured_outputs, special_tokens)
     if formatted is not None and structured is not None:
         raise InvalidRequestError("structured_outputs", "not together with response_format")
     return formatted or structured

@@ -143,6 +143,12 @@ class Tokenizer:
         """As `tokenizer.json`, with what only the settings call special."""
         return self._fast.to_str()
 
+    def settings(self) -> dict[str, Any]:
+        """What `tokenizer_config.json` says beyond that."""
+        templates = {"default": self.chat_template, "tool_use": self.tool_template}
+        named = [{"name": name, "template": each.source} for name, each in templates.items() if each]
+        return {**self.special_tokens, "chat_template": named}
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from protocol.errors import InvalidRequestError
 from router.api_keys import Admission
 from router.connection import DIRECT_WRITER, DirectWriter
 from router.errors import ApiError
@@ -95,12 +96,15 @@ class GenerateEndpoint:
             model = state.require_ready()
             size = sys.maxsize if self._waits else len(raw)
             built = await state.tokenizer.off_loop(size, self._build, raw, model, arrival)
-        generation, output, grammar, warning = built
+        generation, output = built.generation, built.output
         admission.reserve(generation)
-        if grammar is not None:
-            await state.grammars.check(grammar)
-        if warning is not None:
-            scope[ANSWER_HEADERS].append((WARNING_HEADER, warning.encode()))
+        if built.grammar is not None:
+            try:
+                generation.constrain(await state.grammars.compile(built.grammar))
+            except InvalidRequestError as refused:
+                raise built.renamed(refused) from refused
+        if built.warning is not None:
+            scope[ANSWER_HEADERS].append((WARNING_HEADER, built.warning.encode()))
             state.metrics.tools_unseen.inc()
         headers = Headers(scope=scope)
         generation.http_id = scope[REQUEST_ID_KEY]

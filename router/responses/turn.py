@@ -43,12 +43,7 @@ class ResponseTurn:
             built = self._builder.chat_of(chat.body, model, arrival)
         except (InvalidRequestError, ApiError) as error:
             raise chat.renamed(error) from error
-        grammar = built.grammar
-        return (
-            built
-            if grammar is None
-            else built._replace(grammar=grammar._replace(field=chat.field(grammar.field)))
-        )
+        return built._replace(renamed=chat.renamed)
 
     def answer(
         self, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions

@@ -66,17 +66,26 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, fast_tokenizer: FastT
 
 
 class RunningRouter:
-    """A router with uvicorn in a thread, on random ports. `place` is that of one of several."""
+    """A router with uvicorn in a thread, on random ports. `place` is that of one of several.
+
+    `prepares`: its preprocessor starts at once, which most tests do not need.
+    """
 
     def __init__(
-        self, config: ServeConfig, keys: ClusterKeys | None = None, place: RouterPlace | None = None
+        self,
+        config: ServeConfig,
+        keys: ClusterKeys | None = None,
+        place: RouterPlace | None = None,
+        prepares: bool = False,
     ) -> None:
         self.keys = keys or ClusterKeys.generate()
         self.server = RouterServer(config, self.keys, place=place)
         self.url = self.server.url
         self.workers: list[FakeWorker] = []
         started = threading.Event()
-        self.thread = threading.Thread(target=self.server.run, args=[started.set], daemon=True)
+        self.thread = threading.Thread(
+            target=self.server.run, args=[started.set], kwargs={"prepares": prepares}, daemon=True
+        )
         self.thread.start()
         assert started.wait(10)
         # Nothing is verified over plain HTTP, and to read the authorities takes longer than all the rest.
@@ -110,11 +119,11 @@ class RunningRouter:
 def make_router(model_folder: Path) -> Iterator[Callable[..., RunningRouter]]:
     routers: list[RunningRouter] = []
 
-    def make(**options: Any) -> RunningRouter:
+    def make(prepares: bool = False, **options: Any) -> RunningRouter:
         config = ServeConfig(
             **{"model": str(model_folder), "port": 0, "placement": "least_loaded", **options}
         )
-        routers.append(RunningRouter(config))
+        routers.append(RunningRouter(config, prepares=prepares))
         return routers[-1]
 
     yield make

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from router_clients import eventually
 
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 from router.decoding import decode_body
-from router.errors import ApiError
-from router.grammar_compiler import MAX_AT_ONCE, GrammarCompiler
+from router.grammar_compiler import GrammarCompiler
+from router.grammar_request import GrammarRequest, grammar_request
 from router.openai_types import CompletionBody
+from router.preprocessing.client import Preprocessor
 from router.structured_outputs import Grammar, requested_grammar
 from router.tokenizer import Tokenizer
 
@@ -72,8 +75,13 @@ def tokenizer(model_folder: Path) -> Tokenizer:
 
 
 def grammar_of(fields: dict[str, Any]) -> Grammar | None:
+    asked = request_of(fields)
+    return None if asked is None else requested_grammar(asked, frozenset())
+
+
+def request_of(fields: dict[str, Any]) -> GrammarRequest | None:
     raw = json.dumps({"prompt": "x", **fields}).encode()
-    return requested_grammar(decode_body(raw, CompletionBody), frozenset())
+    return grammar_request(decode_body(raw, CompletionBody))
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -156,104 +164,56 @@ EXPLOSIVE = {
 }
 
 
+@pytest.fixture(scope="module")
+def preprocessor(tokenizer: Tokenizer) -> Iterator[Preprocessor]:
+    made = Preprocessor(ServeConfig(), tokenizer)
+    yield made
+    made.close()
+
+
+def test_constant_grammars_are_compiled_at_the_start(
+    make_router: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = make_router(prepares=True)
+    router.add_worker()
+    state = router.server.state
+    eventually(lambda: len(state.grammars._prepared) == len(state.chats.constant_grammars))
+    monkeypatch.setattr(state.preprocessor, "run", None)  # nothing can be compiled any more
+    for fields in (formatted("json_object"), structured(json_object=True)):
+        body = {"prompt": "x", "max_tokens": 2, **fields}
+        assert router.http.post("/v1/completions", json=body).status_code == 200
+
+
 @pytest.mark.parametrize("fields", EXPLOSIVE.values(), ids=EXPLOSIVE)
 def test_a_verdict_comes_soon_and_leaves_no_more_than_itself(
-    tokenizer: Tokenizer, fields: dict[str, Any]
+    preprocessor: Preprocessor, fields: dict[str, Any]
 ) -> None:
     """Whatever it is."""
 
     async def check() -> None:
-        compiler = GrammarCompiler(tokenizer)
-        started = time.monotonic()
+        compiler = GrammarCompiler(preprocessor)
+        request = request_of(fields)
+        assert request is not None
         for _ in range(2):
-            try:
-                grammar = grammar_of(fields)
-                assert grammar is not None
-                await compiler.check(grammar)
-            except InvalidRequestError:
-                pass
-        took = time.monotonic() - started
-        assert took < 20  # seconds of a busy machine; 0.2 are usual
-        assert len(compiler._problems) <= 1
-        compiler.close()
+            with suppress(InvalidRequestError):
+                await compiler.compile(request)
+        assert len(compiler._known) <= 1
 
     asyncio.run(check())
 
 
-ENDLESS = Grammar(
-    LLMatcher.grammar_from_json_schema(
-        {"allOf": [{"type": "string", "pattern": f"a.{{{count}}}b"} for count in range(1, 40)]}
-    ),
-    "f",
-)
-"""No limit of llguidance's ends it."""
-SOON = Grammar('start: "a"', "f")
-
-
-def forks(compiler: GrammarCompiler) -> str:
-    assert compiler._process is not None
-    pid = compiler._process._process.pid
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text()
-
-
-def test_what_takes_too_long_is_refused_and_gone(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+def test_outcomes_are_kept_within_a_bound(
+    preprocessor: Preprocessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def check() -> None:
-        compiler = GrammarCompiler(tokenizer)
-        await compiler.check(SOON)
-        monkeypatch.setattr("router.grammar_compiler.COMPILE_TIMEOUT_S", 0.1)
-        refusals = [compiler.check(ENDLESS) for _ in range(MAX_AT_ONCE + 1)]
-        for refused in await asyncio.gather(*refusals, return_exceptions=True):
-            assert str(refused) == "f: it cannot be compiled within 0.1 s"
-        while forks(compiler):  # until the kernel has ended them
-            await asyncio.sleep(0.01)
-        assert len(compiler._problems) == 1 and not compiler._process._asked  # type: ignore[union-attr]
-        compiler.close()
-
-    asyncio.run(check())
-
-
-def test_nobody_waits_while_a_grammar_is_compiled(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither the event loop nor another grammar."""
-    monkeypatch.setattr("router.grammar_compiler.COMPILE_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("router.grammar_compiler.MAX_KNOWN_BYTES", 800)
 
     async def check() -> None:
-        compiler = GrammarCompiler(tokenizer)
-        endless = asyncio.ensure_future(compiler.check(ENDLESS))
-        await compiler.check(SOON)
-        assert not endless.done()
-        endless.cancel()
-        compiler.close()
-
-    asyncio.run(check())
-
-
-def test_a_compiler_that_ends_is_started_anew(tokenizer: Tokenizer) -> None:
-    async def check() -> None:
-        compiler = GrammarCompiler(tokenizer)
-        await compiler.check(SOON)
-        ended = compiler._process
-        assert ended is not None
-        ended.close()
-        with pytest.raises(ApiError, match="has ended"):
-            await ended.ask(SOON.text, 1.0)
-        await compiler.check(Grammar('start: "b"', "f"))
-        compiler.close()
-
-    asyncio.run(check())
-
-
-def test_verdicts_are_kept_within_a_bound(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.grammar_compiler.MAX_KNOWN", 2)
-
-    async def check() -> None:
-        compiler = GrammarCompiler(tokenizer)
+        compiler = GrammarCompiler(preprocessor)
         for text in ("a", "b", "a", "c"):
-            await compiler.check(Grammar(f'start: "{text}"', "f"))
-        assert len(compiler._problems) == 2
-        compiler.close()
+            request = request_of(structured(choice=[text]))
+            assert request is not None
+            assert text in await compiler.compile(request)
+        assert len(compiler._known) == 2
+        assert compiler._known_bytes <= 800
 
     asyncio.run(check())

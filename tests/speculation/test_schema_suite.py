@@ -11,6 +11,7 @@ from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation
 from router.decoding import decode_body
+from router.grammar_request import grammar_request
 from router.openai_types import CompletionBody
 from router.structured_outputs import requested_grammar
 from tests.speculation.engines import DRAFT, TARGET, make_engine
@@ -21,7 +22,8 @@ CASES = load()[::14]
 
 def request(tokenizer: Tokenizer, case: Case, drafts: bool) -> EngineRequest:
     body = case.request()
-    grammar = requested_grammar(decode_body(json.dumps(body).encode(), CompletionBody), ())
+    asked = grammar_request(decode_body(json.dumps(body).encode(), CompletionBody))
+    grammar = None if asked is None else requested_grammar(asked, ())
     assert grammar is not None
     return EngineRequest(
         request_id=case.name,

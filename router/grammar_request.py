@@ -1,0 +1,61 @@
+"""What a request asks its answer to be, as data, before a grammar is made of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from router.openai_types import GenerationBody, ResponseFormat, StructuredOutputs, Tool
+
+
+class Calls(msgspec.Struct, frozen=True):
+    """Calls of `tools`, or of the one by this `name`, whose arguments satisfy their schemas."""
+
+    tools: list[Tool]
+    must_call: bool
+    several: bool
+    name: str | None = None
+
+
+class GrammarRequest(msgspec.Struct, frozen=True):
+    """`is_open`: whether the prompt has begun the thinking that may come first; None: none may come."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    calls: Calls | None = None
+    is_open: bool | None = None
+
+    @property
+    def field(self) -> str:
+        """Which of the request's asks for it."""
+        if self.structured_outputs is not None:
+            return "structured_outputs"
+        return "tools" if self.response_format is None else "response_format"
+
+    def encoded(self) -> bytes:
+        """As JSON, from which it can be decoded."""
+        return msgspec.json.encode(_given(self))
+
+
+def grammar_request(
+    body: GenerationBody, calls: Calls | None = None, is_open: bool | None = None
+) -> GrammarRequest | None:
+    """None where the answer may be any text."""
+    wanted = body.response_format
+    if wanted is not None and wanted.type == "text":
+        wanted = None
+    if wanted is None and body.structured_outputs is None and calls is None:
+        return None
+    return GrammarRequest(wanted, body.structured_outputs, calls, is_open)
+
+
+def _given(value: Any) -> Any:
+    """Without fields that were not given: an empty `Raw` is no JSON."""
+    if isinstance(value, list):
+        return [_given(each) for each in value]
+    if not isinstance(value, msgspec.Struct):
+        return value
+    fields = {name: getattr(value, name) for name in value.__struct_fields__}
+    return {name: _given(each) for name, each in fields.items() if each is not None and each != Raw()}

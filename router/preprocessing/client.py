@@ -1,0 +1,192 @@
+"""The router's side of the preprocessor: starts it, asks it, replaces it when it ends or is stuck."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import cached_property
+from typing import IO, Literal
+
+import msgspec
+
+from protocol.config import ServeConfig
+from protocol.errors import TandemError
+from router.errors import unavailable
+from router.preprocessing.wire import (
+    ACCEPTED,
+    DIED,
+    LENGTH,
+    REFUSED,
+    RESULT,
+    Refusal,
+    Setup,
+    TaskCall,
+    content_of,
+)
+from router.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+MAX_AT_ONCE = 4
+"""Tasks that run at a time."""
+DEADLINE_S = 20.0
+"""From when a task is asked for to its answer, which takes a busy host longer than the task's CPU time."""
+START_TIMEOUT_S = 60.0
+ACCEPT_TIMEOUT_S = 5.0
+"""In which the preprocessor accepts a task, once it has started."""
+
+Failure = Literal["cpu_limit", "late", "ended", "stuck"]
+
+
+class CpuLimitError(TandemError):
+    """A task has taken all the CPU time that it may."""
+
+
+class Preprocessor:
+    """Runs tasks in a process that the first one starts. `failed` counts those without an answer."""
+
+    def __init__(
+        self, config: ServeConfig, tokenizer: Tokenizer, failed: Callable[[Failure], None] = lambda _: None
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._failed = failed
+        self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
+        self._process: _Process | None = None
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+
+    async def run(self, task: str, argument: bytes, cpu_s: float) -> bytes:
+        """What the task makes of its argument.
+
+        Raises what it raises: `InvalidRequestError` or `ApiError`. Raises `CpuLimitError`, and an `ApiError`
+        503 where the host is too busy. A task that its process did not survive is tried once more.
+        """
+        call = msgspec.msgpack.encode(TaskCall(task, cpu_s, argument))
+        try:
+            async with asyncio.timeout(DEADLINE_S), self._at_once:
+                for _ in range(2):
+                    try:
+                        return await self._running().ask(call)
+                    except _NoAnswerError as error:
+                        self._note(error.reason, task)
+        except CpuLimitError:
+            self._note("cpu_limit", task)
+            raise
+        except TimeoutError:
+            self._note("late", task)
+            reason = f"the server is busy: it could not preprocess the request within {DEADLINE_S:g} s"
+            raise unavailable(reason) from None
+        raise unavailable("the process that preprocesses requests has ended")
+
+    def _running(self) -> _Process:
+        if self._process is None or self._process.has_ended:
+            self._process = _Process(self._setup.fileno())
+        return self._process
+
+    @cached_property
+    def _setup(self) -> IO[bytes]:
+        """A file with the `Setup`, which has megabytes."""
+        tokenizer = self._tokenizer
+        setup = Setup(self._config, tokenizer.as_json(), tokenizer.settings())
+        file = tempfile.TemporaryFile()  # noqa: SIM115
+        file.write(msgspec.msgpack.encode(setup))
+        file.flush()
+        return file
+
+    def _note(self, failure: Failure, task: str) -> None:
+        self._failed(failure)
+        logger.warning("the preprocessor gave no answer to a task %r: %s", task, failure)
+
+
+class _NoAnswerError(Exception):
+    def __init__(self, reason: Literal["ended", "stuck"]) -> None:
+        super().__init__(reason)
+        self.reason: Literal["ended", "stuck"] = reason
+
+
+class _Process:
+    """`router.preprocessing.process`, from its start on. It is killed where it does not accept a task."""
+
+    def __init__(self, setup: int) -> None:
+        self._control, theirs = socket.socketpair()
+        self._control.setblocking(False)
+        with theirs:
+            command = [sys.executable, "-m", "router.preprocessing.process"]
+            descriptors = [theirs.fileno(), setup]
+            self._process = subprocess.Popen(
+                [*command, *map(str, descriptors)],
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                process_group=0,
+            )
+        self._started = time.monotonic()
+        self._has_accepted = False
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def close(self) -> None:
+        """Kill it with its children, and wait for its end."""
+        self._control.close()
+        if not self.has_ended:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    async def ask(self, call: bytes) -> bytes:
+        """The result. A caller that gives up ends the task. Raises `_NoAnswerError` and as `run`."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            ours.setblocking(False)
+            try:
+                socket.send_fds(self._control, [ACCEPTED], [theirs.fileno()])
+            except OSError:  # it has ended, or takes nothing
+                ours.close()
+                await asyncio.to_thread(self.close)
+                raise _NoAnswerError("ended") from None
+        reader, writer = await asyncio.open_connection(sock=ours)
+        try:
+            writer.writelines([LENGTH.pack(len(call)), call])
+            await self._accepted(reader)
+            return _result(await reader.read())
+        except ConnectionError:
+            raise _NoAnswerError("ended") from None
+        finally:
+            writer.transport.abort()
+
+    async def _accepted(self, reader: asyncio.StreamReader) -> None:
+        until = self._started + START_TIMEOUT_S
+        if self._has_accepted:
+            until = time.monotonic() + ACCEPT_TIMEOUT_S
+        try:
+            async with asyncio.timeout(until - time.monotonic()):
+                accepted = await reader.read(1)
+        except TimeoutError:
+            await asyncio.to_thread(self.close)
+            raise _NoAnswerError("stuck") from None
+        if accepted != ACCEPTED:
+            raise _NoAnswerError("ended")
+        self._has_accepted = True
+
+
+def _result(answer: bytes) -> bytes:
+    kind, rest = answer[:1], answer[1:]
+    if kind == DIED and rest == bytes([signal.SIGPROF]):
+        raise CpuLimitError("it takes more CPU time than it may")
+    content = content_of(rest)
+    if kind == RESULT and content is not None:
+        return content
+    if kind == REFUSED and content is not None:
+        raise msgspec.msgpack.decode(content, type=Refusal).error()
+    raise _NoAnswerError("ended")

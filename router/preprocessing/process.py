@@ -1,0 +1,235 @@
+"""`python -m router.preprocessing.process`: the preprocessor, which a `Preprocessor` of the router starts.
+
+No library's own limits bound all that it does, and a thread that is in a library cannot be ended. So tasks
+run in child processes, which the kernel ends at their limit of CPU time. The parent has loaded the
+tokenizers, and forks a child in milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+
+import msgspec
+
+from protocol.errors import InvalidRequestError
+from router.errors import ApiError
+from router.preprocessing.tasks import Tasks
+from router.preprocessing.wire import (
+    ACCEPTED,
+    DIED,
+    LENGTH,
+    REFUSED,
+    RESULT,
+    Refusal,
+    Setup,
+    TaskCall,
+    framed,
+)
+
+DONE, LEAVING = b"d", b"l"
+"""A child's task is over, and it takes another one, or ends."""
+LIGHT_S = 0.25
+"""CPU time of a task after which a child may go on; others leave too much memory taken."""
+
+
+class Parent:
+    """Gives each task to an idle child, or to a new one. The router limits how many there are at once.
+
+    A task whose connection the router closes is ended with its child.
+    """
+
+    def __init__(self, control: socket.socket, tasks: Tasks) -> None:
+        self._control = control
+        self._tasks = tasks
+        self._poll = select.poll()
+        self._poll.register(control, select.POLLIN)
+        self._children: dict[int, _Child] = {}
+        """By the file descriptors of their channels."""
+        self._busy: dict[int, _Child] = {}
+        """By those of their tasks' connections."""
+
+    def serve(self) -> None:
+        """Until the router closes its end."""
+        while True:
+            # what is closed comes before what is opened, as descriptors have their numbers again
+            events = [descriptor for descriptor, _ in self._poll.poll()]
+            for child in [self._children[each] for each in events if each in self._children]:
+                self._hear(child)
+            for descriptor in [each for each in events if each in self._busy]:
+                self._abandon(descriptor)
+            if self._control.fileno() in events:
+                if (connection := _received(self._control)) is None:
+                    return self._end()
+                self._start(connection)
+
+    def _start(self, connection: socket.socket) -> None:
+        idle = (child for child in self._children.values() if child.connection is None and child.stays)
+        child = next(idle, None) or self._fork()
+        child.connection = connection
+        self._busy[connection.fileno()] = child
+        self._poll.register(connection, 0)  # tells when the other end is closed
+        _send(connection, ACCEPTED, socket.MSG_DONTWAIT)
+        with contextlib.suppress(OSError):  # it has died, as `_hear` will find
+            socket.send_fds(child.channel, [DONE], [connection.fileno()])
+
+    def _fork(self) -> _Child:
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._close_all()
+                ours.close()
+                _serve_tasks(theirs, self._tasks)
+            finally:
+                os._exit(1)
+        theirs.close()
+        child = self._children[ours.fileno()] = _Child(pid, ours)
+        self._poll.register(ours, select.POLLIN)
+        return child
+
+    def _hear(self, child: _Child) -> None:
+        news = b""
+        with contextlib.suppress(ConnectionResetError):  # it died before it read its task
+            news = child.channel.recv(1)
+        if news:
+            child.stays = news == DONE
+            self._release(child)
+            return
+        _, status = os.waitpid(child.pid, 0)
+        if child.connection is not None:
+            _send(child.connection, DIED + bytes([os.WTERMSIG(status)]), socket.MSG_DONTWAIT)
+            self._release(child)
+        del self._children[child.channel.fileno()]
+        self._poll.unregister(child.channel)
+        child.channel.close()
+
+    def _abandon(self, connection: int) -> None:
+        """The router has closed it, which it also does once it has the answer."""
+        child = self._busy[connection]
+        if not _is_readable(child.channel):
+            self._poll.unregister(connection)
+            os.kill(child.pid, signal.SIGKILL)
+
+    def _release(self, child: _Child) -> None:
+        """Its task is over."""
+        connection, child.connection = child.connection, None
+        if connection is not None:
+            del self._busy[connection.fileno()]
+            with contextlib.suppress(KeyError):
+                self._poll.unregister(connection)
+            connection.close()
+
+    def _close_all(self) -> None:
+        self._control.close()
+        for child in self._children.values():
+            child.channel.close()
+            if child.connection is not None:
+                child.connection.close()
+
+    def _end(self) -> None:
+        for child in self._children.values():
+            os.kill(child.pid, signal.SIGKILL)
+
+
+class _Child:
+    """`connection` is that of its task, if it has one; `stays` is false once it is about to end."""
+
+    def __init__(self, pid: int, channel: socket.socket) -> None:
+        self.pid = pid
+        self.channel = channel
+        self.connection: socket.socket | None = None
+        self.stays = True
+
+
+def _serve_tasks(channel: socket.socket, tasks: Tasks) -> None:
+    """A child's life."""
+    while (connection := _received(channel)) is not None:
+        with connection:
+            call = _call(connection)
+            if call is None:  # the router gave it up
+                channel.sendall(DONE)
+                continue
+            signal.setitimer(signal.ITIMER_PROF, call.cpu_s)
+            answer = _answer(tasks, call)
+            left_s, _ = signal.setitimer(signal.ITIMER_PROF, 0)
+            _send(connection, answer)
+            is_light = call.cpu_s - left_s <= LIGHT_S
+            channel.sendall(DONE if is_light else LEAVING)
+            connection.shutdown(socket.SHUT_WR)
+        if not is_light:
+            os._exit(0)
+    os._exit(0)
+
+
+def _answer(tasks: Tasks, call: TaskCall) -> bytes:
+    try:
+        return RESULT + framed(tasks.run(call.task, call.argument))
+    except (InvalidRequestError, ApiError) as error:
+        refusal = Refusal.of(error)
+    except Exception:
+        traceback.print_exc()
+        refusal = Refusal.of(ApiError(500, "internal error; the server's log has the details"))
+    return REFUSED + framed(msgspec.msgpack.encode(refusal))
+
+
+def _received(channel: socket.socket) -> socket.socket | None:
+    """The next connection; None where the other end is closed."""
+    _, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
+    return socket.socket(fileno=descriptors[0]) if descriptors else None
+
+
+def _is_readable(channel: socket.socket) -> bool:
+    try:
+        channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def _call(connection: socket.socket) -> TaskCall | None:
+    length = _read(connection, LENGTH.size)
+    if length is None or (body := _read(connection, LENGTH.unpack(length)[0])) is None:
+        return None
+    return msgspec.msgpack.decode(body, type=TaskCall)
+
+
+def _read(connection: socket.socket, size: int) -> bytearray | None:
+    """None where the connection ends before."""
+    read = bytearray(size)
+    left = memoryview(read)
+    while left:
+        received = connection.recv_into(left)
+        if not received:
+            return None
+        left = left[received:]
+    return read
+
+
+def _send(connection: socket.socket, data: bytes, flags: int = 0) -> None:
+    with contextlib.suppress(OSError):  # the router gave it up, or does not read
+        connection.sendall(data, flags)
+
+
+def main(control: int, setup: int) -> None:
+    logging.basicConfig(level=logging.ERROR)  # the router has warned of what the model lacks
+    text = os.pread(setup, os.fstat(setup).st_size, 0)
+    os.close(setup)
+    tasks = Tasks(msgspec.msgpack.decode(text, type=Setup))
+    del text
+    gc.collect()
+    gc.freeze()  # pages that no child writes to stay shared
+    Parent(socket.socket(fileno=control), tasks).serve()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

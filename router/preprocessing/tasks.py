@@ -1,0 +1,59 @@
+"""What the preprocessor does: each task makes bytes of bytes."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from protocol.errors import InvalidRequestError
+from protocol.sampling import MAX_GRAMMAR_BYTES
+from router.chats import Chats
+from router.grammar_request import GrammarRequest
+from router.preprocessing.wire import Setup
+from router.structured_outputs import Grammar
+from router.tokenizer import Tokenizer
+
+MAX_REASON = 400
+
+
+class Tasks:
+    """All tasks by their names. They raise `InvalidRequestError` and `ApiError`."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._tokenizer = Tokenizer(setup.tokenizer_json, setup.tokenizer_settings)
+        self._chats = Chats(setup.config, self._tokenizer)
+        self._vocabulary: LLTokenizer | None = None
+        self._problem = ""
+        """Why the tokenizer can serve no grammar."""
+        try:
+            self._vocabulary = LLTokenizer(self._tokenizer.as_json())
+        except ValueError as error:
+            self._problem = f"not with this model's tokenizer: {error}"
+        self._tasks = {"grammar": self.grammar}
+
+    def run(self, task: str, argument: bytes) -> bytes:
+        return self._tasks[task](argument)
+
+    def grammar(self, argument: bytes) -> bytes:
+        """The text of the grammar that a `GrammarRequest` asks for, which has been compiled once."""
+        grammar = self._chats.grammar(msgspec.json.decode(argument, type=GrammarRequest))
+        text = grammar.text.encode()
+        if len(text) > MAX_GRAMMAR_BYTES:
+            reason = f"at most {MAX_GRAMMAR_BYTES} bytes as llguidance reads it, got {len(text)}"
+            raise InvalidRequestError(grammar.field, reason)
+        problem = self._problem if self._vocabulary is None else compile_problem(self._vocabulary, grammar)
+        if problem:
+            raise InvalidRequestError(grammar.field, problem[:MAX_REASON])
+        return text
+
+
+def compile_problem(vocabulary: LLTokenizer, grammar: Grammar) -> str:
+    """Why it can't be served; empty where it can."""
+    matcher = LLMatcher(vocabulary, grammar.text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    if not matcher.is_error():
+        first = np.empty(-(-vocabulary.vocab_size // 32), np.int32)
+        matcher.unsafe_compute_mask_ptr(first.ctypes.data, first.nbytes)
+        if matcher.is_error():
+            return "no text satisfies it, or it is too complex"
+    return matcher.get_error().strip()
