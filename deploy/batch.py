@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -55,6 +55,7 @@ class BatchAnswer(msgspec.Struct, kw_only=True):
 
 class _Answered(msgspec.Struct):
     custom_id: str
+    error: Any = None
 
 
 def read_requests(path: Path) -> Iterator[BatchRequest]:
@@ -86,21 +87,22 @@ def _problem(request: BatchRequest, seen: Set[str]) -> str | None:
     return None
 
 
-def read_answered(path: Path) -> set[str]:
-    """Whose answers are there. A last line that was cut off is removed."""
+def read_answered(path: Path) -> dict[str, str]:
+    """The ids of the answers that are there, each with its error. A last line that was cut off is removed."""
     if not path.exists():
-        return set()
+        return {}
     decode = msgspec.json.Decoder(_Answered).decode
-    answered: set[str] = set()
+    answered: dict[str, str] = {}
     with _opened(path, "r+b") as lines:
         whole = 0
         for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n"):
                 break
             try:
-                answered.add(decode(line).custom_id)
+                answer = decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise ConfigError(f"{path}, line {number}: no answer of a batch: {error}") from error
+            answered[answer.custom_id] = _message(answer.error)
             whole += len(line)
         lines.truncate(whole)
     return answered
@@ -116,34 +118,50 @@ def _opened(path: Path, mode: str) -> BinaryIO:
 def run_batch(
     url: str, api_key: str | None, source: Path, target: Path, *, concurrency: int, priority: int
 ) -> None:
-    """Raises `ConfigError`; `ServerError` where requests are left without an answer."""
+    """Print how many completed and failed. Raises `ConfigError`; `ServerError` where one did not complete."""
     total = sum(1 for _ in read_requests(source))
     answered = read_answered(target)
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with _opened(target, "ab") as output, Progress(*columns) as progress:
         task = progress.add_task("requests", total=total, completed=len(answered))
         left = (request for request in read_requests(source) if request.custom_id not in answered)
-        batch = _Batch(left, output, priority, lambda: progress.advance(task))
+        batch = _Batch(left, output, priority, answered, lambda: progress.advance(task))
+        ended: Exception | None = None
         try:
             asyncio.run(batch.run(url, api_key, concurrency))
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-    if batch.failures:
+        except ExceptionGroup as group:
+            ended = group.exceptions[0]
+    failed = [f"{name}: {error}" for name, error in answered.items() if error]
+    left_over = max(0, total - len(answered))
+    told = f"{len(answered) - len(failed)} completed, {len(failed)} failed"
+    print(told + (f", {left_over} without an answer" if left_over else ""))
+    if ended is not None:
+        raise ended
+    if batch.unanswered:
         raise ServerError(
-            f"{len(batch.failures)} of {total} requests have no answer; run it again for them. "
-            f"{batch.failures[0]}"
+            f"{left_over} of {total} requests have no answer; run it again for them. {batch.unanswered[0]}"
         )
+    if failed:
+        raise ServerError(f"{len(failed)} of {total} requests failed. {failed[0]}")
 
 
 class _Batch:
-    """Several requests at a time. `failures`: why some got no answer."""
+    """Several requests at a time. `answered` gains their errors; `unanswered` says why some got no answer."""
 
-    def __init__(self, left: Iterator[BatchRequest], output: BinaryIO, priority: int, done: Any) -> None:
+    def __init__(
+        self,
+        left: Iterator[BatchRequest],
+        output: BinaryIO,
+        priority: int,
+        answered: dict[str, str],
+        done: Callable[[], object],
+    ) -> None:
         self._left = left
         self._output = output
         self._priority = priority
+        self._answered = answered
         self._done = done
-        self.failures: list[str] = []
+        self.unanswered: list[str] = []
 
     async def run(self, url: str, api_key: str | None, concurrency: int) -> None:
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
@@ -162,6 +180,7 @@ class _Batch:
             if answer is not None:
                 self._output.write(msgspec.json.encode(answer) + b"\n")
                 self._output.flush()
+                self._answered[answer.custom_id] = _message(answer.error)
                 self._done()
 
     async def _ask(self, http: httpx.AsyncClient, request: BatchRequest) -> BatchAnswer | None:
@@ -185,8 +204,16 @@ class _Batch:
                 wait_s = max(wait_s, _retry_after_s(response))
             if attempt + 1 < MAX_ATTEMPTS:
                 await asyncio.sleep(wait_s)
-        self.failures.append(f"{request.custom_id}: {reason}")
+        self.unanswered.append(f"{request.custom_id}: {reason}")
         return None
+
+
+def _message(error: Any) -> str:
+    """An answer's error in words; empty where it has none."""
+    if error is None:
+        return ""
+    told = error.get("message") if isinstance(error, dict) else error
+    return str(told)[:500] or "failed"
 
 
 def _answer(request: BatchRequest, response: httpx.Response) -> BatchAnswer:

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import httpx
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
-from rich.table import Table
 
 from deploy.complete import checked, client
+from deploy.tables import FittedTable, output_console
 from protocol.metrics import REPORTED, reported
 
 _COLUMNS = ("worker", "role", "state", "run", "wait", "KV used", "cached", "hits", "transports")
@@ -33,7 +33,7 @@ def show_status(url: str, api_key: str | None, *, once: bool, as_json: bool, int
         if as_json:
             print(json.dumps(_fetch(http), indent=2))
         elif once or not sys.stdout.isatty():
-            Console().print(make_view(url, _fetch(http)))
+            output_console().print(make_view(url, _fetch(http)))
         else:
             _live(http, url, interval_s)
 
@@ -56,11 +56,9 @@ def make_view(url: str, status: dict[str, Any]) -> Group:
     return Group(make_table(url, status), *([speculation] if speculation.row_count else []))
 
 
-def make_table(url: str, status: dict[str, Any]) -> Table:
+def make_table(url: str, status: dict[str, Any]) -> FittedTable:
     """One row for each worker that the router knows."""
-    table = Table(title=url)
-    for name in _COLUMNS:
-        table.add_column(name, no_wrap=name != "transports")
+    table = FittedTable(*_COLUMNS, optional=("role", "cached"), wrapped="transports", title=url)
     for worker in status["workers"]:
         table.add_row(*_row(worker))
     return table
@@ -95,11 +93,9 @@ def _transports(worker: dict[str, Any]) -> str:
     return ", ".join(told)
 
 
-def make_speculation_table(status: dict[str, Any]) -> Table:
+def make_speculation_table(status: dict[str, Any]) -> FittedTable:
     """One row for each worker and method that has drafted, and for each that was told to."""
-    table = Table()
-    for name in _SPECULATION_COLUMNS:
-        table.add_column(name, no_wrap=True)
+    table = FittedTable(*_SPECULATION_COLUMNS)
     for worker in status["workers"]:
         totals = spec_decode_totals(worker["counters"])
         deployed = worker["start_up"].get("speculation", "none").partition(" (")[0]

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import httpx
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from deploy.complete import checked, client
 from deploy.status import spec_decode_totals
+from deploy.tables import FittedTable, output_console
 
 _BAR = 10
 _FULL = 0.9
@@ -43,7 +43,7 @@ def show_top(url: str, api_key: str | None, *, once: bool, interval_s: float) ->
         before = Look.take(http)
         time.sleep(interval_s)
         if once or not sys.stdout.isatty():
-            Console().print(frame(url, before, Look.take(http)))
+            output_console().print(frame(url, before, Look.take(http)))
             return
         with Live(auto_refresh=False, screen=True) as live:
             while True:
@@ -72,10 +72,9 @@ def _head(url: str, before: Look, after: Look) -> Text:
     return head
 
 
-def _workers(before: Look, after: Look) -> Table:
-    table = _table(
-        "worker", "role", "host", "state", "run", "wait", "KV", "hits", "steps/s", "ms", "tokens/s"
-    )
+def _workers(before: Look, after: Look) -> FittedTable:
+    columns = ("worker", "role", "host", "state", "run", "wait", "KV", "hits", "steps/s", "ms", "tokens/s")
+    table = FittedTable(*columns, optional=("host", "ms", "role"))
     for worker_id, worker in after.workers.items():
         steps = _gained(before, after, worker_id, "steps")
         busy_s = _counted(before, after, worker_id, "engine_seconds_total")
@@ -99,9 +98,9 @@ def _workers(before: Look, after: Look) -> Table:
     return table
 
 
-def _links(before: Look, after: Look) -> Table:
+def _links(before: Look, after: Look) -> FittedTable:
     """The wires in use: what goes over them now, and what they were measured to take."""
-    table = _table("from", "to", "over", "now", "up to", "latency", "transfers/s")
+    table = FittedTable("from", "to", "over", "now", "up to", "latency", "transfers/s")
     for link in after.cluster["links"]:
         sent, transfers = (
             _of_pair(after, link, name) - _of_pair(before, link, name)
@@ -120,9 +119,10 @@ def _links(before: Look, after: Look) -> Table:
     return table
 
 
-def _drafts(before: Look, after: Look) -> Table:
+def _drafts(before: Look, after: Look) -> FittedTable:
     """By decode worker and method: what the interval's drafts brought, and where they are made now."""
-    table = _table("drafts of", "method", "drafts/s", "accepted", "tokens/round", "made at")
+    columns = ("drafts of", "method", "drafts/s", "accepted", "tokens/round", "made at")
+    table = FittedTable(*columns, wrapped="made at")
     made: dict[str, list[str]] = {}
     for each in after.cluster["drafts"]:
         made.setdefault(each["decode"], []).append(f"{each['at'] or 'nowhere'}: {each['requests']}")
@@ -141,13 +141,6 @@ def _drafts(before: Look, after: Look) -> Table:
                 f"{1 + accepted / drafts:.2f}" if drafts else "-",
                 ", ".join(made.get(worker_id, ())) or "-",
             )
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(expand=False)
-    for name in columns:
-        table.add_column(name, no_wrap=True)
     return table
 
 

@@ -85,7 +85,8 @@ def answers(tmp_path) -> dict[str, dict]:
 
 
 def test_answers(server, run, tmp_path):
-    assert run("--api-key", "secret,other", "--priority", "7").exit_code == 0
+    result = run("--api-key", "secret,other", "--priority", "7")
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "20 completed, 0 failed")
     assert answers(tmp_path) == {
         name: {
             "id": f"batch_req_id-{name}",
@@ -117,17 +118,29 @@ def test_it_goes_on_where_it_ended(server, run, tmp_path):
 
 def test_refusals_are_answers_and_passing_failures_are_tried_again(server, run, tmp_path):
     server.faults = {NAMES[0]: [400], NAMES[1]: [429, 503]}
-    assert run().exit_code == 0
+    assert run().exit_code == 1
     found = answers(tmp_path)
     assert found[NAMES[0]]["response"]["status_code"] == 400
     assert found[NAMES[0]]["error"] == {"message": "a 400"}
     assert found[NAMES[1]]["error"] is None and server.seen[NAMES[1]] == 3
 
 
+def test_failures_are_counted_and_told(server, run):
+    """Those of an earlier run, too, which are not tried again."""
+    server.faults = {"b": [404]}
+    for _ in range(2):
+        result = run(lines=[line("a"), line("b"), line("c")])
+        assert result.exit_code == 1
+        assert result.stdout.splitlines()[-1] == "2 completed, 1 failed"
+        assert result.stderr == "tandem: 1 of 3 requests failed. b: a 404\n"
+    assert server.seen["b"] == 1
+
+
 def test_what_keeps_failing_is_left_for_another_run(server, run, tmp_path):
     server.faults = {NAMES[0]: [500] * batch.MAX_ATTEMPTS}
     result = run()
     assert result.exit_code == 1
+    assert "19 completed, 0 failed, 1 without an answer" in result.stdout
     assert f"1 of {len(NAMES)} requests have no answer" in result.stderr and NAMES[0] in result.stderr
     assert set(answers(tmp_path)) == set(NAMES[1:])
     assert run().exit_code == 0 and set(answers(tmp_path)) == set(NAMES)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from deploy.status import make_table, make_view
+from deploy.status import _COLUMNS, make_table, make_view
+from deploy.tables import output_console
 
 WORKER: dict[str, Any] = {
     "id": "prefill-0",
@@ -49,7 +50,7 @@ def test_the_transport_in_use_and_why_not_a_better_one(
     )
     Console(file=out, width=250).print(table)
     (row,) = [line for line in out.getvalue().splitlines() if "prefill-0" in line]
-    assert told in row
+    assert told in row + " "
 
 
 @pytest.mark.parametrize(
@@ -88,6 +89,30 @@ def test_the_current_k_is_that_of_the_requests_which_run() -> None:
     worker = {**WORKER, "counters": counters, "speculation": {"methods": states}}
     _, *rows = rows_of(make_view("http://localhost", {"workers": [worker]}))
     assert rows == ["prefill-0 ngram 1 - 1.00 2.5", "prefill-0 eagle 1 - 1.00 0.0"]
+
+
+def test_a_narrow_terminal_cuts_no_column() -> None:
+    worker = WORKER | {
+        "id": "prefill-12",
+        "lifecycle": "draining",
+        "num_waiting": 1000,
+        "total_blocks": 131072,
+        "kv_usage": 1.0,
+        "transports": {"decode-0": "tcp"},
+        "pairs": [SHM, TCP],
+    }
+    out = io.StringIO()
+    Console(file=out, width=80).print(make_view("http://localhost", {"workers": [worker]}))
+    text = " ".join(out.getvalue().split())
+    assert "…" not in text
+    assert "worker state run wait KV used cached hits transports" in text
+    assert "prefill-12 draining 0 1000 100% of 131072 0% - decode-0: tcp (shm: another host)" in text
+
+
+def test_a_pipe_gets_all_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    output_console().print(make_view("http://localhost", {"workers": [WORKER]}))
+    assert " ".join(_COLUMNS) in " ".join(capsys.readouterr().out.split())
 
 
 def rows_of(view: RenderableType) -> list[str]:

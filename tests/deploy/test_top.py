@@ -52,9 +52,9 @@ def look(at: float, *workers: dict[str, Any]) -> Look:
     return Look(at, CLUSTER, {worker["id"]: copy.deepcopy(worker) for worker in workers})
 
 
-def shown(before: Look, after: Look) -> str:
+def shown(before: Look, after: Look, width: int = 200) -> str:
     out = io.StringIO()
-    Console(file=out, width=200).print(frame("http://localhost", before, after))
+    Console(file=out, width=width).print(frame("http://localhost", before, after))
     return " ".join(out.getvalue().replace("│", " ").split())
 
 
@@ -81,3 +81,11 @@ def test_a_worker_that_was_started_anew_or_came_has_no_negative_rates() -> None:
     assert "decode-0 decode 10.0.0.1 ready 1 4 ██████████ 95% - 0 - 0" in text
     assert "decode-0 ngram" not in text
     assert "prefill-0 prefill" in text
+
+
+def test_a_narrow_terminal_leaves_columns_out_and_cuts_none() -> None:
+    busy = PREFILL | {"host": "ip-10-0-12-34.compute.internal", "id": "prefill-12", "lifecycle": "draining"}
+    text = shown(look(10.0, busy, DECODE), look(12.0, busy, DECODE), width=80)
+    assert "…" not in text and "internal" not in text
+    assert "worker state run wait KV hits steps/s tokens/s" in text
+    assert "prefill-12 draining 1 4 ██░░░░░░░░ 25% - 0 0" in text
