@@ -65,16 +65,22 @@ def schema_grammar(
     Raises `InvalidRequestError` for a keyword that cannot be kept to; a lenient grammar does without it.
     """
     spaces = _SPACES if whitespace_pattern is None else {"whitespace_pattern": whitespace_pattern}
-    options: Any = {**spaces, "lenient": lenient}
+    narrow = narrow_schema(schema, field, {**spaces, "lenient": lenient})
+    return json.dumps({"grammars": [{"json_schema": narrow}]}, ensure_ascii=False)
+
+
+def narrow_schema(schema: Mapping[str, Any], field: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """One that llguidance keeps to exactly, with options for it."""
     try:
-        narrowed = _Narrowed(schema, field, lenient)
-        if narrowed.one_spelling:
-            options["json_allowed_escapes"] = 'nrbtf\\"'
-        own = narrowed.schema.get("x-guidance", {})
-        narrowed.schema["x-guidance"] = {**own, **options} if isinstance(own, dict) else own
-        return json.dumps({"grammars": [{"json_schema": narrowed.schema}]}, ensure_ascii=False)
-    except (ValueError, RecursionError) as error:
+        narrowed = _Narrowed(schema, field, bool(options.get("lenient")))
+    except RecursionError as error:
         raise InvalidRequestError(field, str(error)) from error
+    own = narrowed.schema.get("x-guidance", {})
+    if not isinstance(own, dict):
+        raise InvalidRequestError(field, "x-guidance: must be an object")
+    escapes = {"json_allowed_escapes": 'nrbtf\\"'} if narrowed.one_spelling else {}
+    narrowed.schema["x-guidance"] = {**own, **options, **escapes}
+    return narrowed.schema
 
 
 class _Narrowed:
@@ -91,7 +97,7 @@ class _Narrowed:
         self._compares_names = False
         self._multiples: list[tuple[dict[str, Any], str, int, int]] = []
         self._spelled_with_u = ""
-        self.schema = self._schema(schema, "")
+        self.schema: dict[str, Any] = self._schema(schema, "")
         self._check_multiples()
         self.one_spelling = self._compares_names and not lenient
         if self.one_spelling and self._spelled_with_u:

@@ -7,6 +7,13 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from router.json_schemas import narrow_schema
+
+_SCHEMA_MARK = re.compile(
+    r'(?:#|//)[^\n]*|"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\\n])+/|(?P<schema>%json\s*)', re.DOTALL
+)
+"""What a schema follows, or a comment, a literal or an expression that may look like it."""
+
 
 def lark_grammar(*lines: str, others: Sequence[Mapping[str, Any]] = ()) -> str:
     """Rules with a `start`. They name the `others` with an `@`."""
@@ -16,6 +23,23 @@ def lark_grammar(*lines: str, others: Sequence[Mapping[str, Any]] = ()) -> str:
 def quoted(text: str) -> str:
     """A literal. Its escapes are JSON's, but unlike a string of JSON it cannot have U+007F as it is."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def with_narrow_schemas(lark: str, field: str) -> str:
+    """Each JSON schema in it becomes one that llguidance keeps to. Raises `InvalidRequestError`."""
+    pieces, done, at = [], 0, 0
+    while (match := _SCHEMA_MARK.search(lark, at)) is not None:
+        at = match.end()
+        if match["schema"] is None:
+            continue
+        try:
+            schema, end = json.JSONDecoder().raw_decode(lark, at)
+        except (ValueError, RecursionError):
+            continue  # llguidance tells why
+        if isinstance(schema, dict):
+            pieces += [lark[done:at], json.dumps(narrow_schema(schema, field, {}), ensure_ascii=False)]
+            done = at = end
+    return "".join([*pieces, lark[done:]])
 
 
 class Spelling:

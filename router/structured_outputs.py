@@ -17,7 +17,7 @@ from router.decoding import decode_field
 from router.gbnf import is_gbnf, lark_from_gbnf
 from router.grammar_request import GrammarRequest
 from router.json_schemas import schema_grammar
-from router.lark import lark_grammar, quoted
+from router.lark import lark_grammar, quoted, with_narrow_schemas
 from router.openai_types import MAX_RAW_BYTES, ResponseFormat, StructuredOutputs
 
 _ANY_OBJECT = Raw(b'{"type":"object"}')
@@ -114,7 +114,7 @@ def _unquoted(raw: Raw, field: str) -> Any:
 
 def _of_grammar(text: str, field: str) -> str:
     try:
-        return lark_grammar(lark_from_gbnf(text) if is_gbnf(text) else text)
+        return lark_grammar(lark_from_gbnf(text) if is_gbnf(text) else with_narrow_schemas(text, field))
     except ValueError as error:
         raise InvalidRequestError(field, str(error)) from error
 

@@ -230,6 +230,7 @@ def test_refused_keywords_are_named(case: tuple[dict[str, Any], str]) -> None:
     [
         {"structured_outputs": {"json": {"const": 2**53 + 1}}},
         {"structured_outputs": {"json": json.dumps({"const": 2**53 + 1})}},
+        {"structured_outputs": {"grammar": f'start: "a" x\nx: %json {{"const": {2**53 + 1}}} | "b"'}},
         {
             "response_format": {
                 "type": "json_schema",
@@ -241,3 +242,17 @@ def test_refused_keywords_are_named(case: tuple[dict[str, Any], str]) -> None:
 def test_wherever_a_schema_is_given(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match="const: 9007199254740993 has too many digits"):
         grammar_of(fields)
+
+
+def test_schemas_in_lark() -> None:
+    """Not what looks like one in a literal, an expression or a comment."""
+    grammar = """
+        start: "%json {" | /%json "/ date  // %json {"const": 1e30}
+        date: %json {"format": "date", "x-guidance": {"whitespace_flexible": false}} "/" any  # "%json
+        any: %json true"""
+    made = grammar_of({"structured_outputs": {"grammar": grammar}})
+    assert made is not None
+    start = LLMatcher(BYTES, made.text, log_level=0)
+    assert not start.is_error(), start.get_error()
+    assert takes(start, "%json {") and takes(start, '%json ""2020-02-29"/[1]')
+    assert not takes(start, '%json ""2021-02-29"/[1]')
