@@ -1,5 +1,6 @@
 """`tandem bench`: measure a server, or compare several."""
 
+import importlib
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,17 +10,19 @@ from rich.console import Console
 
 from bench import compare as comparison
 from bench.five.command import five
-from bench.five.simulated import five_simulated
 from bench.gpu.command import gpu
+from bench.peers.setup import main as setup
 from bench.quantize.command import quantize
-from bench.quantize.drafts import quantize_drafts
+from bench.quantize.peers import main as quantize_peers
+from bench.roofline import main as roofline
 from bench.serve.client import Target
 from bench.serve.load import Load
 from bench.serve.report import ProgressBar, print_result, write_json
 from bench.serve.runner import run_load
 from bench.serve.statistics import parse_objectives
+from bench.shapes.command import shapes
 from bench.speculate.command import speculate
-from bench.transfer.command import transfer, transfer_growth
+from bench.transfer.command import transfer
 
 app = typer.Typer(help="Measure servers that speak the OpenAI API.", no_args_is_help=True)
 
@@ -96,13 +99,36 @@ def serve(
 
 app.command("compare")(comparison.main)
 app.command("five")(five)
-app.command("five-simulated")(five_simulated)
 app.command("gpu")(gpu)
 app.command("quantize")(quantize)
-app.command("quantize-drafts")(quantize_drafts)
+app.command("quantize-peers")(quantize_peers)
+app.command("roofline")(roofline)
+app.command("setup")(setup)
+app.command("shapes")(shapes)
 app.command("speculate")(speculate)
 app.command("transfer")(transfer)
-app.command("transfer-growth")(transfer_growth)
+
+_PROGRAMS = {
+    "goodput": "Measure requests a second within the SLO over the rate of a trace, of several systems.",
+    "host-step": "Time the host's part of a decode step on a GPU, without one.",
+    "kills": "Kill and freeze workers under load, and compare all tokens with a run without that.",
+    "mixed-load": "Measure how long prompts stall other streams, on several servers.",
+    "placement": "Measure the router's index of prefix caches.",
+    "soak": "Run an operator's day in minutes, and check answers and memory.",
+}
+"""Commands that pass options on to `tandem serve`, or parse their own; imported when they run."""
+
+
+def _register(name: str, text: str) -> None:
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+    @app.command(name, help=text, context_settings=settings)
+    def run(context: typer.Context) -> None:
+        importlib.import_module(f"bench.{name.replace('-', '_')}").main(context.args)
+
+
+for _name, _text in _PROGRAMS.items():
+    _register(_name, _text)
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -113,7 +139,3 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"--extra-body must be a JSON object, got {text}")
     return value
-
-
-if __name__ == "__main__":
-    app()

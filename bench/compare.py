@@ -283,7 +283,3 @@ def main(
     console.print(f"written to {folder}", highlight=False, soft_wrap=True)
     if not measurements:
         raise typer.Exit(1)
-
-
-if __name__ == "__main__":
-    typer.run(main)

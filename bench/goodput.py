@@ -1,6 +1,6 @@
 """Requests a second within the SLO, over the rate at which a trace's requests come, of several systems.
 
-    python -m bench.goodput --model FOLDER --trace TRACE --system tandem --system vllm-tamed \
+    tandem bench goodput --model FOLDER --trace TRACE --system tandem --system vllm-tamed \
         --scale-lengths 0.03 --speedups 1,2,4,8,16 --seconds 10 --slo-ttft 0.5 --slo-tpot 0.02
 
 Systems are given as for `tandem bench compare`; they take turns, round by round. In its turn a system is
@@ -16,7 +16,6 @@ import argparse
 import itertools
 import shlex
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -159,8 +158,10 @@ def describe(bests: Sequence[Best]) -> str:
     return "\n".join(lines)
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "tandem bench goodput", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--model", type=Path, required=True, help="local model folder")
     parser.add_argument("--trace", type=Path, required=True, help="JSONL in Mooncake's form")
     parser.add_argument("--system", action="append", required=True, help="[label=]name [flags], or a URL")
@@ -189,8 +190,8 @@ def _speedups(text: str) -> list[float]:
     return speedups
 
 
-def main() -> None:
-    options = parse()
+def main(arguments: Sequence[str]) -> None:
+    options = parse(arguments)
     setting = Setting(options.model.resolve(), options.env_dir.expanduser().resolve(), max_model_len=4096)
     replays = Replays(read_trace(options.trace), options, vocab_size_of(options.model))
     found: list[Goodput] = []
@@ -204,10 +205,6 @@ def main() -> None:
     console.print(as_table(found))
     print(describe(best(found)))
     if options.output is not None:
-        command = shlex.join(["python", "-m", "bench.goodput", *sys.argv[1:]])
+        command = shlex.join(["tandem", "bench", "goodput", *arguments])
         content = {"best": msgspec.to_builtins(best(found)), "replays": msgspec.to_builtins(found)}
         write_results(options.output, command, content)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,7 @@
 worker's engine, which launches each step behind the one before. What the device computes is left out, and a
 graph's replay costs nothing.
 
-`python -m bench.host_step` prints the median, and with `--profile` where it goes.
+`tandem bench host-step` prints the median, and with `--profile` where it goes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pstats
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,13 +127,13 @@ def step_times(engine: Engine, sequences: int, context: int, steps: int) -> list
     return times
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser("tandem bench host-step", description=__doc__)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--context", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--profile", action="store_true", help="where the time goes, by function")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         engine = engine_of(Path(folder), args.requests, args.context + 4 * args.steps)
@@ -146,7 +147,3 @@ def main() -> None:
     )
     if args.profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(25)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Whether requests survive deaths and freezes of workers, with the same tokens, and what clients see of it.
 
-    python -m bench.kills [--requests 600] [--seconds 120] [--every 4] [options of tandem serve]
+    tandem bench kills [--requests 600] [--seconds 120] [--every 4] [options of tandem serve]
 
 The bundled model serves streams from 2 prefill and 3 decode workers. At even intervals one of them, drawn
 at random, is killed or frozen for good; with --router-replicas also a router now and then. Then the same
@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,14 +38,16 @@ STALE_S = 2.0
 """So long after a router's death a client may still try its connection to it."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        "tandem bench kills", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--every", type=float, default=4.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--router-replicas", type=int, default=1)
-    options, serve_options = parser.parse_known_args()
+    options, serve_options = parser.parse_known_args(arguments)
     replicas = options.router_replicas
     with serving([*WORKERS, "--router-replicas", str(replicas), *serve_options]) as http:
         storm = Storm(http, replicas, random.Random(options.seed))
@@ -237,7 +240,3 @@ class Storm:
 def total(http: httpx.Client, name: str) -> float:
     lines = http.get("/metrics").text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{"))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Long prompts among streams: how long the streams stall, and how long the long prompts wait.
 
-    python -m bench.mixed_load cost=http://127.0.0.1:8001 colocated=http://127.0.0.1:8002 --model NAME
+    tandem bench mixed-load cost=http://127.0.0.1:8001 colocated=http://127.0.0.1:8002 --model NAME
 
 The servers take turns, round by round. On each, streams run one request after the other while long prompts
 come at a steady pace. Printed are medians over the rounds of the streams' p99 gap between two tokens and of
@@ -14,6 +14,7 @@ import asyncio
 import itertools
 import statistics
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -72,8 +73,10 @@ def report(found: dict[str, list[Figures]]) -> str:
     return "\n".join(lines)
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "tandem bench mixed-load", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("servers", nargs="+", metavar="NAME=URL")
     parser.add_argument("--model", required=True, help="its name at all servers")
     parser.add_argument("--streams", type=int, default=8)
@@ -92,8 +95,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def main() -> None:
-    options = parse()
+def main(arguments: Sequence[str]) -> None:
+    options = parse(arguments)
     servers = dict(server.split("=", 1) for server in options.servers)
     found: dict[str, list[Figures]] = {name: [] for name in servers}
     for number in range(options.rounds):
@@ -101,7 +104,3 @@ def main() -> None:
             target = Target(url, options.model, ignore_eos=True)
             found[name].append(run_on_fast_loop(measure(target, options, options.seed + number)))
     print(report(found))
-
-
-if __name__ == "__main__":
-    main()

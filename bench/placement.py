@@ -1,6 +1,6 @@
 """What the router's view of the prefix caches costs.
 
-    python -m bench.placement [--entries 10000000] [--workers 256,1024,4096] [--prompt-blocks 512]
+    tandem bench placement [--entries 10000000] [--workers 256,1024,4096] [--prompt-blocks 512]
 
 For each number of workers an index is filled in a process of its own: with prompts that a prefill and a
 decode worker hold, any two, and a preamble that all of them hold. Then prompts are looked up that lie at two
@@ -128,20 +128,18 @@ def _measure_hashing(length: int) -> None:
         print(f"{name} of {len(token_ids)} tokens: {statistics.median(times) * 1e6:.0f} us, once per prompt")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What the router's view of the prefix caches costs.")
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        "tandem bench placement", description="What the router's view of the prefix caches costs."
+    )
     parser.add_argument("--entries", type=int, default=10_000_000, help="blocks in the index")
     parser.add_argument("--workers", default="256,1024,4096", help="numbers of workers")
     parser.add_argument("--prompt-blocks", type=int, default=512, help="blocks of a prompt, at least 65")
-    arguments = parser.parse_args()
-    _measure_hashing(arguments.prompt_blocks)
-    for workers in map(int, arguments.workers.split(",")):
+    options = parser.parse_args(arguments)
+    _measure_hashing(options.prompt_blocks)
+    for workers in map(int, options.workers.split(",")):
         process = multiprocessing.Process(
-            target=_measure, args=(arguments.entries, workers, arguments.prompt_blocks)
+            target=_measure, args=(options.entries, workers, options.prompt_blocks)
         )
         process.start()
         process.join()
-
-
-if __name__ == "__main__":
-    main()

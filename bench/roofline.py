@@ -1,6 +1,6 @@
 """Why speculation stops paying: what a step takes over its rows, from results of `tandem bench speculate`.
 
-    python -m bench.roofline
+    tandem bench roofline
 
 A step of few rows takes the time that weights take to be read, so that further rows are nearly free; one of
 many takes the time that they take to be computed (Williams et al. 2009). Drafts pay as long as a step with
@@ -136,6 +136,7 @@ def _roofs(axes: Any, loads: Sequence[Load]) -> None:
 
 
 def main() -> None:
+    """Print and plot why speculation stops paying, from results of `tandem bench speculate`."""
     measurements = read()
     loads = {method: loads_of(measurements, method) for method in METHODS}
     for method, each in loads.items():
@@ -146,7 +147,3 @@ def main() -> None:
                 f"ratio {load.ratio:.2f}, {load.tokens:.2f} tokens, speed-up of decoding {load.speedup:.2f}"
             )
     plot(loads, RESULTS / "roofline.svg")
-
-
-if __name__ == "__main__":
-    main()

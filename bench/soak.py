@@ -1,6 +1,6 @@
 """Whether a server stays right and small through an operator's day, pressed into minutes.
 
-    python -m bench.soak [--rate 24] [--seconds 600] [--streams 1000] [options of tandem serve]
+    tandem bench soak [--rate 24] [--seconds 600] [--streams 1000] [options of tandem serve]
 
 The bundled model serves short completions that come at an even rate, while a worker is killed, a decode
 worker changes its role and back, all are restarted in turn, and one more decode worker comes and one leaves,
@@ -21,6 +21,7 @@ import signal
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,12 +40,14 @@ SAMPLE_S = 1.0
 MIB = 2**20
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        "tandem bench soak", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--rate", type=float, default=24.0)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--streams", type=int, default=1000)
-    options, serve_options = parser.parse_known_args()
+    options, serve_options = parser.parse_known_args(arguments)
     with serving([*WORKERS, *serve_options]) as http:
         soak = Soak(str(http.base_url))
         print(json.dumps(asyncio.run(soak.measure(options.rate, options.seconds, options.streams))))
@@ -212,7 +215,3 @@ class Soak:
                 percent = 100.0 * (later[-1] / later[0] - 1)
                 growth[process] = f"{percent:+.1f} % to {later[-1] / MIB:.0f} MiB"
         return growth
-
-
-if __name__ == "__main__":
-    main()

@@ -75,7 +75,7 @@ class LlamaCpp:
         """Raises ValueError."""
         for name in _TARGETS:
             if not self.tool(name).exists():
-                raise ValueError(f"{self.tool(name)} is missing: run `python -m bench.peers.setup llama.cpp`")
+                raise ValueError(f"{self.tool(name)} is missing: run `tandem bench setup llama.cpp`")
 
     def tool(self, name: str) -> Path:
         return self._build / "bin" / name

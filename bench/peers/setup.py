@@ -1,4 +1,4 @@
-"""`python -m bench.peers.setup vllm transformers llama.cpp` makes the peers' environments.
+"""`tandem bench setup vllm llama.cpp` makes the peers' environments.
 
 Each peer is installed from its own package into its own virtual environment, outside the repository;
 llama.cpp, which is no Python, is built from the package that has its sources.
@@ -66,22 +66,16 @@ def install_vllm(environment: Environment) -> None:
     (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}+cpu\n")
 
 
-def install_transformers(environment: Environment) -> None:
-    """Transformers alone."""
-    environment.create()
-    environment.install("transformers", "accelerate", "psutil")
-
-
 def build_llama_cpp(environment: Environment) -> None:
     """A native build of llama.cpp. Needs a C++ compiler, CMake and Ninja."""
     LlamaCpp(environment.path).install()
 
 
-_INSTALLERS = {"vllm": install_vllm, "transformers": install_transformers, "llama.cpp": build_llama_cpp}
+_INSTALLERS = {"vllm": install_vllm, "llama.cpp": build_llama_cpp}
 
 
 def main(
-    peers: Annotated[list[str], typer.Argument(help="vllm, transformers, llama.cpp")],
+    peers: Annotated[list[str], typer.Argument(help="vllm, llama.cpp")],
     env_dir: Annotated[Path, typer.Option(help="where the environments go")] = DEFAULT_ENV_DIR,
     torch_index: Annotated[str | None, typer.Option(help="package index with CPU builds of torch")] = None,
 ) -> None:
@@ -94,7 +88,3 @@ def main(
         environment.path.mkdir(parents=True, exist_ok=True)
         _INSTALLERS[peer](environment)
         print(f"{peer}: {environment.path}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    typer.run(main)

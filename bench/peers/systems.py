@@ -2,7 +2,7 @@
 
 A spec is `[label=]name [flags...]`: a system's name, then flags handed to its server as they are; or
 `[label=]http://... [model name]` for a server that already runs. Peers run from their own environments,
-made by `python -m bench.peers.setup`.
+made by `tandem bench setup`.
 """
 
 import json
@@ -137,18 +137,6 @@ def _vllm_disaggregated(tamed: bool) -> Builder:
     return build
 
 
-def _transformers(engine: str) -> Builder:
-    def build(setting: Setting, extra: Sequence[str]) -> tuple[str, list[Command]]:
-        port = free_port()
-        python = setting.env_dir / "transformers" / "bin" / "python"
-        argv = [str(python), "-m", "bench.peers.transformers_server", "--model", str(setting.model)]
-        argv += ["--engine", engine, "--port", str(port), "--threads", str(setting.threads), *extra]
-        env = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPO)}
-        return _url(port), [Command("transformers", argv, f"{_url(port)}/health", env)]
-
-    return build
-
-
 def _llama_cpp(type: str) -> Builder:
     """llama-server with the model's weights in this GGUF type, and its own KV for each request."""
 
@@ -182,8 +170,6 @@ SYSTEMS: dict[str, Builder] = {
     "llama.cpp": _llama_cpp("bf16"),
     "llama.cpp-q8_0": _llama_cpp("q8_0"),
     "llama.cpp-q4_0": _llama_cpp("q4_0"),
-    "transformers": _transformers("continuous-batching"),
-    "transformers-generate": _transformers("generate"),
 }
 
 
@@ -200,5 +186,5 @@ def parse_system(spec: str, setting: Setting) -> System:
     base_url, commands = SYSTEMS[name](setting, words[1:])
     for command in commands:
         if not os.access(command.argv[0], os.X_OK):
-            raise ValueError(f"{command.argv[0]} is missing: run `python -m bench.peers.setup`")
+            raise ValueError(f"{command.argv[0]} is missing: run `tandem bench setup`")
     return System(label or spec, base_url, SERVED_NAME, tuple(commands))

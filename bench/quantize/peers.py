@@ -1,4 +1,4 @@
-"""`python -m bench.quantize.peers`: prefill and decode of one request beside llama.cpp, in each format."""
+"""`tandem bench quantize-peers`: prefill and decode of one request beside llama.cpp, in each format."""
 
 from __future__ import annotations
 
@@ -106,7 +106,3 @@ def _table(formats: Sequence[str], measured: Sequence[dict[str, Any]], title: st
             cells += [f"{phase['tandem']:.1f}", f"{phase['llama.cpp']:.1f}", f"{phase['ratio']:.2f}"]
         table.add_row(*cells)
     return table
-
-
-if __name__ == "__main__":
-    typer.run(main)

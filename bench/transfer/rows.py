@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from bench.transfer.accuracy import int8
-from bench.transfer.delay import delay
 from bench.transfer.figures import Figure
 from bench.transfer.idle import idle
 from bench.transfer.link import link
-from bench.transfer.messages import messages
 from bench.transfer.nixl import ucx
 from bench.transfer.raw import shm, tcp, tls
 
@@ -26,9 +24,7 @@ MEASURES: dict[str, Callable[[int], Iterator[Figure]]] = {
     "tls": tls,
     "ucx": ucx,
     "object_store": object_store,
-    "messages": messages,
     "idle": idle,
     "int8": int8,
     "link": link,
-    "delay": delay,
 }

@@ -121,10 +121,9 @@ def test_ports_are_given_once_in_all_processes(monkeypatch):
 
 @pytest.fixture
 def setting(tmp_path: Path) -> Setting:
-    for peer in ("vllm", "transformers"):
-        folder = tmp_path / peer / "bin"
-        folder.mkdir(parents=True)
-        os.symlink(sys.executable, folder / "python")
+    folder = tmp_path / "vllm" / "bin"
+    folder.mkdir(parents=True)
+    os.symlink(sys.executable, folder / "python")
     built = tmp_path / "llama.cpp" / "build" / "bin"
     built.mkdir(parents=True)
     for tool in ("llama-bench", "llama-server", "llama-quantize"):
@@ -164,7 +163,7 @@ def test_bad_spec(setting, spec, complaint):
 
 
 def test_missing_environment_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"bench\.peers\.setup"):
+    with pytest.raises(ValueError, match="tandem bench setup"):
         parse_system("vllm", Setting(tmp_path, tmp_path))
-    with pytest.raises(ValueError, match=r"llama-bench is missing: run .*bench\.peers\.setup llama\.cpp"):
+    with pytest.raises(ValueError, match="llama-bench is missing: run .*tandem bench setup llama.cpp"):
         parse_system("llama.cpp-q4_0", Setting(tmp_path, tmp_path))

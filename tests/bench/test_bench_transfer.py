@@ -9,9 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.cli import app
-from bench.transfer import growth, link, raw, rows
+from bench.transfer import link, raw, rows
 from bench.transfer.figures import Figure, ratio_figure
-from bench.transfer.growth import Point
 from bench.transfer.process import Remote, processes
 from bench.transfer.sides import Pair, scattered
 
@@ -107,15 +106,3 @@ def test_an_unknown_row_is_named() -> None:
     result = CliRunner().invoke(app, ["transfer", "--rows", "shm,carrier-pigeon"])
     assert result.exit_code == 2
     assert "carrier-pigeon" in result.output
-
-
-def test_growth_as_table_plot_and_json(tmp_path: Path) -> None:
-    point = Point(
-        transport="shm", layout="scattered", tokens=128, pairs=1, nbytes=2**20, extents=8, seconds=0.002
-    )
-    growth.write(tmp_path, [point], [point], "the command")
-    table = (tmp_path / "README.md").read_text()
-    assert "`the command`" in table
-    assert table.count("| shm | scattered | 128 | 1 | 1 | 8 | 2.0 | 0.52 |") == 2
-    assert (tmp_path / "growth.svg").read_text().count("<svg") == 1
-    assert json.loads((tmp_path / "results.json").read_text())["prompts"][0]["extents"] == 8

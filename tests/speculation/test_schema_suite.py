@@ -1,4 +1,4 @@
-"""A slice of the suite of schemas; `python -m bench.schemas` runs the whole, on workers that die. fp32."""
+"""A slice of the suite of schemas, in fp32: answers are valid, and drafts change no token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 
 from tokenizers import Tokenizer
 
-from bench.schemas.suite import EOS_BIAS, MAX_TOKENS, Case, is_valid, load
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation
@@ -15,6 +14,7 @@ from router.grammar_request import grammar_request
 from router.openai_types import CompletionBody
 from router.structured_outputs import requested_grammar
 from tests.speculation.engines import DRAFT, TARGET, make_engine
+from tests.speculation.schema_suite import EOS_BIAS, MAX_TOKENS, Case, is_valid, load
 from tests.speculation.small_engine import run
 
 CASES = load()[::14]

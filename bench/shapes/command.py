@@ -1,4 +1,4 @@
-"""`python -m bench.shapes llama-29m FOLDER` writes one shape."""
+"""`tandem bench shapes llama-29m FOLDER` writes one shape."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +8,7 @@ import typer
 from bench.shapes.write import SHAPES, write_shape
 
 
-def main(
+def shapes(
     name: Annotated[str, typer.Argument(help=f"one of {', '.join(SHAPES)}")],
     folder: Annotated[Path, typer.Argument(help="where to write the model")],
     seed: Annotated[int, typer.Option(help="seed of the random weights")] = 0,
@@ -16,6 +16,3 @@ def main(
     """Write a model folder with random weights and a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{name}: {write_shape(name, folder, seed) / 1e6:.1f} M parameters in {folder}")
-
-
-typer.run(main)

@@ -1,7 +1,7 @@
 """The schemas, what is asked with each, and what makes an answer valid.
 
 `suite.jsonl` has those schemas of https://github.com/json-schema-org/JSON-Schema-Test-Suite (MIT, see
-LICENSE) that Tandem serves, each once, from the latest draft that has it; `choose.py` wrote it.
+LICENSE) that Tandem serves, each once, from the latest draft that has it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from jsonschema.validators import Draft202012Validator, validator_for
 
-SUITE = Path(__file__).with_name("suite.jsonl")
+SUITE = Path(__file__).with_name("schema_suite.jsonl")
 MAX_TOKENS = 200
 EOS_BIAS = {"0": 12.0}
 """The model has read code alone, and hardly ever ends: left to itself it goes on with a number for ever."""

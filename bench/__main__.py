@@ -1,0 +1,5 @@
+"""`python -m bench` is `tandem bench`."""
+
+from bench.cli import app
+
+app()

@@ -1,1 +1,0 @@
-"""Structured outputs by the schemas of JSON-Schema-Test-Suite: `python -m bench.schemas`."""
