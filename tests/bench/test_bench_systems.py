@@ -165,5 +165,5 @@ def test_bad_spec(setting, spec, complaint):
 def test_missing_environment_is_named(tmp_path):
     with pytest.raises(ValueError, match="tandem bench setup"):
         parse_system("vllm", Setting(tmp_path, tmp_path))
-    with pytest.raises(ValueError, match="llama-bench is missing: run .*tandem bench setup llama.cpp"):
+    with pytest.raises(ValueError, match=r"llama-bench is missing: run .*tandem bench setup llama.cpp"):
         parse_system("llama.cpp-q4_0", Setting(tmp_path, tmp_path))
