@@ -152,7 +152,7 @@ class Chats:
 
     def grammar(self, request: GrammarRequest) -> Grammar:
         """What is asked of the answer, or of its calls, behind its thinking. Raises `InvalidRequestError`."""
-        asked, calls = requested_grammar(request, self._tokenizer.special_texts), request.calls
+        asked, calls = requested_grammar(request, self._tokenizer.special_ids), request.calls
         marks = None
         if request.is_open is not None:
             marks = HARMONY if self._is_harmony or self._reasoning is None else self._reasoning.marks

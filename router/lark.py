@@ -9,6 +9,8 @@ from typing import Any
 
 from router.json_schemas import narrow_schema
 
+TEXT = "TEXT: /(.|\\n)*/"
+"""A terminal for any text without special tokens."""
 _SCHEMA_MARK = re.compile(
     r'(?:#|//)[^\n]*|"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\\n])+/|(?P<schema>%json\s*)', re.DOTALL
 )
@@ -18,6 +20,12 @@ _SCHEMA_MARK = re.compile(
 def lark_grammar(*lines: str, others: Sequence[Mapping[str, Any]] = ()) -> str:
     """Rules with a `start`. They name the `others` with an `@`."""
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *others]}, ensure_ascii=False)
+
+
+def named(name: str, grammar: str) -> list[dict[str, Any]]:
+    """A grammar and what it names itself, as `others` of one that calls it by this name."""
+    first, *others = json.loads(grammar)["grammars"]
+    return [{**first, "name": name}, *others]
 
 
 def quoted(text: str) -> str:

@@ -64,7 +64,8 @@ class Tokenizer:
         self._fast_encode = fast_encode(self._fast)
         added = self._fast.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.special_texts = frozenset(token.content for token in added.values() if token.special)
+        self.special_ids = {each.content: token for token, each in added.items() if _is_special(each)}
+        """Of tokens that llguidance takes for special, by their texts."""
         self._decoding = piece_decoding(json.loads(self._fast.to_str())["decoder"])
         if self._decoding is not None:
             self._all_bytes = TokenBytes(self._fast, self._decoding, frozenset())
@@ -209,6 +210,10 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(content, str):
             named[name] = content
     return named
+
+
+def _is_special(token: AddedToken) -> bool:
+    return token.special or (token.content.startswith("<") and token.content.endswith(">"))
 
 
 def _mark_special(fast: FastTokenizer, named: Mapping[str, str], settings: Mapping[str, Any]) -> None:

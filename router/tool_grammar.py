@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from router.json_schemas import schema_grammar
-from router.lark import Spelling, lark_grammar, quoted
+from router.lark import TEXT, Spelling, lark_grammar, named, quoted
 from router.parsing.forms import CallForm
 from router.parsing.reasoning import Marks
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-_TEXT = "TEXT: /(.|\\n)*/"
 _OTHER = "OTHER: /([^{ \\t\\r\\n](.|\\n)*)?/"
 """An answer that does not begin like a call."""
 MAX_CALLS = 16
@@ -72,8 +70,8 @@ def tool_grammar(
     return lark_grammar(
         f"start: {_thinking(spelling, marks, is_open)} SPACE {start}",
         *rules,
-        *(_TEXT, _OTHER, _SPACE),
-        others=[_arguments(f"arguments{number}", offer) for number, offer in enumerate(offers)],
+        *(TEXT, _OTHER, _SPACE),
+        others=[each for number in numbers for each in _arguments(f"arguments{number}", offers[number])],
     )
 
 
@@ -83,12 +81,11 @@ def _up_to(number: int, *parts: str) -> str:
 
 def after_thinking(grammar: str, spelling: Spelling, marks: Marks, is_open: bool) -> str:
     """The answer is of `grammar`. Thinking before it is free, and ends with the gap of the marks."""
-    first, *others = json.loads(grammar)["grammars"]
     return lark_grammar(
         f"start: {_thinking(spelling, marks, is_open, marks.gap)} {spelling(marks.lead)} @answer",
         spelling.rule_up_to("thought", marks.close),
-        _TEXT,
-        others=[{**first, "name": "answer"}, *others],
+        TEXT,
+        others=named("answer", grammar),
     )
 
 
@@ -100,7 +97,6 @@ def _thinking(spelling: Spelling, marks: Marks | None, is_open: bool, gap: str =
     return thought if is_open else f"({spelling.any_of(marks.open)} {thought})?"
 
 
-def _arguments(name: str, offer: Offer) -> dict[str, Any]:
+def _arguments(name: str, offer: Offer) -> list[dict[str, Any]]:
     schema = offer.schema if offer.schema is not None else _NO_PARAMETERS
-    made = schema_grammar(schema, "tools", lenient=not offer.strict)
-    return {**json.loads(made)["grammars"][0], "name": name}
+    return named(name, schema_grammar(schema, "tools", lenient=not offer.strict))

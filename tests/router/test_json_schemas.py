@@ -225,11 +225,16 @@ def test_refused_keywords_are_named(case: tuple[dict[str, Any], str]) -> None:
     matcher(schema, lenient=True)
 
 
+BIG_TAG = {"structures": [{"begin": "<f>", "schema": {"const": 2**53 + 1}}], "triggers": ["<f>"]}
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"structured_outputs": {"json": {"const": 2**53 + 1}}},
         {"structured_outputs": {"json": json.dumps({"const": 2**53 + 1})}},
+        {"structured_outputs": {"structural_tag": BIG_TAG}},
+        {"response_format": {"type": "structural_tag", **BIG_TAG}},
         {"structured_outputs": {"grammar": f'start: "a" x\nx: %json {{"const": {2**53 + 1}}} | "b"'}},
         {
             "response_format": {

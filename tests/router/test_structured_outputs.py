@@ -33,6 +33,13 @@ TAG = {
     "structures": [{"begin": "<call=f>", "schema": PERSON, "end": "</call>"}],
     "triggers": ["<call"],
 }
+TAGS = {
+    "structures": [
+        {"begin": '<call=f\x7f"🙂">', "schema": PERSON, "end": "\\</call>"},
+        {"begin": "<call=g>", "schema": json.dumps({"type": "integer"})},
+    ],
+    "triggers": ["<call="],
+}
 BOB = '{"name": "Bob", "age": 3}'
 COMPACT = '{"name":"Bob","age":3}'
 
@@ -59,6 +66,11 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["free text", f"I <call=f>{BOB}</call> and <call=f>{BOB}</call>"],
         ["<call=g>", "<call=f>{}</call>"],
     ),
+    "two tags of a trigger": (
+        structured(structural_tag=TAGS),
+        [f'see <call=f\x7f"🙂">{BOB}\\</call>, <call=g>5', "<cal"],
+        [f"<call=f>{BOB}", "<call=g>x", f'<call=f\x7f"🙂">{COMPACT}\\</call>', "<call=g> 5"],
+    ),
     "json_object": (formatted("json_object"), ["{}"], ["[]"]),
     "json_schema": (
         formatted("json_schema", json_schema={"name": "p", "strict": True, "schema": PERSON}),
@@ -76,7 +88,7 @@ def tokenizer(model_folder: Path) -> Tokenizer:
 
 def grammar_of(fields: dict[str, Any]) -> Grammar | None:
     asked = request_of(fields)
-    return None if asked is None else requested_grammar(asked, frozenset())
+    return None if asked is None else requested_grammar(asked, {})
 
 
 def request_of(fields: dict[str, Any]) -> GrammarRequest | None:

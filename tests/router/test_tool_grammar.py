@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from conftest import byte_level_tokenizer
 from llguidance import LLMatcher, LLTokenizer
@@ -13,6 +15,7 @@ from router.lark import Spelling
 from router.parsing import forms
 from router.parsing.formats import TOOL_FORMATS, Parsing
 from router.parsing.reasoning import GRANITE, HARMONY, THINK
+from router.structural_tags import tag_grammar
 from router.tool_grammar import MAX_CALLS, Offer, after_thinking, tool_grammar
 
 WEATHER = {
@@ -192,6 +195,20 @@ def test_any_notation_behind_thoughts(model, marks, wanted):
     assert "structural_tag" in wanted or not any(
         model.takes(grammar, text.replace(says, space + says)) for text in whole for space in SPACES
     )
+
+
+def test_tags_of_tokens_beside_tags_of_texts():
+    model = Model(has_tokens=True)
+    tokens = {text: model.fast.token_to_id(text) for text in ("<tool_call>", "</tool_call>")}
+    structures = [
+        {"begin": "<tool_call>f", "schema": {"type": "integer"}, "end": "</tool_call>"},
+        {"begin": "<g>", "schema": {"type": "boolean"}, "end": "</g>"},
+    ]
+    raw = json.dumps({"structures": structures, "triggers": ["<tool_call>", "<g>"]}).encode()
+    grammar = tag_grammar(raw, "f", tokens)
+    assert model.takes(grammar, "a <tool_call>f5</tool_call> <g>true</g> <tool_call>f6</tool_call>")
+    for text in ("<tool_call>f", "<tool_call>ftrue</tool_call>", "<g>5</g>", "</tool_call>"):
+        assert not model.takes(grammar, text)
 
 
 SPACES = [" ", "\n", "\u2003", "\u205f"]

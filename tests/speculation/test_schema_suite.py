@@ -23,7 +23,7 @@ CASES = load()[::14]
 def request(tokenizer: Tokenizer, case: Case, drafts: bool) -> EngineRequest:
     body = case.request()
     asked = grammar_request(decode_body(json.dumps(body).encode(), CompletionBody))
-    grammar = None if asked is None else requested_grammar(asked, ())
+    grammar = None if asked is None else requested_grammar(asked, {})
     assert grammar is not None
     return EngineRequest(
         request_id=case.name,
