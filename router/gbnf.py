@@ -11,6 +11,8 @@ import string
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from router.regexes import class_of
+
 _RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _PART = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|\.', re.DOTALL)
 """One without its end goes on to the text's, or each mark that opens one would be looked for again."""
@@ -42,7 +44,7 @@ def _respelled(part: re.Match[str]) -> str:
             return '"' + "".join(map(_in_literal, _characters(text[1:-1]))) + '"'
         case "[":
             is_negated = text[1] == "^"
-            return f"[{'^' if is_negated else ''}{_in_class(text[2 if is_negated else 1 : -1])}]"
+            return f"[{'^' if is_negated else ''}{class_of(text[2 if is_negated else 1 : -1], _in_class)}]"
         case ".":
             return _ANY
         case _:
@@ -71,18 +73,7 @@ def _in_literal(character: str) -> str:
 
 
 def _in_class(spelled: str) -> str:
-    """A hyphen between two characters makes a range."""
-    items = [match[0] for match in _CHARACTER.finditer(spelled)]
-    pieces, at = [], 0
-    while at < len(items):
-        last = at + 2 if items[at + 1 : at + 2] == ["-"] and at + 2 < len(items) else at
-        ends = (_character(items[at]), _character(items[last]))
-        pieces.append("-".join(map(_in_regex, ends if last > at else ends[:1])))
-        at = last + 1
-    return "".join(pieces)
-
-
-def _in_regex(character: str) -> str:
+    character = _character(spelled)
     is_plain = character > "\x7f" or character in string.ascii_letters + string.digits
     return character if is_plain else _by_code(character)
 

@@ -15,6 +15,7 @@ from decimal import Decimal
 from typing import Any, TypeGuard
 
 from protocol.errors import InvalidRequestError
+from router.regexes import ends_in_escape, from_ecma
 
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As Python's `json.dumps` writes them, so that most of a text is certain."""
@@ -114,6 +115,8 @@ class _Narrowed:
             below = f"{path}{key}."
             if key in _BY_NAME and isinstance(value, dict):
                 value = {name: self._schema(each, f"{below}{name}.") for name, each in value.items()}
+                if key == "patternProperties":
+                    value = {from_ecma(pattern): each for pattern, each in value.items()}
             elif key not in _DATA:
                 value = self._schema(value, below)
             narrowed[key] = value
@@ -122,6 +125,10 @@ class _Narrowed:
         self._narrow_bounds(narrowed, path)
         self._narrow_multiple(narrowed, path)
         self._narrow_names(narrowed, path)
+        if isinstance(pattern := narrowed.get("pattern"), str):
+            narrowed["pattern"] = from_ecma(pattern)
+            if ends_in_escape(pattern):
+                self._cannot(narrowed, "pattern", path, "ends within an escape")
         _narrow_format(narrowed)
         return narrowed
 

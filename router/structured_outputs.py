@@ -18,6 +18,7 @@ from router.grammar_request import GrammarRequest
 from router.json_schemas import schema_grammar
 from router.lark import lark_grammar, quoted, with_narrow_schemas
 from router.openai_types import ResponseFormat, StructuredOutputs
+from router.regexes import ends_in_escape
 from router.structural_tags import check_size, decoded_schema, tag_grammar
 
 _ANY_OBJECT = Raw(b'{"type":"object"}')
@@ -80,7 +81,10 @@ def _of_structured_outputs(wanted: StructuredOutputs | None, tokens: Mapping[str
         case "json_object":
             text = _of_schema(_ANY_OBJECT, field, wanted.whitespace_pattern)
         case "regex":
-            text = LLMatcher.grammar_from_regex(wanted.regex or "")
+            regex = wanted.regex or ""
+            if ends_in_escape(regex):
+                raise InvalidRequestError(field, "ends within an escape")
+            text = LLMatcher.grammar_from_regex(regex)
         case "choice":
             text = lark_grammar("start: " + " | ".join(map(quoted, wanted.choice or ())))
         case "grammar":

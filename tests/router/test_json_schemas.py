@@ -29,7 +29,7 @@ def takes(start: LLMatcher, text: str) -> bool:
 
 
 def in_words(*values: Any) -> list[str]:
-    return [json.dumps(value) for value in values]
+    return [json.dumps(value, ensure_ascii=False) for value in values]
 
 
 def same(schema: dict[str, Any], right: list[str], wrong: list[str]) -> None:
@@ -182,6 +182,38 @@ def test_names(case: tuple[dict[str, Any], list[str], list[str]]) -> None:
     same(*case)
 
 
+PATTERNS = {
+    "[a&&b]": ("a&b", "c"),
+    "[a~~b]": ("a~b", "c"),
+    "[+--]": ("+,-", "*."),
+    "[--/]": ("-./", ",0"),
+    "[a-]": ("a-", "b"),
+    "[-a]": ("a-", "b"),
+    r"[\w-.]": ("a-.", "/ "),
+    r"[\d-x]": ("1-x", "a"),
+    "[a-c-e]": ("ab-e", "d"),
+    "[^[\\]]": ("a", "[]"),
+    "[[]": ("[", "]a"),
+    "[!-/:-@[-`{-~]": ("!/:@[`{~\\^", "aZ0"),
+    "[\\]^]": ("]^", "a"),
+    "[\\u00e9-\\u00ff]": ("éÿ", "e"),
+    "[\\/.]": ("/.", "\\"),
+    "[^]": ("a\n", ""),
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_classes_of_a_pattern(pattern: str) -> None:
+    right, wrong = (in_words(*texts) for texts in PATTERNS[pattern])
+    same({"type": "string", "pattern": f"^{pattern}$"}, right, wrong)
+    names = {
+        "type": "object",
+        "patternProperties": {f"^{pattern}$": {"const": 1}},
+        "additionalProperties": False,
+    }
+    same(names, [f"{{{text}: 1}}" for text in right], [f"{{{text}: 1}}" for text in wrong])
+
+
 def within(name: str, **schema: Any) -> dict[str, Any]:
     return {"type": "object", "properties": {name: schema}}
 
@@ -202,6 +234,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "minimum": ({"type": "integer", "minimum": FAR}, "minimum"),
     "exclusiveMaximum": ({"type": "number", "exclusiveMaximum": -1e30}, "exclusiveMaximum"),
     **{f"multiple {n}": ({"multipleOf": n}, "multipleOf") for n in (0, 0.07, 500_000_000, 2**32, 1e300)},
+    "pattern": (within("a", pattern="^a\\"), "properties.a.pattern"),
     "two multiples": ({"allOf": [{"multipleOf": 65536}, {"multipleOf": 65537}]}, "allOf.0.multipleOf"),
     "minProperties": ({"type": "object", "minProperties": 2}, "minProperties"),
     "minProperties of patterns": (

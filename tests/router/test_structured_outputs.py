@@ -126,6 +126,12 @@ def test_any_character_in_a_choice() -> None:
         assert matcher.consume_tokens(list(text.encode())) and matcher.is_accepting(), text
 
 
+def test_a_regex_that_ends_in_an_escape() -> None:
+    assert grammar_of(structured(regex="a\\\\")) is not None
+    with pytest.raises(InvalidRequestError, match=r"structured_outputs.regex: ends within an escape"):
+        grammar_of(structured(regex="a\\"))
+
+
 def test_what_asks_for_nothing() -> None:
     for fields in ({}, {"response_format": None, "structured_outputs": None}, formatted("text")):
         assert grammar_of(fields) is None

@@ -1,0 +1,54 @@
+"""Classes of characters in other notations, spelled for llguidance's regular expressions.
+
+There a class may have classes in it, and `&&`, `--` and `~~` between them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+_ITEM = re.compile(
+    r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|U[0-9a-fA-F]{8}|[pP]\{[^}]*\}|c[A-Za-z]|.)|.",
+    re.DOTALL,
+)
+_CLASS_ESCAPE = re.compile(r"\\[dDwWsSpP]")
+_PART = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]?", re.DOTALL)
+"""A class without its end goes on to the text's, or each bracket would be looked for again."""
+
+
+def ends_in_escape(pattern: str) -> bool:
+    """llguidance would leave the last backslash out."""
+    return (len(pattern) - len(pattern.rstrip("\\"))) % 2 == 1
+
+
+def class_of(body: str, spelled: Callable[[str], str]) -> str:
+    """What stands between the brackets. A hyphen makes a range where single characters are on both sides."""
+    items = [match[0] for match in _ITEM.finditer(body)]
+    pieces, at = [], 0
+    while at < len(items):
+        ends = items[at : at + 3]
+        is_range = len(ends) == 3 and ends[1] == "-" and not any(map(_CLASS_ESCAPE.match, ends))
+        pieces.append(f"{spelled(ends[0])}-{spelled(ends[2])}" if is_range else spelled(ends[0]))
+        at += 3 if is_range else 1
+    return "".join(pieces)
+
+
+def from_ecma(pattern: str) -> str:
+    """A JSON schema's pattern with its classes spelled so that they mean the same."""
+    return _PART.sub(_respelled, pattern)
+
+
+def _respelled(part: re.Match[str]) -> str:
+    text = part[0]
+    if text[0] != "[" or not text.endswith("]"):
+        return text
+    negation = "^" if text[1] == "^" else ""
+    body = text[1 + len(negation) : -1]
+    if not body:
+        return "[\\s\\S]" if negation else "[^\\s\\S]"
+    return f"[{negation}{class_of(body, _escaped)}]"
+
+
+def _escaped(item: str) -> str:
+    return "\\" + item if item in "[&~-^" else item
