@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import ray
 
 from deploy.launch import forks_workers, run_launch
+from deploy.process_watch import ProcessWatch
 from deploy.template.client import TemplateClient, TemplateError, WorkerExit, WorkerProcess
 from protocol.config import transport_names
 from protocol.errors import ConfigError
@@ -20,7 +24,22 @@ if TYPE_CHECKING:
 
 OBJECTS = "objects"
 CONCURRENCY = {"max_concurrency": 4, "concurrency_groups": {OBJECTS: 1}}
-"""The actor's threads: `run`, `stop`, `kill` and `pid` at once, and one for `deliver`."""
+"""The actor's threads: `run`, `stop`, `kill` and `look` at once, and one for `deliver`."""
+
+PATIENCE_SHARE = 0.9
+"""The part of --start-timeout that a template gets: the rest is for another one, to say what is wrong."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """An actor at a moment: its process, what its worker's start `waits_for`, why the worker is `stuck` if it
+    is stopped, and why templates were `replaced` since the actor began.
+    """
+
+    pid: int
+    waits_for: str = ""
+    stuck: str = ""
+    replaced: tuple[str, ...] = ()
 
 
 class WorkerActor:
@@ -36,14 +55,21 @@ class WorkerActor:
         self._template = TemplateClient(template, environment, own_stderr=own_stderr)
         self._environment = environment
         self._worker: WorkerProcess | None = None
+        self._watch: ProcessWatch | None = None
+        """The worker's process, until it has ended."""
         self._running = threading.Lock()
         """Held until the end of one worker is known, before which the next one is not started."""
         self._stop = StopHandle()
         self._carrier: RayCarrier | None = None
 
-    def pid(self) -> int:
-        """Of the actor's process."""
-        return os.getpid()
+    def look(self) -> Look:
+        """To be asked about every two seconds while the worker starts, and when it is silent."""
+        watch, waits_for = self._watch, self._template.waits_for
+        if watch is not None:
+            watch.look()
+            waits_for = f"process {watch.pid} ({watch.state}) to load the model"
+        stuck = watch.stopped if watch is not None else ""
+        return Look(os.getpid(), waits_for, stuck, tuple(self._template.replaced))
 
     def run(self, encoded: bytes) -> WorkerExit:
         """Serve as the `Launch` says. Returns how that ended."""
@@ -55,12 +81,19 @@ class WorkerActor:
             return self._run_here(launch)
         with self._running:
             try:
-                worker = self._worker = self._template.spawn(encoded)
+                worker = self._worker = self._template.spawn(
+                    encoded, PATIENCE_SHARE * launch.config.start_timeout
+                )
             except TemplateError as error:
                 return WorkerExit(str(error))
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._watch = ProcessWatch(worker.pid)
             if self._stop.requested:
                 worker.stop()
-            return worker.wait()
+            try:
+                return worker.wait()
+            finally:
+                self._watch = None
 
     def stop(self) -> None:
         """Let the worker end by itself, and the next one at once."""

@@ -39,9 +39,18 @@ class Slot:
     """The placement group that holds the worker's place on its node."""
     actor: Any = None
     ended: Any = None
-    pid_ref: Any = None
     ping: Any = None
     """What its actor was asked since the worker fell silent."""
+    look: Any = None
+    """What its actor was asked while the worker starts, and has not answered."""
+    looked_at: float = 0.0
+    """When that was asked."""
+    seen: Any = None
+    """The actor's latest answer, a `Look`."""
+    num_replaced: int = 0
+    """Templates that the actor has told of as replaced."""
+    reminded_at: float = 0.0
+    """When the log last said what the worker's start waits for."""
     config: ServeConfig = field(default_factory=ServeConfig)
     """What its node makes of the deployment's."""
     process: psutil.Process | None = None

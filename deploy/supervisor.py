@@ -23,6 +23,7 @@ from deploy.resources import plan_workers, thread_environment
 from deploy.routers.interface import Routers
 from deploy.scaling import rescale, room, wanted_bundles
 from deploy.slots import Slot, let_go, make_slots, slot_of
+from deploy.starts import REMIND_S, StartFault, StartWatch
 from deploy.template.client import WorkerExit
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
@@ -38,8 +39,6 @@ WATCH_INTERVAL_S = 0.25
 STOP_GRACE_S = 5.0
 ACTOR_TIMEOUT_S = 2.0
 """An actor that takes longer to answer is ended too."""
-
-REMIND_S = 10.0
 
 MAX_FAILED_STARTS = 5
 """After so many failures in a row requests no longer wait for a worker. It is still started anew."""
@@ -77,6 +76,7 @@ class Supervisor:
         self._announced = False
         self._slots = make_slots(config)
         self._placing = Placing(config, cluster, self._slots)
+        self._starts = StartWatch(config, cluster.is_local, lambda: router.replaced("template"))
         self._no_room_until: dict[str, float] = {}
         """A worker of the role was given up: until then there is no room for one more."""
         self._told: tuple[Mapping[str, str], Mapping[str, int]] | None = None
@@ -178,7 +178,7 @@ class Supervisor:
             runtime_env={} if self._forks or self._cluster.is_local else {"env_vars": environment},
             **self._placing.hold(slot, gpus),
         ).remote(self._cluster.namespace, environment, not self._cluster.is_local)
-        slot.process, slot.pid_ref = None, slot.actor.pid.remote()
+        slot.process, slot.seen, slot.look, slot.num_replaced = None, None, None, 0
 
     def _start(self, slot: Slot) -> None:
         slot.incarnation = new_incarnation()
@@ -202,6 +202,7 @@ class Supervisor:
         slot.started = time.monotonic()
         slot.ready_since, slot.start_at, slot.dismissed_at, slot.changes = None, None, None, False
         slot.ping = None
+        self._starts.begin(slot, slot.started)
 
     def _watch(self) -> None:
         self._cluster.check()
@@ -233,13 +234,11 @@ class Supervisor:
             assert slot.node is not None
             reason = f"its node {slot.node.address} is gone"
             self._end_actor(slot)
-            self._on_ended(slot, reason, vanished=True, by_node=True)
+            self._on_ended(slot, reason, vanished=True, by_host=True)
 
     def _look_at(self, slot: Slot, now: float) -> None:
         """Take note of a worker that became ready, and end one that is silent or never becomes ready."""
-        if self._cluster.is_local and slot.process is None and ray.wait([slot.pid_ref], timeout=0)[0]:
-            with contextlib.suppress(RayError, psutil.NoSuchProcess):
-                slot.process = psutil.Process(ray.get(slot.pid_ref))
+        self._starts.take(slot)
         silence_s = self._router.silence_of(slot.worker_id, slot.incarnation)
         if silence_s is not None:
             slot.dismissed_at = None
@@ -256,10 +255,20 @@ class Supervisor:
             if now - slot.dismissed_at > STOP_GRACE_S:
                 self._kill(slot)
                 self._on_ended(slot, "it did not end when it was drained")
-        elif now - slot.started > self._config.start_timeout:
-            reason = f"it was not ready within {self._config.start_timeout:g} s (--start-timeout)"
-            self._kill(slot)
-            self._on_ended(slot, reason)
+        elif (fault := self._starts.judge(slot, now)) is not None:
+            self._end_start(slot, fault, now)
+
+    def _end_start(self, slot: Slot, fault: StartFault, now: float) -> None:
+        """End a worker that does not become ready; its actor, too, if that may go on waiting."""
+        if fault.by_actor:
+            self._router.replaced("actor")
+            slot.ping = slot.look
+        self._kill(slot)
+        if fault.is_over:
+            self._end_actor(slot)
+        waited_s = now - (self._began if slot.added_at is None else slot.added_at)
+        by_host = not fault.is_over and waited_s < self._config.start_timeout
+        self._on_ended(slot, fault.reason, by_host=by_host)
 
     def _judge_silence(self, slot: Slot, silence_s: float) -> None:
         """Ask a silent worker's actor whether anything answers there, then end the worker."""
@@ -267,26 +276,27 @@ class Supervisor:
             slot.ping = None
             return
         if slot.ping is None:
-            slot.ping = slot.actor.pid.remote()
+            slot.ping = slot.actor.look.remote()
         if silence_s > 2 * self._config.worker_timeout:
             self._kill(slot)
             self._on_ended(slot, f"nothing was heard of it for {silence_s:.1f} s")
 
     def _on_exit(self, slot: Slot, ref: Any) -> None:
         """A worker's process has ended, or its actor's and the worker's with it."""
-        by_node = False
+        by_host = False
         try:
             end: WorkerExit = ray.get(ref)
         except RayError as error:
             end = WorkerExit(f"its process died, killed or out of memory ({type(error).__name__})", SIGKILL)
             self._placing.look_at_once(time.monotonic())
-            by_node = self._placing.has_lost(slot)
+            by_host = self._placing.has_lost(slot)
             self._end_actor(slot)
         if not self._forks:
             self._end_actor(slot)
-        self._on_ended(slot, end.reason or "it ended", vanished=end.was_killed, by_node=by_node)
+        self._on_ended(slot, end.reason or "it ended", vanished=end.was_killed, by_host=by_host)
 
-    def _on_ended(self, slot: Slot, reason: str, vanished: bool = False, by_node: bool = False) -> None:
+    def _on_ended(self, slot: Slot, reason: str, vanished: bool = False, by_host: bool = False) -> None:
+        """`vanished`: somebody else killed it. `by_host`: no fault of its own keeps it from starting."""
         self._router.mark_dead(slot.worker_id, slot.incarnation, reason)
         slot.ended = None
         if self._stop.is_set():
@@ -295,10 +305,10 @@ class Supervisor:
             self._forget(slot)
             log.info("worker %s has left", slot.worker_id)
             return
-        if not slot.was_ready and not by_node and slot.added_at is not None:
+        if not slot.was_ready and not by_host and slot.added_at is not None:
             self._give_up(slot, f"it cannot start: {reason}")
             return
-        if not slot.was_ready and not by_node:
+        if not slot.was_ready and not by_host:
             raise StartUpError(f"worker {slot.worker_id} cannot start: {reason}")
         now = time.monotonic()
         if slot.changes and not vanished:
@@ -307,6 +317,7 @@ class Supervisor:
             return
         delay = slot.note_death(vanished, now)
         slot.start_at = now + delay
+        self._router.replaced("worker")
         self._set_expected()
         log.error("worker %s ended: %s; it is started anew in %.1f s", slot.worker_id, reason, delay)
 

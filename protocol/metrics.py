@@ -80,6 +80,9 @@ ROUTER = (
     _counter("placement_observed_seconds_total", "The same as they turned out.", "quantity"),
     _counter("placement_error_seconds_total", "Their differences, without sign.", "quantity"),
     _counter("workers_lost_total", "Workers that ended, fell silent, or whose loop was stuck.", "reason"),
+    _counter(
+        "processes_replaced_total", "Workers, their actors and hosts' templates started anew.", "process"
+    ),
     _counter("requests_placed_anew_total", "Requests given to other workers, with their tokens.", "reason"),
     _counter("requests_tools_unseen_total", "Requests whose tools the chat template does not show."),
     _counter("requests_lost_total", "Requests that their worker had nothing of, as a message got lost."),

@@ -58,6 +58,7 @@ class Metrics:
             "workers_lost_total"
         )
         self.tools_unseen: Counter = self._metrics["requests_tools_unseen_total"]
+        self.process_replaced: Callable[[str], None] = self._counting("processes_replaced_total")
         self.requests_lost: Counter = self._metrics["requests_lost_total"]
         self.redirected = self._counting("handoff_redirects_total")
         self.taken_over = self._counting("handoff_takeovers_total")

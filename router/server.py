@@ -130,6 +130,10 @@ class RouterServer:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self.state.scaler.gave_up, worker_id, reason)
 
+    def replaced(self, process: str) -> None:
+        """Thread-safe: a "worker", its "actor" or its host's "template" is started anew."""
+        self.state.metrics.process_replaced(process)
+
     def silence_of(self, worker_id: str, incarnation: str) -> float | None:
         """Thread-safe: how long nothing was heard of this incarnation; None while it is not registered."""
         worker = self.state.registry.current(worker_id, incarnation)

@@ -88,12 +88,29 @@ class GaveUp(msgspec.Struct, frozen=True, tag="gave_up"):
     reason: str
 
 
+class Replaced(msgspec.Struct, frozen=True, tag="replaced"):
+    """A "worker", its "actor" or its host's "template" is started anew."""
+
+    process: str
+
+
 class StopRouter(msgspec.Struct, frozen=True, tag="stop"):
     """Drain and end. A second one does not wait for running requests."""
 
 
 ToRouter = (
-    StartRouter | WorkerDied | Expect | LetGo | Scaled | Begun | Decided | Serves | GaveUp | Lead | StopRouter
+    StartRouter
+    | WorkerDied
+    | Expect
+    | LetGo
+    | Scaled
+    | Begun
+    | Decided
+    | Serves
+    | GaveUp
+    | Lead
+    | Replaced
+    | StopRouter
 )
 
 

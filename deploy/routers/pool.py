@@ -30,6 +30,7 @@ from deploy.routers.messages import (
     Leaves,
     LetGo,
     Renews,
+    Replaced,
     Report,
     Scaled,
     Scales,
@@ -137,6 +138,9 @@ class RouterPool:
 
     def gave_up(self, worker_id: str, reason: str) -> None:
         self._tell(GaveUp(worker_id, reason))
+
+    def replaced(self, process: str) -> None:
+        self._tell(Replaced(process))
 
     def silence_of(self, worker_id: str, incarnation: str) -> float | None:
         """How long no router has heard of the worker; None while none knows it. While no router listens

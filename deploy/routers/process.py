@@ -33,6 +33,7 @@ from deploy.routers.messages import (
     Leaves,
     LetGo,
     Renews,
+    Replaced,
     Report,
     Scaled,
     Scales,
@@ -142,6 +143,8 @@ class _Control:
                 self._server.state.adapters.told(name, adapter)
             case GaveUp(worker_id, reason):
                 self._server.gave_up(worker_id, reason)
+            case Replaced(process):
+                self._server.replaced(process)
             case StopRouter():
                 self._server.stop()
 

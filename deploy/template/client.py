@@ -1,4 +1,6 @@
-"""Starts workers: asks the host's template to fork them. The first client starts the template."""
+"""Starts workers: asks the host's template to fork them. The first client starts the template, and a client
+that finds it stuck replaces it.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
+import psutil
 
+from deploy.process_watch import ProcessWatch
 from deploy.template.messages import (
     MAX_MESSAGE_BYTES,
     REPORT_END,
@@ -22,7 +27,7 @@ from deploy.template.messages import (
     Spawned,
     SpawnFailed,
     TemplateReply,
-    peer_user,
+    peer_of,
     template_reply,
 )
 from protocol.errors import ProtocolError, TandemError
@@ -30,6 +35,16 @@ from protocol.errors import ProtocolError, TandemError
 _STATUS_TIMEOUT_S = 10.0
 """A template that loads a model reports ended workers late."""
 
+_START_TIMEOUT_S = 60.0
+"""A template takes clients after some of its imports: in a second, or in many on a busy host."""
+
+_LOOK_S = 0.5
+"""How often a template that is waited for is looked at."""
+
+_KILL_S = 2.0
+"""A template that does not end so soon after it was killed keeps its name: the next one gets another."""
+
+_ARGUMENTS = ("-m", "deploy.template.server")
 _INHERITED = ("CUDA_VISIBLE_DEVICES",)
 """Variables that a worker takes from its actor; it has all others from the template."""
 
@@ -52,52 +67,73 @@ class WorkerExit:
 
 
 class TemplateClient:
-    """A connection to the template called `name`, made when it is first needed. For one thread at a time.
+    """A connection to the template called `name`, made when it is first needed. For one thread at a time, but
+    for `waits_for` and `replaced`.
 
-    The template ends, and with it this client's worker, when its clients are gone.
+    The template ends, and with it this client's worker, when its clients are gone. One that does not answer,
+    as it is stopped or stuck, is killed, and another one takes its place: its workers go on. If it cannot be
+    killed, the next one is called `name.1`, and so on, so that all clients of a host find the same one.
     """
 
     def __init__(self, name: str, environment: Mapping[str, str], *, own_stderr: bool) -> None:
         """`environment` is what a new template gets beside this process' own. With `own_stderr` workers
         write to this process' stderr, not to the template's.
         """
-        self._name = name
+        self._first_name, self._num_left = name, 0
         self._environment = environment
         self._own_stderr = own_stderr
         self._connection: socket.socket | None = None
+        self._watch: ProcessWatch | None = None
+        self.waits_for = ""
+        """Says what an answer is waited for from, and for how long."""
+        self.replaced: list[str] = []
+        """Why templates were replaced."""
+
+    @property
+    def _name(self) -> str:
+        return self._first_name + (f".{self._num_left}" if self._num_left else "")
 
     def connect(self) -> None:
         """Raises TemplateError."""
         for _ in range(3):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            connection.setblocking(False)
             try:
                 connection.connect(f"\0{self._name}")
             except ConnectionRefusedError:
                 connection.close()
                 self._start()
+            except BlockingIOError as error:
+                connection.close()
+                raise TemplateError("too many clients wait for the template process") from error
             else:
-                if peer_user(connection) != os.getuid():
+                peer = peer_of(connection)
+                if peer.user != os.getuid():
                     connection.close()
                     raise TemplateError(f"another user's process has taken the template's name {self._name}")
                 self._connection = connection
+                with contextlib.suppress(psutil.NoSuchProcess):  # it ends, as the next answer will show
+                    self._watch = ProcessWatch(peer.pid)
                 return
         raise TemplateError("the template process ends as soon as it is started")
 
-    def spawn(self, launch: bytes) -> WorkerProcess:
-        """Raises TemplateError, also with what the template says against it."""
+    def spawn(self, launch: bytes, patience_s: float) -> WorkerProcess:
+        """`patience_s` is for a template that loads a model. Raises TemplateError, also with what the
+        template says against it.
+        """
         environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         request = msgspec.msgpack.encode(Spawn(launch, environment))
-        for _ in range(2):
+        for _ in range(3):
             control, theirs = socket.socketpair()
             with theirs:
-                answer = self._ask(request, [theirs.fileno(), *([2] if self._own_stderr else [])])
+                answer = self._ask(request, [theirs.fileno(), *([2] if self._own_stderr else [])], patience_s)
             if isinstance(answer, Spawned):
                 return WorkerProcess(self, answer.pid, control)
             control.close()
             if isinstance(answer, SpawnFailed):
                 raise TemplateError(answer.reason)
             self.close()  # that template is gone
-        raise TemplateError("the template process ended")
+        raise TemplateError("the template process ended, " + (self.replaced or ["again and again"])[-1])
 
     def status(self, pid: int) -> int | None:
         """Of a worker that has ended; None where the template is gone."""
@@ -110,9 +146,9 @@ class TemplateClient:
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
-            self._connection = None
+        self._connection = self._watch = None
 
-    def _ask(self, request: bytes, fds: list[int]) -> TemplateReply | None:
+    def _ask(self, request: bytes, fds: list[int], patience_s: float) -> TemplateReply | None:
         if self._connection is None:
             self.connect()
         assert self._connection is not None
@@ -120,26 +156,65 @@ class TemplateClient:
             socket.send_fds(self._connection, [request], fds)
         except OSError:
             return None
-        return self._receive(None)
+        began = time.monotonic()
+        answer = self._receive(patience_s)
+        if answer is None and self._watch is not None and time.monotonic() - began > patience_s:
+            self._replace(self._watch, f"process {self._watch.pid} has not answered for {patience_s:.0f} s")
+        return answer
 
-    def _receive(self, timeout_s: float | None) -> TemplateReply | None:
+    def _receive(self, timeout_s: float) -> TemplateReply | None:
+        """None once the template is gone, or was replaced as it is stuck, or the time is over."""
         if self._connection is None:
             return None
-        self._connection.settimeout(timeout_s)
+        began = time.monotonic()
+        self._connection.settimeout(_LOOK_S)
         try:
-            return template_reply.decode(self._connection.recv(MAX_MESSAGE_BYTES))
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    return template_reply.decode(self._connection.recv(MAX_MESSAGE_BYTES))
+                waited_s = time.monotonic() - began
+                if self._is_stuck(waited_s) or waited_s > timeout_s:
+                    return None
         except (OSError, ProtocolError):
             return None
+        finally:
+            self.waits_for = ""
+
+    def _is_stuck(self, waited_s: float) -> bool:
+        """Look at the template, and replace it if it gets nowhere."""
+        watch = self._watch
+        if watch is None:
+            return False
+        watch.look()
+        self.waits_for = f"its host's template (process {watch.pid}, {watch.state}) for {waited_s:.0f} s"
+        if watch.stuck:
+            self._replace(watch, watch.stuck)
+        return bool(watch.stuck)
+
+    def _replace(self, template: ProcessWatch, reason: str) -> None:
+        """The next one is started when it is needed."""
+        self.replaced.append(reason)
+        if not template.end(_KILL_S):
+            self._num_left += 1
+        self.close()
 
     def _start(self) -> None:
         """Returns once there is a template that takes connections, be it this one or another client's."""
-        done = subprocess.run(
-            [sys.executable, "-m", "deploy.template.server", self._name],
-            env=os.environ | self._environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            stdin=subprocess.DEVNULL,
-            process_group=0,  # spared Ctrl-C; Linux shares busy cores among sessions, so it stays in ours
-            check=False,
-        )
+        self.waits_for = "its host's template to start"
+        try:
+            done = subprocess.run(
+                [sys.executable, *_ARGUMENTS, self._name],
+                env=os.environ | self._environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                stdin=subprocess.DEVNULL,
+                process_group=0,  # spared Ctrl-C; Linux shares busy cores among sessions, so it stays in ours
+                check=False,
+                timeout=_START_TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired as error:
+            limit = f"{_START_TIMEOUT_S:.0f} s"
+            raise TemplateError(f"the template process did not start within {limit}") from error
+        finally:
+            self.waits_for = ""
         if done.returncode != 0:
             raise TemplateError(f"the template process cannot start (exit status {done.returncode})")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -49,7 +49,13 @@ template_request: BoundedDecoder[Spawn] = BoundedDecoder(Spawn)
 template_reply: BoundedDecoder[TemplateReply] = BoundedDecoder(TemplateReply)
 
 
-def peer_user(connection: socket.socket) -> int:
-    """Whose process is at the other end: either side tells its secrets to its own user alone."""
+class Peer(NamedTuple):
+    """The process at the other end of a connection: each side tells its secrets to its own user alone."""
+
+    pid: int
+    user: int
+
+
+def peer_of(connection: socket.socket) -> Peer:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", credentials)[1])
+    return Peer(*struct.unpack("3i", credentials)[:2])

@@ -33,7 +33,7 @@ from deploy.template.messages import (
     Ended,
     Spawned,
     SpawnFailed,
-    peer_user,
+    peer_of,
     template_request,
 )
 from protocol.codec import BoundedDecoder
@@ -105,7 +105,7 @@ class Template:
 
     def _accept(self) -> None:
         client, _ = self._listener.accept()
-        if peer_user(client) != os.getuid():
+        if peer_of(client).user != os.getuid():
             client.close()
             return
         self._clients.add(client)
@@ -244,7 +244,9 @@ def _set_name(name: str) -> None:
 
 
 def main(name: str) -> None:
-    """Ends at once if there is a template of this name. Otherwise that goes on in the background."""
+    """Ends at once if there is a template of this name. Otherwise one goes on in the background, and this
+    process ends when that takes clients.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.bind(f"\0{name}")
@@ -252,9 +254,14 @@ def main(name: str) -> None:
         if error.errno == errno.EADDRINUSE:
             return
         raise
-    listener.listen()
+    listens, told = os.pipe()
     if os.fork():
-        os._exit(0)
+        os.close(told)
+        os._exit(0 if os.read(listens, 1) else 1)
+    listener.listen()  # by the process that goes on: clients are told who called this
+    os.write(told, b"x")
+    os.close(listens)
+    os.close(told)
     faulthandler.enable()
     log_to_stderr("warning", "text", name)
     Template(listener).run()

@@ -38,7 +38,7 @@ def test_fuzz_the_template() -> None:
     def check(example: list[bytes]) -> None:
         replies[:] = example
         with closing(TemplateClient(name, {}, own_stderr=False)) as client, suppress(TemplateError):
-            assert isinstance(client.spawn(b"launch").wait(), WorkerExit)
+            assert isinstance(client.spawn(b"launch", 60.0).wait(), WorkerExit)
 
     raw = [msgspec.msgpack.encode(reply) for reply in REPLIES]
     first = st.sampled_from(raw) | damaged(raw) | altered(raw)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 
 from deploy.slots import LONGEST_BACKOFF_S, STABLE_S, UNTOLD_S, Slot, let_go, make_slots
-from deploy.supervisor import Supervisor
+from deploy.starts import StartFault, StartWatch
+from deploy.supervisor import StartUpError, Supervisor
 from protocol.config import ServeConfig
 from protocol.roles import ROLES
 
@@ -81,6 +83,8 @@ def supervisor_of_two(expected: list[list[str]]) -> Any:
     supervisor._cluster = SimpleNamespace(is_local=False, may_grow=False)
     supervisor._placing, supervisor._told = SimpleNamespace(nodes=[]), None
     supervisor._no_room_until = {}
+    supervisor._starts = StartWatch(config, False, lambda: None)
+    supervisor._stop, supervisor._began = threading.Event(), time.monotonic()
     supervisor._router = SimpleNamespace(
         silence_of=lambda *worker: 0.0, expect=lambda roles, room: expected.append(list(roles))
     )
@@ -95,6 +99,38 @@ def test_a_worker_that_was_unwanted_before_it_served_never_counts_as_ready() -> 
     for slot in supervisor._slots:
         supervisor._look_at(slot, time.monotonic())
     assert unwanted.ready_since is None and wanted.ready_since is not None
+
+
+def starting() -> tuple[Any, Any, list[str]]:
+    """A supervisor, a worker that it starts for the first time, and what it does to it and counts."""
+    supervisor, done = supervisor_of_two([]), []
+    supervisor._kill = lambda slot: done.append("killed")
+    supervisor._end_actor = lambda slot: done.append("actor ended")
+    supervisor._router.mark_dead = lambda *worker: None
+    supervisor._router.replaced = done.append
+    slot = supervisor._slots[0]
+    slot.look = object()
+    return supervisor, slot, done
+
+
+def test_an_actor_that_does_not_answer_is_replaced_at_the_first_start_too() -> None:
+    supervisor, slot, done = starting()
+    fault = StartFault("its actor has not answered for 10 s", by_actor=True)
+    supervisor._end_start(slot, fault, time.monotonic())
+    assert done == ["actor", "killed", "worker"]
+    assert slot.ping is slot.look, "what it was asked tells that nothing answers there"
+    assert slot.start_at is not None
+    late = time.monotonic() + supervisor._config.start_timeout
+    with pytest.raises(StartUpError, match="worker decode-0 cannot start: its actor has not answered"):
+        supervisor._end_start(slot, fault, late)
+
+
+def test_a_worker_whose_start_takes_too_long_gets_another_actor() -> None:
+    """The one that it has may wait for what never comes, and would keep the next start waiting."""
+    supervisor, slot, done = starting()
+    slot.was_ready = True
+    supervisor._end_start(slot, StartFault("it was not ready", is_over=True), time.monotonic())
+    assert done == ["killed", "actor ended", "worker"]
 
 
 @pytest.mark.parametrize("for_good", [True, False])

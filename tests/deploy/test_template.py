@@ -64,7 +64,7 @@ class Host:
             shares_cores=shares_cores,
         )
         self.cluster.registered.pop(worker_id, None)
-        worker = (client or self.client()).spawn(msgspec.msgpack.encode(launch))
+        worker = (client or self.client()).spawn(msgspec.msgpack.encode(launch), 60.0)
         self.workers.append(worker)
         return worker
 
@@ -276,12 +276,12 @@ def test_live_workers_outlast_the_template_and_a_new_one_takes_its_place(
     config, client = tiny_config(tiny_folder), host.client()
     old = host.spawn("decode-3", config, client)
     host.wait_ready("decode-3")
-    template = host.template()
-    template.kill()
-    psutil.wait_procs([template], timeout=10)
+    template, other = host.template(), host.client()
+    template.suspend()  # so it is killed, as nothing else helps
     before = host.tokens("decode-3")
-    host.spawn("decode-4", config)
+    host.spawn("decode-4", config, other)
     host.wait_ready("decode-4")
+    assert other.replaced == [f"process {template.pid} is stopped (SIGSTOP)"]
     assert host.template() != template
     assert host.tokens("decode-4") == before
     old.stop()
@@ -319,5 +319,5 @@ def test_another_users_process_is_told_nothing() -> None:
         closing(TemplateClient(name, {}, own_stderr=False)) as client,
         pytest.raises(TemplateError, match="another user's process"),
     ):
-        client.spawn(b"the cluster's keys")
+        client.spawn(b"the cluster's keys", 5.0)
     assert os.waitpid(pid, 0)[1] == 0

@@ -1,0 +1,105 @@
+"""What workers that are being started wait for, as their actors tell: said in the log, and not waited for
+without end.
+
+Imports Ray, so it is imported once that may start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import psutil
+import ray
+from ray.exceptions import RayError
+
+from deploy.actors import Look
+from deploy.slots import Slot
+from protocol.config import ServeConfig
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 2.0
+"""How often the actor of a worker that starts is asked how that gets on."""
+
+ANSWER_S = 10.0
+"""An actor that has answered before and then takes longer is stuck."""
+
+FIRST_ANSWER_S = 90.0
+"""The same before its first answer: Ray itself gives a process of its own 60 s to begin."""
+
+REMIND_S = 10.0
+
+
+class StartFault(NamedTuple):
+    """Why a worker's start is not waited for any longer; `by_actor`: its actor does not answer."""
+
+    reason: str
+    by_actor: bool = False
+    is_over: bool = False
+    """It had all of --start-timeout."""
+
+
+class StartWatch:
+    """Keeps what it knows in the slots. `on_replaced` is called for each template that an actor replaced."""
+
+    def __init__(self, config: ServeConfig, is_local: bool, on_replaced: Callable[[], None]) -> None:
+        self._timeout_s = config.start_timeout
+        self._is_local = is_local
+        self._on_replaced = on_replaced
+
+    def begin(self, slot: Slot, now: float) -> None:
+        """A worker is started in the slot."""
+        slot.reminded_at = now
+        if slot.seen is not None:
+            slot.seen = Look(slot.seen.pid)
+        self._ask(slot, now)
+
+    def take(self, slot: Slot) -> None:
+        """Note what the slot's actor has answered, if it has."""
+        if slot.look is None or not ray.wait([slot.look], timeout=0)[0]:
+            return
+        answer, slot.look = slot.look, None
+        with contextlib.suppress(RayError):  # the actor has ended, as its other answers show
+            self._note(slot, ray.get(answer))
+
+    def judge(self, slot: Slot, now: float) -> StartFault | None:
+        """Whether to go on waiting for a worker that is not ready. Asks its actor again and again."""
+        if now - slot.started > self._timeout_s:
+            return StartFault(
+                f"it was not ready within {self._timeout_s:g} s (--start-timeout)", is_over=True
+            )
+        if now - slot.reminded_at > REMIND_S:
+            slot.reminded_at = now
+            waited_s, what = now - slot.started, self._waits_for(slot, now)
+            log.info("worker %s, started %.0f s ago, waits for %s", slot.worker_id, waited_s, what)
+        if slot.seen is not None and slot.seen.stuck:
+            return StartFault(f"its {slot.seen.stuck}")
+        if slot.look is None and now - slot.looked_at > LOOK_S:
+            self._ask(slot, now)
+        limit_s = FIRST_ANSWER_S if slot.seen is None else ANSWER_S
+        if slot.look is not None and now - slot.looked_at > limit_s:
+            return StartFault(f"its actor has not answered for {limit_s:g} s", by_actor=True)
+        return None
+
+    def _waits_for(self, slot: Slot, now: float) -> str:
+        if slot.seen is None:
+            return "Ray to start its actor"
+        if slot.look is not None and now - slot.looked_at > LOOK_S:
+            return f"its actor (process {slot.seen.pid}) to answer"
+        return slot.seen.waits_for or "its actor to start it"
+
+    def _ask(self, slot: Slot, now: float) -> None:
+        slot.look, slot.looked_at = slot.actor.look.remote(), now
+
+    def _note(self, slot: Slot, seen: Look) -> None:
+        slot.seen = seen
+        if self._is_local and slot.process is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                slot.process = psutil.Process(seen.pid)
+        for reason in seen.replaced[slot.num_replaced :]:
+            log.error("the template that worker %s waits for is replaced: %s", slot.worker_id, reason)
+            self._on_replaced()
+        slot.num_replaced = len(seen.replaced)

@@ -1,0 +1,149 @@
+"""Workers that are being started: their actors are asked how that gets on, and not waited for without end."""
+
+from __future__ import annotations
+
+import logging
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from deploy import starts
+from deploy.actors import Look
+from deploy.slots import Slot
+from deploy.starts import ANSWER_S, FIRST_ANSWER_S, REMIND_S, StartFault, StartWatch
+from protocol.config import ServeConfig
+from protocol.roles import ROLES
+
+LIMIT_S = 300.0
+PID = os.getpid()
+
+
+class Start:
+    """A worker that starts. The test plays its actor, and the time goes on in the supervisor's steps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, is_local: bool = True) -> None:
+        self.answer: Look | None = None
+        self.num_asked, self.num_templates = 0, 0
+        monkeypatch.setattr(
+            starts.ray, "wait", lambda refs, timeout: (refs if self.answer is not None else [], [])
+        )
+        monkeypatch.setattr(starts.ray, "get", lambda ref: self.answer)
+        config = ServeConfig(start_timeout=LIMIT_S)
+        self.watch = StartWatch(config, is_local, self._on_replaced)
+        self.slot = Slot("decode-0", ROLES["decode"], actor=SimpleNamespace(look=self))
+        self.now = self.slot.started = 1000.0
+        self.watch.begin(self.slot, self.now)
+
+    def remote(self) -> Any:
+        self.num_asked += 1
+        return object()
+
+    def _on_replaced(self) -> None:
+        self.num_templates += 1
+
+    def after(self, seconds: float) -> StartFault | None:
+        """What is found by then, at once when it is found."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 0.25
+            self.watch.take(self.slot)
+            if (fault := self.watch.judge(self.slot, self.now)) is not None:
+                return fault
+        return None
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Start:
+    return Start(monkeypatch)
+
+
+def test_an_actor_that_answers_is_waited_for_up_to_the_time_limit(start: Start) -> None:
+    start.answer = Look(PID, "process 7 (running) to load the model")
+    assert start.after(LIMIT_S) is None
+    assert LIMIT_S / 3 < start.num_asked < LIMIT_S
+    fault = start.after(1)
+    assert fault == StartFault("it was not ready within 300 s (--start-timeout)", is_over=True)
+
+
+def test_an_actor_that_falls_silent_while_its_worker_starts_is_to_blame(start: Start) -> None:
+    start.answer = Look(PID)
+    assert start.after(5) is None
+    start.answer = None
+    assert start.after(ANSWER_S) is None
+    fault = start.after(3)
+    assert fault == StartFault("its actor has not answered for 10 s", by_actor=True)
+
+
+def test_ray_has_more_time_to_begin_an_actor(start: Start) -> None:
+    assert start.after(FIRST_ANSWER_S) is None
+    fault = start.after(1)
+    assert fault is not None and fault.by_actor
+
+
+def test_the_next_start_of_an_actor_knows_that_it_has_answered_before(start: Start) -> None:
+    start.answer = Look(PID, "something", stuck="process 7 is stopped (SIGSTOP)")
+    start.watch.take(start.slot)
+    start.answer = None
+    start.slot.started = start.now
+    start.watch.begin(start.slot, start.now)
+    assert start.after(ANSWER_S) is None, "what was stopped then has ended"
+    assert start.after(1) == StartFault("its actor has not answered for 10 s", by_actor=True)
+
+
+def test_a_worker_that_is_stopped_while_it_starts_is_ended(start: Start) -> None:
+    start.answer = Look(PID, stuck="process 7 is stopped (SIGSTOP)")
+    assert start.after(1) == StartFault("its process 7 is stopped (SIGSTOP)")
+
+
+def test_templates_that_were_replaced_are_told_once(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    start.answer = Look(PID, replaced=("process 7 is stopped (SIGSTOP)",))
+    start.after(10)
+    assert start.num_templates == 1
+    start.answer = Look(
+        PID, replaced=("process 7 is stopped (SIGSTOP)", "process 8 has not answered for 9 s")
+    )
+    start.after(10)
+    assert start.num_templates == 2
+    told = [record.message for record in caplog.records if "template" in record.message]
+    assert told == [
+        "the template that worker decode-0 waits for is replaced: process 7 is stopped (SIGSTOP)",
+        "the template that worker decode-0 waits for is replaced: process 8 has not answered for 9 s",
+    ]
+
+
+def test_the_log_says_what_is_waited_for(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    start.after(REMIND_S - 0.5)
+    assert not caplog.records
+    start.after(1)
+    start.answer = Look(PID, "its host's template (process 7, running) for 9 s")
+    start.after(REMIND_S)
+    start.answer = None
+    start.after(REMIND_S + 0.5)
+    assert [record.message for record in caplog.records] == [
+        "worker decode-0, started 10 s ago, waits for Ray to start its actor",
+        "worker decode-0, started 20 s ago, waits for its host's template (process 7, running) for 9 s",
+        f"worker decode-0, started 31 s ago, waits for its actor (process {PID}) to answer",
+    ]
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_an_actor_of_this_host_is_known_by_its_process(
+    monkeypatch: pytest.MonkeyPatch, is_local: bool
+) -> None:
+    start = Start(monkeypatch, is_local)
+    start.answer = Look(PID)
+    start.after(1)
+    assert (start.slot.process is not None) == is_local
+
+
+def test_an_actor_that_has_ended_is_no_answer(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(ref: Any) -> None:
+        raise ray.exceptions.ActorDiedError
+
+    start.answer = Look(PID)
+    monkeypatch.setattr(starts.ray, "get", die)
+    assert start.after(1) is None and start.slot.seen is None

@@ -1,0 +1,232 @@
+"""A host's template that is stopped or stuck: its clients wait no longer than they have to, and get another
+one.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import closing, nullcontext, suppress
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from deploy import process_watch
+from deploy.process_watch import IDLE_S, STOPPED_S, ProcessWatch
+from deploy.template import client as template_client
+from deploy.template.client import TemplateClient, TemplateError
+from deploy.template.messages import MAX_MESSAGE_BYTES, Ended, Spawned
+
+WORKER_PID = 7
+PATIENCE_S = 60.0
+
+
+class Templates:
+    """Processes that pass for templates: those that never answer, and those that have started a worker."""
+
+    def __init__(self) -> None:
+        self.pids: list[int] = []
+
+    def start(self, name: str, answers: bool) -> psutil.Process:
+        ready, told = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            with suppress(BaseException):
+                self._serve(name, answers, told)
+            os._exit(1)
+        os.close(told)
+        assert os.read(ready, 1)
+        os.close(ready)
+        self.pids.append(pid)
+        return psutil.Process(pid)
+
+    def _serve(self, name: str, answers: bool, told: int) -> None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(f"\0{name}")
+        listener.listen()
+        os.write(told, b"x")
+        clients = []
+        while True:
+            client, _ = listener.accept()
+            clients.append(client)
+            if answers:
+                _, fds, _, _ = socket.recv_fds(client, MAX_MESSAGE_BYTES, 2)
+                for fd in fds:  # the worker's end: so it ends at once
+                    os.close(fd)
+                client.send(msgspec.msgpack.encode(Spawned(WORKER_PID)))
+
+    def close(self) -> None:
+        for pid in self.pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+@pytest.fixture
+def name() -> str:
+    return f"test-{secrets.token_hex(8)}"
+
+
+@pytest.fixture
+def templates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Templates]:
+    """Clients that need another template get one that answers, and look at the others often."""
+    templates = Templates()
+    monkeypatch.setattr(TemplateClient, "_start", lambda client: templates.start(client._name, answers=True))
+    monkeypatch.setattr(template_client, "_LOOK_S", 0.02)
+    monkeypatch.setattr(process_watch, "STOPPED_S", 0.2)
+    with closing(templates):
+        yield templates
+
+
+def client_of(name: str) -> closing[TemplateClient]:
+    return closing(TemplateClient(name, {}, own_stderr=False))
+
+
+def has_ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_stopped_template_is_killed_and_another_one_answers(templates: Templates, name: str) -> None:
+    frozen = templates.start(name, answers=True)
+    frozen.suspend()
+    with client_of(name) as one, client_of(name) as other:
+        assert one.spawn(b"launch", PATIENCE_S).pid == WORKER_PID
+        assert one.replaced == [f"process {frozen.pid} is stopped (SIGSTOP)"]
+        assert has_ended(frozen)
+        assert other.spawn(b"launch", PATIENCE_S).pid == WORKER_PID
+        assert other.replaced == [] and len(templates.pids) == 2, "both have the new one"
+
+
+def test_a_template_that_cannot_be_killed_keeps_its_name(
+    templates: Templates, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ProcessWatch, "end", lambda watch, timeout_s: False)
+    templates.start(name, answers=True).suspend()
+    with client_of(name) as one, client_of(name) as other:
+        for client in (one, other):
+            assert client.spawn(b"launch", PATIENCE_S).pid == WORKER_PID
+            assert client._name == f"{name}.1"
+        assert len(templates.pids) == 2
+
+
+def test_a_template_that_waits_for_something_is_replaced(
+    templates: Templates, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_watch, "IDLE_S", 0.5)
+    stuck = templates.start(name, answers=False)
+    with client_of(name) as client:
+        assert client.spawn(b"launch", PATIENCE_S).pid == WORKER_PID
+        assert f"process {stuck.pid} (sleeping) has used no core for" in client.replaced[0]
+
+
+def test_a_template_has_a_deadline(templates: Templates, name: str) -> None:
+    busy = templates.start(name, answers=False)
+    with client_of(name) as client:
+        assert client.spawn(b"launch", 0.2).pid == WORKER_PID
+        assert client.replaced == [f"process {busy.pid} has not answered for 0 s"]
+
+
+def test_an_end_that_a_stopped_template_cannot_tell_is_known(templates: Templates, name: str) -> None:
+    template = templates.start(name, answers=True)
+    with client_of(name) as client:
+        worker = client.spawn(b"launch", PATIENCE_S)
+        template.suspend()
+        assert worker.wait().reason == "its process ended"
+        assert len(client.replaced) == 1
+
+
+def test_templates_that_get_stuck_one_after_the_other_are_an_error(
+    templates: Templates, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(client: TemplateClient) -> None:
+        templates.start(client._name, answers=True).suspend()
+
+    monkeypatch.setattr(TemplateClient, "_start", start)
+    with client_of(name) as client, pytest.raises(TemplateError, match=r"is stopped \(SIGSTOP\)"):
+        client.spawn(b"launch", PATIENCE_S)
+    assert len(templates.pids) == 3
+
+
+def test_a_template_that_does_not_start_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_client, "_START_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(template_client, "_ARGUMENTS", ("-c", "import time; time.sleep(60)"))
+    with client_of(name) as client, pytest.raises(TemplateError, match="did not start within 0 s"):
+        client.spawn(b"launch", PATIENCE_S)
+
+
+class Watched:
+    """A process of which the test says what it does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.watch = ProcessWatch(os.getpid())
+        self.state, self.core_s, self._now = psutil.STATUS_RUNNING, 0.0, 0.0
+        self.watch._process = SimpleNamespace(  # type: ignore[assignment]
+            pid=1, oneshot=nullcontext, status=lambda: self.state, cpu_times=lambda: (self.core_s, 0, 0, 0, 0)
+        )
+        self.watch._looked_at = 0.0
+        monkeypatch.setattr(process_watch, "time", SimpleNamespace(monotonic=lambda: self._now))
+
+    def after(self, seconds: float, core_s: float = 0.0, looks: int = 100) -> ProcessWatch:
+        for _ in range(looks):
+            self._now += seconds / looks
+            self.core_s += core_s / looks
+            self.watch.look()
+        return self.watch
+
+
+def test_a_process_that_works_is_never_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+    for state in (psutil.STATUS_RUNNING, psutil.STATUS_SLEEPING, psutil.STATUS_DISK_SLEEP):
+        watched.state = state
+        assert watched.after(600, core_s=1.0, looks=600).stuck == ""
+
+
+def test_a_process_that_only_waits_is_stuck_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+    watched.state = psutil.STATUS_DISK_SLEEP
+    assert watched.after(IDLE_S - 2).stuck == ""
+    assert "(disk-sleep) has used no core for 15" in watched.after(5).stuck
+    assert watched.after(1, core_s=0.1).stuck == "", "it goes on"
+
+
+@pytest.mark.parametrize("state", [psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP])
+def test_a_stopped_process_is_stuck_soon(monkeypatch: pytest.MonkeyPatch, state: Any) -> None:
+    watched = Watched(monkeypatch)
+    watched.state = state
+    assert watched.after(STOPPED_S - 0.5).stopped == ""
+    assert watched.after(1).stopped == watched.watch.stuck != ""
+    watched.state = psutil.STATUS_SLEEPING
+    assert watched.after(1).stopped == ""
+
+
+def test_who_looks_may_have_been_stopped_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both go on now, and the first look finds the other one as it was."""
+    watched = Watched(monkeypatch)
+    watched.state = psutil.STATUS_STOPPED
+    assert watched.after(3600, looks=1).stuck == ""
+
+
+def test_nothing_is_said_of_a_process_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    watch = ProcessWatch(pid)
+    os.waitpid(pid, 0)
+    watch.look()
+    assert watch.stuck == "" and watch.end(0.1)
+
+
+def test_the_end_of_a_worker_is_told_as_before(templates: Templates, name: str) -> None:
+    """With a status that the template tells."""
+    raw = msgspec.msgpack.encode(Ended(WORKER_PID, 9))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with client_of(name) as client, theirs:
+        client._connection = ours
+        theirs.send(raw)
+        assert client.status(WORKER_PID) == 9
+        assert client.waits_for == ""
