@@ -1,1 +1,3 @@
-"""What a cluster would do with a recorded load: `tandem profile` measures, `tandem plan` simulates."""
+"""Predicts a cluster's behaviour under a recorded load: `tandem profile` measures a server, `tandem plan`
+simulates.
+"""

@@ -1,7 +1,7 @@
-"""Measures a running server: bursts of requests of every size, and then what its workers say of themselves.
+"""Measures a running server: sends bursts of requests of every size, then reads what its workers report.
 
-The workers fit their steps' times and their wires' speed to what runs, with all that runs beside them on the
-same machine: the router, and the client here.
+The workers fit their steps' times and their wires' speed to the load, including the influence of everything
+else on the same machine: the router, and the client here.
 """
 
 from __future__ import annotations
@@ -29,37 +29,41 @@ from protocol.speculation import MethodState, SpeculationState
 from router.placement.interface import LinkSpeed
 
 BURSTS = (1, 2, 4, 8, 16, 32)
-"""Requests that come at about the same time. Each burst sweeps over all smaller batches as it ends."""
+"""Sizes of bursts: requests that come at about the same time. As a burst ends, it passes through all smaller
+batch sizes.
+"""
 ROUNDS = 4
-"""Of which the first warms up."""
+"""Rounds; the first one warms up."""
 NUM_BURSTS = len(BURSTS) * ROUNDS
 SPREAD_S = 0.4
-"""Over which a burst's requests come."""
+"""Seconds over which a burst's requests come."""
 LONGEST_PROMPT, LONGEST_OUTPUT = 1024, 96
 LONE_REQUESTS = 3
-"""Of each length, alone, and as many beside one that decodes. Medians count."""
+"""Requests of each length, alone, and as many while another one decodes. Medians count."""
 LONE_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
-"""Of the longest chunk."""
+"""Prompt lengths as shares of the longest chunk."""
 LONE_PAUSE_S = 0.05
-"""Until the other one decodes."""
+"""Seconds until the other request decodes."""
 PACED_REQUESTS = 4
-"""That decode alone, and as many beside prompts."""
+"""Requests that decode alone, and as many while prompts are computed."""
 DRAFT_BURSTS = (1, 2, 4, 8, 16)
-"""Requests that continue text, where the server drafts: random tokens tell nothing of drafts."""
+"""Sizes of bursts of requests that continue text, if the server drafts: random tokens say nothing about
+drafts.
+"""
 DRAFT_ROUNDS = 3
 REPORTED_S = 0.5
-"""By then a heartbeat has brought what workers know."""
+"""Seconds within which a heartbeat has brought the workers' measurements."""
 TEXT_LENGTH, TEXT_OUTPUT = 1000, 64
 """[characters], [tokens]"""
 ALWAYS_SPLIT = ("--placement", "least_loaded")
-"""With these options the server must run, so that its wires are used, and each role does its own work."""
+"""Options that the server must run with, so that its wires are used and each role does its own work."""
 _VOCAB = range(16, 256)
 """Token ids that every model has."""
 _TIMEOUT_S = 300.0
 
 
 class CalibrationError(TandemError):
-    """The server did not do what it was asked for."""
+    """The server did not do what was asked."""
 
 
 def calibrate(
@@ -68,7 +72,7 @@ def calibrate(
     api_key: str | None = None,
     on_burst: Callable[[], None] = lambda: None,
 ) -> Profile:
-    """The profile of an idle server's workers. Raises `CalibrationError`."""
+    """Return the profile of an idle server's workers. Raises `CalibrationError`."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key is not None else {}
     with httpx.Client(base_url=url, timeout=_TIMEOUT_S, headers=headers) as http:
         return _Calibration(http, on_burst).run(sources)
@@ -89,7 +93,7 @@ class _Calibration:
         self._host, self._port = parts.hostname or "", parts.port or 80
         card = self._get("/v1/models")["data"][0]
         self._model, self._longest = card["id"], int(card["max_model_len"])
-        self._random = random.Random()  # prompts of an earlier calibration are cached there
+        self._random = random.Random()  # unseeded: prompts of an earlier calibration are cached on the server
 
     def run(self, sources: Sequence[str]) -> Profile:
         looks = []
@@ -120,8 +124,8 @@ class _Calibration:
         )
 
     def _drafts(self) -> SpeculationState | None:
-        """What they bring to requests that continue the source of Python's library, some of them greedy; None
-        where the server has none.
+        """Return what drafts bring to requests that continue the source of Python's library, some of them
+        greedy; None if the server does not draft.
         """
         if not any(_speculation(worker).max_tokens for worker in self._get("/workers")["workers"]):
             return None
@@ -149,7 +153,7 @@ class _Calibration:
                 group.create_task(one())
 
     async def _prompts(self, ask: Callable[[int], Awaitable[Pace]], longest: int) -> dict[int, Pace]:
-        """What `ask` measures of requests by the tokens of their prompts, which meet no others."""
+        """Return the pace that `ask` measures by prompt length, for requests that run alone."""
         return {
             tokens: _median([await ask(tokens) for _ in range(LONE_REQUESTS)])
             for tokens in sorted({max(int(share * longest), 1) for share in LONE_SHARES})
@@ -165,7 +169,7 @@ class _Calibration:
             return await self._alone(tokens)
 
     async def _decode_beside(self, longest: int) -> float:
-        """How many times as long steps that decode take while the prefill worker works."""
+        """Return how many times as long decode steps take while the prefill worker works."""
         alone = [await self._long_answer() for _ in range(PACED_REQUESTS)]
         async with asyncio.TaskGroup() as group:
             prompts = group.create_task(self._keep_busy(longest))
@@ -184,7 +188,9 @@ class _Calibration:
         return self._random.choices(_VOCAB, k=count)
 
     async def _ask(self, prompt: str | list[int], max_tokens: int, temperature: float = 0.0) -> Pace:
-        """It reads no more of the answer than it must: it shares the cores with the server."""
+        """Send a request and measure its pace. It reads as little of the answer as possible, since it shares
+        the cores with the server.
+        """
         body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": temperature}
         content = msgspec.json.encode(body | {"ignore_eos": True, "stream": True})
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nConnection: close\r\n"
@@ -224,13 +230,13 @@ def _median(paces: Sequence[Pace]) -> Pace:
 
 
 def times_as_long(beside: Iterable[float], alone: Iterable[float]) -> float:
-    """What was measured beside another worker that works, to the same alone; at least 1."""
+    """Return the ratio of times measured while another worker works to times measured alone; at least 1."""
     beside_s, alone_s = sum(beside), sum(alone)
     return max(beside_s / alone_s, 1.0) if alone_s > 0 else 1.0
 
 
 def measured_handoff_s(costs: StepCosts, link: LinkProfile, alone: Mapping[int, Pace]) -> float:
-    """What passes from a lone prompt's first token to its second, beside the wire and a step."""
+    """Return the seconds from a lone prompt's first token to its second, without the wire and a step."""
     wire = LinkSpeed(link.latency_s, link.bytes_per_s)
     rest = [
         pace.second_s - wire.seconds(tokens * costs.kv_bytes) - costs.decode_s(1, tokens)
@@ -240,7 +246,7 @@ def measured_handoff_s(costs: StepCosts, link: LinkProfile, alone: Mapping[int, 
 
 
 def decode_costs(told: Sequence[dict[str, Any]]) -> StepCosts:
-    """What decoding costs by what decode workers tell in several looks."""
+    """Return the costs of decoding from several reports of decode workers."""
     names = ("step_s", "row_s", "context_s", "tokens_per_row")
     costs = [worker["costs"] for worker in told if worker["role"] == "decode"]
     return msgspec.convert(
@@ -249,10 +255,10 @@ def decode_costs(told: Sequence[dict[str, Any]]) -> StepCosts:
 
 
 def with_prompts(costs: StepCosts, took: Mapping[int, float]) -> tuple[StepCosts, float]:
-    """What prompts cost, and what a request spends outside of workers, by the seconds to the first token of
-    lone requests, each of one chunk.
+    """Return `costs` with those of prompts, and the seconds of a request outside of workers, from the times
+    to the first token of lone requests, each of one chunk.
 
-    Workers fit prompts too, but from steps in which other programs disturb, most of all the long ones.
+    Workers fit prompts, too, but from steps that other programs disturb, most of all the long ones.
     """
     seconds = np.array(list(took.values()))
     features = np.array([(1.0, tokens, tokens * tokens / 2) for tokens in took])
@@ -268,7 +274,7 @@ def _speculation(worker: dict[str, Any]) -> SpeculationState:
 
 
 def drafts_of(told: Sequence[SpeculationState]) -> SpeculationState | None:
-    """What the worker with the most statistics tells of the methods that have drafted; None if none has."""
+    """Return the report with the most statistics of the methods that have drafted; None if none has."""
 
     def known(state: SpeculationState) -> list[MethodState]:
         return [method for method in state.methods if method.acceptance]

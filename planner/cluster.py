@@ -1,4 +1,4 @@
-"""A simulated cluster: the router's own registry, loads, index and policies before simulated workers."""
+"""A simulated cluster: the router's own registry, loads, index and policies with simulated workers."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from router.placer import FIRST_OUTPUT, OUTPUT_PACE
 from router.registry import Registry, Worker
 
 REPORT_INTERVAL_S = 0.25
-"""Between two reports of a worker's KV usage, as heartbeats bring them."""
+"""Seconds between two reports of a worker's KV usage, like heartbeats."""
 
 
 @dataclass(frozen=True)
 class ClusterLayout:
-    """How many workers there are and what requests go through. `disaggregation` is the option's value."""
+    """The number of workers and the policy. `disaggregation` is the option's value."""
 
     prefill: int
     decode: int
@@ -80,7 +80,7 @@ class SimulatedCluster:
                 engine.neighbours = [other for other in engines if other is not engine]
 
     def run(self, requests: Sequence[SimulatedRequest]) -> None:
-        """All of them, to their end."""
+        """Simulate all requests to their ends."""
         for request in requests:
             self.events.at(request.arrival, lambda request=request: self._place(request))  # type: ignore[misc]
         self.events.run()
@@ -160,7 +160,9 @@ class SimulatedCluster:
     # --- a request's way ------------------------------------------------------------------------------
 
     def _fetch(self, request: SimulatedRequest, first: SimulatedWorker, holder: SimulatedWorker) -> float:
-        """The holder sends what `first` lacks, after its current step. Returns when it is there."""
+        """Send the blocks that `first` lacks, after the holder's current step. Return the time of their
+        arrival.
+        """
         lacking = first.engine.room.covered(request.blocks)
         blocks = request.blocks[lacking : holder.engine.room.covered(request.blocks)]
         if not blocks:
@@ -185,7 +187,7 @@ class SimulatedCluster:
             self._serve(handoff.receiver)
 
     def _serve(self, receiver: SimulatedWorker) -> None:
-        """There may be room for prompts that are to be handed over to it."""
+        """Start hand-offs for which the receiver has room now."""
         while receiver.reserving and receiver.reserving[0].reserve():
             self._push(receiver.reserving.popleft())
 
@@ -226,7 +228,7 @@ class SimulatedCluster:
 
 
 def _registration(name: str, incarnation: str, role: str, peers: Sequence[str], profile: Profile) -> Register:
-    """What a worker with the profile's figures says of itself."""
+    """Return the registration of a worker with the profile's figures."""
     wire = profile.wire
     links = [
         PairState(

@@ -30,7 +30,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Field names are the flags."""
+    """The command's options; field names are the flags."""
 
     trace: str
     slo_ttft: _Seconds
@@ -46,7 +46,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(given: Mapping[str, str | None]) -> PlanOptions:
-    """From the command line's text. Raises `ConfigError` that names the flag and its limits."""
+    """Parse the command line's text. Raises `ConfigError` that names the flag and its limits."""
     text = ("trace", "profile", "output")
     fields = {name: value if name in text else _number(value) for name, value in given.items()}
     try:
@@ -56,7 +56,7 @@ def parse(given: Mapping[str, str | None]) -> PlanOptions:
 
 
 def plan(options: PlanOptions, console: Console) -> None:
-    """Simulate every layout, print what it brings, and write `plan.json` and `plan.svg`."""
+    """Simulate every layout, print its outcome, and write `plan.json` and `plan.svg`."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("plan needs the package matplotlib: pip install 'tandem-serve[bench]'")
     profile, slo = read_profile(options.profile), Slo(options.slo_ttft, options.slo_tpot)
@@ -82,7 +82,7 @@ def plan(options: PlanOptions, console: Console) -> None:
 
 
 def simulate(study: Study, workers: int, console: Console) -> list[PlanOutcome]:
-    """In the order of the scenarios."""
+    """Return the outcomes in the order of the scenarios."""
     chosen = scenarios(workers)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     found = {}
@@ -102,7 +102,7 @@ def write(document: Mapping[str, object], outcomes: list[PlanOutcome], slo: Slo,
 
 
 def _number(text: str | None) -> object:
-    """What is no number stays text, to be refused."""
+    """Return the number; other text is returned unchanged, to be refused by the type check."""
     for kind in (int, float):
         try:
             return kind(text)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Whether to speculate, with how many tokens, and up to which load: as the router reckons for its workers."""
+"""Decides whether to speculate, with how many tokens and up to which load, by the router's own formulas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.placement.drafts.interface import DraftTarget
 from router.placement.drafts.rates import StepCurve, local_rate, plain_rate
 
 LEAST_GAIN = 1.03
-"""Speedup below which decode workers do not draft."""
+"""The speedup below which decode workers do not draft."""
 
 
 class DraftChoice(msgspec.Struct, frozen=True):
@@ -25,12 +25,12 @@ class DraftChoice(msgspec.Struct, frozen=True):
 
 
 def draft_choices(known: SpeculationState, rows: Sequence[int]) -> list[DraftChoice]:
-    """Of the first method."""
+    """Return the choices for the first method."""
     return [_choice(known, known.methods[0], each) for each in rows]
 
 
 def last_paying(choices: Sequence[DraftChoice]) -> int:
-    """The largest batch for which drafting pays; 0 if it never does."""
+    """Return the largest batch for which drafting pays; 0 if it never does."""
     return max((choice.rows for choice in choices if choice.num_tokens), default=0)
 
 

@@ -1,7 +1,7 @@
 """A simulated worker's engine: the batches that `engine/scheduler.py` would form, in simulated time.
 
-Steps that only decode are not simulated one by one: as long as nobody comes or ends, so many of them take a
-time that has a closed form.
+Steps that only decode are not simulated one by one: while no request comes or ends, the time of many steps
+has a closed form.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from planner.request import SimulatedRequest
 class SimulatedSequence:
     """A request's work on one worker.
 
-    Of its `num_tokens` tokens `computed` are; then it generates `left` more, or only the first of them if it
-    `hands_over`. `order` is its place in the queue.
+    `computed` of its `num_tokens` tokens are done; then it generates `left` more, or only the first of them
+    if it `hands_over`. `order` is its place in the queue.
     """
 
     request: SimulatedRequest
@@ -37,13 +37,13 @@ class SimulatedSequence:
     was_admitted: bool = False
     has_answered: bool = False
     began_at: int = 0
-    """Its engine's number of steps when it began to decode."""
+    """The engine's number of steps when it began to decode."""
     growth: float = 1.0
-    """Room that each of its tokens takes then."""
+    """KV room that each of its tokens takes from then on."""
 
     @property
     def blocks(self) -> Sequence[int]:
-        """The full ones of its prompt."""
+        """Return the full blocks of its prompt."""
         return self.request.blocks
 
     @property
@@ -64,11 +64,11 @@ class DecodeRun:
         self._first_s, self._growth_s = first_s, growth_s
 
     def after(self, steps: int) -> float:
-        """When so many of them are over."""
+        """Return the time at which `steps` of them are over."""
         return self.started + steps * self._first_s + self._growth_s * steps * (steps - 1) / 2
 
     def steps_until(self, now: float) -> int:
-        """Up to the end of the step that runs then."""
+        """Return the number of steps up to the end of the one that runs at `now`."""
         passed, steps = now - self.started, float(self.count)
         if self._growth_s > 0:
             linear = self._first_s - self._growth_s / 2
@@ -79,9 +79,9 @@ class DecodeRun:
 
 
 class SimulatedEngine:
-    """`on_scheduled(s)` hears of a sequence that is taken up for the first time, `on_computed(s)` of a step
-    that computed a part of its prompt, `on_first_token(s)` and `on_finished(s)` of its tokens. `on_room()`:
-    there may be more room for KV.
+    """Calls `on_scheduled(s)` when a sequence first runs, `on_computed(s)` after a step that computed a part
+    of its prompt, `on_first_token(s)` and `on_finished(s)` for its tokens, and `on_room()` when there may be
+    more room for KV.
     """
 
     on_scheduled: Callable[[SimulatedSequence], None]
@@ -101,25 +101,25 @@ class SimulatedEngine:
         self._waiting: list[SimulatedSequence] = []
         self._prefilling: list[SimulatedSequence] = []
         self._rows: list[tuple[int, int, SimulatedSequence]] = []
-        """A heap: (steps when it ends, order, sequence)."""
+        """A heap of rows: (number of steps at its end, order, sequence)."""
         self._joining: list[SimulatedSequence] = []
-        """Rows as soon as there are free ones, in their order."""
+        """Sequences that wait for a free row, in order."""
         self._context = 0.0
         """Tokens that the rows attend to."""
         self._row_growth = 0.0
-        """Room that a token of each row takes."""
+        """KV room that a token of each row takes, summed."""
         self._steps = 0
         self._step: list[tuple[SimulatedSequence, int]] | None = None
-        """What the current step computes of prompts; None while there is no step."""
+        """The parts of prompts that the current step computes; None between steps."""
         self._run: DecodeRun | None = None
         self._version = 0
-        """Of the planned end of the current step or run."""
+        """The version of the planned end of the current step or run."""
         self._computing: dict[int, SimulatedSequence] = {}
-        """Blocks of prompts that are being computed."""
+        """Prompt blocks that are being computed."""
         self.neighbours: Sequence[SimulatedEngine] = ()
-        """Those that slow it while they work."""
+        """Engines of the same host, which slow this one while they work."""
         self._began = self._ends = 0.0
-        """Of the current step or run."""
+        """The beginning and end of the current step or run."""
         self.decode_s = self.row_seconds = 0.0
         """Seconds in which something was decoded; the same, times the rows."""
 
@@ -130,18 +130,18 @@ class SimulatedEngine:
         self._wake()
 
     def join(self, sequence: SimulatedSequence) -> None:
-        """Its prompt is in its blocks: it decodes once there is a row for it."""
+        """Let a sequence whose prompt is in its blocks decode once there is a row for it."""
         self._joining.append(sequence)
         self._wake()
 
     def free(self, sequence: SimulatedSequence) -> None:
-        """Of one that was handed over."""
+        """Free the room of a sequence that was handed over."""
         self.room.free(sequence.held)
         self.on_room()
         self._wake()
 
     def boundary(self) -> float:
-        """When the current step ends, and messages are looked at."""
+        """Return the end of the current step, when messages are handled."""
         now = self._events.now
         if self._step is None:
             return now
@@ -152,7 +152,7 @@ class SimulatedEngine:
         return self._step is not None
 
     def interrupt(self) -> None:
-        """End a run with its current step, and give back the room for the others."""
+        """End a run with its current step, and release the room for the steps after it."""
         run = self._run
         if run is None:
             return
@@ -162,7 +162,7 @@ class SimulatedEngine:
         self._plan_end(run.after(steps))
 
     def _wake(self) -> None:
-        """Something has come that the next step is to look at."""
+        """Begin a step, or end the current run early, since something new has come."""
         if self._step is None:
             self._begin()
         else:
@@ -212,7 +212,7 @@ class SimulatedEngine:
         self._plan_end(now + seconds)
 
     def _slower(self, beside: float) -> float:
-        """How many times as long it takes beside the neighbours that work now."""
+        """Return how many times as long work takes while the neighbours work."""
         if not self.neighbours:
             return 1.0
         working = sum(other.is_busy for other in self.neighbours) / len(self.neighbours)
@@ -225,20 +225,22 @@ class SimulatedEngine:
 
     @property
     def _growth(self) -> float:
-        """Room that the tokens take which a step adds to the rows."""
+        """Return the KV room that one step of the rows takes."""
         return self._row_growth * self._costs.tokens_per_row
 
     def _longest_run(self) -> int:
-        """Until a row ends, or the room, of which the first step has its part."""
+        """Return the number of steps until a row ends or room runs out; the first step has its room
+        already.
+        """
         ends = self._rows[0][0] - self._steps
         return min(ends, 1 + int(self.room.available / self._growth)) if self._growth else ends
 
     def _end(self, version: int) -> None:
         if version != self._version:
-            return  # it was cut
+            return  # the run was cut short
         step, run = self._step, self._run
         assert step is not None
-        self._run = None  # what comes from here on is looked at when this is over
+        self._run = None  # later events belong to the time after this run
         self._decoded(run.count if run is not None else 1)
         for sequence, count in step:
             self._computed(sequence, count)
@@ -257,7 +259,7 @@ class SimulatedEngine:
 
     def _computed(self, sequence: SimulatedSequence, count: int) -> None:
         if sequence not in self._prefilling:
-            return  # preempted
+            return  # the sequence was preempted
         sequence.computed += count
         full = sequence.computed // self.room.block_tokens
         self.room.publish(sequence.held, sequence.blocks[:full])
@@ -268,7 +270,7 @@ class SimulatedEngine:
             self.on_computed(sequence)
 
     def _add_token(self, sequence: SimulatedSequence) -> None:
-        """The one that follows a prompt."""
+        """Add the token after a prompt."""
         sequence.left -= 1
         if not sequence.has_answered:
             sequence.has_answered = True
@@ -297,7 +299,7 @@ class SimulatedEngine:
         self._row_growth += sequence.growth
 
     def _leave_rows(self, sequence: SimulatedSequence) -> float:
-        """It is no row any more. Returns how many tokens it has generated as one."""
+        """Remove a row. Return how many tokens it has generated as one."""
         grown = (self._steps - sequence.began_at) * self._costs.tokens_per_row
         sequence.held.private += grown * sequence.growth
         self._context -= sequence.num_tokens + grown
@@ -314,7 +316,7 @@ class SimulatedEngine:
             self._preempt(victim)
 
     def _preempt(self, victim: SimulatedSequence) -> None:
-        """It gives its room up, and is computed again later with what it has generated."""
+        """Release its room; it is computed again later, with the tokens that it has generated."""
         if victim in self._prefilling:
             self._leave_prefill(victim)
         elif victim in self._joining:
@@ -337,7 +339,7 @@ class SimulatedEngine:
     # --- prompts --------------------------------------------------------------------------------------
 
     def _schedule(self) -> list[tuple[SimulatedSequence, int]]:
-        """What the next step computes of prompts, beside the rows."""
+        """Return the parts of prompts that the next step computes in addition to the rows."""
         budget = self._costs.chunk_tokens - len(self._rows)
         self._bound.begin(len(self._rows), int(self._context))
         step: list[tuple[SimulatedSequence, int]] = []
@@ -350,7 +352,7 @@ class SimulatedEngine:
                 break
             covered = self.room.covered(sequence.blocks)
             if self._computing.keys() & sequence.blocks[covered : covered + 1]:
-                waiting += 1  # another one computes what it needs next
+                waiting += 1  # another sequence computes the block that it needs next
                 continue
             if not self._admit(sequence, covered):
                 break
@@ -369,7 +371,7 @@ class SimulatedEngine:
         return count
 
     def _admit(self, sequence: SimulatedSequence, covered: int) -> bool:
-        """Take it up if there is room for all of it."""
+        """Start a sequence if there is room for all of it."""
         room, blocks = self.room, sequence.blocks[:covered]
         spare = self._profile.block_size * (len(self._rows) + len(self._prefilling))
         if room.lacks(blocks, sequence.num_tokens) + spare > room.available:

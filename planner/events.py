@@ -1,4 +1,4 @@
-"""Simulated time: what is to happen, in order."""
+"""Simulated time: planned events, in order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Events:
-    """Events of the same time happen in the order in which they were planned."""
+    """A queue of events. Events of the same time happen in the order in which they were planned."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -16,11 +16,11 @@ class Events:
         self._order = itertools.count()
 
     def at(self, time: float, happen: Callable[[], None]) -> None:
-        """Not before now."""
+        """Plan an event at `time`, or now if that has passed."""
         heapq.heappush(self._planned, (max(time, self.now), next(self._order), happen))
 
     def run(self) -> None:
-        """Until nothing is planned any more."""
+        """Run until no event is left."""
         while self._planned:
             self.now, _, happen = heapq.heappop(self._planned)
             happen()

@@ -1,9 +1,8 @@
 """A simulated worker's KV pool: room in tokens, and a prefix cache of whole trace blocks.
 
-As in `engine/block_pool.py`, published blocks that nobody refers to stay until their room is needed, the
-least
-recently used first, and of a prefix its end first. What layers within a sliding window keep of a prompt is
-its sequence's own here, and they keep nothing of a cached block: that goes first.
+As in `engine/block_pool.py`, unreferenced published blocks stay until their room is needed; the least
+recently used are evicted first, and of a prefix its end. The tokens that windowed layers keep of a prompt
+belong to its sequence alone here, and they keep nothing of a cached block: that is evicted first.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from protocol.window import TILE, Window
 
 _ROUNDING = 1e-6
-"""[tokens] That sums of fractions may be off."""
+"""Rounding error of sums of fractions, in tokens."""
 
 _ANY = 2**31
 """More tokens than any sequence has."""
@@ -26,9 +25,9 @@ OnChange = Callable[[Sequence[int]], None]
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """What one sequence or reservation has: `blocks` that others may share, and `private` tokens.
+    """The room of one sequence or reservation: shared `blocks`, and `private` tokens.
 
-    `num_filled` are its leading blocks that `publish` has seen.
+    `publish` has handled the first `num_filled` blocks.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -38,8 +37,9 @@ class Holding:
 
 @dataclass(frozen=True)
 class Keeping:
-    """What a sequence takes of a pool whose layers lie in tables with these `windows` (0: all of a sequence).
-    A token of room is that of a token in all tables; a step computes `step_tokens` of a prompt at most.
+    """The room that a sequence takes in a pool whose layers lie in tables with these `windows` (0: all
+    tokens are kept). A token of room is a token in all tables; a step computes at most `step_tokens` of a
+    prompt.
     """
 
     windows: tuple[int, ...] = (0,)
@@ -48,29 +48,33 @@ class Keeping:
 
     @property
     def whole(self) -> float:
-        """Share of the tables that keep all."""
+        """Return the share of the tables that keep all tokens."""
         return self.windows.count(0) / len(self.windows)
 
     def window(self, block_size: int) -> Window | None:
-        """That is all which rows read of a prefix, in such blocks; None where some layers see all."""
+        """Return the window, in such blocks, that rows read of a prefix; None if some layers see all
+        tokens.
+        """
         return None if self.whole else Window(max(self.windows), block_size)
 
     def prompt(self, num_tokens: float) -> float:
-        """Until so many tokens are computed; as `SequenceBlocks.grow` reckons."""
+        """Return the room until `num_tokens` tokens are computed, as `SequenceBlocks.grow` counts it."""
         return self._kept(num_tokens, lambda window: Window(window, self.block_size).span(self.step_tokens))
 
     def decoding(self, num_tokens: float) -> float:
-        """Behind so many, on average: the kernels' tiles begin somewhere before the window."""
+        """Return the average room of a decoding sequence of `num_tokens` tokens: the kernels' tiles begin
+        somewhere before the window.
+        """
         return self._kept(num_tokens, lambda window: window + TILE / 2)
 
     def growth(self, num_tokens: float, left: float) -> float:
-        """Room for each of the next tokens, on average."""
+        """Return the average room of each of the next tokens."""
         if self.whole == 1 or left <= 0:
             return 1.0
         return (self.decoding(num_tokens + left) - self.decoding(num_tokens)) / left
 
     def longest(self, tokens: float) -> int:
-        """Of a sequence's prompt in so much room."""
+        """Return the longest prompt that fits in `tokens` of room."""
         return bisect.bisect_right(range(_ANY), tokens, key=self.prompt) - 1
 
     def _kept(self, num_tokens: float, most: Callable[[int], float]) -> float:
@@ -79,7 +83,9 @@ class Keeping:
 
 
 class KvRoom:
-    """`on_stored` and `on_removed` are told of blocks that can be found from now on, or no longer."""
+    """Room and prefix cache. `on_stored` and `on_removed` are called with blocks that can be found from now
+    on, or no longer.
+    """
 
     def __init__(
         self,
@@ -93,25 +99,25 @@ class KvRoom:
         self.block_tokens = block_tokens
         self.keeping = keeping
         self._block_room = block_tokens * (keeping.whole or 1.0)
-        """Of a published one; a whole one where no layer keeps all."""
+        """Room of a published block; a whole block's if no layer keeps all tokens."""
         self._free: float = tokens
         self._references: dict[int, int] = {}
-        """Of each published block."""
+        """References to each published block."""
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._on_stored, self._on_removed = on_stored, on_removed
 
     @property
     def available(self) -> float:
-        """Tokens that could be handed out now."""
+        """Return the tokens of room that could be handed out now."""
         return self._free + len(self._evictable) * self._block_room
 
     @property
     def usage(self) -> float:
-        """Share of the pool that requests hold."""
+        """Return the share of the pool that requests hold."""
         return 1 - self.available / self.tokens
 
     def covered(self, blocks: Sequence[int]) -> int:
-        """How many leading ones of these are here, as far as rows behind them read these."""
+        """Return how many leading blocks are cached, as far as later rows read them."""
         window, end = self.keeping.window(self.block_tokens), len(blocks)
         if window is None:
             return next((place for place in range(end) if blocks[place] not in self._references), end)
@@ -123,14 +129,14 @@ class KvRoom:
         return 0
 
     def lacks(self, blocks: Sequence[int], num_tokens: int) -> float:
-        """Tokens of room that `take` would use up, if it referred to these blocks."""
+        """Return the tokens of room that `take` would use if it referred to these blocks."""
         shared = self._shared(blocks)
         idle = sum(block in self._evictable for block in shared)
         return self.keeping.prompt(num_tokens) - (len(shared) - idle) * self._block_room
 
     def take(self, blocks: Sequence[int], num_tokens: int) -> Holding:
-        """Refer to these blocks, which are here, and get room for the rest of `num_tokens`; only if there is
-        as much.
+        """Refer to these cached blocks, and take room for the rest of `num_tokens`. The caller has checked
+        that there is enough.
         """
         shared = self._shared(blocks)
         for block in shared:
@@ -142,27 +148,29 @@ class KvRoom:
         return Holding(list(shared), len(blocks), private)
 
     def _shared(self, blocks: Sequence[int]) -> Sequence[int]:
-        """Those that a sequence refers to: where no layer keeps all it has a window of its own alone."""
+        """Return the blocks that a sequence refers to: none if no layer keeps all tokens, since it then has
+        a window of its own.
+        """
         return blocks if self.keeping.whole else ()
 
     def settle(self, holding: Holding, num_tokens: float) -> None:
-        """Its prompt of so many tokens is computed: it needs no room for a step's any more."""
+        """Release the room of a step once the prompt of `num_tokens` tokens is computed."""
         freed = self.keeping.prompt(num_tokens) - self.keeping.decoding(num_tokens)
         holding.private -= freed
         self._free += freed
 
     def reserve(self, tokens: float) -> None:
-        """Only if so many are available. Whoever gets them adds them to its `private` ones."""
+        """Take room, which must be available. The caller adds it to a holding's `private` tokens."""
         while self._free < tokens - _ROUNDING:
             self._evict()
         self._free -= tokens
 
     def give_back(self, tokens: float) -> None:
-        """What was reserved and is not needed."""
+        """Release reserved room that is not needed."""
         self._free += tokens
 
     def publish(self, holding: Holding, blocks: Sequence[int]) -> None:
-        """These leading blocks of a sequence are filled. One that another sequence has published stays
+        """Publish the filled leading blocks of a sequence. A block that another sequence has published stays
         private.
         """
         new = [block for block in blocks[holding.num_filled :] if block not in self._references]
@@ -177,7 +185,7 @@ class KvRoom:
             self._on_stored(new)
 
     def insert(self, blocks: Sequence[int]) -> None:
-        """Blocks that came from another worker, as far as there is room. They follow what is here."""
+        """Add blocks that came from another worker, as far as there is room. They follow cached blocks."""
         new = [block for block in blocks if block not in self._references]
         new = new[: int(self.available // self._block_room)]
         for block in new:

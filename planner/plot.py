@@ -1,4 +1,4 @@
-"""Goodput and latencies over the splits."""
+"""Plots goodput and latencies over the splits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from planner.scenarios import PlanOutcome, Slo
 
 
 def plot(outcomes: Sequence[PlanOutcome], slo: Slo, path: Path) -> None:
-    """An SVG file: a line for each mode over the number of prefill workers; colocated as a level."""
+    """Write an SVG file: a line for each mode over the number of prefill workers; colocated as a level."""
     import matplotlib
 
     matplotlib.use("svg")

@@ -1,4 +1,4 @@
-"""What a worker and its wires are like: measured by `tandem profile`, or taken from public figures."""
+"""The speed of a worker and its wires: measured by `tandem profile`, or taken from public figures."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _Slower = Annotated[float, Meta(ge=1)]
 
 
 class LinkProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A wire between two workers: seconds of each piece, bytes a second."""
+    """A wire between two workers: seconds of each piece, bytes per second."""
 
     latency_s: _Seconds
     bytes_per_s: Annotated[float, Meta(gt=0)]
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`costs` are a worker's, whatever its role, and `link` is the wire between any two of them.
+    """`costs` are a worker's, whatever its role, and `link` is the wire between any two workers.
 
     A worker has room for the KV of `kv_tokens` tokens in all tables of its pool (`costs.kv_windows`) and
     runs up to `max_num_seqs` sequences in a step. A request spends `request_s` outside of workers before its
-    first token, and a hand-off `handoff_s` beside its bytes on the wire. While all other workers work,
-    decoding takes `decode_beside` times as long and prompts `prefill_beside` times: workers of one host
-    share its memory and cores. `speculation` says what drafts of its first method bring and cost, `sources`
-    where the figures come from.
+    first token, and a hand-off `handoff_s` in addition to its bytes on the wire. While all other workers
+    work, decoding takes `decode_beside` times as long and prompts `prefill_beside` times: workers of one
+    host share its memory and cores. `speculation` has the acceptance and cost of drafts of its first method,
+    `sources` the origin of the figures.
     """
 
     name: str
@@ -63,7 +63,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def read_profile(name: str) -> Profile:
-    """A file, or a bundled profile by its name. Raises `ConfigError` that names the file and the field."""
+    """Read a file, or a bundled profile by its name. Raises `ConfigError` that names the file and the
+    field.
+    """
     path = Path(name)
     if not path.is_file():
         path = BUNDLED / f"{name}.json"

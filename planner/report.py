@@ -1,4 +1,4 @@
-"""What a plan says, for people."""
+"""Prints a plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planner.scenarios import PlanOutcome, Scenario, Slo, best
 
 
 def print_plan(console: Console, outcomes: Sequence[PlanOutcome], slo: Slo) -> None:
-    """A line for each layout, then the recommended one."""
+    """Print a line for each layout, then the recommended one."""
     title = (
         f"{outcomes[0].requests} requests, SLO: {slo.ttft_s:g} s to the first token, "
         f"{slo.tpot_s * 1e3:g} ms for each further one"
@@ -39,7 +39,7 @@ def print_plan(console: Console, outcomes: Sequence[PlanOutcome], slo: Slo) -> N
 
 
 def print_drafts(console: Console, choices: Sequence[DraftChoice], method: str, chosen: PlanOutcome) -> None:
-    """Whether to speculate at the load of the chosen layout."""
+    """Print whether to speculate at the load of the chosen layout."""
     mean = max(round(chosen.mean_rows), 1)
     here = min(choices, key=lambda choice: abs(choice.rows - mean))
     end = last_paying(choices)

@@ -1,4 +1,4 @@
-"""A simulated request, as the router's `Loads` count it."""
+"""A simulated request, in the form that the router's `Loads` count."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from router.registry import Worker
 
 @dataclass(eq=False, slots=True)
 class SimulatedRequest:
-    """`blocks` are the index' keys of its full blocks. Times are seconds of the simulation; it `ended` with
-    its last token, or when it was refused. `workers` has the names of who was to do what.
+    """`blocks` are the index's keys of its full blocks. Times are seconds of the simulation; it `ended` with
+    its last token, or when it was refused. `workers` has the names of the workers it was placed on.
     """
 
     arrival: float
@@ -49,12 +49,12 @@ class SimulatedRequest:
 
     @property
     def tpot_s(self) -> float:
-        """Mean time of the tokens after the first one; 0 if there are none."""
+        """Return the mean time of the tokens after the first one; 0 if there are none."""
         return (self.ended - self.first_token) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
 
 def simulated(request: TraceRequest, block_tokens: int) -> SimulatedRequest:
-    """With keys that, as in the router, name a block and all before it."""
+    """Return the request with block keys that, as in the router, name a block and all before it."""
     keys, parent = [], 0
     for hash_id in request.hash_ids[: request.input_len // block_tokens]:
         parent = hash((parent, hash_id)) & KEY_BITS

@@ -1,4 +1,4 @@
-"""Ways to deploy so many workers, and what becomes of a trace's requests in each."""
+"""Layouts of a number of workers, and the outcome of a trace's requests in each."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from router.placement import placement_policy
 Mode = Literal["colocated", "disaggregated", "conditional"]
 
 FEW = 3000
-"""Requests that are simulated in a second, as long as it takes to start further processes."""
+"""Requests that are simulated in a second, which is the time that starting further processes takes."""
 LEAST_GAIN = 0.01
-"""Share of goodput below which layouts count as equal."""
+"""The share of goodput below which layouts count as equal."""
 
 
 class Slo(msgspec.Struct, frozen=True):
@@ -37,9 +37,9 @@ class Slo(msgspec.Struct, frozen=True):
 
 class Scenario(msgspec.Struct, frozen=True):
     """`colocated`: every worker serves whole requests. `disaggregated`: every request is split.
-    `conditional`: the policy `cost` splits a request where that is predicted to cost less.
+    `conditional`: the policy `cost` splits a request if that is predicted to cost less.
 
-    `placement` is the policy; where all is split, `cost` chooses for prefill alone.
+    `placement` is the policy; if all requests are split, `cost` chooses the prefill worker alone.
     """
 
     mode: Mode
@@ -49,7 +49,7 @@ class Scenario(msgspec.Struct, frozen=True):
 
     @property
     def flags(self) -> str:
-        """The options of `tandem serve` that make it so."""
+        """Return the options of `tandem serve` for this layout."""
         if self.mode == "colocated":
             return f"--no-disaggregation --decode-replicas {self.decode}"
         workers = f"--prefill-replicas {self.prefill} --decode-replicas {self.decode}"
@@ -72,7 +72,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class PlanOutcome(msgspec.Struct, frozen=True):
-    """What became of a trace's requests.
+    """The outcome of a trace's requests.
 
     `attainment` is the share of all that were within the SLO, and `goodput` those per second of the trace.
     `worker_hours` are those for 1,000 requests within the SLO. `ttft` and `tpot` are of requests that were
@@ -114,7 +114,7 @@ class Study:
     slo: Slo
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError` for requests that no worker has room for."""
+        """Check the trace. Raises `ConfigError` for requests that no worker has room for."""
         longest = max(request.input_len + request.output_len for request in self.requests)
         room = self.profile.keeping.longest(self.profile.kv_tokens - self.block_tokens)
         if longest > room:
@@ -157,7 +157,7 @@ class Study:
         return request.ttft_s <= self.slo.ttft_s and request.tpot_s <= self.slo.tpot_s
 
     def outcomes(self, chosen: Sequence[Scenario]) -> Iterator[PlanOutcome]:
-        """Of each, as they are done; on all cores where that takes long."""
+        """Yield the outcome of each scenario as it is done; on all cores if that takes long."""
         cores = min(len(os.sched_getaffinity(0)), len(chosen))
         if cores == 1 or len(self.requests) * len(chosen) < FEW:
             yield from map(self.outcome, chosen)
@@ -168,13 +168,15 @@ class Study:
 
 
 def best(outcomes: Sequence[PlanOutcome]) -> PlanOutcome:
-    """The highest goodput; among equals the shortest wait for first tokens."""
+    """Return the outcome with the highest goodput; among equal ones, with the shortest wait for first
+    tokens.
+    """
     least = (1 - LEAST_GAIN) * max(outcome.good for outcome in outcomes)
     return min((each for each in outcomes if each.good >= least), key=lambda each: each.ttft.p90)
 
 
 _study: Study
-"""Of a process of the pool."""
+"""The study of a process of the pool."""
 
 
 def _begin(study: Study) -> None:

@@ -33,7 +33,7 @@ class TraceLine(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class TraceFit:
-    """How a trace is fitted to the model and the machine.
+    """How to fit a trace to the model and the machine.
 
     Attributes:
         scale_lengths: factor on every length, block length included, so sharing stays the same.
@@ -62,7 +62,7 @@ class TraceFit:
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request as it is to be sent: `arrival` in seconds after the first one, lengths in tokens."""
+    """One request to send: `arrival` in seconds after the first one, lengths in tokens."""
 
     arrival: float
     input_len: int
@@ -71,7 +71,7 @@ class TraceRequest:
 
 
 class TraceError(ConfigError, ValueError):
-    """The file is no trace; the message names the line and the field."""
+    """The file is not a trace; the message names the line and the field."""
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceLine]:
@@ -103,7 +103,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceLine]:
 
 
 def fitted(lines: Sequence[TraceLine], fit: TraceFit) -> list[TraceRequest]:
-    """The trace's requests in order of arrival. The first one comes at 0."""
+    """Return the trace's requests in order of arrival. The first one comes at 0."""
     start = min(line.timestamp for line in lines)
     return [
         TraceRequest(

@@ -12,10 +12,10 @@ from router.registry import Worker
 
 
 class SimulatedWorker:
-    """An engine, the wire on which its blocks leave, and what the router knows of both.
+    """An engine, the wire on which its blocks leave, and the router's view of both.
 
-    `reserving` are the hand-offs that wait for room here: nobody overtakes. `slot` is its place in the index
-    of prefixes.
+    `reserving` are the hand-offs that wait for room here, in strict order. `slot` is its place in the prefix
+    index.
     """
 
     def __init__(
@@ -28,17 +28,15 @@ class SimulatedWorker:
         self._wire_free_at = 0.0
 
     def send(self, tokens: float, begin: float) -> float:
-        """Put so many tokens' KV, in all tables, on the wire, behind what is on it. Returns when they have
-        arrived.
-        """
+        """Queue the KV of `tokens` tokens, in all tables, on the wire. Return the time of their arrival."""
         begin = max(begin, self._wire_free_at)
         self._wire_free_at = begin + self._wire.seconds(tokens * self.costs.kv_bytes)
         return self._wire_free_at
 
 
 class SimulatedHandoff:
-    """Its receiver reserves room when its sender begins with the prompt; each chunk moves while the next one
-    is computed.
+    """A hand-off. Its receiver reserves room when its sender begins with the prompt; each chunk moves while
+    the next one is computed.
     """
 
     def __init__(self, prompt: SimulatedSequence, sender: SimulatedWorker, receiver: SimulatedWorker) -> None:
@@ -53,7 +51,9 @@ class SimulatedHandoff:
         return self._holding is not None
 
     def reserve(self) -> bool:
-        """Whether the receiver has room for the prompt. What it has cached is not sent."""
+        """Return whether the receiver has room for the prompt, and reserve it. Blocks cached there are not
+        sent.
+        """
         self.receiver.engine.interrupt()
         room, prompt = self.receiver.engine.room, self.prompt
         blocks = prompt.blocks[: room.covered(prompt.blocks)]
@@ -64,7 +64,7 @@ class SimulatedHandoff:
         return True
 
     def push(self, now: float) -> None:
-        """What was computed since the last time."""
+        """Send the tokens computed since the last push."""
         computed, kept = self.prompt.computed, self.sender.costs.kept_tokens
         self.arrives_at = max(self.arrives_at, now)
         if computed > self._sent:
@@ -73,14 +73,14 @@ class SimulatedHandoff:
             self.arrives_at = self.sender.send(unsent, now)
 
     def withdraw(self) -> None:
-        """The prompt's first token was its last."""
+        """Release the reservation, since the prompt's first token was its last."""
         if self._holding is not None:
             self.receiver.engine.room.free(self._holding)
         else:
             self.receiver.reserving.remove(self)
 
     def received(self, order: int) -> SimulatedSequence:
-        """What the receiver decodes, once all has arrived."""
+        """Return the sequence that the receiver decodes, once everything has arrived."""
         prompt = self.prompt
         assert self._holding is not None
         self.receiver.engine.room.publish(self._holding, prompt.blocks)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGES = ("kvtransfer", "labs", "messaging", "models", "native", "protocol", "training")
+PACKAGES = ("kvtransfer", "labs", "messaging", "models", "native", "planner", "protocol", "training")
 """The packages that are held to this so far."""
 
 _FRAGMENT = re.compile(r"(Of|What|Where|Whose|Who|Those|Beside|Behind)\b")
