@@ -79,6 +79,8 @@ ROUTER = (
     _counter("placement_predicted_seconds_total", "Times that placements predicted, summed.", "quantity"),
     _counter("placement_observed_seconds_total", "The same as they turned out.", "quantity"),
     _counter("placement_error_seconds_total", "Their differences, without sign.", "quantity"),
+    _gauge("ready", "1 while /ready says so, else 0."),
+    _gauge("num_workers_awaited", "Workers that are to serve and are not ready."),
     _counter("workers_lost_total", "Workers that ended, fell silent, or whose loop was stuck.", "reason"),
     _counter(
         "processes_replaced_total", "Workers, their actors and hosts' templates started anew.", "process"

@@ -53,6 +53,8 @@ class Metrics:
         self.kv_events_dropped = self._counting("kv_events_dropped_total")
         self.kv_event_gaps: Counter = self._metrics["kv_event_gaps_total"]
         self.num_indexed_blocks: Gauge = self._metrics["kv_index_blocks"]
+        self.ready: Gauge = self._metrics["ready"]
+        self.num_awaited: Gauge = self._metrics["num_workers_awaited"]
         self.placed_anew = self._counting("requests_placed_anew_total")
         self.worker_lost: Callable[[Literal["ended", "silent", "stalled"]], None] = self._counting(
             "workers_lost_total"

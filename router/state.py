@@ -93,6 +93,8 @@ class RouterState:
         shared = (config, self.journal, self.registry, self.metrics, self.link.send)
         self.kv_feed = KvFeed(self.registry, self.metrics, self.link.send)
         self.metrics.num_indexed_blocks.set_function(lambda: len(self.kv_feed.index))
+        self.metrics.ready.set_function(lambda: self.not_ready() is None)
+        self.metrics.num_awaited.set_function(lambda: len(self.registry.awaited()))
         self.placer = Placer(*shared, policy, self.kv_feed)
         self.dispatcher = Dispatcher(*shared, self.placer)
         self.drainer = Drainer(*shared, self.placer, self.dispatcher)
@@ -135,7 +137,7 @@ class RouterState:
             return "the server is shutting down"
         if self.registry.model is None:
             return "the server is starting: no worker has registered yet"
-        if not self.registry.live():
+        if not any("decode" in worker.role.tasks for worker in self.registry.live()):
             awaited = ", ".join(self.registry.awaited())
             waiting = f"; {self.placer.num_parked} requests wait for {awaited} to start" if awaited else ""
             return f"no worker is ready{waiting}"

@@ -33,7 +33,8 @@ def admin_operations(state: RouterState) -> list[Operation]:
     async def ready(request: Request) -> Response:
         reason = state.not_ready()
         if reason is None:
-            return _json({"status": "ready"})
+            awaited = state.registry.awaited()
+            return _json({"status": "ready", **({"awaited": awaited} if awaited else {})})
         return _json({"status": "not ready", "reason": reason}, status=503)
 
     async def show_version(request: Request) -> Response:
@@ -55,7 +56,12 @@ def admin_operations(state: RouterState) -> list[Operation]:
         ),
         Operation("/v1/models/{model_id:path}", model, "One model.", "OpenAI's model, with `max_model_len`"),
         Operation("/health", health, "Whether the router lives.", "`status`"),
-        Operation("/ready", ready, "Whether requests are served; 503 with a `reason` if not.", "`status`"),
+        Operation(
+            "/ready",
+            ready,
+            "Whether requests are served, and which workers are `awaited`; 503 with a `reason` if not.",
+            "`status`",
+        ),
         Operation("/version", show_version, "Tandem's version.", "`version`"),
         Operation("/metrics", metrics, "Metrics of the router and of all workers.", "Prometheus text format"),
         Operation("/workers", workers, "The workers, their load and their transfers.", "`workers`, `router`"),

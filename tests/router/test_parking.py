@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import pytest
 from router_clients import emitted, eventually, is_idle, lose, make_pair, post
 
@@ -72,9 +73,22 @@ def test_ready_tells_the_truth(router, pool):
     assert answer.status_code == 503
     assert answer.json()["reason"] == "no worker is ready; 1 requests wait for prefill-0, decode-0 to start"
     assert router.http.get("/health").status_code == 200
+    assert (router.metric("tandem_ready"), router.metric("tandem_num_workers_awaited")) == (0, 2)
     router.add_worker("decode-0")
     assert future.result(5).status_code == 200
-    assert router.http.get("/ready").status_code == 200
+    answer = router.http.get("/ready")
+    assert (answer.status_code, answer.json()) == (200, {"status": "ready", "awaited": ["prefill-0"]})
+    assert (router.metric("tandem_ready"), router.metric("tandem_num_workers_awaited")) == (1, 1)
+
+
+def test_a_worker_that_cannot_decode_is_not_enough_to_be_ready(make_router):
+    router = make_router()
+    router.add_worker("prefill-0", "prefill")
+    assert router.http.get("/ready").status_code == 200, "it serves whole requests"
+    worker = router.server.state.registry.named("prefill-0")
+    worker.role = msgspec.structs.replace(worker.role, tasks=("prefill",))
+    answer = router.http.get("/ready")
+    assert (answer.status_code, answer.json()["reason"]) == (503, "no worker is ready")
 
 
 def test_the_deadline_holds_for_parked_requests(make_router, pool):
