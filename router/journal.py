@@ -238,9 +238,10 @@ class Generation:
         adapter: Adapter | None = None,
         speculation: RequestSpeculation | None = None,
         session: str = "",
+        split: bool | None = None,
         thinking: ThinkingBudget | None = None,
     ) -> None:
-        self.session = session
+        self.session, self.split = session, split
         self.http_id = ""
         """What the client calls the request."""
         self.key = ANYBODY

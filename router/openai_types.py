@@ -141,6 +141,12 @@ class SamplingBody(msgspec.Struct, kw_only=True):
         Annotated[str, Meta(max_length=256)] | None,
         _doc("Share cached prefixes only with requests of equal salt."),
     ] = None
+    disaggregate: Annotated[
+        bool | None,
+        _doc(
+            "Compute the prompt on a prefill worker and decode on another, or not; default: what costs least."
+        ),
+    ] = None
     speculative: Annotated[
         Object, _json("This request's speculation: `enabled`, `method`, `num_speculative_tokens`.")
     ] = _absent()

@@ -235,6 +235,7 @@ class Placer:
             cached_tokens=self._cached_tokens(request),
             session=request.generation.session,
             avoid=self._registry.named_by(request.failed) if request.failed else frozenset(),
+            split=request.generation.split,
             waited_s=time.monotonic() - request.generation.arrival,
             slo_ttft_s=request.generation.slo_ttft_s,
             slo_tpot_s=request.generation.slo_tpot_s,

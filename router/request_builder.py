@@ -274,6 +274,10 @@ class RequestBuilder:
         thinking: ThinkingBudget | None = None,
     ) -> Generation:
         """`n` choices of each prompt, with the seeds that the prompt would get alone."""
+        if body.disaggregate and not self._config.disaggregation:
+            raise InvalidRequestError(
+                "disaggregate", "this server has no prefill workers (--no-disaggregation)"
+            )
         speculation = parse_request_speculation(decode_object(body.speculative, "speculative"))
         check_request_speculation(speculation, self._config.speculative_config)
         skip = output.skip_special_tokens
@@ -304,6 +308,7 @@ class RequestBuilder:
             cache_salt=body.cache_salt or "",
             adapter=adapter,
             speculation=speculation,
+            split=body.disaggregate,
             thinking=thinking,
         )
 

@@ -61,11 +61,12 @@ class PlacementPolicy:
             prefill = self._chosen("prefill", request, cluster, state)
         decode = self._chosen("decode", request, cluster, state)
         missing: Task | None = None
-        if prefill is not None and decode is not None and request.disaggregate:
+        splits = request.disaggregate and request.split is not False
+        if prefill is not None and decode is not None and splits:
             first, last = prefill, decode
         elif decode is not None:
             first = last = decode
-            missing = "prefill" if request.disaggregate else None
+            missing = "prefill" if splits else None
         elif prefill is not None and "decode" in prefill.tasks:
             first = last = prefill
             missing = "decode"

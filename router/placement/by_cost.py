@@ -53,8 +53,9 @@ def place_by_cost(request: RequestFacts, cluster: Cluster) -> Placement | Refusa
         ]
     if not options:
         return Refusal("no worker is ready")
-    in_time = [option for option in options if miss(request, cluster, option) is None]
-    chosen = _choose(request, cluster, in_time or options)
+    wanted = [option for option in options if request.split in (None, "prefill" in option.workers)] or options
+    in_time = [option for option in wanted if miss(request, cluster, option) is None]
+    chosen = _choose(request, cluster, in_time or wanted)
     missing: Task | None = None
     if not decodes:
         missing = "decode"

@@ -41,6 +41,7 @@ class PlacementDecision:
             "expected_output_tokens": facts.output_tokens,
             "cached_tokens": dict(facts.cached_tokens),
             "session": facts.session or None,
+            "asked_to_split": facts.split,
             "chosen": _option(Option(placement.workers, placement.prefix, placement.predicted), facts),
             "missing": placement.missing,
             "alternatives": [

@@ -23,8 +23,9 @@ class RequestFacts:
     the mean of all requests is `mean_output_tokens`. `prefix_at` is a prefill worker that has computed the
     prompt and may still hold it. `cached_tokens` tells how many leading tokens each worker is believed to
     have in its prefix cache. `avoid` are workers that have failed the request: they are taken where there are
-    no others. It came `waited_s` ago, and asks for its first token `slo_ttft_s` after that, and for at most
-    `slo_tpot_s` between two tokens.
+    no others. `split` is what the client asks for: that one worker computes the prompt and another decodes,
+    or that one does both; None: what costs least. It came `waited_s` ago, and asks for its first token
+    `slo_ttft_s` after that, and for at most `slo_tpot_s` between two tokens.
     """
 
     num_tokens: int = 0
@@ -35,6 +36,7 @@ class RequestFacts:
     cached_tokens: Mapping[str, int] = field(default_factory=dict)
     session: str = ""
     avoid: frozenset[str] = frozenset()
+    split: bool | None = None
     waited_s: float = 0.0
     slo_ttft_s: float = inf
     slo_tpot_s: float = inf

@@ -46,6 +46,27 @@ def test_a_decision_shows_its_reckoning_and_what_came_of_it(router):
         assert foreseen > 0 and error >= abs(foreseen - sum(values)) - 1e-9
 
 
+@pytest.mark.parametrize("split", [True, False, None])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_a_request_says_whether_it_is_split(router, path, split):
+    make_pair(router)
+    said = {"input": "x"} if path == "/v1/responses" else {"prompt": "x"}
+    said = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else said
+    assert router.http.post(path, json={**said, "disaggregate": split}).status_code == 200
+    (decision,) = decisions(router)
+    assert decision["asked_to_split"] is split
+    assert ("prefill" in decision["chosen"]["workers"]) == bool(split)
+
+
+def test_to_be_split_is_refused_where_nothing_is(make_router):
+    router = make_router(disaggregation=False)
+    router.add_worker()
+    answer = post(router, disaggregate=True)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "disaggregate")
+    assert "--no-disaggregation" in answer.json()["error"]["message"]
+    assert post(router, disaggregate=False).status_code == 200
+
+
 @pytest.mark.parametrize("path", ["/decisions", "/requests"])
 @pytest.mark.parametrize("limit", ["0", "1001", "-1", "x", "", "9" * 5000])
 def test_a_bad_limit_is_refused_by_name(router, path, limit):

@@ -175,6 +175,17 @@ def test_cost_compares_each_way_that_there_is(
     assert (sorted(compared), found.missing) == (options, missing)
 
 
+@pytest.mark.parametrize("policy", RULES)
+@pytest.mark.parametrize("workers", [[prefill("p0"), decode("d0")], [prefill("p0")], [decode("d0")]])
+@pytest.mark.parametrize("split", [True, False])
+def test_a_client_says_whether_it_is_split(policy: str, workers: list[WorkerSnapshot], split: bool) -> None:
+    """Where that can be; the options are compared all the same."""
+    found = placed(policy, workers, facts(split=split))
+    assert ("prefill" in found.workers) == (split and len(workers) == 2)
+    if policy == "cost":
+        assert found.options == placed(policy, workers).options
+
+
 @pytest.mark.parametrize("held", [{"cached_tokens": {"d2": 1990}}, {"prefix_at": "d2"}])
 def test_who_has_the_prompt_is_looked_at_beside_the_least_loaded(held: dict[str, Any]) -> None:
     links = {name: LinkSpeed(1.0, 1e6) for name in ("d0", "d1")}
