@@ -168,8 +168,9 @@ def read_prompt(tokenizer: Tokenizer, length: int) -> list[int]:
 
 
 def ask_tandem(url: str, prompt: list[int], count: int) -> tuple[str, float]:
-    """Return a Tandem server's answer and the seconds that it took."""
+    """Return a Tandem server's answer and the seconds that it took, without drafts."""
     body = {"model": TARGET.name, "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+    body["speculative"] = {"enabled": False}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
