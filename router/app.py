@@ -61,7 +61,7 @@ def build_app(state: RouterState) -> Envelope:
         *worker_operations(state),
     ]
     describe = cache(lambda: openapi(operations, state.keys.are_needed))
-    operations += page_operations(state.config.model_name, describe)
+    operations += page_operations(state.config, state.chats.has_template, describe)
     routes = [Route(each.path, each.endpoint, methods=[each.method]) for each in operations]
     router = Router(routes, redirect_slashes=False)
 

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from protocol.config import ServeConfig
 from protocol.version import version
 from router.api.openapi import Operation
 
@@ -25,14 +26,18 @@ _DOCS_POLICY = f"{_ALONE}; style-src 'unsafe-inline'"
 _INDEX_POLICY = f"{_ALONE}; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'"
 
 
-def page_operations(model: str, description: Callable[[], dict[str, Any]]) -> list[Operation]:
+def page_operations(
+    config: ServeConfig, has_chat: bool, description: Callable[[], dict[str, Any]]
+) -> list[Operation]:
     """`description` is the OpenAPI document of all operations, these among them."""
+    model = config.model_name
 
     async def index(request: Request) -> Response:
         if "text/html" in request.headers.get("accept", ""):
             paths = description()["paths"]
             about = {"model": model, "version": version(), "paths": paths, "url": request.base_url}
-            return _page("index.html", _INDEX_POLICY, about)
+            offered = {"has_chat": has_chat, "splits": config.disaggregation}
+            return _page("index.html", _INDEX_POLICY, {**about, **offered})
         about = {"name": "tandem", "version": version(), "model": model}
         links = {"docs": "/docs", "openapi": "/openapi.json", "api": "/v1", "workers": "/workers"}
         return JSONResponse({**about, **links, "metrics": "/metrics"}, headers={"vary": "accept"})

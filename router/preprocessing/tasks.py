@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-
 import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -17,8 +15,6 @@ from router.structured_outputs import Grammar
 from router.tokenizer import Tokenizer
 
 MAX_REASON = 400
-STACK_BYTES = 1024 * 1024
-"""The smallest that threads of other processes have is twice as large."""
 
 
 class Tasks:
@@ -53,14 +49,8 @@ class Tasks:
 
 
 def compile_problem(vocabulary: LLTokenizer, grammar: Grammar) -> str:
-    """Why it can't be served; empty where it can.
-
-    It is compiled with less stack than any worker has, so that it crashes here or nowhere.
-    """
-    stack, most = resource.getrlimit(resource.RLIMIT_STACK)
-    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, most))
+    """Why it can't be served; empty where it can."""
     matcher = LLMatcher(vocabulary, grammar.text, log_level=0, limits=LLParserLimits(verbose_errors=False))
-    resource.setrlimit(resource.RLIMIT_STACK, (stack, most))
     if not matcher.is_error():
         first = np.empty(-(-vocabulary.vocab_size // 32), np.int32)
         matcher.unsafe_compute_mask_ptr(first.ctypes.data, first.nbytes)

@@ -29,26 +29,15 @@ def over_vllm(system: str) -> Callable[[Any], list[float]]:
     return ratios
 
 
-def gains(document: Any) -> list[float]:
-    """Of our system, the least and the most."""
-    ours = [each["throughput_ratio"] for each in document["medians"] if each["system"].startswith("tandem")]
+def gains(*documents: Any) -> list[float]:
+    """Of our systems, the least and the most."""
+    ours = [
+        each["throughput_ratio"]
+        for document in documents
+        for each in document["medians"]
+        if each["system"].startswith("tandem")
+    ]
     return [min(ours), max(ours)]
-
-
-def pair_over_one_server(colocated: Any, split: Any) -> list[float]:
-    """Our pair's medians over those of vLLM's one server, which ran before it."""
-    theirs = {
-        each["concurrency"]: each["output_throughput"]
-        for each in colocated["medians"]
-        if each["system"] == "vllm-tamed"
-    }
-    pair = [each for each in split["medians"] if each["system"] == "tandem"]
-    return [each["output_throughput"] / theirs[each["concurrency"]] for each in pair]
-
-
-def range_over_one_server(colocated: Any, split: Any) -> list[float]:
-    ratios = pair_over_one_server(colocated, split)
-    return [min(ratios), max(ratios)]
 
 
 def transfers(*names: str) -> Callable[[Any], list[float]]:
@@ -154,25 +143,22 @@ QUANTIZE = ("quantize-rounded/results.json",)
 DRAFTS = ("quantize-drafts/results.json",)
 DELAY = ("transfer-delay/results.json",)
 AMX = ("speculate-amx/results.json",)
-SMALL, LARGER = (
-    (f"{folder}/colocated.json", f"{folder}/disaggregated.json")
-    for folder in ("compare-llama-29m", "compare-qwen3-0.5b")
-)
 QUOTES = (
     Quote(
-        "{:.2f}, {:.2f} and {:.2f} times the tokens per second of one vLLM server",
+        "{:.2f}, {:.2f} and {:.2f} times those of vLLM with all its threads",
         ("compare-llama-29m/colocated.json",),
         over_vllm("tandem-colocated"),
     ),
-    Quote("{:.2f}, {:.2f} and {:.2f} times those of that server", SMALL, pair_over_one_server),
     Quote(
-        "{:.2f}, {:.2f} and {:.2f} times those of vLLM as a prefill and a decode server over NIXL",
+        "{:.2f}, {:.2f} and {:.2f} times as a prefill and a decode worker",
         ("compare-llama-29m/disaggregated.json",),
         over_vllm("tandem"),
     ),
-    Quote("it is {:.2f} to {:.2f} colocated", ("compare-qwen3-0.5b/colocated.json",), gains),
-    Quote("{:.2f} to {:.2f} for the pair against the one server", LARGER, range_over_one_server),
-    Quote("{:.2f} to {:.2f} against vLLM's pair", ("compare-qwen3-0.5b/disaggregated.json",), gains),
+    Quote(
+        "a 0.5 B model gains {:.2f} to {:.2f}",
+        ("compare-qwen3-0.5b/colocated.json", "compare-qwen3-0.5b/disaggregated.json"),
+        gains,
+    ),
     Quote("`shm` has {:.2f} times the rate of one `memcpy`", TRANSFER, transfers("^shm, blocks of 1792")),
     Quote("in blocks of 16 KiB {:.2f} times; `tcp`", TRANSFER, transfers("^shm, blocks of 16 K")),
     Quote("`tcp` {:.2f} to {:.2f} times that of a plain stream", TRANSFER, transfers("^tcp, blocks")),

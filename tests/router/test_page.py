@@ -159,10 +159,13 @@ def test_all_can_be_done_from_the_keyboard(router, open_page):
     visit = open_page(router)
     page = visit.page
     order, named = [], "(({ id, name, textContent }) => id || name || textContent)(document.activeElement)"
-    for _ in range(8):
+    for _ in range(11):
         page.keyboard.press("Tab")
         order.append(page.evaluate(named))
-    assert order == ["key-open", "API docs", "kind", "prompt", "Parameters", "go", "clear", "output"]
+    assert order == [
+        *("key-open", "API docs", "kind", "A long prompt", "An edit", "A JSON schema", "prompt"),
+        *("Parameters", "go", "clear", "output"),
+    ]
     page.focus("#prompt")
     page.keyboard.press("Control+a")
     page.keyboard.type("the quick brown fox")
@@ -177,6 +180,110 @@ def test_all_can_be_done_from_the_keyboard(router, open_page):
     assert outline == "solid"
     for control in page.locator("input, textarea").all():
         assert control.evaluate("e => e.labels.length || e.ariaLabel"), control
+
+
+def test_the_api_is_never_covered(router, open_page):
+    """Wherever it is scrolled to, with an answer on the page."""
+    visit = open_page(router, viewport={"width": 1300, "height": 800})
+    visit.generate("the quick brown fox", 8)
+    visit.shows("#facts", "8 tokens in")
+    visit.page.click("#api summary")
+    covered = visit.page.evaluate(
+        """() => {
+            const box = (id) => document.getElementById(id).getBoundingClientRect();
+            const found = [];
+            for (let at = 0; at <= document.documentElement.scrollHeight; at += 100) {
+                scrollTo(0, at);
+                if (box("playground").bottom > box("api").top) found.push(at);
+            }
+            return found;
+        }"""
+    )
+    assert covered == []
+
+
+@pytest.mark.parametrize("width", [390, 1300])
+def test_the_documentation_needs_no_sideways_scrolling(router, browser, width):
+    page = browser.new_page(viewport={"width": width, "height": 800})
+    page.goto(f"{router.url}/docs")
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    page.close()
+
+
+def test_what_is_said_while_an_answer_comes(make_router, open_page):
+    """What waits is told, and no more once text is there; the legend stands where something is tinted."""
+    router = make_router()
+    worker = router.add_worker(stall_after=0)
+    visit = open_page(router)
+    visit.generate("the quick brown fox", 20)
+    visit.shows("#facts", "Waiting for the first token …")
+    worker.stall_after = 4
+    visit.page.wait_for_selector("#output .answer span")
+    visit.shows("#facts", "The answer is being written …")
+    assert visit.page.locator("#legend").is_hidden()
+    worker.stall_after = 1000
+    visit.shows("#facts", "20 tokens in")
+    assert visit.page.locator("#legend").is_hidden()
+
+
+def test_the_legend_stands_where_drafts_were_accepted(make_router, open_page):
+    router = make_router(speculative_config=SpeculativeConfig(method="ngram"))
+    router.add_worker(tokens_per_step=4, rejected_per_step=1)
+    visit = open_page(router)
+    visit.generate("the quick brown fox", 20)
+    visit.shows("#facts", "drafted tokens accepted")
+    visit.shows("#legend", "Tinted text was drafted")
+    assert visit.page.locator("#legend").is_visible()
+    visit.page.click("#clear")
+    assert visit.page.locator("#legend").is_hidden()
+
+
+def test_the_samples(make_router, open_page):
+    router = make_router(placement="cost")
+    make_pair(router, max_model_len=4000)
+    visit = open_page(router)
+    sent = {}
+    for name in ("long", "edit", "schema", "long"):
+        with visit.page.expect_request("**/v1/completions") as found:
+            visit.page.click(f"[data-sample={name}]")
+        body = found.value.post_data_json
+        visit.shows("#facts", " tokens in ")
+        assert visit.page.locator("#about").is_visible() and visit.page.locator("#problem").is_hidden()
+        assert visit.page.locator("#output .given").text_content() == body["prompt"]
+        sent.setdefault(name, []).append(body)
+    first, second = sent["long"]
+    assert first["prompt"] == second["prompt"] and first["cache_salt"] != second["cache_salt"]
+    assert first["disaggregate"] is True and len(first["prompt"]) > 2000
+    visit.shows("#decisions li:first-child", re.compile("Split: prefill-0 → decode-0 .* It asks to be split"))
+    (edit,), (schema,) = sent["edit"], sent["schema"]
+    assert "disaggregate" not in edit and "response_format" not in edit
+    form = schema["response_format"]
+    assert form["type"] == "json_schema" and form["json_schema"]["schema"]["required"]
+    visit.generate("the quick brown fox", 8)
+    visit.shows("#facts", "8 tokens in")
+    assert visit.page.locator("#about").is_hidden()
+
+
+def test_a_schema_that_is_not_json_is_told(router, open_page):
+    visit = open_page(router)
+    visit.page.evaluate("document.querySelector('#ask details').open = true")
+    visit.page.fill("[name=schema]", '{"type": ')
+    visit.generate("the quick brown fox", 8)
+    visit.shows("#problem", "The JSON schema is not JSON")
+    visit.page.fill("[name=schema]", '{"type": "nothing"}')
+    visit.generate("the quick brown fox", 8)
+    visit.shows("#problem", re.compile(r"response_format.*\(400\)"))
+
+
+def test_only_what_the_server_can_is_offered(make_router, tmp_path, fast_tokenizer, open_page):
+    """Without a chat template no chat, without prefill workers nothing that splits."""
+    fast_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    router = make_router(model=str(tmp_path), disaggregation=False)
+    router.add_worker()
+    visit = open_page(router)
+    assert visit.page.locator("[name=kind], [data-sample=long]").count() == 0
+    visit.page.click("[data-sample=edit]")
+    visit.shows("#facts", " tokens in ")
 
 
 def test_new_placements_move_unless_motion_is_unwanted(make_router, open_page):

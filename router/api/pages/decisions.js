@@ -51,8 +51,9 @@ function newItem(decision, list) {
 
 const where = (workers) => (workers.prefill ? `Split: ${route(workers)}` : `Whole: ${workers.decode}`);
 
-function why({ chosen, alternatives, cached_tokens: cached, missing, session, num_tokens: tokens }) {
+function why({ chosen, alternatives, cached_tokens: cached, missing, session, asked_to_split: split, num_tokens: tokens }) {
   const said = [];
+  if (split !== null) said.push(`It asks ${split ? "to be split" : "for one worker"}.`);
   if (missing) said.push(`No ${missing} worker was there.`);
   const begins = chosen.workers.prefill ?? chosen.workers.decode;
   if (cached[begins]) said.push(`${begins} has the KV of ${count(cached[begins])} of ${count(tokens)} tokens.`);

@@ -2,12 +2,17 @@
 
 import { events, request } from "./api.js";
 import { byId, html, tell } from "./dom.js";
+import { SAMPLES } from "./samples.js";
 import { stagesTable } from "./stages.js";
 import { count, percent, plural, route, seconds } from "./words.js";
 
 const form = byId("ask");
 const prompt = byId("prompt");
 const output = byId("output");
+const samples = document.querySelectorAll("[data-sample]");
+
+const WAITING = "Waiting for the first token …";
+const WRITING = "The answer is being written …";
 
 /** The messages of the chat so far. */
 let chat = [];
@@ -17,8 +22,17 @@ let running = null;
 export function startPlayground(onNoKey) {
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    if (!running) ask(onNoKey);
+    if (running) return;
+    tell(byId("about"), "");
+    ask(onNoKey);
   });
+  for (const button of samples) {
+    button.addEventListener("click", () => {
+      const sample = SAMPLES[button.dataset.sample];
+      fill(sample);
+      if (form.reportValidity()) ask(onNoKey, sample.fields?.());
+    });
+  }
   form.addEventListener("change", (event) => event.target.name === "kind" && changeKind());
   prompt.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
@@ -27,12 +41,23 @@ export function startPlayground(onNoKey) {
   byId("clear").addEventListener("click", clear);
 }
 
-const isChat = () => form.elements.kind.value === "chat";
+/** Without a chat template there is nothing to choose. */
+const isChat = () => form.elements.kind?.value === "chat";
 
 function changeKind() {
   byId("prompt-label").textContent = isChat() ? "Your message" : "Text to continue";
   prompt.value = isChat() ? "" : "def read_file(path):\n";
+  form.elements.schema.value = "";
   clear();
+}
+
+function fill({ prompt: text, about, schema, max_tokens }) {
+  if (form.elements.kind) form.elements.kind.value = "completion";
+  changeKind();
+  prompt.value = text;
+  form.elements.max_tokens.value = max_tokens;
+  form.elements.schema.value = schema ? JSON.stringify(schema) : "";
+  tell(byId("about"), about);
 }
 
 function clear() {
@@ -41,13 +66,21 @@ function clear() {
   output.replaceChildren();
   byId("stages").replaceChildren();
   byId("facts").textContent = "";
+  byId("legend").hidden = true;
+  tell(byId("about"), "");
   tell(byId("problem"), "");
 }
 
-async function ask(onNoKey) {
+/** `further` are fields that the form has not. */
+async function ask(onNoKey, further = {}) {
   const text = prompt.value;
   const talk = isChat();
-  const body = { ...parameters(), stream: true, return_timing: true };
+  let body;
+  try {
+    body = { ...parameters(), ...further, stream: true, return_timing: true };
+  } catch (error) {
+    return tell(byId("problem"), `The JSON schema is not JSON: ${error.message}`);
+  }
   if (talk) body.messages = [...chat, { role: "user", content: text }];
   else body.prompt = text;
   const answer = newAnswer(talk, text);
@@ -73,12 +106,17 @@ async function ask(onNoKey) {
 function begin() {
   running = new AbortController();
   output.setAttribute("aria-busy", "true");
-  byId("go").disabled = true;
-  byId("stop").disabled = false;
-  byId("facts").textContent = "Waiting for the first token …";
+  setBusy(true);
+  byId("facts").textContent = WAITING;
   byId("stages").replaceChildren();
+  byId("legend").hidden = true;
   tell(byId("problem"), "");
   return running;
+}
+
+function setBusy(busy) {
+  for (const button of [byId("go"), ...samples]) button.disabled = busy;
+  byId("stop").disabled = !busy;
 }
 
 function end(stop) {
@@ -86,15 +124,14 @@ function end(stop) {
   running = null;
   output.setAttribute("aria-busy", "false");
   const hadFocus = document.activeElement === byId("stop");
-  byId("go").disabled = false;
-  byId("stop").disabled = true;
+  setBusy(false);
   if (hadFocus) byId("go").focus();
-  if (byId("facts").textContent.startsWith("Waiting")) byId("facts").textContent = "";
+  if ([WAITING, WRITING].includes(byId("facts").textContent)) byId("facts").textContent = "";
 }
 
-/** Fields that are left empty are left to the server. */
+/** Fields that are left empty are left to the server. Throws for a schema that is not JSON. */
 function parameters() {
-  const { max_tokens, temperature, top_p, seed, stop, drafts } = form.elements;
+  const { max_tokens, temperature, top_p, seed, stop, schema, drafts } = form.elements;
   const fields = {
     max_tokens: max_tokens.valueAsNumber,
     temperature: temperature.valueAsNumber,
@@ -102,6 +139,9 @@ function parameters() {
   };
   if (seed.value) fields.seed = seed.valueAsNumber;
   if (stop.value) fields.stop = stop.value;
+  if (schema.value.trim()) {
+    fields.response_format = { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(schema.value) } };
+  }
   if (!drafts.checked) fields.speculative = { enabled: false };
   return fields;
 }
@@ -126,7 +166,9 @@ const turn = (who, text) => html("article", {}, html("h3", {}, who), text);
 
 function addSpans(answer, spans) {
   const atEnd = output.scrollHeight - output.scrollTop - output.clientHeight < 40;
+  if (spans.length && byId("facts").textContent === WAITING) byId("facts").textContent = WRITING;
   for (const { text, drafted } of spans) {
+    if (drafted) byId("legend").hidden = false;
     const tag = drafted ? "MARK" : "SPAN";
     let last = answer.lastElementChild;
     if (last?.tagName !== tag) answer.append((last = html(tag, { class: drafted ? "drafted" : undefined })));
