@@ -1,9 +1,10 @@
-"""The decode worker's side of drafts that draft workers make.
+"""The decode worker's client of the draft workers.
 
-After each step a draft worker is told what was committed, in one message for all of its requests. What it has
-drafted comes when it comes. A draft worker that is silent, or refuses, costs drafts and nothing else: its
-requests decode as if nobody drafted, and it is asked again later. It is told which requests have ended until
-it confirms that, so that it keeps nothing for them, whatever gets lost.
+After each step, one message tells a draft worker what the target has committed for all of its requests. Its
+drafts arrive asynchronously. If a draft worker is silent or refuses a request, only the drafts are lost: its
+requests decode without drafts, and the client asks it again later. The client repeats which requests have
+ended until the draft worker confirms it, so that the draft worker keeps nothing for them whatever message is
+lost.
 """
 
 from __future__ import annotations
@@ -34,21 +35,23 @@ from worker.peer_links import PeerLinks
 log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 1.0
-"""After which a draft worker that is silent, or has not confirmed an end, is told again."""
+"""[s] The time after which a draft worker that is silent, or has not confirmed an end, is told again."""
 REFUSAL_STANDS_S = 5.0
-"""For which a request is not offered again to a draft worker that refused it."""
+"""[s] The time for which a refused request is not offered again to the draft worker that refused it."""
 ANSWER_PACE = 0.05
-"""[share] Weight of an answer in the mean time that they take."""
+"""[share] The weight of one answer in the running mean of a draft worker's answer times."""
 ANSWERS_STAND_S = 60.0
-"""After which a draft worker that is not used counts as unmeasured: what made it slow may be over."""
+"""[s] The time after which the answer time of an unused draft worker is forgotten: the cause of its delay
+may be over.
+"""
 MAX_TOKENS_AT_ONCE = 2**20
-"""In one message."""
+"""The limit on the tokens in one message."""
 
 
 @dataclass(eq=False)
 class DraftOrder:
-    """A request at its draft worker, in one epoch: that knows its first `num_sent` tokens, and was asked to
-    draft `run_ahead` more.
+    """The state of a request at its draft worker in one epoch: the draft worker knows its first `num_sent`
+    tokens and was asked to draft `run_ahead` more.
     """
 
     remote: RemoteRequest
@@ -62,14 +65,14 @@ class DraftOrder:
         return DraftKey(self.remote.request_id, self.epoch)
 
     def news(self, now: float) -> Given | None:
-        """What its draft worker is to be told, if anything. It then counts as told."""
+        """Return the next update for the draft worker, or None. The update then counts as sent."""
         sequence, wanted = self.remote.sequence, self.remote.run_ahead
         if now < self.refused_until or not (wanted or self.run_ahead):
-            return None  # what it misses now it is told when drafts are wanted again
+            return None  # the next update after drafts are wanted again brings the missed tokens
         start = self.num_sent
         end = min(len(sequence.token_ids), start + MAX_GIVEN_TOKENS)
         if end < len(sequence.token_ids):
-            wanted = 0  # until it has all
+            wanted = 0  # until the draft worker has all tokens
         if end == start and wanted == self.run_ahead:
             return None
         self.num_sent, self.run_ahead = end, wanted
@@ -93,10 +96,11 @@ class DraftOrder:
 
 @dataclass(eq=False)
 class _Line:
-    """A draft worker, as far as it answers. `awaited_since`: when the oldest unanswered message went out.
+    """The state of the connection to a draft worker. `awaited_since` is when the oldest unanswered message
+    was sent.
 
-    `ended` are the requests that it may not know to be over, with the number of the first message that said
-    so; 0: none has.
+    `ended` holds the ended requests that the draft worker may not know of, each with the number of the first
+    message that told of its end, or 0 if no message has.
     """
 
     address: PeerAddress
@@ -113,19 +117,23 @@ class _Line:
         return bool(self.given) or 0 in self.ended.values()
 
     def message(self, number: int) -> DraftFor:
-        """What it has not been told yet, and which of the ended requests it may not know of."""
+        """Return a message with all pending updates and the unconfirmed ends."""
         ended = list(self.ended)[:MAX_TOLD]
         self.ended.update((key, self.ended[key] or number) for key in ended)
         given, self.given, self.num_tokens = self.given, [], 0
         return DraftFor(incarnation=self.address.incarnation, number=number, given=given, ended=ended)
 
     def confirm(self, number: int) -> None:
-        """It has the message of that number, which tells of all that ended before."""
+        """Forget the ended requests that message `number` told of; the draft worker has it and all earlier
+        ones.
+        """
         self.ended = {key: first for key, first in self.ended.items() if first == 0 or first > number}
 
 
 class DraftClient:
-    """For the loop's thread. `remote` has the requests whose drafts are made elsewhere."""
+    """Tells draft workers about the requests in `remote` and receives their drafts. Belongs to the loop's
+    thread.
+    """
 
     def __init__(
         self,
@@ -135,7 +143,7 @@ class DraftClient:
         vocab_size: int,
         silence_s: float,
     ) -> None:
-        """A draft worker that leaves a message unanswered for `silence_s` counts as lost."""
+        """Count a draft worker as lost if it leaves a message unanswered for `silence_s`."""
         self._remote = remote
         self._peers = peers
         self._counters = counters
@@ -148,13 +156,13 @@ class DraftClient:
         self._answered_at: dict[str, float] = {}
 
     def incarnations(self) -> Iterable[str]:
-        """The draft workers that something is awaited from."""
+        """Return the incarnations of the draft workers that an answer or drafts may come from."""
         return self._lines.keys()
 
     # --- out ----------------------------------------------------------------------------------------
 
     def send(self) -> None:
-        """Tell each draft worker what is new. To be called after each step."""
+        """Send each draft worker its news. The loop calls this after each step."""
         now = time.monotonic()
         for ended in self._remote.ended:
             self._close(ended)
@@ -244,7 +252,7 @@ class DraftClient:
             self._counters.add(f"remote_drafts_{use}_total")
 
     def _on_behind(self, peer: PeerAddress, behind: DraftBehind) -> None:
-        """It missed something, or forgot the request."""
+        """Send the request's tokens again from the first one that the draft worker missed or forgot."""
         order = self._order(peer, behind.request_id, behind.epoch)
         if order is not None:
             order.num_sent = min(order.num_sent, behind.num_tokens)
@@ -261,7 +269,7 @@ class DraftClient:
     # --- silence ------------------------------------------------------------------------------------
 
     def expire(self, now: float) -> None:
-        """Give up draft workers that do not answer, and ask those that were given up whether they do."""
+        """Give up draft workers that do not answer, and ask again the ones given up earlier."""
         for worker_id, answered_at in list(self._answered_at.items()):
             if now - answered_at > ANSWERS_STAND_S:
                 del self._answered_at[worker_id], self._remote.answers[worker_id]

@@ -1,8 +1,8 @@
 """The decode worker's loop.
 
 A prefill worker reserves blocks here, fills them under a lease and hands the request over with a manifest.
-From then on the request runs in this engine's batch. `DecodeRequest` lists the stages that it goes through;
-the methods below stand in the same order.
+From then on the request runs in this engine's batch. `DecodeRequest` lists the stages of a request; the
+methods below follow the same order.
 """
 
 from __future__ import annotations
@@ -47,17 +47,19 @@ log = logging.getLogger(__name__)
 
 
 class DecodeLoop(WorkerLoop):
-    """Decodes requests that were handed over, and whole requests that the router sends here."""
+    """Decodes requests that prefill workers hand over, and whole requests that the router sends here."""
 
     def __init__(self, parts: WorkerParts, engine: Engine, links: RouterLinks) -> None:
         super().__init__(parts, engine, links)
         self.requests: RequestTable[DecodeRequest] = RequestTable()
         self._queue: list[DecodeRequest] = []
-        """Those in stage QUEUED, oldest first. Nobody overtakes, so that long prompts get their turn."""
+        """Requests in stage QUEUED, oldest first. They are served in this order, so that long prompts get
+        their turn.
+        """
         self._available_at_last_try: tuple[int, ...] = ()
-        """Blocks that were available when the head of the queue last found too few."""
+        """The numbers of available blocks when they last did not suffice for the head of the queue."""
         self._unstepped: dict[str, DecodeRequest] = {}
-        """Those that were handed over and have yet to see their first step."""
+        """Requests that were handed over and have not been in a step yet."""
         self._drafts: DraftClient | None = None
         if parts.remote_drafts is not None:
             self._drafts = DraftClient(
@@ -104,7 +106,7 @@ class DecodeLoop(WorkerLoop):
 
     def close(self) -> None:
         if self._drafts is not None:
-            self._drafts.send()  # what ended last
+            self._drafts.send()  # tell of the requests that ended last
         super().close()
 
     # --- what prefill workers ask for -------------------------------------------------------------
@@ -172,7 +174,7 @@ class DecodeLoop(WorkerLoop):
             self._try_reserve(request)
 
     def _on_repeated_reserve(self, request: DecodeRequest) -> None:
-        """The prefill worker asks again to renew its lease."""
+        """Renew the lease of a prefill worker that asks again."""
         if request.stage is DecodeStage.QUEUED:
             self.counters.add("duplicate_messages_total")
             return
@@ -183,7 +185,7 @@ class DecodeLoop(WorkerLoop):
         request_id = running.request_id
         if running.reserve is None or running.message.prefill_incarnation != message.prefill_incarnation:
             self._refuse(identity, request_id, "transfer", "the request runs here already")
-        else:  # it crossed the acknowledgement
+        else:  # the message crossed our acknowledgement
             self.counters.add("duplicate_messages_total")
 
     def _segment_problem(self, message: Reserve) -> str | None:
@@ -199,17 +201,17 @@ class DecodeLoop(WorkerLoop):
         return None
 
     def _foreign_format(self, message: Reserve) -> str:
-        """What the wire is expected to make of the prefill worker's values. May raise LayoutError."""
+        """Return the format of the blocks' values after the wire's conversion. Raises `LayoutError`."""
         wire = wire_segments(message.segments, message.wire_dtype)
         return foreign_format(wire, self.engine.segments)
 
     def _serve_queue(self) -> None:
-        """Reserve for those who wait, if blocks became available since the last try."""
+        """Reserve blocks for the queued requests, if blocks became available since the last try."""
         while self._queue and self.engine.blocks.available != self._available_at_last_try:
             self._try_reserve(self._queue[0])
 
     def _try_reserve(self, request: DecodeRequest) -> None:
-        """Grant the head of the queue its blocks, or refuse it for good, or leave it there."""
+        """Grant the head of the queue its blocks, refuse it for good, or leave it in the queue."""
         try:
             reservation = self.engine.reserve(request.request, request.foreign_format)
         except InvalidRequestError as error:
@@ -312,7 +314,7 @@ class DecodeLoop(WorkerLoop):
             request.enter(DecodeStage.CLOSING)
 
     def _run(self, request: DecodeRequest) -> None:
-        """Nobody writes to the blocks any more: the engine may read them."""
+        """Let the engine run the request, now that no transfer writes to its blocks any more."""
         assert request.manifest is not None
         request.enter(DecodeStage.RUNNING)
         request.deadline = None
@@ -331,7 +333,7 @@ class DecodeLoop(WorkerLoop):
     # --- RUNNING ----------------------------------------------------------------------------------
 
     def with_timing(self, outputs: list[TokenOutput], began: float) -> list[TokenOutput]:
-        """The first token of each request that was handed over tells how it came here."""
+        """Add the request's timing to the first token of each request that was handed over."""
         if not self._unstepped:
             return outputs
         return [self._with_timing(output, began) for output in outputs]
@@ -358,7 +360,7 @@ class DecodeLoop(WorkerLoop):
             self._end(request)
 
     def _end(self, request: DecodeRequest) -> None:
-        """End the request in any stage; its blocks are freed when nobody writes to them any more."""
+        """End the request in any stage; its blocks are freed once no transfer writes to them any more."""
         self.requests.release_id(request)
         match request.stage:
             case DecodeStage.QUEUED:
@@ -391,7 +393,7 @@ class DecodeLoop(WorkerLoop):
         self._reply(request, ack)
 
     def _on_release(self, identity: bytes, message: Release) -> None:
-        """The prefill worker takes the request back, in whatever stage it is."""
+        """End the request that the prefill worker takes back, in any stage."""
         if message.incarnation != self.parts.incarnation:
             self.counters.add("stale_messages_total")
             return

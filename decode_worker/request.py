@@ -21,15 +21,17 @@ from worker.requests import StagedRequest
 
 class DecodeStage(enum.Enum):
     QUEUED = "queued"
-    """A prefill worker asked for blocks, and there is no room yet."""
+    """A prefill worker has asked for blocks, and there is no room yet."""
     RESERVED = "reserved"
     """The prefill worker may write to the blocks, until the last of them and the manifest are here."""
     CLOSING = "closing"
-    """All is here and the lease is closed, but a second copy of some piece is still being written."""
+    """All blocks are here and the lease is closed, but a second copy of some piece is still being written.
+    """
     RUNNING = "running"
-    """The engine decodes it and owns the blocks."""
+    """The engine decodes the request and owns its blocks."""
     ABANDONED = "abandoned"
-    """It was given up while a piece was being written. The blocks are freed when that is over."""
+    """The request was given up while a piece was being written. The blocks are freed when that write ends.
+    """
     ENDED = "ended"
 
 
@@ -53,7 +55,7 @@ class DecodeRequest(StagedRequest[DecodeStage]):
 
     The stage in brackets follows while a piece is still being written. Until RUNNING the request owns the
     blocks of its `reservation`, then the engine does. `identity` addresses the prefill worker on the peers'
-    socket, and `foreign_format` is what the wire is expected to make of the blocks' values.
+    socket, and `foreign_format` is the expected format of the blocks' values after the wire's conversion.
     """
 
     next_stages: ClassVar[Mapping[Any, frozenset[Any]]] = {
@@ -73,7 +75,7 @@ class DecodeRequest(StagedRequest[DecodeStage]):
     identity: bytes = b""
     foreign_format: str = ""
     num_places: int = 0
-    """As the engine counts them, as well as `state_position`: of a prompt that is handed over."""
+    """The number of KV places of a handed-over prompt. The engine computes it and `state_position`."""
     state_position: int = 0
     asked_at: float = 0.0
     lease_id: str | None = None
@@ -88,7 +90,7 @@ class DecodeRequest(StagedRequest[DecodeStage]):
 
     @property
     def message(self) -> Reserve:
-        """What the prefill worker asked for. Whole requests have none."""
+        """The prefill worker's `Reserve`. Whole requests have none."""
         assert self.reserve is not None
         return self.reserve
 
@@ -100,7 +102,7 @@ class DecodeRequest(StagedRequest[DecodeStage]):
 
     @property
     def num_expected(self) -> int:
-        """Blocks of all tables, of the prefill worker's size, that hold what this one lacks."""
+        """The number of blocks to receive over all tables, in the prefill worker's block size."""
         size = self.message.segments[0].shape[2]
         end = -(-self.num_places // size)
         return sum(max(0, end - first // size) for first in self.granted.first_tokens)
@@ -111,7 +113,7 @@ class DecodeRequest(StagedRequest[DecodeStage]):
             self.reservation = replace(self.reservation, request=self.request)
 
     def renew(self, now: float) -> None:
-        """The prefill worker made progress."""
+        """Extend the deadline, because the prefill worker made progress."""
         self.deadline = now + self.message.ttl_s
 
     def record(self, progress: Progress) -> None:
@@ -129,11 +131,11 @@ class DecodeRequest(StagedRequest[DecodeStage]):
 
     @property
     def came_as_expected(self) -> bool:
-        """Whether no wire made anything else of the values than the blocks' identities say."""
+        """Whether each wire delivered the values in the format that the blocks' identities assume."""
         return self.arrival is None or self.arrival.foreign_formats <= {self.foreign_format}
 
     def expected_manifest(self, manifest: HandoffManifest, incarnation: str) -> HandoffManifest:
-        """What the manifest must equal. Its `first_token`, `draft` and `reserve_s` are free."""
+        """Return what the manifest must equal; `first_token`, `draft` and `reserve_s` are copied from it."""
         message, token_ids = self.message, self.token_ids
         return HandoffManifest(
             request_id=self.request_id,
@@ -157,7 +159,9 @@ class DecodeRequest(StagedRequest[DecodeStage]):
         )
 
     def timing(self, first_step: float) -> RequestTiming:
-        """How it came here and waited, if its first decode step began then (monotonic seconds)."""
+        """Return the times of the request's transfer and wait; its first decode step began at `first_step`
+        (monotonic seconds).
+        """
         return RequestTiming(
             transfer=self._transfer_timing(first_step),
             decode_queue_s=max(0.0, first_step - self.running_since),
@@ -165,7 +169,7 @@ class DecodeRequest(StagedRequest[DecodeStage]):
 
     def _transfer_timing(self, first_step: float) -> TransferTiming:
         assert self.manifest is not None
-        # Without blocks to wait for, it is ready when the manifest is here.
+        # Without blocks to wait for, the request is ready when the manifest is here.
         ready = self.arrival.at if self.arrival is not None else self.manifest_at
         timing = TransferTiming(reserve_s=self.manifest.reserve_s, handoff_s=max(0.0, first_step - ready))
         if self.arrival is None:

@@ -1,7 +1,7 @@
-"""The draft worker's loop: the engine runs the draft model, and stays a few tokens ahead of each target.
+"""The draft worker's loop: the engine runs the draft model a few tokens ahead of each target.
 
-Decode workers tell what they have committed, and how many tokens beyond it they have use for. What was
-drafted beyond is sent to them after each step. `DraftRequest` lists the stages of a request.
+Decode workers tell which tokens they have committed, and how many further ones they can use. After each step
+the loop sends them the tokens drafted beyond the commit. `DraftRequest` lists the stages of a request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Answer:
-    """What a decode worker is told next."""
+    """The content of the next message to a decode worker."""
 
     chains: list[DraftedChain] = field(default_factory=list)
     behind: list[DraftBehind] = field(default_factory=list)
@@ -48,23 +48,24 @@ class _Answer:
 
 
 class _Newest(NamedTuple):
-    """Of a decode worker's messages the one with the highest number, and when it came."""
+    """The highest message number that a decode worker has sent, and when that message came."""
 
     number: int
     at: float
 
 
 class DraftLoop(WorkerLoop):
-    """Drafts for decode workers; takes no request of the router."""
+    """Drafts for decode workers; accepts no requests of a router."""
 
     def __init__(self, parts: WorkerParts, engine: Engine, links: RouterLinks) -> None:
         super().__init__(parts, engine, links)
         self.requests: RequestTable[DraftRequest] = RequestTable()
         self._queue: list[DraftRequest] = []
-        """Those in stage QUEUED, oldest first."""
+        """Requests in stage QUEUED, oldest first."""
         self._reading: dict[bytes, DraftRequest] = {}
-        """The request of each target whose text is being read: one at a time, so that many of one target
-        delay those of another by one."""
+        """The request of each target whose text is being read. Each target has one at a time, so that a
+        target with many new requests delays another target's by one text at most.
+        """
         self._newest: dict[bytes, _Newest] = {}
         self._answers: dict[bytes, _Answer] = defaultdict(_Answer)
         self._pace = DraftPace()
@@ -78,16 +79,19 @@ class DraftLoop(WorkerLoop):
         return False
 
     def under_way(self) -> list[str]:
-        """None of a router's: its targets end what they no longer want drafts for."""
+        """Return no requests: routers own none here, and targets end the ones that they no longer want
+        drafts for.
+        """
         return []
 
     def on_transfer(self, event: ReceiveEvent | SendEvent) -> None:
-        """A draft worker has no wires."""
+        """Ignore the event; a draft worker has no transports."""
 
     def peer_gone(self, peer: bytes) -> None:
-        """Nobody wants drafts for what it ran there: who goes on with it opens it anew.
+        """End the requests of a lost target; the worker that continues one opens it again.
 
-        What it has sent before comes first, or that would open requests which nobody ends.
+        The lost target's earlier messages are read first, because they would otherwise open requests later
+        that no target ends.
         """
         self.take_peer_requests()
         for request in [request for request in self.requests if request.target == peer]:
@@ -115,7 +119,7 @@ class DraftLoop(WorkerLoop):
             self.counters.add("duplicate_messages_total")
             return
         self._newest[identity] = _Newest(request.number, time.monotonic())
-        self._answers[identity]  # each message gets one
+        self._answers[identity]  # create the answer; each message gets one
         for key in request.ended:
             ended = self.requests.get(name_of(identity, key.request_id))
             if ended is not None and ended.key.epoch <= key.epoch:
@@ -170,7 +174,7 @@ class DraftLoop(WorkerLoop):
         return max(new, default=0) < self.engine.vocab_size and length < self.engine.max_model_len
 
     def _run_ahead(self, request: DraftRequest, new: list[int], run_ahead: int) -> None:
-        """It has these tokens more, and its target has use for so many beyond."""
+        """Note the new tokens, and that the target can use `run_ahead` tokens beyond them."""
         was_running = request.wants_row(self._pace.most_ahead)
         request.run_ahead = run_ahead
         match request.stage:
@@ -194,7 +198,7 @@ class DraftLoop(WorkerLoop):
     # --- QUEUED -> DRAFTING -----------------------------------------------------------------------
 
     def _serve_queue(self) -> None:
-        """Begin to read a text of each target that has none being read."""
+        """Begin to read one text for each target that has none being read."""
         for request in list(self._queue):
             if request.target in self._reading:
                 continue
@@ -210,7 +214,7 @@ class DraftLoop(WorkerLoop):
     # --- DRAFTING ---------------------------------------------------------------------------------
 
     def _choose_rows(self) -> None:
-        """Have the engine run those that get a row, and hold the others."""
+        """Have the engine run the requests that get a row in the batch, and hold the others."""
         drafting = [request for request in self.requests if request.stage is DraftStage.DRAFTING]
         wanting = [request for request in drafting if request.wants_row(self._pace.most_ahead)]
         if len(wanting) > self.config.max_num_seqs:
@@ -250,7 +254,7 @@ class DraftLoop(WorkerLoop):
         self._send_answers()
 
     def _refuse_those_without_room(self) -> None:
-        """What is held keeps its blocks: whoever got none yet would wait for long."""
+        """Refuse the requests without blocks: held requests keep theirs, so these would wait for long."""
         for request in self.requests:
             is_read = request.stage is not DraftStage.DRAFTING or request.is_read
             if not is_read and not self.engine.is_compiling(request.request_id):
@@ -284,7 +288,7 @@ class DraftLoop(WorkerLoop):
             self._refuse(request, reason)
 
     def _refuse(self, request: DraftRequest, reason: str) -> None:
-        """It is drafted for no more, and its target is told."""
+        """End the request, and tell its target that it gets no more drafts."""
         self.counters.add("draft_requests_refused_total")
         about = {"request_id": request.request_id}
         log.info("no more drafts for %s: %s", request.request_id, reason, extra=about)
@@ -317,7 +321,9 @@ class DraftLoop(WorkerLoop):
             self._send_answers()
 
     def _shed(self) -> None:
-        """Even the shortest drafts come too late: the target with the most requests loses its newest."""
+        """Refuse the newest request of the target with the most requests, because even the shortest drafts
+        come too late.
+        """
         counts = Counter(request.target for request in self.requests)
         if not counts:
             return

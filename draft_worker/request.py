@@ -1,4 +1,4 @@
-"""One request on a draft worker, in one epoch: from the first of its target's tokens to its end."""
+"""A request on a draft worker in one epoch, from the first of its target's tokens to its end."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ENGINE_TIMEOUT_S = 1e9
 
 class DraftStage(enum.Enum):
     ARRIVING = "arriving"
-    """Its tokens come in pieces."""
+    """The request's tokens arrive in pieces."""
     QUEUED = "queued"
-    """All are here; it waits for its target's turn to have a text read."""
+    """All tokens are here; the request waits until the engine reads no other text of its target."""
     DRAFTING = "drafting"
-    """The engine has it, and drafts whenever its target has use for more."""
+    """The engine has the request, and drafts whenever its target can use more tokens."""
     ENDED = "ended"
 
 
@@ -35,14 +35,13 @@ class DraftRequest(StagedRequest[DraftStage]):
     | (new)    | `Given` with an opening                                     | ARRIVING |
     | ARRIVING | the last of its tokens: its target has use for drafts       | QUEUED   |
     | QUEUED   | no other text of its target is being read                   | DRAFTING |
-    | DRAFTING | more is committed: what agrees stays, the rest is dropped   |          |
-    | any      | `DraftFor` ends it or opens it anew, its lease runs out, it |          |
-    |          | is refused, tokens that no request can have, its target is  |          |
-    |          | lost                                                        | ENDED    |
+    | DRAFTING | a commit: the agreeing drafts stay, the rest is dropped     |          |
+    | any      | `DraftFor` ends it or opens it again, its lease runs out,   |          |
+    |          | it is refused, its tokens are invalid, its target is lost   | ENDED    |
 
-    `given` are the tokens that its target has committed, as far as they were told in order. In DRAFTING the
-    engine's sequence has them too, and owns the blocks. Of the `run_ahead` tokens beyond them that the target
-    has use for, `num_drafted` are there.
+    `given` holds the target's committed tokens, as far as they have arrived in order. In DRAFTING the
+    engine's sequence has them too, and owns the blocks. The target can use `run_ahead` tokens beyond them,
+    of which `num_drafted` are drafted.
     """
 
     next_stages: ClassVar[Mapping[Any, frozenset[Any]]] = {
@@ -61,20 +60,20 @@ class DraftRequest(StagedRequest[DraftStage]):
     run_ahead: int = 0
     num_drafted: int = 0
     is_read: bool = False
-    """Whether the engine has computed the KV of its text, and drafted from it."""
+    """Whether the engine has computed the KV of the request's text and drafted from it."""
     lease_id: str | None = None
     deadline: float | None = None
 
     @classmethod
     def open(cls, target: bytes, given: Given, opening: DraftOpening) -> DraftRequest:
         name = name_of(target, given.request_id)
-        # Its text and its sampling are complete once all has arrived.
+        # The prompt and the final sampling parameters are set once all tokens have arrived.
         request = EngineRequest(request_id=name, prompt_token_ids=[], sampling=opening.sampling)
         key = DraftKey(given.request_id, given.epoch)
         return cls(request, DraftStage.ARRIVING, target, key, opening)
 
     def engine_request(self) -> EngineRequest:
-        """For the engine, once all of the text is here."""
+        """Return the request for the engine. All of its text must be here."""
         opening = self.opening
         return EngineRequest(
             request_id=self.request_id,
@@ -86,12 +85,14 @@ class DraftRequest(StagedRequest[DraftStage]):
         )
 
     def hold_at(self, most_ahead: int) -> int:
-        """How many tokens it is to have, drafted ones included, if drafts may run `most_ahead`."""
+        """Return the length, drafted tokens included, that the request may reach if drafts may run
+        `most_ahead`.
+        """
         longest = self.opening.num_prompt + self.opening.sampling.max_tokens
         return min(len(self.given) + min(self.run_ahead, most_ahead), longest)
 
     def wants_row(self, most_ahead: int) -> bool:
-        """Whether the engine is to run it."""
+        """Return whether the request needs a row in the engine's batch."""
         return len(self.given) + self.num_drafted < self.hold_at(most_ahead)
 
     def renew(self, now: float) -> None:
@@ -99,5 +100,5 @@ class DraftRequest(StagedRequest[DraftStage]):
 
 
 def name_of(target: bytes, request_id: str) -> str:
-    """The request's id in the engine, which several targets share."""
+    """Return the request's id in the engine, which is unique across targets."""
     return f"{target.decode(errors='replace')}/{request_id}"

@@ -1,4 +1,4 @@
-"""Who drafts when not all can: targets share the rows, and drafts are shortened before any is refused."""
+"""Shares the draft worker's time: targets share the rows, and drafts are shortened before any is refused."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from protocol.speculation import MAX_TREE_NODES
 
 LONGEST = 2 * MAX_TREE_NODES + 1
 TOO_LATE, IN_TIME = 0.5, 0.1
-"""Shares of commits that overtake the drafts: above the first the worker has too much to do, below the second
-it can do more."""
+"""Shares of the commits that overtake the drafts. Above the first the worker has too much to do, below the
+second it can do more.
+"""
 _LEAST_COMMITS = 16
-"""From which the share is known."""
+"""The number of commits from which the share is known."""
 
 
 def share_rows(requests: Iterable[DraftRequest], num_rows: int) -> list[DraftRequest]:
-    """Who gets one of the next step's rows: of each target one request in turn, and of its requests those
-    first that have the fewest drafted tokens, which are the likeliest to be of use.
+    """Return the requests that get the next step's rows. Targets take turns, one request each; a target's
+    requests with the fewest drafted tokens come first, because their tokens are the likeliest to be used.
 
-    Deficit round robin with a quantum of one row: every row costs the same, so that no deficit is left.
+    This is deficit round robin with a quantum of one row: every row costs the same, so that no deficit is
+    left.
     """
     by_target: dict[bytes, list[DraftRequest]] = defaultdict(list)
     for request in requests:
@@ -33,7 +35,7 @@ def share_rows(requests: Iterable[DraftRequest], num_rows: int) -> list[DraftReq
 
 
 class DraftPace:
-    """How far drafts may run ahead, by how often the targets overtake them."""
+    """Sets how far drafts may run ahead, from how often the targets overtake them."""
 
     def __init__(self) -> None:
         self.most_ahead = LONGEST
@@ -41,12 +43,16 @@ class DraftPace:
         self._num_overtaken = 0
 
     def committed(self, overtaken: bool) -> None:
-        """A target has told of more tokens; `overtaken`: than were drafted, though more were wanted."""
+        """Count a commit of a target. `overtaken` means that it exceeds the drafted tokens, though the
+        target wanted more drafts.
+        """
         self._num_commits += 1
         self._num_overtaken += overtaken
 
     def adapt(self, longest: int) -> bool:
-        """Whether requests must go. `longest` is how far the drafts run ahead at most, at present."""
+        """Adjust the distance and return whether to refuse requests. `longest` is how far drafts run ahead
+        at present at most.
+        """
         if self._num_commits < _LEAST_COMMITS:
             return False
         share = self._num_overtaken / self._num_commits

@@ -1,9 +1,10 @@
 """The prefill worker's loop.
 
-A request's blocks are reserved on its decode worker when the engine begins with the prompt, pushed as chunks
-complete while the next one computes, and kept here until the decode worker has acknowledged them. When that
-one fails, the router names another and the same blocks go there, or none and the request is decoded here.
-`PrefillRequest` lists the stages that a request goes through; the methods below stand in the same order.
+The loop asks a request's decode worker for blocks when the engine begins with the prompt, pushes chunks of
+KV as they complete while the next one computes, and keeps the blocks here until the decode worker has
+acknowledged them. If that decode worker fails, the router names another one, which gets the same blocks, or
+none, and then the request is decoded here. `PrefillRequest` lists the stages of a request; the methods below
+follow the same order.
 """
 
 from __future__ import annotations
@@ -41,26 +42,29 @@ from worker.requests import RequestTable
 log = logging.getLogger(__name__)
 
 LEASE_SHARE = 0.9
-"""A lease's life as a share of our own patience, so that the decode worker's answer, which knows the reason,
-comes first."""
+"""The time to live of a lease as a share of our own timeout. The decode worker, which knows the reason of a
+failure, thus answers before we give up.
+"""
 
 RENEWALS_PER_LIFE = 3
-"""How often a lease is renewed in its life while its prompt waits for its next chunk and no block moves."""
+"""The number of renewals within a lease's time to live while its prompt waits for the next chunk and no
+block moves.
+"""
 
 REDIRECTABLE: tuple[ErrorKind, ...] = ("worker_lost", "overloaded", "transfer", "timeout")
-"""Failures that another decode worker may not have."""
+"""Kinds of failures that another decode worker may not have."""
 
 
 class PrefillLoop(WorkerLoop):
-    """Prefills prompts and hands them over; serves whole requests where no decode worker is named."""
+    """Prefills prompts and hands them over; serves requests without a decode worker to their end."""
 
     def __init__(self, parts: WorkerParts, engine: Engine, links: RouterLinks) -> None:
         super().__init__(parts, engine, links)
         self.requests: RequestTable[PrefillRequest] = RequestTable()
         self._pushing: dict[str, PrefillRequest] = {}
-        """Those in stage PUSHING, which every step may bring blocks for."""
+        """Requests in stage PUSHING; every step may compute blocks for them."""
         self._num_running_at: dict[str, int] = {}
-        """By decode worker: requests that ran there when it last gave blocks."""
+        """The number of requests that ran on each decode worker when it last granted blocks."""
 
     def knows(self, request_id: str) -> bool:
         request = self.requests.get(request_id)
@@ -92,9 +96,9 @@ class PrefillLoop(WorkerLoop):
             self._connect(request)
 
     def _leaves_draft_to(self, peer: PeerAddress) -> bool:
-        """Whether the decode worker is to compute the draft's KV of a prompt.
+        """Return whether the decode worker is to compute the draft model's KV of a prompt.
 
-        It takes as long on either side. Here it delays the prompts that wait, there the requests that run.
+        Both sides take the same time for it. Here it delays the waiting prompts, there the running requests.
         """
         speculative = self.config.speculative_config
         if speculative is None or speculative.prefill == "carry":
@@ -124,7 +128,7 @@ class PrefillLoop(WorkerLoop):
                     self._reserve(request, now)
 
     def _reserve(self, request: PrefillRequest, now: float) -> None:
-        """Ask for blocks; asking again renews the lease."""
+        """Ask the decode worker for blocks; the same message renews the lease later."""
         ttl = self.config.handoff_timeout * LEASE_SHARE
         message = Reserve(
             incarnation=request.decode.incarnation,
@@ -216,7 +220,7 @@ class PrefillLoop(WorkerLoop):
             self._extend_deadline(request, time.monotonic())
 
     def _push(self, request: PrefillRequest) -> None:
-        """Queue the blocks that were computed since the last time; after the last ones, the manifest."""
+        """Queue the blocks computed since the last call; after the last blocks, send the manifest."""
         final = request.first_token is not None
         extents = self.engine.computed(request.request_id, request.places)
         num_blocks = sum(len(extent.blocks) for extent in extents)
@@ -290,7 +294,9 @@ class PrefillLoop(WorkerLoop):
         request.enter(PrefillStage.ENDED)
 
     def _take_back(self, request: PrefillRequest) -> None:
-        """No block of the request is read any more. The decode worker forgets it, unless it runs it."""
+        """Stop sending the request's blocks, and have the decode worker forget the request unless it runs
+        it.
+        """
         self._pushing.pop(request.request_id, None)
         lease_id = request.lease_id
         if lease_id is not None:
@@ -307,7 +313,7 @@ class PrefillLoop(WorkerLoop):
     # --- -> REDIRECTING -> ASSIGNED or WHOLE ------------------------------------------------------
 
     def _fail_handover(self, request: PrefillRequest, kind: ErrorKind, reason: str) -> None:
-        """Ask the router for another decode worker where that may help, else fail the request."""
+        """Ask the router for another decode worker if that may help, else fail the request."""
         peer = request.decode
         self.counters.add("handoff_failures_total")
         about = {"request_id": request.request_id}
@@ -331,7 +337,7 @@ class PrefillLoop(WorkerLoop):
         self.links.send(request.request_id, message)
 
     def _leave_peer(self, request: PrefillRequest) -> None:
-        """Take the request back from its decode worker; what is computed stays here."""
+        """Take the request back from its decode worker; the computed blocks stay here."""
         self._take_back(request)
         request.leave_peer(time.monotonic() + self.config.handoff_timeout)
 
@@ -357,7 +363,7 @@ class PrefillLoop(WorkerLoop):
             self._reserve(request, time.monotonic())
 
     def _keep(self, request: PrefillRequest) -> None:
-        """Nobody takes the request over: it goes on in this worker's batch."""
+        """Decode the request in this worker's batch, because no decode worker takes it over."""
         about = {"request_id": request.request_id}
         log.warning("request %s is decoded here: no decode worker takes it", request.request_id, extra=about)
         self.counters.add("handoffs_kept_total")

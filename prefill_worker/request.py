@@ -17,25 +17,25 @@ from worker.requests import StagedRequest
 
 class PrefillStage(enum.Enum):
     WHOLE = "whole"
-    """No decode worker is to take it over: the engine here decodes it too."""
+    """The engine here decodes the request too; no decode worker takes it over."""
     ASSIGNED = "assigned"
     """A decode worker is named. It is asked for blocks when the engine begins with the prompt."""
     RESERVING = "reserving"
-    """The decode worker was asked for blocks."""
+    """This worker has asked the decode worker for blocks."""
     PUSHING = "pushing"
-    """It granted them, and those that are computed are pushed."""
+    """The decode worker has granted blocks, and this worker pushes the computed ones."""
     SENT = "sent"
     """The last blocks and the manifest are on their way."""
     SETTLING = "settling"
-    """The decode worker runs it; the wire has yet to acknowledge the last blocks."""
+    """The decode worker runs the request; the wire has yet to acknowledge the last blocks."""
     REDIRECTING = "redirecting"
-    """The decode worker did not take it over, and the router is to name another."""
+    """The decode worker did not take the request over, and the router is to name another one."""
     ENDED = "ended"
 
 
 @dataclass(eq=False)
 class PrefillRequest(StagedRequest[PrefillStage]):
-    """A request whose prompt is computed here, and what became of its hand-over to `peer`.
+    """A request whose prompt is computed here, and the state of its hand-over to `peer`.
 
     | stage                    | what happens                                                | next        |
     |--------------------------|-------------------------------------------------------------|-------------|
@@ -54,9 +54,10 @@ class PrefillRequest(StagedRequest[PrefillStage]):
     | any but SETTLING         | the last token, an error that no other worker mends         | ENDED       |
     | any                      | `Abort`                                                     | ENDED       |
 
-    The engine owns the blocks in every stage; they stay until ENDED. The lease is the decode worker's, held
-    from PUSHING to SETTLING. `num_pushed` blocks, after those that the decode worker had cached, are queued
-    for it or there. `left_leases` were granted by decode workers that the request was taken back from.
+    The engine owns the blocks in every stage and keeps them until ENDED. The decode worker grants the lease,
+    which the request holds from PUSHING to SETTLING. `num_pushed` counts the blocks that are queued for the
+    decode worker or there, without the ones that it had cached. `left_leases` holds the leases of decode
+    workers that the request was taken back from.
     """
 
     next_stages: ClassVar[Mapping[Any, frozenset[Any]]] = {
@@ -80,7 +81,7 @@ class PrefillRequest(StagedRequest[PrefillStage]):
     lease_id: str | None = None
     deadline: float | None = None
     taken_up: bool = False
-    """The engine has begun with the prompt."""
+    """Whether the engine has begun with the prompt."""
     first_token: int | None = None
     reserving_since: float = 0.0
     reserve_s: float = 0.0
@@ -88,9 +89,9 @@ class PrefillRequest(StagedRequest[PrefillStage]):
     grant: Reserved | None = None
     num_pushed: int = 0
     places: list[int] = field(default_factory=list)
-    """Of each block table of ours, the next block to be pushed."""
+    """The index of the next block to push, for each of our block tables."""
     delivered: bool = False
-    """The wire has acknowledged all blocks."""
+    """Whether the wire has acknowledged all blocks."""
     left_leases: set[str] = field(default_factory=set)
 
     @property
@@ -101,7 +102,7 @@ class PrefillRequest(StagedRequest[PrefillStage]):
 
     @property
     def granted(self) -> Reserved:
-        """The decode worker's blocks, from PUSHING on."""
+        """The decode worker's blocks, from stage PUSHING on."""
         assert self.grant is not None
         return self.grant
 
@@ -112,11 +113,15 @@ class PrefillRequest(StagedRequest[PrefillStage]):
 
     @property
     def waits_for_engine(self) -> bool:
-        """The decode worker has done its part so far; the next chunk of the prompt is missing."""
+        """Whether only the engine's next chunk of the prompt is missing: the decode worker has done its part
+        so far.
+        """
         return self.stage is PrefillStage.PUSHING and self.first_token is None
 
     def leave_peer(self, deadline: float) -> None:
-        """Forget what `peer` granted and got. The router is to name another before the deadline."""
+        """Forget the grant and the progress of `peer`. The router is to name another one before the
+        deadline.
+        """
         self.enter(PrefillStage.REDIRECTING)
         self.grant = None
         self.num_pushed = 0
@@ -131,7 +136,7 @@ class PrefillRequest(StagedRequest[PrefillStage]):
         state_position: int,
         draft: DraftState,
     ) -> HandoffManifest:
-        """Describes the hand-over once all blocks are pushed and the first token is sampled."""
+        """Return the manifest of the hand-over, once all blocks are pushed and the first token is sampled."""
         assert self.first_token is not None
         return HandoffManifest(
             request_id=self.request_id,

@@ -11,7 +11,19 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGES = ("kvtransfer", "labs", "messaging", "models", "native", "planner", "protocol", "training")
+PACKAGES = (
+    "decode_worker",
+    "draft_worker",
+    "kvtransfer",
+    "labs",
+    "messaging",
+    "models",
+    "native",
+    "planner",
+    "prefill_worker",
+    "protocol",
+    "training",
+)
 """The packages that are held to this so far."""
 
 _FRAGMENT = re.compile(r"(Of|What|Where|Whose|Who|Those|Beside|Behind)\b")
