@@ -1,1 +1,1 @@
-"""Load generator, peers and comparisons."""
+"""Load generator, other serving systems to compare with, and measurements of Tandem."""

@@ -80,7 +80,7 @@ def serve(
         target = Target(
             base_url, model, chat, ignore_eos, temperature, api_key, timeout, _json_object(extra_body)
         )
-        target.endpoint(), target.body(requests[0])  # refuse early what no request could be made from
+        target.endpoint(), target.body(requests[0])  # fails early if no request can be made from the options
         warmups = load.warmups(num_warmups, requests[0])
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -116,7 +116,9 @@ _PROGRAMS = {
     "placement": "Measure the router's index of prefix caches.",
     "soak": "Run an operator's day in minutes, and check answers and memory.",
 }
-"""Commands that pass options on to `tandem serve`, or parse their own; imported when they run."""
+"""Commands that pass options on to `tandem serve` or parse their own options. A module is imported when its
+command runs.
+"""
 
 
 def _register(name: str, text: str) -> None:

@@ -1,9 +1,9 @@
 """Runs several servers under the same loads, interleaved (A B A B), and reports medians and ratios.
 
-Each round starts a system, warms it up, measures every concurrency, and stops it before the next one
-starts: an idle server that polls would take cores from the one being measured. Within a round all systems
-get the same prompts; rounds get different ones, so no prefix cache answers from an earlier round.
-Ratios are taken within a round and then their median, which cancels what changes between rounds.
+Each round starts a system, warms it up, measures every concurrency, and stops it before the next system
+starts: an idle server that polls would take cores from the server under measurement. Within a round all
+systems get the same prompts; rounds get different prompts, so no prefix cache answers from an earlier round.
+Ratios are taken within a round, then their median over the rounds, which cancels changes between rounds.
 """
 
 import json
@@ -38,7 +38,7 @@ WARMUP_OUTPUT_LEN = 32
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """One system under one load in one round. `load_average` (1 minute) tells how quiet the machine was."""
+    """One system under one load in one round. `load_average` (1 minute) tells how busy the machine was."""
 
     system: str
     round: int
@@ -50,7 +50,7 @@ class Measurement(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a comparison measures."""
+    """Systems, loads and rounds of a comparison."""
 
     specs: Sequence[str]
     setting: Setting
@@ -65,14 +65,16 @@ class Plan:
     log_dir: Path
 
     def requests(self, number: int, concurrency: int) -> list[LoadRequest]:
-        """The load of one round: `waves` times the concurrency, but at least 4 requests."""
+        """Return the load of one round: `waves` times the concurrency, but at least 4 requests."""
         seed = self.seed + 1000 * number + concurrency
         count = max(4, self.waves * concurrency)
         load = Load(count, self.input_len, self.output_len, vocab_size=self.vocab_size, seed=seed)
         return load.requests()
 
     def warmups(self, concurrency: int) -> list[LoadRequest]:
-        """As many requests at once as will be measured, so that nothing is compiled under way."""
+        """Return as many requests as will be measured at once, so that nothing is compiled during the
+        measurement.
+        """
         seed = WARMUP_SEED - concurrency
         return synthetic(concurrency, self.input_len, WARMUP_OUTPUT_LEN, self.vocab_size, seed)
 
@@ -80,7 +82,7 @@ class Plan:
 def measure_system(plan: Plan, system: System, number: int, console: Console) -> list[Measurement]:
     """Start one system, measure every concurrency, stop it.
 
-    Raises RuntimeError when it doesn't start or doesn't answer.
+    Raises RuntimeError if it does not start or does not answer.
     """
     measurements = []
     target = Target(system.base_url, system.model, ignore_eos=True)
@@ -100,7 +102,7 @@ def measure_system(plan: Plan, system: System, number: int, console: Console) ->
 
 
 def describe(measurement: Measurement) -> str:
-    """One line about one measurement."""
+    """Return one line about a measurement."""
     summary = measurement.summary
     failed = f", {summary.failed} failed: {summary.errors}" if summary.failed else ""
     return (
@@ -111,7 +113,7 @@ def describe(measurement: Measurement) -> str:
 
 
 def run_plan(plan: Plan, console: Console) -> list[Measurement]:
-    """Measure all systems, round by round; a system that fails is reported and left out of its round."""
+    """Measure all systems, round by round. A system that fails is reported and left out of its round."""
     measurements: list[Measurement] = []
     for number in range(plan.rounds):
         for spec in plan.specs:
@@ -124,7 +126,7 @@ def run_plan(plan: Plan, console: Console) -> list[Measurement]:
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """Medians of one system at one concurrency; ratios are against the first system, in the same rounds."""
+    """Medians of one system at one concurrency, and their ratios to the first system in the same rounds."""
 
     system: str
     concurrency: int
@@ -138,7 +140,9 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def compare(measurements: Sequence[Measurement]) -> list[Comparison]:
-    """Medians over the rounds for each system and concurrency, in the order of their first measurement."""
+    """Return the medians over the rounds for each system and concurrency, in the order of their first
+    measurement.
+    """
     by_key: dict[tuple[int, str], dict[int, Summary]] = {}
     for m in measurements:
         by_key.setdefault((m.concurrency, m.system), {})[m.round] = m.summary
@@ -171,7 +175,7 @@ def _median_ratio(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def as_table(comparisons: Sequence[Comparison]) -> Table:
-    """Medians, with ratios against the first system."""
+    """Return a table of the medians and their ratios to the first system."""
     table = Table(title="medians over the rounds; ratios against the first system", title_justify="left")
     for column in (
         "concurrency",
@@ -209,17 +213,17 @@ def _ratio(value: float | None) -> str:
 
 
 def slug(label: str) -> str:
-    """A label as a file name."""
+    """Turn a label into a file name."""
     return "".join(c if c.isalnum() or c in "-._" else "-" for c in label)
 
 
 def vocab_size_of(model: Path) -> int:
-    """The vocabulary size in a model folder's configuration."""
+    """Return the vocabulary size from a model folder's configuration."""
     return int(json.loads((model / "config.json").read_text())["vocab_size"])
 
 
 def contents(plan: Plan, measurements: Sequence[Measurement]) -> dict[str, Any]:
-    """The plan, every measurement and the medians."""
+    """Return the plan, every measurement and the medians as JSON content."""
     return {
         "model": plan.setting.model.name,
         "load": {
@@ -235,7 +239,7 @@ def contents(plan: Plan, measurements: Sequence[Measurement]) -> dict[str, Any]:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)  # another one would cut off the servers' ending
+    signal.signal(number, signal.SIG_IGN)  # a second signal would interrupt the shutdown of the servers
     sys.exit(128 + number)
 
 

@@ -1,13 +1,13 @@
-"""Requests a second within the SLO, over the rate at which a trace's requests come, of several systems.
+"""Measures how many requests per second several systems answer within the SLO as a trace speeds up.
 
     tandem bench goodput --model FOLDER --trace TRACE --system tandem --system vllm-tamed \
         --scale-lengths 0.03 --speedups 1,2,4,8,16 --seconds 10 --slo-ttft 0.5 --slo-tpot 0.02
 
-Systems are given as for `tandem bench compare`; they take turns, round by round. In its turn a system is
-started, replays a few seconds of the trace unmeasured, then the first `--seconds` of it at each speed. Every
-replay has tokens of its own, which share prefixes as the trace's do, so no cache answers from an earlier one.
-Goodput is what met both objectives, over the seconds in which requests came. "Kept" is the goodput at the
-highest speed of at least twice that of the best, over the best.
+Systems are given as for `tandem bench compare`; they take turns, round by round. In its turn a system starts,
+replays a few seconds of the trace unmeasured, then the first `--seconds` of it at each speed. Each replay has
+different tokens, which share prefixes as the trace's do, so no cache answers from an earlier replay. Goodput
+is the number of requests that met both objectives, divided by the seconds in which requests came. "Kept" is
+the goodput at the highest speed of at least twice the best speed, divided by the best goodput.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from planner.trace import TraceFit, TraceLine, read_trace
 WARMUP_SECONDS = 4.0
 START_TIMEOUT_S = 300.0
 COLLAPSE = 0.25
-"""A system of whose best goodput less than this is left is driven no harder in that turn."""
+"""A system whose goodput falls below this share of its best one gets no higher speed in that turn."""
 REFUSALS = ("HTTP 429", "HTTP 503")
 
 
 class Goodput(msgspec.Struct, frozen=True):
-    """One replay, in requests a second; `late_ttft` and `late_tpot` are shares of all its requests."""
+    """One replay, in requests per second; `late_ttft` and `late_tpot` are shares of all its requests."""
 
     system: str
     round: int
@@ -62,7 +62,9 @@ def first_seconds(requests: Sequence[LoadRequest], seconds: float) -> list[LoadR
 
 
 def judge(records: Sequence[Record], seconds: float, slo_ttft: float, slo_tpot: float) -> dict[str, float]:
-    """Rates of what came within `seconds`; a request that is refused or fails meets nothing."""
+    """Return the rates of requests that came within `seconds`. A request that is refused or fails meets no
+    objective.
+    """
     answered = [latencies(record) for record in records if not record.error]
     late_ttft = sum(each["ttft"] > slo_ttft for each in answered)
     late_tpot = sum(each["tpot"] > slo_tpot for each in answered)
@@ -79,7 +81,7 @@ def judge(records: Sequence[Record], seconds: float, slo_ttft: float, slo_tpot: 
 
 
 class Replays:
-    """Of one trace, each with other tokens."""
+    """Replays of one trace, each with different tokens."""
 
     def __init__(self, lines: Sequence[TraceLine], options: argparse.Namespace, vocab_size: int) -> None:
         self._lines, self._options, self._vocab_size = lines, options, vocab_size
@@ -92,7 +94,7 @@ class Replays:
         return first_seconds(made, seconds)
 
     def run(self, system: System, number: int, logs: Path) -> Iterator[Goodput]:
-        """One system's turn."""
+        """Run one system's turn."""
         options = self._options
         client = Client(Target(system.base_url, system.model, ignore_eos=True))
         with RunningSystem(system.commands, logs / f"{number}-{slug(system.label)}", START_TIMEOUT_S):
@@ -108,7 +110,7 @@ class Replays:
 
 
 def as_table(found: Sequence[Goodput]) -> Table:
-    """Medians over the rounds."""
+    """Return a table of the medians over the rounds."""
     table = Table(title="requests/s within the SLO, medians over the rounds", title_justify="left")
     for column in ("system", "speed", "offered", "goodput", "refused", "late TTFT", "late TPOT", "failed"):
         table.add_column(column, justify="left" if column == "system" else "right")
@@ -125,7 +127,7 @@ def as_table(found: Sequence[Goodput]) -> Table:
 
 
 class Best(msgspec.Struct, frozen=True):
-    """A system's goodput at its best speed, and what of it is left at twice that speed."""
+    """A system's goodput at its best speed, and the share of it that remains at twice that speed."""
 
     system: str
     speedup: float

@@ -1,8 +1,9 @@
-"""Times the host's part of a decode step on a GPU, on any host: scheduling, inputs, commits and outputs, by a
-worker's engine, which launches each step behind the one before. What the device computes is left out, and a
-graph's replay costs nothing.
+"""Times the host's part of a GPU decode step, on any host: scheduling, inputs, commits and outputs.
 
-`tandem bench host-step` prints the median, and with `--profile` where it goes.
+A worker's engine runs with asynchronous scheduling: it launches each step before the one before it has
+finished. The device computes nothing, and replaying a graph costs nothing.
+
+`tandem bench host-step` prints the median; with `--profile` also the time of each function.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from speculation.speculator import speculate
 
 _CPU = torch.device("cpu")
 _VOCABULARY = 512
-"""Small: choosing tokens is the device's part."""
+"""Small, because the device chooses the tokens."""
 
 
 class _Event:
-    """Of a copy that is done."""
+    """The event of a finished copy."""
 
     def record(self) -> None: ...
 
@@ -49,7 +50,7 @@ class _Event:
 
 
 class _HostUploader(Uploader):
-    """Copies as the host does, into memory that is not pinned."""
+    """Copies on the host, into memory that is not pinned."""
 
     def _new_buffer(self, nbytes: int) -> Pinned:
         event: Any = _Event()
@@ -107,7 +108,7 @@ def engine_of(folder: Path, sequences: int, max_model_len: int) -> Engine:
 
 
 def _go_ahead(engine: Engine) -> None:
-    """As on a GPU."""
+    """Let the engine launch steps ahead, as on a GPU."""
     runner: Any = engine._runner
     engine._launcher._ahead_runner = runner
 

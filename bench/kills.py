@@ -1,12 +1,12 @@
-"""Whether requests survive deaths and freezes of workers, with the same tokens, and what clients see of it.
+"""Checks that requests survive the death or freeze of workers with the same tokens, and measures the pauses.
 
     tandem bench kills [--requests 600] [--seconds 120] [--every 4] [options of tandem serve]
 
-The bundled model serves streams from 2 prefill and 3 decode workers. At even intervals one of them, drawn
-at random, is killed or frozen for good; with --router-replicas also a router now and then. Then the same
-requests run again without that. `failed` counts those without an answer, `broken` those whose own router was
-killed, `different` those whose tokens are not those of the second run. `pause_*` are the gaps of over 0.1 s
-between two events of a stream (or before its first) within which a fault came, by the kind of fault.
+The bundled model serves streams from 2 prefill and 3 decode workers. At even intervals a random worker is
+killed, or frozen for good; with --router-replicas sometimes a router is killed. Then the same requests run
+again without faults. `failed` counts requests without an answer, `broken` requests whose router was killed,
+`different` requests whose tokens differ from the second run. `pause_*` are gaps of over 0.1 s between two
+events of a stream (or before its first) during which a fault came, by kind of fault.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LEAST_PAUSE_S = 0.1
 RESTART_S = 60.0
 CONCURRENCY = 32
 STALE_S = 2.0
-"""So long after a router's death a client may still try its connection to it."""
+"""For this long after a router's death a client may still use its connection to it."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -63,9 +63,8 @@ class Fault:
 
 @dataclass
 class Answer:
-    """`events` are the times of the request and of each event; `router` is the index of who served it.
-
-    `broke_at` is when its connection broke.
+    """`events` are the times of the request and of each event; `router` is the index of the router that
+    served it, -1 if it went to the shared port. `broke_at` is the time at which its connection broke.
     """
 
     router: int
@@ -116,7 +115,7 @@ class Storm:
     # --- requests ---------------------------------------------------------------------------------
 
     def _run(self, requests: int, interval: float) -> list[Answer]:
-        """One starts every `interval` seconds, if a client is free."""
+        """Send a request every `interval` seconds, or later if all clients are busy."""
         start = time.monotonic()
 
         def ask(number: int) -> Answer:
@@ -147,7 +146,7 @@ class Storm:
         return answer
 
     def _takes_requests(self, router: int) -> bool:
-        """If not, it is being started, and the shared port has another one."""
+        """Return whether the router is ready. If it is starting, the shared port leads to another router."""
         try:
             return len(self._urls) == 1 or self._http.get(f"{self._urls[router]}/ready").is_success
         except httpx.TransportError:
@@ -177,7 +176,7 @@ class Storm:
             os.kill(pid, KINDS[kind])
 
     def _choose(self) -> tuple[str, str, int]:
-        """Any worker that is ready or, one time in six, a router where there are several."""
+        """Choose a random ready worker or, one time in six if there are several routers, a router."""
         if len(self._urls) > 1 and self._rng.random() < 1 / 6:
             router = self._rng.choice(self._routers())
             return "killed", router["id"], router["pid"]
@@ -199,7 +198,7 @@ class Storm:
         while True:
             try:
                 workers: list[dict[str, Any]] = self._http.get("/workers").json()["workers"]
-            except httpx.TransportError:  # the connection was to a router that was killed
+            except httpx.TransportError:  # the connection's router was killed
                 continue
             return workers
 
@@ -215,7 +214,9 @@ class Storm:
     # --- what was seen ----------------------------------------------------------------------------
 
     def _is_explained(self, answer: Answer) -> bool:
-        """Its connection was to a router that was killed, maybe just before: clients keep them open."""
+        """Return whether the request's router was killed during it or shortly before: clients keep
+        connections open.
+        """
         routers = [f"router-{answer.router}"] if answer.router >= 0 else [f.victim for f in self._faults]
         deaths = [fault.at for fault in self._faults if fault.victim in routers and "router" in fault.victim]
         return any(answer.events[0] - STALE_S <= at <= answer.broke_at for at in deaths)

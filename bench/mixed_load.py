@@ -2,9 +2,9 @@
 
     tandem bench mixed-load cost=http://127.0.0.1:8001 colocated=http://127.0.0.1:8002 --model NAME
 
-The servers take turns, round by round. On each, streams run one request after the other while long prompts
-come at a steady pace. Printed are medians over the rounds of the streams' p99 gap between two tokens and of
-the long prompts' median TTFT, and the first server's ratios to each other one, taken within rounds.
+The servers take turns, round by round. On each, every stream runs one request after another while long
+prompts come at a steady pace. It prints medians over the rounds of the streams' p99 gap between two tokens
+and of the long prompts' median TTFT, and the first server's ratios to each other one, taken within rounds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Figures(NamedTuple):
 
 
 async def measure(target: Target, options: argparse.Namespace, seed: int) -> Figures:
-    """Raises RuntimeError when a request fails."""
+    """Measure one server in one round. Raises RuntimeError if a request fails."""
     rng, client = np.random.default_rng(seed), Client(target)
     until = time.perf_counter() + options.seconds
 

@@ -1,4 +1,4 @@
-"""Hosts in network namespaces of their own, joined by a router whose links can be slowed and cut."""
+"""Network namespaces that act as hosts, joined by a router whose links can be slowed and cut."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _CLONE_NEWNET = 0x40000000
 _FOLDER = Path("/run/netns")
 _CHECKOUT = Path(__file__).resolve().parents[1]
 _RELAYED = "100"
-"""The router's table of routes to a packet relay."""
+"""The router's routing table to a packet relay."""
 
 
 def enter(network: str) -> None:
-    """Move the calling thread, and those that it starts, into a namespace. An empty name: stay here."""
+    """Move the calling thread, and threads that it starts, into a namespace. An empty name does nothing."""
     if not network:
         return
     descriptor = os.open(_FOLDER / network, os.O_RDONLY)
@@ -42,16 +42,16 @@ def _ip(*arguments: str) -> str:
 
 
 def _free_subnet() -> int:
-    """The third byte of a /22 that no other test, which may run beside this one, has joined."""
+    """Return the third byte of a /22 that no other test running now uses."""
     routes = _ip("-4", "route", "show")
     return secrets.choice([byte for byte in range(0, 240, 4) if f"10.222.{byte}.0/22" not in routes])
 
 
 class Network:
-    """Namespaces `left` and `right`, and with `joined` this process's own too; `close` removes them.
+    """Namespaces `left` and `right`, and with `joined` also this process's own; `close` removes them.
 
-    `cut` loses every packet from one of them to another and tells nobody, `unplug` takes a link down. Packets
-    have `mtu` bytes at most.
+    `cut` drops every packet between two of them without an error, `unplug` takes a link down. Packets have
+    at most `mtu` bytes.
     """
 
     def __init__(self, joined: bool = False, mtu: int = 1500) -> None:
@@ -82,14 +82,14 @@ class Network:
         _ip("-n", self._router, "link", "set", self._port(network), "down")
 
     def plug_in(self, network: str) -> None:
-        """Nobody remembers that neighbours did not answer, or packets would be refused for a second more."""
+        """Bring the link up and flush the neighbour tables, which would refuse packets for another second."""
         _ip("-n", self._router, "link", "set", self._port(network), "up")
         for host in (self._router, network):
             _ip("-n", host, "neigh", "flush", "all")
 
     @contextlib.contextmanager
     def slowed(self, rate: str) -> Iterator[None]:
-        """Left and right send no more than this, in the words of `tc`, as in "1gbit"."""
+        """Limit the sending rate of left and right, in the syntax of `tc`, such as "1gbit"."""
         ends = list(zip((self.left, self.right), self._wires, strict=False))
         for network, wire in ends:
             shape = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "20ms"]
@@ -100,9 +100,10 @@ class Network:
 
     @contextlib.contextmanager
     def relayed(self, delay_s: float, loss: float = 0.0) -> Iterator[Callable[[], int]]:
-        """Between left and right packets come `delay_s` later each way, and a share of them never.
+        """Delay packets between left and right by `delay_s` each way, and drop a share of them.
 
-        The relay ends with the context, or by the function that this yields, which says how many were lost.
+        The relay ends with the context, or when the yielded function is called, which returns the number of
+        dropped packets.
         """
         program = [sys.executable, "-m", "bench.packet_relay", str(delay_s), str(loss), self._mtu]
         relay = subprocess.Popen(
@@ -127,7 +128,9 @@ class Network:
                 end()
 
     def _lead_through_relay(self) -> None:
-        """What comes from there goes on as ever. When the relay's device is gone, all does."""
+        """Route packets through the relay; packets from the relay take the usual route. All packets take the
+        usual route once the relay's device is gone.
+        """
         _ip("-n", self._router, "route", "add", "default", "dev", DEVICE, "table", _RELAYED)
         if self._leads_through_relay:
             return
@@ -167,7 +170,7 @@ class Network:
 
 
 def why_not() -> str:
-    """Why no networks can be made here; empty if they can."""
+    """Return why networks cannot be made here, or an empty string."""
     if shutil.which("ip") is None:
         return "there is no `ip` (iproute2)"
     with contextlib.ExitStack() as undo:

@@ -1,4 +1,4 @@
-"""A server of the bundled model, for the benches that need no other system beside it."""
+"""A server of the bundled model, for benchmarks that compare with no other system."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from bench.peers.systems import free_port
 
 @contextmanager
 def serving(serve_options: Sequence[str], log_folder: Path | None = None) -> Iterator[httpx.Client]:
-    """Ready once every worker is there; RuntimeError when it ends before that. `log_folder` keeps its log,
-    `tandem.log`.
+    """Start a server and yield a client once every worker is ready. Raises RuntimeError if it ends before
+    that. `log_folder` keeps its log, `tandem.log`.
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}"

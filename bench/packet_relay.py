@@ -1,9 +1,9 @@
-"""Passes IP packets on after a while, and loses some: what `netem` does, for kernels without it.
+"""Delays IP packets and drops some of them, like `netem`, for kernels without it.
 
     python -m bench.packet_relay DELAY_S LOSS MTU
 
-Makes the TUN device `DEVICE` in its network namespace: what is routed there comes back from there. Says
-"ready" then, and how many packets it has lost when its input ends.
+Makes the TUN device `DEVICE` in its network namespace: packets routed there come back from there. Prints
+"ready" then, and the number of dropped packets when its input ends.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _TUN = "/dev/net/tun"
 _TUNSETIFF = 0x400454CA
 _TUN_WITHOUT_HEADER = 0x1001
 _AT_ONCE = 64
-"""Packets that are read before those that are due are looked at."""
+"""The most packets to read before it sends those that are due."""
 
 
 def why_not() -> str:
-    """Why no relay can be made here; empty if one can."""
+    """Return why no relay can be made here, or an empty string."""
     return "" if os.path.exists(_TUN) else f"there is no {_TUN}"
 
 
 def open_device(mtu: str) -> int:
-    """Its descriptor: each read and write is one packet."""
+    """Return a descriptor of the device: each read and write is one packet."""
     descriptor = os.open(_TUN, os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), _TUN_WITHOUT_HEADER))
     up = ["ip", "link", "set", DEVICE, "mtu", mtu, "txqueuelen", "10000", "up"]
@@ -42,7 +42,7 @@ def open_device(mtu: str) -> int:
 
 
 def relay(device: int, delay_s: float, loss: float, mtu: int) -> int:
-    """Until the input ends; returns how many packets were lost."""
+    """Relay packets until the input ends. Return the number of dropped packets."""
     chance = random.Random(0)
     lost = 0
     waiting: deque[tuple[float, bytes]] = deque()

@@ -1,1 +1,1 @@
-"""`tandem bench five`: what each of five techniques brings, alone and with each other."""
+"""`tandem bench five`: the effects of five techniques, alone and together."""

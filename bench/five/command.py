@@ -50,11 +50,11 @@ def five(
     output: Annotated[Path, typer.Option(help="folder; what it has is not measured again")] = RESULTS
     / "five",
 ) -> None:
-    """What disaggregation, speculation, paged KV, prefix sharing and quantization bring, alone and together.
+    """Measure the effects of disaggregation, speculation, paged KV, prefix sharing and quantization.
 
-    Each cell of the factorial experiment has a server, of which the highest rate within the SLO is searched.
-    Stop it when you like: the same command goes on with the cells that are missing. The tables have every
-    workload whose cells are all in the folder.
+    Each cell of the factorial experiment starts a server and searches for its highest rate within the SLO.
+    Stop it when you like: the same command goes on with the missing cells. The tables have every workload
+    whose cells are all in the folder.
     """
     settings = dict(locals())
     console = Console()
@@ -96,7 +96,7 @@ def five(
 
 
 def _check(setting: Setting, workloads: Sequence[str]) -> None:
-    """Raises ValueError or ConfigError that names the option."""
+    """Raise ValueError or ConfigError that names the option if a setting or workload is invalid."""
     if not Path(setting.model).is_dir():
         raise ValueError(f"--model: there is no folder {setting.model}")
     parse_speculative_config(setting.speculative_config, "--speculative-config")
@@ -109,7 +109,7 @@ def _check(setting: Setting, workloads: Sequence[str]) -> None:
 
 
 def held_out(model: str) -> list[list[int]]:
-    """Token ids of held-out code. Raises OSError where there is no such model."""
+    """Return token ids of held-out code. Raises OSError if the model does not exist."""
     from transformers import AutoTokenizer
 
     from bench.speculate.workload import load_prompts
@@ -125,7 +125,7 @@ def _measure(
     texts: Sequence[Sequence[int]],
     console: Console,
 ) -> list[str]:
-    """Returns what failed."""
+    """Measure the missing runs. Return the titles of the runs that failed."""
     failed = []
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with (

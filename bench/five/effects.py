@@ -1,16 +1,16 @@
 """Effects of a two-level factorial experiment on the logarithm of a figure, as ratios with intervals.
 
-Every cell is a set of factors that are on; the design has all 2^k, each measured once in every repeat. With
-signs s = +1 where a factor is on and -1 where it is off, N cells, and y the logarithms:
+A cell is the set of factors that are on; the design has all 2^k cells, and each repeat measures each cell
+once. With signs s = +1 if a factor is on and -1 if it is off, N cells, and y the logarithms:
 
-- the main effect of A is exp(sum(s_A y) / (N / 2)): how many times the figure is with A what it is without,
-  on (geometric) average over all states of the others;
-- the interaction of A and B is exp(sum(s_A s_B y) / (N / 4)): how many times A's effect is with B what it is
-  without. 1 says that they multiply.
+- the main effect of A is exp(sum(s_A y) / (N / 2)): the figure with A divided by the figure without A, as a
+  geometric mean over all states of the other factors;
+- the interaction of A and B is exp(sum(s_A s_B y) / (N / 4)): A's effect with B divided by A's effect without
+  B. 1 says that the effects multiply.
 
-Repeats are blocks: what changes between them, as a machine does, cancels. The error's variance is what is
-left within cells; with one repeat it is what main effects and interactions of two leave (Box, Hunter and
-Hunter, Statistics for Experimenters, chapters 5 and 6). Intervals are Student's, 95 %.
+Repeats are blocks: changes between them, such as the machine's speed, cancel. The error's variance is what
+remains within cells; with one repeat it is what main effects and interactions of two factors do not explain
+(Box, Hunter and Hunter, Statistics for Experimenters, chapters 5 and 6). Intervals are Student's, 95 %.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 CONFIDENCE = 0.95
 
 Cell = frozenset[str]
-"""The factors that are on."""
+"""The set of factors that are on."""
 
 
 class Effect(msgspec.Struct, frozen=True):
-    """A ratio, and the interval that holds the true one with 95 % confidence; None where nothing tells the
-    error. `factors` are one, or two that interact.
+    """A ratio, and its 95 % confidence interval, or None if the error cannot be estimated. `factors` holds
+    one factor, or two that interact.
     """
 
     factors: tuple[str, ...]
@@ -41,19 +41,20 @@ class Effect(msgspec.Struct, frozen=True):
 
     @property
     def is_certain(self) -> bool:
-        """Whether the interval leaves out 1."""
+        """Return whether the interval excludes 1."""
         return self.low is not None and self.high is not None and not self.low <= 1 <= self.high
 
 
 def cells_of(factors: Sequence[str]) -> list[Cell]:
-    """All 2^k, from all off to all on."""
+    """Return all 2^k cells, from all factors off to all on."""
     return [frozenset(chosen) for size in range(len(factors) + 1) for chosen in combinations(factors, size)]
 
 
 def effects(factors: Sequence[str], values: Mapping[Cell, Sequence[float]]) -> list[Effect]:
-    """Main effects, then interactions of two. `values` has a figure above 0 of each repeat of each cell.
+    """Return the main effects, then the interactions of two factors.
 
-    Raises ValueError that names a cell without figures, with another number of them, or with one not above 0.
+    `values` has a figure above 0 for each repeat of each cell. Raises ValueError that names a cell without
+    figures, with a different number of figures, or with a figure not above 0.
     """
     cells = cells_of(factors)
     logs = _logs(cells, values)
@@ -78,13 +79,13 @@ def effects(factors: Sequence[str], values: Mapping[Cell, Sequence[float]]) -> l
 
 
 def all_against_none(factors: Sequence[str], values: Mapping[Cell, Sequence[float]]) -> float:
-    """How many times the figure is with all factors on what it is with all off."""
+    """Return the figure with all factors on divided by the figure with all factors off."""
     on, off = _logs([frozenset(factors), frozenset()], values).mean(axis=1)
     return math.exp(on - off)
 
 
 def _logs(cells: Sequence[Cell], values: Mapping[Cell, Sequence[float]]) -> NDArray[np.float64]:
-    """[cells, repeats]"""
+    """Return the logarithms of the values, [cells, repeats]."""
     repeats = len(values.get(cells[0], ()))
     for cell in cells:
         figures = values.get(cell, ())
@@ -104,7 +105,7 @@ def name_of(cell: Cell) -> str:
 def _error(
     logs: NDArray[np.float64], means: NDArray[np.float64], contrasts: Sequence[NDArray[np.float64]]
 ) -> tuple[float, int]:
-    """Variance of one figure's logarithm, and its degrees of freedom; none: nothing tells it."""
+    """Return the variance of a figure's logarithm and its degrees of freedom, 0 if it cannot be estimated."""
     count, repeats = logs.shape
     if repeats > 1:
         left = logs - means[:, None] - logs.mean(axis=0)[None, :] + logs.mean()
@@ -118,7 +119,7 @@ def _error(
 
 
 def student_quantile(probability: float, freedom: int) -> float:
-    """Of Student's t, for a probability above one half. By bisection of its integral."""
+    """Return the quantile of Student's t for a probability above one half, by bisection of its integral."""
     low, high = 0.0, 1e4
     while high - low > 1e-9 * (1 + high):
         middle = (low + high) / 2
@@ -129,7 +130,7 @@ def student_quantile(probability: float, freedom: int) -> float:
 
 
 def _student_above_zero(limit: float, freedom: int) -> float:
-    """P(0 < t < limit). With t = sqrt(freedom) tan(a) the density is cos(a) ** (freedom - 1), smooth."""
+    """Return P(0 < t < limit). With t = sqrt(freedom) tan(a) the density is cos(a)**(freedom - 1), smooth."""
     angles, width = np.linspace(0, math.atan(limit / math.sqrt(freedom)), 2001, retstep=True)
     density = np.cos(angles) ** (freedom - 1)
     simpson = (

@@ -1,4 +1,4 @@
-"""All cells in a random order. Those that are done are kept: an experiment goes on where it stopped."""
+"""Runs all cells in a random order and keeps finished cells, so an experiment goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bench.record import write_results
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One measurement that is to be made."""
+    """One measurement to make."""
 
     workload: str
     cell: Cell
@@ -31,7 +31,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 def runs_of(workloads: Sequence[str], factors: Sequence[str], repeats: int, seed: int) -> list[Run]:
-    """Repeat by repeat, each in an order of its own."""
+    """Return the runs repeat by repeat, shuffled within each repeat."""
     rng, ordered = random.Random(seed), []
     for repeat in range(repeats):
         runs = [Run(workload, cell, repeat) for workload in workloads for cell in cells_of(factors)]
@@ -41,10 +41,10 @@ def runs_of(workloads: Sequence[str], factors: Sequence[str], repeats: int, seed
 
 
 class Experiment:
-    """What is known of its cells, in `results.json` of a folder."""
+    """Outcomes of the finished cells, kept in `results.json` of a folder."""
 
     def __init__(self, folder: Path, setting: Setting) -> None:
-        """Raises ValueError for a folder with other content, or with cells of another setting."""
+        """Raises ValueError if the folder has other content, or cells of another setting."""
         self._folder, self._setting = folder, setting
         self.outcomes: list[Outcome] = []
         path = folder / "results.json"
@@ -69,7 +69,9 @@ class Experiment:
         return [run for run in runs if (run.workload, run.cell, run.repeat) not in done]
 
     def complete(self, workload: str, factors: Sequence[str]) -> list[Outcome]:
-        """Those of the design in all repeats of which no cell is missing."""
+        """Return the outcomes of the design's cells in all repeats before the first repeat that lacks a
+        cell.
+        """
         cells = set(cells_of(factors))
         mine = [each for each in self.outcomes if each.workload == workload and frozenset(each.cell) in cells]
         counts = Counter(each.repeat for each in mine)
@@ -79,7 +81,9 @@ class Experiment:
     def measure(
         self, runs: Sequence[Run], command: str, one: Callable[[Run], Outcome]
     ) -> Iterator[tuple[Run, Outcome | RuntimeError]]:
-        """Those that are missing. Each is written down once it is there; what fails is told and left."""
+        """Measure the missing runs. Each outcome is written to the folder at once; errors are yielded and
+        not kept.
+        """
         for run in self.missing(runs):
             try:
                 outcome = one(run)

@@ -15,11 +15,11 @@ TITLES = {
     "quantization": "quantization",
 }
 WORKERS = 2
-"""Of every cell: one prefill and one decode worker, or two that do both."""
+"""Workers of every cell: one prefill and one decode worker, or two that do both."""
 
 
 def serve_options(cell: Cell, speculative_config: str) -> list[str]:
-    """Of the server that has these techniques and no other."""
+    """Return the options of a server with the cell's techniques on and all others off."""
     pair = ["--prefill-replicas", "1", "--decode-replicas", "1"]
     both = ["--no-disaggregation", "--decode-replicas", str(WORKERS)]
     options = pair if "disaggregation" in cell else both
@@ -35,12 +35,16 @@ def serve_options(cell: Cell, speculative_config: str) -> list[str]:
 
 
 def parse_factors(text: str) -> list[str]:
-    """In the order of `FACTORS`. Raises ValueError that names the option, the value and what there is."""
+    """Return the factors in the order of `FACTORS`. Raises ValueError that names the option, the value and
+    the choices.
+    """
     return chosen(text, FACTORS, "--factors")
 
 
 def chosen(text: str, known: Sequence[str], flag: str) -> list[str]:
-    """The comma-separated names, in the order of `known`."""
+    """Return the comma-separated names in the order of `known`. Raises ValueError if a name is not in
+    `known`.
+    """
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in known:

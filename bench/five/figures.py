@@ -1,4 +1,4 @@
-"""From outcomes of cells to what each technique brings, for each workload."""
+"""Computes the effects of each technique from the outcomes of cells, for each workload."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.five.workloads import WORKLOADS
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """Effects on one figure. `all_on` is all techniques on over all off."""
+    """Effects on one figure. `all_on` is the ratio of all techniques on to all off."""
 
     name: str
     unit: str
@@ -22,8 +22,8 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """`floored` are cells of which no rate met the objective: they count with the lowest that was tried, so
-    the effects of what would have helped them are at least so large.
+    """Effects on one workload. `floored` are cells in which no rate met the objective: they count with the
+    lowest rate that was tried, so techniques that would help them have at least the effect shown.
     """
 
     workload: str
@@ -34,7 +34,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Repeated(Protocol):
-    """What became of a cell in one repeat."""
+    """The outcome of a cell in one repeat."""
 
     @property
     def cell(self) -> list[str]: ...
@@ -46,11 +46,11 @@ class Repeated(Protocol):
 T = TypeVar("T", bound=Repeated)
 
 Column = tuple[str, str, Callable[[T], float]]
-"""Name and unit of a figure, and how it is read from an outcome."""
+"""Name and unit of a figure, and a function that reads it from an outcome."""
 
 
 def finding(workload: str, factors: Sequence[str], outcomes: Sequence[Outcome], price: float) -> Finding:
-    """Raises ValueError that names a cell which lacks a repeat."""
+    """Compute the finding of a workload. Raises ValueError that names a cell which lacks a repeat."""
     mine = [outcome for outcome in outcomes if outcome.workload == workload]
     load = WORKLOADS[workload]
     columns: list[Column[Outcome]] = [
@@ -66,7 +66,7 @@ def finding(workload: str, factors: Sequence[str], outcomes: Sequence[Outcome], 
 
 
 def figures_of(factors: Sequence[str], outcomes: Sequence[T], columns: Sequence[Column[T]]) -> list[Figure]:
-    """Of each column. Raises ValueError that names a cell which lacks a repeat."""
+    """Compute the effects on each column. Raises ValueError that names a cell which lacks a repeat."""
     ordered, found = sorted(outcomes, key=lambda outcome: outcome.repeat), []
     for name, unit, value in columns:
         values = {

@@ -1,4 +1,4 @@
-"""One cell: a server is started, its highest rate within the SLO is searched, and it ends."""
+"""Measures one cell: starts a server, searches for its highest rate within the SLO, and stops it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SERVED_NAME = "model"
 START_TIMEOUT_S = 300.0
 WARMUP_S = 2.0
 SLACK_S = 0.5
-"""Beyond the last moment at which a request can be within the SLO."""
+"""Added to the latest time at which a request can still be within the SLO."""
 
 
 class Objective(msgspec.Struct, frozen=True):
-    """A request is good if it has its first token within `ttft_s`, and the later ones within `tpot_s` each on
-    average; a rate, if the share `attainment` of its requests is.
+    """A request is good if its first token comes within `ttft_s` and its later tokens take at most `tpot_s`
+    each on average. A rate is good if at least the share `attainment` of its requests is good.
     """
 
     ttft_s: float
@@ -40,7 +40,7 @@ class Objective(msgspec.Struct, frozen=True):
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """What all cells of an experiment share. Cells of another setting are not comparable."""
+    """Settings shared by all cells of an experiment. Cells of different settings are not comparable."""
 
     model: str
     max_model_len: int
@@ -52,7 +52,9 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """A load of one rate. Good requests per second of its arrivals; medians in seconds, 0 without answers."""
+    """One load at one rate. `goodput` is good requests per second; the medians are in seconds, 0 without
+    answers.
+    """
 
     rate: float
     goodput: float
@@ -63,9 +65,11 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Of one cell in one repeat. `trials` has all of the search; without one that met the objective `best` is
-    None. `light` is at the workload's light rate, the same for all cells. `memory_bytes` is what the server's
-    processes hold in memory after the search, pages that they share counted once.
+    """The outcome of one cell in one repeat.
+
+    `trials` are all trials of the search; `best` is None if none of them met the objective. `light` is the
+    trial at the workload's light rate, the same for all cells. `memory_bytes` is the memory of the server's
+    processes after the search, with shared pages counted once.
     """
 
     workload: str
@@ -78,20 +82,20 @@ class Outcome(msgspec.Struct, frozen=True):
 
     @property
     def goodput(self) -> float:
-        """[requests/s] Without a rate that met the objective the lowest that was tried, which is above it."""
+        """[requests/s] If no rate met the objective: the lowest rate that was tried, an upper bound."""
         return self.best.goodput if self.best is not None else min(trial.rate for trial in self.trials)
 
     def cost(self, workload: Workload, price: float) -> float:
-        """Of a million output tokens of requests within the SLO."""
+        """Return the cost of a million output tokens of requests within the SLO."""
         return cost_per_million(price, WORKERS, self.goodput * workload.output)
 
 
 class _MissedError(Exception):
-    """So many requests were late that the objective cannot be met any more."""
+    """Too many requests were late for the objective to be met."""
 
 
 class Server:
-    """A running one, driven by loads of a workload."""
+    """A running server, driven by loads of one workload."""
 
     def __init__(self, base_url: str, setting: Setting, workload: Workload, prompts: Prompts) -> None:
         objective = setting.objective
@@ -101,13 +105,15 @@ class Server:
         self.trials: list[Trial] = []
 
     def warm_up(self, rate: float) -> None:
-        """Raises RuntimeError when the server answers nothing."""
+        """Send a short load. Raises RuntimeError if the server answers no request."""
         records = run_on_fast_loop(drive(self._client, self._prompts.load(rate, WARMUP_S)))
         if all(record.error for record in records):
             raise RuntimeError(f"the server does not answer: {records[0].error}: {records[0].detail}")
 
     def search(self, rate: float) -> tuple[bool, Trial]:
-        """Whether the rate meets the objective. A trial ends as soon as it cannot any more."""
+        """Return whether the rate meets the objective, and the trial, which ends as soon as it cannot meet
+        it.
+        """
         load = self._prompts.load(rate, self._seconds)
         spare = (1 - self._objective.attainment) * len(load)
         ended: list[Record] = []
@@ -126,7 +132,7 @@ class Server:
         return trial.attainment >= self._objective.attainment, trial
 
     def measure(self, rate: float) -> Trial:
-        """All of a load, whatever becomes of it."""
+        """Measure a whole load, whether or not it meets the objective."""
         load = self._prompts.load(rate, self._seconds)
         return self._judge(run_on_fast_loop(drive(self._client, load)), len(load), rate)
 
@@ -137,7 +143,7 @@ class Server:
         return taken["ttft"] <= self._objective.ttft_s and taken["tpot"] <= self._objective.tpot_s
 
     def _judge(self, records: Sequence[Record], sent: int, rate: float) -> Trial:
-        """Requests that were not waited for are not good."""
+        """Compute the trial's figures. Requests without a record count as not good."""
         answered = [latencies(record) for record in records if not record.error]
         good = sum(map(self._is_good, records))
         return Trial(
@@ -153,7 +159,7 @@ class Server:
 def measure_cell(
     setting: Setting, workload: Workload, cell: Cell, repeat: int, texts: Sequence[Sequence[int]], logs: Path
 ) -> Outcome:
-    """Raises RuntimeError when the server does not start or does not answer."""
+    """Measure one cell. Raises RuntimeError if the server does not start or does not answer."""
     command = serve_command(setting, cell)
     base_url = command.ready_url.removesuffix("/ready")
     with RunningSystem([command], logs, START_TIMEOUT_S) as running:
@@ -179,7 +185,9 @@ def serve_command(setting: Setting, cell: Cell) -> Command:
 
 
 def resident_bytes(pid: int) -> int:
-    """Of the process and those below it, each page shared by several in parts (proportional set size)."""
+    """Return the memory of a process and its descendants, with each shared page split among its users
+    (proportional set size).
+    """
     total, process = 0, psutil.Process(pid)
     for each in [process, *process.children(recursive=True)]:
         try:

@@ -1,4 +1,4 @@
-"""The findings as tables and one figure."""
+"""Shows the findings as tables and one figure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def as_markdown(
 
 
 def section(finding: Finding) -> list[str]:
-    """Main effects, interactions, and all on against all off, of one workload."""
+    """Return the tables of one workload: main effects, interactions, and all on against all off."""
     names = [figure.name for figure in finding.figures]
     rule = "|---|" + "--:|" * len(names)
     title = f"## {finding.workload}, {finding.repeats} repeats"
@@ -77,7 +77,7 @@ def _cells(finding: Finding, outcomes: Sequence[Outcome], price: float) -> list[
 
 
 def _cell(cell: Cell, outcomes: Sequence[Outcome], price: float) -> str:
-    """Means over the repeats."""
+    """Return the table row of a cell, with means over the repeats."""
 
     def mean(values: Sequence[float]) -> float:
         return sum(values) / len(values)
@@ -93,7 +93,7 @@ def _cell(cell: Cell, outcomes: Sequence[Outcome], price: float) -> str:
 
 
 def plot(findings: Sequence[Finding], path: Path) -> None:
-    """A row for each workload: main effects with their intervals, and interactions on goodput."""
+    """Plot a row for each workload: main effects with their intervals, and interactions on goodput."""
     import matplotlib
 
     matplotlib.use("svg")

@@ -1,4 +1,4 @@
-"""The highest rate that meets an objective: a first guess is doubled or halved, then bisected."""
+"""Searches for the highest rate that meets an objective: doubles or halves a first guess, then bisects."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import TypeVar
 T = TypeVar("T")
 
 CLOSE = 1.1
-"""Rates so near to each other end the search."""
+"""The search ends once the bounds are within this ratio."""
 DOUBLINGS = 8
-"""From the first guess, up or down."""
+"""The most doublings or halvings of the first guess."""
 
 
 class NoRateError(Exception):
-    """Not even the lowest rate that was tried meets the objective."""
+    """Even the lowest rate that was tried does not meet the objective."""
 
 
 def highest(first: float, probes: int, trial: Callable[[float], tuple[bool, T]]) -> tuple[float, T]:
-    """The highest rate whose trial was passed, and what that trial brought.
+    """Return the highest rate whose trial passed, and the result of that trial.
 
-    `probes` bounds the trials after the first that was passed and the first that was not: it takes as many as
-    needed to find these. Raises NoRateError when none was passed.
+    `probes` bounds the trials after the first pass and the first failure; finding these two takes as many
+    trials as needed. Raises NoRateError if no trial passed.
     """
     passed: tuple[float, T] | None = None
     failed: float | None = None

@@ -1,4 +1,4 @@
-"""Three kinds of load, made of held-out code, so that drafts fare as they do on text; never random tokens."""
+"""Three kinds of load, made of held-out code, so that drafts are accepted as often as on real text."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from bench.serve.workload import LoadRequest
 
 LEAST_REQUESTS = 16
-"""Of a probe: a share of fewer tells little."""
+"""The fewest requests of a probe: a share of fewer requests says little."""
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """Tokens of the prefix that all prompts share, of a prompt's own, and of an answer. `first_rate`
-    [requests/s] is where the search begins, `light_rate` that at which latencies are compared.
+    """Lengths in tokens of the prefix that all prompts share, of a prompt's own part, and of an answer. The
+    search begins at `first_rate` [requests/s]; latencies are compared at `light_rate`.
     """
 
     name: str
@@ -42,10 +42,10 @@ WORKLOADS = {
 
 
 class Prompts:
-    """Windows of one long text, each at a place of its own: they begin alike only where they are to share."""
+    """Windows of one long text, each at a different place: only the shared prefix is the same in all."""
 
     def __init__(self, texts: Sequence[Sequence[int]], workload: Workload, seed: int) -> None:
-        """Raises ValueError when the text is too short for different prompts."""
+        """Raises ValueError if the text is too short for different prompts."""
         self._tokens = list(chain.from_iterable(texts))
         self._workload = workload
         self._rng = np.random.default_rng(seed)
@@ -57,8 +57,9 @@ class Prompts:
         self._prefix = self._tokens[: workload.shared]
 
     def load(self, rate: float, seconds: float) -> list[LoadRequest]:
-        """As many requests as come in `seconds` at `rate` on average, at times of a Poisson process with that
-        number of arrivals: uniform ones in order. A low rate takes longer, for `LEAST_REQUESTS`.
+        """Return the requests that arrive in `seconds` at `rate`: rate x seconds uniform arrival times in
+        order, a Poisson process with that number of arrivals. A low rate takes longer, so that there are
+        `LEAST_REQUESTS`.
         """
         count = max(round(rate * seconds), LEAST_REQUESTS)
         arrivals = np.sort(self._rng.uniform(0, count / rate, count)).tolist()

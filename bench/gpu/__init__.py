@@ -1,1 +1,1 @@
-"""What a GPU's steps take, beside the least that its memory and its matrix units allow."""
+"""Step times of a GPU, compared with the least time that its memory and its matrix units allow."""

@@ -1,4 +1,4 @@
-"""Times work on a device, and the host's part in starting it."""
+"""Times work on a device, and the time that the host takes to launch it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 _WARM_UPS, _LEAST_RUNS, _LEAST_S = 3, 5, 0.2
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaGraphLaunch")
-"""Calls that put work on the device; some have a suffix."""
+"""Names of calls that launch work on the device; some calls have a suffix."""
 
 
 class Taken(NamedTuple):
-    """Medians of one run: `device_s` until the device is done, `host_s` until the call returns."""
+    """Medians of one run: `device_s` until the device has finished, `host_s` until the call returns."""
 
     device_s: float
     host_s: float
@@ -46,7 +46,7 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def launches_of(work: Callable[[], object], device: torch.device) -> int | None:
-    """How often `work` puts something on the device; None where that can't be counted."""
+    """Count the launches that `work` makes on the device; None if they cannot be counted."""
     if device.type != "cuda":
         return None
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

@@ -14,10 +14,10 @@ from rich.console import Console
 from bench.record import RESULTS, command_line, write_results
 
 NO_GPU = 2
-"""The exit status where there is no GPU to measure."""
+"""The exit status if there is no GPU to measure."""
 
 _WORKING_BYTES = 4 << 30
-"""For what a prompt's rows take beside weights and KV."""
+"""Memory for the activations of a prompt's rows, in addition to weights and KV."""
 
 
 def gpu(
@@ -29,7 +29,7 @@ def gpu(
     context: Annotated[int, typer.Option(min=64, max=32768, help="tokens that decode rows see")] = 1024,
     output: Annotated[Path, typer.Option(help="folder for the tables and the JSON")] = RESULTS / "gpu",
 ) -> None:
-    """Measure decoding, verification and prompts on this host's GPU against what it can do at most."""
+    """Measure decoding, verification and prefill on this host's GPU against its roofline."""
     settings: dict[str, Any] = dict(locals())
     logging.basicConfig(level="ERROR")
     console = Console()
@@ -78,7 +78,7 @@ def gpu(
 
 
 def _numbers(flag: str, text: str, most: int) -> list[int]:
-    """Different ones, in [1, most]."""
+    """Parse distinct numbers in [1, most]."""
     try:
         numbers = sorted({int(part) for part in text.split(",")})
     except ValueError:

@@ -1,4 +1,4 @@
-"""The steps that are measured, and what came of them."""
+"""Measures forwards and engine steps."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class Plan:
 
     @property
     def longest(self) -> int:
-        """Of a sequence."""
+        """Return the length of the longest sequence."""
         return max(self.context, *self.chunks)
 
     @property
     def num_tokens(self) -> int:
-        """That the pool has to hold."""
+        """Return the number of tokens that the pool must hold."""
         return max(max(self.batches) * (self.context + BLOCK_SIZE), self.longest)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A forward of `sequences` with `rows_each` rows; `launches` is None on a CPU."""
+    """One forward of `sequences` with `rows_each` rows; `launches` is None on a CPU."""
 
     sequences: int
     rows_each: int
@@ -52,7 +52,7 @@ class Measured:
 
 
 def forward(model: MadeUpModel, forwards: Forwards, sequences: int, rows: int, context: int) -> Measured:
-    """Logits are computed for all rows of a verified chain, and for the last one of a chunk."""
+    """Measure a forward, with logits for all rows of a verified draft, or for the last row of a chunk."""
     is_chunk = rows == context
     logits = 1 if is_chunk else rows
     run = partial(forwards.run, forwards.batch(sequences, rows, context), logits)
@@ -69,8 +69,8 @@ def forward(model: MadeUpModel, forwards: Forwards, sequences: int, rows: int, c
 
 @dataclass(frozen=True)
 class Results:
-    """`decode` and `prefill`: forwards; `steps`: seconds of a whole step of the engine, by its sequences;
-    `eager_s`: those of the forwards of `decode` without CUDA graphs.
+    """`decode` and `prefill` are forwards; `steps` maps a number of sequences to the seconds of a whole
+    engine step; `eager_s` are the seconds of the forwards of `decode` without CUDA graphs.
     """
 
     choice: str
@@ -88,7 +88,7 @@ def measure(model: MadeUpModel, plan: Plan) -> Results:
     decode = _decode(model, forwards, plan)
     prefill = [forward(model, forwards, 1, chunk, chunk) for chunk in plan.chunks]
     choice = forwards.choice
-    del forwards  # its pool makes room for the engines'
+    del forwards  # frees its pool for the engines
     steps = {batch: _step_s(model, plan, batch) for batch in plan.batches}
     return Results(choice, decode, prefill, steps, eager)
 
@@ -108,8 +108,9 @@ def _config(plan: Plan, enforce_eager: bool) -> ServeConfig:
 
 
 def _step_s(model: MadeUpModel, plan: Plan, batch: int) -> float:
-    """Of a worker's engine in which so many requests decode greedily: scheduling, forward, sampling, on a GPU
-    with the next step launched ahead. Their contexts are from three quarters of the plan's on.
+    """Return the seconds of a step of a worker's engine in which `batch` requests decode greedily:
+    scheduling, forward and sampling. On a GPU the engine launches the next step ahead. Contexts start at
+    three quarters of the plan's.
     """
     engine = Engine(model.config(batch, plan.context), speculate=speculate)
     prompt_len, steps = plan.context * 3 // 4, plan.context // 16
@@ -138,7 +139,7 @@ def _step_s(model: MadeUpModel, plan: Plan, batch: int) -> float:
 
 
 def speedup(results: Results, measured: Measured, acceptance: float) -> float:
-    """Of decoding with drafts of this many tokens that cost nothing, over steps of the same batch without."""
+    """Return the speedup from drafts of this length that cost nothing, over plain steps of the same batch."""
     plain = next(
         each for each in results.decode if each.sequences == measured.sequences and each.rows_each == 1
     )

@@ -1,4 +1,4 @@
-"""A model of random weights in the shape of a Qwen3, made on the device, and what runs its forwards."""
+"""A model with random weights in the shape of a Qwen3, made on the device, and a runner for its forwards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Shape:
     vocabulary: int = _VOCABULARY
 
     def nbytes(self, num_tokens: int) -> int:
-        """Of the weights, and of the KV of so many tokens."""
+        """Return the bytes of the weights and of the KV of `num_tokens` tokens."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         layer = attention + 3 * self.hidden * self.mlp
         kv = 2 * self.layers * self.kv_heads * self.head_dim
@@ -70,8 +70,8 @@ SHAPES = {
 
 
 class MadeUpModel:
-    """For sequences of up to `max_len` tokens. `folder` gets its configuration, by which an engine is told
-    of it.
+    """A model with random weights for sequences of up to `max_len` tokens. Its configuration is saved in
+    `folder`, from which an engine reads it.
     """
 
     def __init__(self, shape: Shape, device: torch.device, folder: Path, max_len: int) -> None:
@@ -94,7 +94,9 @@ class MadeUpModel:
         self._max_len = max_len
 
     def config(self, max_num_seqs: int, context: int) -> ServeConfig:
-        """Of an engine with room for so many sequences. The next one that is made gets this model."""
+        """Return the configuration of an engine with room for `max_num_seqs` sequences. The next engine made
+        from it gets this model.
+        """
         tokens = 2 * BLOCK_SIZE + max(max_num_seqs * (context + BLOCK_SIZE), self._max_len)
         config = ServeConfig(
             model=str(self._folder),
@@ -108,7 +110,7 @@ class MadeUpModel:
         return config
 
     def forwards(self, num_tokens: int, config: ServeConfig = _DEFAULT) -> Forwards:
-        """With a pool of so many tokens."""
+        """Return a runner of forwards with a pool of `num_tokens` tokens."""
         return Forwards(self._loaded, num_tokens, config)
 
 
@@ -126,7 +128,7 @@ class Forwards:
         return self._runner.choice
 
     def batch(self, sequences: int, rows_each: int, context: int) -> list[SequenceRows]:
-        """The last rows of sequences of so many tokens, in blocks that lie apart."""
+        """Return the last `rows_each` rows of sequences of `context` tokens, in scattered blocks."""
         each = -(-context // BLOCK_SIZE)
         order = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
         return [

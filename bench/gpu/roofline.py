@@ -1,4 +1,4 @@
-"""The least that a step can take (Williams et al. 2009), and what drafts of a set acceptance bring."""
+"""The roofline of a step (Williams et al. 2009), and the tokens that drafts of a given acceptance bring."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from bench.gpu.roofs import Roofs
 
 @dataclass(frozen=True)
 class Costs:
-    """Of a dense model. `layer_weights` and `head_weights` are how many numbers a row is multiplied with, the
-    latter if its logits are wanted; `kv_bytes` those of a token's KV, `attended` the products of a row with
-    a key and its value, in all layers.
+    """Costs of a dense model. A row is multiplied with `layer_weights` numbers, and with `head_weights` more
+    if its logits are needed. `kv_bytes` is the size of a token's KV; `attended` counts the products of a row
+    with one key and its value, in all layers.
     """
 
     layer_weights: int
@@ -36,7 +36,7 @@ class Costs:
         )
 
     def step(self, sequences: int, rows_each: int, context: int, logits_each: int) -> Step:
-        """Of so many sequences, whose last row sees `context` keys."""
+        """Return the work of a step of `sequences` sequences, whose last row sees `context` keys."""
         rows, logits = sequences * rows_each, sequences * logits_each
         seen = rows * (2 * context - rows_each + 1) // 2
         products = rows * self.layer_weights + logits * self.head_weights + seen * self.attended
@@ -46,7 +46,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Step:
-    """What has to be read, weights and KV, and the operations."""
+    """Bytes that a step reads, weights and KV, and its operations."""
 
     nbytes: int
     operations: int
@@ -60,7 +60,7 @@ class Step:
 
 
 def tokens_of(num_drafted: int, acceptance: float) -> float:
-    """That a step brings to a request, where each drafted token is accepted with this chance if those before
-    it were (Leviathan et al. 2023).
+    """Return the tokens per request that a step brings if each drafted token is accepted with probability
+    `acceptance`, given that all before it were (Leviathan et al. 2023).
     """
     return sum(acceptance**place for place in range(num_drafted + 1))

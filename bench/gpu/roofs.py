@@ -1,4 +1,4 @@
-"""What a GPU can do at most: from its maker's data sheet, or measured where none is known here."""
+"""The most that a GPU can do: from its maker's data sheet, or measured if no data sheet is known here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _PRODUCT_SIZE = 8192
 
 @dataclass(frozen=True)
 class Roofs:
-    """`bytes_per_s` of its memory, `flops` a second of bfloat16 on the matrix units, without sparsity."""
+    """Memory bandwidth `bytes_per_s`, and bfloat16 operations per second `flops` of the matrix units,
+    without sparsity.
+    """
 
     name: str
     bytes_per_s: float
@@ -37,11 +39,11 @@ _SHEETS = {
     "NVIDIA GeForce RTX 4090": (1008e9, 165.2e12, "NVIDIA Ada architecture paper"),
     "NVIDIA GeForce RTX 5090": (1792e9, 209.5e12, "NVIDIA Blackwell architecture paper"),
 }
-"""By torch's name of the device. Data sheets give twice the operations, with sparsity."""
+"""Keyed by torch's device name. The data sheets give twice these operations, with sparsity."""
 
 
 def missing() -> str:
-    """Why there is no GPU to measure here; empty where there is one."""
+    """Return why there is no GPU to measure here, or an empty string."""
     if torch.version.cuda is None:
         return f"PyTorch {torch.__version__} is built without CUDA (deploy/install.sh chooses by the host)"
     if not torch.cuda.is_available():
@@ -54,14 +56,14 @@ def missing() -> str:
 
 
 def roofs_of(name: str, reached: Roofs) -> Roofs:
-    """Of the device of this name; what it `reached` where no data sheet of it is known here."""
+    """Return the roofs of the named device, or `reached` if no data sheet is known here."""
     return Roofs(name, *_SHEETS[name]) if name in _SHEETS else reached
 
 
 def measured(
     name: str, device: torch.device, copied_bytes: int = _COPIED_BYTES, size: int = _PRODUCT_SIZE
 ) -> Roofs:
-    """What a large copy and a large product reach: somewhat less than the device can do."""
+    """Measure the rates of a large copy and a large product, which are somewhat below the device's peak."""
     source = torch.zeros(copied_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_s = seconds_of(lambda: target.copy_(source), device)
