@@ -1,11 +1,11 @@
-"""What the router's view of the prefix caches costs.
+"""The cost of the router's view of the prefix caches.
 
     tandem bench placement [--entries 10000000] [--workers 256,1024,4096] [--prompt-blocks 512]
 
-For each number of workers an index is filled in a process of its own: with prompts that a prefill and a
-decode worker hold, any two, and a preamble that all of them hold. Then prompts are looked up that lie at two
-workers, nowhere, or share the preamble alone, each for the first time, so that neither they nor their
-entries are in the caches of the processor.
+For each number of workers a separate process fills an index with prompts that two random workers hold, a
+prefill and a decode worker, and a preamble that all workers hold. Then it looks up prompts that two workers
+hold, that none holds, or that share only the preamble. Each prompt is looked up for the first time, so that
+neither it nor its entries are in the processor's caches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _keys(name: str, count: int) -> list[int]:
 
 
 class Filled:
-    """An index with so many different blocks, in prompts of `length` blocks."""
+    """An index with `entries` different blocks, in prompts of `length` blocks."""
 
     def __init__(self, entries: int, workers: int, length: int) -> None:
         self.length = length
@@ -64,7 +64,7 @@ class Filled:
         return self.preamble + _keys(f"unknown {number}", self.length - PREAMBLE_BLOCKS)
 
     def lookup_s(self, prompt: Callable[[int], Sequence[int]]) -> float:
-        """Median over prompts, in random order."""
+        """Return the median time of a look-up over prompts in random order."""
         prompts = [prompt(random.Random(n).randrange(self.num_prompts)) for n in range(LOOKUPS)]
         times = []
         for keys in prompts:
@@ -74,7 +74,7 @@ class Filled:
         return statistics.median(times)
 
     def remove_s(self) -> tuple[float, float, float]:
-        """Seconds that a worker's removal takes, the longest of its sweeps of 2 ms, and all of them."""
+        """Return the seconds of a worker's removal, of the longest of its 2 ms sweeps, and of all sweeps."""
         began = time.perf_counter()
         self.index.remove(0)
         removed = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""Where results go: a folder for each run, with the machine, the commit and the command that made it."""
+"""Writes results to a folder for each run, with the machine, the commit and the command that made it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ REPO = Path(__file__).resolve().parent.parent
 RESULTS = REPO / "bench" / "results"
 
 _EXTENSIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-"""Of a CPU, that products of matrices depend on."""
+"""CPU extensions that matrix products depend on."""
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Describe the machine that the figures were measured on."""
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
@@ -42,7 +42,9 @@ def _cpu() -> str:
 
 
 def commit() -> str:
-    """The checkout's commit, "+" behind it where files differ from it; "unknown" outside of a checkout."""
+    """Return the checkout's commit, with "+" appended if files differ from it; "unknown" outside of a
+    checkout.
+    """
     git = ["git", "-C", str(REPO), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
@@ -51,7 +53,7 @@ def commit() -> str:
 
 
 def command_line(command: str, function: Callable[..., object], settings: Mapping[str, Any]) -> str:
-    """How `function` is called from a shell: the options that are not the default ones."""
+    """Return the shell command that calls `function`, with the options that differ from their defaults."""
     defaults = inspect.signature(function).parameters
     parts = []
     for key, value in settings.items():
@@ -62,7 +64,7 @@ def command_line(command: str, function: Callable[..., object], settings: Mappin
 
 
 def made_by(command: str) -> str:
-    """A sentence for reports."""
+    """Return a sentence for reports that says how results were made."""
     host = machine()
     return (
         f"Made by `{command}`\nat {commit()}, on {host['cores']} cores of {host['cpu']}, "
@@ -71,7 +73,7 @@ def made_by(command: str) -> str:
 
 
 def write_results(folder: Path, command: str, content: dict[str, Any]) -> None:
-    """`results.json` in `folder`, which is made. Times in seconds."""
+    """Write `results.json` into `folder`, which is created. Times are in seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     document = {"command": command, "commit": commit(), "machine": machine()} | content
     (folder / "results.json").write_text(json.dumps(document, indent=1, default=str) + "\n")

@@ -1,10 +1,10 @@
-"""Why speculation stops paying: what a step takes over its rows, from results of `tandem bench speculate`.
+"""Shows why speculation stops paying: step times over rows, from results of `tandem bench speculate`.
 
     tandem bench roofline
 
-A step of few rows takes the time that weights take to be read, so that further rows are nearly free; one of
-many takes the time that they take to be computed (Williams et al. 2009). Drafts pay as long as a step with
-them takes fewer times a plain step's time than it brings tokens. Writes `roofline.svg` into `bench/results`.
+A step of few rows takes as long as reading the weights, so that further rows are nearly free; a step of many
+rows takes as long as computing them (Williams et al. 2009). Drafts pay as long as a step with drafts brings
+more tokens than it takes times as long as a plain step. Writes `roofline.svg` into `bench/results`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from bench.speculate.measurement import Measurement
 from bench.speculate.plan import Case
 
 RUNS = ("speculate-amx-light", "speculate-amx")
-"""Of one machine and commit: few requests, many requests."""
+"""Results of one machine and commit: few requests, many requests."""
 METHODS = ("ngram", "draft_model")
 K = 4
 
 
 class Load(NamedTuple):
-    """Steps of so many requests, plain and with K tokens drafted for each.
+    """Steps of `requests` requests, plain and with K drafted tokens for each.
 
-    Times in seconds, drafting included; `rows` of a step with drafts, `tokens` that it brings to a request.
+    Times are in seconds, drafting included; `rows` is the rows of a step with drafts, `tokens` the tokens
+    that it brings to a request.
     """
 
     requests: int
@@ -40,12 +41,12 @@ class Load(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """v + K c: how many times as long the step takes."""
+        """Return v + K c: the time of a step with drafts divided by that of a plain step."""
         return self.drafted_s / self.plain_s
 
     @property
     def speedup(self) -> float:
-        """Of decoding: tokens of a request in a step, over what the step takes."""
+        """Return the speedup of decoding: tokens per request and step, divided by the relative step time."""
         return self.tokens / self.ratio
 
 
@@ -55,7 +56,9 @@ def read(results: Path = RESULTS) -> list[Measurement]:
 
 
 def loads_of(measurements: Sequence[Measurement], method: str) -> list[Load]:
-    """By the number of requests; without those whose steps never had all requests decode."""
+    """Return the loads by number of requests, without loads in which all requests never decoded in the same
+    step.
+    """
     mine = [each for each in measurements if each.case.block.drafting == method]
     loads = []
     for block in dict.fromkeys(each.case.block for each in mine):
@@ -77,7 +80,9 @@ def loads_of(measurements: Sequence[Measurement], method: str) -> list[Load]:
 
 
 def plot(loads: dict[str, list[Load]], path: Path) -> None:
-    """Left: rows a second over rows, under both roofs. Right: what a step takes and brings, over requests."""
+    """Plot rows per second over rows, under both roofs (left), and step time and tokens over requests
+    (right).
+    """
     import matplotlib
 
     matplotlib.use("svg")

@@ -1,13 +1,14 @@
-"""Whether a server stays right and small through an operator's day, pressed into minutes.
+"""Checks that a server keeps giving right answers, without memory growth, through an operator's day in
+minutes.
 
     tandem bench soak [--rate 24] [--seconds 600] [--streams 1000] [options of tandem serve]
 
-The bundled model serves short completions that come at an even rate, while a worker is killed, a decode
-worker changes its role and back, all are restarted in turn, and one more decode worker comes and one leaves,
-again and again. `failed` counts those
-without an answer, `wrong` those whose text is not the one of the same request before all that. `growth` is
-by how many per cent the memory of each process that lived on grew after the first third (what it has written
-to; workers are started anew all the time, so few of them are among these). Last, so many streams are held.
+The bundled model serves short completions at an even rate, while again and again a worker is killed, a
+decode worker changes its role and back, all workers restart in turn, and a decode worker is added and one
+removed. `failed` counts requests without an answer, `wrong` requests whose text differs from the same
+request's text before all that. `growth` is the growth in per cent, after the first third, of the memory that
+each surviving process has written to (few workers are among them, because workers restart all the time).
+Last, `--streams` streams are held open at once.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from bench.own_server import serving
 DECODE_WORKERS = 2
 WORKERS = ["--prefill-replicas", "2", "--decode-replicas", str(DECODE_WORKERS)]
 KINDS = 40
-"""Of requests: each comes again and again, so its right text is known."""
+"""Number of different requests. Each is repeated many times, so its right text is known."""
 SHORT, LONG = 24, 48
 EVENT_PAUSE_S = 5.0
 SAMPLE_S = 1.0
@@ -65,8 +66,8 @@ def body(kind: int, tokens: int) -> dict[str, object]:
 
 
 def written_bytes(pid: int) -> int:
-    """Memory that is the process' doing. Pages of programs and libraries come and go as the kernel likes, and
-    count or not by who else has them.
+    """Return the memory that the process itself has written to. Pages of programs and libraries are left
+    out: the kernel loads and drops them, and other processes share them.
     """
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
@@ -80,7 +81,7 @@ class Soak:
     counts: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
     memory: defaultdict[str, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
-    """Of each process, when it had written to how many bytes."""
+    """Samples of each process: time, and bytes that it had written to."""
 
     async def measure(self, rate: float, seconds: float, streams: int) -> dict[str, object]:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
@@ -133,7 +134,7 @@ class Soak:
         return str(answer.json()["choices"][0]["text"])
 
     async def _hold(self, streams: int) -> dict[str, object]:
-        """Streams that are all there at once: each has begun before the first one ends."""
+        """Hold `streams` streams open at once: each begins before the first one ends."""
         began, open_now, most = time.monotonic(), 0, 0
         counts: Counter[str] = Counter()
 
@@ -161,7 +162,7 @@ class Soak:
         await asyncio.gather(*(follow(number % KINDS) for number in range(streams)))
         return {"streams": streams, "most_at_once": most, "seconds": time.monotonic() - began, **counts}
 
-    # --- what happens meanwhile -------------------------------------------------------------------
+    # --- faults and changes -----------------------------------------------------------------------
 
     async def _operate(self) -> None:
         for turn in itertools.count():

@@ -1,4 +1,4 @@
-"""The little of an HTTP/1.1 server that the peers' front ends need. Standard library only."""
+"""The few parts of an HTTP/1.1 server that the peers' front ends need. Standard library only."""
 
 import asyncio
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ LAST_CHUNK = b"0\r\n\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A request as it came in; header names are in lower case."""
+    """A received request; header names are in lower case."""
 
     method: str
     path: str
@@ -19,7 +19,7 @@ class Incoming:
 
 
 async def read_request(reader: asyncio.StreamReader) -> Incoming:
-    """Read one request with a Content-Length. Raises HttpError when it is malformed or cut short."""
+    """Read one request with a Content-Length. Raises HttpError if it is malformed or cut short."""
     try:
         text = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         request_line, *lines = text.strip().split("\r\n")
@@ -33,7 +33,7 @@ async def read_request(reader: asyncio.StreamReader) -> Incoming:
 
 
 def head(status: int, length: int | None, content_type: str = "application/json") -> bytes:
-    """A response's head; without a length the body is chunked."""
+    """Return the head of a response; without a length the body is chunked."""
     framing = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
     return (
         f"HTTP/1.1 {status} \r\ncontent-type: {content_type}\r\n{framing}\r\nconnection: close\r\n\r\n"
@@ -41,5 +41,5 @@ def head(status: int, length: int | None, content_type: str = "application/json"
 
 
 def chunk(data: bytes) -> bytes:
-    """One piece of a chunked body."""
+    """Encode one chunk of a chunked body."""
     return b"%x\r\n%b\r\n" % (len(data), data)

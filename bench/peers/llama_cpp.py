@@ -1,6 +1,7 @@
-"""llama.cpp as a peer: its build, a model folder as GGUF, its benchmark and its server.
+"""llama.cpp as a peer: its build, the conversion of a model folder to GGUF, its benchmark and its server.
 
-`python -m bench.peers.llama_cpp --home H --model FOLDER --type q8_0 -- FLAGS` converts, then is llama-server.
+`python -m bench.peers.llama_cpp --home H --model FOLDER --type q8_0 -- FLAGS` converts the model, then runs
+llama-server.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ _PACKAGE = "llama-cpp-python"
 _TARGETS = ("llama-bench", "llama-server", "llama-quantize")
 _FLAGS = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_UI=OFF")
 
-# GCC 12 takes ldtilecfg to read 8 bytes and leaves out stores to the other 56: a fault at the first product.
+# GCC 12 assumes that ldtilecfg reads 8 bytes and drops the stores to the other 56: the first product then
+# faults.
 _TILE_SETUP = "_tile_loadconfig(&tc);"
 _AFTER_STORES = 'asm volatile("" : : "r"(&tc) : "memory");'
 
-# The script knows tokenizers by what they make of a text, and gives up on those of our shapes. Which words it
-# splits is nothing to their speed. It also looks for SentencePiece's package, which they do not need.
+# The script recognizes a tokenizer by its output for a text, and rejects those of our shapes. The tokenizer
+# does not change the speed. The script also imports SentencePiece, which our tokenizers do not need.
 _CONVERT = """
 import runpy, sys
 sys.path[:0] = ["gguf-py", "."]
@@ -44,7 +46,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 class LlamaCpp:
-    """Its sources and build in one folder."""
+    """The sources and the build of llama.cpp in one folder."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -52,14 +54,14 @@ class LlamaCpp:
         self._build = home / "build"
 
     def install(self) -> None:
-        """Build it for this machine's CPU. One that was stopped goes on."""
+        """Build llama.cpp for this machine's CPU. An interrupted build goes on."""
         if not self._source.exists():
             self._download()
         subprocess.run(["cmake", "-G", "Ninja", "-S", self._source, "-B", self._build, *_FLAGS], check=True)
         subprocess.run(["cmake", "--build", self._build, "--target", *_TARGETS], check=True)
 
     def _download(self) -> None:
-        """The newest source distribution of a package that has it within."""
+        """Download the newest source distribution of a package that contains llama.cpp."""
         with tempfile.TemporaryDirectory(dir=self.home) as folder:
             pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:"]
             subprocess.run([*pip, "--dest", folder, _PACKAGE], check=True)
@@ -72,7 +74,7 @@ class LlamaCpp:
             unpacked.rename(self._source)
 
     def check_installed(self) -> None:
-        """Raises ValueError."""
+        """Raise ValueError if a tool is missing."""
         for name in _TARGETS:
             if not self.tool(name).exists():
                 raise ValueError(f"{self.tool(name)} is missing: run `tandem bench setup llama.cpp`")
@@ -81,7 +83,9 @@ class LlamaCpp:
         return self._build / "bin" / name
 
     def gguf(self, model: Path, type: str) -> Path:
-        """The model folder as GGUF with weights of this type: made at the first call, kept in `home`."""
+        """Return the model folder as GGUF with weights of this type, made at the first call and kept in
+        `home`.
+        """
         stamp = f"{model.resolve()} {(model / 'config.json').stat().st_mtime_ns}"
         folder = self.home / "models" / f"{model.name}-{hashlib.sha256(stamp.encode()).hexdigest()[:12]}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +105,9 @@ class LlamaCpp:
         return made
 
     def speed(self, gguf: Path, threads: int, prompt: int, output: int) -> tuple[float, float]:
-        """Tokens per second of one prompt's prefill, and of decoding, as llama-bench measures them."""
+        """Return the tokens per second of one prompt's prefill, and of decoding, as llama-bench measures
+        them.
+        """
         command = [
             str(self.tool("llama-bench")),
             "-m",

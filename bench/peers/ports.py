@@ -1,4 +1,4 @@
-"""TCP ports for servers that must be told theirs."""
+"""Free TCP ports for servers that need a port number."""
 
 import fcntl
 import os
@@ -16,9 +16,10 @@ _held: dict[int, int] = {}
 
 
 def free_port() -> int:
-    """A port that nothing listens on. No other call gets it, in any process, while this process lives.
+    """Return a port on which nothing listens. No other call in any process returns it while this process
+    lives.
 
-    Raises RuntimeError when there is none.
+    Raises RuntimeError if there is none.
     """
     folder = Path(tempfile.gettempdir()) / f"tandem-bench-ports.{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -29,7 +30,7 @@ def free_port() -> int:
 
 
 def _take(path: Path, port: int) -> bool:
-    """Lock the port's file, which the kernel unlocks with the process' end."""
+    """Lock the port's file; the kernel unlocks it when the process ends."""
     lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -54,7 +54,7 @@ class ServerProcess:
     def wait_ready(self, deadline: float) -> None:
         """Wait until the server answers. `deadline` is on the monotonic clock.
 
-        Raises RuntimeError, with the end of the log, when it ends first or isn't ready in time.
+        Raises RuntimeError, with the end of the log, if it ends first or is not ready in time.
         """
         while not _answers(self.command.ready_url):
             self.check()
@@ -63,12 +63,12 @@ class ServerProcess:
             time.sleep(0.25)
 
     def check(self) -> None:
-        """Raises RuntimeError, with the end of the log, when it has ended."""
+        """Raise RuntimeError, with the end of the log, if the process has ended."""
         if self._process.poll() is not None:
             raise RuntimeError(f"{self.command.name} ended with {self._process.returncode}:\n{self._tail()}")
 
     def stop(self) -> None:
-        """Ask the process to end, and kill what is left of it and its descendants after a while."""
+        """Ask the process to end; after a while kill it and its descendants."""
         family = self._family()
         if self._process.poll() is None:
             self._process.terminate()
@@ -95,7 +95,7 @@ class ServerProcess:
 class RunningSystem:
     """All processes of one system, started together; a context manager that ends them in reverse order.
 
-    Once it is entered SIGTERM raises SystemExit in the main thread: it leaves nothing either.
+    While it is entered, SIGTERM raises SystemExit in the main thread, so that the processes end then, too.
     """
 
     def __init__(self, commands: Sequence[Command], log_dir: Path, timeout: float) -> None:
@@ -125,11 +125,11 @@ class RunningSystem:
 
     @property
     def pids(self) -> list[int]:
-        """One for each command."""
+        """Return the process id of each command."""
         return [process.pid for process in self._processes]
 
     def check(self) -> None:
-        """Raises RuntimeError when one has ended."""
+        """Raise RuntimeError if a process has ended."""
         for process in self._processes:
             process.check()
 

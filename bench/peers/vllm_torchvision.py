@@ -1,7 +1,8 @@
-"""torchvision in vLLM's environment: vLLM imports it for some models of text, and calls no operator of it.
+"""Lets vLLM's environment import torchvision: vLLM imports it for some text models, and calls none of its
+operators.
 
-The library in its wheel is made for CUDA builds of torch. Without it the operators have no names, and the
-import fails where torchvision registers more about them.
+The library in torchvision's wheel is built for CUDA builds of torch. Without it the operators are not
+declared, and the import fails where torchvision registers more about them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ for _name in (
 
 
 def declare_operators(site_packages: Path) -> None:
-    """Each Python there names them at its start: vLLM looks at models in processes of their own."""
+    """Declare the operators at the start of every Python in the environment: vLLM inspects models in
+    separate processes.
+    """
     (site_packages / f"{_MODULE}.py").write_text(_SOURCE)
     (site_packages / f"{_MODULE}.pth").write_text(f"import {_MODULE}\n")

@@ -1,1 +1,1 @@
-"""What quantized weights cost and bring: memory, speed, and how well the model still predicts."""
+"""Costs and gains of quantized weights: memory, speed, and how well the model still predicts."""

@@ -1,4 +1,4 @@
-"""What is compared: a format of the weights with a format of the KV."""
+"""Combinations of a weight format and a KV format to compare."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from protocol.config import ServeConfig
 from protocol.speculation import Quantization
 
 PLAIN = "bf16"
-"""Of weights and of KV: not quantized."""
+"""The format of weights or KV that are not quantized."""
 
 ROUNDED: tuple[str, ...] = get_args(Quantization)
 KV_FORMATS = (PLAIN, "int8", "fp8")
 HEAD = "+head"
-"""Behind a format of the weights: the output head is rounded, too."""
+"""Suffix of a weight format: the output head is quantized, too."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Cell:
         return self == Cell(PLAIN)
 
     def applied(self, config: ServeConfig, checkpoints: Mapping[str, Path]) -> ServeConfig:
-        """The configuration, of a plain model, with these formats; `checkpoints` are quantized copies."""
+        """Return a plain model's configuration with these formats; `checkpoints` are quantized copies."""
         layers = self.weights.removesuffix(HEAD)
         changes: dict[str, Any] = {"quantize_lm_head": self.weights.endswith(HEAD)}
         if self.kv != PLAIN:
@@ -48,7 +48,9 @@ class Cell:
 
 
 def parse_cells(weights: str, kv: str, checkpoints: Mapping[str, Path]) -> list[Cell]:
-    """Of lists with commas, the plain one first: what the others are compared with. Raises ValueError."""
+    """Parse comma-separated formats. The plain cell, to which the others are compared, comes first. Raises
+    ValueError.
+    """
     known = [PLAIN, *ROUNDED, *checkpoints]
     names = [*weights.split(","), *(name for name in checkpoints if name not in weights.split(","))]
     for name in names:
@@ -63,7 +65,7 @@ def parse_cells(weights: str, kv: str, checkpoints: Mapping[str, Path]) -> list[
 
 
 def parse_checkpoints(given: list[str]) -> dict[str, Path]:
-    """From NAME=FOLDER. Raises ValueError."""
+    """Parse NAME=FOLDER arguments. Raises ValueError."""
     checkpoints = {}
     for each in given:
         name, _, folder = each.partition("=")

@@ -1,4 +1,4 @@
-"""Engines of one model with weights and KV in each format: how fast they are, and how well they predict."""
+"""Compares engines of one model with weights and KV in each format: speed and quality of predictions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from models.bundled import BUNDLED_MODEL, is_bundled_model
 from protocol.config import ServeConfig
 
 _TEXT_TOKENS = 1024
-"""At most, of a held-out text."""
+"""The most tokens of a held-out text."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Tokens of prompts and answers, requests at once, and rounds that medians are of (`speed.measure`)."""
+    """Lengths of prompts and answers, numbers of concurrent requests, and rounds to take medians over
+    (`speed.measure`).
+    """
 
     prompt: int
     context: int
@@ -35,12 +37,12 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        """Of all requests, when most of them decode."""
+        """Return the tokens of all requests at the highest concurrency."""
         return max(self.concurrencies) * (self.context + self.output)
 
 
 class Row(msgspec.Struct, frozen=True):
-    """What a cell takes and gives. `memory` is of weights and of the KV of the most requests, in bytes."""
+    """Figures of a cell. `memory` is the bytes of the weights and of the KV at the highest concurrency."""
 
     cell: Cell
     weight_bytes: int
@@ -53,7 +55,7 @@ class Row(msgspec.Struct, frozen=True):
 def compare(
     cells: Sequence[Cell], checkpoints: Mapping[str, Path], model: Path, load: Load, texts: int
 ) -> list[Row]:
-    """Of each cell; the first is the plain one. The bundled model predicts, so many held-out texts."""
+    """Measure each cell, the plain one first. The bundled model predicts `texts` held-out texts."""
     is_bundled = is_bundled_model(str(model))
     longest = max(load.longest, _TEXT_TOKENS if is_bundled else 0)
     config = _config(model, longest, load.tokens, max(load.concurrencies))
@@ -81,7 +83,9 @@ def _bundled(cells: Sequence[Cell]) -> dict[str, Engine]:
 
 
 def _config(model: Path, longest: int, tokens: int, requests: int) -> ServeConfig:
-    """For requests of up to `longest` tokens, and KV of so many `tokens` in blocks that may not be full."""
+    """Return a configuration for requests of up to `longest` tokens, with KV for `tokens` in partly filled
+    blocks.
+    """
     shape = AutoConfig.from_pretrained(model)
     head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     token_bytes = 4 * shape.num_hidden_layers * shape.num_key_value_heads * head_dim

@@ -1,4 +1,4 @@
-"""`tandem bench quantize-peers`: prefill and decode of one request beside llama.cpp, in each format."""
+"""`tandem bench quantize-peers`: prefill and decode of one request against llama.cpp in each format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bench.record import RESULTS, write_results
 from protocol.config import ServeConfig
 
 TYPES = {PLAIN: "bf16", "int8": "q8_0", "int4": "q4_0"}
-"""llama.cpp's for each of our formats."""
+"""llama.cpp's type for each of our formats."""
 
 
 def main(
@@ -37,7 +37,7 @@ def main(
     env_dir: Annotated[Path, typer.Option(help="the peers' environments")] = DEFAULT_ENV_DIR,
     output: Annotated[Path, typer.Option(help="folder for the JSON")] = RESULTS / "quantize-llama",
 ) -> None:
-    """The two engines take turns. Both have one request, and no server."""
+    """Compare our engine with llama-bench in turns: one request each, no server."""
     logging.basicConfig(level="ERROR")
     formats = format.split(",")
     if unknown := set(formats) - set(TYPES):
@@ -83,7 +83,7 @@ def main(
 
 
 def _medians(format: str, measured: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """By phase: tokens/s of either, and the median of the rounds' ratios."""
+    """Return for each phase the tokens/s of either engine, and the median of the rounds' ratios."""
     theirs = [m for m in measured if m["system"] == "llama.cpp" and m["format"] == TYPES[format]]
     ours = [m for m in measured if m["system"] == "tandem" and m["format"] == format]
     return {

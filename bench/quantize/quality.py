@@ -1,4 +1,4 @@
-"""How well a model still predicts held-out code with weights and KV in a format."""
+"""Measures how well a model predicts held-out code with weights and KV in a format."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from engine.rows import SequenceRows
 from models.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
 
 _CHUNK = 256
-"""Tokens of a text that run at once, as parts of a long prompt do."""
+"""Tokens of a text that one forward computes, like a chunk of a long prompt."""
 
 
 @dataclass(frozen=True)
 class Quality:
-    """Held-out bits per byte; and against the plain model, the Kullback-Leibler divergence of the next
-    token's distribution in nats, and the share of places with the same likeliest token.
+    """Bits per byte of held-out code. Against the plain model: the Kullback-Leibler divergence of the next
+    token's distribution in nats, and the share of positions with the same most likely token.
     """
 
     bits_per_byte: float
@@ -32,7 +32,7 @@ class Quality:
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids of each text, and the bytes that are predicted: all but those of first tokens."""
+    """Token ids of each text, and the number of predicted bytes: all but the first tokens' bytes."""
 
     token_ids: Sequence[list[int]]
     num_bytes: int
@@ -46,15 +46,17 @@ def held_out(texts: int) -> Text:
 
 
 def measure(engines: Mapping[str, Engine], plain: str, text: Text) -> dict[str, Quality]:
-    """By the engine's name; `plain` is the one that the others are compared with. They have no requests."""
+    """Return the quality by engine name, compared with the engine `plain`. The engines must have no
+    requests.
+    """
     reference = [_log_probabilities(engines[plain], ids) for ids in text.token_ids]
     return {name: _quality(engine, reference, text) for name, engine in engines.items()}
 
 
 @torch.inference_mode()
 def _log_probabilities(engine: Engine, token_ids: list[int]) -> Tensor:
-    """Of a text's tokens but the first, float32 [length - 1, vocabulary]: through the pool, so that KV is in
-    its format wherever it is read.
+    """Return the log probabilities of a text's tokens but the first, float32 [length - 1, vocabulary]. They
+    are computed through the pool, so that reads of KV are in its format.
     """
     blocks = list(range(-(-len(token_ids) // engine.pool.block_size)))
     parts = []

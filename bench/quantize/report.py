@@ -1,4 +1,4 @@
-"""Tables and a figure of what formats cost and bring."""
+"""Tables and a figure of the costs and gains of formats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.quantize.compare import Row
 
 
 def as_markdown(title: str, rows: Sequence[Row], plot: str) -> str:
-    """The first row is the plain one."""
+    """Return the report. The first row is the plain one."""
     plain, concurrencies = rows[0].speed, list(rows[0].speed.decode)
     columns = ["weights", "KV", "MB of weights", "bytes of a token's KV", "MB in all", "prefill, tok/s"]
     columns += [f"decode, {each}" for each in concurrencies]
@@ -38,7 +38,7 @@ def _rate(rate: float, plain: float) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """How well each format predicts against its memory, and how much faster it decodes so many requests."""
+    """Plot each format's quality against its memory, and its decoding speedup by concurrency."""
     import matplotlib
 
     matplotlib.use("svg")

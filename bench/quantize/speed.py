@@ -1,4 +1,4 @@
-"""Speed of a model with its weights in several formats: engines in this process, which take turns."""
+"""Measures a model's speed with its weights in several formats: engines in this process take turns."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 
 PROMPT = 16
-"""Tokens of the prompts whose decoding is timed."""
+"""Tokens of the prompts of requests whose decoding is timed."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second: of one request's prompt, and by number of requests while all of them decode."""
+    """Tokens per second: prefill of one request's prompt, and decoding by number of concurrent requests."""
 
     prefill: float
     decode: Mapping[int, float]
 
 
 def make_engine(config: ServeConfig) -> tuple[Engine, int]:
-    """And the bytes of its weights."""
+    """Make an engine. Return it and the bytes of its weights."""
     loaded = load_packed(config)
     num_bytes = weight_bytes(loaded)
     keep_preloaded([(config, loaded)])
@@ -53,8 +53,8 @@ def measure(
     rounds: int,
     context: int = PROMPT,
 ) -> dict[str, Speed]:
-    """Medians over rounds, by the engine's name. Prompts are of `prompt` tokens where they are timed, else of
-    `context`; answers of `output`.
+    """Return the medians over rounds, by engine name. Prompts have `prompt` tokens for timed prefills and
+    `context` tokens for timed decodes; answers have `output` tokens.
     """
     prefills: dict[str, list[float]] = defaultdict(list)
     decodes: dict[tuple[str, int], list[float]] = defaultdict(list)
@@ -77,7 +77,7 @@ def measure(
 
 
 def answer(engine: Engine, name: str, count: int, prompt: int, output: int) -> float:
-    """Seconds from when each of `count` requests has its first token until they end."""
+    """Return the seconds from the first token of the last of `count` requests until all have ended."""
     begin(engine, name, count, prompt, output)
     started = time.perf_counter()
     while engine.has_work():
@@ -86,7 +86,7 @@ def answer(engine: Engine, name: str, count: int, prompt: int, output: int) -> f
 
 
 def begin(engine: Engine, name: str, count: int, prompt: int, output: int) -> None:
-    """Of `count` requests, up to the first token of each."""
+    """Add `count` requests and step until each has its first token."""
     for index in range(count):
         token_ids = [3 + (index * 131 + place * 17) % (engine.vocab_size - 3) for place in range(prompt)]
         sampling = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)

@@ -1,1 +1,1 @@
-"""The load generator behind `tandem bench serve`."""
+"""The load generator of `tandem bench serve`."""

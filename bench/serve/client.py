@@ -24,10 +24,10 @@ class Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     def bears_tokens(self) -> bool:
-        """Whether this piece stands for generated tokens.
+        """Return whether this piece stands for generated tokens.
 
-        A completion's piece may have empty text: half a character is held back. A chat's first piece
-        only names the role, and a last one may carry nothing but the finish reason.
+        A completion's piece may have empty text if it ends within a character. A chat's first piece has only
+        the role, and its last one may have only the finish reason.
         """
         if self.delta is not None:
             return bool(self.delta.content or self.delta.reasoning_content)
@@ -55,10 +55,10 @@ class Piece(msgspec.Struct):
 
 @dataclass(slots=True)
 class Record:
-    """What became of one request. Times are seconds on the load generator's monotonic clock.
+    """The outcome of one request. Times are seconds on the load generator's monotonic clock.
 
-    Speculation's tokens and the token ids are there if the server tells them. `error` is empty for a request
-    that came to its end, else the kind of failure; `detail` says more.
+    Speculation's tokens and the token ids are set if the server returns them. `error` is empty for a request
+    that completed, else the kind of failure; `detail` says more.
     """
 
     start: float = 0.0
@@ -75,7 +75,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go and what they ask for besides prompt and length."""
+    """The server that gets the requests, and their parameters other than prompt and length."""
 
     base_url: str
     model: str
@@ -87,12 +87,12 @@ class Target:
     extra_body: dict[str, Any] = field(default_factory=dict)
 
     def endpoint(self) -> Endpoint:
-        """Raises ValueError when `base_url` is no http or https URL."""
+        """Return the parsed `base_url`. Raises ValueError if it is no http or https URL."""
         path = "/v1/chat/completions" if self.chat else "/v1/completions"
         return Endpoint.parse(self.base_url.rstrip("/").removesuffix("/v1") + path)
 
     def body(self, request: LoadRequest) -> bytes:
-        """The JSON body of one request."""
+        """Return the JSON body of one request."""
         fields: dict[str, Any] = {
             "model": self.model,
             "max_tokens": request.output_len,
@@ -112,7 +112,7 @@ class Target:
 
 
 class EventStream:
-    """Splits a body into server-sent events and takes down what they say."""
+    """Splits a body into server-sent events and records their contents."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -122,7 +122,7 @@ class EventStream:
         self.finished_at = 0.0
 
     def feed(self, data: bytes) -> None:
-        """Take in body bytes. Raises msgspec.DecodeError when an event is not what it should be."""
+        """Parse body bytes. Raises msgspec.DecodeError if an event is malformed."""
         now = time.perf_counter()
         *events, self._buffer = (self._buffer + data).replace(b"\r\n", b"\n").split(b"\n\n")
         for event in events:
@@ -162,7 +162,7 @@ class Client:
         self._headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
 
     async def send(self, request: LoadRequest) -> Record:
-        """Send one request and wait for its end; failures are in the record, none is raised."""
+        """Send one request and wait for its end. Failures are in the record, none is raised."""
         record = Record(prompt_tokens=0 if isinstance(request.prompt, str) else len(request.prompt))
         message = self._endpoint.request("POST", self._target.body(request), self._headers)
         stream = EventStream(record)
@@ -193,7 +193,7 @@ class Client:
                 record.error, record.detail = "broken stream", "no finish reason and no [DONE]"
         record.end = time.perf_counter()
         if record.output_tokens and not record.token_times and stream.finished_at:
-            record.token_times.append(stream.finished_at)  # its only text is half a character, or none
+            record.token_times.append(stream.finished_at)  # its only text is part of a character, or empty
         record.output_tokens = record.output_tokens or len(record.token_times)
         if not record.error and not record.token_times:
             record.error, record.detail = "no tokens", "the answer ended without any"

@@ -1,8 +1,8 @@
-"""A lean HTTP/1.1 client for one streamed exchange.
+"""A fast HTTP/1.1 client for one streamed exchange.
 
-The load generator shares the machine with the server it measures, so its own cost counts. One
-asyncio protocol per request parses the response as it arrives and hands on the body's pieces:
-no stream reader, no task switch for each token.
+The load generator shares the machine with the server it measures, so its own cost counts. One asyncio
+protocol per request parses the response as it arrives and passes on the body's pieces: no stream reader, no
+task switch for each token.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ BodyHandler = Callable[[int, bytes], None]
 
 
 class HttpError(Exception):
-    """The peer broke off, or sent what is no HTTP/1.1 response."""
+    """The peer closed the connection early, or sent an invalid HTTP/1.1 response."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A URL split into what a connection and a request line need."""
+    """The parts of a URL that a connection and a request line need."""
 
     host: str
     port: int
@@ -33,7 +33,7 @@ class Endpoint:
 
     @classmethod
     def parse(cls, url: str) -> "Endpoint":
-        """Raises ValueError when `url` is not an http or https URL."""
+        """Parse a URL. Raises ValueError if it is not an http or https URL."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"not an http or https URL: {url!r}")
@@ -41,7 +41,7 @@ class Endpoint:
         return cls(parts.hostname, parts.port or (443 if tls else 80), parts.path or "/", tls)
 
     def request(self, method: str, body: bytes = b"", headers: dict[str, str] | None = None) -> bytes:
-        """The bytes of a request that closes its connection."""
+        """Return the bytes of a request that closes its connection."""
         fields = {
             "Host": f"{self.host}:{self.port}",
             "Content-Type": "application/json",
@@ -61,7 +61,7 @@ class ChunkedBody:
         self.finished = False
 
     def feed(self, data: bytes) -> bytes:
-        """Take in bytes from the wire; returns the payload bytes that are complete so far."""
+        """Decode bytes from the wire. Return the payload bytes that are complete so far."""
         buffer = self._buffer + data if self._buffer else data
         payload = []
         position = 0
@@ -91,8 +91,8 @@ class ChunkedBody:
 class Exchange(asyncio.Protocol):
     """Sends one request and passes each piece of the response's body to `on_body` as it arrives.
 
-    `done` resolves to the status once the body is complete; it fails with HttpError when the
-    response is cut short.
+    `done` resolves to the status once the body is complete; it fails with HttpError if the response is cut
+    short.
     """
 
     def __init__(self, request: bytes, on_body: BodyHandler) -> None:
@@ -179,8 +179,8 @@ async def exchange(
 ) -> int:
     """Send `request`, call `on_body` with each piece of the answer, and return the status at its end.
 
-    Raises OSError when no connection comes about, HttpError when the response is cut short, and
-    whatever `on_body` raises.
+    Raises OSError if the connection fails, HttpError if the response is cut short, and whatever `on_body`
+    raises.
     """
     loop = asyncio.get_running_loop()
     _, protocol = await loop.create_connection(

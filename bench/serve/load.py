@@ -1,4 +1,4 @@
-"""The description of a load, and the requests it stands for."""
+"""The description of a load, and its requests."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,18 +7,18 @@ from bench.serve import trace, workload
 from bench.serve.workload import LoadRequest
 from planner.trace import TraceFit, read_trace
 
-# Measured loads draw from other seeds, so a warm-up never fills the prefix cache for them.
+# Measured loads use other seeds, so a warm-up never fills the prefix cache for them.
 WARMUP_SEED = 2**32 - 1
 DEFAULT_NUM_PROMPTS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What to send. Field names are the flags of `tandem bench serve`.
+    """The load to send. Field names are the flags of `tandem bench serve`.
 
-    Synthetic prompts of random token ids, unless `prompt_file` or `trace` is given. `num_prompts` of None
-    means 100 synthetic prompts, or all that the file holds. With no `request_rate`, a trace keeps its own
-    times and everything else is sent at once.
+    Prompts are random token ids, unless `prompt_file` or `trace` is given. `num_prompts` of None means 100
+    random prompts, or all that the file holds. With no `request_rate`, a trace keeps its own times and
+    everything else is sent at once.
     """
 
     num_prompts: int | None = None
@@ -38,7 +38,7 @@ class Load:
     seed: int = 0
 
     def requests(self) -> list[LoadRequest]:
-        """The requests, in order of arrival. Raises ValueError naming the field that's wrong."""
+        """Return the requests, in order of arrival. Raises ValueError that names the wrong field."""
         requests = self._prompts()
         if self.request_rate is None:
             return requests
@@ -66,7 +66,7 @@ class Load:
         )
 
     def warmups(self, count: int, first: LoadRequest) -> list[LoadRequest]:
-        """`count` requests of the size of `first`, with other prompts; a text prompt is repeated."""
+        """Return `count` requests of the size of `first`, with other prompts; a text prompt is repeated."""
         if isinstance(first.prompt, str):
             return [LoadRequest(first.prompt, first.output_len)] * count
         input_len = len(first.prompt)

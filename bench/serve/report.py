@@ -1,4 +1,4 @@
-"""Shows a run's figures: a table for people, JSON for programs, a progress bar meanwhile."""
+"""Shows a run's figures: a table for people, JSON for programs, a progress bar during the run."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ _LATENCIES = (
 
 
 def as_table(result: RunResult) -> Table:
-    """Latencies in milliseconds, one row each, with throughput and errors below."""
+    """Return a table with a row for each latency in milliseconds, then throughput and errors."""
     summary = result.summary
     table = Table(title=f"{summary.completed} requests in {summary.duration:.2f} s", title_justify="left")
     for column in ("latency, ms", "mean", "p50", "p90", "p99"):
@@ -57,7 +57,7 @@ def write_json(path: Path, result: RunResult, settings: dict[str, Any]) -> None:
 
 
 class ProgressBar:
-    """Counts finished requests on a terminal. Draws rarely: it shares the cores with the server."""
+    """Counts finished requests on a terminal. Draws rarely, because it shares the cores with the server."""
 
     def __init__(self, console: Console, total: int, enabled: bool = True) -> None:
         self._progress = Progress(

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class RunResult(msgspec.Struct, frozen=True):
-    """A run's figures, and what the load generator itself cost in CPU seconds."""
+    """A run's figures, and the CPU seconds of the load generator itself."""
 
     summary: Summary
     client_cpu: float
@@ -30,9 +30,9 @@ async def drive(
     max_concurrency: int | None = None,
     on_done: Callable[[Record], None] | None = None,
 ) -> list[Record]:
-    """Send `requests` at their arrival times, at most `max_concurrency` at once; records come in order.
+    """Send `requests` at their arrival times, at most `max_concurrency` at once. Records come in order.
 
-    A request's clock starts when it is sent, so time spent waiting for room here isn't counted.
+    A request's clock starts when it is sent, so time spent waiting for room here is not counted.
     """
     records = [Record()] * len(requests)
     begin = time.perf_counter()
@@ -53,7 +53,7 @@ async def drive(
 
 
 def run_on_fast_loop(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` to its end on uvloop where it is installed: it costs a quarter less CPU for each token."""
+    """Run `work` to its end on uvloop if it is installed: it costs a quarter less CPU for each token."""
     try:
         import uvloop
     except ImportError:
@@ -72,7 +72,7 @@ def run_load(
 ) -> RunResult:
     """Warm up, then measure one load.
 
-    Raises RuntimeError when a warm-up request fails.
+    Raises RuntimeError if a warm-up request fails.
     """
 
     async def measure() -> tuple[list[Record], float]:

@@ -1,7 +1,7 @@
-"""From records of single requests to the figures of a run. All times are in seconds.
+"""Computes the figures of a run from records of single requests. All times are in seconds.
 
-TTFT is the time from sending a request to its first token; ITL the gap between one piece of the
-stream and the next; TPOT the mean time per output token after the first; E2EL the whole request.
+TTFT is the time from sending a request to its first token; ITL the gap between one piece of the stream and
+the next; TPOT the mean time per output token after the first; E2EL the time of the whole request.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from bench.serve.client import Record
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """Mean and percentiles of one latency, in seconds; all zero when there was nothing to measure."""
+    """Mean and percentiles of one latency, in seconds; all zero if there was nothing to measure."""
 
     mean: float = 0.0
     p50: float = 0.0
@@ -32,8 +32,8 @@ class Distribution(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True):
     """The figures of one run.
 
-    Throughputs count completed requests only. `goodput` is completed requests per second that met
-    every objective, or None when no objective was set.
+    Throughputs count completed requests only. `goodput` is completed requests per second that met every
+    objective, or None if no objective was set.
     """
 
     completed: int
@@ -53,14 +53,14 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def tpot(record: Record) -> float:
-    """Seconds per output token after the first; 0 for a single token."""
+    """Return the seconds per output token after the first; 0 for a single token."""
     if record.output_tokens < 2:
         return 0.0
     return (record.token_times[-1] - record.token_times[0]) / (record.output_tokens - 1)
 
 
 def latencies(record: Record) -> dict[str, float]:
-    """The latencies of one completed request by the names that `--goodput` uses."""
+    """Return the latencies of one completed request by the names that `--goodput` uses."""
     return {
         "ttft": record.token_times[0] - record.start,
         "tpot": tpot(record),
@@ -69,7 +69,7 @@ def latencies(record: Record) -> dict[str, float]:
 
 
 def parse_objectives(specs: Sequence[str]) -> dict[str, float]:
-    """Read `--goodput` values such as `ttft:0.2` (seconds), several of them split by spaces or commas."""
+    """Parse `--goodput` values such as `ttft:0.2` (seconds), separated by spaces or commas."""
     objectives = {}
     for spec in (part for value in specs for part in value.replace(",", " ").split()):
         name, _, limit = spec.partition(":")

@@ -1,4 +1,6 @@
-"""Requests that replay a trace: prompts of token ids which share what the recorded ones shared."""
+"""Requests that replay a trace: prompts of token ids which share the prefixes that the recorded prompts
+shared.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from planner.trace import TraceFit, TraceLine, fitted
 
 
 class _Blocks:
-    """The tokens that stand for each hash id; the same id gives the same tokens in every run of a seed."""
+    """The tokens for each hash id; the same id gives the same tokens in every run with the same seed."""
 
     def __init__(self, block_len: int, vocab_size: int, seed: int) -> None:
         self._block_len = block_len

@@ -1,4 +1,4 @@
-"""What to send: prompts, output lengths and arrival times."""
+"""Prompts, output lengths and arrival times of a load."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-# Ids below this are special tokens in most vocabularies; a random prompt stays clear of them.
+# Ids below this are special tokens in most vocabularies; random prompts do not use them.
 FIRST_ORDINARY_TOKEN = 16
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """One request of a load: a prompt (text or token ids) and how many tokens to ask for.
+    """One request of a load: a prompt (text or token ids) and the number of tokens to generate.
 
     `arrival` is in seconds from the start of the load; None means "as soon as there is room".
     """
@@ -31,7 +31,7 @@ class PromptLine(msgspec.Struct):
 
 
 def random_tokens(rng: np.random.Generator, count: int, vocab_size: int) -> list[int]:
-    """`count` ordinary token ids below `vocab_size`."""
+    """Return `count` ordinary token ids below `vocab_size`."""
     if vocab_size <= FIRST_ORDINARY_TOKEN:
         raise ValueError(f"--vocab-size must be above {FIRST_ORDINARY_TOKEN}, got {vocab_size}")
     return rng.integers(FIRST_ORDINARY_TOKEN, vocab_size, size=count).tolist()
@@ -46,7 +46,7 @@ def synthetic(
     prefix_len: int = 0,
     range_ratio: float = 0.0,
 ) -> list[LoadRequest]:
-    """Random token-id prompts.
+    """Return requests with prompts of random token ids.
 
     The first `prefix_len` tokens are the same in all prompts; `input_len` counts the rest. With a
     `range_ratio` r in [0, 1), lengths are uniform in [len * (1 - r), len * (1 + r)].
@@ -69,7 +69,7 @@ def synthetic(
 def from_prompt_file(path: Path, output_len: int, num_prompts: int | None = None) -> list[LoadRequest]:
     """Read JSONL lines `{"prompt": text or token ids, "max_tokens": optional}`.
 
-    Raises ValueError naming the line that can't be read.
+    Raises ValueError that names the malformed line.
     """
     requests: list[LoadRequest] = []
     decoder = msgspec.json.Decoder(PromptLine)
@@ -89,10 +89,10 @@ def from_prompt_file(path: Path, output_len: int, num_prompts: int | None = None
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Arrival times in seconds of `count` requests at a mean `rate` per second.
+    """Return arrival times in seconds of `count` requests at a mean `rate` per second.
 
-    Gaps follow a gamma distribution of shape `burstiness`: 1 is a Poisson process, less is burstier.
-    An infinite rate sends everything at once.
+    Gaps follow a gamma distribution of shape `burstiness`: 1 is a Poisson process, less is burstier. An
+    infinite rate sends everything at once.
     """
     if rate <= 0:
         raise ValueError(f"--request-rate must be above 0, got {rate}")
@@ -108,6 +108,6 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
 def with_arrivals(
     requests: Sequence[LoadRequest], rate: float, burstiness: float, seed: int
 ) -> list[LoadRequest]:
-    """The same requests, arriving at a random process of the given rate."""
+    """Return the same requests with the arrival times of a random process of the given rate."""
     times = arrivals(len(requests), rate, burstiness, seed)
     return [LoadRequest(r.prompt, r.output_len, t) for r, t in zip(requests, times, strict=True)]

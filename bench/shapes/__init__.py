@@ -1,4 +1,4 @@
-"""Model folders with random weights and a real shape, for timing."""
+"""Model folders with random weights and the shapes of real models, for timing."""
 
 from bench.shapes.write import SHAPES, write_shape
 

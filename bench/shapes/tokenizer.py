@@ -16,7 +16,7 @@ CHAT_TEMPLATE = (
 
 
 def _synthetic_words(seed: int, lines: int = 4000) -> Iterator[str]:
-    """Lines of made-up words: distinct enough for thousands of merges, and no corpus to carry."""
+    """Yield lines of made-up words, distinct enough for thousands of merges, so that no corpus is needed."""
     rng = np.random.default_rng(seed)
     for _ in range(lines):
         lengths = rng.integers(2, 12, size=12)
@@ -26,8 +26,8 @@ def _synthetic_words(seed: int, lines: int = 4000) -> Iterator[str]:
 def build_tokenizer(vocab_size: int, seed: int = 0) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE on synthetic words.
 
-    Every byte has a token, so any text round-trips. The end-of-text token has id 0.
-    Raises ValueError when `vocab_size` can't hold the 256 bytes and the special token.
+    Every byte has a token, so any text round-trips. The end-of-text token has id 0. Raises ValueError if
+    `vocab_size` cannot hold the 256 bytes and the special token.
     """
     if vocab_size < 257:
         raise ValueError(f"vocab_size must be at least 257 (256 bytes and a special token), got {vocab_size}")

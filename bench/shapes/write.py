@@ -1,4 +1,4 @@
-"""Writes the shapes used in comparisons as local Transformers folders, loadable by any engine."""
+"""Writes the shapes used in comparisons as local Transformers folders, which any engine can load."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ _COMMON = {
 
 
 def llama_29m() -> LlamaConfig:
-    """Llama of 29 M parameters: launch overhead and scheduling dominate."""
+    """Return a Llama of 29 M parameters: launch overhead and scheduling dominate."""
     return LlamaConfig(
         num_hidden_layers=8,
         hidden_size=512,
@@ -33,7 +33,7 @@ def llama_29m() -> LlamaConfig:
 
 
 def qwen3_05b() -> Qwen3Config:
-    """Qwen3 of 0.5 B parameters: reading the weights dominates."""
+    """Return a Qwen3 of 0.5 B parameters: reading the weights dominates."""
     return Qwen3Config(
         num_hidden_layers=32,
         hidden_size=1024,
@@ -47,7 +47,9 @@ def qwen3_05b() -> Qwen3Config:
 
 
 def qwen35_05b() -> Qwen3_5TextConfig:
-    """Qwen3.5 of 0.5 B parameters: 18 gated delta nets and 6 attention layers, as its smallest model has."""
+    """Return a Qwen3.5 of 0.5 B parameters: 18 gated delta nets and 6 attention layers, like its smallest
+    model.
+    """
     return Qwen3_5TextConfig(
         num_hidden_layers=24,
         hidden_size=1024,
@@ -72,9 +74,9 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
 
 
 def write_shape(name: str, folder: Path, seed: int = 0) -> int:
-    """Write shape `name` with random bf16 weights and a tokenizer to `folder`; returns its parameter count.
+    """Write shape `name` with random bf16 weights and a tokenizer to `folder`. Return its parameter count.
 
-    Raises ValueError for an unknown name.
+    Raises ValueError if the name is unknown.
     """
     if name not in SHAPES:
         raise ValueError(f"unknown shape {name!r}; known: {', '.join(SHAPES)}")

@@ -1,1 +1,3 @@
-"""What speculation brings and costs: method, K, concurrency and temperature, against none in the same run."""
+"""Costs and gains of speculation by method, K, concurrency and temperature, against no speculation in the
+same run.
+"""

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class System(Protocol):
-    """What is measured: engines in this process, or a server."""
+    """A measured system: engines in this process, or a server."""
 
     @property
     def max_prompt_len(self) -> int: ...
@@ -134,7 +134,7 @@ def _server(plan: Plan, base_url: str, api_key: str | None) -> System:
 
 
 def measure(plan: Plan, system: System, model: str, console: Console) -> list[Measurement]:
-    """All rounds. Raises RuntimeError when a request fails."""
+    """Measure all rounds. Raises RuntimeError if a request fails."""
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
@@ -145,7 +145,9 @@ def measure(plan: Plan, system: System, model: str, console: Console) -> list[Me
     prompts = {name: load_prompts(name, tokenizer, system.max_prompt_len) for name in plan.workloads}
     measurements = []
     for drafting in plan.draftings:
-        for number in range(-1, plan.rounds):  # first, what compiles and what adapts does so unmeasured
+        for number in range(
+            -1, plan.rounds
+        ):  # one unmeasured round comes first, for compilation and adaptation
             for block in plan.blocks(drafting):
                 chosen = plan.chosen(prompts[block.workload], block.concurrency, number)
                 for measurement in system.run(plan.cases(block, number), number, chosen):

@@ -1,6 +1,6 @@
-"""Engines in this process, side by side: one without speculation, and one for each number of drafted tokens.
+"""Engines in this process: one without speculation, and one for each number of drafted tokens.
 
-They take turns of a fraction of a second, so that the machine's good and bad moments are everybody's.
+They take turns of a fraction of a second, so that changes of the machine's speed affect all of them alike.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ _DRAFT_SECONDS = "spec_decode_draft_seconds_total"
 
 
 class Engines:
-    """`config` is that of the engine without speculation. Requests ignore the end of text.
+    """The engines. `config` is the configuration of the engine without speculation. Requests ignore the end
+    of text.
 
-    Beside it only the engines of one way to speculate are kept, one for each number of drafted tokens.
+    In addition to it, only the engines of the current way to speculate are kept, one for each number of
+    drafted tokens.
     """
 
     def __init__(self, config: ServeConfig, draftings: Sequence[Drafting], output_len: int) -> None:
@@ -44,7 +46,7 @@ class Engines:
         return self._plain.max_model_len - self._output_len
 
     def run(self, cases: Sequence[Case], number: int, prompts: Sequence[list[int]]) -> list[Measurement]:
-        """Raises RuntimeError when a request fails."""
+        """Run the cases in turns. Raises RuntimeError if a request fails."""
         runs = [
             Run(self._engine(case), self._requests(case, prompts), case.block.concurrency) for case in cases
         ]
@@ -72,7 +74,9 @@ class Engines:
         return self._drafting[key]
 
     def _requests(self, case: Case, prompts: Sequence[list[int]]) -> list[EngineRequest]:
-        """With a salt of their own, so that no run profits from what an earlier one left."""
+        """Make the requests of a case. Each run has a different cache salt, so that no run uses the cache of
+        an earlier one.
+        """
         self._runs += 1
         fixed = case.num_tokens if isinstance(case.num_tokens, int) else None
         return [
@@ -93,7 +97,7 @@ class Engines:
 
 
 class Run:
-    """Keeps `concurrency` requests running until all are done, on a clock that stands still while others have
+    """Keeps `concurrency` requests running until all are done, on a clock that stops while other runs have
     their turn.
     """
 
@@ -105,11 +109,11 @@ class Run:
         self._answers: list[Answer] = []
         self._now = 0.0
         self._full_steps: list[float] = []
-        """Seconds of each step in which so many decoded and nothing else ran."""
+        """Seconds of each step in which `concurrency` requests decoded and nothing else ran."""
         self._drafted_before = _draft_seconds(engine)
 
     def take_turn(self, seconds: float) -> bool:
-        """Step for so long; whether there is more to do. Raises RuntimeError when a request fails."""
+        """Step for `seconds`. Return whether there is more to do. Raises RuntimeError if a request fails."""
         end = self._now + seconds
         while self._now < end and (self._waiting or self._running):
             self._step()

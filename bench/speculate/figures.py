@@ -1,4 +1,4 @@
-"""From measurements to figures: medians over the rounds, ratios to the baseline taken within each round."""
+"""Computes figures from measurements: medians over rounds, and ratios to the baseline within each round."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from bench.speculate.plan import Block, Case, NumTokens
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """One case. Times in seconds; `speedup` is in output tokens per second, `decode_speedup` in TPOT.
+    """Figures of one case. Times are in seconds; `speedup` is in output tokens per second, `decode_speedup`
+    in TPOT.
 
-    `acceptance` is accepted / drafted, `tau` 1 + accepted / draft rounds, None where nothing was drafted.
-    `per_forward` are a request's tokens per forward after its first, those without a draft included.
-    `predicted` is S = tau / (v + K c) from the measured steps: per_forward * T(B, 0) / T(B, K).
-    `same` says whether every round's tokens were the baseline's, `cost` is for a million output tokens.
+    `acceptance` is accepted / drafted, `tau` is 1 + accepted / draft rounds; both are None if nothing was
+    drafted. `per_forward` is a request's tokens per forward after its first, forwards without a draft
+    included. `predicted` is S = tau / (v + K c) from the measured steps: per_forward * T(B, 0) / T(B, K).
+    `same` says whether every round's tokens equal the baseline's; `cost` is for a million output tokens.
     """
 
     case: Case
@@ -40,7 +41,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def figures_of(measurements: Iterable[Measurement], price: float) -> list[Figure]:
-    """In the order of the measurements; `price` is that of a worker for an hour."""
+    """Return the figures in the order of the measurements; `price` is the price of a worker-hour."""
     by_case: dict[Case, list[Measurement]] = defaultdict(list)
     for measurement in measurements:
         by_case[measurement.case].append(measurement)
@@ -86,11 +87,12 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What to choose for one load and way to speculate.
+    """The best choice for one load and way to speculate.
 
-    `best` is the best K >= 1 at each concurrency, with its speedup; `crossover` the concurrency from which on
-    that of the lowest one is no gain any more, None within the range. `auto_worst` is auto's least speedup,
-    `auto_of_best` its least share of the best fixed K's, K = 0 included; `tax` what K = 0 costs.
+    `best` is the best K >= 1 at each concurrency, with its speedup. `crossover` is the concurrency from
+    which the best K of the lowest concurrency gains nothing any more, None if it always gains. `auto_worst`
+    is the least speedup of auto, `auto_of_best` its least share of the speedup of the best fixed K, K = 0
+    included; `tax` is the cost of K = 0.
     """
 
     block: Block
@@ -102,7 +104,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def verdicts_of(figures: Sequence[Figure]) -> list[Verdict]:
-    """One for each workload, temperature and way to speculate; the block's concurrency is the lowest."""
+    """Return a verdict for each workload, temperature and way to speculate, with the block of the lowest
+    concurrency.
+    """
     groups: dict[tuple[str, float, str], list[Figure]] = defaultdict(list)
     for figure in figures:
         block = figure.case.block
@@ -134,9 +138,10 @@ def _verdict(figures: Sequence[Figure]) -> Verdict:
 
 
 def crossover(speedups: dict[int, float]) -> float | None:
-    """The concurrency from which on there is no gain; between two that were measured on a log scale.
+    """Return the concurrency from which there is no gain, interpolated between two measured ones on a log
+    scale.
 
-    None where there still is one at the highest.
+    None if the highest concurrency still gains.
     """
     points = sorted(speedups.items())
     if points[-1][1] >= 1:

@@ -1,4 +1,4 @@
-"""What one case gave in one round, whatever it was measured on."""
+"""Measurements of one case in one round, by engines or a server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from bench.speculate.plan import Case
 
 @dataclass(slots=True)
 class Answer:
-    """One request. Times in seconds on one clock; `draft_rounds` of its steps had a draft to verify."""
+    """The answer to one request. Times are seconds on one clock; `draft_rounds` counts its steps that
+    verified a draft.
+    """
 
     start: float = 0.0
     first: float = 0.0
@@ -30,9 +32,9 @@ class Answer:
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """Totals over a case's requests; `ttft` and `tpot` are medians over them, in seconds.
 
-    `steps` are the forwards that a request's tokens after its first took, summed over the requests.
-    `step_s` is the mean step with nothing but decoding at full concurrency, `draft_s` the time spent on
-    drafts, None where it cannot be seen. `digest` is that of all tokens.
+    `steps` is the number of forwards for a request's tokens after its first, summed over the requests.
+    `step_s` is the mean time of a step with nothing but decoding at full concurrency, `draft_s` the time
+    spent on drafts; both are None if they are unknown. `digest` is a hash of all tokens.
     """
 
     case: Case
@@ -53,7 +55,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def throughput(self) -> float:
-        """Output tokens per second, prefill included."""
+        """Return the output tokens per second, prefill included."""
         return self.num_tokens / self.seconds
 
     def __str__(self) -> str:
@@ -90,6 +92,6 @@ def summarize(
 
 
 def _digest(answers: Sequence[Answer]) -> str:
-    """Equal where all tokens are."""
+    """Return a hash that is equal if all tokens are."""
     tokens = msgspec.json.encode([answer.token_ids for answer in answers])
     return hashlib.blake2b(tokens, digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""What is to be measured, in which order."""
+"""The cases to measure, and their order."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ NumTokens = int | Literal["auto"]
 
 
 class Drafting(msgspec.Struct, frozen=True):
-    """A way to speculate, under the name that it has in the results."""
+    """A way to speculate, and its label in the results."""
 
     label: str
     config: SpeculativeConfig
 
 
 def parse_drafting(spec: str, model: str) -> Drafting:
-    """A method's name, or LABEL=JSON with a speculative config. Raises `ConfigError`."""
+    """Parse a method's name, or LABEL=JSON with a speculative config. Raises `ConfigError`."""
     label, equals, options = spec.partition("=")
     if not equals:
         options = msgspec.json.encode({"method": spec}).decode()
@@ -33,12 +33,12 @@ def parse_drafting(spec: str, model: str) -> Drafting:
 
 
 def parse_num_tokens(text: str) -> NumTokens:
-    """Raises ValueError."""
+    """Parse a K or `auto`. Raises ValueError."""
     return "auto" if text == "auto" else int(text)
 
 
 class Block(msgspec.Struct, frozen=True):
-    """Cases that are compared with each other: one load, one way to speculate."""
+    """Cases to compare with each other: one load, one way to speculate."""
 
     workload: Workload
     temperature: float
@@ -47,7 +47,7 @@ class Block(msgspec.Struct, frozen=True):
 
 
 class Case(msgspec.Struct, frozen=True):
-    """`num_tokens` is K; None: by an engine, or a request, that does not speculate."""
+    """One measured case. `num_tokens` is K; None means an engine, or a request, without speculation."""
 
     block: Block
     num_tokens: NumTokens | None
@@ -66,7 +66,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: Sequence[NumTokens]
     rounds: int
     requests: int
-    """At least so many for a case, and as many as it runs at once."""
+    """The fewest requests of a case; a higher concurrency raises it."""
     output_len: int
 
     def blocks(self, drafting: Drafting) -> list[Block]:
@@ -78,12 +78,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def cases(self, block: Block, number: int) -> list[Case]:
-        """The baseline and every K; backwards in every second round, so that a drift cancels out."""
+        """Return the baseline and every K, in reverse in every second round, so that a drift cancels out."""
         order = [Case(block, None), *(Case(block, num_tokens) for num_tokens in self.num_tokens)]
         return order if number % 2 == 0 else order[::-1]
 
     def chosen(self, prompts: Sequence[list[int]], concurrency: int, number: int) -> list[list[int]]:
-        """A round's prompts: the same for all cases of a concurrency, and no prompt twice."""
+        """Return a round's prompts: the same for all cases of a concurrency, and no prompt twice."""
         count = min(len(prompts), max(self.requests, concurrency))
         first = number * count
         return [prompts[(first + index) % len(prompts)] for index in range(count)]

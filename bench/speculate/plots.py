@@ -1,4 +1,4 @@
-"""Speedup over K, and over concurrency: a panel for each load and way to speculate."""
+"""Plots of speedup over K, and over concurrency, with a panel for each load and way to speculate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ Panel = tuple[str, float, str]
 
 
 def plot_over_k(figures: Sequence[Figure], path: Path) -> None:
-    """A line for each concurrency, the prediction dashed in its colour; auto as a star at the right."""
+    """Plot a line for each concurrency, with a dashed prediction in its colour and a star for auto at the
+    right.
+    """
 
     def draw(axes: Any, chosen: Sequence[Figure]) -> None:
         for concurrency in sorted({figure.case.block.concurrency for figure in chosen}):
@@ -37,7 +39,7 @@ def plot_over_k(figures: Sequence[Figure], path: Path) -> None:
 
 
 def plot_over_concurrency(figures: Sequence[Figure], path: Path) -> None:
-    """A line for each K; a vertical one where the K that is best at the lowest concurrency stops paying."""
+    """Plot a line for each K, and a vertical line where the best K of the lowest concurrency stops paying."""
 
     def draw(axes: Any, chosen: Sequence[Figure]) -> None:
         for num_tokens in dict.fromkeys(figure.case.num_tokens for figure in chosen):

@@ -1,4 +1,4 @@
-"""The figures as tables for people, and all of it as JSON."""
+"""Formats the figures as tables for people and as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLUMNS = (
 def as_markdown(
     command: str, settings: dict[str, Any], figures: Sequence[Figure], verdicts: Sequence[Verdict]
 ) -> str:
-    """All tables, with how they were made."""
+    """Return all tables, and how they were made."""
     lines = [
         "# Speculation",
         "",
@@ -97,7 +97,7 @@ def contents(
     figures: Sequence[Figure],
     verdicts: Sequence[Verdict],
 ) -> dict[str, Any]:
-    """Everything that was measured."""
+    """Return all measurements, figures and verdicts as JSON content."""
     return {
         "settings": settings,
         "verdicts": msgspec.to_builtins(verdicts, str_keys=True),

@@ -1,4 +1,4 @@
-"""A server that speaks our API, asked for speculation request by request."""
+"""Measures a server with our API, where each request asks for its own speculation."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from bench.speculate.plan import Case
 
 
 class Server:
-    """Its method must be the one that is measured, or one that needs no weights."""
+    """A running server. Its method must be the measured one, unless the measured one needs no weights."""
 
     def __init__(
         self, base_url: str, api_key: str | None, methods: Mapping[str, str], output_len: int
     ) -> None:
-        """`methods` by label. Raises ValueError when the server does not answer."""
+        """`methods` maps labels to methods. Raises ValueError if the server does not answer."""
         self._base_url, self._api_key = base_url, api_key
         self._methods = methods
         self._output_len = output_len
@@ -35,7 +35,7 @@ class Server:
         self._runs = 0
 
     def run(self, cases: Sequence[Case], number: int, prompts: Sequence[list[int]]) -> list[Measurement]:
-        """One after the other. Raises RuntimeError when a request fails."""
+        """Run the cases one after the other. Raises RuntimeError if a request fails."""
         return [self._run(case, number, prompts) for case in cases]
 
     def _run(self, case: Case, number: int, prompts: Sequence[list[int]]) -> Measurement:
@@ -68,7 +68,9 @@ class Server:
 
 
 def _answer(record: Record) -> Answer:
-    """Each piece of the stream counts as a step; how many of them had a draft is not told."""
+    """Convert a record. Each piece of the stream counts as a step; the number of steps with a draft is
+    unknown.
+    """
     if record.error:
         raise RuntimeError(f"a request failed: {record.error}: {record.detail}")
     return Answer(

@@ -1,4 +1,4 @@
-"""Held-out code to go on with, and edits of given code, where copying is right. Never random tokens."""
+"""Held-out code to continue, and edits of given code, where copying is right. Never random tokens."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ WORKLOADS: tuple[Workload, ...] = ("completion", "edit")
 HELD_OUT = BUNDLED_FOLDER / "heldout_prompts.jsonl"
 
 EDITED_LINES = 24
-"""Of each held-out text, the last so many make the code to be edited."""
+"""The code to edit is this many last lines of a held-out text."""
 
 BEGUN = 3
-"""An edited version begins with one of so many parts of the code."""
+"""A prompt contains the first 1 / `BEGUN` of the edited version."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{3,}")
 
@@ -29,7 +29,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{3,}")
 def load_prompts(
     workload: Workload, tokenizer: PreTrainedTokenizerBase, max_tokens: int, path: Path = HELD_OUT
 ) -> list[list[int]]:
-    """Token ids of each prompt, of which at most the last `max_tokens` are kept."""
+    """Return the token ids of each prompt, at most its last `max_tokens`."""
     entries = [json.loads(line) for line in path.read_text().splitlines()]
     if workload == "completion":
         texts = [entry["prompt"] for entry in entries]
@@ -39,7 +39,9 @@ def load_prompts(
 
 
 def edit_prompt(text: str) -> str | None:
-    """The end of `text`, then the same with a name changed, up to a third; None where there is no name."""
+    """Return the end of `text`, then the first third of the same code with a name changed; None if it has no
+    name.
+    """
     lines = text.splitlines()[-EDITED_LINES:]
     code = "\n".join(lines)
     name = _common_name(code)
@@ -51,7 +53,7 @@ def edit_prompt(text: str) -> str | None:
 
 
 def _common_name(code: str) -> str | None:
-    """The name that stands there most often, at least twice; the first of equals."""
+    """Return the most frequent name, the first of equals, or None if no name occurs twice."""
     counts = Counter(name for name in _NAME.findall(code) if not keyword.iskeyword(name) and name != "self")
     name, count = max(counts.items(), key=lambda item: item[1], default=("", 0))
     return name if count > 1 else None

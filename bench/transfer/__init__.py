@@ -1,1 +1,1 @@
-"""What moving KV between workers costs, against what the machine itself can do."""
+"""The cost of moving KV between workers, compared with the machine's own limits."""

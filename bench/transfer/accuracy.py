@@ -1,9 +1,9 @@
-"""Quantization on the wire: how many bytes it spares, and how often greedy decoding goes on as without it.
+"""Quantization on the wire: how many bytes it saves, and how often greedy decoding continues as without it.
 
-The bundled model's own KV of held-out Python code goes through the wire's format and back. A greedy
-continuation is a chain of decisions, and once one of them falls differently the rest says little, so three
-things are measured: whole continuations that agree, decisions that agree (up to and with the first different
-one), and by how much the model preferred its token where a decision fell differently.
+The bundled model's own KV of held-out Python code is converted to the wire format and back. A greedy
+continuation is a chain of decisions, and the decisions after the first different one say little, so three
+things are measured: whole continuations that agree, decisions that agree (up to and including the first
+different one), and the margin by which the model preferred its token where a decision differed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NEW_TOKENS = 64
 
 @dataclass
 class Prefilled:
-    """A prompt, its blocks as they lie in the pool, and the first token after it."""
+    """A prompt, its blocks as stored in the pool, and the first token after it."""
 
     token_ids: list[int]
     blocks: bytearray
@@ -48,14 +48,14 @@ class Prefilled:
 
 @dataclass
 class Continuation:
-    """Tokens, and by how much (in nats) each was likelier than the next best."""
+    """Generated tokens, and the margin (in nats) of each over the next most likely token."""
 
     token_ids: list[int]
     margins: list[float]
 
 
 class Handoffs:
-    """The bundled model, whose prompts' KV goes through the wire's format and back before decoding."""
+    """The bundled model, with prompts whose KV is converted to the wire format and back before decoding."""
 
     def __init__(self, dtype: Literal["float32", "bfloat16"]) -> None:
         disable_progress_bar()
@@ -94,7 +94,7 @@ class Handoffs:
         return Prefilled(token_ids, blocks, tokens[0])
 
     def continue_with(self, blocks: list[bytearray]) -> list[Continuation]:
-        """The greedy continuation of each prompt if these are its blocks."""
+        """Return the greedy continuation of each prompt with the given blocks."""
         continuations: dict[str, Continuation] = {}
         for index, (prompt, content) in enumerate(zip(self.prompts, blocks, strict=True)):
             name = f"decode-{index}"
@@ -125,7 +125,7 @@ class Handoffs:
         return back
 
     def relative_error(self, blocks: list[bytearray]) -> list[float]:
-        """Root mean square of the error of K and of V, over that of the values."""
+        """Return the root mean square error of K and of V, divided by the root mean square of the values."""
         layout = BlockLayout(self.segments)
         error, power = torch.zeros(2), torch.zeros(2)
         for prompt, content in zip(self.prompts, blocks, strict=True):
@@ -142,7 +142,7 @@ class Handoffs:
 
 @dataclass
 class Agreement:
-    """Shares of whole continuations and of decisions; the margins of the decisions that fell differently."""
+    """Shares of equal whole continuations and of equal decisions; the margins of the different decisions."""
 
     continuations: float
     decisions: float
@@ -170,7 +170,7 @@ def agreement(reference: list[Continuation], other: list[Continuation]) -> Agree
 
 
 def int8(repeats: int) -> Iterator[Figure]:
-    """Once: everything about it is the same in every run."""
+    """Measure int8 on the wire once, because every run gives the same figures."""
     for dtype in ("bfloat16", "float32"):
         model = Handoffs(dtype)  # type: ignore[arg-type]
         if dtype == "bfloat16":

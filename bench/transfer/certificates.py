@@ -11,7 +11,7 @@ _NEW_KEY = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
 
 
 class Authority:
-    """Its certificate is `ca`; `issue` makes others."""
+    """A certificate authority. Its certificate is `ca`; `issue` makes others."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True)
@@ -20,7 +20,7 @@ class Authority:
         _openssl("req", "-x509", *_NEW_KEY, "-keyout", self._key, "-out", self.ca, "-subj", "/CN=authority")
 
     def issue(self, name: str, *options: str) -> TlsFiles:
-        """A worker's files. `options` are those of `openssl x509`."""
+        """Issue a worker's key and certificate. `options` are passed to `openssl x509`."""
         key, request, cert = (self._folder / f"{name}.{suffix}" for suffix in ("key", "csr", "pem"))
         _openssl("req", *_NEW_KEY, "-keyout", key, "-out", request, "-subj", f"/CN={name}")
         signing: list[str | Path] = ["-CA", self.ca, "-CAkey", self._key, "-CAcreateserial"]

@@ -23,7 +23,7 @@ def transfer(
     repeats: Annotated[int, typer.Option(min=1, help="rounds that the medians are of")] = 5,
     output: Annotated[Path, typer.Option(help="folder for the results")] = RESULTS / "transfer",
 ) -> None:
-    """Measure KV transfers against what the machine can do, in ratios taken in the same run.
+    """Measure KV transfers against the machine's own limits, as ratios within the same run.
 
     `link` makes two hosts of network namespaces: it needs root, and iperf3.
     """

@@ -1,4 +1,4 @@
-"""A measured row: its value, its target, and what it was measured against."""
+"""A measured row: its value, its target, and its baseline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.record import write_results
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """`value` is in `unit`, by default a ratio. `samples` are what it is the median of."""
+    """`value` is in `unit`, by default a ratio. It is the median of `samples`."""
 
     what: str
     value: float
@@ -26,7 +26,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reached(self) -> bool | None:
-        """Whether the target is reached; None where there is none."""
+        """Return whether the target is reached; None if there is no target."""
         if self.at_least is not None:
             return self.value >= self.at_least
         return self.value <= self.at_most if self.at_most is not None else None
@@ -56,9 +56,10 @@ def ratio_figure(
     at_least: float | None = None,
     baseline: str = "",
 ) -> Figure:
-    """Our speed as a share of the baseline's; `rounds` are (its seconds, our seconds) for `nbytes` bytes.
+    """Return our speed as a share of the baseline's; `rounds` are (its seconds, our seconds) for `nbytes`
+    bytes.
 
-    The median of the ratios within each round, which cancels what changes between them.
+    It is the median of the ratios within each round, which cancels changes between rounds.
     """
     ratios = [theirs / ours for theirs, ours in rounds]
     their_rate, our_rate = (

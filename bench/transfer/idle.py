@@ -1,4 +1,4 @@
-"""What a pair costs that is connected and has nothing to do."""
+"""Measures the CPU time of a connected pair that has nothing to do."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ TRANSPORTS = ("shm", "ucx", "tcp")
 
 
 def idle(repeats: int) -> Iterator[Figure]:
-    """Once, over ten seconds: all pairs at the same time, the processes of each measured by themselves."""
+    """Measure once, over ten seconds: all pairs at the same time, with the processes of each pair counted
+    separately.
+    """
     with ExitStack() as stack:
         pairs = {name: stack.enter_context(Pair([name], SMALL_BLOCK, 64)) for name in TRANSPORTS}
         for name, pair in pairs.items():
             pair.move(name, range(64))
-        time.sleep(1.0)  # what the last transfer left to do is over
+        time.sleep(1.0)  # the work after the last transfer has ended
         before = {name: pair.cpu_seconds() for name, pair in pairs.items()}
         started = time.monotonic()
         time.sleep(IDLE_S)

@@ -1,7 +1,7 @@
-"""`tcp` between two hosts over a shaped link, against iperf3 over the same one, and with int8 on the wire.
+"""`tcp` between two hosts over a shaped link, against iperf3 over the same link, and with int8 on the wire.
 
-The hosts are network namespaces. A relay of our own delays the packets, which are of 9000 bytes: it takes
-each of them in its hands.
+The hosts are network namespaces. Our own relay delays the packets. They have 9000 bytes, because the relay
+handles each of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from protocol.handoff import SegmentInfo
 
 RATE, DELAY_S, MTU = "1gbit", 0.001, 9000
 SEGMENTS = (SegmentInfo(name="target", dtype="bfloat16", shape=(28, 2, 16, 8, 128)),)
-"""Of a 0.6B model: 1.75 MiB for 16 tokens."""
+"""The KV of a 0.6B model: 1.75 MiB for 16 tokens."""
 BLOCK_BYTES = block_bytes(SEGMENTS)
 BLOCK_TOKENS = SEGMENTS[0].shape[2]
 PROMPT_TOKENS = 1024
@@ -38,7 +38,7 @@ def make_on(network: str, make: Callable[..., Side], *arguments: Any) -> Side:
 
 
 def iperf3_seconds(hosts: Network, nbytes: int) -> float:
-    """What iperf3 takes to move so many from left to right over one connection."""
+    """Return iperf3's seconds to move `nbytes` bytes from left to right over one connection."""
     address = hosts.hosts[hosts.right]
     listen = ["iperf3", "-s", "-1", "-B", address, "--forceflush"]
     server = subprocess.Popen(
@@ -59,7 +59,7 @@ def iperf3_seconds(hosts: Network, nbytes: int) -> float:
 
 
 def pair_over(hosts: Network, wire_dtype: str, num_blocks: int) -> Pair:
-    """The sender on the left host, the receiver on the right one."""
+    """Return a pair with the sender on the left host and the receiver on the right one."""
 
     def start(side: type[Side], *arguments: Any) -> Remote:
         where = hosts.right if issubclass(side, ReceivingSide) else hosts.left
@@ -70,7 +70,7 @@ def pair_over(hosts: Network, wire_dtype: str, num_blocks: int) -> Pair:
 
 
 def why_not() -> str:
-    """Why this can't be measured here; empty if it can."""
+    """Return why this cannot be measured here, or an empty string."""
     if shutil.which("iperf3") is None:
         return "there is no iperf3"
     return packet_relay.why_not() or network.why_not()

@@ -1,4 +1,4 @@
-"""`ucx` against what NIXL itself can do: bare reads and writes of the same blocks, each as one request.
+"""`ucx` compared with NIXL itself: bare reads and writes of the same blocks, each as one request.
 
 All take turns in the same pair of processes, over several choices of UCX's transports.
 """
@@ -24,7 +24,7 @@ _POLL_S = 0.0002
 
 
 class BareAgent:
-    """A NIXL agent over a side's pool, beside the transport's own."""
+    """A NIXL agent over a side's pool, in addition to the transport's own."""
 
     def __init__(self, side: Side) -> None:
         self._side = side
@@ -38,7 +38,7 @@ class BareAgent:
         self._agent.registerMem(region, [self._backend])
 
     def introduction(self) -> tuple[bytes, int]:
-        """What the other agent needs: metadata, and the pool's address."""
+        """Return the metadata and the pool's address, which the other agent needs."""
         return self._agent.getLocalMD(), self._side.address
 
     def meet(self, metadata: bytes, address: int) -> None:
@@ -54,7 +54,7 @@ class BareAgent:
         return int(self._agent.prepXferDlist(owner, self._nixl.DRAM_SEG, blocks, [self._backend]))
 
     def move(self, operation: str, here: Sequence[int], there: Sequence[int]) -> float:
-        """Seconds of one request for all of the blocks."""
+        """Move all blocks in one request. Return its seconds."""
         started = time.perf_counter()
         request = self._agent.makeXferReq(
             getattr(self._nixl, operation),
@@ -99,7 +99,7 @@ class NixlSending(_WithAgent, SendingSide):
 
 class NixlPair(Pair):
     def __init__(self, tls: str, block_bytes: int) -> None:
-        environment = {"UCX_TLS": tls, "UCX_PROTO_EMULATION_ENABLE": "y"}  # plain TCP is measured too
+        environment = {"UCX_TLS": tls, "UCX_PROTO_EMULATION_ENABLE": "y"}  # plain TCP is measured, too
         super().__init__(
             ["ucx"],
             block_bytes,

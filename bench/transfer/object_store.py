@@ -22,7 +22,7 @@ from protocol.config import ServeConfig
 
 
 class CarrierActor:
-    """What `RayCarrier` asks of an actor."""
+    """The methods that `RayCarrier` calls on an actor."""
 
     def __init__(self) -> None:
         self.carrier = RayCarrier()
@@ -33,7 +33,7 @@ class CarrierActor:
 
 
 def start_actor(kind: type[CarrierActor], role: str) -> Any:
-    """Its handle."""
+    """Start an actor. Return its handle."""
     actor = ray.remote(max_restarts=0, max_task_retries=0, **CONCURRENCY)(kind)
     return actor.options(name=f"{role}-{secrets.token_hex(8)}", num_cpus=0).remote()
 
@@ -47,7 +47,9 @@ class SideActor(CarrierActor):
 
 
 class ActorObject(RemoteObject):
-    """As `Remote`, in a Ray actor; what is made there is given `TransportOptions` with its carrier."""
+    """An object in a Ray actor, otherwise like `Remote`. `make` gets `TransportOptions` with the actor's
+    carrier.
+    """
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
         self._actor = start_actor(SideActor, "side")
@@ -72,7 +74,7 @@ def object_store(repeats: int) -> Iterator[Figure]:
 
 @contextmanager
 def running_ray() -> Iterator[None]:
-    """A local cluster like that of `tandem serve`; its token is Ray's own affair."""
+    """Start a local cluster like that of `tandem serve`; Ray makes its token itself."""
     directory = PrivateDirectory()
     ray.init(
         namespace="tandem-transfer",

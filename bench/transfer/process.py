@@ -1,4 +1,4 @@
-"""Objects that live in processes of their own."""
+"""Objects that live in separate processes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ processes.set_forkserver_preload(["bench.transfer.sides"])
 
 
 class RemoteObject(ABC):
-    """An object elsewhere, and calls of its methods, one at a time."""
+    """An object in another process, whose methods are called one at a time."""
 
     @abstractmethod
     def begin(self, method: str, *arguments: Any) -> None:
-        """Begin a call, whose result `end` waits for."""
+        """Begin a call; `end` waits for its result."""
 
     @abstractmethod
     def end(self) -> Any: ...

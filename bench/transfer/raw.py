@@ -15,7 +15,7 @@ from kvtransfer.transports.registry import TransportOptions
 
 TOTAL_BYTES = 256 * 1024 * 1024
 MODEL_BLOCK, SMALL_BLOCK = 1792 * 1024, 16 * 1024
-"""Bytes of a block of 16 tokens: of a 0.6B model in bfloat16, and of a very small one."""
+"""Bytes of a block of 16 tokens: of a 0.6B model in bfloat16, and of a very small model."""
 
 
 def measure(
@@ -27,7 +27,9 @@ def measure(
     start: Callable[..., RemoteObject] = Remote,
     name: str = "",
 ) -> Iterator[Figure]:
-    """A figure for each size of blocks in `targets`; `start` is the pair's, `name` what the row is called."""
+    """Yield a figure for each block size in `targets`. `start` starts the pair's sides; `name` is the row's
+    name.
+    """
     for block_bytes, at_least in targets.items():
         with Pair([transport], block_bytes, TOTAL_BYTES // block_bytes, start=start) as pair:
             order = scattered(pair.num_blocks)

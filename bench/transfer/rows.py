@@ -1,4 +1,4 @@
-"""What can be measured, by name. Each takes the number of rounds and yields its figures as they come."""
+"""Functions that measure a row, by name. Each gets the number of rounds and yields its figures one by one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.transfer.raw import shm, tcp, tls
 
 
 def object_store(repeats: int) -> Iterator[Figure]:
-    from bench.transfer.object_store import object_store as measure  # the other rows do without Ray
+    from bench.transfer.object_store import object_store as measure  # the other rows do not need Ray
 
     return measure(repeats)
 

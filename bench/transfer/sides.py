@@ -1,4 +1,4 @@
-"""The two sides of a pair, each in a process of its own: our transfers, and the raw wires beside them."""
+"""The two sides of a pair, each in its own process: our transfers, and the raw streams to compare with."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHUNK_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Moved:
-    """What one transfer took."""
+    """The time and size of one transfer."""
 
     seconds: float
     nbytes: int
@@ -48,7 +48,9 @@ class Side:
         segments: tuple[SegmentInfo, ...] = (),
         host: str = "127.0.0.1",
     ) -> None:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))  # as of two workers that share a host
+        torch.set_num_threads(
+            max(1, (os.cpu_count() or 1) // 2)
+        )  # half of the cores, like one of two workers on a host
         self.name = name
         self.host = host
         self.memory = PoolMemory(block_bytes * num_blocks)
@@ -64,7 +66,7 @@ class Side:
         self.stream.close()
 
     def cpu_seconds(self) -> float:
-        """What this process has used so far."""
+        """Return the CPU time that this process has used so far."""
         return time.process_time()
 
 
@@ -88,7 +90,7 @@ class ReceivingSide(Side):
         super().close()
 
     def meet(self, pid: int, fd: int) -> tuple[PeerAddress, str]:
-        """Map the sender's pool; returns where we are, and where the raw stream is to connect."""
+        """Map the sender's pool. Return our address, and the address that the raw stream connects to."""
         descriptor = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
         self.source = map_peer_pool(descriptor, os.fstat(descriptor).st_size)
         peer = PeerAddress(
@@ -106,7 +108,7 @@ class ReceivingSide(Side):
         self.receiver.close_lease(lease_id)
 
     def memcpy(self) -> float:
-        """Seconds of one plain copy of the sender's whole pool into ours."""
+        """Return the seconds of one plain copy of the sender's whole pool into ours."""
         started = time.perf_counter()
         ctypes.memmove(self.address, address_of(self.source), self.pool.nbytes)
         return time.perf_counter() - started
@@ -140,7 +142,7 @@ class SendingSide(Side):
         super().close()
 
     def whereabouts(self) -> tuple[int, int]:
-        """Of the pool's file: this process, and its descriptor here."""
+        """Return this process's id and the descriptor of the pool's file in it."""
         assert self.memory.fd is not None
         return os.getpid(), self.memory.fd
 
@@ -150,7 +152,7 @@ class SendingSide(Side):
         self.stream.setblocking(True)
 
     def push(self, transport: str, lease_id: str, blocks: Sequence[int]) -> Moved:
-        """Push blocks of our pool and wait until all are there."""
+        """Push blocks of our pool and wait until all have arrived."""
         sender = self._senders[transport]
         started = time.perf_counter()
         num_tokens = len(blocks) * self.pool.block_size
@@ -165,7 +167,7 @@ class SendingSide(Side):
                     return Moved(time.perf_counter() - started, event.nbytes, event.num_extents)
 
     def send_stream(self) -> float:
-        """Seconds of one `sendall` of the whole pool, up to the receiver's word that it is there."""
+        """Return the seconds of one `sendall` of the whole pool, up to the receiver's confirmation."""
         started = time.perf_counter()
         self.stream.sendall(self.pool.buffer[: self.pool.nbytes])
         self.stream.recv(1)
@@ -217,7 +219,7 @@ class Pair:
         return float(seconds)
 
     def begin(self, transport: str, source: Sequence[int]) -> str:
-        """Begin to push these blocks into the receiver's first ones; returns the lease, for `end`."""
+        """Begin to push these blocks into the receiver's first blocks. Return the lease id, for `end`."""
         self._num_leases += 1
         lease_id = f"{transport}-{self._num_leases}"
         self.receiver.call("open", lease_id, list(range(len(source))))
@@ -233,7 +235,7 @@ class Pair:
         return self.end(self.begin(transport, source))
 
     def cpu_seconds(self) -> float:
-        """What both processes have used so far."""
+        """Return the CPU time that both processes have used so far."""
         return sum(float(side.call("cpu_seconds")) for side in (self.sender, self.receiver))
 
 
@@ -242,7 +244,7 @@ def address_of(buffer: object) -> int:
 
 
 def scattered(num_blocks: int) -> list[int]:
-    """All blocks of a pool, in an order in which hardly two follow each other."""
+    """Return all blocks of a pool, in an order in which few follow each other."""
     blocks = list(range(num_blocks))
     random.Random(0).shuffle(blocks)
     return blocks
