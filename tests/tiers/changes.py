@@ -1,0 +1,67 @@
+"""What has changed in the repository since the branch left main."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MAIN = ("origin/HEAD", "origin/main", "main")
+"""What a branch leaves: the first that is there."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    since: str
+    """What the working tree was compared with, in words."""
+    files: frozenset[str] = field(default_factory=frozenset)
+    number: int = 0
+    """It grows by one with each commit."""
+
+
+def find_changes(root: Path, base: str = "") -> Changes:
+    """Compare the working tree with `base`, or else with the commit at which it left main.
+
+    On main itself, as in a fresh clone, that is the last pushed commit's parent: the diff is the last commit.
+    """
+    git = _Git(root)
+    if not git.says("rev-parse", "HEAD"):
+        return Changes("nothing: no Git repository")
+    found = base or git.base()
+    number = git.number()
+    if not found:
+        return Changes("nothing: HEAD has no parent here", number=number)
+    commit = git.says("rev-parse", "--short", f"{found}^{{commit}}")
+    if not commit:
+        raise ValueError(f"{base} is no commit of this repository")
+    changed = git.says("diff", "--name-only", "--no-renames", commit, "--").splitlines()
+    untracked = git.says("ls-files", "--others", "--exclude-standard").splitlines()
+    return Changes(commit, frozenset([*changed, *untracked]), number)
+
+
+@dataclass(frozen=True)
+class _Git:
+    root: Path
+
+    def says(self, *arguments: str) -> str:
+        """Return what Git prints, or nothing if it fails or is not installed."""
+        command = ["git", "-c", "core.quotePath=false", *arguments]
+        try:
+            done = subprocess.run(command, cwd=self.root, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            return ""
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    def base(self) -> str:
+        head = self.says("rev-parse", "HEAD")
+        for branch in MAIN:
+            common = self.says("merge-base", "HEAD", branch)
+            if common and common != head:
+                return common
+        return self.says("rev-parse", "--verify", "--quiet", "HEAD~1")
+
+    def number(self) -> int:
+        """Return how many commits lead to HEAD, or in a shallow clone, which knows only some, its hash."""
+        if self.says("rev-parse", "--is-shallow-repository") == "true":
+            return int(self.says("rev-parse", "HEAD"), 16)
+        return int(self.says("rev-list", "--count", "HEAD"))

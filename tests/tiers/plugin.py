@@ -1,0 +1,162 @@
+"""pytest's side of the tiers: options, the choice of tests, the seed, the recording, the closing line."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from tests.tiers import costs
+from tests.tiers.changes import Changes, find_changes
+from tests.tiers.choice import Situation, choose
+from tests.tiers.closing import NO_REASON, LeftOut, closing_line, reasons_of
+from tests.tiers.recorder import PROPERTY, Recorder, shared_out
+from tests.tiers.seeds import set_seed
+from tests.tiers.situation import situation_of
+
+LISTED = 20
+"""So many modules with tests that the diff reaches and that are left out are printed."""
+
+
+def add_options(parser: pytest.Parser) -> None:
+    group = parser.getgroup("tiers of tests")
+    group.addoption(
+        "--tier", choices=("fast", "full"), help="what runs where no tests are named: docs/testing.md"
+    )
+    group.addoption(
+        "--seed", type=int, help="seed of the randomized tests (in the full tier a fresh one, else 0)"
+    )
+    group.addoption("--base", default="", help="commit with which the fast tier compares the working tree")
+    group.addoption(
+        "--record-costs", action="store_true", help="write what the tests cost to tests/costs.json"
+    )
+
+
+def register(config: pytest.Config) -> None:
+    """Add what this process does: run tests, or with pytest-xdist have others run them, or both."""
+    is_worker = hasattr(config, "workerinput")
+    runs_tests = is_worker or not config.getoption("numprocesses", None)
+    if not is_worker:
+        config.pluginmanager.register(Host(config), "tiers-host")
+    if not runs_tests:
+        return
+    if config.getoption("record_costs"):
+        config.pluginmanager.register(Recorder())
+    given = config.workerinput["situation"] if is_worker else _host(config).situation
+    if given:
+        config.pluginmanager.register(Chooser(config, Situation(**given)))
+
+
+def worker_input(config: pytest.Config) -> dict[str, Any]:
+    """Return what a worker of pytest-xdist is to know."""
+    return {"situation": _host(config).situation}
+
+
+def _host(config: pytest.Config) -> Host:
+    host = config.pluginmanager.get_plugin("tiers-host")
+    assert isinstance(host, Host)
+    return host
+
+
+class Chooser:
+    """Drops the tests that the fast tier leaves out."""
+
+    def __init__(self, config: pytest.Config, situation: Situation) -> None:
+        self._config = config
+        self._situation = situation
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        choice = choose([item.nodeid for item in items], costs.load(self._config.rootpath), self._situation)
+        left_out = [item for item in items if item.nodeid not in choice.chosen]
+        items[:] = [item for item in items if item.nodeid in choice.chosen]
+        self._config.hook.pytest_deselected(items=left_out)
+        told = {
+            "left out": {test: cost.cpu_s for test, cost in choice.left_out.items()},
+            "reached": sorted(choice.reached),
+        }
+        if hasattr(self._config, "workeroutput"):
+            self._config.workeroutput.update(told)
+        else:
+            _host(self._config).learn(told)
+
+
+class Host:
+    """Sets a run up and tells at its end what ran, what did not, and why."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._began = time.monotonic()
+        self._tier = config.getoption("tier")
+        self._seed = set_seed(config.getoption("seed"), fresh=self._tier == "full")
+        config.option.hypothesis_seed = str(self._seed)
+        self._changes = Changes("nothing")
+        self.situation: dict[str, Any] = {}
+        if self._tier == "fast" and not _names_tests(config):
+            self._changes = find_changes(config.rootpath, config.getoption("base"))
+            self.situation = vars(situation_of(config.rootpath, self._changes))
+        self._left_out: dict[str, float] = {}
+        self._reached: list[str] = []
+        self._rows: list[dict[str, Any]] = []
+
+    def learn(self, told: dict[str, Any]) -> None:
+        """Take what the process that chose the tests left out: all choose the same."""
+        self._left_out, self._reached = told["left out"], told["reached"]
+
+    def pytest_report_header(self) -> str:
+        return f"tier: {self._tier or 'none'}, seed: {self._seed}, compared with {self._changes.since}"
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        told = getattr(node, "workeroutput", None)
+        if told and "left out" in told:
+            self.learn(told)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "teardown":
+            self._rows += [row for name, row in report.user_properties if name == PROPERTY]
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        modules = Counter(costs.split(test)[0] for test in self._reached)
+        for path, count in modules.most_common(LISTED):
+            seconds = sum(self._left_out[test] for test in self._reached if costs.split(test)[0] == path)
+            terminalreporter.write_line(
+                f"left out, though reached: {path}: {count} tests, {seconds:.0f} CPU-s"
+            )
+        if len(modules) > LISTED:
+            terminalreporter.write_line(f"left out, though reached: {len(modules) - LISTED} more modules")
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, object, object]:
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        skips = reasons_of(report.longrepr for report in reporter.stats.get("skipped", []))
+        without = sum(skips[reason] for reason in NO_REASON)
+        if without and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        result = yield
+        if self._rows:
+            root = self._config.rootpath
+            costs.dump(costs.load(root).updated(shared_out(self._rows), root), root)
+        if without:
+            reporter.write_line(f"FAILED: {without} skips give no reason (-rs shows them)")
+        if self._tier:
+            reporter.write_line(self._closing(reporter, skips))
+        return result
+
+    def _closing(self, reporter: Any, skips: Counter[str]) -> str:
+        counts = [text for text, _ in reporter.build_summary_stats_line()[0] if "deselected" not in text]
+        left_out = None
+        if self.situation:
+            cpu_s = sum(self._left_out.values())
+            left_out = LeftOut(len(self._left_out), cpu_s, len(self._reached), self._changes.since)
+        wall_s = time.monotonic() - self._began
+        return closing_line(self._tier, counts, skips, left_out, self._seed, wall_s)
+
+
+def _names_tests(config: pytest.Config) -> bool:
+    """Say whether the command line names tests: these run, whatever they cost."""
+    is_default = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    return not is_default or bool(config.option.keyword or config.option.markexpr)

@@ -1,0 +1,29 @@
+"""Seeds of randomized tests: the same in each run of the fast tier, fresh ones in the full tier."""
+
+from __future__ import annotations
+
+import os
+import random
+
+VARIABLE = "TEST_SEED"
+"""It holds the run's seed, also for the processes that the tests start."""
+_FRESH = 10**6
+
+
+def seed() -> int:
+    return int(os.environ.get(VARIABLE, "0"))
+
+
+def seeds(count: int) -> range:
+    """Return seeds of this run, for as many cases: they begin with 0 where the run has no seed of its own."""
+    first = seed() * 1000
+    return range(first, first + count)
+
+
+def set_seed(chosen: int | None, fresh: bool) -> int:
+    """Set this run's seed: the chosen one, that of the environment, a fresh one where it shall be, or 0."""
+    if chosen is None:
+        given = os.environ.get(VARIABLE)
+        chosen = int(given) if given else random.SystemRandom().randrange(1, _FRESH) if fresh else 0
+    os.environ[VARIABLE] = str(chosen)
+    return chosen

@@ -1,0 +1,32 @@
+"""What the fast tier's choice depends on in this checkout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from tests.tiers.canaries import CANARIES
+from tests.tiers.changes import Changes
+from tests.tiers.choice import Situation
+from tests.tiers.reach import Imports
+
+KERNEL_TESTS = ("tests/docs/test_gpu_table.py", "tests/engine/test_interpreted_kernels.py")
+"""They interpret and compile Triton's kernels for minutes: a change of a kernel counts as one of theirs."""
+_INTERPRETED = "tests/engine/interpreted/"
+_IMPORTS_TRITON = re.compile(r"^(?:import|from) triton\b", re.MULTILINE)
+
+
+def situation_of(root: Path, changes: Changes) -> Situation:
+    distances = Imports(root).distances(changes.files) if changes.files else {}
+    if kernel_changed(root, changes.files):
+        distances |= dict.fromkeys(KERNEL_TESTS, 0)
+    return Situation(list(CANARIES.values()), distances, changes.number)
+
+
+def kernel_changed(root: Path, files: Collection[str]) -> bool:
+    """Say whether one of these files has kernels, or tests of them that Triton interprets."""
+    sources = [root / file for file in files if file.endswith(".py") and not file.startswith("tests/")]
+    return any(file.startswith(_INTERPRETED) for file in files) or any(
+        source.exists() and _IMPORTS_TRITON.search(source.read_text()) for source in sources
+    )

@@ -1,0 +1,91 @@
+"""A run of pytest with tiers: what it chooses, how it ends, what it records."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiers.choice import Situation, choose
+from tests.tiers.costs import Cost, Costs, Module, dump, load
+
+ROOT = Path(__file__).parents[2]
+MODULE = "tests/test_some.py"
+CONFTEST = """
+import pytest
+from tests.tiers import plugin
+
+pytest_addoption, pytest_configure = plugin.add_options, plugin.register
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput.update(plugin.worker_input(node.config))
+"""
+TESTS = """
+import time
+import pytest
+
+@pytest.fixture(scope="module")
+def shared():
+    end = time.process_time() + 1.6
+    while time.process_time() < end: pass
+
+def test_cheap(): pass
+def test_a(shared): pass
+def test_b(shared): pass
+def test_skipped(): pytest.skip("no such thing")
+"""
+
+
+def run(root: Path, *arguments: str) -> tuple[int, list[str]]:
+    """Return the exit status and the last lines."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    environment |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TEST_SEED": ""}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    return done.returncode, (done.stdout + done.stderr).splitlines()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\ntestpaths = ["tests"]\n')
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / MODULE).write_text(TESTS)
+    return tmp_path
+
+
+def test_named_tests_run_at_any_cost_and_a_skip_without_a_reason_fails_them(root: Path) -> None:
+    (root / MODULE).write_text(f"{TESTS}\n@pytest.mark.skip\ndef test_unexplained(): pass\n")
+    record = Costs(
+        {MODULE: Module(Cost(1.0, 1.0), {"test_a": Cost(100.0, 1.0), "test_cheap": Cost(1.0, 1.0)})}
+    )
+    dump(record, root)
+    status, lines = run(root, "--tier", "fast", "--record-costs", MODULE)
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert lines[-2] == "FAILED: 1 skips give no reason (-rs shows them)"
+    assert lines[-1].startswith(
+        "3 passed, 2 skipped (1 no such thing; 1 unconditional skip), fast tier, seed 0 in "
+    )
+    recorded = load(root).modules[MODULE].expensive
+    assert recorded.keys() == {"test_a", "test_b"}
+    assert all(0.8 <= cost.cpu_s < 1.2 for cost in recorded.values())
+
+
+def test_the_fast_tier_leaves_out_what_is_expensive(root: Path) -> None:
+    names = [f"test_{number}" for number in range(30)]
+    (root / MODULE).write_text(TESTS + "".join(f"def {name}(): pass\n" for name in names))
+    record = Costs({MODULE: Module(Cost(0.1, 0.1), dict.fromkeys(names, Cost(1.0, 1.0)))})
+    dump(record, root)
+    tests = [f"{MODULE}::{name}" for name in ["test_cheap", *names]]
+    count = len(choose(tests, record, Situation()).left_out)
+    assert 0 < count < 30
+    status, lines = run(root, "-p", "xdist.plugin", "-n", "1", "--tier", "fast")
+    assert status == pytest.ExitCode.OK
+    left_out = f"{count} left out ({count} CPU-s)"
+    assert lines[-1].startswith(
+        f"{33 - count} passed, 1 skipped (1 no such thing), {left_out}, fast tier, seed 0 in "
+    )

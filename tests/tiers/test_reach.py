@@ -1,0 +1,67 @@
+"""A change reaches the tests that import it, the nearest first, in whatever way they use it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiers.changes import Changes
+from tests.tiers.reach import Imports
+from tests.tiers.situation import KERNEL_TESTS, kernel_changed, situation_of
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def imports() -> Imports:
+    return Imports(ROOT)
+
+
+def test_a_test_that_imports_a_module_is_nearer_than_one_that_serves_with_it(imports: Imports) -> None:
+    distances = imports.distances(["router/journal.py"])
+    assert distances["tests/router/test_any_interleaving.py"] == 1
+    assert distances["tests/e2e/test_failover.py"] > 1
+    assert "tests/engine/test_sampler.py" not in distances
+
+
+def test_a_changed_test_is_at_no_distance_and_reaches_what_imports_it(imports: Imports) -> None:
+    assert imports.distances(["tests/protocol/test_codec.py"]) == {"tests/protocol/test_codec.py": 0}
+
+
+@pytest.mark.parametrize(
+    ("changed", "test"),
+    [
+        ("engine/sampler/choose.cpp", "tests/engine/test_sampler_native.py"),
+        ("router/api/pages/index.html", "tests/router/test_page.py"),
+        ("decode_worker/loop.py", "tests/e2e/test_failover.py"),
+        ("deploy/serve.py", "tests/deploy/test_serve.py"),
+        ("tests/router/conftest.py", "tests/router/test_chat.py"),
+        ("tests/worker/child.py", "tests/worker/test_worker_life.py"),
+    ],
+)
+def test_other_files_and_started_processes_count(imports: Imports, changed: str, test: str) -> None:
+    assert imports.distances([changed])[test] > 0
+
+
+def test_what_every_test_has_reaches_none(imports: Imports) -> None:
+    assert imports.distances(["tests/conftest.py", "removed.py", "docs/design.md"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_kernel"),
+    [
+        ("engine/attention/triton_kernel/attend.py", True),
+        ("tests/engine/interpreted/cases.py", True),
+        ("engine/scheduler.py", False),
+        ("docs/gpu.md", False),
+    ],
+)
+def test_kernels_and_their_interpreted_tests_are_known(changed: str, is_kernel: bool) -> None:
+    assert kernel_changed(ROOT, [changed]) == is_kernel
+
+
+def test_a_changed_kernel_counts_as_a_change_of_the_tests_that_interpret_it() -> None:
+    changes = Changes("a commit", frozenset(["engine/attention/triton_kernel/attend.py"]))
+    distances = situation_of(ROOT, changes).distances
+    assert [distances.get(path) for path in KERNEL_TESTS] == [0, 0]
