@@ -18,6 +18,8 @@ import psutil
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.tiers.seeds import seed
+
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
 GROWTH_BYTES = 64 * 2**20
 """What a long run may add to this process' memory after its first tenth."""
@@ -47,7 +49,7 @@ _ANY_EDGE = [None, True, [], {}, *(value for values in _EDGES.values() for value
 
 
 def fuzz(check: Callable[[Any], None], strategy: st.SearchStrategy[Any], examples: int) -> None:
-    """`check` raises for an example that did harm. Each round has other examples, always the same ones."""
+    """`check` raises for an example that did harm. Each round has other examples, those of the run's seed."""
     process = psutil.Process()
     started = time.monotonic()
     rss: int | None = None
@@ -55,7 +57,7 @@ def fuzz(check: Callable[[Any], None], strategy: st.SearchStrategy[Any], example
         run = settings(
             max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck)
         )(given(strategy)(check))
-        hypothesis.seed(number)(run)()
+        hypothesis.seed(seed() * 1000 + number)(run)()
         spent = time.monotonic() - started
         if rss is None and spent > SECONDS / 10:
             rss = process.memory_info().rss

@@ -22,6 +22,7 @@ from tests.engine.fake_pool import FakePool
 from tests.engine.listener import Listener
 from tests.engine.test_engine import ask, prompt_of, run, tiny_engine, tokens
 from tests.engine.test_recurrent import assert_empty, needs_hooks
+from tests.tiers.seeds import seeds
 from tests.worker.tiny_model import greedy, load, write_tiny_llama
 
 ROOT = b"r" * 16
@@ -355,7 +356,7 @@ class Machine:
         assert self.listener.held == {(Medium.GPU, identity) for identity in self.block_pool.published()}
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_no_block_leaks_or_is_written_while_others_may_read_it(seed: int) -> None:
     machine = Machine(seed)
     for _ in range(300):
@@ -392,7 +393,7 @@ def test_states_that_were_passed_go_first_and_those_of_many_last() -> None:
         assert (kept(chat), kept(third)) == (chats_states, thirds_states)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_what_is_told_is_there(seed: int) -> None:
     """Whoever hears of a state may go on behind it, however old it is."""
     machine = Machine(seed)

@@ -24,6 +24,7 @@ from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from tests.engine.tiers_parts import eventually
+from tests.tiers.seeds import seeds
 from tests.worker.tiny_model import VOCAB_SIZE, assert_greedy, greedy, load, write_tiny_llama
 
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
@@ -407,7 +408,7 @@ def test_an_aborted_fetch_leaves_nothing_behind(stuck_engine: Engine) -> None:
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_random_traffic_keeps_the_tokens_and_leaks_nothing(
     make_engine: Callable[..., Engine], reference: PreTrainedModel, tmp_path: Path, seed: int
 ) -> None:

@@ -22,6 +22,7 @@ from tests.engine.tiers_parts import (
     identity_of,
     open_file,
 )
+from tests.tiers.seeds import seeds
 
 BLOCK_BYTES = 256
 
@@ -312,7 +313,7 @@ def test_closing_writes_what_is_queued(stuck_rig: Rig, make_rig) -> None:
     assert make_rig().on_disk(*range(8)) == list(range(8))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_random_traffic_serves_right_content_and_loses_no_slot(make_rig, seed: int) -> None:
     rng = random.Random(seed)
     rig = make_rig(host_slots=rng.randrange(4, 12), disk_slots=rng.randrange(12, 30))

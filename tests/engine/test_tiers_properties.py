@@ -130,6 +130,5 @@ TestBlockManagerOverHostTier.settings = settings(
     max_examples=50,
     stateful_step_count=50,
     deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )

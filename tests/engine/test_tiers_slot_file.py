@@ -139,7 +139,7 @@ def inflict(path: Path, kind: str, seed: int) -> None:
         path.write_bytes(raw)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(damages=st.lists(DAMAGE, min_size=1, max_size=3))
 def test_no_damage_is_served(
     tmp_path_factory: pytest.TempPathFactory, damages: list[tuple[str, str, int]]

@@ -1,14 +1,9 @@
-"""Random schedules of faults over some requests.
-
-Each is a function of its seed, which is in the test's name. TANDEM_FAULT_SEEDS chooses others: `17` or
-`17,23` replays these, `1000-1999` runs a range.
-"""
+"""Random schedules of faults over some requests, each a function of its seed, which is in the test's name."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,8 +15,9 @@ from tests.faults.arena import Arena, Request
 from tests.faults.points import CONVERTING, ONLY_OVER, RECEIVER_POINTS, SENDER_POINTS, Action, Fault, Point
 from tests.faults.processes import SMALL, Child, DiedError, Keeper, Stock
 from tests.faults.proxy import Damage, Kind
+from tests.tiers.seeds import seeds
 
-DEFAULT_SEEDS = "0-199"
+SCHEDULES = 40
 ORPHAN_S = 0.5
 """For a receiver to learn that its sender is gone."""
 ROUND_S = 4.0
@@ -33,12 +29,6 @@ TRANSPORTS = [("tcp",), ("shm",), ("shm", "tcp"), ("tcp", "shm")]
 WITH_UCX = [("ucx",), ("ucx", "tcp")]
 UCX_SHARE = 0.06
 """Of the schedules: an agent takes half a second to start."""
-
-
-def seeds() -> Iterator[int]:
-    for part in os.environ.get("TANDEM_FAULT_SEEDS", DEFAULT_SEEDS).split(","):
-        first, _, last = part.partition("-")
-        yield from range(int(first), int(last or first) + 1)
 
 
 @dataclass(frozen=True)
@@ -116,7 +106,7 @@ def running(stock: Stock, request: pytest.FixtureRequest) -> Iterator[dict[int, 
     executor.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("seed", list(seeds()))
+@pytest.mark.parametrize("seed", seeds(SCHEDULES))
 def test_schedule(running: dict[int, Future[None]], seed: int) -> None:
     print(f"seed {seed}: {Schedule.of(seed)}")
     running[seed].result()

@@ -27,6 +27,7 @@ from tests.kvtransfer.transfer_sides import (
     make_pool,
     wait_until,
 )
+from tests.tiers.seeds import seeds
 
 Closing = Callable[[Any], Any]
 OTHER_KEY = bytes(32)
@@ -185,7 +186,7 @@ def test_pending_handshakes_are_bounded_and_end(closing: Closing, transport: str
     assert isinstance(push_one(closing(SenderEnd([transport])), receiver), Completed)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_garbage_is_counted_and_harms_no_one(closing: Closing, transport: str, seed: int) -> None:
     rng = random.Random(seed)
     receiver = closing(ReceiverEnd([transport], handshake_timeout_s=0.3, max_pending_handshakes=100))

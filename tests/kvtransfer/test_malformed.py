@@ -24,6 +24,7 @@ from tests.kvtransfer.transfer_sides import (
     make_pool,
     wait_until,
 )
+from tests.tiers.seeds import seeds
 
 Closing = Callable[[Any], Any]
 
@@ -75,7 +76,7 @@ def test_a_malformed_piece_closes_only_its_connection(closing: Closing, transpor
     assert isinstance(sender.wait_lease("good"), Completed)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_mutated_pieces_never_write_outside_of_the_lease(closing: Closing, transport: str, seed: int) -> None:
     """The first one is whole, so that something is written."""
     rng = random.Random(seed)

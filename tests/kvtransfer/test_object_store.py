@@ -30,6 +30,7 @@ from protocol.errors import ProtocolError
 from protocol.peers import PeerAddress
 from tests.kvtransfer.ray_ends import RemoteSide, Side, wait_stored
 from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, block, make_pool
+from tests.tiers.seeds import seeds
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -142,7 +143,7 @@ def test_the_store_has_room_for_what_is_in_flight() -> None:
     assert object_store_bytes(three) == least + 6 * _STORE_BYTES_PER_PAIR
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_buffers_that_are_cut_differently_are_paired(seed: int) -> None:
     rng = random.Random(seed)
     nbytes = rng.randrange(1, 2000)

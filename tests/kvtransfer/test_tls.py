@@ -32,6 +32,7 @@ from tests.kvtransfer.transfer_sides import (
     make_pool,
     wait_until,
 )
+from tests.tiers.seeds import seeds
 
 Closing = Callable[[Any], Any]
 PROMPT_S = 15.0
@@ -332,7 +333,7 @@ def test_a_silent_receiver_is_waited_for_and_given_up(closing: Closing, tls: Tra
         assert time.process_time() - before < 0.3
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_garbage_harms_no_one(closing: Closing, tls: TransportOptions, seed: int) -> None:
     rng = random.Random(seed)
     receiver = closing(ReceiverEnd(["tcp"], None, tls, handshake_timeout_s=0.3, max_pending_handshakes=100))

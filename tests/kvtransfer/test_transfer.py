@@ -10,6 +10,7 @@ import pytest
 
 from kvtransfer import Completed, Progress, Sent
 from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, block, is_over, make_pool, moved
+from tests.tiers.seeds import seeds
 
 Closing = Callable[[Any], Any]
 
@@ -28,7 +29,7 @@ def random_extents(rng: random.Random, num_sources: int, num_targets: int) -> li
     return extents
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 @pytest.mark.parametrize("block_bytes", [48, 4096, 100_000])
 def test_every_pushed_block_is_equal_and_no_other_changes(
     closing: Closing, transport: str, seed: int, block_bytes: int

@@ -270,13 +270,13 @@ def refused_or_decoded(channel: codec.BoundedDecoder, raw: bytes) -> None:
     assert channel.decode(codec.encode(message)) == message
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None)
 @given(raw=st.binary(max_size=200), channel=st.sampled_from(CHANNELS))
 def test_random_bytes(raw, channel):
     refused_or_decoded(channel, raw)
 
 
-@settings(max_examples=600, deadline=None, derandomize=True)
+@settings(max_examples=600, deadline=None)
 @given(data=st.data())
 def test_damaged_messages(data):
     channel, message = data.draw(st.sampled_from(MESSAGES))
@@ -301,7 +301,7 @@ anything = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400, deadline=None)
 @given(data=st.data())
 def test_fields_of_any_other_type(data):
     channel, message = data.draw(st.sampled_from(MESSAGES))

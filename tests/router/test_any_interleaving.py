@@ -490,7 +490,6 @@ def test_any_interleaving(policy: str) -> None:
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),
-            derandomize=True,
         ),
     )
 

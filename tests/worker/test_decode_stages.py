@@ -464,7 +464,7 @@ def test_every_field_of_a_manifest_is_mutated_below(light: LightLoop, engine: En
 
 
 @pytest.mark.parametrize("field", OTHER_VALUES)
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_wrong_field_is_refused_by_its_name(engine: Engine, field: str, data: st.DataObject) -> None:
     with decode_loop(engine) as light:
