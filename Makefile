@@ -2,12 +2,13 @@ BIN := .venv/bin
 ARGS ?=
 PYTEST_ARGS ?=
 TEST_PROCESSES ?= 3
+RUN_TESTS = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test pytest lint clean
+.PHONY: help install serve test test-all test-costs pytest lint clean
 
 help:  ## Show what there is
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: .venv/.installed  ## Set up .venv with all that serving needs
 
@@ -16,10 +17,16 @@ serve: export TANDEM_SPECULATIVE_CONFIG ?= {"method": "suffix"}
 serve: .venv/.installed  ## Serve the bundled model on 127.0.0.1:8000 (ARGS="--port 9000" for options)
 	exec $(BIN)/tandem serve $(ARGS)
 
-test: lint pytest  ## Run the checks and the tests (PYTEST_ARGS="-m 'not slow'" to choose)
+test: lint pytest  ## Run the checks and the fast tier of tests (PYTEST_ARGS="tests/router -k drain" to choose)
+
+test-all: lint .venv/.compiled  ## Run the checks and all tests, the randomized ones with fresh seeds
+	$(RUN_TESTS) --tier full $(PYTEST_ARGS)
+
+test-costs: .venv/.compiled  ## Run all tests and write what they cost to tests/costs.json
+	$(RUN_TESTS) --tier full --seed 0 --record-costs $(PYTEST_ARGS)
 
 pytest: .venv/.compiled
-	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) $(PYTEST_ARGS)
+	$(RUN_TESTS) --tier fast $(PYTEST_ARGS)
 
 lint: .venv/.installed-test  ## Run ruff, mypy, the import rules and the check of docstrings
 	$(BIN)/ruff check .
