@@ -48,6 +48,13 @@ def choose(tests: Sequence[str], costs: Costs, situation: Situation) -> Choice:
     return Choice(chosen, left_out, {test for test in left_out if split(test)[0] in situation.distances})
 
 
+def missing(canaries: Iterable[str], tests: Iterable[str]) -> list[str]:
+    """Return the canaries that are not among these tests, though their modules are."""
+    known = set(tests)
+    modules = {split(test)[0] for test in known}
+    return [canary for canary in canaries if canary not in known and split(canary)[0] in modules]
+
+
 def _changed(tests: Iterable[str], distances: Mapping[str, int]) -> set[str]:
     """Return all tests of modules that have changed themselves."""
     return {test for test in tests if distances.get(split(test)[0]) == 0}

@@ -11,7 +11,7 @@ import pytest
 
 from tests.tiers import costs
 from tests.tiers.changes import Changes, find_changes
-from tests.tiers.choice import Situation, choose
+from tests.tiers.choice import Situation, choose, missing
 from tests.tiers.closing import NO_REASON, LeftOut, closing_line, reasons_of
 from tests.tiers.recorder import PROPERTY, Recorder, shared_out
 from tests.tiers.seeds import set_seed
@@ -70,7 +70,11 @@ class Chooser:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        choice = choose([item.nodeid for item in items], costs.load(self._config.rootpath), self._situation)
+        tests = [item.nodeid for item in items]
+        unknown = missing(self._situation.canaries, tests)
+        if unknown:
+            raise pytest.UsageError(f"no such canaries: {', '.join(unknown)}; see tests/tiers/canaries.py")
+        choice = choose(tests, costs.load(self._config.rootpath), self._situation)
         left_out = [item for item in items if item.nodeid not in choice.chosen]
         items[:] = [item for item in items if item.nodeid in choice.chosen]
         self._config.hook.pytest_deselected(items=left_out)

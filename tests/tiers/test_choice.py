@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.tiers.choice import DEAREST_CPU_S, REACH_CPU_S, TENTHS, Situation, choose
-from tests.tiers.costs import Cost, Costs, Module
+from tests.tiers.canaries import CANARIES
+from tests.tiers.choice import DEAREST_CPU_S, REACH_CPU_S, TENTHS, Situation, choose, missing
+from tests.tiers.costs import Cost, Costs, Module, split
 
 A, B, C = "tests/test_a.py", "tests/test_b.py", "tests/test_c.py"
 
@@ -45,6 +47,15 @@ def test_of_a_module_without_cheap_tests_the_cheapest_runs() -> None:
 def test_canaries_run_at_any_cost() -> None:
     tests = [f"{A}::cheap", f"{A}::dear"]
     assert chosen(tests, record(a={"dear": 1000.0}), Situation(canaries=[tests[1]])) == set(tests)
+
+
+def test_a_canary_that_is_gone_from_its_module_is_named() -> None:
+    assert missing([f"{A}::x", f"{A}::y", f"{B}::z"], [f"{A}::x", f"{C}::x"]) == [f"{A}::y"]
+
+
+def test_the_modules_of_all_canaries_exist() -> None:
+    root = Path(__file__).parents[2]
+    assert {path for path, _ in map(split, CANARIES.values()) if not (root / path).exists()} == set()
 
 
 def test_all_tests_of_a_changed_module_run() -> None:
