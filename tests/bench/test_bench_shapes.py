@@ -29,7 +29,6 @@ def test_parameter_counts(name, millions):
     assert model.num_parameters() / 1e6 == pytest.approx(millions, abs=0.1)
 
 
-@pytest.mark.slow
 def test_a_written_shape_loads(tmp_path):
     write_shape("llama-29m", tmp_path)
     assert (

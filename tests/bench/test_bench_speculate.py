@@ -250,7 +250,6 @@ def check_files(folder: Path, cases: int) -> dict[str, Any]:
     return document
 
 
-@pytest.mark.slow
 def test_engines_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With coupled verification every answer is the baseline's."""
     monkeypatch.setattr(Engines, "max_prompt_len", 16)
@@ -268,7 +267,6 @@ def test_engines_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "`tandem bench speculate --method draft_model --num-tokens 0,3,auto --concurrency 1,2" in table
 
 
-@pytest.mark.slow
 def test_a_server_is_asked_request_by_request(tmp_path: Path) -> None:
     config = parse_drafting("draft_model", str(BUNDLED_MODEL)).config
     memory = {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024}

@@ -57,7 +57,6 @@ def test_the_other_rows_do_without_ray() -> None:
     assert forked.exitcode == 0
 
 
-@pytest.mark.slow
 def test_the_wires_beyond_move_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw, "TOTAL_BYTES", 8 * 1024 * 1024)
     figures = [*rows.MEASURES["tls"](1), *rows.MEASURES["object_store"](1)]
@@ -65,7 +64,6 @@ def test_the_wires_beyond_move_their_blocks(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(figure.value > 0 for figure in figures)
 
 
-@pytest.mark.slow
 def test_a_link_between_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := link.why_not():
         pytest.skip(reason)

@@ -30,7 +30,6 @@ from tests.cluster.namespaces import Isolated, wait
 
 WHY_NOT = why_not()
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
 ]

@@ -30,7 +30,6 @@ from tests.faults.test_whole_requests import run_in_network
 from tests.worker.tiny_model import greedy
 
 __all__ = ["folder", "reference"]
-pytestmark = pytest.mark.slow
 
 DEFAULTS = ServeConfig()
 RATE = 4_000_000

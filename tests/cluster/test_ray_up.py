@@ -20,7 +20,6 @@ from tests.cluster.streams import Stream
 
 WHY_NOT = why_not()
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
 ]

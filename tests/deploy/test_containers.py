@@ -184,7 +184,6 @@ def containers(tmp_path: Path) -> Iterator[Containers]:
         running.close()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 def test_services_answer_on_one_ray_and_lose_a_node(containers: Containers) -> None:

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from deploy.local_ray import last_errors
 
 START = """if True:
@@ -57,7 +55,6 @@ def run_start(change: str, fails_soon: str, timeout: float) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-@pytest.mark.slow
 def test_a_raylet_that_does_not_come_is_started_again() -> None:
     """Its successor runs without agents, and nothing of the first attempt is left."""
     output, errors = run_start(
@@ -67,7 +64,6 @@ def test_a_raylet_that_does_not_come_is_started_again() -> None:
     assert "Ray is started again, since it did not start: The current node timed out" in errors
 
 
-@pytest.mark.slow
 def test_a_start_that_fails_shows_what_rays_logs_say() -> None:
     output, _ = run_start("[*command, '--node_id=short']", "True", 0.0)
     first, *rest = output.splitlines()

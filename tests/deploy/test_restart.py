@@ -13,7 +13,7 @@ import pytest
 
 from tests.deploy.server_process import ServerProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.timeout(240)]
 
 CLIENTS = 4
 RESTART_S = 120.0

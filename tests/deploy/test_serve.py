@@ -31,7 +31,7 @@ from tests.deploy.server_process import (
     wide_listeners,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.timeout(240)]
 
 SMALL_MAMBA = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "vocab_size": 300}
 SMALL_MAMBA |= {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}

@@ -144,7 +144,6 @@ def test_a_frozen_worker_is_killed(host: Host, tiny_folder: Path) -> None:
     worker.kill()  # nobody else gets it
 
 
-@pytest.mark.slow
 def test_five_come_back_together(host: Host, tiny_folder: Path) -> None:
     config = tiny_config(tiny_folder)
     names = [f"five-{index}" for index in range(5)]

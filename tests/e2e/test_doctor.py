@@ -17,7 +17,7 @@ from tests.e2e.serving import HttpServing
 from tests.e2e.test_speculation import options
 from tests.faults.proxy import CHUNK, Damage, Proxy
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.timeout(240)]
 
 WATCHED_S = 1.0
 LOOKS = 30

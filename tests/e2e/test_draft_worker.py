@@ -15,7 +15,7 @@ from tests.e2e.serving import HttpServing
 from tests.speculation.small_engine import write_pair
 from tests.worker.tiny_model import VOCAB_SIZE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.timeout(240)]
 
 SLOW = "slow:0.01"
 """So that drafts come in time on a busy machine too."""

@@ -78,7 +78,6 @@ def test_running_requests_move_with_their_kv(
         check_nothing_is_left(serving)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 def test_drafts_go_on_at_the_new_worker(method: str, pool: ThreadPoolExecutor) -> None:
     """The draft's KV comes along, so the new worker's drafter reads a few tokens, not the whole text."""

@@ -34,7 +34,6 @@ def ask(serving: HttpServing, key: str, seed: int, max_tokens: int) -> tuple[flo
     return first, events
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "workers", [{"decode-0": ""}, {"prefill-0": "", "decode-0": ""}], ids=["one", "pair"]
 )

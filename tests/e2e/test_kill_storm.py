@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import httpx
-import pytest
 
 from bench.kills import Storm
 from bench.own_server import serving
@@ -28,7 +27,6 @@ class SmallStorm(Storm):
                 return kind, victim, pid
 
 
-@pytest.mark.slow
 def test_no_request_notices_kills_and_freezes() -> None:
     with serving(["--prefill-replicas", "1", "--decode-replicas", "2"]) as http:
         every = 1.5

@@ -17,7 +17,7 @@ from bench.shapes.tokenizer import save_tokenizer
 from tests.deploy.server_process import ServerProcess
 from tests.worker.tiny_model import VOCAB_SIZE, greedy, load, write_tiny_llama
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.timeout(240)]
 LENGTHS = [1, 16, 100, 600]
 
 

@@ -20,7 +20,6 @@ from protocol.sampling import SamplingParams
 from tests.e2e.serving import HttpServing
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(
         kernel_fault(torch.device("cpu"), torch.bfloat16) is not None,
         reason="this machine has no such kernel",

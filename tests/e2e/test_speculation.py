@@ -17,7 +17,7 @@ from models.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
 from protocol.speculation import WEIGHTLESS
 from tests.e2e.serving import PAIR, HttpServing
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.timeout(240)]
 
 DEPLOYMENTS: dict[str, dict[str, Any]] = {
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 4},

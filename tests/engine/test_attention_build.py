@@ -178,7 +178,6 @@ def test_structs_unlike_those_in_the_sources_are_refused() -> None:
         build.load_library(SOURCE, structs.KvLayerArgs, structs.PoolArgs, structs.StepArgs, CallArgs)
 
 
-@pytest.mark.slow
 @has_compiler
 @pytest.mark.parametrize("level", ["x86-64", "x86-64-v3", "x86-64-v4"])
 def test_portable_code_gives_the_same_attention(

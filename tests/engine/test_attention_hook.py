@@ -147,7 +147,6 @@ def test_same_logits_as_the_plain_model(architecture: str, backend: str) -> None
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiles_without_a_graph_break(backend: str) -> None:
     tokens = random_tokens()

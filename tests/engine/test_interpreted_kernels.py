@@ -26,7 +26,6 @@ FILES = {name: [f"{HERE}/{kind}.py" for kind in kinds] for name, kinds in GROUPS
 FASTER = "tests.engine.interpreted.faster"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("group", FILES)
 def test_interpreted_kernels_compute_the_same(group: str) -> None:

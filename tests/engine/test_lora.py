@@ -109,7 +109,6 @@ def test_merged_and_separate_weights_give_equal_tokens(name: str, folders: dict[
     assert_empty(engine)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_compiled_forward_adds_adapters(name: str, folders: dict[str, Path]) -> None:
     folder = folders[name]

@@ -80,7 +80,6 @@ def test_a_product_is_that_of_the_dequantized_weight(kind: str, inputs: int, out
     check_product(kind, inputs, outputs)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("level", ["x86-64", "x86-64-v3", "x86-64-v4"])
 def test_portable_code_has_the_same_codes(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel as less able CPUs would have it."""

@@ -304,7 +304,6 @@ def test_as_many_rows_as_logits() -> None:
         Sampler(9, "cpu", []).choose(torch.zeros(1, 9), [make_row("a"), make_row("b")])
 
 
-@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("level", ["x86-64", "x86-64-v3", "x86-64-v4"])
 def test_portable_code_chooses_the_same_tokens(

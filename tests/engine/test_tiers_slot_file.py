@@ -195,7 +195,6 @@ def test_a_flipped_bit_in_an_entry_drops_the_block(tmp_path: Path) -> None:
     damaged.close()
 
 
-@pytest.mark.slow
 def test_a_process_killed_while_it_writes_leaves_whole_blocks_only(tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")

@@ -32,7 +32,6 @@ from tests.e2e.test_failover import (
 from tests.worker.child import run_child
 
 __all__ = ["expected", "folder", "pool", "reference"]
-pytestmark = pytest.mark.slow
 
 BLOCK = 16
 

@@ -32,7 +32,7 @@ from tests.kvtransfer.ray_ends import RemoteSide, Side, wait_stored
 from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, block, make_pool
 from tests.tiers.seeds import seeds
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.timeout(180)]
 
 Make = Callable[..., RemoteSide]
 NUM_BLOCKS, BLOCK_BYTES = 64, 1024 * 1024

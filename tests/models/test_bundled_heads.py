@@ -52,7 +52,6 @@ def generate(
     return list(tokens.values()), sum(map(len, tokens.values())) / steps
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("tree", "num_tokens"), [(False, 3), (True, 16)])
 def test_medusa_heads_bring_tokens_and_change_none(
     requests: list[EngineRequest], tree: bool, num_tokens: int

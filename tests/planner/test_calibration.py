@@ -75,7 +75,6 @@ def test_drafts_are_those_of_who_has_drafted_without_what_ran_at_that_moment():
     assert drafts_of(told[:1]) is None
 
 
-@pytest.mark.slow
 def test_a_real_server_is_measured(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(calibration, "BURSTS", (4,))
     monkeypatch.setattr(calibration, "ROUNDS", 2)

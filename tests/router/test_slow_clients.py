@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 
-import pytest
 from router_clients import eventually
 
 from router.bodies import BODY_TIMEOUT_S
@@ -49,7 +48,6 @@ def of_body(body: dict) -> bytes:
     return HEAD + b"content-length: %d\r\n\r\n" % len(raw) + raw
 
 
-@pytest.mark.slow
 def test_none_of_them_stays_and_others_are_served(make_router):
     router = make_router()
     worker = router.add_worker(max_model_len=100_000, tokens_per_step=200, step_s=0.001)

@@ -143,7 +143,6 @@ def test_a_text_that_cannot_fit_is_not_tokenized(model_folder):
     assert tokenizer.encode_prompt(long, True, 10_000, "prompt") == tokenizer.encode(long)
 
 
-@pytest.mark.slow
 def test_slow_tokenizers_are_converted(tmp_path):
     """Only vocabulary files, as older models have: another process converts them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

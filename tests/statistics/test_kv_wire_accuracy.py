@@ -40,7 +40,6 @@ def without_last_bit(blocks: bytearray) -> bytearray:
     return bytearray(((bits + 1) & ~1).view(torch.uint8).numpy().tobytes())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "wire_dtype", "most_error", "continuations", "decisions", "largest_margin"),
     [
@@ -73,7 +72,6 @@ def test_greedy_decoding_goes_on_as_without_the_wire(
     assert agreed.margins.max(initial=0) <= largest_margin
 
 
-@pytest.mark.slow
 def test_int8_costs_bfloat16_hardly_more_than_the_last_bit_of_its_values_does() -> None:
     model = handoffs("bfloat16")
     _, of_int8 = through_the_wire("bfloat16", "int8")

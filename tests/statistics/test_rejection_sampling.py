@@ -59,7 +59,6 @@ rules_on_their_paths = pytest.mark.parametrize(
 """Both for the standard rule. Blocks are verified by torch on both."""
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("path", "verification"), [("compiled", "standard"), ("torch", "block")], indirect=["path"]

@@ -94,7 +94,6 @@ def alone(prompts: list[list[int]], plain: list[list[int]]) -> float:
         return acceptance(cluster, "alone")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("prefill", "transport"), [("carry", "tcp"), ("rebuild", "shm")])
 def test_as_many_drafts_are_accepted_after_a_hand_off_as_without(
     prompts: list[list[int]], plain: list[list[int]], alone: float, prefill: str, transport: str
@@ -107,7 +106,6 @@ def test_as_many_drafts_are_accepted_after_a_hand_off_as_without(
         cluster.wait_empty(*pair)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", HEADS)
 def test_heads_read_the_hidden_state_that_came_with_the_hand_off(
     prompts: list[list[int]], plain: list[list[int]], method: str
@@ -125,7 +123,6 @@ def test_heads_read_the_hidden_state_that_came_with_the_hand_off(
         cluster.wait_empty(*pair, alone)
 
 
-@pytest.mark.slow
 def test_the_first_step_after_a_hand_off_speculates(prompts: list[list[int]]) -> None:
     with Cluster() as cluster:
         prefill, decode = cluster.start_pair(config(speculating(prefill="carry")))
