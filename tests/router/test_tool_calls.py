@@ -418,7 +418,7 @@ def test_one_call_where_the_template_takes_no_more(tmp_path):
     single = Scripted(tmp_path / "single", source)
     message, _ = single.message(WEATHER + NOW, False, tools=TOOLS)
     assert functions(message) == [("get_weather", PARIS)]
-    single.message(NOW, False, tools=TOOLS, tool_choice="required")
+    single.message(NOW, False, tools=TOOLS, tool_choice="required", parallel_tool_calls=True)
     grammar = single.worker.generated[-1].sampling.grammar
     assert takes_whole(single, grammar, NOW) and not takes_whole(single, grammar, f"{NOW}\n{NOW}")
     single.close()
