@@ -23,6 +23,7 @@ PACKAGES = (
     "prefill_worker",
     "protocol",
     "training",
+    "worker",
 )
 """The packages that are held to this so far."""
 

@@ -1,1 +1,3 @@
-"""What prefill and decode workers share: set-up, the router's line, the heartbeat and the engine loop."""
+"""The code that all roles of workers share: set-up, the connections to routers, the heartbeat and the engine
+loop.
+"""

@@ -1,7 +1,7 @@
 """Reads adapters from the disk while the worker's loop goes on.
 
-The disk may be another host's, and stand still. So each adapter is read in a thread of its own, and a read
-that brings nothing fails the requests that wait for it, and no others.
+A network's disk may stand still. Each adapter is therefore read in a thread of its own, and a stalled read
+fails only the requests that wait for it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from worker.counters import Counters
 log = logging.getLogger(__name__)
 
 STALL_S = 10.0
-"""A read that brings nothing for so long has failed. A network's disk that works takes milliseconds, and one
-whose server is started anew some seconds.
+"""[s] The time without progress after which a read has failed. A working network disk answers within
+milliseconds, and one whose server restarts within some seconds.
 """
 
 READS_AT_ONCE = 4
-"""Others wait for their turn: each read holds an adapter's bytes."""
+"""The number of concurrent reads. Others wait for their turn, because each read holds an adapter's bytes."""
 
 MOST_STALLED = 32
-"""Threads that wait for a disk cannot be ended. With so many of them nothing more is read."""
+"""The number of stalled reads from which on no new read begins: a thread that waits for a disk cannot be
+ended.
+"""
 
 _REQUEST, _NAME = "request", "name"
-"""Who waits for an adapter."""
+"""The two kinds of keys in `AdapterLoads._wishes`: a request waits for an adapter, or a name is to get one.
+"""
 
 Problem = tuple[ErrorKind, str]
 OnEnd = Callable[[AdapterFiles | None, Problem | None], None]
@@ -43,7 +46,7 @@ OnEnd = Callable[[AdapterFiles | None, Problem | None], None]
 class _Read:
     path: str
     moved_at: float = field(default_factory=time.monotonic)
-    """When it last brought something (monotonic seconds)."""
+    """When the read last made progress (monotonic seconds)."""
     result: AdapterFiles | AdapterError | None = None
 
     def on_piece(self) -> None:
@@ -52,7 +55,7 @@ class _Read:
 
 @dataclass(eq=False)
 class _Wish:
-    """Somebody waits for an adapter: `on_end` gets its files, if any had to be read, or what is wrong."""
+    """A wait for an adapter: `on_end` gets the adapter's files, if they had to be read, or the problem."""
 
     path: str
     digest: str
@@ -60,35 +63,35 @@ class _Wish:
 
 
 class AdapterLoads:
-    """Belongs to the loop's thread, which calls `poll` again and again, also when `wake` was called."""
+    """Loads adapters. Belongs to the loop's thread, which calls `poll` regularly and after each `wake`."""
 
     def __init__(self, adapters: Adapters | None, counters: Counters, wake: Callable[[], None]) -> None:
-        """Without `adapters` there is no --enable-lora."""
+        """Accept no adapters if `adapters` is None, that is without --enable-lora."""
         self._adapters = adapters
         self._counters = counters
         self._wake = wake
         self._wishes: dict[tuple[str, str], _Wish] = {}
-        """By the request's id, or by the name that an adapter is to get; oldest first."""
+        """The waits, by kind and by request id or adapter name; oldest first."""
         self._reads: dict[str, _Read] = {}
-        """Those under way, by path."""
+        """The reads in progress, by path."""
         self._stalled: dict[str, _Read] = {}
-        """Those that were given up, while their threads live."""
+        """The reads that were given up and whose threads are still alive, by path."""
         self._done: SimpleQueue[_Read] = SimpleQueue()
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether the request waits for its adapter."""
+        """Return whether the request waits for its adapter."""
         return (_REQUEST, request_id) in self._wishes
 
     def request_ids(self) -> list[str]:
-        """The requests that wait for their adapters."""
+        """Return the ids of the requests that wait for their adapters."""
         return [key for kind, key in self._wishes if kind == _REQUEST]
 
     def awaits(self, digest: str) -> bool:
         return any(wish.digest == digest for wish in self._wishes.values())
 
     def load(self, name: str, path: str, digest: str, on_end: Callable[[str, Problem | None], None]) -> None:
-        """Keep the folder's adapter under a name, then tell its digest, or what is wrong. If `unload` comes
-        first, nothing is told.
+        """Load the folder's adapter under a name, then call `on_end` with its digest or the problem. If
+        `unload` comes first, `on_end` is not called.
         """
         adapters = self._adapters
         if adapters is None:
@@ -111,11 +114,11 @@ class AdapterLoads:
             self._adapters.unload(name)
 
     def require(self, request: EngineRequest, then: Callable[[Problem | None], None]) -> None:
-        """Call `then` once the request's adapter is here (at once if it has none), or with what is wrong. It
-        is not called if `abort` comes first, or another call for the same request.
+        """Call `then` once the request's adapter is here (at once if it has none), or with the problem.
+        `then` is not called if `abort` or another call for the same request comes first.
         """
         adapters, adapter = self._adapters, request.adapter
-        if adapter is None or adapters is None:  # the engine refuses what it cannot serve
+        if adapter is None or adapters is None:  # the engine refuses a request that it cannot serve
             then(None)
             return
 
@@ -130,11 +133,13 @@ class AdapterLoads:
         self._want((_REQUEST, request.request_id), _Wish(adapter.path, adapter.digest, end))
 
     def abort(self, request_id: str) -> None:
-        """Unknown ids are ignored."""
+        """Stop waiting for the request's adapter. Unknown ids are ignored."""
         self._wishes.pop((_REQUEST, request_id), None)
 
     def poll(self, now: float) -> None:
-        """Go on with what was read. `now` is `time.monotonic()`."""
+        """Finish the completed reads, give up the stalled ones and begin new ones. `now` is
+        `time.monotonic()`.
+        """
         while not self._done.empty():
             read = self._done.get()
             if self._stalled.pop(read.path, None) is not None:
@@ -167,7 +172,7 @@ class AdapterLoads:
                 threading.Thread(target=self._read, args=(read,), name="adapter", daemon=True).start()
 
     def _read(self, read: _Read) -> None:
-        """In a thread of its own."""
+        """Read an adapter's files. Runs in a thread of its own."""
         assert self._adapters is not None
         try:
             read.result = self._adapters.read(read.path, read.on_piece)

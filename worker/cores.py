@@ -1,9 +1,8 @@
-"""Cores that workers of one host lend each other while they have nothing to do.
+"""Lends the cores of idle workers to the busy workers of the same host.
 
-Each worker has a share of the host's cores. One that waits for messages says so on a board in memory that
-all share; those that work divide its share among themselves, anew at each of their steps. So a lender that
-wakes shares its cores for one step of the borrower at most. Nothing waits for the board, and the system is
-not called for it.
+Each worker has a share of the host's cores. A worker that waits for messages marks itself idle on a board in
+shared memory; the busy workers divide its share among themselves at each of their steps. So a lender that
+wakes shares its cores for one step of the borrower at most. The board takes no lock and no system call.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 MAX_WORKERS = 256
-"""On one board. Further ones keep to their own share."""
+"""The number of workers on one board. Further workers keep to their own share."""
 _UNUSED, _IDLE, _BUSY = b"\0", b"\1", b"\2"
 
 
 class CoreBoard:
-    """One byte for each worker that a process forks. The workers inherit the memory."""
+    """A board with one byte for each worker that a process forks. The workers inherit its memory."""
 
     def __init__(self) -> None:
         self._states = mmap.mmap(-1, MAX_WORKERS)
@@ -28,7 +27,7 @@ class CoreBoard:
         self._states[place : place + 1] = _BUSY if is_busy else _IDLE
 
     def count(self) -> tuple[int, int]:
-        """How many workers there are, and how many of them are busy."""
+        """Return the number of workers and how many of them are busy."""
         states = self._states[:]
         return MAX_WORKERS - states.count(_UNUSED), states.count(_BUSY)
 
@@ -39,9 +38,9 @@ class CorePlace(NamedTuple):
 
 
 class CorePlaces:
-    """Who has which place on the board of the process that forks the workers.
+    """Assigns places on a board, in the process that forks the workers.
 
-    The place of one that has ended, in whatever way, counts as idle until another one takes it.
+    The place of an ended worker counts as idle until another worker takes it, however the worker ended.
     """
 
     def __init__(self) -> None:
@@ -49,7 +48,7 @@ class CorePlaces:
         self._taken: dict[int, int] = {}
 
     def first_free(self) -> CorePlace | None:
-        """For a worker that is about to be forked; None where there are too many."""
+        """Return a place for a worker that is about to be forked, or None if the board is full."""
         index = next((i for i in range(MAX_WORKERS) if i not in self._taken.values()), None)
         return CorePlace(self.board, index) if index is not None else None
 
@@ -64,13 +63,13 @@ class CorePlaces:
 
 
 def host_cores() -> int:
-    """Those that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 class SharedCores:
-    """A worker's part: it has a place, and `own` of the `cores` that all on the board share. For the thread
-    that steps the engine.
+    """A worker's view of the board: its place, and its `own` share of the `cores` that all workers divide.
+    Belongs to the thread that steps the engine.
     """
 
     def __init__(self, place: CorePlace, own: int, cores: int, set_threads: Callable[[int], None]) -> None:
@@ -82,11 +81,11 @@ class SharedCores:
         self._board.write(self._number, is_busy=False)
 
     def idle(self) -> None:
-        """The worker is about to wait."""
+        """Mark the worker idle, before it waits."""
         self._write(is_busy=False)
 
     def begin_step(self) -> bool:
-        """Have the step use as many threads as there are cores for the worker now. Whether some are lent."""
+        """Set the step's threads to the cores that the worker has now. Return whether some are lent."""
         self._write(is_busy=True)
         threads = self._share()
         self._has_changed = threads != self._threads
@@ -96,7 +95,7 @@ class SharedCores:
         return threads > self._own
 
     def were_kept(self) -> bool:
-        """Whether the step that ends had as many cores as the one before, to its end."""
+        """Return whether the ending step had the same number of cores as the step before it, to its end."""
         return not self._has_changed and self._share() == self._threads
 
     def _share(self) -> int:

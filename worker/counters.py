@@ -1,4 +1,4 @@
-"""A worker's own totals since its start, as `protocol.metrics` declares them. The heartbeat carries them."""
+"""A worker's totals since its start, as `protocol.metrics` declares them. The heartbeat sends them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from protocol.metrics import WORKER_COUNTERS
 
 
 class Counters:
-    """Written by the loop's thread (and its helpers), read by the heartbeat's."""
+    """Counters that the loop's thread and its helpers write and the heartbeat's thread reads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

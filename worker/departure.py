@@ -1,4 +1,4 @@
-"""How a worker leaves: its requests go elsewhere, then its loop ends, or begins anew in another role."""
+"""Ends a worker: routers move its requests elsewhere, then its loop ends, or starts again in another role."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from worker.parts import WorkerParts
 log = logging.getLogger(__name__)
 
 LEAVE_GRACE_S = 2.0
-"""Beyond --drain-timeout, after which a router is taken to have forgotten the worker."""
+"""[s] The time after --drain-timeout from which a silent router counts as having forgotten the worker."""
 
 
 class Departure:
-    """`stop` ends the loop. Any thread may call `ask`; the rest belongs to the loop's thread.
+    """Ends the loop with `stop` once the routers have moved the requests. Any thread may call `ask`; the
+    rest belongs to the loop's thread.
 
-    `next_role` is the role that the worker goes on in after this loop, and its incarnation then.
+    `next_role` is the role in which the worker continues after this loop, with its incarnation then.
     """
 
     def __init__(self, parts: WorkerParts, links: RouterLinks, stop: Callable[[], None]) -> None:
@@ -30,9 +31,9 @@ class Departure:
         self._stop = stop
         self._asked = threading.Event()
         self._leaving: Leaving | None = None
-        """What the routers are told, once it is asked."""
+        """The message to the routers, once the worker is asked to leave."""
         self._end_by: float | None = None
-        """When to end if some router has not answered that (monotonic seconds)."""
+        """When to end if some router has not answered `Leaving` (monotonic seconds)."""
         self.next_role: tuple[RoleSpec, str] | None = None
 
     @property
@@ -40,14 +41,14 @@ class Departure:
         return self._asked.is_set()
 
     def ask(self) -> None:
-        """Have the routers take the requests elsewhere, then end; the second time at once."""
+        """Have the routers take the requests elsewhere, then end. A second call ends the loop at once."""
         if self._asked.is_set():
             self._stop()
         self._asked.set()
         self._parts.wake.set()
 
     def prepare(self, message: PrepareToLeave) -> None:
-        """One router was asked to drain the worker: all are told."""
+        """Tell all routers that the worker leaves, because one router was asked to drain it."""
         self._leaving = Leaving(
             worker_id=self._parts.worker_id,
             incarnation=self._parts.incarnation,
@@ -57,7 +58,9 @@ class Departure:
         self._tell(self._leaving)
 
     def advance(self, now: float) -> None:
-        """Tell the routers what was asked, and end if one never answers. `now` is `time.monotonic()`."""
+        """Tell the routers that the worker leaves, and end if one never answers. `now` is
+        `time.monotonic()`.
+        """
         if self._leaving is None:
             if not self._asked.is_set():
                 return
@@ -72,20 +75,20 @@ class Departure:
             self._stop()
 
     def let_go(self, link: RouterLink) -> None:
-        """The router has taken everything away."""
+        """Note that the router has nothing on this worker any more."""
         link.has_let_go = True
         if self._leaving is not None:
             self._end_if_free(self._leaving)
 
     def _tell(self, leaving: Leaving) -> None:
-        """Each router once, also one that is started meanwhile."""
+        """Tell each router once, including one that starts meanwhile."""
         for link in self._links:
             if not link.told_leaving:
                 link.told_leaving = True
                 link.send(leaving)
 
     def _end_if_free(self, leaving: Leaving) -> None:
-        """All routers have let go, but for those that are gone."""
+        """End the loop if all routers have let go; routers that are gone do not count."""
         has_let_go = [link.has_let_go for link in self._links if link.has_let_go or link.stands]
         if not has_let_go or not all(has_let_go):
             return

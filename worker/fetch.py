@@ -1,11 +1,11 @@
-"""Prefix blocks from another worker's pool: one side asks for what it lacks, the other lends what it has.
+"""Fetches prefix blocks from another worker's pool: one side asks for blocks, the other lends its own.
 
     asking -> holding   Fetch   (identities of the wanted blocks, lease, how to reach the asker's pool)
-    holding -> asking   Lent    (how many of them hold the draft's KV too)
-    holding -> asking   those that it has cached, pushed under the lease like a prompt's
+    holding -> asking   Lent    (how many of the blocks hold the draft's KV, too)
+    holding -> asking   the cached blocks, pushed under the lease like a prompt's
 
-With recurrent layers the holder ends at a block behind which it keeps their state, and pushes that last.
-A fetch only saves time: whatever goes wrong with it, the request computes its prefix itself.
+With recurrent layers the holder ends at a block after which it keeps their state, and pushes the state last.
+A fetch only saves time: if it fails, the worker computes the prefix itself.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ FETCH_TIMEOUT_S = 5.0
 
 
 OnEnd = Callable[[EngineRequest, bool], None]
-"""Told the request, as it is by then, and whether the whole prefix is in the cache."""
+"""A callback that gets the request in its present form, and whether the whole prefix is in the cache."""
 
 
 class FetchStage(enum.Enum):
     ASKED = "asked"
     """The holder may write to the blocks."""
     ABANDONED = "abandoned"
-    """It was given up while a piece was being written. The blocks are freed when that is over."""
+    """The fetch was given up while a piece was being written. The blocks are freed when that write ends."""
     ENDED = "ended"
 
 
 @dataclass(eq=False)
 class PrefixFetch(StagedRequest[FetchStage]):
-    """A request, here or on its way, that waits for its prefix, and owns the blocks for it.
+    """The fetch of a prefix, with the blocks for it, for a request that is here or on its way.
 
     It is ENDED when the blocks came, the holder refused, failed or let the deadline pass, or the request was
-    aborted. If a piece is being written at that moment, it is ABANDONED until that is over.
+    aborted. If a piece is being written at that moment, it is ABANDONED until that write ends.
     """
 
     next_stages: ClassVar[Mapping[Any, frozenset[Any]]] = {
@@ -74,13 +74,13 @@ class PrefixFetch(StagedRequest[FetchStage]):
     lease_id: str | None = None
     deadline: float | None = None
     lent: Lent | None = None
-    """What the holder told."""
+    """The holder's answer."""
     num_received: int | None = None
-    """Blocks of tokens, in all tables, once all have come."""
+    """The number of blocks of tokens in all tables, once all have come."""
 
 
 class PrefixFetcher:
-    """The asking side."""
+    """Asks other workers for prefix blocks."""
 
     def __init__(
         self,
@@ -97,15 +97,15 @@ class PrefixFetcher:
         has_draft_kv = any(segment.name == DRAFT for segment in engine.pool.segments)
         self._has_windows = engine.blocks.has_windows
         self._needs_lent = has_draft_kv or self._has_windows
-        """Before blocks are of use."""
+        """Whether the blocks are of use only after the holder's `Lent`."""
         self._peers = peers
         self._counters = counters
         self.fetches: RequestTable[PrefixFetch] = RequestTable()
 
     def start(self, request: EngineRequest, holder: PeerAddress, on_end: OnEnd) -> bool:
-        """Ask the holder for what is missing; False if there is no room for it.
+        """Ask the holder for the missing blocks; return False if there is no room for them.
 
-        Otherwise `on_end` is called once the prefix is here, or is not to be had, unless the request is
+        Otherwise `on_end` is called once the prefix is here or cannot be fetched, unless the request is
         aborted. Raises `InvalidRequestError`.
         """
         if not self._ours.offers:
@@ -137,7 +137,7 @@ class PrefixFetcher:
         return True
 
     def on_event(self, event: ReceiveEvent) -> bool:
-        """Whether the event was about a lease of ours."""
+        """Handle the event and return True if it is about one of our leases."""
         fetch = self.fetches.with_lease(event.lease_id)
         if fetch is None:
             return False
@@ -201,7 +201,7 @@ class PrefixFetcher:
                 self._give_up(fetch, f"no block came for {FETCH_TIMEOUT_S:g} s")
 
     def holders(self) -> set[str]:
-        """The incarnations that something is awaited from."""
+        """Return the incarnations of the workers that still owe an answer or blocks."""
         return {fetch.holder.incarnation for fetch in self.fetches}
 
     def _give_up(self, fetch: PrefixFetch, reason: str) -> None:
@@ -217,7 +217,9 @@ class PrefixFetcher:
         fetch.on_end(fetch.request, False)
 
     def _end(self, fetch: PrefixFetch, num_found: int) -> None:
-        """Close the lease; blocks that came go to the prefix cache, unless somebody still writes to them."""
+        """Close the lease and put the received blocks into the prefix cache, unless a transfer still writes
+        to them.
+        """
         self.fetches.release_id(fetch)
         if self._receiver.close_lease(fetch.held_lease):
             num_drafted = fetch.lent.num_drafted if fetch.lent is not None else 0
@@ -233,7 +235,7 @@ class PrefixFetcher:
 
 
 class PrefixHolder:
-    """The lending side. Lent blocks stay in the pool until they are sent."""
+    """Lends prefix blocks to other workers. Lent blocks stay in the pool until they are sent."""
 
     def __init__(self, engine: Engine, sender: Sender, counters: Counters) -> None:
         self._counters = counters
@@ -242,9 +244,9 @@ class PrefixHolder:
         self._lent: dict[str, SequenceBlocks] = {}
 
     def lend(self, message: Fetch) -> Lent | FetchRefused | None:
-        """Push those of the wanted blocks that are cached here, then the final piece, even if there are none.
+        """Push the wanted blocks that are cached here, then the final piece, even if there are no blocks.
 
-        Returns what to answer.
+        Returns the answer, or None for a repeated message.
         """
         if message.lease_id in self._lent:
             self._counters.add("duplicate_messages_total")
@@ -272,7 +274,7 @@ class PrefixHolder:
         )
 
     def on_event(self, event: SendEvent) -> bool:
-        """Whether the event was about a lease of ours."""
+        """Handle the event and return True if it is about one of our leases."""
         lent = self._lent.get(event.lease_id)
         if lent is None:
             return False

@@ -1,8 +1,8 @@
-"""The heartbeat: a worker's state at a steady pace to all routers, from a thread of its own.
+"""The heartbeat: sends a worker's state to all routers at a steady pace, from a thread of its own.
 
-So a long step of the loop is no silence, and the heartbeat says if the loop is stuck. The same thread watches
-the lines to the routers. A worker whose routers are gone has nobody to serve and nobody to end it, so it ends
-itself.
+The heartbeat goes on during a long step of the loop, and says if the loop is stuck. The same thread watches
+the connections to the routers. A worker whose routers are gone has no requests to serve, and no router to
+end it, so it ends itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from worker.progress import StallWatch, longest_step_s
 log = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_S = 0.25
-"""An eighth of the default `--worker-timeout`: a few late ones are no alarm."""
+"""An eighth of the default `--worker-timeout`, so that a few late heartbeats raise no alarm."""
 
 ROUTER_GRACE_S = 10.0
 """Seconds without a connection to any router after which a worker ends itself."""
@@ -39,7 +39,7 @@ _LOST = (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED)
 
 
 class Heartbeat:
-    """`on_routers_lost` is called in the heartbeat's thread, at most once."""
+    """Sends the heartbeats. It calls `on_routers_lost` in its own thread, at most once."""
 
     def __init__(
         self, parts: WorkerParts, links: Iterable[RouterLink], on_routers_lost: Callable[[], None]
@@ -66,7 +66,7 @@ class Heartbeat:
         last = time.monotonic()
         try:
             while not self._stop.wait(HEARTBEAT_INTERVAL_S):
-                # While the whole process stood still, so did the loop, and that is no fault of its own.
+                # A pause of the whole process stops the loop, too, and is not the loop's fault.
                 last, passed_s = (now := time.monotonic()), min(now - last, 2 * HEARTBEAT_INTERVAL_S)
                 for line in lines:
                     line.follow()
@@ -103,7 +103,9 @@ class Heartbeat:
 
 
 class _Line:
-    """The heartbeat's own connection to a router; `lost_since` is None while it stands, or never did yet."""
+    """The heartbeat's own connection to a router. `lost_since` is None while connected, or before the first
+    connection.
+    """
 
     def __init__(self, parts: WorkerParts, link: RouterLink) -> None:
         self._link = link

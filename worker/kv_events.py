@@ -1,7 +1,7 @@
-"""Tells the routers what the prefix cache holds, and other consumers, if there are any.
+"""Tells the routers, and other consumers if there are any, what the prefix cache holds.
 
-What a step changed is sent after its tokens, over the same line. A batch that gets lost shows by its number,
-and is sent again on demand.
+A step's changes are sent after its tokens, on the same connection. Numbers reveal a lost batch, which is
+sent again on demand.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ log = logging.getLogger(__name__)
 
 
 class KvEventSender:
-    """Belongs to the loop's thread. The first batch tells all that is held at the start."""
+    """Sends KV events. Belongs to the loop's thread. The first batch tells all that the cache holds at the
+    start.
+    """
 
     def __init__(
         self, parts: WorkerParts, blocks: BlockManager, links: RouterLinks, publisher: KvPublisher | None
@@ -37,7 +39,7 @@ class KvEventSender:
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=REPLAY_BATCHES)
 
     def send(self) -> None:
-        """Tell what has changed since the last call."""
+        """Send the changes since the last call."""
         events = self._log.take()
         if events:
             self._send_batches(events)
@@ -45,11 +47,11 @@ class KvEventSender:
                 self._publisher.publish(events)
 
     def replay(self, first: int, link: RouterLink) -> None:
-        """Send the batches from number `first` on again to one router, or, if they are not kept, to all of
-        them what is held.
+        """Send the batches from number `first` on again to one router. If they are not kept any more, send
+        the whole contents of the cache to all routers.
         """
         if self._sent and first < self._sent[0][0]:
-            log.warning("the router missed KV events that are not kept any more: it is told everything anew")
+            log.warning("the router missed KV events that are not kept any more: it is told everything again")
             self._parts.counters.add("kv_events_restated_total")
             self._send_batches(self._blocks.contents())
             return

@@ -1,4 +1,4 @@
-"""Publishes KV events to other consumers, in vLLM's format: PUB for the stream, ROUTER for what was missed.
+"""Publishes KV events to other consumers in vLLM's format: PUB for the stream, ROUTER for missed batches.
 
 A thread of its own encodes and sends, so that the engine's thread only hands the events over.
 """
@@ -30,11 +30,13 @@ log = logging.getLogger(__name__)
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 CLOSE_TIMEOUT_S = 2.0
 MAX_REQUEST_BYTES = 1024
-"""Anybody may ask for what was missed, or subscribe."""
+"""The size limit of requests for missed batches and of subscriptions, which any client may send."""
 
 
 class KvPublisher:
-    """Binds when made; raises `ConfigError` where it cannot. Any thread may publish and close."""
+    """Publishes KV events. Binds when made; raises `ConfigError` if it cannot. Any thread may publish and
+    close.
+    """
 
     def __init__(self, config: KvEventsConfig, topic: str, place: int, cache: CacheFormat) -> None:
         self._topic = (config.topic or topic).encode()
@@ -68,7 +70,7 @@ class KvPublisher:
         self._wake.set()
 
     def close(self) -> None:
-        """Send what waits, then end. Idempotent."""
+        """Send the queued events, then end. Idempotent."""
         self._stop.set()
         self._wake.set()
         self._thread.join(CLOSE_TIMEOUT_S)
@@ -112,7 +114,7 @@ class KvPublisher:
             self._pub.send_multipart((self._topic, number, payload))
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
-        """Send the batches from the number that is asked for on, then the end marker."""
+        """Send the batches from the requested number on, then the end marker."""
         client, *request = replay.recv_multipart()
         if len(request) != 2 or len(request[1]) != 8:
             self._strangers.warning(
@@ -126,10 +128,10 @@ class KvPublisher:
 
 
 class Encoding:
-    """Turns our events into theirs.
+    """Turns our events into vLLM's.
 
-    They know blocks by their tokens alone, so blocks of a tenant with a salt, or that hold what another
-    worker computed in another format, are left out.
+    vLLM's events identify blocks by their tokens alone. So the encoding leaves out blocks of a tenant with a
+    salt, and blocks that another worker computed in another format.
     """
 
     def __init__(self, name: str, cache: CacheFormat) -> None:
@@ -145,7 +147,7 @@ class Encoding:
         return [self._event(run) for run in _runs(shown)]
 
     def _event(self, run: list[CacheEvent]) -> msgspec.Struct:
-        """Of events that follow one another."""
+        """Return one event for a run of events that follow one another."""
         first = run[0]
         if first.kind == "cleared":
             return self._cleared()
@@ -164,7 +166,7 @@ class Encoding:
 
 
 def _runs(events: Sequence[CacheEvent]) -> Iterator[list[CacheEvent]]:
-    """Blocks with tokens go together if each is the parent of the next."""
+    """Group events into runs; blocks with tokens share a run if each is the parent of the next."""
     for (_, _, has_parent), group in groupby(events, key=lambda e: (e.kind, e.medium, bool(e.parent))):
         run: list[CacheEvent] = []
         for event in group:
@@ -180,7 +182,7 @@ def _hash(identity: BlockIdentity) -> int:
 
 
 def place_of(config: ServeConfig, worker_id: str) -> int:
-    """A worker's place among all: those of the first role come first."""
+    """Return a worker's index among all workers, counted role by role."""
     role, _, number = worker_id.rpartition("-")
     place = int(number) if number.isdigit() else 0
     for name, spec in ROLES.items():
@@ -191,7 +193,7 @@ def place_of(config: ServeConfig, worker_id: str) -> int:
 
 
 def open_publisher(config: ServeConfig, worker_id: str, cache: CacheFormat) -> KvPublisher | None:
-    """None where nobody else is to hear of the prefix cache."""
+    """Return a publisher, or None if the configuration names no other consumers of KV events."""
     if config.kv_events_config is None:
         return None
     topic = f"kv@{worker_id}@{config.model_name}"

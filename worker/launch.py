@@ -1,4 +1,4 @@
-"""What a worker's process is told."""
+"""The description of a worker that its process receives at the start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from protocol.version import version
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """Travels to the worker as msgpack, like every message of ours."""
+    """The settings of one worker. It travels to the worker as msgpack, like every message of ours."""
 
     role: RoleSpec
     worker_id: str
@@ -24,19 +24,19 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     config: ServeConfig
     keys: ClusterKeys
     shares_cores: bool = False
-    """With the other workers of its host, while they are idle."""
+    """Whether the worker shares cores with the idle workers of its host."""
     release: str = msgspec.field(default_factory=version)
-    """The server's Tandem, which the worker's node must have too."""
+    """The server's version of Tandem, which the worker's node must have, too."""
 
 
 class _Release(msgspec.Struct):
-    """A `Launch` of any version, as far as all of them agree."""
+    """The part of a `Launch` that every version of Tandem can read."""
 
     release: str = ""
 
 
 def read_launch(encoded: bytes) -> Launch:
-    """On the worker's node. Raises `ConfigError` where another version of Tandem is installed."""
+    """Decode a `Launch` on the worker's node. Raises `ConfigError` if that has another version of Tandem."""
     release = msgspec.msgpack.decode(encoded, type=_Release).release
     if release != version():
         raise ConfigError(

@@ -1,4 +1,5 @@
-"""A worker's lines to its routers: requests in, one message of tokens per step out to each.
+"""A worker's connections to its routers: requests come in, and each step sends one message of tokens to
+each.
 
 A request belongs to the router whose incarnation its id begins with, on whatever worker it runs.
 """
@@ -32,13 +33,14 @@ class RouterUnreachableError(TandemError):
 
 
 class RegistrationRefusedError(TandemError):
-    """The router does not take this worker."""
+    """The router does not accept this worker."""
 
 
 class RouterLink:
-    """The line to one router, whose process may be another one after a while.
+    """The connection to one router, whose process may be replaced by another one.
 
-    Belongs to the loop's thread, but for `stands`, which the heartbeat's sets: whether it is connected.
+    It belongs to the loop's thread, except `stands`, which the heartbeat's thread sets: whether it is
+    connected.
     """
 
     def __init__(self, parts: WorkerParts, endpoint: str) -> None:
@@ -46,14 +48,14 @@ class RouterLink:
         self.socket = connect_dealer(parts.context, parts.keys, endpoint, parts.worker_id)
         self.stands = True
         self.router: str | None = None
-        """The incarnation of the router that has confirmed this worker's."""
+        """The incarnation of the router that has confirmed this worker's incarnation."""
         self.told_leaving = False
         self.has_let_go = False
-        """It has nothing on this worker any more, which is to leave."""
+        """Whether the router has nothing on this leaving worker any more."""
         self._counters = parts.counters
 
     def receive(self) -> list[RouterToWorker]:
-        """All messages that have arrived; never waits."""
+        """Return all messages that have arrived; never wait."""
         messages = []
         while self.socket.poll(0):
             message = self.receive_one()
@@ -62,7 +64,7 @@ class RouterLink:
         return messages
 
     def receive_one(self) -> RouterToWorker | None:
-        """One message that has arrived, unless it cannot be understood."""
+        """Return one message that has arrived, or None if it cannot be decoded."""
         try:
             return router_to_worker.decode(self.socket.recv(zmq.NOBLOCK))
         except ProtocolError as error:
@@ -71,14 +73,16 @@ class RouterLink:
             return None
 
     def confirmed(self, router: str | None) -> None:
-        """A router of this incarnation knows the worker's present one; None: not yet."""
+        """Note the incarnation of the router that knows the worker's present incarnation; None if it does
+        not yet.
+        """
         self.router, self.told_leaving, self.has_let_go = router, False, False
 
     def send(self, message: WorkerToRouter) -> None:
         self.socket.send(encode(message))
 
     def offer(self, raw: bytes) -> None:
-        """Send an encoded message, unless the queue is full: it is one that the router can ask for again."""
+        """Send an encoded message, or drop it if the queue is full. The router can ask for it again."""
         try:
             self.socket.send(raw, zmq.NOBLOCK)
         except zmq.Again:
@@ -86,7 +90,7 @@ class RouterLink:
 
 
 class RouterLinks:
-    """The lines to all routers. Belongs to the loop's thread; `sockets` may be polled from outside."""
+    """The connections to all routers. Belongs to the loop's thread; other threads may poll `sockets`."""
 
     def __init__(self, parts: WorkerParts, endpoints: Sequence[str]) -> None:
         self._parts = parts
@@ -103,7 +107,8 @@ class RouterLinks:
     def register(self, message: Register, timeout_s: float) -> None:
         """Announce the worker until a router confirms this incarnation. Raises `RegistrationRefusedError`.
 
-        The others' answers come to the loop. One that is being started asks for the registration itself.
+        The loop receives the other routers' answers. A router that is still starting asks for the
+        registration itself.
         """
         self._registration = encode(message)
         poller = zmq.Poller()
@@ -120,22 +125,22 @@ class RouterLinks:
         raise RouterUnreachableError(f"the router did not confirm {worker_id} within {timeout_s:.0f} s")
 
     def register_again(self, link: RouterLink) -> None:
-        """This router does not know the worker."""
+        """Send the registration again to a router that does not know the worker."""
         link.socket.send(self._registration)
 
     def send(self, request_id: str, message: WorkerToRouter) -> None:
-        """To the request's own router, if that is there."""
+        """Send a message to the request's own router, if it is there."""
         link = self._owner(request_id)
         if link is not None:
             link.send(message)
 
     def offer(self, raw: bytes) -> None:
-        """As `RouterLink.offer`, to all routers."""
+        """Call `RouterLink.offer` for all routers."""
         for link in self._links:
             link.offer(raw)
 
     def send_outputs(self, outputs: list[TokenOutput]) -> None:
-        """To each router those of its requests."""
+        """Send each router the outputs of its own requests."""
         if len(self._links) == 1:
             self._send_step(self._links[0], outputs)
             return

@@ -1,7 +1,7 @@
-"""The engine loop: one thread that polls sockets, steps the engine and sends what the step made.
+"""The engine loop: one thread that polls sockets, steps the engine and sends the step's outputs.
 
 It blocks while there is nothing to do, never sleeps while there is, and adds little to a step: one poll, one
-message to the router, and what the role does with its transfers.
+message to the router, and the transfers of the role.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ log = logging.getLogger(__name__)
 
 HOUSEKEEPING_INTERVAL_S = 0.25
 MAX_FAILED_STEPS = 3
-"""Steps that may fail in a row before the worker gives up, so that its supervisor starts a fresh one."""
+"""The number of failed steps in a row after which the worker gives up, so that its supervisor starts a fresh
+one.
+"""
 
 
 class BrokenEngineError(TandemError):
@@ -42,10 +44,10 @@ class BrokenEngineError(TandemError):
 
 
 class WorkerLoop(RoleWork):
-    """What all roles do. Everything but `stop` runs in the thread that called `run`.
+    """The loop of all roles. Everything except `stop` runs in the thread that called `run`.
 
-    `address` is how other workers reach this one: `inbox` takes their requests, `receiver` their blocks. What
-    this one asks of others goes through `peers`, its own blocks through `sender`.
+    Other workers reach this one at `address`: `inbox` receives their requests, `receiver` their blocks.
+    `peers` sends this worker's requests to others, `sender` its blocks.
     """
 
     def __init__(self, parts: WorkerParts, engine: Engine, links: RouterLinks) -> None:
@@ -80,7 +82,7 @@ class WorkerLoop(RoleWork):
             self, self.sender, self._fetcher, self._kv_events, self.departure, self.adapter_loads
         )
         self._advancing = True
-        """False after a step that had nothing to run: then the loop waits for a message in its poll."""
+        """Whether the last step had something to run. If not, the loop waits for a message in its poll."""
         self._failed_steps = 0
         self._next_housekeeping = 0.0
 
@@ -90,8 +92,8 @@ class WorkerLoop(RoleWork):
         self.parts.wake.set()
 
     def run(self) -> None:
-        """Serve until `stop`. Raises `BrokenEngineError` or `LostRankError` when a fresh process is the only
-        remedy.
+        """Serve until `stop`. Raises `BrokenEngineError` or `LostRankError` if only a fresh process can
+        help.
         """
         progress = self.parts.progress
         progress.begin()
@@ -101,13 +103,15 @@ class WorkerLoop(RoleWork):
                 progress.turns += 1
                 self._turn()
             if self.departure.next_role is not None:
-                self.router_messages.abort_all(self.under_way())  # of routers that are gone
+                self.router_messages.abort_all(
+                    self.under_way()
+                )  # the remaining ones belong to routers that are gone
         finally:
             progress.end()
             self.close()
 
     def close(self) -> None:
-        """Close all transfers, and the sockets towards other workers."""
+        """Close all transfers and the sockets to other workers."""
         self.sender.close()
         self.receiver.close()
         self.peers.close()
@@ -133,7 +137,7 @@ class WorkerLoop(RoleWork):
         self.counters.add("loop_seconds_total", time.perf_counter() - started - stepped)
 
     def handle(self, events: dict[object, int]) -> None:
-        """Take all messages that have arrived. `events` is what the poll returned."""
+        """Handle all messages that have arrived. `events` is the result of the poll."""
         for link in self.links:
             if link.socket in events:
                 for message in link.receive():
@@ -165,7 +169,7 @@ class WorkerLoop(RoleWork):
                     self.on_peer_reply(peer, reply)
 
     def take_peer_requests(self) -> None:
-        """All that have arrived."""
+        """Handle all requests of other workers that have arrived."""
         for identity, request in self.inbox.receive():
             if isinstance(request, Fetch):
                 self._on_fetch(identity, request)
@@ -192,14 +196,14 @@ class WorkerLoop(RoleWork):
             self.engine.tiers.poll()
 
     def _awaits_adapter(self, digest: str) -> bool:
-        """Whether a request that is under way here has it, whatever stage it is in."""
+        """Return whether some request on this worker, in any stage, needs the adapter."""
         held = (each.request.adapter for each in (*self.requests, *self._fetcher.fetches))
         return self.adapter_loads.awaits(digest) or any(
             adapter is not None and adapter.digest == digest for adapter in held
         )
 
     def _end_orphans(self, now: float) -> None:
-        """Free what requests hold whose router is gone. Should it come back after all, it is told."""
+        """End the requests whose router is gone. A router that returns gets the error."""
         if len(self.links) == 1:
             return
         fetching = [fetch.request_id for fetch in self._fetcher.fetches]
@@ -216,7 +220,7 @@ class WorkerLoop(RoleWork):
             self.fail(request_id, "worker_lost", f"its router was not connected for {limit:g} s")
 
     def _step(self) -> float:
-        """One engine step; returns the seconds that the engine took."""
+        """Run one engine step and return the seconds that the engine took."""
         began, started = time.monotonic(), time.perf_counter()
         if self.parts.cores is not None and self.parts.cores.begin_step():
             self.counters.add("lent_core_steps_total")

@@ -1,4 +1,4 @@
-"""The parts that a worker is made of, put together once and handed to its loop."""
+"""The parts of a worker, created once and handed to its loop."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from worker.progress import LoopProgress
 
 @dataclass(eq=False)
 class WorkerParts:
-    """Everything that the loop, the heartbeat and the transfers of one worker process share.
+    """The objects that the loop, the heartbeat and the transfers of one worker process share.
 
-    `host` is the address that the worker's own sockets bind. `wires` are the open transports, best first;
-    `transports` tells those in use, by the peer's worker id; it and `transfer_counters` are called from the
-    heartbeat's thread. `pairs` has what moved between this worker and each peer.
+    `host` is the address that the worker's own sockets bind. `wires` are the open transports, best first.
+    `transports` returns the transports in use, by the peer's worker id; the heartbeat's thread calls it and
+    `transfer_counters`. `pairs` counts the transfers between this worker and each peer.
     """
 
     config: ServeConfig
@@ -50,24 +50,24 @@ class WorkerParts:
     pool: RegisteredPool | None = None
     kv_publisher: KvPublisher | None = None
     cores: SharedCores | None = None
-    """None: the number of threads stays as it is."""
+    """The worker's shared cores, or None if the number of threads is fixed."""
     remote_drafts: RemoteDrafter | None = None
-    """What draft workers draft for the engine; None where there are none."""
+    """The drafts that draft workers make for the engine, or None without draft workers."""
     num_kv_events: int = 0
-    """Batches of KV events that this incarnation has sent to the router."""
+    """The number of KV event batches that this incarnation has sent to the router."""
 
     def begin_anew(self, role: RoleSpec, incarnation: str) -> None:
-        """Be another incarnation. A heartbeat in between counts too few events rather than too many."""
+        """Become another incarnation. A heartbeat in between counts too few events rather than too many."""
         self.num_kv_events = 0
         self.role, self.incarnation = role, incarnation
 
     @property
     def tells_of_cache(self) -> bool:
-        """Whether others are told what its prefix cache holds: not if it is the draft's."""
+        """Whether others are told what the prefix cache holds; not on a worker that holds the draft model."""
         return self.config.enable_prefix_caching and not self.role.holds_draft
 
     def state(self) -> WorkerState:
-        """The heartbeat's content, once there is an engine; called from the heartbeat's thread."""
+        """Return the heartbeat's content, once there is an engine. The heartbeat's thread calls it."""
         assert self.engine is not None
         transfers = {f"kv_{name}_total": value for name, value in self.transfer_counters().items()}
         transports = self.transports()

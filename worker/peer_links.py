@@ -1,4 +1,4 @@
-"""A worker's lines to others that it asks for something: one DEALER for each incarnation."""
+"""A worker's connections for its own requests to other workers: one DEALER socket for each incarnation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class _Link:
 
 
 class PeerLinks:
-    """Opened when first needed, closed when long unused, so that a dead incarnation leaves nothing behind."""
+    """Opens a connection when it is first needed and closes it when long unused, so that a dead incarnation
+    leaves no socket open.
+    """
 
     def __init__(self, parts: WorkerParts, poller: zmq.Poller) -> None:
         self._parts = parts
@@ -43,7 +45,7 @@ class PeerLinks:
         give_way()
 
     def offer(self, peer: PeerAddress, message: PeerRequest) -> bool:
-        """Send what can be done without; False if too much waits for the peer already."""
+        """Send a message that may be lost; return False if the queue to the peer is full."""
         link = self._links.get(peer.incarnation) or self._open(peer)
         link.last_used = time.monotonic()
         try:
@@ -54,7 +56,7 @@ class PeerLinks:
         return True
 
     def receive(self, events: dict[object, int]) -> list[tuple[PeerAddress, PeerReply]]:
-        """All replies that have arrived, each with the worker that it came from."""
+        """Return all replies that have arrived, each with the worker that sent it."""
         replies: list[tuple[PeerAddress, PeerReply]] = []
         for link in self._links.values():
             if link.socket in events:
@@ -62,7 +64,7 @@ class PeerLinks:
         return replies
 
     def close_idle(self, now: float, in_use: set[str]) -> None:
-        """Close lines to incarnations that are not `in_use` and have not been for a while."""
+        """Close connections to incarnations that are not `in_use` and have not been for a while."""
         for incarnation, link in list(self._links.items()):
             if incarnation not in in_use and now - link.last_used > IDLE_LINK_S:
                 self._close(incarnation)

@@ -1,4 +1,4 @@
-"""The socket on which other workers ask a worker for something."""
+"""The socket on which a worker receives requests of other workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class PeerSocket:
-    """Receives requests with the identity of whom to answer. A reply to a peer that is gone is dropped."""
+    """Receives requests, each with the identity of its sender. A reply to a peer that is gone is dropped."""
 
     def __init__(self, parts: WorkerParts) -> None:
         self._counters = parts.counters
@@ -26,7 +26,7 @@ class PeerSocket:
         self.socket, self.endpoint = bind_router(parts.context, parts.keys, parts.host, ports)
 
     def receive(self) -> list[tuple[bytes, PeerRequest]]:
-        """All requests that have arrived; never waits."""
+        """Return all requests that have arrived; never wait."""
         requests: list[tuple[bytes, PeerRequest]] = []
         while True:
             try:

@@ -1,4 +1,4 @@
-"""What a template process loads for the workers that are forked from it."""
+"""Loads models in a template process for the workers that are forked from it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ log = logging.getLogger(__name__)
 
 
 def preload_models(config: ServeConfig) -> bool:
-    """Load and pack the model of a configuration, and its draft model, unless they are here already.
+    """Load and pack the model of a configuration, and its draft model, unless they are loaded already.
 
-    Whether anything was loaded. What cannot be loaded is left to the workers, which say why.
+    Returns whether anything was loaded. If loading fails, the workers load the models themselves and report
+    why.
     """
     if config.device != "cpu" or is_preloaded(config):
-        return False  # a GPU's memory cannot be had before the fork
+        return False  # GPU memory cannot be allocated before the fork
     keep_preloaded([])
-    torch.set_num_threads(1)  # a fork would not take more of them along
+    torch.set_num_threads(1)  # a fork would not copy further threads
     build_kernels()
     try:
         target = _load(config)
@@ -44,7 +45,7 @@ def preload_models(config: ServeConfig) -> bool:
 def _load(config: ServeConfig) -> LoadedModel:
     loaded = load_model(config)
     for parameter in loaded.model.parameters():
-        # Transformers may leave it in the mapped file, which somebody could overwrite.
+        # Transformers may leave the parameter in the mapped file, which another process could overwrite.
         parameter.data = parameter.data.clone()
     backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
     return pack_model(loaded, config.compile, backend)

@@ -1,4 +1,4 @@
-"""A worker process' life: load, register, serve, end."""
+"""The life of a worker process: load, register, serve, end."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def run_worker(
     place: CorePlace | None = None,
     leader: Leader | None = None,
 ) -> None:
-    """Be a worker until `stop`. Returns when it ended as asked; raises `TandemError` when it cannot serve.
+    """Run a worker until `stop`. Returns if it ended as asked; raises `TandemError` if it cannot serve.
 
-    The whole process ends when all routers are gone, and by SIGTERM once its requests are elsewhere. The
-    `object_store` transport needs a `carrier`. Cores are shared with those on the board of the `place`. The
-    worker's other ranks are those of its `leader`.
+    The process ends when all routers are gone, and after SIGTERM once its requests are elsewhere. The
+    `object_store` transport needs a `carrier`. The worker shares cores with the other workers on the board
+    of `place`. `leader` leads the worker's other ranks.
     """
     config = launch.config
     set_up_worker_logging(config, launch.worker_id)
@@ -95,7 +95,7 @@ def run_worker(
 
 
 def _load(parts: WorkerParts, launch: Launch, place: CorePlace | None, leader: Leader | None) -> Engine:
-    """The engine, and what needs to know it."""
+    """Load the engine and create the parts that depend on it."""
     config = launch.config
     parts.remote_drafts = remote_drafter(config)
     engine, parts.pool = build_engine(
@@ -111,18 +111,18 @@ def _load(parts: WorkerParts, launch: Launch, place: CorePlace | None, leader: L
         parts.cores = SharedCores(place, torch.get_num_threads(), host_cores(), torch.set_num_threads)
         engine.borrow(parts.cores.were_kept)
     gc.collect()
-    gc.freeze()  # or the collector would go through the libraries again and again, for milliseconds
+    gc.freeze()  # otherwise the collector would scan the libraries again and again, for milliseconds each
     return engine
 
 
 def _serve(
     parts: WorkerParts, engine: Engine, links: RouterLinks, stop: StopHandle, carrier: Carrier | None
 ) -> Departure:
-    """Serve in the present role. Returns how that has ended."""
+    """Serve in the present role. Returns the departure that ended it."""
     assert parts.pool is not None
     make_loop: type[WorkerLoop] = pkgutil.resolve_name(parts.role.loop)
     name = f"{parts.worker_id} {parts.incarnation}"
-    if not parts.role.holds_draft:  # whose KV goes nowhere
+    if not parts.role.holds_draft:  # a draft worker hands no KV over
         parts.wires = open_wires(parts.config, parts.pool, name, parts.pairs, carrier)
     try:
         loop = make_loop(parts, engine, links)
@@ -143,7 +143,9 @@ def _serve(
 
 @contextmanager
 def _on_sigterm(leave: Callable[[], None]) -> Iterator[None]:
-    """For the main thread, which signals reach. A worker within its actor's process is in another."""
+    """Call `leave` at SIGTERM. Signals reach only the main thread; a worker in an actor's process runs in
+    another thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -155,7 +157,7 @@ def _on_sigterm(leave: Callable[[], None]) -> Iterator[None]:
 
 
 def _die_by_sigterm() -> None:
-    """So that whoever waits for the process sees what ended it."""
+    """End the process by SIGTERM, so that its parent sees what ended it."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)
 

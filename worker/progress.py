@@ -1,8 +1,8 @@
-"""Whether the worker's loop gets on: one that is stuck must not pass for alive because the heartbeat goes on.
+"""Detects a stuck loop, which would otherwise look alive because the heartbeat goes on.
 
-Turns of some workers take minutes: a chunk of a prompt, on a large model and a slow CPU. So a loop that
-computes may take a multiple of the longest step that its measured costs make likely. A loop that waits for
-something is found sooner, by the core time that it does not use.
+Some turns take minutes, such as a chunk of a prompt on a large model and a slow CPU. A loop that computes
+may therefore take a multiple of the longest step that its measured costs make likely. A loop that waits is
+found sooner, because it uses no core time.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from protocol.config import ServeConfig
 from protocol.costs import StepCosts
 
 BLOCKED_S = 10.0
-"""A loop that has used no core for so long is stuck. It waits for messages for 0.25 s, for another rank no
-longer than this, and for disks and peers not at all: these have threads of their own.
+"""[s] The time without use of a core after which a loop is stuck. The loop waits 0.25 s for messages, no
+longer than this for another rank, and never for disks and peers, which have threads of their own.
 """
 
 BUSY_S = 60.0
-"""A loop that computes may take so long for any turn: it may compile what runs for the first time, or share
+"""[s] The time that a computing loop may take for any turn: it may compile code on its first run, or share
 its core with many processes.
 """
 
 LONGEST_STEPS = 10.0
-"""A turn may also take so many times the worker's longest step. On cores that five busy processes share each,
-the slowest turns took twice as long as that (29 M parameters, float32).
+"""The multiple of the worker's longest step that a turn may also take. On cores shared by five busy
+processes each, the slowest turns took twice the longest step (29 M parameters, float32).
 """
 
 _IDLE_SHARE = 0.01
-"""Whoever uses less of a core waits for something."""
+"""The share of a core below which the loop counts as waiting."""
 
 
 class LoopProgress:
-    """What the loop leaves behind for the heartbeat. The loop's thread writes, and the heartbeat's reads."""
+    """The loop's progress, which the loop's thread writes and the heartbeat's thread reads."""
 
     def __init__(self) -> None:
         self.turns = 0
-        """A turn begins with the next number."""
+        """The number of turns that have begun."""
         self.thread: int | None = None
-        """The loop's; None while no loop runs."""
+        """The loop's thread, or None while no loop runs."""
         self._clock = 0
 
     def begin(self) -> None:
-        """The loop runs in the calling thread from now on."""
+        """Note that the loop runs in the calling thread from now on."""
         self.turns += 1
         self.thread = threading.get_ident()
         self._clock = time.pthread_getcpuclockid(self.thread)
@@ -52,15 +52,15 @@ class LoopProgress:
         self.thread = None
 
     def core_s(self) -> float:
-        """The time on a core that the loop's thread has used; 0 while no loop runs."""
+        """Return the core time that the loop's thread has used; 0 while no loop runs."""
         try:
             return time.clock_gettime(self._clock) if self.thread is not None else 0.0
-        except OSError:  # it has ended just now
+        except OSError:  # the thread has ended just now
             return 0.0
 
 
 class StallWatch:
-    """Looks at the loop again and again. Belongs to the heartbeat's thread."""
+    """Watches the loop's progress. Belongs to the heartbeat's thread."""
 
     def __init__(self, progress: LoopProgress) -> None:
         self._progress = progress
@@ -69,9 +69,9 @@ class StallWatch:
         self._stood_s = self._waited_s = 0.0
 
     def look(self, passed_s: float, longest_step_s: float) -> float:
-        """For how long the loop has been in the same turn if that is too long, else 0.
+        """Return how long the loop has been in the same turn if that is too long, else 0.
 
-        `passed_s` is the time since the last look in which this process was running.
+        `passed_s` is the time since the last look, without times when this process did not run.
         """
         progress = self._progress
         turn, core_s = (progress.thread, progress.turns), progress.core_s()
@@ -87,8 +87,8 @@ class StallWatch:
 
 
 def longest_step_s(costs: StepCosts, config: ServeConfig, max_model_len: int, total_blocks: int) -> float:
-    """What a step takes by these costs that computes as much as any can: a whole batch whose contexts fill
-    the pool, and a chunk at the end of the longest prompt.
+    """Return the estimated time of the largest possible step: a full batch whose contexts fill the pool, and
+    a chunk at the end of the longest prompt.
     """
     context = costs.room_tokens(total_blocks, config.block_size)
     prompt_s = costs.chunks_s(costs.chunk_tokens, max_model_len, costs.chunk_tokens)

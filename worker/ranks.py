@@ -1,4 +1,4 @@
-"""The processes that a worker with tensor parallelism consists of beside its own."""
+"""The other processes (ranks) of a worker with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ log = logging.getLogger(__name__)
 
 
 def fork_ranks(launch: Launch, on_fork: Callable[[str], None] = lambda name: None) -> Leader | None:
-    """The other ranks of a worker, if it has any. This process must have one thread and become the worker.
-    Each of them first calls `on_fork` with its name.
+    """Fork a worker's other ranks, if it has any. This process must have one thread and become the worker.
+    Each rank first calls `on_fork` with its name.
     """
     size = launch.config.num_ranks(launch.role)
     return Leader(size, partial(_be_rank, launch, on_fork)) if size > 1 else None
 
 
 def _be_rank(launch: Launch, on_fork: Callable[[str], None], ranks: Ranks, link: socket.socket) -> None:
-    """Signals that are for the whole server are for the worker to judge; its end is this process' end."""
+    """Run one rank. It ignores signals for the whole server, because the worker handles them and ends its
+    ranks.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     name = f"{launch.worker_id}/{ranks.rank}"
@@ -39,6 +41,8 @@ def _be_rank(launch: Launch, on_fork: Callable[[str], None], ranks: Ranks, link:
 
 
 def end_process() -> None:
-    """A lost rank is a lost worker: its supervisor starts all of it anew, and requests go on elsewhere."""
+    """End this worker, which cannot serve without a lost rank. The supervisor starts it again, and requests
+    continue elsewhere.
+    """
     log.error("the worker ends with it")
     os._exit(1)

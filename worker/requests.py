@@ -1,6 +1,6 @@
-"""What the request objects of a worker have in common: a stage, and a place in a table.
+"""The common part of the workers' request objects: a stage, and a place in a table.
 
-Each role has one class of requests. An object of it owns what the request holds on this worker: its lease,
+Each role has one class of requests. An object of it owns the request's resources on this worker: its lease,
 its blocks and its deadline.
 """
 
@@ -18,13 +18,15 @@ StageT = TypeVar("StageT", bound=enum.Enum)
 
 
 class IllegalTransitionError(Exception):
-    """A request was moved to a stage that cannot follow its present one. Always a bug of this worker."""
+    """A request was moved to a stage that cannot follow its present one. This is always a bug of this
+    worker.
+    """
 
 
 class StagedRequest(Generic[StageT]):
     """A request in one of the stages of its class. `next_stages` is the table of legal transitions.
 
-    `deadline` is in monotonic seconds; None while nothing is awaited from another worker.
+    `deadline` is in monotonic seconds, or None while the request awaits nothing from another worker.
     """
 
     next_stages: ClassVar[Mapping[Any, frozenset[Any]]]
@@ -39,13 +41,13 @@ class StagedRequest(Generic[StageT]):
 
     @property
     def held_lease(self) -> str:
-        """The lease of a request that is in a stage with one."""
+        """The lease of a request in a stage that has one."""
         assert self.lease_id is not None
         return self.lease_id
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens whose KV is handed over: the prompt, and what was emitted before a failover."""
+        """The tokens whose KV is handed over: the prompt, and the tokens emitted before a failover."""
         return self.request.prompt_token_ids + self.request.output_token_ids
 
     @property
@@ -53,13 +55,13 @@ class StagedRequest(Generic[StageT]):
         return len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
 
     def enter(self, stage: StageT) -> None:
-        """Raises `IllegalTransitionError`, with nothing changed."""
+        """Move to a stage. Raises `IllegalTransitionError`, with nothing changed."""
         if stage not in self.next_stages[self.stage]:
             raise IllegalTransitionError(f"{self.request_id}: {self.stage.name} -> {stage.name}")
         self.stage = stage
 
     def replan(self, plan: DraftPlan | None) -> None:
-        """Its drafts are to be made as `plan` says."""
+        """Set where the request's drafts are made."""
         self.request = msgspec.structs.replace(self.request, draft_plan=plan)
 
     def is_overdue(self, now: float) -> bool:
@@ -70,10 +72,10 @@ RequestT = TypeVar("RequestT", bound=StagedRequest[Any])
 
 
 class RequestTable(Generic[RequestT]):
-    """Requests by their id and by their lease.
+    """A table of requests by their id and by their lease.
 
-    A request that is given up may keep its lease longer than its id: until nobody writes to its blocks any
-    more. A newer request may have the id by then.
+    A request that is given up may keep its lease longer than its id, until no transfer writes to its blocks
+    any more. A newer request may have the id by then.
     """
 
     def __init__(self) -> None:
@@ -87,7 +89,7 @@ class RequestTable(Generic[RequestT]):
         return request_id in self._by_id
 
     def __iter__(self) -> Iterator[RequestT]:
-        """The requests that have their id, oldest first. The table may change meanwhile."""
+        """Iterate over the requests that have their id, oldest first. The table may change meanwhile."""
         return iter(list(self._by_id.values()))
 
     def get(self, request_id: str) -> RequestT | None:
@@ -101,7 +103,7 @@ class RequestTable(Generic[RequestT]):
         self._by_id[request.request_id] = request
 
     def release_id(self, request: RequestT) -> None:
-        """Another request may have the id from now on. Idempotent."""
+        """Free the request's id for another request. Idempotent."""
         if self._by_id.get(request.request_id) is request:
             del self._by_id[request.request_id]
 
@@ -110,7 +112,7 @@ class RequestTable(Generic[RequestT]):
         self._by_lease[lease_id] = request
 
     def drop_lease(self, request: RequestT) -> None:
-        """Idempotent."""
+        """Remove the request's lease. Idempotent."""
         if request.lease_id is not None:
             del self._by_lease[request.lease_id]
             request.lease_id = None

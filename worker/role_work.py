@@ -1,4 +1,4 @@
-"""What a role does with its requests. The rest of a worker's loop is the same for all roles."""
+"""The interface of a role's work with its requests. The rest of a worker's loop is the same for all roles."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 
 class RoleWork(ABC):
-    """Belongs to the loop's thread. `requests` has what is under way here, `outbox` the outputs that the
-    routers have not been sent yet.
+    """The base class of the roles' loops. Belongs to the loop's thread. `requests` holds the requests on
+    this worker, `outbox` the outputs that the routers have not been sent yet.
     """
 
     requests: RequestTable[Any]
@@ -35,78 +35,82 @@ class RoleWork(ABC):
 
     @abstractmethod
     def start_request(self, message: Generate) -> None:
-        """Give a new request to the engine. May raise `InvalidRequestError`."""
+        """Add a new request to the engine. May raise `InvalidRequestError`."""
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
-        """Forget a request, whatever its stage. Unknown ids are ignored."""
+        """Forget a request in any stage. Unknown ids are ignored."""
 
     def redirect(self, request_id: str, decode: PeerAddress | None) -> None:
-        """Hand a request over to another decode worker, or to nobody. For prefill workers only."""
+        """Hand a request over to another decode worker, or keep it if `decode` is None. For prefill workers
+        only.
+        """
         self.counters.add("dropped_messages_total")
 
     def replan(self, request_id: str, plan: DraftPlan | None) -> None:
-        """Have the request's drafts made elsewhere. For decode workers only."""
+        """Have the request's drafts made as `plan` says. For decode workers only."""
         self.counters.add("dropped_messages_total")
 
     def peer_gone(self, peer: bytes) -> None:
-        """Free what is held for another worker, known by this identity. For draft workers only."""
+        """Free the requests of a gone worker, known by the identity `peer`. For draft workers only."""
         self.counters.add("dropped_messages_total")
 
     @abstractmethod
     def knows(self, request_id: str) -> bool:
-        """Whether the request is under way here."""
+        """Return whether the request is on this worker."""
 
     @abstractmethod
     def under_way(self) -> list[str]:
-        """The requests that hold something here, in whatever stage."""
+        """Return the ids of the requests that hold resources here, in any stage."""
 
     @abstractmethod
     def computing(self) -> list[str]:
-        """The requests that the engine still has to compute something for."""
+        """Return the ids of the requests for which the engine still has to compute something."""
 
     def on_peer_request(self, identity: bytes, request: PeerRequest) -> None:
-        """Another worker asks for something that only one of this role can give."""
+        """Handle a request of another worker that only this role can answer."""
         self.counters.add("dropped_messages_total")
         log.warning("dropped a message that is not for a %s worker", self.parts.role.name)
 
     def on_peer_reply(self, peer: PeerAddress, reply: PeerReply) -> None:
-        """An answer to what the role asked another worker for."""
+        """Handle another worker's answer to a request of this role."""
         self.counters.add("stale_messages_total")
 
     @abstractmethod
     def on_transfer(self, event: ReceiveEvent | SendEvent) -> None:
-        """Something happened to one of the role's leases."""
+        """Handle an event of one of the role's leases."""
 
     def peers_in_use(self) -> set[str]:
-        """The incarnations that the role awaits something from."""
+        """Return the incarnations that the role awaits something from."""
         return set()
 
     def before_step(self, first_time: list[EngineRequest]) -> None:
-        """The engine takes these requests up, for the first time, in the step that runs next."""
+        """Prepare for a step in which the engine schedules these requests for the first time."""
         return
 
     def with_timing(self, outputs: list[TokenOutput], began: float) -> list[TokenOutput]:
-        """The outputs of a step that began then (monotonic seconds), with how their requests came here."""
+        """Return the outputs of a step that began at `began` (monotonic seconds), with their requests'
+        timings.
+        """
         return outputs
 
     def deliver(self, outputs: list[TokenOutput]) -> None:
-        """Send what a step made to the router."""
+        """Send a step's outputs to the router."""
         self.outbox += outputs
         self.flush()
 
     @abstractmethod
     def after_step(self, outputs: list[TokenOutput]) -> None:
-        """The outputs are with the router; do what follows from them."""
+        """Do the role's work after a step, whose outputs the router has by now."""
 
     @abstractmethod
     def expire(self, now: float) -> None:
-        """Give up whatever passed its deadline. `now` is `time.monotonic()`."""
+        """Give up whatever has passed its deadline. `now` is `time.monotonic()`."""
 
     # --- answers ---------------------------------------------------------------------------------
 
     def fail(self, request_id: str, kind: ErrorKind, reason: str) -> None:
-        """Free all that the request holds and tell the router why it ends."""
+        """Free the request's resources and tell the router why it ends."""
         self.abort(request_id)
         self.answer_error(request_id, kind, reason)
 
@@ -122,6 +126,6 @@ class RoleWork(ABC):
         )
 
     def flush(self) -> None:
-        """Send what is in the outbox."""
+        """Send the outputs in the outbox."""
         self.links.send_outputs(self.outbox)
         self.outbox = []

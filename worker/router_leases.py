@@ -1,7 +1,7 @@
-"""Whose router is gone: its requests are ended here, for nobody will ask for their tokens or abort them.
+"""Ends the requests of routers that are gone; such a router neither receives their tokens nor aborts them.
 
-A router keeps its requests alive by being connected. One that was started anew is another incarnation, which
-keeps none of its predecessor's.
+A router keeps its requests alive by being connected. A restarted router is another incarnation and has none
+of its predecessor's requests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from worker.link import RouterLinks
 
 
 class RouterLeases:
-    """Belongs to the loop's thread. `ttl_s`: how long a router may be away."""
+    """Tracks when each router was last connected. Belongs to the loop's thread. A router may be away for
+    `ttl_s`.
+    """
 
     def __init__(self, links: RouterLinks, ttl_s: float) -> None:
         self._links = links
@@ -21,9 +23,10 @@ class RouterLeases:
         self._last_seen: dict[str, float] = {}
 
     def expired(self, request_ids: Iterable[str], now: float) -> list[str]:
-        """Those of routers that are gone, while others could use what they hold.
+        """Return the requests whose routers are gone, if another router is connected and can use their
+        resources.
 
-        While no router is there, nobody could, and the worker ends itself if that lasts.
+        Without a connected router the result is empty; if that lasts, the worker ends itself.
         """
         present = {link.router for link in self._links if link.stands and link.router is not None}
         if not present:

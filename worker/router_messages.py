@@ -1,4 +1,4 @@
-"""What a worker does when a router tells it something."""
+"""Handles a router's messages to a worker."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class RouterMessages:
-    """Takes each message to the part of the worker that it is for. Belongs to the loop's thread."""
+    """Passes each message to the part of the worker that handles it. Belongs to the loop's thread."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class RouterMessages:
         self._adapter_loads = adapter_loads
 
     def take(self, message: RouterToWorker, link: RouterLink) -> None:
-        """`link` is the line that it came by."""
+        """Handle a message that arrived on `link`."""
         match message:
             case Abort():
                 self.abort_all(message.request_ids)
@@ -74,7 +74,7 @@ class RouterMessages:
             case Unregistered():
                 self._links.register_again(link)
             case Refused():
-                pass  # only a registration is refused, which has ended
+                pass  # a refusal answers only a registration, and that is over
             case Generate():
                 self._on_generate(message)
             case _ if message.incarnation != self._parts.incarnation:
@@ -104,7 +104,7 @@ class RouterMessages:
                 self._adapter_loads.unload(message.name)
 
     def abort_all(self, request_ids: Iterable[str]) -> None:
-        """Forget these requests, and what is being fetched for them. Unknown ids are ignored."""
+        """Forget these requests and stop their fetches and adapter loads. Unknown ids are ignored."""
         for request_id in request_ids:
             self._adapter_loads.abort(request_id)
             self._fetcher.abort(request_id)
@@ -184,7 +184,7 @@ class RouterMessages:
         absent = [request_id for request_id in message.request_ids if not self._has(request_id)]
         if not absent:
             return
-        if self._role.outbox:  # how they ended comes first
+        if self._role.outbox:  # send first how they ended
             self._role.flush()
         link.send(
             Absent(worker_id=self._parts.worker_id, incarnation=self._parts.incarnation, request_ids=absent)
@@ -222,7 +222,7 @@ class RouterMessages:
         self._adapter_loads.load(message.name, message.path, message.digest, answer)
 
     def _warm_up(self, peers: Iterable[PeerAddress]) -> None:
-        """First contact costs time that no request should wait for."""
+        """Connect to the peers, so that no request waits for the first contact."""
         for peer in peers:
             try:
                 self._sender.connect(peer)

@@ -37,24 +37,24 @@ log = logging.getLogger(__name__)
 
 
 def set_up_worker_logging(config: ServeConfig, name: str) -> None:
-    """Log lines to stderr, each with the process' name."""
+    """Log to stderr, with the process' name in each line."""
     log_to_stderr(config.log_level, config.log_format, name)
     disable_progress_bar()
 
 
 def set_up_threads(config: ServeConfig) -> None:
-    """The launcher chooses `worker_threads`; without one torch's own default stands."""
+    """Set the CPU threads to `worker_threads`, which the launcher chooses; if unset, keep torch's default."""
     if config.worker_threads is not None:
         torch.set_num_threads(config.worker_threads)
 
 
 def build_kernels() -> None:
-    """Compile what the host's cache lacks."""
+    """Compile the kernels that the host's cache lacks."""
     build_all(_ROOT / package for package in ("engine", "kvtransfer", "speculation"))
 
 
 def remote_drafter(config: ServeConfig) -> RemoteDrafter | None:
-    """For the drafts that draft workers make, if there are draft workers."""
+    """Return the object for drafts of draft workers, or None without draft workers."""
     options = config.speculative_config
     if config.draft_replicas == 0 or options is None:
         return None
@@ -68,11 +68,11 @@ def build_engine(
     holds_draft: bool = False,
     leader: Leader | None = None,
 ) -> tuple[Engine, RegisteredPool]:
-    """Load the model, or its draft, and make its pool in memory that transfers can reach, and the `leader`'s
-    ranks. `remote` has the drafts of draft workers.
+    """Load the model, or the draft model, and allocate its pool in memory that transfers and the `leader`'s
+    ranks can reach. `remote` holds the drafts of draft workers.
 
     With `shm` the receiver maps the sender's pool, and any worker may have to send. A pool in a GPU's memory
-    is reached through the host's. Raises what the engine raises for a model that it cannot serve.
+    is reached through the host's memory. Raises the engine's errors for a model that it cannot serve.
     """
     torch.manual_seed(0)
     memory: list[PoolMemory] = []
@@ -108,7 +108,7 @@ def build_engine(
 
 
 def _draft_engine(config: ServeConfig, allocate: Allocate) -> Engine:
-    """Of the draft model, for targets of this configuration."""
+    """Create an engine of the draft model, for targets of this configuration."""
     assert config.speculative_config is not None and config.speculative_config.model is not None
     target = model_shape(config)
     draft = draft_config(config, config.speculative_config, target.dtype)
@@ -119,7 +119,7 @@ def _draft_engine(config: ServeConfig, allocate: Allocate) -> Engine:
 def open_wires(
     config: ServeConfig, pool: RegisteredPool, name: str, pairs: Pairs, carrier: Carrier | None
 ) -> list[Transport]:
-    """The transports that this worker offers under its unique `name`."""
+    """Open the transports that this worker offers under its unique `name`."""
     options = TransportOptions(
         tcp_streams=config.kv_tcp_streams,
         wire_dtype=config.kv_wire_dtype,

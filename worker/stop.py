@@ -1,4 +1,4 @@
-"""Ending a worker from another thread, at any stage of its life."""
+"""Ends a worker from another thread, at any stage of its life."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class StopHandle:
-    """Remembers a stop that comes before there is anything to stop."""
+    """Remembers a stop that comes before the loop exists."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

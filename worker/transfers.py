@@ -1,4 +1,4 @@
-"""A worker's two ends of KV transfer, over the transports that it has open."""
+"""Opens a worker's sender and receiver of KV, on its open transports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from worker.parts import WorkerParts
 
 
 def open_transfers(parts: WorkerParts) -> tuple[Sender, Receiver]:
-    """Both wake the loop when they have something to tell; their counters go with the heartbeat."""
+    """Open the sender and the receiver. Both wake the loop when they have events; the heartbeat sends their
+    counters.
+    """
     assert parts.pool is not None
     sender = Sender(
         parts.pool,
