@@ -85,12 +85,18 @@ class Ledger:
             return False
 
     def _ended(self, before: dict[int, _Process]) -> dict[int, float]:
-        """Return what was already counted of ended processes, by parent."""
+        """Return what was already counted of ended processes, by the ancestor that has waited for them."""
+        ended = {
+            pid: old
+            for pid, old in before.items()
+            if old.is_ours and ((now := self._processes.get(pid)) is None or now.started != old.started)
+        }
         counted: dict[int, float] = {}
-        for pid, old in before.items():
-            now = self._processes.get(pid)
-            if old.is_ours and (now is None or now.started != old.started):
-                counted[old.parent] = counted.get(old.parent, 0.0) + old.own_s + old.children_s
+        for old in ended.values():
+            ancestor = old.parent
+            while ancestor in ended:
+                ancestor = ended[ancestor].parent
+            counted[ancestor] = counted.get(ancestor, 0.0) + old.own_s + old.children_s
         return counted
 
 

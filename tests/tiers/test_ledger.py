@@ -15,6 +15,7 @@ from tests.tiers.ledger import TAG, Ledger
 
 SPENT_S = 0.3
 SPEND = f"import time\nend = time.process_time() + {SPENT_S}\nwhile time.process_time() < end: pass\n"
+SPEND_AND_WAIT = f"{SPEND}print(flush=True)\ninput()\n"
 LAUNCH = """
 import subprocess, sys
 command = [sys.executable, "-c", sys.argv[1]]
@@ -44,10 +45,22 @@ def test_its_own_time_counts(ledger: Ledger) -> None:
 def test_a_child_counts_once_while_it_runs_and_after_its_end(ledger: Ledger) -> None:
     before = ledger.read()
     child = subprocess.Popen(
-        [sys.executable, "-c", f"{SPEND}print(flush=True)\ninput()"],
+        [sys.executable, "-c", SPEND_AND_WAIT],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
+    assert child.stdout is not None
+    child.stdout.readline()
+    running = ledger.read() - before
+    assert SPENT_S <= running < 2 * SPENT_S
+    child.communicate(b"\n")
+    assert running <= ledger.read() - before < running + SPENT_S / 2
+
+
+def test_a_grandchild_counts_once_though_it_ends_with_its_parent(ledger: Ledger) -> None:
+    program = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {SPEND_AND_WAIT!r}])\n"
+    before = ledger.read()
+    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout is not None
     child.stdout.readline()
     running = ledger.read() - before
