@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from deploy.config import load_config
+from deploy.preflight import check_start
 from deploy.resources import choose_threads
 from planner.calibration import ALWAYS_SPLIT, NUM_BURSTS, calibrate
 from planner.profile import Profile, write_profile
@@ -34,6 +35,7 @@ _LISTENING = "Listening on "
 def profile(flags: Mapping[str, Any], config_file: str | None, output: Path, console: Console) -> None:
     """Write the profile of a server with these options. Raises `ConfigError` and other `TandemError`s."""
     config = load_config(flags, config_file=config_file)
+    check_start(config)
     if output.is_dir() or not os.access(output.parent, os.W_OK):
         raise ConfigError(f"--output: {output} cannot be written")
     arguments = _arguments(flags, config)

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 from urllib.parse import urlsplit
@@ -22,14 +21,15 @@ from deploy.cleanup import adopt_orphans, end_descendants, kill_descendants
 from deploy.config import ENV_PREFIX
 from deploy.launcher import Launcher
 from deploy.logs import say, set_up_logging
+from deploy.preflight import check_start
 from deploy.ray_cluster import RayCluster
 from deploy.resources import choose_threads
 from deploy.routers.interface import Routers
 from deploy.routers.pool import RouterPool
 from messaging.sockets import ClusterKeys
 from protocol.addresses import is_loopback, is_wildcard
-from protocol.config import ServeConfig, flag_name
-from protocol.errors import ConfigError, TandemError
+from protocol.config import ServeConfig
+from protocol.errors import TandemError
 from protocol.version import version
 from router.server import RouterServer, http_url
 from worker.cores import host_cores
@@ -85,7 +85,7 @@ class _Patience:
 
 
 def _run(config: ServeConfig, patience: _Patience) -> int:
-    _check_paths(config)
+    check_start(config)
     warn_of_exposure(config)
     keys = ClusterKeys.generate()
     cluster = RayCluster(config)
@@ -179,14 +179,6 @@ def _complain(config: ServeConfig, reason: str) -> None:
         log.error("%s", reason)
     else:
         print(f"tandem: {reason}", file=sys.stderr, flush=True)
-
-
-def _check_paths(config: ServeConfig) -> None:
-    """A folder that is not there would otherwise be taken for a hub id, and fail later and less clearly."""
-    for field in ("model", "tokenizer"):
-        source = getattr(config, field)
-        if source and source.startswith(("/", ".", "~")) and not Path(source).is_dir():
-            raise ConfigError(f"{flag_name(field)}: there is no folder {source}")
 
 
 def announcement(config: ServeConfig, server: Routers, url: str) -> str:

@@ -19,7 +19,7 @@ from engine.kv_pool import Allocate, KVPool, pool_blocks
 from engine.launch import StepLauncher
 from engine.live_sequences import LiveSequences
 from engine.loader import LoadedModel
-from engine.lora.files import AdapterError
+from engine.lora.config import AdapterError
 from engine.lora.table import NOTHING
 from engine.pool_layout import PoolLayout
 from engine.recurrent.layout import StateLayout

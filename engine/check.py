@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.lora.files import AdapterError
+from engine.lora.config import AdapterError
 from engine.lora.table import Adapters
 from protocol.adapters import Adapter
 from protocol.config import ServeConfig

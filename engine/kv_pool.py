@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
 from engine.attention.interface import LayerKv
 from engine.host_memory import host_zeros
 from engine.kv_rows import StoredRows
+from engine.limits import cpu_pool_budget
 from engine.pool_layout import LayerPlace, LayerShape, PoolLayout
 from engine.recurrent.state_slots import StateSlots
 from engine.upload import upload_to
@@ -21,9 +21,6 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 
 logger = logging.getLogger("tandem.engine")
-
-CPU_POOL_LIMIT = 4 * 1024**3
-"""Bytes of a CPU pool unless the user asks for more."""
 
 Allocate = Callable[[int], memoryview]
 
@@ -190,20 +187,11 @@ def _pool_budget(
     config: ServeConfig, device: torch.device, max_model_len: int, sequence_bytes: int, kept_free: int
 ) -> tuple[int, str]:
     """Bytes, and why so many; `sequence_bytes` are those of one sequence of `max_model_len`."""
-    if config.kv_cache_memory_bytes is not None:
-        return config.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
-    share = f"--gpu-memory-utilization {config.gpu_memory_utilization:g}"
-    if device.type == "cuda":
+    if config.kv_cache_memory_bytes is None and device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         own_share = int(total * config.gpu_memory_utilization) - torch.cuda.memory_reserved(device)
+        share = f"--gpu-memory-utilization {config.gpu_memory_utilization:g}"
         steps = f"{kept_free >> 20} MiB for its steps and graphs"
         reason = f"{share}, less what this worker uses already and {steps}"
         return max(0, min(own_share, free) - kept_free), reason
-    fair = int(psutil.virtual_memory().available * config.gpu_memory_utilization / 2)
-    # Few sequences get that long: what they leave keeps prefixes of earlier ones.
-    sequences = config.max_num_seqs
-    return min(
-        (sequences * sequence_bytes, f"room for {sequences} sequences of {max_model_len} tokens"),
-        (CPU_POOL_LIMIT, "the most that a CPU worker takes by default"),
-        (fair, f"half of {share} of the free memory"),
-    )
+    return cpu_pool_budget(config, max_model_len, sequence_bytes)

@@ -16,6 +16,7 @@ from engine.decoder.native_model import NativeModel
 from engine.errors import UnsupportedModelError
 from engine.fingerprint import model_fingerprint
 from engine.latent_attention import absorb, expansion_reason
+from engine.limits import choose_max_model_len, refuse_second_quantization
 from engine.linear.experts import join_experts, split_experts
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import pack_quantized_linears
@@ -122,7 +123,7 @@ def load_model(config: ServeConfig) -> LoadedModel:
         dtype=dtype,
         kv_group=_stored_as(_in_one_table(kept.kv, model), config.kv_cache_dtype),
         vocab_size=text_config.vocab_size,
-        max_model_len=choose_max_model_len(config.max_model_len, text_config),
+        max_model_len=_longest(config, text_config),
         eos_token_ids=_eos_token_ids(model, text_config),
         weights=weights,
         recurrent=Recurrent(hooks, kept.state) if hooks is not None and kept.state is not None else None,
@@ -165,7 +166,7 @@ def model_shape(config: ServeConfig) -> ModelShape:
     return ModelShape(
         choose_dtype(config.dtype, hf_config, choose_device(config.device)),
         text_config.vocab_size,
-        choose_max_model_len(config.max_model_len, text_config),
+        _longest(config, text_config),
     )
 
 
@@ -186,15 +187,8 @@ def choose_dtype(requested: str, hf_config: Any, device: torch.device) -> torch.
     return stored
 
 
-def choose_max_model_len(requested: int | None, text_config: Any) -> int:
-    longest = getattr(text_config, "max_position_embeddings", None)
-    if longest is None:
-        if requested is None:
-            raise ConfigError("--max-model-len: the model does not say its longest sequence; give one")
-        return requested
-    if requested is not None and requested > longest:
-        raise ConfigError(f"--max-model-len: {requested} exceeds the model's {longest} positions")
-    return requested or longest
+def _longest(config: ServeConfig, text_config: Any) -> int:
+    return choose_max_model_len(config.max_model_len, getattr(text_config, "max_position_embeddings", None))
 
 
 def _load_hf_config(config: ServeConfig) -> Any:
@@ -207,11 +201,7 @@ def _load_hf_config(config: ServeConfig) -> Any:
     if getattr(hf_config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{hf_config.model_type}: encoder-decoder models are not supported")
     method = quantization_config(hf_config)
-    if config.quantization is not None and method is not None:
-        raise ConfigError(
-            f"--quantization: {config.model} is quantized already, by {method.get('quant_method')}: leave "
-            "the option out, or name the model that it was made from"
-        )
+    refuse_second_quantization(config, None if method is None else str(method.get("quant_method")))
     return hf_config
 
 

@@ -85,10 +85,7 @@ class Tokenizer:
         """From the configured folder or hub id. Raises `ConfigError`."""
         chat_template = None
         if config.chat_template is not None:
-            try:
-                chat_template = Path(config.chat_template).read_text()
-            except OSError as error:
-                raise ConfigError(f"--chat-template: cannot read {config.chat_template}: {error}") from error
+            chat_template = _read_template(Path(config.chat_template))
         return cls(*load_files(config), chat_template)
 
     def close(self) -> None:
@@ -200,6 +197,21 @@ class Tokenizer:
             texts = self._texts[skip] = TokenTexts(TokenBytes(self._fast, self._decoding, skip))
         at_start = not any(texts.table[token_id] for token_id in context)
         return BytesDetokenizer(texts, context, self._decoding.leading_spaces if at_start else 0)
+
+
+def _read_template(path: Path) -> str:
+    """Raises `ConfigError`, also for a template that does not compile."""
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"--chat-template: {path} is no file")
+        source = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template: cannot read {path}: {error}") from error
+    try:
+        ChatTemplate(source, {})
+    except ConfigError as error:
+        raise ConfigError(f"--chat-template: {path}: {error}") from error
+    return source
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

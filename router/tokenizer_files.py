@@ -29,31 +29,45 @@ def load_files(config: ServeConfig) -> tuple[str, dict[str, Any]]:
     tokenizer's files is converted by Transformers in a process of its own. Raises `ConfigError`.
     """
     source = config.tokenizer_source
-    files = _local_files(Path(source)) if Path(source).is_dir() else _hub_files(source, config.revision)
+    files = _local_files(Path(source)) if Path(source).is_dir() else _hub_files(config)
     if "tokenizer.json" in files:
-        return _read(files)
+        return _read(files, tokenizer_flag(config))
     with tempfile.TemporaryDirectory(prefix="tandem-tokenizer-") as folder:
         _convert(config, folder)
-        return _read(_local_files(Path(folder)))
+        return _read(_local_files(Path(folder)), tokenizer_flag(config))
 
 
 def _local_files(folder: Path) -> dict[str, Path]:
     return {name: folder / name for name in FILES if (folder / name).is_file()}
 
 
-def _hub_files(repo_id: str, revision: str | None) -> dict[str, Path]:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+def _hub_files(config: ServeConfig) -> dict[str, Path]:
+    """The files that the hub has; where it is not to be asked (HF_HUB_OFFLINE), those that the cache has."""
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
 
-    files = {}
+    files, source, flag = {}, config.tokenizer_source, tokenizer_flag(config)
     for name in FILES:
         try:
-            files[name] = Path(hf_hub_download(repo_id, name, revision=revision))
+            files[name] = Path(hf_hub_download(source, name, revision=config.revision))
+        except LocalEntryNotFoundError as error:
+            if not constants.HF_HUB_OFFLINE:  # the hub did not answer
+                raise ConfigError(f"{flag}: cannot get {name} of {source!r}: {error}") from error
         except EntryNotFoundError:
             continue
         except (HfHubHTTPError, HFValidationError, OSError) as error:
-            raise ConfigError(f"--tokenizer: cannot get {name} of {repo_id!r}: {error}") from error
+            raise ConfigError(f"{flag}: cannot get {name} of {source!r}: {error}") from error
     return files
+
+
+def tokenizer_flag(config: ServeConfig) -> str:
+    """The option that names where the tokenizer comes from."""
+    return "--model" if config.tokenizer is None else "--tokenizer"
 
 
 def _convert(config: ServeConfig, folder: str) -> None:
@@ -66,10 +80,12 @@ def _convert(config: ServeConfig, folder: str) -> None:
     )
     if done.returncode or not (Path(folder) / "tokenizer.json").is_file():
         reason = (done.stderr.strip().splitlines() or ["it has no fast tokenizer"])[-1]
-        raise ConfigError(f"--tokenizer: {config.tokenizer_source} has no usable tokenizer: {reason}")
+        raise ConfigError(
+            f"{tokenizer_flag(config)}: {config.tokenizer_source} has no usable tokenizer: {reason}"
+        )
 
 
-def _read(files: dict[str, Path]) -> tuple[str, dict[str, Any]]:
+def _read(files: dict[str, Path], flag: str) -> tuple[str, dict[str, Any]]:
     try:
         settings: dict[str, Any] = {}
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -84,4 +100,4 @@ def _read(files: dict[str, Path]) -> tuple[str, dict[str, Any]]:
             settings["chat_template"] = templates
         return files["tokenizer.json"].read_text(), settings
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--tokenizer: cannot read the tokenizer's files: {error}") from error
+        raise ConfigError(f"{flag}: cannot read the tokenizer's files: {error}") from error

@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from engine import limits
 from engine.attention.select import select_backend
 from engine.draft import Draft
 from engine.errors import UnsupportedModelError
@@ -57,16 +58,7 @@ def draft_config(config: ServeConfig, options: SpeculativeConfig, target_dtype: 
 
 def check_draft(draft: LoadedModel | ModelShape, target: LoadedModel | ModelShape) -> None:
     """Raises `ConfigError` for a draft that cannot follow the target everywhere."""
-    if draft.vocab_size < target.vocab_size:
-        raise ConfigError(
-            f"--speculative-config: model: the draft's vocabulary has {draft.vocab_size} tokens, "
-            f"the model's {target.vocab_size}; they must share a tokenizer"
-        )
-    if draft.max_model_len < target.max_model_len:
-        raise ConfigError(
-            f"--speculative-config: model: the draft takes {draft.max_model_len} tokens; "
-            f"--max-model-len is {target.max_model_len}"
-        )
+    limits.check_draft(draft.vocab_size, draft.max_model_len, target.vocab_size, target.max_model_len)
 
 
 class DraftModel(Drafter):

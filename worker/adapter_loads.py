@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from engine.lora.files import AdapterError, AdapterFiles
+from engine.lora.config import AdapterError
+from engine.lora.files import AdapterFiles
 from engine.lora.table import Adapters
 from protocol.outputs import ErrorKind
 from protocol.requests import EngineRequest

@@ -8,9 +8,17 @@ from typing import Annotated, Literal
 import typer
 
 from deploy.commands.common import failures
+from deploy.hub import check_source
 from models.bundled import bundled_path
 
 speculate = typer.Typer(help="Drafts for a model of your own.", no_args_is_help=True)
+
+
+def _found(model: str) -> str:
+    """Return the folder or hub id of a model that is there. What needs torch is imported afterwards."""
+    with failures():
+        check_source(source := bundled_path(model), "--model")
+    return source
 
 
 @speculate.command("train")
@@ -39,6 +47,7 @@ def speculate_train(
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option()] = "auto",
 ) -> None:
     """Train draft heads on text and measure them on text held out. Run it again to resume it."""
+    model = _found(model)
     from rich.console import Console
 
     from training.heads.command import TrainOptions, train
@@ -46,7 +55,7 @@ def speculate_train(
 
     options = TrainOptions(
         method=method,
-        model=bundled_path(model),
+        model=model,
         data=data,
         output=output or Path(f"{Path(model).name}-{method}"),
         held_out=held_out,
@@ -79,11 +88,12 @@ def speculate_choose_layers(
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option()] = "auto",
 ) -> None:
     """Choose which of its layers a model skips when it drafts for itself."""
+    model = _found(model)
     from rich.console import Console
 
     from training.layer_choice import ChooseOptions, choose_layers
 
-    options = ChooseOptions(bundled_path(model), data, output, num_layers, windows, length, device)
+    options = ChooseOptions(model, data, output, num_layers, windows, length, device)
     with failures():
         choose_layers(options, Console())
 
@@ -119,7 +129,7 @@ def quantize(
 
     Run it again to go on with a run that was stopped.
     """
-    given = dict(locals()) | {"model": bundled_path(model)}
+    given = dict(locals()) | {"model": _found(model)}
     from rich.console import Console
 
     from quantization.command import QuantizeOptions

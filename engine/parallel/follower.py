@@ -10,7 +10,7 @@ import torch
 
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
-from engine.lora.files import AdapterError
+from engine.lora.config import AdapterError
 from engine.parallel import messages
 from engine.parallel.group import LostRankError, Ranks
 from engine.parallel.messages import READY, AdapterKept, DropAdapter, KeepAdapter, RunStep, receive

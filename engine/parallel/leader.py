@@ -17,7 +17,8 @@ from torch import Tensor
 
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
-from engine.lora.files import AdapterError, RawAdapter
+from engine.lora.config import AdapterError
+from engine.lora.files import RawAdapter
 from engine.parallel import messages
 from engine.parallel.group import GATHER_TIMEOUT_S, LostRankError, Ranks
 from engine.parallel.messages import READY, Begin, DropAdapter, KeepAdapter, RunStep, encode, receive, send

@@ -14,7 +14,8 @@ import msgspec
 import torch
 
 from engine.engine import Engine
-from engine.lora.files import AdapterError, RawAdapter
+from engine.lora.config import AdapterError
+from engine.lora.files import RawAdapter
 from engine.parallel import messages
 from engine.parallel.follower import follow
 from engine.parallel.group import GATHER_TIMEOUT_S, Columns, LostRankError, Ranks

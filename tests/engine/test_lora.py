@@ -16,7 +16,8 @@ from torch import Tensor
 
 from engine.engine import Engine
 from engine.linear.packed import kernel_fault
-from engine.lora.files import AdapterError, Product
+from engine.lora.config import AdapterError
+from engine.lora.files import Product
 from engine.lora.layers import AdaptedRows, attach, begin_step
 from engine.lora.packed import pack
 from engine.lora.table import Adapters, Weights

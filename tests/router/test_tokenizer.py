@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -158,7 +159,7 @@ def test_slow_tokenizers_are_converted(tmp_path):
 def test_unusable_files(tmp_path, content):
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ConfigError, match="--tokenizer"):
+    with pytest.raises(ConfigError, match=r"--tokenizer|--model"):
         Tokenizer.load(ServeConfig(model=str(tmp_path)))
 
 
@@ -168,3 +169,8 @@ def test_unusable_template(tmp_path, fast_tokenizer):
         Tokenizer.load(config)
     with pytest.raises(ConfigError, match="--chat-template"):
         Tokenizer.load(ServeConfig(model=config.model, chat_template=str(tmp_path / "missing")))
+    for content in (b"{% for %}", b"\xff", None):
+        path = tmp_path / "template"
+        path.write_bytes(content) if content is not None else (path.unlink(), os.mkfifo(path))
+        with pytest.raises(ConfigError, match=f"--chat-template: .*{path}"):
+            Tokenizer.load(ServeConfig(model=config.model, chat_template=str(path)))

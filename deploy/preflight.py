@@ -1,0 +1,168 @@
+"""Checks what can be known of a start from the configuration and small files, before Ray is started.
+
+A worker would find the same out, after Ray's start, its own imports and the loading of weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from deploy.hub import CONFIG, check_source
+from deploy.resources import plan_workers
+from deploy.tensor_parallel import check_heads
+from engine.limits import (
+    check_draft,
+    choose_max_model_len,
+    cpu_pool_budget,
+    refuse_second_quantization,
+)
+from engine.lora.config import AdapterError, check_files
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError
+from worker.cores import host_cores
+
+_POSITIONS = ("max_position_embeddings", "n_positions")
+"""Fields of a `config.json` that say how long a sequence may be."""
+_WEIGHTS = ("*.safetensors", "*.bin")
+_PLAIN = ("gemma", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3")
+"""Types of models whose layers all keep the keys and values of each head, unless they have windows."""
+_VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def check_start(config: ServeConfig) -> None:
+    """Raises `ConfigError`, naming the flag, its value and the limit."""
+    check_source(config.model, "--model", config.revision)
+    if config.tokenizer is not None:
+        check_source(config.tokenizer, "--tokenizer", config.revision, "tokenizer_config.json")
+    model = _read_config(config.model, config.revision, "--model")
+    _check_weights(config)
+    _check_backend(config)
+    if model.get("is_encoder_decoder"):
+        raise ConfigError(f"--model: {config.model}: encoder-decoder models are not supported")
+    quantized = model.get("quantization_config")
+    if isinstance(quantized, Mapping):
+        refuse_second_quantization(config, str(quantized.get("quant_method")))
+    decoder = _decoder(model)
+    check_heads(config, decoder)
+    longest = _longest(decoder)
+    if longest is not None:
+        max_model_len = choose_max_model_len(config.max_model_len, longest)
+        _check_draft(config, decoder, max_model_len)
+        _check_pool(config, decoder, max_model_len)
+    for name, path in (config.lora_modules or {}).items():
+        try:
+            check_files(path, config.max_lora_rank)
+        except AdapterError as error:
+            raise ConfigError(f"--lora-modules: {name}: {error}") from error
+
+
+def _read_config(source: str, revision: str | None, flag: str) -> dict[str, Any]:
+    folder = Path(source)
+    try:
+        path = folder / CONFIG if folder.is_dir() else _from_hub(source, revision)
+        content = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(f"{flag}: {source} has no {CONFIG}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{flag}: cannot read {CONFIG} of {source}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{flag}: {CONFIG} of {source} must be a JSON object")
+    return content
+
+
+def _from_hub(source: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(source, CONFIG, revision=revision))
+
+
+def _decoder(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a `config.json` that describes the decoder."""
+    inner = model.get("text_config")
+    return inner if isinstance(inner, Mapping) else model
+
+
+def _longest(decoder: Mapping[str, Any]) -> int | None:
+    return next((decoder[name] for name in _POSITIONS if isinstance(decoder.get(name), int)), None)
+
+
+def _check_weights(config: ServeConfig) -> None:
+    folder = Path(config.model)
+    if config.load_format == "dummy" or not folder.is_dir():
+        return
+    if not any(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
+        raise ConfigError(f"--model: {config.model} has no weights ({', '.join(_WEIGHTS)})")
+
+
+def _check_backend(config: ServeConfig) -> None:
+    if config.device == "cuda" and config.ray_address is None and (fault := cuda_fault()):
+        raise ConfigError(f"--device: cuda was asked for, but {fault}")
+    fits = {"triton": "cuda", "cpu": "cpu"}
+    device = fits.get(config.attention_backend, config.device)
+    if config.device not in ("auto", device):
+        raise ConfigError(
+            f"--attention-backend: {config.attention_backend} is for --device {device}, not {config.device}"
+        )
+
+
+def cuda_fault() -> str:
+    """Why no GPU can be used here, as far as that is known without torch; "" if nothing is in the way."""
+    if version("torch").endswith("+cpu"):
+        return f"PyTorch {version('torch')} is built without CUDA: deploy/install.sh installs the other one"
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "this host has no NVIDIA driver (libcuda.so.1)"
+    count = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return "the NVIDIA driver finds no GPU" + (
+            f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
+        )
+    return ""
+
+
+def _check_draft(config: ServeConfig, target: Mapping[str, Any], max_model_len: int) -> None:
+    speculative = config.speculative_config
+    if speculative is None or speculative.model is None:
+        return
+    flag = "--speculative-config: model"
+    check_source(speculative.model, flag)
+    draft = _decoder(_read_config(speculative.model, None, flag))
+    longest, size, target_size = _longest(draft), draft.get("vocab_size"), target.get("vocab_size")
+    is_draft_model = speculative.method == "draft_model"
+    if is_draft_model and longest is not None and isinstance(size, int) and isinstance(target_size, int):
+        check_draft(size, longest, target_size, max_model_len)
+
+
+def _check_pool(config: ServeConfig, model: Mapping[str, Any], max_model_len: int) -> None:
+    """A KV pool on a CPU must hold one sequence. This takes the least that its tokens can need."""
+    names = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    if model.get("model_type") not in _PLAIN or not all(isinstance(model.get(name), int) for name in names):
+        return
+    has_windows = model.get("use_sliding_window", True) and model.get("sliding_window")
+    may_be_on_gpu = config.device != "cpu" and not cuda_fault()
+    if has_windows or may_be_on_gpu or config.ray_address is not None:
+        return
+    layers, heads, hidden = (model[name] for name in names)
+    head_dim = model.get("head_dim") or hidden // heads
+    values = 2 * layers * (model.get("num_key_value_heads") or heads) * head_dim
+    stored = config.dtype if config.dtype != "auto" else model.get("dtype") or model.get("torch_dtype")
+    value_bytes = _VALUE_BYTES.get(str(stored), 4) if config.kv_cache_dtype == "auto" else 1
+    blocks = math.ceil(max_model_len / config.block_size)
+    needed = blocks * config.block_size * values * value_bytes
+    planned, _ = plan_workers(config, 0, host_cores())
+    budget, reason = cpu_pool_budget(planned, max_model_len, needed)
+    if budget < needed:
+        tokens = budget // (values * value_bytes)
+        raise ConfigError(
+            f"--kv-cache-memory-bytes: a KV pool of {budget} bytes ({reason}) holds {tokens} tokens, fewer "
+            f"than --max-model-len ({max_model_len}), which needs {needed} bytes"
+        )

@@ -1,0 +1,66 @@
+"""Limits that follow from a model's shape. The launcher checks them before anything is loaded, workers again;
+so this module does without torch.
+"""
+
+from __future__ import annotations
+
+import psutil
+
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError
+
+CPU_POOL_LIMIT = 4 * 1024**3
+"""Bytes of a CPU pool unless the user asks for more."""
+
+
+def choose_max_model_len(requested: int | None, longest: int | None) -> int:
+    """Return the longest sequence of a model with so many positions (None: it does not say). Raises
+    `ConfigError`.
+    """
+    if longest is None:
+        if requested is None:
+            raise ConfigError("--max-model-len: the model does not say its longest sequence; give one")
+        return requested
+    if requested is not None and requested > longest:
+        raise ConfigError(f"--max-model-len: {requested} exceeds the model's {longest} positions")
+    return requested or longest
+
+
+def refuse_second_quantization(config: ServeConfig, method: str | None) -> None:
+    """Raise `ConfigError` if a checkpoint that is quantized by a `method` is to be rounded at load."""
+    if config.quantization is not None and method is not None:
+        raise ConfigError(
+            f"--quantization: {config.model} is quantized already, by {method}: leave "
+            "the option out, or name the model that it was made from"
+        )
+
+
+def check_draft(vocab_size: int, longest: int, target_vocab_size: int, max_model_len: int) -> None:
+    """Raise `ConfigError` for a draft model that cannot follow the target everywhere."""
+    if vocab_size < target_vocab_size:
+        raise ConfigError(
+            f"--speculative-config: model: the draft's vocabulary has {vocab_size} tokens, "
+            f"the model's {target_vocab_size}; they must share a tokenizer"
+        )
+    if longest < max_model_len:
+        raise ConfigError(
+            f"--speculative-config: model: the draft takes {longest} tokens; "
+            f"--max-model-len is {max_model_len}"
+        )
+
+
+def cpu_pool_budget(config: ServeConfig, max_model_len: int, sequence_bytes: int) -> tuple[int, str]:
+    """Return the bytes of a CPU worker's pool, and why so many; `sequence_bytes` are those of one sequence of
+    `max_model_len`.
+    """
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
+    share = f"--gpu-memory-utilization {config.gpu_memory_utilization:g}"
+    fair = int(psutil.virtual_memory().available * config.gpu_memory_utilization / 2)
+    # Few sequences get that long: what they leave keeps prefixes of earlier ones.
+    sequences = config.max_num_seqs
+    return min(
+        (sequences * sequence_bytes, f"room for {sequences} sequences of {max_model_len} tokens"),
+        (CPU_POOL_LIMIT, "the most that a CPU worker takes by default"),
+        (fair, f"half of {share} of the free memory"),
+    )

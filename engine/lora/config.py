@@ -1,0 +1,133 @@
+"""The part of an adapter's files that needs no torch: reading them, and PEFT's `adapter_config.json`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Callable, Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from protocol.errors import TandemError
+from protocol.fields import FieldError, to_struct
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+HEADER_BYTES = 1 << 20
+
+_PIECE_BYTES = 1 << 24
+"""So much is read at a time."""
+_CHANGES = {
+    "use_dora": "DoRA scales the base's weights by column",
+    "modules_to_save": "it replaces layers of the base",
+    "layer_replication": "it changes the base's layers",
+    "target_parameters": "it adapts parameters that are no linear layer's",
+    "trainable_token_indices": "it changes embeddings",
+    "alora_invocation_tokens": "it begins in the middle of a prompt",
+    "lora_bias": "it adds biases",
+}
+"""Fields that ask for more than products beside linear layers."""
+
+
+class AdapterError(TandemError):
+    """An adapter that cannot be served; the message names the file, and the field or the tensor."""
+
+
+class AdapterConfig(msgspec.Struct):
+    """The fields of PEFT's `LoraConfig` that say what its tensors mean."""
+
+    peft_type: str
+    r: int
+    lora_alpha: float
+    use_rslora: bool | None = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    bias: str | None = "none"
+
+    def scale(self, path: str, rank: int) -> float:
+        alpha = _by_pattern(self.alpha_pattern, path, self.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def rank(self, path: str) -> int:
+        return int(_by_pattern(self.rank_pattern, path, self.r))
+
+
+def check_files(path: str, max_rank: int) -> None:
+    """Check what can be known without the model and without reading tensors. Raises `AdapterError`."""
+    folder = Path(path)
+    parse_config(read_file(folder, CONFIG, HEADER_BYTES, lambda: None), max_rank)
+    try:
+        _open(folder, TENSORS).close()
+    except OSError as error:
+        raise AdapterError(f"{TENSORS}: cannot be read: {error}") from error
+
+
+def read_file(folder: Path, name: str, most: int, on_piece: Callable[[], None]) -> bytes:
+    """Return the whole file, of at most so many bytes; `on_piece` is called after each piece. Raises
+    `AdapterError`.
+    """
+    raw = bytearray()
+    try:
+        with _open(folder, name) as file:
+            while len(raw) <= most and (piece := file.read(min(_PIECE_BYTES, most + 1 - len(raw)))):
+                raw += piece
+                on_piece()
+    except OSError as error:
+        raise AdapterError(f"{name}: cannot be read: {error}") from error
+    if len(raw) > most:
+        raise AdapterError(f"{name}: has more than the {most} bytes that an adapter of this model can have")
+    return bytes(raw)
+
+
+def _open(folder: Path, name: str) -> FileIO:
+    """A pipe or a device, which might never end, is refused unread."""
+    descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    file = FileIO(descriptor)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise AdapterError(f"{name}: is no regular file")
+    return file
+
+
+def parse_config(raw: bytes, max_rank: int) -> AdapterConfig:
+    """Raises `AdapterError`, naming the field."""
+    try:
+        fields = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(f"{CONFIG}: is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise AdapterError(f"{CONFIG}: is no object")
+    try:
+        config = to_struct(
+            {key: fields[key] for key in AdapterConfig.__struct_fields__ if key in fields}, AdapterConfig
+        )
+    except FieldError as error:
+        raise AdapterError(f"{CONFIG}: {error}") from error
+    if config.peft_type != "LORA":
+        raise AdapterError(f"{CONFIG}: peft_type: must be LORA, got {config.peft_type[:64]!r}")
+    if config.bias not in (None, "none"):
+        raise AdapterError(f"{CONFIG}: bias: must be none, got {config.bias[:64]!r}")
+    for name, why in _CHANGES.items():
+        if fields.get(name):
+            raise AdapterError(f"{CONFIG}: {name}: not supported: {why}")
+    for rank in (config.r, *(config.rank_pattern or {}).values()):
+        if not 1 <= rank <= max_rank:
+            raise AdapterError(f"{CONFIG}: r: must be from 1 to --max-lora-rank {max_rank}, got {rank}")
+    return config
+
+
+def _by_pattern(patterns: Mapping[str, Any] | None, path: str, default: float) -> float:
+    """As PEFT reads `rank_pattern` and `alpha_pattern`: the first key that the path ends with."""
+    for key, value in (patterns or {}).items():
+        try:
+            matches = re.match(rf"(.*\.)?({key})$", path)
+        except re.error as error:
+            raise AdapterError(f"{CONFIG}: pattern {key[:64]!r}: {error}") from error
+        if matches:
+            return value
+    return default

@@ -1,0 +1,200 @@
+"""What can be known of a start without Ray and torch is refused at once, by flag and limit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy import preflight
+from deploy.config import load_config
+from deploy.preflight import check_start
+from protocol.errors import ConfigError
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "max_position_embeddings": 2048,
+    "vocab_size": 500,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "dtype": "bfloat16",
+}
+ADAPTER = {"peft_type": "LORA", "r": 8, "lora_alpha": 8}
+TOKEN_BYTES = 2 * 2 * 2 * 8 * 2
+
+
+def write_model(folder: Path, weights: bool = True, **fields: Any) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA | fields))
+    if weights:
+        (folder / "model.safetensors").touch()
+    return str(folder)
+
+
+def write_adapter(folder: Path, **fields: Any) -> str:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(ADAPTER | fields))
+    (folder / "adapter_model.safetensors").touch()
+    return f"sql={folder}"
+
+
+def check(model: str, **flags: Any) -> None:
+    check_start(load_config({"model": model, "device": "cpu", **flags}, {}))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return write_model(tmp_path / "model")
+
+
+def test_what_fits_is_taken(model: str, tmp_path: Path) -> None:
+    check(
+        model,
+        max_model_len=2048,
+        lora_modules=[write_adapter(tmp_path / "sql")],
+        decode_tensor_parallel_size=4,
+        kv_cache_memory_bytes=2048 * TOKEN_BYTES,
+        speculative_config={"method": "draft_model", "model": write_model(tmp_path / "draft")},
+        quantization="int8",
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"max_model_len": 10_000_000}, "--max-model-len: 10000000 exceeds the model's 2048 positions$"),
+        ({"lora_modules": ["sql=/nope"]}, "--lora-modules: sql: adapter_config.json: cannot be read: "),
+        ({"decode_tensor_parallel_size": 3}, "--decode-.*: 3 does not divide num_attention_heads of .*, 8$"),
+        ({"attention_backend": "triton"}, "--attention-backend: triton is for --device cuda, not cpu$"),
+        ({"tokenizer": "/nope"}, "--tokenizer: there is no folder /nope$"),
+        (
+            {"kv_cache_memory_bytes": 2048 * TOKEN_BYTES - 1},
+            rf"holds 2047 tokens, fewer than --max-model-len \(2048\), which needs {2048 * TOKEN_BYTES} b",
+        ),
+    ],
+)
+def test_options_beyond_the_model(model: str, flags: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check(model, **flags)
+
+
+@pytest.mark.parametrize(
+    ("fields", "flags", "reason"),
+    [
+        (
+            {"quantization_config": {"quant_method": "awq"}},
+            {"quantization": "int8"},
+            "--quantization: .*by awq",
+        ),
+        ({"is_encoder_decoder": True}, {}, "--model: .*encoder-decoder models are not supported"),
+        ({"weights": False}, {}, r"--model: .* has no weights \(\*.safetensors, \*.bin\)$"),
+        (
+            {"max_position_embeddings": 10**8},
+            {},
+            r"--kv-cache-memory-bytes: .* holds \d+ tokens, fewer than --max-model-len \(100000000\)",
+        ),
+        (
+            {"text_config": {"max_position_embeddings": 64}},
+            {"max_model_len": 65},
+            "--max-model-len: 65 exceeds",
+        ),
+        (
+            {"max_position_embeddings": None, "n_positions": 64},
+            {"max_model_len": 65},
+            "--max-model-len: 65 ex",
+        ),
+        (
+            {"num_attention_heads": None, "n_head": 12},
+            {"decode_tensor_parallel_size": 5},
+            "5 does not divide n_h",
+        ),
+    ],
+)
+def test_models_that_do_not_fit(
+    tmp_path: Path, fields: dict[str, Any], flags: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check(write_model(tmp_path, **fields), **flags)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"vocab_size": 499}, "--speculative-config: model: the draft's vocabulary has 499 tokens, .*500"),
+        ({"max_position_embeddings": 100}, "--speculative-config: model: the draft takes 100 tokens; .*2048"),
+    ],
+)
+def test_drafts_that_do_not_fit(model: str, tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
+    draft = write_model(tmp_path / "draft", **fields)
+    with pytest.raises(ConfigError, match=reason):
+        check(model, speculative_config={"method": "draft_model", "model": draft})
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    for flags in ({}, {"speculative_config": {"method": "eagle", "model": str(tmp_path)}}):
+        target = write_model(tmp_path / "model") if flags else str(tmp_path)
+        with pytest.raises(ConfigError, match=f"{tmp_path} has no config.json$"):
+            check(target, **flags)
+
+
+def test_adapters_of_too_high_a_rank(model: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--lora-modules: sql: .*r: must be from 1 to --max-lora-rank 4, got 8"
+    ):
+        check(model, lora_modules=[write_adapter(tmp_path / "sql")], max_lora_rank=4)
+
+
+@pytest.mark.parametrize(
+    "windowed", [{"sliding_window": 64, "model_type": "mistral"}, {"model_type": "bamba"}]
+)
+def test_models_whose_tokens_may_need_less_are_left_to_the_workers(
+    tmp_path: Path, windowed: dict[str, Any]
+) -> None:
+    check(write_model(tmp_path, **windowed), kv_cache_memory_bytes=1)
+
+
+def test_cuda_without_a_gpu(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "version", lambda name: "2.13.0+cpu")
+    with pytest.raises(ConfigError, match=r"--device: cuda was asked for, but PyTorch 2.13.0\+cpu is built"):
+        check(model, device="cuda")
+    monkeypatch.setattr(preflight, "version", lambda name: "2.13.0+cu128")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(
+        ConfigError, match=r"--device: cuda was asked for, but (this host has no NVIDIA|the NVIDIA)"
+    ):
+        check(model, device="cuda")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["speculate", "train", "--method", "medusa", "--data", "x"],
+        ["speculate", "choose-layers", "--data", "x"],
+        ["quantize", "--method", "int8", "--output", "x"],
+        ["profile"],
+        ["serve"],
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_no_command_imports_torch_to_find_no_model(command: list[str]) -> None:
+    code = """if True:
+        import sys
+        from deploy.cli import app
+        try:
+            app(sys.argv[1:], standalone_mode=False)
+        except BaseException as error:
+            print(getattr(error, "exit_code", error))
+        print("torch" in sys.modules, "ray" in sys.modules)
+    """
+    arguments = [*command, "--model", "/nope"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr == "tandem: --model: there is no folder /nope\n"
+    assert done.stdout.split()[-2:] == ["False", "False"]
