@@ -211,7 +211,7 @@ class Storm:
             time.sleep(0.2)
         return False
 
-    # --- what was seen ----------------------------------------------------------------------------
+    # --- results ----------------------------------------------------------------------------------
 
     def _is_explained(self, answer: Answer) -> bool:
         """Return whether the request's router was killed during it or shortly before: clients keep

@@ -24,7 +24,7 @@ _TUN = "/dev/net/tun"
 _TUNSETIFF = 0x400454CA
 _TUN_WITHOUT_HEADER = 0x1001
 _AT_ONCE = 64
-"""The most packets to read before it sends those that are due."""
+"""The most packets to read before sending the packets that are due."""
 
 
 def why_not() -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGES = (
+    "bench",
     "decode_worker",
     "draft_worker",
     "kvtransfer",
@@ -22,6 +23,7 @@ PACKAGES = (
     "planner",
     "prefill_worker",
     "protocol",
+    "tests/bench",
     "training",
     "worker",
 )

@@ -30,8 +30,8 @@ _FLAGS = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", 
 _TILE_SETUP = "_tile_loadconfig(&tc);"
 _AFTER_STORES = 'asm volatile("" : : "r"(&tc) : "memory");'
 
-# The script recognizes a tokenizer by its output for a text, and rejects those of our shapes. The tokenizer
-# does not change the speed. The script also imports SentencePiece, which our tokenizers do not need.
+# The script recognizes a tokenizer by its output for a text, and rejects our shapes' tokenizers, which do not
+# change the speed. The script also imports SentencePiece, which these tokenizers do not need.
 _CONVERT = """
 import runpy, sys
 sys.path[:0] = ["gguf-py", "."]

@@ -13,7 +13,7 @@ StartServer = Callable[[Handler], Awaitable[str]]
 
 @pytest.fixture
 async def start_server() -> AsyncIterator[StartServer]:
-    """A function that serves a handler on a free port and returns the base URL."""
+    """Return a function that serves a handler on a free port and returns the base URL."""
     servers: list[asyncio.Server] = []
 
     async def start(handler: Handler) -> str:

@@ -13,7 +13,7 @@ from bench.peers.http_server import LAST_CHUNK, chunk, head, read_request
 
 
 async def complete(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answers like a model that always says `x`; refuses prompts that hold the token 13."""
+    """Answer every request with `x`; refuse prompts that contain the token 13."""
     fields = json.loads((await read_request(reader)).body)
     if fields["prompt"] == [13]:
         writer.write(head(400, 2) + b"{}")

@@ -1,4 +1,4 @@
-"""The load generator's client against real servers that stream, refuse and break off."""
+"""The load generator's client against real servers that stream, refuse and close connections early."""
 
 import asyncio
 import json

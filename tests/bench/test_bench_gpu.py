@@ -1,4 +1,4 @@
-"""`tandem bench gpu` where there is no GPU: its arithmetic, its report, and its measurements on the CPU."""
+"""`tandem bench gpu` without a GPU: its arithmetic, its report, and its measurements on the CPU."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
 
 @pytest.mark.parametrize("shape", [SMALL, *SHAPES.values()], ids=str)
 def test_heads_share_those_of_keys(shape: Shape) -> None:
-    """Else a model of this shape does not run."""
+    """Attention needs a multiple of the KV heads."""
     assert shape.heads >= shape.kv_heads and shape.heads % shape.kv_heads == 0
 
 

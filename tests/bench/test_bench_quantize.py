@@ -1,4 +1,4 @@
-"""`tandem bench quantize`: what its JSON says of a small model, and flags that are refused."""
+"""`tandem bench quantize`: its JSON for a small model, and the flags that it refuses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_formats_are_compared_with_bf16(tmp_path: Path) -> None:
 
 
 def test_each_format_of_weights_is_compared_with_each_of_kv(tmp_path: Path) -> None:
-    """The bundled model's own predictions, and a checkpoint of it that is quantized already."""
+    """A copy of the bundled model serves as the checkpoint; its quality is measured on the model itself."""
     shutil.copytree(BUNDLED_MODEL, tmp_path / "copy")
     limits = ["--rounds", 1, "--texts", 2, "--prompt-len", 20, "--output-len", 3, "--threads", 1]
     done = run(

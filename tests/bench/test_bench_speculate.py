@@ -1,4 +1,4 @@
-"""`tandem bench speculate`: what is asked for, what figures say, and a small run from end to end."""
+"""`tandem bench speculate`: its arguments, its figures, and a small run from end to end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(BUNDLED_MODEL)
 
 
-# --- what is asked for ----------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
 
 
 def test_a_drafting_is_a_method_or_a_labelled_config() -> None:
@@ -109,7 +109,7 @@ def test_a_rounds_prompts_differ_and_change_with_the_round() -> None:
 
 
 class Stepping:
-    """An engine that gives each of its requests a token a step, four in all."""
+    """An engine that generates one token per step for each request, four in all."""
 
     def __init__(self, log: list[str], name: str) -> None:
         self.log, self.name = log, name
@@ -162,7 +162,7 @@ def test_a_run_keeps_its_concurrency_on_a_clock_of_its_own(monkeypatch: pytest.M
 def measured(
     num_tokens: NumTokens | None, seconds: float, number: int = 0, block: Block = BLOCK, **counts: Any
 ) -> Measurement:
-    """100 tokens of one request."""
+    """Return a measurement of one request with 100 tokens."""
     answer = Answer(start=1.0, first=1.0, last=1.0 + seconds, token_ids=[7] * 100, steps=100)
     for name, value in counts.items():
         setattr(answer, name, value)
@@ -172,7 +172,7 @@ def measured(
 
 
 def test_figures_are_medians_and_ratios_within_rounds() -> None:
-    """The machine is half as fast in the third round; the ratio does not care."""
+    """The machine is half as fast in the third round; the ratio stays the same."""
     counts = {"steps": 40, "draft_rounds": 30, "drafted": 90, "accepted": 60}
     rounds = [(1.0, 0.5), (1.0, 0.5), (2.0, 1.0)]
     measurements = []
@@ -192,7 +192,7 @@ def test_figures_are_medians_and_ratios_within_rounds() -> None:
 
 
 def test_the_speedup_is_the_median_of_ratios() -> None:
-    """Not the ratio of medians, which here is 1: the machine's speed differs between rounds."""
+    """The ratio of medians would be 1 here, because the machine's speed differs between rounds."""
     rounds = [(1.0, 2.0), (2.0, 1.0), (4.0, 2.0)]
     measurements = []
     for number, (base, mine) in enumerate(rounds):
@@ -251,10 +251,10 @@ def check_files(folder: Path, cases: int) -> dict[str, Any]:
 
 
 def test_engines_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With coupled verification every answer is the baseline's."""
+    """With coupled verification every answer equals the baseline's."""
     monkeypatch.setattr(Engines, "max_prompt_len", 16)
     options = ("--method", "draft_model", "--num-tokens", "0,3,auto", "--dtype", "float32")
-    longer = ("--output-len", "20")  # two are to decode side by side
+    longer = ("--output-len", "20")  # long enough for two requests to decode at the same time
     result = run(tmp_path, *options, *longer, "--concurrency", "1,2", "--temperature", "0,0.7")
     assert result.exit_code == 0, result.output
     document = check_files(tmp_path, cases=16)

@@ -79,7 +79,7 @@ def measurement(system: str, number: int, tokens: int) -> Measurement:
 
 
 def test_ratios_are_taken_within_rounds():
-    """The machine slows down by half from round to round; the ratio stays what it is in each."""
+    """The machine slows down by half from round to round; the ratio is the same in each."""
     rounds = [(0, 100, 200), (1, 50, 100), (2, 25, 50)]
     measurements = [
         measurement(system, number, tokens)

@@ -1,4 +1,4 @@
-"""Starting and ending the systems of a comparison, and reading their specs."""
+"""Starts and ends the systems of a comparison, and parses their specs."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from bench.peers.systems import SYSTEMS, Setting, parse_system
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Answers 200, and has a child that would outlive it.
+# Answers 200, and has a child process that would outlive it.
 SERVER = """
 import http.server, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -35,7 +35,7 @@ def command(code: str, port: int) -> Command:
 
 
 def child_in(folder: Path) -> psutil.Process:
-    """The one that the log there tells of."""
+    """Return the child process that the server's log names."""
     return psutil.Process(int((folder / "server.log").read_text().split()[1]))
 
 

@@ -1,4 +1,4 @@
-"""`tandem bench transfer`: what a figure says, and real pairs of processes that are measured."""
+"""`tandem bench transfer`: its figures, and measurements of real pairs of processes."""
 
 from __future__ import annotations
 

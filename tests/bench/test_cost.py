@@ -1,4 +1,4 @@
-"""What a token costs: the formulas, and the worked example in LLM_SERVING.md."""
+"""The cost of a token: the formulas, and the worked example in LLM_SERVING.md."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_rates_follow_from_the_steps() -> None:
 
 
 def table() -> dict[str, list[str]]:
-    """The rows of the worked example, by their first cell."""
+    """Return the rows of the worked example, by their first cell."""
     section = DOCUMENT.read_text().split("## What does a token cost?", 1)[1].split("\n## ", 1)[0]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "|" in line

@@ -1,4 +1,6 @@
-"""The experiment around the effects: searched rates, loads, servers' options, what is kept and refused."""
+"""The factorial experiment without its effects: the search, loads, servers' options, results kept and
+refused.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,7 @@ def test_prompts_share_what_the_workload_says_and_nothing_else() -> None:
 
 
 async def test_a_rate_is_judged_and_left_once_it_cannot_be_met(start_server) -> None:
-    """Of a server that takes 10 ms for each request that is under way, and 200 ms at most."""
+    """The server takes 10 ms for each running request, at most 200 ms."""
     active = 0
 
     async def serve(request, writer):

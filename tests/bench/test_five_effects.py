@@ -1,4 +1,4 @@
-"""Effects of a factorial experiment, on data whose effects are known."""
+"""Effects of a factorial experiment, on data with known effects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ TOGETHER = {("a", "d"): 1.5, ("b", "c"): 0.8}
 
 
 def figure(cell: Cell) -> float:
-    """Effects of the factors on average, and how many times as large pairs make each other's."""
+    """Return the cell's figure, from the factors' mean effects and the ratios by which pairs change each
+    other's.
+    """
     log = 1.0
     for name, ratio in MAIN.items():
         log += math.log(ratio) / 2 * (1 if name in cell else -1)
@@ -27,7 +29,7 @@ def figure(cell: Cell) -> float:
 
 
 def made(repeats: int, spread: float, seed: int = 0) -> dict[Cell, list[float]]:
-    """The same with noise, on a machine of which each repeat finds another speed."""
+    """Return figures with noise, where the machine has another speed in each repeat."""
     rng = random.Random(seed)
     speeds = [math.exp(rng.gauss(0, 0.5)) for _ in range(repeats)]
     return {

@@ -1,4 +1,4 @@
-"""Goodput over a trace, judged on records that were made up and on a server that refuses."""
+"""Goodput over a trace, on made-up records and on a server that refuses requests."""
 
 import asyncio
 import json

@@ -1,5 +1,5 @@
-"""The measurement of the host's part of a step: the engine decodes with a device that computes nothing. What
-makes its time is counted, as a time would be another one on each machine.
+"""The measurement of the host's part of a step, with a device that computes nothing. The tests count calls
+and operators, because times differ between machines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bench.host_step import engine_of, step_times
 from engine.engine import Engine
 
 MOST_CALLS = 60
-"""Of Python functions for each row. There were 35; 64 rows took 1.3 ms."""
+"""Limit on calls of Python functions for each row. There were 35; 64 rows took 1.3 ms."""
 
 
 class Operators(TorchDispatchMode):
@@ -36,7 +36,7 @@ class Operators(TorchDispatchMode):
 
 @contextmanager
 def counted_calls() -> Iterator[list[str]]:
-    """Of Python functions, by name."""
+    """Yield the list of names of the Python functions called so far."""
     calls: list[str] = []
 
     def note(frame: FrameType, event: str, argument: object) -> None:
@@ -59,7 +59,7 @@ def decoding(folder: Path, sequences: int, context: int) -> Engine:
 
 
 def test_a_step_launches_as_many_operators_for_any_number_of_rows(tmp_path: Path) -> None:
-    """And its inputs come in one copy, but for the tokens, which are the device's."""
+    """The step's inputs come in one copy, except for the tokens, which stay on the device."""
     counts = []
     for sequences in (3, 24):
         engine = decoding(tmp_path, sequences, 20)

@@ -1,4 +1,4 @@
-"""llama.cpp as a peer, with scripts in place of its tools: what they are told, and what is read from them."""
+"""llama.cpp as a peer, with scripts in place of its tools: their arguments and the parsed output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ import sys
 source, target, type = sys.argv[1:]
 open(target, "w").write(type + " of " + open(source).read())
 """
-# As llama-bench's JSON: tokens per second say which weights and lengths it had.
+# Prints JSON like llama-bench; the tokens per second encode the weights and lengths that it got.
 BENCH = """
 import json, sys
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))

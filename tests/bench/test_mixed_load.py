@@ -1,4 +1,4 @@
-"""The load of long prompts among streams, against a server that stalls streams for each long prompt."""
+"""The load of long prompts among streams, against a server that stalls its streams for each long prompt."""
 
 import asyncio
 import json

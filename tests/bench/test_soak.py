@@ -1,4 +1,4 @@
-"""What the soak takes for growth."""
+"""The soak's measure of memory growth."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def answer(writer: asyncio.StreamWriter, fields: dict, status: int = 200) -> Non
 
 
 class Upstream:
-    """A server that keeps what it was asked."""
+    """A server that records its requests."""
 
     def __init__(self, reply) -> None:
         self.requests: list = []
@@ -49,7 +49,7 @@ async def decode_reply(writer):
 
 @pytest.fixture
 def join(start_server):
-    """Starts a proxy between two upstreams and returns its URL."""
+    """Return a function that starts a proxy between two upstreams and returns its URL."""
 
     async def start(prefill: Upstream, decode: Upstream) -> str:
         proxy = Proxy(await start_server(prefill), await start_server(decode))
