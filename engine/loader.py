@@ -27,7 +27,7 @@ from engine.pool_layout import Group
 from engine.preloaded import take_preloaded
 from engine.probe import probe
 from engine.quantization.weight import CodeFormat
-from engine.quantized_checkpoint import load_quantized, quantization_config
+from engine.quantized_checkpoint import describe_checkpoint, load_quantized, quantization_config
 from engine.recurrent.hooks import RecurrentHooks, hook
 from engine.recurrent.layout import StateLayout
 from protocol.config import ServeConfig
@@ -70,6 +70,8 @@ class LoadedModel:
     """Whether some workers have tensor-parallel ranks. All run it alike, as their KV goes around."""
     expansion: str = ""
     """Why the pool has keys and values that it could keep as latents (`engine.latent_attention`)."""
+    checkpoint: str = ""
+    """What quantized its checkpoint, how, and what it is run as; "" if nothing did."""
 
     @property
     def num_layers(self) -> int:
@@ -96,6 +98,13 @@ def load_model(config: ServeConfig) -> LoadedModel:
     if in_tiles and (fault := fault_of_weights(model)) is not None:
         raise ConfigError(f"--deterministic: {fault}")
     has_kernel = kernel_fault(device, dtype) is None
+    checkpoint = ""
+    if config.load_format != "dummy":
+        stays = has_kernel or device.type == "cuda"
+        run_as = "multiplied as stored" if stays else f"run in {str(dtype).removeprefix('torch.')}"
+        checkpoint = describe_checkpoint(model, hf_config, run_as)
+    if checkpoint:
+        logger.info("%s: %s", config.model_name, checkpoint)
     if config.quantization is not None:
         if has_kernel:
             split_experts(model)
@@ -130,6 +139,7 @@ def load_model(config: ServeConfig) -> LoadedModel:
         adapters=adapters,
         in_ranks=max(config.prefill_tensor_parallel_size, config.decode_tensor_parallel_size) > 1,
         expansion=expansion,
+        checkpoint=checkpoint,
     )
 
 

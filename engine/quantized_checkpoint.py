@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -34,6 +34,19 @@ logger = logging.getLogger("tandem.engine")
 def quantization_config(hf_config: Any) -> dict[str, Any] | None:
     """What config.json says of a quantized checkpoint; None if it isn't one."""
     return getattr(hf_config, "quantization_config", None) or None
+
+
+def describe_checkpoint(model: PreTrainedModel, hf_config: Any, run_as: str) -> str:
+    """Return what quantized a loaded checkpoint, how, and what its weights are run as; "" if nothing did."""
+    method = quantization_config(hf_config)
+    if method is None:
+        return ""
+    linears = [each.quantized for each in model.modules() if isinstance(each, QuantizedLinear)]
+    formats = Counter(weight.describe() for weight in linears)
+    rounded = sum(weight.input_group > 0 for weight in linears)
+    parts = [f"{count} linear layers in {kind}" for kind, count in formats.most_common()]
+    parts += [f"{rounded} of them may round their inputs to int8"] if rounded else []
+    return ", ".join([f"{method.get('quant_method')} checkpoint", *parts, run_as])
 
 
 def load_quantized(
@@ -71,12 +84,6 @@ def load_quantized(
     else:
         rest, weights, fused = _split(tensors, parse_layout(method), empty, device)
         experts |= take_experts(fused, known)
-    logger.info(
-        "%s checkpoint: %d linear layers stay quantized, and %d of them may round their inputs to int8",
-        method["quant_method"],
-        len(weights),
-        sum(weight.input_group > 0 for weight in weights.values()),
-    )
     dequantized = len(fused) + (0 if keeps_experts else len(experts))
     if dequantized:
         logger.warning("%d tensors that the model fuses, such as experts, are dequantized", dequantized)

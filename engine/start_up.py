@@ -29,6 +29,8 @@ def describe_start(
     pool = blocks.pool
     backend, why = select_backend(loaded.device, loaded.dtype, config.attention_backend)
     weights = f", weights in {config.quantization}" if config.quantization else ""
+    if loaded.checkpoint:
+        weights = f", {loaded.checkpoint}"
     head = ", head in int8" if config.quantize_lm_head else ""
     size = f"{pool.num_blocks} blocks of {pool.block_size} tokens, {pool.num_bytes >> 20} MiB"
     return {

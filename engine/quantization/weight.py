@@ -45,6 +45,11 @@ class QuantizedWeight:
     def group_size(self) -> int:
         return self.codes.shape[1] // self.scales.shape[1]
 
+    def describe(self) -> str:
+        """Return the format, and how many weights share a scale."""
+        shared = f"in groups of {self.group_size}" if self.scales.shape[1] > 1 else "with a scale an output"
+        return f"{self.format.value} {shared}{' and zero points' if self.zeros is not None else ''}"
+
     def dequantized(self) -> Tensor:
         """float32 [out_features, in_features], columns in the order of the inputs."""
         values = self._values()

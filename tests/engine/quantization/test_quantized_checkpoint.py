@@ -239,3 +239,21 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(ConfigError, match=r"--model: .* has neither model.safetensors nor"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "run_as"), [("float32", "run in float32"), ("bfloat16", "multiplied as stored")]
+)
+@pytest.mark.parametrize(
+    ("name", "kind"), [("awq", "int4 in groups of 32 and zero points"), ("gptq", "int4 in groups")]
+)
+def test_the_start_names_the_format_and_what_it_is_run_as(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, kind: str, dtype: str, run_as: str
+) -> None:
+    write_quantized(tmp_path, "llama", name)
+    if dtype == "bfloat16" and kernel_fault(torch.device("cpu"), torch.bfloat16) is not None:
+        pytest.skip("this CPU has no kernel of ours")
+    with caplog.at_level("INFO", "tandem.engine"):
+        told = load(tmp_path, dtype).checkpoint
+    assert told.startswith(f"{name} checkpoint, 14 linear layers in {kind}") and told.endswith(run_as)
+    assert caplog.messages.count(f"{tmp_path.name}: {told}") == 1
