@@ -16,7 +16,6 @@ from engine.quantization.weight import QuantizedWeight
 from quantization import grid
 
 _ALPHAS = tuple(step / 20 for step in range(20))
-_CLIPS = tuple(1 - step / 20 for step in range(11))
 _LEAST_INPUT = 1e-4
 _ROWS_AT_ONCE = 512
 
@@ -57,20 +56,14 @@ def quantize(weight: Tensor, moments: Tensor, bits: int, group_size: int) -> Qua
     """Round to the grids whose clipping does least to each group's part of the outputs."""
     groups = grid.in_groups(weight, group_size)
     within = _diagonal_blocks(moments, group_size)
-    clips = torch.cat([_search_clips(rows, within, bits) for rows in groups.split(_ROWS_AT_ONCE)])
-    found = grid.spanning(groups, bits, clips)
-    whole = grid.Grid(bits, found.scales.squeeze(-1), found.zeros.squeeze(-1))
-    return grid.to_weight(found.codes(groups).flatten(1), whole)
 
+    def error(difference: Tensor) -> Tensor:
+        return (torch.einsum("rgi,gij->rgj", difference, within) * difference).sum(-1, keepdim=True)
 
-def _search_clips(groups: Tensor, within: Tensor, bits: int) -> Tensor:
-    """[rows, groups, 1]."""
-    errors = []
-    for clip in _CLIPS:
-        difference = grid.spanning(groups, bits, clip).rounded(groups) - groups
-        errors.append((torch.einsum("rgi,gij->rgj", difference, within) * difference).sum(-1))
-    best = torch.stack(errors).argmin(0)
-    return torch.tensor(_CLIPS, device=groups.device)[best].unsqueeze(-1)
+    made = [grid.closest(rows, bits, grid.spanning, error) for rows in groups.split(_ROWS_AT_ONCE)]
+    scales, zeros = (torch.cat([getattr(each, part) for each in made]) for part in ("scales", "zeros"))
+    codes = grid.Grid(bits, scales, zeros).codes(groups)
+    return grid.to_weight(codes.flatten(1), grid.Grid(bits, scales.squeeze(-1), zeros.squeeze(-1)))
 
 
 def _diagonal_blocks(moments: Tensor, group_size: int) -> Tensor:

@@ -34,6 +34,9 @@ class LinearGroup:
 class Moments:
     """Of a group's inputs x over all calibration tokens: the sums of x x^T, float32 [in, in], and of |x|.
 
+    Each x is in units of its root mean square. Some layers' inputs are hundreds of times as large for a few
+    tokens, such as a text's first, as for all others, and the sums would tell of these tokens alone.
+
     `add` leaves out most of what is below the diagonal, a third of its time; `complete` puts it there.
     """
 
@@ -46,7 +49,7 @@ class Moments:
         return cls(torch.zeros(width, width, device=device), torch.zeros(width, device=device))
 
     def add(self, inputs: Tensor) -> None:
-        rows = inputs.detach().flatten(0, -2).to(torch.float32)
+        rows = nn.functional.rms_norm(inputs.detach().flatten(0, -2).to(torch.float32), inputs.shape[-1:])
         for start in range(0, rows.shape[1], _STRIP):
             strip = self.products[start : start + _STRIP, start:]
             strip.addmm_(rows[:, start : start + _STRIP].T, rows[:, start:])

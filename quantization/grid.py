@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,8 @@ STORED_SCALES = torch.float16
 """What AWQ's and GPTQ's checkpoints hold. Codes are chosen for scales that have been rounded to it."""
 
 _LEAST_SCALE = float(torch.finfo(STORED_SCALES).tiny)
+
+_CLIPS = tuple(1 - step / 20 for step in range(11))
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,15 @@ class Grid:
         return self.values(self.codes(weight))
 
 
-def symmetric(weight: Tensor, bits: int) -> Grid:
-    """One grid for each row of the last dimension, whose middle code is 0."""
-    highest = weight.abs().amax(-1, keepdim=True)
-    scales = _stored(2 * highest / (2**bits - 1))
-    return Grid(bits, scales, torch.full_like(scales, 2 ** (bits - 1)))
+def symmetric(weight: Tensor, bits: int, clip: float | Tensor = 1.0) -> Grid:
+    """One grid for each row of the last dimension, whose middle code is 0.
+
+    The value farthest from 0, times `clip`, gets the code 0, which has no opposite. Scales may be negative.
+    """
+    farthest = weight.gather(-1, weight.abs().argmax(-1, keepdim=True))
+    middle = 2 ** (bits - 1)
+    scales = _stored(farthest * clip / -middle)
+    return Grid(bits, scales, torch.full_like(scales, middle))
 
 
 def spanning(weight: Tensor, bits: int, clip: float | Tensor = 1.0) -> Grid:
@@ -54,6 +61,18 @@ def spanning(weight: Tensor, bits: int, clip: float | Tensor = 1.0) -> Grid:
     lowest = torch.maximum(weight.amin(-1, keepdim=True).clamp(max=0), -bound)
     scales = _stored((highest - lowest) / (2**bits - 1))
     return Grid(bits, scales, (-lowest / scales).round().clamp(0, 2**bits - 1))
+
+
+def closest(
+    weight: Tensor, bits: int, make: Callable[[Tensor, int, Tensor], Grid], error: Callable[[Tensor], Tensor]
+) -> Grid:
+    """The grids of `make` that are cut where it does least, for each row of the last dimension.
+
+    `error` takes rounded minus exact weights, [..., n], and returns what they cost, [..., 1].
+    """
+    clips = torch.tensor(_CLIPS, device=weight.device)
+    errors = [error(make(weight, bits, clip).rounded(weight) - weight) for clip in clips]
+    return make(weight, bits, clips[torch.stack(errors).argmin(0)])
 
 
 def in_groups(weight: Tensor, group_size: int) -> Tensor:
@@ -74,4 +93,5 @@ def to_weight(codes: Tensor, grid: Grid, permutation: Tensor | None = None) -> Q
 
 
 def _stored(scales: Tensor) -> Tensor:
-    return scales.clamp(min=_LEAST_SCALE).to(STORED_SCALES).to(torch.float32)
+    magnitudes = scales.abs().clamp(min=_LEAST_SCALE)
+    return magnitudes.copysign(scales).to(STORED_SCALES).to(torch.float32)

@@ -32,6 +32,10 @@ def begin(model: PreTrainedModel) -> Calibration:
     return Calibration.begin(model, windows())
 
 
+def in_units_of_size(rows: Tensor) -> Tensor:
+    return rows / rows.square().mean(-1, keepdim=True).sqrt()
+
+
 def test_blocks_one_by_one_are_the_model() -> None:
     model = tiny_model()
     whole = model.model(input_ids=windows(), use_cache=False).last_hidden_state
@@ -58,7 +62,7 @@ def test_moments_are_of_all_inputs() -> None:
     group = LLAMA_LIKE[0]
     found = calibration.moments([group])[group]
     block = model.model.layers[0]
-    inputs = block.input_layernorm(model.model.embed_tokens(windows())).flatten(0, 1)
+    inputs = in_units_of_size(block.input_layernorm(model.model.embed_tokens(windows())).flatten(0, 1))
     assert found.tokens == len(inputs)
     assert torch.allclose(found.products, inputs.T @ inputs, rtol=1e-4, atol=1e-2)
     assert torch.allclose(found.mean_magnitudes, inputs.abs().mean(0), rtol=1e-5)
@@ -74,7 +78,20 @@ def test_moments_of_many_channels_are_symmetric() -> None:
         moments.add(part.unsqueeze(0))
     moments.complete()
     assert torch.equal(moments.products, moments.products.T)
+    rows = in_units_of_size(rows)
     assert torch.allclose(moments.products, rows.T @ rows, atol=1e-3)
+
+
+def test_a_token_with_huge_inputs_counts_as_much_as_any_other() -> None:
+    rows = torch.randn(40, 16)
+    moments, others = Moments.of_width(16, rows.device), Moments.of_width(16, rows.device)
+    others.add(rows)
+    rows[0] *= 500
+    moments.add(rows)
+    assert torch.allclose(moments.products, others.products, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(moments.magnitudes, others.magnitudes, rtol=1e-4)
+    moments.add(torch.zeros(1, 16))
+    assert moments.products.isfinite().all()
 
 
 def test_scales_go_where_the_function_stays() -> None:
@@ -109,6 +126,23 @@ def test_a_module_that_does_not_keep_the_function_is_no_place() -> None:
     assert torch.equal(logits(model), before)
 
 
+def inputs_of(calibration: Calibration) -> dict[str, Tensor]:
+    """The inputs of each linear layer of the block, [tokens, in]."""
+    found: dict[str, list[Tensor]] = {}
+    handles = [
+        layer.register_forward_pre_hook(
+            lambda _, given, name=name: found.setdefault(name, []).append(given[0])
+        )
+        for name, layer in linears(calibration.block).items()
+    ]
+    block, position = calibration.block, calibration.position
+    for hidden in calibration.hidden:
+        block(hidden, **calibration._arguments[position])
+    for handle in handles:
+        handle.remove()
+    return {name: torch.cat(each, 1)[0] for name, each in found.items()}
+
+
 def test_awq_rounds_for_the_inputs_that_scaled_layers_get(monkeypatch: pytest.MonkeyPatch) -> None:
     calibration = begin(tiny_model())
     norm = calibration.block.input_layernorm.weight.clone()
@@ -119,15 +153,15 @@ def test_awq_rounds_for_the_inputs_that_scaled_layers_get(monkeypatch: pytest.Mo
         return quantize(weight, products, bits, group_size)
 
     monkeypatch.setattr(awq, "quantize", keep)
-    methods.calibrate_block(Recipe.choose("awq", None, 32, False), calibration, pytest.fail)
+    methods.calibrate_block(Recipe("awq", 4, 32), calibration, pytest.fail)
     assert not torch.allclose(calibration.block.input_layernorm.weight, norm, rtol=0.1)
     layers = linears(calibration.block)
     for layer, (weight, _) in zip(layers.values(), seen, strict=True):
         layer.weight.copy_(weight)
-    found = calibration.moments(LLAMA_LIKE)
-    products = {name: moments.products for group, moments in found.items() for name in group.linears}
+    inputs, before = inputs_of(calibration), inputs_of(begin(tiny_model()))
     for name, (_, used) in zip(layers, seen, strict=True):
-        assert torch.allclose(products[name], used, rtol=1e-3, atol=1e-3 * float(used.max())), name
+        scaled = inputs[name] / before[name].square().mean(-1, keepdim=True).sqrt()
+        assert torch.allclose(scaled.T @ scaled, used, rtol=1e-3, atol=1e-3 * float(used.max())), name
 
 
 def test_a_large_residual_hides_no_wrong_place() -> None:
@@ -162,7 +196,7 @@ def test_what_nothing_can_scale_is_said_and_rounded() -> None:
     """An activation lies between the two layers of this MLP."""
     calibration = begin(tiny_model(GPTNeoXConfig(**SMALL, num_attention_heads=4, rotary_pct=1.0)))
     said: list[str] = []
-    recipe = Recipe.choose("awq", None, 32, False)
+    recipe = Recipe("awq", 4, 32)
     quantized = methods.calibrate_block(recipe, calibration, said.append)
     assert quantized.keys() == linears(calibration.block).keys()
     assert said[-1] == "mlp.dense_4h_to_h: not scaled, as no module before can take the scales"
