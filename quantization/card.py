@@ -12,6 +12,7 @@ import transformers
 from protocol.version import version
 from quantization.evaluation import HeldOut, TextQuality
 from quantization.recipe import Recipe
+from quantization.texts import SHARED_RUN
 
 _MEGABYTE = 1e6
 
@@ -41,6 +42,12 @@ def write(folder: Path, model: str, command: str, recipe: Recipe, text: HeldOut,
     before, after = result.before, result.after
     perplexity = _change(before.perplexity, after.perplexity)
     size = _change(result.size_before, result.size_after)
+    length = text.windows.shape[1]
+    seen = (
+        f", none of which shares {SHARED_RUN} tokens in a row with the calibration"
+        if recipe.calibrates
+        else ""
+    )
     (folder / "README.md").write_text(
         f"""# {folder.name}
 
@@ -52,8 +59,7 @@ def write(folder: Path, model: str, command: str, recipe: Recipe, text: HeldOut,
 | bits per byte | {before.bits_per_byte:.4f} | {after.bits_per_byte:.4f} | {result.change:+.2%} |
 | weights, MB | {_megabytes(result.size_before)} | {_megabytes(result.size_after)} | {size} |
 
-Measured on {text.num_tokens:,} tokens ({text.num_bytes:,} bytes) of text that no calibration saw, in
-windows of {text.windows.shape[1]}.
+Measured on {text.num_tokens:,} tokens ({text.num_bytes:,} bytes), in windows of {length}{seen}.
 
 ```sh
 {command}

@@ -6,8 +6,7 @@ import dataclasses
 import hashlib
 import shlex
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,41 +14,19 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.fingerprint import model_fingerprint
 from engine.loader import choose_device, choose_dtype
-from protocol.errors import ConfigError
-from quantization import card, checkpoint, methods
+from quantization import card, checkpoint, methods, texts
 from quantization.calibration import Calibration, find_blocks, linears
 from quantization.evaluation import HeldOut, TextQuality, predict
-from quantization.recipe import Method, Recipe
+from quantization.preparation import Prepared, QuantizeOptions, load, prepare
+from quantization.recipe import Recipe
 from quantization.source import Source
-from quantization.unfinished import Block, Unfinished, check_output
-from training.data import encode_texts, read_texts
+from quantization.unfinished import Block, Unfinished
 
-HELD_OUT_SHARE = 0.05
-HELD_OUT_WINDOWS = 64
-DEFAULT_LENGTH = 512
 _BEFORE = "before.json"
-
-
-@dataclass(frozen=True)
-class QuantizeOptions:
-    """The command's options by their names; None is the method's or the model's default."""
-
-    method: Method
-    model: str
-    output: Path
-    data: Path | None
-    held_out: Path | None = None
-    bits: int | None = None
-    group_size: int | None = None
-    desc_act: bool = False
-    samples: int = 128
-    sequence_length: int | None = None
-    seed: int = 0
-    device: str = "auto"
 
 
 def quantize(options: QuantizeOptions, console: Console) -> card.Result:
@@ -57,21 +34,14 @@ def quantize(options: QuantizeOptions, console: Console) -> card.Result:
 
     Raises `ConfigError` that names the option, before anything is written.
     """
-    recipe = Recipe.choose(options.method, options.bits, options.group_size, options.desc_act)
-    if options.data is None:
-        raise ConfigError(
-            "--data: missing; give text to calibrate with and to measure on: a file, a folder of files, or "
-            'JSONL with a "text" in each line'
-        )
-    check_output(options.output)
-    source = Source.open(options.model)
-    tokenizer = _load(AutoTokenizer, source)
+    prepared = prepare(options)
+    recipe, source = prepared.recipe, prepared.source
+    windows, text = prepared.texts.calibration, prepared.texts.held_out
     model = _model(source, options.device)
-    length = _length(options.sequence_length, model)
-    samples = options.samples if recipe.calibrates else 0
-    windows, text = _texts(options, options.data, samples, length, tokenizer)
     job = _Job(model, recipe, source)
     unfinished = Unfinished(options.output, _settings(options, recipe, model, windows, text))
+    for line in _choices(options, prepared):
+        console.print(line)
     before = _before(unfinished, model, text)
     console.print(
         f"{options.model}: {card.describe(recipe)}; {len(job.blocks)} blocks, {windows.numel():,} tokens of "
@@ -81,7 +51,7 @@ def quantize(options: QuantizeOptions, console: Console) -> card.Result:
     after = predict(model, text)
     size = job.write(options.output, unfinished)
     result = card.Result(before, after, source.size, size)
-    card.write(options.output, options.model, _command(options, recipe, length), recipe, text, result)
+    card.write(options.output, options.model, _command(options, recipe, windows, text), recipe, text, result)
     unfinished.remove()
     console.print(
         f"after: perplexity {after.perplexity:.4f}, {after.bits_per_byte:.4f} bits per byte "
@@ -91,17 +61,11 @@ def quantize(options: QuantizeOptions, console: Console) -> card.Result:
 
 
 class _Job:
-    """Quantizes `model` in place. Raises `ConfigError` for layers that do not fit."""
+    """Quantizes `model` in place."""
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe, source: Source) -> None:
         self._model, self._recipe, self._source = model, recipe, source
         self._name, self.blocks = find_blocks(model)
-        layers = linears(self.blocks)
-        recipe.check({f"{self._name}.{name}": layer for name, layer in layers.items()})
-        for name in layers:
-            tensor = f"{self._name}.{name}.weight"
-            if not source.has(tensor):
-                raise ConfigError(f"--model: {source.folder} has no tensor {tensor}")
 
     def run(self, unfinished: Unfinished, windows: Tensor, console: Console) -> None:
         calibration = Calibration.begin(self._model, windows) if self._recipe.calibrates else None
@@ -201,58 +165,28 @@ def _put(block: nn.Module, saved: Block) -> None:
         others[name].copy_(tensor)
 
 
-def _load(kind: Any, source: Source, **options: Any) -> Any:
-    try:
-        return kind.from_pretrained(source.folder, **options)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model: cannot load {str(source.folder)!r}: {error}") from error
-
-
 def _model(source: Source, requested: str) -> PreTrainedModel:
     device = choose_device(requested)
-    model = _load(AutoModelForCausalLM, source, dtype="auto")
+    model = load(AutoModelForCausalLM, source, dtype="auto")
     dtype = choose_dtype("auto", model.config, device)
     loaded: PreTrainedModel = model.to(device, dtype).eval().requires_grad_(False)
     return loaded
 
 
-def _length(requested: int | None, model: PreTrainedModel) -> int:
-    config = model.config.get_text_config(decoder=True)
-    longest = getattr(config, "max_position_embeddings", None)
-    if requested is None:
-        return min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH)
-    if longest is not None and requested > longest:
-        raise ConfigError(f"--sequence-length: {requested} exceeds the model's {longest} positions")
-    return requested
-
-
-def _texts(
-    options: QuantizeOptions, data: Path, samples: int, length: int, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Tensor, HeldOut]:
-    """Windows to calibrate with, int64 [samples, length], and those to measure on."""
-    stream = encode_texts(read_texts(data), tokenizer)
-    given = len(stream)
-    if options.held_out is not None:
-        held_out = encode_texts(read_texts(options.held_out, "--held-out"), tokenizer)
-    else:
-        kept = len(stream) - max(length, int(len(stream) * HELD_OUT_SHARE))
-        stream, held_out = stream[: max(0, kept)], stream[max(0, kept) :]
-    windows = _windows(stream, length)
-    if len(windows) < samples:
-        raise ConfigError(
-            f"--data: {data} has {given:,} tokens, {len(stream):,} of them to calibrate with, and "
-            f"{samples} samples of {length} are {samples * length:,} (--samples, --sequence-length)"
+def _choices(options: QuantizeOptions, prepared: Prepared) -> Iterator[str]:
+    """What was chosen where an option was left out, and what was left out."""
+    recipe, found = prepared.recipe, prepared.texts
+    if recipe.calibrates and options.group_size is None:
+        inputs = " and ".join(f"{count:,}" for count in prepared.inputs)
+        yield f"--group-size {recipe.group_size}: the largest that divides the layers' inputs ({inputs})"
+    samples = len(found.calibration)
+    if recipe.calibrates and options.samples is None and samples < texts.DEFAULT_SAMPLES:
+        yield f"--samples {samples}: all that --data has; {texts.DEFAULT_SAMPLES} are the usual number"
+    if found.num_seen:
+        yield (
+            f"{found.num_seen} windows of the text to measure on are left out, as they share "
+            f"{texts.SHARED_RUN} tokens in a row with the text to calibrate with"
         )
-    measured = _windows(held_out, length)
-    if not len(measured):
-        raise ConfigError(f"--held-out: {len(held_out)} tokens are less than a window of {length}")
-    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(options.seed))
-    spread = torch.linspace(0, len(measured) - 1, min(HELD_OUT_WINDOWS, len(measured))).long()
-    return windows[order[:samples]], HeldOut.of(measured[spread], tokenizer)
-
-
-def _windows(stream: Tensor, length: int) -> Tensor:
-    return stream[: len(stream) // length * length].view(-1, length).long()
 
 
 def _settings(
@@ -283,7 +217,7 @@ def _before(unfinished: Unfinished, model: PreTrainedModel, text: HeldOut) -> Te
     return TextQuality(**noted)
 
 
-def _command(options: QuantizeOptions, recipe: Recipe, length: int) -> str:
+def _command(options: QuantizeOptions, recipe: Recipe, windows: Tensor, text: HeldOut) -> str:
     given = {
         "--model": options.model,
         "--method": recipe.method,
@@ -292,8 +226,8 @@ def _command(options: QuantizeOptions, recipe: Recipe, length: int) -> str:
         "--data": options.data,
         "--held-out": options.held_out,
         "--output": options.output,
-        "--samples": options.samples,
-        "--sequence-length": length,
+        "--samples": len(windows) if recipe.calibrates else None,
+        "--sequence-length": text.windows.shape[1],
         "--seed": options.seed,
     }
     words = [word for flag, value in given.items() if value is not None for word in (flag, str(value))]

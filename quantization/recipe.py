@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,26 +31,36 @@ class Recipe:
     desc_act: bool = False
 
     @classmethod
-    def choose(cls, method: Method, bits: int | None, group_size: int | None, desc_act: bool) -> Recipe:
-        """None is the method's default. Raises `ConfigError` that names the option."""
-        allowed = _BITS[method]
-        if bits is not None and bits not in allowed:
-            raise ConfigError(f"--bits: {method} has {_either(allowed)} bits, not {bits}")
-        if desc_act and method != "gptq":
-            raise ConfigError(f"--desc-act: is for --method gptq, not {method}")
-        if method in ("int8", "fp8"):
-            if group_size is not None:
-                raise ConfigError(f"--group-size: {method} has a scale for each output channel and no groups")
-        elif group_size is None:
-            group_size = 128
-        elif group_size not in GROUP_SIZES:
-            raise ConfigError(f"--group-size: {group_size} is not {_either(GROUP_SIZES)}")
-        return cls(method, bits or allowed[0], group_size, desc_act)
+    def choose(
+        cls,
+        method: Method,
+        bits: int | None,
+        group_size: int | None,
+        desc_act: bool,
+        layers: Mapping[str, nn.Linear],
+    ) -> Recipe:
+        """None is the method's default; the group size is the largest that divides all layers' inputs then.
+
+        `layers` may be on the meta device. Raises `ConfigError`, with a line for each fault of the layers.
+        """
+        faults = list(_layer_faults(method, layers))
+        if calibrates(method):
+            fitting = [size for size in GROUP_SIZES if _undivided(layers, size) is None]
+            if group_size is None:
+                group_size = max(fitting, default=None)
+                if group_size is None:
+                    faults.append(f"--method: {method} has groups, and {_misfit(layers, min(GROUP_SIZES))}")
+            elif group_size in GROUP_SIZES and group_size not in fitting:
+                others = f"; {_either(fitting)} divides those of all layers" if fitting else ""
+                faults.append(f"--group-size: {_misfit(layers, group_size)}{others}")
+        if faults:
+            raise ConfigError("\n".join(faults))
+        return cls(method, bits or _BITS[method][0], group_size, desc_act)
 
     @property
     def calibrates(self) -> bool:
         """Whether it looks at activations. The others round to nearest."""
-        return self.group_size is not None
+        return calibrates(self.method)
 
     def layout(self) -> Layout:
         """How the checkpoint stores it."""
@@ -60,24 +70,52 @@ class Recipe:
             return Awq(self.group_size)
         return Gptq(self.bits, self.group_size, self.desc_act)
 
-    def check(self, layers: Mapping[str, nn.Linear]) -> None:
-        """Raises `ConfigError` that names the first layer that does not fit."""
-        if not layers:
-            raise ConfigError("--model: its decoder blocks have no linear layers (nn.Linear) to quantize")
-        if self.group_size is None:
-            return
+
+def calibrates(method: Method) -> bool:
+    return method in ("awq", "gptq")
+
+
+def check_options(method: Method, bits: int | None, group_size: int | None, desc_act: bool) -> None:
+    """Raises `ConfigError`, with a line for each option that the method does not have so."""
+    faults = list(_option_faults(method, bits, group_size, desc_act))
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def _option_faults(method: Method, bits: int | None, group_size: int | None, desc_act: bool) -> Iterator[str]:
+    if bits is not None and bits not in _BITS[method]:
+        yield f"--bits: {method} has {_either(_BITS[method])} bits, not {bits}"
+    if desc_act and method != "gptq":
+        yield f"--desc-act: is for --method gptq, not {method}"
+    if group_size is not None and not calibrates(method):
+        yield f"--group-size: {method} has a scale for each output channel and no groups"
+    elif group_size not in (None, *GROUP_SIZES):
+        yield f"--group-size: {group_size} is not {_either(GROUP_SIZES)}"
+
+
+def _layer_faults(method: Method, layers: Mapping[str, nn.Linear]) -> Iterator[str]:
+    if not layers:
+        yield "--model: its decoder blocks have no linear layers (nn.Linear) to quantize"
+    if calibrates(method):
         for name, layer in layers.items():
-            if layer.in_features % self.group_size:
-                raise ConfigError(
-                    f"--group-size: {self.group_size} does not divide the {layer.in_features} inputs of "
-                    f"{name}"
-                )
             if layer.out_features % _OUTPUTS_OF_A_WORD:
-                raise ConfigError(
-                    f"--method: {self.method} packs {_OUTPUTS_OF_A_WORD} outputs in a word, which does not "
-                    f"divide the {layer.out_features} of {name}"
+                yield (
+                    f"--method: {method} packs {_OUTPUTS_OF_A_WORD} outputs in a word, which does not divide "
+                    f"the {layer.out_features} of {name}"
                 )
+                return
 
 
-def _either(choices: tuple[int, ...]) -> str:
+def _undivided(layers: Mapping[str, nn.Linear], group_size: int) -> str | None:
+    """The first layer whose inputs are no multiple of the group."""
+    return next((name for name, layer in layers.items() if layer.in_features % group_size), None)
+
+
+def _misfit(layers: Mapping[str, nn.Linear], group_size: int) -> str:
+    name = _undivided(layers, group_size)
+    assert name is not None
+    return f"{group_size} does not divide the {layers[name].in_features} inputs of {name}"
+
+
+def _either(choices: Sequence[int]) -> str:
     return " or ".join(str(choice) for choice in choices)

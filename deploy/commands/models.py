@@ -113,12 +113,17 @@ def quantize(
     ] = None,
     bits: Annotated[int | None, typer.Option(help="Of a weight. Default: 4 for awq and gptq.")] = None,
     group_size: Annotated[
-        int | None, typer.Option(help="Weights that share a scale, for awq and gptq. Default: 128.")
+        int | None,
+        typer.Option(
+            help="Weights that share a scale, for awq and gptq. Default: the largest of 32, 64, 128 to fit."
+        ),
     ] = None,
     desc_act: Annotated[
         bool, typer.Option("--desc-act", help="gptq: round the inputs with the largest activations first.")
     ] = False,
-    samples: Annotated[int, typer.Option(min=2, help="Windows of text to calibrate with.")] = 128,
+    samples: Annotated[
+        int | None, typer.Option(min=2, help="Windows of text to calibrate with. Default: up to 128.")
+    ] = None,
     sequence_length: Annotated[
         int | None, typer.Option(min=32, help="Tokens in a window. Default: 512.")
     ] = None,
@@ -132,8 +137,8 @@ def quantize(
     given = dict(locals()) | {"model": _found(model)}
     from rich.console import Console
 
-    from quantization.command import QuantizeOptions
     from quantization.command import quantize as run
+    from quantization.preparation import QuantizeOptions
 
     with failures():
         run(QuantizeOptions(**given), Console())

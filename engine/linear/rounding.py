@@ -119,7 +119,7 @@ def _fp8_scales(groups: Tensor) -> Tensor:
 def _mxfp4_scales(groups: Tensor) -> Tensor:
     """Powers of two: that of OCP Microscaling Formats, section 6.3, or the next, by the squared error.
 
-    The former has the largest weight between 4 and 8, and cuts it where it is above 6; with the next it never is.
+    The former has the largest weight between 4 and 8, and cuts it above 6; the latter cuts nothing.
     """
     largest = groups.abs().amax(2, keepdim=True)
     scales = _nonzero(torch.exp2(largest.log2().floor() - 2))

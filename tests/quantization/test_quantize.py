@@ -179,6 +179,38 @@ def test_shards_stay_shards(folder: Path, tmp_path: Path) -> None:
         assert torch.equal(load_file(tmp_path / "sharded" / file)[name], single[name])
 
 
+def test_the_largest_group_that_fits_is_chosen_and_named(folder: Path, tmp_path: Path) -> None:
+    said = run(folder, tmp_path / "out", "gptq", "--samples", 8)
+    assert "--group-size 32: the largest that divides the layers' inputs (64 and 96)" in said
+    assert "gptq, 4 bits, a scale for each 32 inputs" in said
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["quantization_config"]["group_size"] == 32
+
+
+def test_few_samples_are_enough_where_none_were_asked_for(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("".join(chr(48 + number * number % 71) for number in range(300)))
+    said = run(folder, tmp_path / "out", "gptq", **{"--data": tmp_path / "short.txt"})
+    assert "--samples 8: all that --data has; 128 are the usual number" in said
+    assert "--samples 8 " in (tmp_path / "out/README.md").read_text()
+
+
+def test_text_that_the_calibration_sees_is_not_measured_on(folder: Path, tmp_path: Path) -> None:
+    text = "".join(chr(48 + number * number % 71) for number in range(300))
+    (tmp_path / "data.txt").write_text(text)
+    (tmp_path / "other.txt").write_text(
+        text[: 2 * LENGTH] + "never seen, and longer than a window of tokens" * 2
+    )
+    options = {"--data": tmp_path / "data.txt", "--held-out": tmp_path / "data.txt"}
+    said = run(folder, tmp_path / "out", "gptq", **options)
+    assert "--held-out: each of its windows of 32 tokens shares 32 in a row with the text of --data" in said
+    said = run(folder, tmp_path / "out", "gptq", **(options | {"--held-out": tmp_path / "other.txt"}))
+    assert "2 windows of the text to measure on are left out, as they share 32 tokens in a row" in said
+    shares = "none of which shares 32 tokens in a row with the calibration"
+    assert shares in (tmp_path / "out/README.md").read_text()
+    run(folder, tmp_path / "int8", "int8", **options)
+    assert shares not in (tmp_path / "int8/README.md").read_text(), "nothing was calibrated"
+
+
 # --- bad input --------------------------------------------------------------------------------------
 
 
@@ -207,13 +239,31 @@ def test_options_that_do_not_fit(
     assert not (tmp_path / "out").exists()
 
 
+def test_all_faults_are_told_at_once_before_the_model_is_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_model", lambda *_: pytest.fail("loaded"))
+    (tmp_path / "out").write_text("mine")
+    faults = {"--bits": 3, "--group-size": 64, "--samples": 9000, "--held-out": tmp_path / "none"}
+    said = run(folder, tmp_path / "out", "gptq", **faults)
+    for fault in (
+        f"--output: {tmp_path / 'out'} is a file",
+        "--bits: gptq has 4 or 8 bits, not 3",
+        "--group-size: 64 does not divide the 96 inputs of model.layers.0.mlp.down_proj; 32 divides those",
+        f"--held-out: {tmp_path / 'none'} does not exist",
+    ):
+        assert fault in said
+    said = run(folder, tmp_path / "out", "gptq", **(faults | {"--held-out": None}))
+    assert "--group-size: 64" in said and "9000 samples of 32 are 288,000" in said
+
+
 def test_data_that_is_missing_or_too_short(folder: Path, tmp_path: Path) -> None:
     assert "--data: missing; give text to calibrate with" in run(
         folder, tmp_path / "out", "awq", **{"--data": None}
     )
     (tmp_path / "short.txt").write_text("not much text")
     for method, change, said in (
-        ("awq", "--data", "has 14 tokens, 0 of them to calibrate with, and 128 samples of 32 are 4,096"),
+        ("awq", "--data", "has 14 tokens, 0 of them to calibrate with, and 2 samples of 32 are 64"),
         ("int8", "--data", "--held-out: 14 tokens are less than a window of 32"),
         ("int8", "--held-out", "--held-out: 14 tokens are less than a window of 32"),
     ):

@@ -1,0 +1,89 @@
+"""The text that a model is calibrated with, and the text that it is measured on, in windows of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from protocol.errors import ConfigError
+from quantization.evaluation import HeldOut
+from training.data import encode_texts
+
+HELD_OUT_SHARE = 0.05
+HELD_OUT_WINDOWS = 64
+DEFAULT_SAMPLES = 128
+_LEAST_SAMPLES = 2
+
+SHARED_RUN = 32
+"""Tokens: a window that has so many in a row in common with the calibration's is not measured on."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """`calibration` int64 [samples, length]. `num_seen` windows of the text to measure on were left out."""
+
+    calibration: Tensor
+    held_out: HeldOut
+    num_seen: int
+
+
+def cut(
+    data: list[str],
+    held_out: list[str] | None,
+    samples: int | None,
+    length: int,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Texts:
+    """Windows of `length` tokens of --data's texts and of --held-out's; None takes a part of --data's.
+
+    `samples` None: as many as there are, up to `DEFAULT_SAMPLES`. Raises `ConfigError` for texts that are too
+    short, or the same.
+    """
+    stream = encode_texts(data, tokenizer)
+    given = len(stream)
+    if held_out is not None:
+        measured = encode_texts(held_out, tokenizer)
+    else:
+        kept = max(0, given - max(length, int(given * HELD_OUT_SHARE)))
+        stream, measured = stream[:kept], stream[kept:]
+    windows = _windows(stream, length)
+    least = _LEAST_SAMPLES if samples is None else samples
+    if len(windows) < least:
+        raise ConfigError(
+            f"--data: has {given:,} tokens, {len(stream):,} of them to calibrate with, and "
+            f"{least} samples of {length} are {least * length:,} (--samples, --sequence-length)"
+        )
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))
+    calibration = windows[order[: DEFAULT_SAMPLES if samples is None else samples]]
+    return Texts(calibration, *_unseen(_windows(measured, length), calibration, len(measured), tokenizer))
+
+
+def _unseen(
+    windows: Tensor, calibration: Tensor, num_tokens: int, tokenizer: PreTrainedTokenizerBase
+) -> tuple[HeldOut, int]:
+    """Some of the windows, without those that the calibration has seen, and how many these are."""
+    if not len(windows):
+        length = windows.shape[1]
+        raise ConfigError(f"--held-out: {num_tokens} tokens are less than a window of {length}")
+    spread = torch.linspace(0, len(windows) - 1, min(HELD_OUT_WINDOWS, len(windows))).long()
+    chosen = windows[spread]
+    seen = {run for window in calibration for run in _runs(window)}
+    unseen = [window for window in chosen if seen.isdisjoint(_runs(window))]
+    if not unseen:
+        raise ConfigError(
+            f"--held-out: each of its windows of {chosen.shape[1]} tokens shares {SHARED_RUN} in a row with "
+            "the text of --data that the calibration sees; give other text"
+        )
+    return HeldOut.of(torch.stack(unseen), tokenizer), len(chosen) - len(unseen)
+
+
+def _runs(window: Tensor) -> list[bytes]:
+    return [run.tobytes() for run in window.unfold(0, SHARED_RUN, 1).numpy()]
+
+
+def _windows(stream: Tensor, length: int) -> Tensor:
+    return stream[: len(stream) // length * length].view(-1, length).long()
