@@ -16,6 +16,7 @@ from router.errors import ApiError, failed_generation, unavailable
 from router.placer import Send
 from router.registry import Registry, Worker
 from router.scaling.turns import Turns
+from router.served import unknown_model
 
 logger = logging.getLogger(__name__)
 
@@ -45,19 +46,18 @@ class AdapterTable:
     def named(self) -> Mapping[str, Adapter]:
         return self._named or {}
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What requests may ask for."""
+        return (self._config.model_name, *self.named)
+
     def find(self, name: str | None) -> Adapter | None:
         """What a request's `model` means: an adapter, or None for the model itself. Raises `ApiError` 404."""
         if name is None or name == self._config.model_name:
             return None
         adapter = self.named.get(name)
         if adapter is None:
-            known = ", ".join([self._config.model_name, *self.named])
-            raise ApiError(
-                404,
-                f"the model {name!r} does not exist; this server has {known}",
-                param="model",
-                code="model_not_found",
-            )
+            raise unknown_model(name, self.names)
         return adapter
 
     # --- workers ----------------------------------------------------------------------------------

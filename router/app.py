@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from router.api.adapters import adapter_operations
 from router.api.admin import admin_operations
 from router.api.doctor import doctor_operations
-from router.api.generate import GenerateEndpoint, TurnEndpoint
+from router.api.generate import GenerateEndpoint, PlainTurn
 from router.api.openapi import Operation, openapi
 from router.api.operate import worker_operations
 from router.api.pages import page_operations
@@ -20,13 +21,12 @@ from router.api.placement import placement_operations
 from router.api.responses import response_operations
 from router.api.tokenize import converter
 from router.browsers import BrowserGuard
-from router.formats import CompletionFormat
+from router.formats import AnswerWriter, CompletionFormat
 from router.middleware import Envelope
 from router.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.parsed_chat import chat_format
 from router.pooling.body import EmbeddingBody, ScoreBody
-from router.pooling.turns import EmbeddingTurn, ScoreTurn
-from router.request_builder import RequestBuilder
+from router.pooling.requests import EmbeddingAnswer, ScoreAnswer
 from router.state import RouterState
 
 STREAM = "JSON, or with `stream` server-sent events"
@@ -34,22 +34,22 @@ STREAM = "JSON, or with `stream` server-sent events"
 
 def build_app(state: RouterState) -> Envelope:
     """All endpoints over the given state."""
-    builder = RequestBuilder(
-        state.config, state.tokenizer, state.chats, state.adapters.find, lambda: state.kv_feed.formats
-    )
 
     def post(path: str, body: type[msgspec.Struct], answer: str, endpoint: Any) -> Operation:
         return Operation(path, endpoint, body.__doc__ or "", answer, body)
 
-    completions = GenerateEndpoint(state, builder.completion, CompletionFormat)
-    chat = GenerateEndpoint(state, builder.chat, chat_format)
-    embeddings = TurnEndpoint(state, lambda scope: EmbeddingTurn(builder))
-    scores = TurnEndpoint(state, lambda scope: ScoreTurn(builder))
-    tokenize, detokenize = converter(state, builder.tokenize), converter(state, builder.detokenize)
+    def generate(task: str, answer: Callable[..., AnswerWriter]) -> GenerateEndpoint:
+        turn = PlainTurn(state, task, answer)
+        return GenerateEndpoint(state, lambda scope: turn)
+
+    completions = generate("completion", lambda prepared, *output: CompletionFormat(*output))
+    chat = generate("chat", lambda prepared, *output: chat_format(*output))
+    embeddings, scores = generate("embeddings", EmbeddingAnswer), generate("score", ScoreAnswer)
+    tokenize, detokenize = converter(state, "tokenize"), converter(state, "detokenize")
     operations = [
         post("/v1/completions", CompletionBody, STREAM, completions),
         post("/v1/chat/completions", ChatBody, STREAM, chat),
-        *response_operations(state, builder),
+        *response_operations(state),
         post("/v1/embeddings", EmbeddingBody, "`data` of `embedding`, `usage`", embeddings),
         post("/score", ScoreBody, "`data` of `score`, `usage`", scores),
         post("/tokenize", TokenizeBody, "`count`, `max_model_len`, `tokens`, `token_strs`", tokenize),

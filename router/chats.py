@@ -11,7 +11,7 @@ from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 from router.chat_template import ChatTemplate
 from router.decoding import decode_object
-from router.grammar_request import Calls, GrammarRequest, grammar_request
+from router.grammar_request import AskedGrammar, Calls, GrammarRequest, asked_grammar
 from router.lark import Spelling
 from router.messages import plain_messages, text_of
 from router.openai_types import ChatBody, ResponseFormat, StructuredOutputs, TokenizeBody
@@ -23,7 +23,8 @@ from router.parsing.formats import (
     reasoning_format,
     tool_format,
 )
-from router.parsing.reasoning import HARMONY, Marks
+from router.parsing.reasoning import HARMONY
+from router.prepared import ChatAnswer
 from router.structured_outputs import Grammar, requested_grammar
 from router.thinking import ThinkingBudget
 from router.tokenizer import Tokenizer
@@ -39,12 +40,11 @@ _NO_TEMPLATE = (
 
 
 class Chat(NamedTuple):
-    """`parsing` is None where the answer can have nothing but content."""
+    """`answer` is None where the answer can have nothing but content."""
 
     prompt: str
-    parsing: Parsing | None
-    thinking: ThinkingBudget | None = None
-    grammar: GrammarRequest | None = None
+    answer: ChatAnswer | None
+    grammar: AskedGrammar | None = None
     warning: str | None = None
     """What of the request has no effect."""
 
@@ -94,27 +94,43 @@ class Chats:
             reason = "the model's chat template shows no known way to think (--reasoning-parser)"
             raise InvalidRequestError("thinking_token_budget", reason)
         warning = f"tools: {TOOLS_UNSEEN}" if with_tools and not self._shows_tools else None
-        asked = grammar_request(body)
+        asked = asked_grammar(body)
         if tools is None and marks is None:
             return Chat(prompt, None, grammar=asked, warning=warning)
         continued = text_of(messages[-1]["content"]) if body.continue_final_message else None
         is_open = marks is not None and marks.are_open(prompt, continued)
-        parsing = Parsing(
-            tools=tools if asked is None else None,
+        answer = ChatAnswer(
+            tools=_name_of(tools) if tools is not None and asked is None else None,
             known=frozenset(tool.function.name for tool in body.tools or ()),
             one_call=not (choice.several(body.parallel_tool_calls) and template.traits.several_calls),
-            is_harmony=self._is_harmony,
-            marks=marks,
             is_open=is_open,
             is_exact=asked is not None,
+            thinking_budget=body.thinking_token_budget,
         )
-        thinking = None
-        if marks is not None and body.thinking_token_budget is not None:
-            thinking = self._budget(body.thinking_token_budget, marks, is_open)
-        calls = None if tools is None else _constrained_calls(body, choice, not parsing.one_call)
+        calls = None if tools is None else _constrained_calls(body, choice, not answer.one_call)
         thinks = marks is not None or self._is_harmony
-        grammar = grammar_request(body, calls, is_open if thinks else None)
-        return Chat(prompt, parsing, thinking, grammar, warning)
+        grammar = asked_grammar(body, calls, is_open if thinks else None)
+        return Chat(prompt, answer, grammar, warning)
+
+    def parsing(self, answer: ChatAnswer) -> Parsing:
+        """What finds that in the answer."""
+        return Parsing(
+            tools=None if answer.tools is None else TOOL_FORMATS[answer.tools],
+            known=answer.known,
+            one_call=answer.one_call,
+            is_harmony=self._is_harmony,
+            marks=None if self._reasoning is None else self._reasoning.marks,
+            is_open=answer.is_open,
+            is_exact=answer.is_exact,
+        )
+
+    def thinking(self, answer: ChatAnswer) -> ThinkingBudget | None:
+        if answer.thinking_budget is None or self._reasoning is None:
+            return None
+        marks = self._reasoning.marks
+        end = self._tokenizer.encode(marks.end, add_special_tokens=False)
+        decode = partial(self._tokenizer.decode, skip_special_tokens=False)
+        return ThinkingBudget(answer.thinking_budget, marks, answer.is_open, end, decode)
 
     def _chosen(self, with_tools: bool) -> ChatTemplate:
         template = self._tool_template if with_tools else self._template
@@ -141,14 +157,13 @@ class Chats:
         return None
 
     @property
-    def constant_grammars(self) -> list[GrammarRequest]:
+    def constant_grammars(self) -> list[AskedGrammar]:
         """What many requests ask for in the same words."""
-        wanted = ResponseFormat(type="json_object")
+        wanted, structured = ResponseFormat(type="json_object"), StructuredOutputs(json_object=True)
         starts = (None, False, True) if self._is_harmony or self.has_reasoning else (None,)
-        return [GrammarRequest(wanted, is_open=is_open) for is_open in starts] + [
-            GrammarRequest(structured_outputs=StructuredOutputs(json_object=True), is_open=is_open)
-            for is_open in starts
-        ]
+        requests = [GrammarRequest(wanted, is_open=is_open) for is_open in starts]
+        requests += [GrammarRequest(structured_outputs=structured, is_open=is_open) for is_open in starts]
+        return [request.asked() for request in requests]
 
     def grammar(self, request: GrammarRequest) -> Grammar:
         """What is asked of the answer, or of its calls, behind its thinking. Raises `InvalidRequestError`."""
@@ -179,11 +194,6 @@ class Chats:
         )
         return Grammar(text, "tools")
 
-    def _budget(self, num_tokens: int, marks: Marks, is_open: bool) -> ThinkingBudget:
-        end = self._tokenizer.encode(marks.end, add_special_tokens=False)
-        decode = partial(self._tokenizer.decode, skip_special_tokens=False)
-        return ThinkingBudget(num_tokens, marks, is_open, end, decode)
-
     def render(self, body: TokenizeBody) -> str:
         """The prompt alone."""
         messages, with_tools = plain_messages(body.messages or ()), bool(body.tools)
@@ -209,6 +219,10 @@ class Chats:
             continue_final_message=continues,
             variables=variables,
         )
+
+
+def _name_of(tools: ToolFormat) -> str:
+    return next(name for name, each in TOOL_FORMATS.items() if each is tools)
 
 
 def _source(template: ChatTemplate | None) -> str:

@@ -20,8 +20,8 @@ DONE = b"data: [DONE]\n\n"
 _json = msgspec.json.Encoder().encode
 
 
-class OutputOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the client wants to see. `num_top` None: no log-probabilities."""
+class AskedOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What the client asks to see. `num_top` None: no log-probabilities."""
 
     stream: bool = False
     include_usage: bool = False
@@ -33,8 +33,6 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool = False
     return_timing: bool = False
     skip_special_tokens: bool = True
-    parsing: Parsing | None = None
-    """What is to be found in a chat's answer; None: nothing but content."""
 
     @property
     def keep_details(self) -> bool:
@@ -45,6 +43,13 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True):
     def only_text(self) -> bool:
         """Whether most of a stream's chunks have nothing but text."""
         return not (self.keep_details or self.return_timing or self.continuous_usage)
+
+
+class OutputOptions(AskedOutput, frozen=True, kw_only=True):
+    """What it is shown."""
+
+    parsing: Parsing | None = None
+    """What is to be found in a chat's answer; None: nothing but content."""
 
 
 def usage(choices: Sequence[Choice], only_prompt: bool = False) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from hashlib import blake2b
 
 from protocol.errors import InvalidRequestError
 from router.errors import ApiError
-from router.grammar_request import GrammarRequest
+from router.grammar_request import AskedGrammar
 from router.preprocessing.client import CpuLimitError, Preprocessor
+from router.preprocessing.wire import GRAMMAR, TaskCall
 
 logger = logging.getLogger(__name__)
 
@@ -38,27 +39,25 @@ class GrammarCompiler:
         self._known: OrderedDict[bytes, Outcome] = OrderedDict()
         self._known_bytes = 0
 
-    async def prepare(self, requests: Iterable[GrammarRequest]) -> None:
+    async def prepare(self, grammars: Iterable[AskedGrammar]) -> None:
         """Compile some that are always remembered, so that they are never late."""
-        for request in requests:
-            argument = request.encoded()
-            while (key := _key(argument)) not in self._prepared:
+        for asked in grammars:
+            while (key := _key(asked)) not in self._prepared:
                 try:
-                    self._prepared[key] = await self._compile(request, argument)
+                    self._prepared[key] = await self._compile(asked)
                 except (ApiError, InvalidRequestError) as error:
-                    logger.warning("the grammar of %s is not compiled yet: %s", request.field, error)
+                    logger.warning("the grammar of %s is not compiled yet: %s", asked.field, error)
                     await asyncio.sleep(RETRY_S)
 
-    async def compile(self, request: GrammarRequest) -> str:
+    async def compile(self, asked: AskedGrammar) -> str:
         """The grammar as llguidance reads it.
 
         Raises `InvalidRequestError`, and an `ApiError` 503 where the server is too busy to tell.
         """
-        argument = request.encoded()
-        key = _key(argument)
+        key = _key(asked)
         outcome = self._prepared.get(key) or self._known.get(key)
         if outcome is None:
-            outcome = await self._compile(request, argument)
+            outcome = await self._compile(asked)
             self._remember(key, outcome)
         if key in self._known:
             self._known.move_to_end(key)
@@ -66,12 +65,13 @@ class GrammarCompiler:
             raise InvalidRequestError(outcome.field, outcome.message)
         return outcome
 
-    async def _compile(self, request: GrammarRequest, argument: bytes) -> Outcome:
+    async def _compile(self, asked: AskedGrammar) -> Outcome:
         try:
-            return (await self._preprocessor.run("grammar", argument, COMPILE_CPU_S)).decode()
+            call = TaskCall(GRAMMAR, COMPILE_CPU_S)
+            return (await self._preprocessor.run(call, asked.request)).decode()
         except CpuLimitError:
             reason = f"it takes more than {COMPILE_CPU_S:g} s of CPU time to compile, the limit"
-            raise InvalidRequestError(request.field, reason) from None
+            raise InvalidRequestError(asked.field, reason) from None
         except InvalidRequestError as error:
             return error
 
@@ -84,8 +84,8 @@ class GrammarCompiler:
             self._known_bytes -= _size(oldest)
 
 
-def _key(argument: bytes) -> bytes:
-    return blake2b(argument, digest_size=16).digest()
+def _key(asked: AskedGrammar) -> bytes:
+    return blake2b(asked.request, digest_size=16).digest()
 
 
 def _size(outcome: Outcome) -> int:

@@ -19,6 +19,13 @@ class Calls(msgspec.Struct, frozen=True):
     name: str | None = None
 
 
+class AskedGrammar(msgspec.Struct, frozen=True):
+    """A `GrammarRequest` as JSON, and the field of the client's request that asks for it."""
+
+    field: str
+    request: bytes
+
+
 class GrammarRequest(msgspec.Struct, frozen=True):
     """`is_open`: whether the prompt has begun the thinking that may come first; None: none may come."""
 
@@ -34,9 +41,8 @@ class GrammarRequest(msgspec.Struct, frozen=True):
             return "structured_outputs"
         return "tools" if self.response_format is None else "response_format"
 
-    def encoded(self) -> bytes:
-        """As JSON, from which it can be decoded."""
-        return msgspec.json.encode(_given(self))
+    def asked(self) -> AskedGrammar:
+        return AskedGrammar(self.field, msgspec.json.encode(_given(self)))
 
 
 def grammar_request(
@@ -49,6 +55,13 @@ def grammar_request(
     if wanted is None and body.structured_outputs is None and calls is None:
         return None
     return GrammarRequest(wanted, body.structured_outputs, calls, is_open)
+
+
+def asked_grammar(
+    body: GenerationBody, calls: Calls | None = None, is_open: bool | None = None
+) -> AskedGrammar | None:
+    request = grammar_request(body, calls, is_open)
+    return None if request is None else request.asked()
 
 
 def _given(value: Any) -> Any:

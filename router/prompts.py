@@ -6,10 +6,9 @@ import re
 from collections.abc import Callable, Sequence
 
 from protocol.errors import InvalidRequestError
-from router.choice import Prompt
 from router.decoding import decode_field
 from router.errors import ApiError
-from router.registry import ModelFacts
+from router.served import ServedModel
 
 _LIST_START = re.compile(rb"\[\s*(.)")
 
@@ -38,19 +37,19 @@ def decode_prompts(
     return prompts
 
 
-def check_token_ids(field: str, token_ids: Sequence[int], model: ModelFacts) -> None:
+def check_token_ids(field: str, token_ids: Sequence[int], model: ServedModel) -> None:
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < model.vocab_size:
         raise InvalidRequestError(field, f"token ids must be in [0, {model.vocab_size - 1}]")
 
 
-def check_prompt(prompt: Prompt, field: str, model: ModelFacts) -> None:
+def check_prompt(token_ids: Sequence[int], field: str, model: ServedModel) -> None:
     """It must have a token, and leave room for one."""
-    if not prompt.token_ids:
+    if not token_ids:
         raise InvalidRequestError(field, "must not be empty")
-    if len(prompt.token_ids) >= model.max_model_len:
+    if len(token_ids) >= model.max_model_len:
         raise ApiError(
             400,
-            f"{field}: its {len(prompt.token_ids)} tokens leave no room for an answer within the model's "
+            f"{field}: its {len(token_ids)} tokens leave no room for an answer within the model's "
             f"maximum context length of {model.max_model_len} tokens",
             param=field,
             code="context_length_exceeded",

@@ -43,13 +43,17 @@ from router.metrics import Metrics
 from router.placement import placement_policy
 from router.placer import Placer
 from router.preprocessing.client import Preprocessor
+from router.preprocessing.reading import BodyReader
+from router.preprocessing.requests import RequestPreparer
 from router.registry import SWEEP_INTERVAL_S, ModelFacts, Registry, Worker, WorkerKey
+from router.request_builder import RequestBuilder
 from router.responses.store import ResponseStore, response_store
 from router.restarter import Restarter
 from router.roll_call import RollCall
 from router.scaling.autoscaler import Autoscaler
 from router.scaling.scaler import Scaler
 from router.scaling.turns import Turns
+from router.served import ServedModel
 from router.tokenizer import Tokenizer
 from router.worker_link import WorkerLink
 
@@ -100,6 +104,7 @@ class RouterState:
         self.drainer = Drainer(*shared, self.placer, self.dispatcher)
         self.turns = Turns(router_id)
         self.adapters = AdapterTable(config, self.registry, self.link.send, self.turns)
+        self.requests = self._request_preparer()
         self.scaler = Scaler(config, self.registry, self.drainer, self.turns)
         self.restarter = Restarter(config, self.registry, self.drainer, self.scaler, self.turns)
         self.autoscaler = Autoscaler(
@@ -112,6 +117,11 @@ class RouterState:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sweeper: asyncio.TimerHandle | None = None
         self._sweep_due = 0.0
+
+    def _request_preparer(self) -> RequestPreparer:
+        parts = (self.config, self.tokenizer, self.chats)
+        builder = RequestBuilder(*parts, self.adapters.find, lambda: self.kv_feed.formats)
+        return RequestPreparer(BodyReader(*parts), builder, self.preprocessor, self.tokenizer.is_fast)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to listen to the workers."""
@@ -127,7 +137,7 @@ class RouterState:
         if self.tracing is not None:
             self.tracing.close()
         self.preprocessor.close()
-        self.tokenizer.close()
+        self.requests.close()
         if self.responses is not None:
             self.responses.close()
 
@@ -150,6 +160,11 @@ class RouterState:
         if model is None or self.is_draining or (reason is not None and not self.registry.awaited()):
             raise unavailable(reason or "the server is starting")
         return model
+
+    def require_served(self) -> ServedModel:
+        """The same for reading a request."""
+        facts = self.require_ready()
+        return ServedModel(facts.max_model_len, facts.vocab_size, self.adapters.names)
 
     def _on_message(self, message: WorkerToRouter | Introduced) -> None:
         match message:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
@@ -30,18 +28,11 @@ from router.detokenizer import (
 from router.fast_encoder import UNSURE, fast_encode
 from router.tokenizer_files import load_files
 
-INLINE_BYTES = 2048
-"""Larger bodies are handled in a thread, so that they don't hold up other requests' tokens."""
-FAST_INLINE_BYTES = 12 * 1024
-"""The same with `fastokens`: up to there it takes no longer than the way to a thread and back."""
-
 SAFE_CHARACTERS_PER_TOKEN = 8
 PIECE_CHARACTERS = 64 * 1024
 
 _TRIM = re.compile(r'("trim_offsets"\s*:\s*)true\b')
 """Offsets that leave a token's spaces out do not tell where it begins. No id depends on them."""
-
-T = TypeVar("T")
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -78,7 +69,6 @@ class Tokenizer:
         if source_for_tools is not None:
             self.tool_template = ChatTemplate(source_for_tools, self.special_tokens)
         self._longest_token = max((len(token) for token in self._fast.get_vocab()), default=1)
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
     @classmethod
     def load(cls, config: ServeConfig) -> Tokenizer:
@@ -87,9 +77,6 @@ class Tokenizer:
         if config.chat_template is not None:
             chat_template = _read_template(Path(config.chat_template))
         return cls(*load_files(config), chat_template)
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def vocab_size(self) -> int:
@@ -131,11 +118,10 @@ class Tokenizer:
                     field, f"it exceeds the model's maximum context length of {max_tokens} tokens"
                 )
 
-    async def off_loop(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
-        """Call `function`, in a thread when it works on more than a few bytes."""
-        if size <= (INLINE_BYTES if self._fast_encode is None else FAST_INLINE_BYTES):
-            return function(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+    @property
+    def is_fast(self) -> bool:
+        """Whether `fastokens` has the tokenizer's ids."""
+        return self._fast_encode is not None
 
     def as_json(self) -> str:
         """As `tokenizer.json`, with what only the settings call special."""

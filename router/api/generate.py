@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable
 from math import inf
@@ -22,8 +21,8 @@ from router.errors import ApiError
 from router.formats import AnswerWriter, OutputOptions, StreamedAnswer
 from router.journal import Generation
 from router.middleware import ADMISSION, ANSWER_HEADERS, REQUEST_ID_KEY
-from router.registry import ModelFacts
-from router.request_builder import Built
+from router.prepared import Prepared
+from router.served import ServedModel
 from router.state import RouterState
 from router.timing import response_timing
 from router.tokenizer import Tokenizer
@@ -46,65 +45,62 @@ _STREAM_START = {
 
 
 class Turn(Protocol):
-    """What is to be known of one request when its answer is written."""
+    """One request: how its body is read and its answer written."""
 
-    def build(self, raw: bytes, model: ModelFacts, arrival: float) -> Built: ...
+    async def prepare(self, raw: bytes, model: ServedModel) -> Prepared: ...
+
+    def renamed(self, error: InvalidRequestError) -> InvalidRequestError:
+        """An error about the answer's grammar, with the request's own field."""
 
     def answer(
-        self, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions
+        self, prepared: Prepared, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions
     ) -> AnswerWriter: ...
 
 
-class TurnEndpoint:
-    """An ASGI app: `begin` makes a turn of each request's scope; `waits` as of `GenerateEndpoint`."""
-
-    def __init__(self, state: RouterState, begin: Callable[[Scope], Turn], *, waits: bool = False) -> None:
-        self._state = state
-        self._begin = begin
-        self._waits = waits
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        turn = self._begin(scope)
-        run = GenerateEndpoint(self._state, turn.build, turn.answer, waits=self._waits)
-        await run(scope, receive, send)
-
-
-class GenerateEndpoint:
-    """An ASGI app: `build` makes a generation of the body, `answer_format` writes what comes of it."""
+class PlainTurn:
+    """One that has nothing of its own."""
 
     def __init__(
         self,
         state: RouterState,
-        build: Callable[[bytes, ModelFacts, float], Built],
-        answer_format: Callable[[Tokenizer, str, str, OutputOptions], AnswerWriter],
-        *,
-        waits: bool = False,
+        task: str,
+        answer: Callable[[Prepared, Tokenizer, str, str, OutputOptions], AnswerWriter],
     ) -> None:
-        """`waits`: `build` may wait for a disk, so it never runs in the event loop."""
         self._state = state
-        self._build = build
-        self._format = answer_format
-        self._waits = waits
+        self._task = task
+        self.answer = answer
+
+    async def prepare(self, raw: bytes, model: ServedModel) -> Prepared:
+        return await self._state.requests.prepare(self._task, raw, model)
+
+    def renamed(self, error: InvalidRequestError) -> InvalidRequestError:
+        return error
+
+
+class GenerateEndpoint:
+    """An ASGI app: `begin` makes a turn of each request's scope."""
+
+    def __init__(self, state: RouterState, begin: Callable[[Scope], Turn]) -> None:
+        self._state = state
+        self._begin = begin
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises `ApiError` when it fails before the answer began. A client that goes away ends it."""
         arrival = time.monotonic()
-        state = self._state
+        state, turn = self._state, self._begin(scope)
         admission: Admission = scope[ADMISSION]
         admission.key.check_tokens()
         async with state.bodies.read(Request(scope, receive)) as raw:
-            model = state.require_ready()
-            size = sys.maxsize if self._waits else len(raw)
-            built = await state.tokenizer.off_loop(size, self._build, raw, model, arrival)
-        generation, output = built.generation, built.output
+            prepared = await turn.prepare(raw, state.require_served())
+            generation, output = await state.requests.build(prepared, arrival)
         admission.reserve(generation)
-        if built.grammar is not None:
+        if prepared.grammar is not None:
             try:
-                generation.constrain(await state.grammars.compile(built.grammar))
+                generation.constrain(await state.grammars.compile(prepared.grammar))
             except InvalidRequestError as refused:
-                raise built.renamed(refused) from refused
-        if built.warning is not None:
-            scope[ANSWER_HEADERS].append((WARNING_HEADER, built.warning.encode()))
+                raise turn.renamed(refused) from refused
+        if prepared.warning is not None:
+            scope[ANSWER_HEADERS].append((WARNING_HEADER, prepared.warning.encode()))
             state.metrics.tools_unseen.inc()
         headers = Headers(scope=scope)
         generation.http_id = scope[REQUEST_ID_KEY]
@@ -117,7 +113,7 @@ class GenerateEndpoint:
                 choice.keep_spans = True
         adapter = generation.adapter
         name = state.config.model_name if adapter is None else adapter.name
-        answer = self._format(state.tokenizer, name, generation.http_id, output)
+        answer = turn.answer(prepared, state.tokenizer, name, generation.http_id, output)
         trace = None
         if state.tracing is not None:
             trace = state.tracing.begin(headers, arrival)

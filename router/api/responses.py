@@ -10,22 +10,21 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from protocol.errors import InvalidRequestError
-from router.api.generate import TurnEndpoint
+from router.api.generate import GenerateEndpoint
 from router.api.openapi import Operation
 from router.api_keys import Admission
 from router.errors import ApiError
 from router.middleware import ADMISSION
-from router.request_builder import RequestBuilder
 from router.responses.body import ResponseBody
 from router.responses.turn import ResponseTurn
 from router.state import RouterState
 
 
-def response_operations(state: RouterState, builder: RequestBuilder) -> list[Operation]:
+def response_operations(state: RouterState) -> list[Operation]:
     store = state.responses
 
     def begin(scope: Scope) -> ResponseTurn:
-        return ResponseTurn(builder, store, _owner(scope))
+        return ResponseTurn(state.requests.prepare_response, store, _owner(scope))
 
     async def look(request: Request) -> Response:
         response_id = request.path_params["response_id"]
@@ -48,9 +47,7 @@ def response_operations(state: RouterState, builder: RequestBuilder) -> list[Ope
     path, answer = "/v1/responses", "OpenAI's response, or with `stream` its events"
     one = path + "/{response_id}"
     return [
-        Operation(
-            path, TurnEndpoint(state, begin, waits=True), ResponseBody.__doc__ or "", answer, ResponseBody
-        ),
+        Operation(path, GenerateEndpoint(state, begin), ResponseBody.__doc__ or "", answer, ResponseBody),
         Operation(one, look, "A response that was stored.", "OpenAI's response"),
         Operation(one, delete, "Delete a response.", "`id`, `object`, `deleted`", deletes=True),
     ]

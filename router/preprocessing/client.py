@@ -30,6 +30,7 @@ from router.preprocessing.wire import (
     Setup,
     TaskCall,
     content_of,
+    framed,
 )
 from router.tokenizer import Tokenizer
 
@@ -37,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 4
 """Tasks that run at a time."""
-DEADLINE_S = 20.0
-"""From when a task is asked for to its answer, which takes a busy host longer than the task's CPU time."""
+MIN_DEADLINE_S = 16.0
+"""From when a task is asked for to its answer, beside twice the CPU time that it may take."""
 START_TIMEOUT_S = 60.0
 ACCEPT_TIMEOUT_S = 5.0
 """In which the preprocessor accepts a task, once it has started."""
@@ -66,18 +67,19 @@ class Preprocessor:
         if self._process is not None:
             self._process.close()
 
-    async def run(self, task: str, argument: bytes, cpu_s: float) -> bytes:
+    async def run(self, call: TaskCall, argument: bytes) -> bytes:
         """What the task makes of its argument.
 
         Raises what it raises: `InvalidRequestError` or `ApiError`. Raises `CpuLimitError`, and an `ApiError`
         503 where the host is too busy. A task that its process did not survive is tried once more.
         """
-        call = msgspec.msgpack.encode(TaskCall(task, cpu_s, argument))
+        task, deadline_s = call.task, MIN_DEADLINE_S + 2 * call.cpu_s
+        header = framed(msgspec.msgpack.encode(call))
         try:
-            async with asyncio.timeout(DEADLINE_S), self._at_once:
+            async with asyncio.timeout(deadline_s), self._at_once:
                 for _ in range(2):
                     try:
-                        return await self._running().ask(call)
+                        return await self._running().ask(header, argument)
                     except _NoAnswerError as error:
                         self._note(error.reason, task)
         except CpuLimitError:
@@ -85,7 +87,7 @@ class Preprocessor:
             raise
         except TimeoutError:
             self._note("late", task)
-            reason = f"the server is busy: it could not preprocess the request within {DEADLINE_S:g} s"
+            reason = f"the server is busy: it could not preprocess the request within {deadline_s:g} s"
             raise unavailable(reason) from None
         raise unavailable("the process that preprocesses requests has ended")
 
@@ -144,7 +146,7 @@ class _Process:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
-    async def ask(self, call: bytes) -> bytes:
+    async def ask(self, header: bytes, argument: bytes) -> bytes:
         """The result. A caller that gives up ends the task. Raises `_NoAnswerError` and as `run`."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -157,7 +159,7 @@ class _Process:
                 raise _NoAnswerError("ended") from None
         reader, writer = await asyncio.open_connection(sock=ours)
         try:
-            writer.writelines([LENGTH.pack(len(call)), call])
+            writer.writelines([header, LENGTH.pack(len(argument)), argument])
             await self._accepted(reader)
             return _result(await reader.read())
         except ConnectionError:

@@ -153,12 +153,13 @@ def _serve_tasks(channel: socket.socket, tasks: Tasks) -> None:
     """A child's life."""
     while (connection := _received(channel)) is not None:
         with connection:
-            call = _call(connection)
-            if call is None:  # the router gave it up
+            header, argument = _framed(connection), _framed(connection)
+            if header is None or argument is None:  # the router gave it up
                 channel.sendall(DONE)
                 continue
+            call = msgspec.msgpack.decode(header, type=TaskCall)
             signal.setitimer(signal.ITIMER_PROF, call.cpu_s)
-            answer = _answer(tasks, call)
+            answer = _answer(tasks, call, argument)
             left_s, _ = signal.setitimer(signal.ITIMER_PROF, 0)
             _send(connection, answer)
             is_light = call.cpu_s - left_s <= LIGHT_S
@@ -169,9 +170,9 @@ def _serve_tasks(channel: socket.socket, tasks: Tasks) -> None:
     os._exit(0)
 
 
-def _answer(tasks: Tasks, call: TaskCall) -> bytes:
+def _answer(tasks: Tasks, call: TaskCall, argument: bytes) -> bytes:
     try:
-        return RESULT + framed(tasks.run(call.task, call.argument))
+        return RESULT + framed(tasks.run(call, argument))
     except (InvalidRequestError, ApiError) as error:
         refusal = Refusal.of(error)
     except Exception:
@@ -196,15 +197,13 @@ def _is_readable(channel: socket.socket) -> bool:
     return True
 
 
-def _call(connection: socket.socket) -> TaskCall | None:
-    length = _read(connection, LENGTH.size)
-    if length is None or (body := _read(connection, LENGTH.unpack(length)[0])) is None:
-        return None
-    return msgspec.msgpack.decode(body, type=TaskCall)
-
-
-def _read(connection: socket.socket, size: int) -> bytearray | None:
+def _framed(connection: socket.socket) -> bytes | None:
     """None where the connection ends before."""
+    length = _read(connection, LENGTH.size)
+    return None if length is None else _read(connection, *LENGTH.unpack(length))
+
+
+def _read(connection: socket.socket, size: int) -> bytes | None:
     read = bytearray(size)
     left = memoryview(read)
     while left:
@@ -212,7 +211,7 @@ def _read(connection: socket.socket, size: int) -> bytearray | None:
         if not received:
             return None
         left = left[received:]
-    return read
+    return bytes(read)
 
 
 def _send(connection: socket.socket, data: bytes, flags: int = 0) -> None:

@@ -10,7 +10,9 @@ from protocol.errors import InvalidRequestError
 from protocol.sampling import MAX_GRAMMAR_BYTES
 from router.chats import Chats
 from router.grammar_request import GrammarRequest
-from router.preprocessing.wire import Setup
+from router.prepared import Prepared
+from router.preprocessing.reading import BodyReader
+from router.preprocessing.wire import GRAMMAR, ReadingDetails, Setup, TaskCall
 from router.structured_outputs import Grammar
 from router.tokenizer import Tokenizer
 
@@ -30,12 +32,22 @@ class Tasks:
             self._vocabulary = LLTokenizer(self._tokenizer.as_json())
         except ValueError as error:
             self._problem = f"not with this model's tokenizer: {error}"
-        self._tasks = {"grammar": self.grammar}
+        self._reader = BodyReader(setup.config, self._tokenizer, self._chats)
 
-    def run(self, task: str, argument: bytes) -> bytes:
-        return self._tasks[task](argument)
+    def run(self, call: TaskCall, argument: bytes) -> bytes:
+        return self._grammar(argument) if call.task == GRAMMAR else self._read(call, argument)
 
-    def grammar(self, argument: bytes) -> bytes:
+    def _read(self, call: TaskCall, body: bytes) -> bytes:
+        details = msgspec.msgpack.decode(call.details, type=ReadingDetails)
+        reading = self._reader.read(call.task, body, details.model, details.earlier)
+        if isinstance(reading, bytes):
+            return reading
+        if isinstance(reading, Prepared):
+            prompts = [prompt.packed() for prompt in reading.prompts]
+            reading = msgspec.structs.replace(reading, prompts=prompts)
+        return msgspec.msgpack.encode(reading)
+
+    def _grammar(self, argument: bytes) -> bytes:
         """The text of the grammar that a `GrammarRequest` asks for, which has been compiled once."""
         grammar = self._chats.grammar(msgspec.json.decode(argument, type=GrammarRequest))
         text = grammar.text.encode()

@@ -1,8 +1,8 @@
 """What the router and the preprocessor say to each other, on one connection for each task.
 
-The router sends a `TaskCall` after its length. The answer is a byte `ACCEPTED`, a byte that tells how the
-task ended, and what that brings: a result or a `Refusal` after its length, or the number of a signal. Then
-the connection ends.
+The router sends a `TaskCall` and the task's argument, each after its length. The answer is a byte `ACCEPTED`,
+a byte that tells how the task ended, and what that brings: a result or a `Refusal` after its length, or the
+number of a signal. Then the connection ends.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ import msgspec
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 from router.errors import ApiError
+from router.served import ServedModel
 
 LENGTH = struct.Struct("!Q")
 ACCEPTED = b"."
 RESULT, REFUSED, DIED = b"+", b"-", b"!"
+
+GRAMMAR = "grammar"
+"""The task that compiles; the others read bodies."""
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -40,11 +44,18 @@ def content_of(frame: bytes) -> bytes | None:
 
 
 class TaskCall(msgspec.Struct, frozen=True, array_like=True):
-    """The name of a task, the CPU time that it may take, and its argument."""
+    """The name of a task, the CPU time that it may take, and what else it has to know than its argument."""
 
     task: str
     cpu_s: float
-    argument: bytes
+    details: bytes = b""
+
+
+class ReadingDetails(msgspec.Struct, frozen=True, array_like=True):
+    """What reading a body takes: `earlier` are the items of the response that it goes on from."""
+
+    model: ServedModel
+    earlier: bytes | None = None
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True):

@@ -43,9 +43,7 @@ class ChatRequest(NamedTuple):
 
     def field(self, name: str) -> str:
         """The request's, for the chat's."""
-        for pattern, own in _FIELDS:
-            name = pattern.sub(own, name)
-        return self.conversation.field(name)
+        return self.conversation.field(own_field(name))
 
     def renamed(self, error: InvalidRequestError | ApiError) -> InvalidRequestError | ApiError:
         """An error about the chat, as one about the request."""
@@ -55,6 +53,13 @@ class ChatRequest(NamedTuple):
             field = self.field(error.param)
             error.message, error.param = field + error.message.removeprefix(error.param), field
         return error
+
+
+def own_field(name: str) -> str:
+    """What the request calls a field of the chat other than the messages."""
+    for pattern, own in _FIELDS:
+        name = pattern.sub(own, name)
+    return name
 
 
 def chat_request(body: ResponseBody, earlier: Sequence[Item]) -> ChatRequest:
@@ -86,7 +91,7 @@ def chat_request(body: ResponseBody, earlier: Sequence[Item]) -> ChatRequest:
     return ChatRequest(chat, [*earlier, *new], conversation)
 
 
-def told_back(body: ResponseBody, is_stored: bool) -> dict[str, Any]:
+def told_back(body: ResponseBody) -> dict[str, Any]:
     """A response's fields that are the request's."""
     text, reasoning, defaults = body.text, body.reasoning, SamplingParams(max_tokens=1)
     return {
@@ -100,7 +105,6 @@ def told_back(body: ResponseBody, is_stored: bool) -> dict[str, Any]:
         else body.parallel_tool_calls,
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
-        "store": is_stored,
         "temperature": defaults.temperature if body.temperature is None else body.temperature,
         "text": {"format": _told_format(text.format if text is not None else None)},
         "tool_choice": body.tool_choice or "auto",

@@ -2,62 +2,91 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+from collections.abc import Awaitable, Callable
 
 import msgspec
+from msgspec import Raw
 
 from protocol.errors import InvalidRequestError
 from router.decoding import decode_body
 from router.errors import ApiError
 from router.formats import OutputOptions
-from router.registry import ModelFacts
-from router.request_builder import Built, RequestBuilder
+from router.prepared import EarlierResponse, Prepared, PreparedResponse
+from router.request_reader import RequestReader
 from router.responses.answer import ResponseAnswer
 from router.responses.body import Item, ResponseBody
 from router.responses.items import Fields
-from router.responses.request import ChatRequest, chat_request, told_back
+from router.responses.request import chat_request, own_field, told_back
 from router.responses.store import ResponseStore, StoredResponse
+from router.served import ServedModel
 from router.tokenizer import Tokenizer
 
 _NOTHING_KEPT = (
     "nothing is kept here (--max-stored-responses is 0, or several routers without --response-store)"
 )
 
+Read = Callable[[bytes, ServedModel, bytes | None], Awaitable[Prepared | EarlierResponse]]
+"""Calls `read_response` of a body, the model and the items of the earlier response."""
+
+
+def read_response(
+    reader: RequestReader, raw: bytes, model: ServedModel, earlier: bytes | None = None
+) -> Prepared | EarlierResponse:
+    """Raises `ApiError` or `InvalidRequestError`, which name the request's fields."""
+    body = decode_body(raw, ResponseBody)
+    if body.previous_response_id is not None and earlier is None:
+        return EarlierResponse(body.previous_response_id)
+    chat = chat_request(body, msgspec.json.decode(earlier or b"[]", type=list[Item]))
+    try:
+        prepared = reader.chat_of(chat.body, model)
+    except (InvalidRequestError, ApiError) as error:
+        raise chat.renamed(error) from error
+    told = {name: msgspec.json.encode(value) for name, value in told_back(body).items()}
+    response = PreparedResponse(told, msgspec.json.encode(chat.items), body.store is not False)
+    return msgspec.structs.replace(prepared, response=response)
+
 
 class ResponseTurn:
     """`store` None: no responses are kept. Those that are belong to the `owner`."""
 
-    def __init__(self, builder: RequestBuilder, store: ResponseStore | None, owner: str) -> None:
-        self._builder = builder
+    def __init__(self, read: Read, store: ResponseStore | None, owner: str) -> None:
+        self._read = read
         self._store = store
         self._owner = owner
         self._id = f"resp_{secrets.token_hex(16)}"
-        self._body: ResponseBody
-        self._chat: ChatRequest
+        self._items = b""
+        """The conversation's: the earlier ones and the new."""
 
-    def build(self, raw: bytes, model: ModelFacts, arrival: float) -> Built:
-        """Raises `ApiError` or `InvalidRequestError`, which name the request's fields."""
-        self._body = decode_body(raw, ResponseBody)
-        self._chat = chat = chat_request(self._body, self._earlier(self._body.previous_response_id))
-        try:
-            built = self._builder.chat_of(chat.body, model, arrival)
-        except (InvalidRequestError, ApiError) as error:
-            raise chat.renamed(error) from error
-        return built._replace(renamed=chat.renamed)
+    async def prepare(self, raw: bytes, model: ServedModel) -> Prepared:
+        """Raises `ApiError` or `InvalidRequestError`."""
+        prepared = await self._read(raw, model, None)
+        if isinstance(prepared, EarlierResponse):
+            prepared = await self._read(raw, model, await self._earlier(prepared.response_id))
+        assert isinstance(prepared, Prepared)
+        return prepared
+
+    def renamed(self, error: InvalidRequestError) -> InvalidRequestError:
+        """An error about the answer's grammar."""
+        return InvalidRequestError(own_field(error.field), error.message)
 
     def answer(
-        self, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions
+        self, prepared: Prepared, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions
     ) -> ResponseAnswer:
-        keeps = self._store is not None and self._body.store is not False
-        fields = {"model": model, **told_back(self._body, keeps)}
+        response = prepared.response
+        assert response is not None
+        self._items = response.items
+        keeps = self._store is not None and response.is_stored
+        told = {name: Raw(value) for name, value in response.told_back.items()}
+        fields = {"model": model, **told, "store": keeps}
         return ResponseAnswer(self._id, tokenizer, options, fields, self._keep if keeps else None)
 
-    def _earlier(self, response_id: str | None) -> list[Item]:
-        if response_id is None:
-            return []
+    async def _earlier(self, response_id: str) -> bytes:
+        """Its items."""
         if self._store is None:
             raise InvalidRequestError("previous_response_id", _NOTHING_KEPT)
-        found = self._store.get(response_id, self._owner)
+        found = await asyncio.to_thread(self._store.get, response_id, self._owner)
         if found is None:
             raise ApiError(
                 400,
@@ -65,9 +94,10 @@ class ResponseTurn:
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-        return msgspec.json.decode(found.items, type=list[Item])
+        return found.items
 
     def _keep(self, response: Fields) -> None:
         assert self._store is not None
-        items = msgspec.json.encode([*self._chat.items, *response["output"]])
+        answered = [msgspec.json.encode(item) for item in response["output"]]
+        items = b"[%b]" % b",".join([part for part in (self._items[1:-1], *answered) if part])
         self._store.put(StoredResponse(self._id, self._owner, msgspec.json.encode(response), items))

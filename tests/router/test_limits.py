@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from router_clients import eventually
 
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
-from router.tokenizer import FAST_INLINE_BYTES, INLINE_BYTES, PIECE_CHARACTERS, Tokenizer
+from router.preprocessing.requests import FAST_INLINE_BYTES, INLINE_OBJECTS
+from router.tokenizer import PIECE_CHARACTERS, Tokenizer
 
 MB = 1_000_000
 USER = b'{"role":"user","content":"x"}'
@@ -56,51 +55,67 @@ def test_a_large_body_does_not_hold_up_the_event_loop(router, hostile):
     assert of_all < 1.5
 
 
-def test_bad_words_are_tokenized_beside_the_event_loop(router, monkeypatch):
-    seen = set()
-    encode = router.server.state.tokenizer.encode
-
-    def noting(*arguments, **options):
-        seen.add(threading.get_ident())
-        return encode(*arguments, **options)
-
-    monkeypatch.setattr(router.server.state.tokenizer, "encode", noting)
-    body = {"prompt": "x", "max_tokens": 1, "bad_words": ["some words"] * 1000}
-    assert router.http.post("/v1/completions", json=body).status_code == 200
-    assert seen and router.thread.ident not in seen
+BODIES = {
+    "small": (b'{"prompt": "x", "max_tokens": 1}', False),
+    "large": (b'{"prompt": "%b", "max_tokens": 1}' % (b"x " * FAST_INLINE_BYTES), True),
+    "many objects": (
+        b'{"prompt": "x", "max_tokens": 1, "other": [%b]}' % b",".join([b"{}"] * (INLINE_OBJECTS + 1)),
+        True,
+    ),
+}
 
 
-@pytest.mark.parametrize("is_fast", [True, False])
-async def test_what_takes_no_longer_than_the_way_to_a_thread_stays_in_the_event_loop(
-    model_folder, monkeypatch, is_fast
-):
-    tokenizer = Tokenizer.load(ServeConfig(model=str(model_folder)))
-    if not is_fast:
-        monkeypatch.setattr(tokenizer, "_fast_encode", None)
-    limit = FAST_INLINE_BYTES if is_fast else INLINE_BYTES
-    here = threading.get_ident()
-    assert await tokenizer.off_loop(limit, threading.get_ident) == here
-    assert await tokenizer.off_loop(limit + 1, threading.get_ident) != here
-    tokenizer.close()
+@pytest.mark.parametrize(("body", "leaves"), BODIES.values(), ids=BODIES)
+def test_a_body_that_takes_long_to_read_is_read_in_the_preprocessor(router, monkeypatch, body, leaves):
+    preprocessor, tasks = router.server.state.preprocessor, []
+    run = preprocessor.run
+
+    def noting(call, argument):
+        tasks.append(call.task)
+        return run(call, argument)
+
+    monkeypatch.setattr(preprocessor, "run", noting)
+    assert router.http.post("/v1/completions", content=body).status_code in (200, 400)
+    assert tasks == ["completion"] * leaves
 
 
-def test_tokenizing_runs_twice_at_once_at_most(router, monkeypatch):
-    running, most = set(), []
-    tokenizer = router.server.state.tokenizer
+def test_both_ways_of_reading_lead_to_the_same_request(router, monkeypatch):
+    """What is read in another process comes back as it was: prompts, sampling, options, adapters."""
+    fields = {"max_tokens": 3, "n": 2, "seed": 5, "stop": ["zz"], "logit_bias": {"7": 1.5}, "echo": True}
+    fields |= {"bad_words": ["quick"], "allowed_token_ids": list(range(300)), "logprobs": 1}
+    requests = {
+        "/v1/completions": {"prompt": ["the quick brown fox", "jumps"], **fields},
+        "/v1/chat/completions": {
+            "messages": [{"role": "user", "content": "a fox"}],
+            "seed": 5,
+            "max_tokens": 3,
+        },
+        "/v1/responses": {"input": "a fox", "instructions": "be brief", "seed": 5, "max_output_tokens": 3},
+        "/tokenize": {"prompt": "the quick brown fox", "return_token_strs": True},
+        "/detokenize": {"tokens": [70, 71, 72]},
+    }
+    preparer = router.server.state.requests
+    for path, body in requests.items():
+        answers = []
+        for inline_bytes in (FAST_INLINE_BYTES, 0):
+            monkeypatch.setattr(preparer, "_inline_bytes", inline_bytes)
+            answer = router.http.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            answers.append(_without_names(answer.json()))
+        assert answers[0] == answers[1], path
 
-    def slow(*arguments):
-        running.add(threading.get_ident())
-        most.append(len(running))
-        threading.Event().wait(0.05)
-        running.remove(threading.get_ident())
-        return [1]
 
-    monkeypatch.setattr(tokenizer, "encode_prompt", slow)
-    body = {"prompt": "x" * FAST_INLINE_BYTES}
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda _: router.http.post("/tokenize", json=body), range(8)))
-    assert {answer.status_code for answer in answers} == {200}
-    assert max(most) == 2
+def _without_names(value):
+    """Without ids and times, which no two answers share."""
+    if isinstance(value, list):
+        return [_without_names(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: _without_names(each)
+        for name, each in value.items()
+        if name not in ("id", "created", "created_at", "prompt_tokens_details", "input_tokens_details")
+    }
 
 
 def test_a_text_of_too_many_tokens_is_never_tokenized_as_a_whole(model_folder, monkeypatch):

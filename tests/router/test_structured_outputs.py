@@ -214,7 +214,7 @@ def test_a_verdict_comes_soon_and_leaves_no_more_than_itself(
         assert request is not None
         for _ in range(2):
             with suppress(InvalidRequestError):
-                await compiler.compile(request)
+                await compiler.compile(request.asked())
         assert len(compiler._known) <= 1
 
     asyncio.run(check())
@@ -230,7 +230,7 @@ def test_outcomes_are_kept_within_a_bound(
         for text in ("a", "b", "a", "c"):
             request = request_of(structured(choice=[text]))
             assert request is not None
-            assert text in await compiler.compile(request)
+            assert text in await compiler.compile(request.asked())
         assert len(compiler._known) == 2
         assert compiler._known_bytes <= 800
 

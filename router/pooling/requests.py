@@ -17,29 +17,22 @@ from router.choice import Choice
 from router.decoding import decode_body, refuse_unsupported
 from router.formats import AnswerWriter, OutputOptions, usage
 from router.pooling.body import MAX_INPUTS, EmbeddingBody, ScoreBody
+from router.prepared import Prepared
 from router.prompts import decode_prompts
-from router.registry import ModelFacts
-from router.request_builder import Built, RequestBuilder
+from router.request_reader import RequestReader
+from router.served import ServedModel
 from router.timing import ResponseTiming
 from router.tokenizer import Tokenizer
 
 
-class PoolingTurn(AnswerWriter, ABC):
-    """One request, and its answer."""
+class PoolingAnswer(AnswerWriter, ABC):
+    """Writes the answer to one request."""
 
-    def __init__(self, builder: RequestBuilder) -> None:
-        self._builder = builder
-        self._head: dict[str, Any] = {}
-
-    @abstractmethod
-    def build(self, raw: bytes, model: ModelFacts, arrival: float) -> Built:
-        """Raises `ApiError` or `InvalidRequestError`."""
-
-    def answer(
-        self, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions
-    ) -> AnswerWriter:
+    def __init__(
+        self, prepared: Prepared, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions
+    ) -> None:
+        self._prepared = prepared
         self._head = {"id": request_id, "object": "list", "created": int(time.time()), "model": model}
-        return self
 
     def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
         used = usage(choices, only_prompt=True)
@@ -56,58 +49,56 @@ class PoolingTurn(AnswerWriter, ABC):
         """Of the texts' vectors."""
 
 
-class EmbeddingTurn(PoolingTurn):
+class EmbeddingAnswer(PoolingAnswer):
     """`/v1/embeddings`."""
 
-    _as_base64 = False
-
-    def build(self, raw: bytes, model: ModelFacts, arrival: float) -> Built:
-        body = decode_body(raw, EmbeddingBody)
-        refuse_unsupported(body)
-        if body.encoding_format not in (None, "float", "base64"):
-            raise InvalidRequestError(
-                "encoding_format", f"must be 'float' or 'base64', got {body.encoding_format!r}"
-            )
-        self._as_base64 = body.encoding_format == "base64"
-        sources = decode_prompts(bytes(body.input), _check_number, "input")
-        return self._builder.embeddings(body, [("input", source) for source in sources], model, arrival)
-
     def _data(self, vectors: Sequence[bytes]) -> list[dict[str, Any]]:
+        as_base64 = self._prepared.as_base64
         return [
             {
                 "object": "embedding",
                 "index": index,
-                "embedding": base64.b64encode(vector).decode() if self._as_base64 else _values(vector),
+                "embedding": base64.b64encode(vector).decode() if as_base64 else _values(vector),
             }
             for index, vector in enumerate(vectors)
         ]
 
 
-class ScoreTurn(PoolingTurn):
+class ScoreAnswer(PoolingAnswer):
     """`/score`."""
-
-    _number = 0
-    """Of the first texts."""
-
-    def build(self, raw: bytes, model: ModelFacts, arrival: float) -> Built:
-        body = decode_body(raw, ScoreBody)
-        first, second = ([given] if isinstance(given, str) else given for given in (body.text_1, body.text_2))
-        if len(first) not in (1, len(second)):
-            limits = f"one text, or as many as text_2, {len(second)}; got {len(first)}"
-            raise InvalidRequestError("text_1", limits)
-        self._number = len(first)
-        sources = [("text_1", text) for text in first] + [("text_2", text) for text in second]
-        return self._builder.embeddings(body, sources, model, arrival)
 
     def _data(self, vectors: Sequence[bytes]) -> list[dict[str, Any]]:
         values = [_values(vector) for vector in vectors]
-        first, second = values[: self._number], values[self._number :]
+        first, second = values[: self._prepared.num_first], values[self._prepared.num_first :]
         if len(first) == 1:
             first *= len(second)
         return [
             {"object": "score", "index": index, "score": sum(a * b for a, b in zip(*pair, strict=True))}
             for index, pair in enumerate(zip(first, second, strict=True))
         ]
+
+
+def read_embeddings(reader: RequestReader, raw: bytes, model: ServedModel) -> Prepared:
+    """Raises `ApiError` or `InvalidRequestError`."""
+    body = decode_body(raw, EmbeddingBody)
+    refuse_unsupported(body)
+    if body.encoding_format not in (None, "float", "base64"):
+        reason = f"must be 'float' or 'base64', got {body.encoding_format!r}"
+        raise InvalidRequestError("encoding_format", reason)
+    sources = decode_prompts(bytes(body.input), _check_number, "input")
+    prepared = reader.embeddings(body, [("input", source) for source in sources], model)
+    return msgspec.structs.replace(prepared, as_base64=body.encoding_format == "base64")
+
+
+def read_score(reader: RequestReader, raw: bytes, model: ServedModel) -> Prepared:
+    """Raises `ApiError` or `InvalidRequestError`."""
+    body = decode_body(raw, ScoreBody)
+    first, second = ([given] if isinstance(given, str) else given for given in (body.text_1, body.text_2))
+    if len(first) not in (1, len(second)):
+        limits = f"one text, or as many as text_2, {len(second)}; got {len(first)}"
+        raise InvalidRequestError("text_1", limits)
+    sources = [("text_1", text) for text in first] + [("text_2", text) for text in second]
+    return msgspec.structs.replace(reader.embeddings(body, sources, model), num_first=len(first))
 
 
 def _check_number(number: int) -> None:

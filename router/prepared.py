@@ -1,0 +1,94 @@
+"""What a request's body asks for, as data: read by the preprocessor, or in the router where it is small."""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+
+from protocol.sampling import SamplingParams
+from protocol.speculation import RequestSpeculation
+from router.choice import Echo
+from router.formats import AskedOutput
+from router.grammar_request import AskedGrammar
+
+
+class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be found in a chat's answer; fields as of `Parsing`.
+
+    `tools` names the `ToolFormat`; `thinking_budget` is the request's.
+    """
+
+    tools: str | None = None
+    known: frozenset[str] = frozenset()
+    one_call: bool = False
+    is_open: bool = False
+    is_exact: bool = False
+    thinking_budget: int | None = None
+
+
+class PreparedPrompt(msgspec.Struct, frozen=True):
+    """A prompt's tokens, how many may follow, and its text where the answer begins with that."""
+
+    token_ids: list[int] | bytes
+    max_tokens: int
+    echo: str | None = None
+    echo_offsets: list[int] | bytes = []
+
+    def packed(self) -> PreparedPrompt:
+        """With bytes for numbers: a list of a million is decoded in one long step."""
+        return msgspec.structs.replace(
+            self, token_ids=_packed(self.token_ids), echo_offsets=_packed(self.echo_offsets)
+        )
+
+    def unpacked(self) -> tuple[list[int], Echo | None]:
+        echo = None if self.echo is None else Echo(self.echo, _unpacked(self.echo_offsets))
+        return _unpacked(self.token_ids), echo
+
+
+class EarlierResponse(msgspec.Struct, frozen=True, tag=True):
+    """A request goes on from this response, whose items are needed to read it."""
+
+    response_id: str
+
+
+class PreparedResponse(msgspec.Struct, frozen=True):
+    """What `/v1/responses` tells and keeps of its request, as JSON: fields by their names, and the items."""
+
+    told_back: dict[str, bytes]
+    items: bytes
+    is_stored: bool
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A request whose prompts are tokens. `params` lack the grammar, and what differs among choices."""
+
+    model: str | None
+    prompts: list[PreparedPrompt]
+    params: SamplingParams
+    output: AskedOutput = AskedOutput()
+    n: int = 1
+    stop: list[str] = []
+    include_stop: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+    speculation: RequestSpeculation | None = None
+    split: bool | None = None
+    chat: ChatAnswer | None = None
+    """None: the answer has nothing but content."""
+    grammar: AskedGrammar | None = None
+    warning: str | None = None
+    """What of the request has no effect."""
+    response: PreparedResponse | None = None
+    as_base64: bool = False
+    """How embeddings are told."""
+    num_first: int = 0
+    """How many prompts are a score's first texts."""
+
+
+def _packed(numbers: list[int] | bytes) -> bytes:
+    return numbers if isinstance(numbers, bytes) else array("q", numbers).tobytes()
+
+
+def _unpacked(numbers: list[int] | bytes) -> list[int]:
+    return numbers if isinstance(numbers, list) else array("q", numbers).tolist()

@@ -1,0 +1,50 @@
+"""How to read the bodies of all endpoints that clients use, by the names of the tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from protocol.config import ServeConfig
+from router.chats import Chats
+from router.pooling.requests import read_embeddings, read_score
+from router.prepared import EarlierResponse, Prepared
+from router.request_reader import RequestReader
+from router.responses.turn import read_response
+from router.served import ServedModel
+from router.tokenizer import Tokenizer
+
+Reading = Prepared | EarlierResponse | bytes
+"""Bytes are an answer."""
+
+MAIN_FIELDS = {
+    "completion": "prompt",
+    "chat": "messages",
+    "response": "input",
+    "embeddings": "input",
+    "score": "text_2",
+    "tokenize": "prompt",
+    "detokenize": "tokens",
+}
+"""What of a body takes time to read, by the task."""
+
+
+class BodyReader:
+    """Reads bodies, wherever it runs. Raises `ApiError` or `InvalidRequestError`, which name the field."""
+
+    def __init__(self, config: ServeConfig, tokenizer: Tokenizer, chats: Chats) -> None:
+        reader = RequestReader(config, tokenizer, chats)
+        self._read_response = partial(read_response, reader)
+        self._tasks: dict[str, Callable[[bytes, ServedModel], Reading]] = {
+            "completion": reader.completion,
+            "chat": reader.chat,
+            "embeddings": partial(read_embeddings, reader),
+            "score": partial(read_score, reader),
+            "tokenize": reader.tokenize,
+            "detokenize": reader.detokenize,
+        }
+
+    def read(self, task: str, raw: bytes, model: ServedModel, earlier: bytes | None = None) -> Reading:
+        if task == "response":
+            return self._read_response(raw, model, earlier)
+        return self._tasks[task](raw, model)

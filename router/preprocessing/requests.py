@@ -1,0 +1,85 @@
+"""From bodies to requests that can start: small bodies in the event loop, others in the preprocessor."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from protocol.errors import InvalidRequestError
+from router.prepared import EarlierResponse, Prepared
+from router.preprocessing.client import CpuLimitError, Preprocessor
+from router.preprocessing.reading import MAIN_FIELDS, BodyReader, Reading
+from router.preprocessing.wire import ReadingDetails, TaskCall
+from router.request_builder import Built, RequestBuilder
+from router.served import ServedModel
+
+INLINE_BYTES = 2048
+"""Larger bodies are read by the preprocessor, so that they don't hold up other requests' tokens."""
+FAST_INLINE_BYTES = 12 * 1024
+"""The same with `fastokens`: up to there it takes no longer than the way to another process and back."""
+INLINE_OBJECTS = 128
+"""JSON objects, such as messages: a chat template may compare each with each."""
+INLINE_TOKENS = 8192
+"""Of prompts whose blocks are hashed in the event loop."""
+READ_CPU_S = 10.0
+READ_CPU_S_PER_MB = 5.0
+"""A slow tokenizer takes less."""
+
+_decode = msgspec.msgpack.Decoder(Prepared | EarlierResponse).decode
+
+
+class RequestPreparer:
+    """Raises `ApiError` or `InvalidRequestError`, which name the field."""
+
+    def __init__(
+        self, reader: BodyReader, builder: RequestBuilder, preprocessor: Preprocessor, is_fast: bool
+    ) -> None:
+        self._reader = reader
+        self._builder = builder
+        self._preprocessor = preprocessor
+        self._inline_bytes = FAST_INLINE_BYTES if is_fast else INLINE_BYTES
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="build")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _read(self, task: str, raw: bytes, model: ServedModel, earlier: bytes | None = None) -> Reading:
+        size = len(raw) + len(earlier or b"")
+        if size <= self._inline_bytes and raw.count(b"{") <= INLINE_OBJECTS:
+            return self._reader.read(task, raw, model, earlier)
+        cpu_s = READ_CPU_S + READ_CPU_S_PER_MB * size / 1e6
+        details = ReadingDetails(model, earlier)
+        try:
+            call = TaskCall(task, cpu_s, msgspec.msgpack.encode(details))
+            read = await self._preprocessor.run(call, raw)
+        except CpuLimitError:
+            reason = f"it takes more than {cpu_s:.1f} s of CPU time to read, the limit"
+            raise InvalidRequestError(MAIN_FIELDS[task], reason) from None
+        return read if task in ("tokenize", "detokenize") else _decode(read)
+
+    async def prepare(self, task: str, raw: bytes, model: ServedModel) -> Prepared:
+        prepared = await self._read(task, raw, model)
+        assert isinstance(prepared, Prepared)
+        return prepared
+
+    async def prepare_response(
+        self, raw: bytes, model: ServedModel, earlier: bytes | None
+    ) -> Prepared | EarlierResponse:
+        """The same of `/v1/responses`, with the items of an earlier one."""
+        prepared = await self._read("response", raw, model, earlier)
+        assert not isinstance(prepared, bytes)
+        return prepared
+
+    async def convert(self, task: str, raw: bytes, model: ServedModel) -> bytes:
+        answer = await self._read(task, raw, model)
+        assert isinstance(answer, bytes)
+        return answer
+
+    async def build(self, prepared: Prepared, arrival: float) -> Built:
+        num_tokens = sum(len(prompt.token_ids) for prompt in prepared.prompts)
+        if num_tokens <= INLINE_TOKENS:
+            return self._builder.build(prepared, arrival)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._builder.build, prepared, arrival)
