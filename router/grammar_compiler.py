@@ -12,7 +12,7 @@ from hashlib import blake2b
 from protocol.errors import InvalidRequestError
 from router.errors import ApiError
 from router.grammar_request import AskedGrammar
-from router.preprocessing.client import CpuLimitError, Preprocessor
+from router.preprocessing.client import CpuLimitError, CrashError, Preprocessor
 from router.preprocessing.wire import GRAMMAR, TaskCall
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,9 @@ class GrammarCompiler:
         except CpuLimitError:
             reason = f"it takes more than {COMPILE_CPU_S:g} s of CPU time to compile, the limit"
             raise InvalidRequestError(asked.field, reason) from None
+        except CrashError as error:
+            reason = f"the compiler crashes on it ({error}), as on rules that are nested too deeply"
+            return InvalidRequestError(asked.field, reason)
         except InvalidRequestError as error:
             return error
 

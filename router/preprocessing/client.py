@@ -44,11 +44,18 @@ START_TIMEOUT_S = 60.0
 ACCEPT_TIMEOUT_S = 5.0
 """In which the preprocessor accepts a task, once it has started."""
 
-Failure = Literal["cpu_limit", "late", "ended", "stuck"]
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGABRT, signal.SIGFPE)
+"""Signals that a library's own fault brings."""
+
+Failure = Literal["cpu_limit", "crashed", "late", "ended", "stuck"]
 
 
 class CpuLimitError(TandemError):
     """A task has taken all the CPU time that it may."""
+
+
+class CrashError(TandemError):
+    """A library has crashed in a task, and would again."""
 
 
 class Preprocessor:
@@ -70,8 +77,8 @@ class Preprocessor:
     async def run(self, call: TaskCall, argument: bytes) -> bytes:
         """What the task makes of its argument.
 
-        Raises what it raises: `InvalidRequestError` or `ApiError`. Raises `CpuLimitError`, and an `ApiError`
-        503 where the host is too busy. A task that its process did not survive is tried once more.
+        Raises what it raises: `InvalidRequestError` or `ApiError`. Raises `CpuLimitError`, `CrashError`, and
+        an `ApiError` 503 where the host is too busy. A task whose process was killed is tried once more.
         """
         task, deadline_s = call.task, MIN_DEADLINE_S + 2 * call.cpu_s
         header = framed(msgspec.msgpack.encode(call))
@@ -84,6 +91,9 @@ class Preprocessor:
                         self._note(error.reason, task)
         except CpuLimitError:
             self._note("cpu_limit", task)
+            raise
+        except CrashError:
+            self._note("crashed", task)
             raise
         except TimeoutError:
             self._note("late", task)
@@ -186,6 +196,8 @@ def _result(answer: bytes) -> bytes:
     kind, rest = answer[:1], answer[1:]
     if kind == DIED and rest == bytes([signal.SIGPROF]):
         raise CpuLimitError("it takes more CPU time than it may")
+    if kind == DIED and rest and rest[0] in CRASHES:
+        raise CrashError(signal.Signals(rest[0]).name)
     content = content_of(rest)
     if kind == RESULT and content is not None:
         return content

@@ -9,7 +9,7 @@ import msgspec
 
 from protocol.errors import InvalidRequestError
 from router.prepared import EarlierResponse, Prepared
-from router.preprocessing.client import CpuLimitError, Preprocessor
+from router.preprocessing.client import CpuLimitError, CrashError, Preprocessor
 from router.preprocessing.reading import MAIN_FIELDS, BodyReader, Reading
 from router.preprocessing.wire import ReadingDetails, TaskCall
 from router.request_builder import Built, RequestBuilder
@@ -57,6 +57,8 @@ class RequestPreparer:
         except CpuLimitError:
             reason = f"it takes more than {cpu_s:.1f} s of CPU time to read, the limit"
             raise InvalidRequestError(MAIN_FIELDS[task], reason) from None
+        except CrashError as error:
+            raise InvalidRequestError(MAIN_FIELDS[task], f"a library crashes on it ({error})") from None
         return read if task in ("tokenize", "detokenize") else _decode(read)
 
     async def prepare(self, task: str, raw: bytes, model: ServedModel) -> Prepared:

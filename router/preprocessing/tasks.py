@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -17,6 +19,8 @@ from router.structured_outputs import Grammar
 from router.tokenizer import Tokenizer
 
 MAX_REASON = 400
+STACK_BYTES = 1024 * 1024
+"""The smallest that threads of other processes have is twice as large."""
 
 
 class Tasks:
@@ -61,8 +65,14 @@ class Tasks:
 
 
 def compile_problem(vocabulary: LLTokenizer, grammar: Grammar) -> str:
-    """Why it can't be served; empty where it can."""
+    """Why it can't be served; empty where it can.
+
+    It is compiled with less stack than any worker has, so that it crashes here or nowhere.
+    """
+    stack, most = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, most))
     matcher = LLMatcher(vocabulary, grammar.text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    resource.setrlimit(resource.RLIMIT_STACK, (stack, most))
     if not matcher.is_error():
         first = np.empty(-(-vocabulary.vocab_size // 32), np.int32)
         matcher.unsafe_compute_mask_ptr(first.ctypes.data, first.nbytes)

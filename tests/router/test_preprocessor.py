@@ -97,6 +97,20 @@ async def test_what_exceeds_its_cpu_time_is_refused_and_gone(compiler, monkeypat
     await eventually(lambda: len(compiler.children()) <= MAX_AT_ONCE)
 
 
+@pytest.mark.parametrize("depth", [600, 2600, 4000])
+async def test_a_grammar_that_crashes_the_compiler_is_refused(compiler, depth):
+    """Also where a worker's thread, with a larger stack, may just survive it."""
+    rules = "\n".join(f"a{at}: a{at + 1}" for at in range(depth))
+    grammar = f'start: a0\n{rules}\na{depth}: "x"'
+    asked = GrammarRequest(structured_outputs=StructuredOutputs(grammar=grammar))
+    with pytest.raises(
+        InvalidRequestError, match=r"^structured_outputs: the compiler crashes on it \(SIGSEGV\)"
+    ):
+        await GrammarCompiler(compiler.preprocessor).compile(asked.asked())
+    assert compiler.failures == ["crashed"]
+    assert await compiler.answer()
+
+
 async def test_a_busy_host_is_no_fault_of_the_request(compiler, monkeypatch):
     """It has not got the CPU time that it may take."""
     await compiler.answer()
