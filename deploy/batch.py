@@ -17,6 +17,7 @@ from msgspec import Meta, Raw
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from deploy.complete import ServerError, authorization
+from native.ownership import OwnershipError, open_own
 from protocol.errors import ConfigError
 
 MAX_ATTEMPTS = 10
@@ -62,7 +63,7 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
     """Raises `ConfigError`, which names the line and the field."""
     decode = msgspec.json.Decoder(BatchRequest).decode
     seen: set[str] = set()
-    with _opened(path, "rb") as lines:
+    with _opened(path) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -87,30 +88,38 @@ def _problem(request: BatchRequest, seen: Set[str]) -> str | None:
     return None
 
 
-def read_answered(path: Path) -> dict[str, str]:
-    """The ids of the answers that are there, each with its error. A last line that was cut off is removed."""
-    if not path.exists():
-        return {}
+def read_answered(lines: BinaryIO, path: Path) -> dict[str, str]:
+    """The ids of the answers in an output, each with its error. A last line that was cut off is removed."""
     decode = msgspec.json.Decoder(_Answered).decode
     answered: dict[str, str] = {}
-    with _opened(path, "r+b") as lines:
-        whole = 0
-        for number, line in enumerate(lines, start=1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                answer = decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise ConfigError(f"{path}, line {number}: no answer of a batch: {error}") from error
-            answered[answer.custom_id] = _message(answer.error)
-            whole += len(line)
-        lines.truncate(whole)
+    whole = 0
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            answer = decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}, line {number}: no answer of a batch: {error}") from error
+        answered[answer.custom_id] = _message(answer.error)
+        whole += len(line)
+    lines.seek(whole)
+    lines.truncate()
     return answered
 
 
-def _opened(path: Path, mode: str) -> BinaryIO:
+def _opened(path: Path) -> BinaryIO:
     try:
-        return open(path, mode)  # type: ignore[return-value]
+        return open(path, "rb")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+
+
+def _opened_output(path: Path) -> BinaryIO:
+    """To read and go on. Another user's file could show the answers, or claim to have them."""
+    try:
+        return open(open_own(path, os.O_RDWR | os.O_CREAT, 0o666, private=False), "r+b")
+    except OwnershipError as error:
+        raise ConfigError(str(error)) from error
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
 
@@ -120,9 +129,9 @@ def run_batch(
 ) -> None:
     """Print how many completed and failed. Raises `ConfigError`; `ServerError` where one did not complete."""
     total = sum(1 for _ in read_requests(source))
-    answered = read_answered(target)
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with _opened(target, "ab") as output, Progress(*columns) as progress:
+    with _opened_output(target) as output, Progress(*columns) as progress:
+        answered = read_answered(output, target)
         task = progress.add_task("requests", total=total, completed=len(answered))
         left = (request for request in read_requests(source) if request.custom_id not in answered)
         batch = _Batch(left, output, priority, answered, lambda: progress.advance(task))

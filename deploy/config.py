@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from deploy.tensor_parallel import check_ranks
+from messaging.private_files import read_private, read_trusted
 from messaging.tls import http_tls, tls_files
 from models.bundled import bundled_draft, bundled_path
 from protocol.adapters import parse_lora_modules
@@ -94,11 +95,13 @@ def _read_file(path: Path) -> Mapping[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = yaml.safe_load(read_trusted(str(path), "--config").decode())
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config: cannot read {path}: {error}") from error
     if not isinstance(content, Mapping):
         raise ConfigError(f"--config: {path} must hold a mapping of option names to values")
+    if any(str(key).replace("-", "_") in _SECRET_FIELDS for key in content):
+        read_private(str(path), "--config")
     return content
 
 

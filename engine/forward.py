@@ -25,6 +25,7 @@ from engine.rows import BlockTable, SequenceRows
 from engine.runner import ForwardOutput, LateRows
 from engine.step_inputs import StepInputs, StepShape, step_inputs
 from engine.upload import upload_to
+from native.build import own_inductor_cache
 from protocol.errors import ConfigError
 
 logger = logging.getLogger("tandem.engine")
@@ -241,4 +242,8 @@ def _choose(mode: str, device: torch.device) -> tuple[bool, str]:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         return False, "eager (no C++ compiler on this host)"
+    try:
+        own_inductor_cache()
+    except OSError as error:
+        return False, f"eager (nowhere to compile: {error})"
     return True, f"torch.compile with packed weights ({compiler})"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ssl
-from pathlib import Path
 
 import msgspec
 
-from messaging.private_files import read_private
+from messaging.private_files import read_private, read_trusted
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 
@@ -27,8 +26,8 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises ConfigError for files that cannot be read or do not match each other.
         """
-        _check_readable("--kv-tls-cert", self.cert)
-        _check_readable("--kv-tls-ca", self.ca)
+        read_trusted(self.cert, "--kv-tls-cert")
+        read_trusted(self.ca, "--kv-tls-ca")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
@@ -54,7 +53,7 @@ def http_tls(config: ServeConfig) -> ssl.SSLContext | None:
     """
     if config.tls_cert is None or config.tls_key is None:
         return None
-    _check_readable("--tls-cert", config.tls_cert)
+    read_trusted(config.tls_cert, "--tls-cert")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     _load_pair("--tls", config.tls_cert, config.tls_key, context)
@@ -83,13 +82,6 @@ def _meet(client_context: ssl.SSLContext, server_context: ssl.SSLContext) -> str
     except ssl.SSLError as error:
         return str(getattr(error, "verify_message", None) or error.reason)
     return None
-
-
-def _check_readable(flag: str, path: str) -> None:
-    try:
-        Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}") from error
 
 
 def _load_pair(flags: str, cert: str, key: str, context: ssl.SSLContext) -> None:

@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from native.ownership import check_own
+from native.ownership import check_own, open_own
 
 logger = logging.getLogger("tandem.native")
 
@@ -89,6 +89,30 @@ def _cache_dir() -> Path:
     return Path(os.environ.get("TANDEM_CACHE_DIR") or Path.home() / ".cache" / "tandem")
 
 
+def own_folder(folder: Path) -> Path:
+    """The folder, made if it is not there. Raises OSError, also where others can have written to it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_own(folder)
+    return folder
+
+
+def own_inductor_cache() -> None:
+    """Keep what torch.compile builds in the cache: its default is in /tmp, where anybody can make it first.
+
+    Inductor loads libraries and pickles from there. Raises OSError.
+    """
+    given = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or _inductors_default())
+    folder = _cache_dir() / "inductor" if given == _inductors_default() else given
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own_folder(folder))
+
+
+def _inductors_default() -> Path:
+    """Torch writes it to the environment when it is imported."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return Path(default_cache_dir())
+
+
 def _with_headers(source: Path) -> list[Path]:
     """Return the source and, recursively, every file that it includes by a quoted name."""
     found = [source]
@@ -121,8 +145,7 @@ def _build(sources: Sequence[Path]) -> list[Path]:
     version = _version(tuple(compiler))
     libraries = [folder / _library_name(source, version) for source in sources]
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_own(folder)
+        own_folder(folder)
         if not all(library.exists() for library in libraries):
             with _locked(folder / "lock"):
                 pairs = zip(sources, libraries, strict=True)
@@ -145,7 +168,7 @@ def _locked(path: Path) -> Iterator[None]:
     """Let one process compile while others wait. Without file locks, as on some network disks, each process
     compiles.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)

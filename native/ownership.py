@@ -1,15 +1,93 @@
-"""Files that nobody else may have put there."""
+"""Files that other users may not have made or changed, nor read where they are secret.
+
+Each file that is trusted, or that holds secrets or requests, is opened or checked here: it is a regular file,
+its owner is this user or root, and its mode keeps others out. A file that is read may be reached by a
+symbolic link, as Kubernetes mounts secrets and certbot keeps certificates: what is opened is what is checked.
+A file that is written may not.
+"""
 
 from __future__ import annotations
 
+import errno
+import grp
 import os
+import pwd
+import stat
 from pathlib import Path
+
+_WRITE_BY_GROUP, _WRITE_BY_ALL = 0o020, 0o002
+_OTHERS, _OTHERS_OF_ROOTS = 0o077, 0o037
+"""What a secret's mode may not allow. Root may let a group read its file, as for mounted secrets."""
+
+
+class OwnershipError(PermissionError):
+    """Others may have made or changed the file, or may read it; the text names it and says why."""
 
 
 def check_own(path: Path) -> None:
-    """Raise PermissionError unless only this user (or root) can have written the file or folder."""
-    status = path.stat()
+    """Raise OwnershipError unless only this user (or root) can have written the file or folder."""
+    _check_owner(path, path.stat())
+
+
+def check_private(path: Path) -> None:
+    """Raise OwnershipError unless it is a regular file, no link, that this user alone can read and write."""
+    status = path.lstat()
+    _check_file(path, status, _OTHERS)
+
+
+def read_own(path: str | Path, *, private: bool = False) -> bytes:
+    """The bytes of a file that only this user (or root) can have written, or with `private` read.
+
+    Raises OSError; OwnershipError where it is another one's.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        others = _OTHERS if status.st_uid else _OTHERS_OF_ROOTS
+        _check_file(path, status, others if private else 0)
+        return file.read()
+
+
+def open_own(path: str | Path, flags: int, mode: int = 0o600, *, private: bool = True) -> int:
+    """A descriptor of a file to be written, which `mode` is for if it is made now. Raises as `read_own`."""
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OwnershipError(f"{path} is a symbolic link: name the file itself") from error
+        raise
+    try:
+        _check_file(path, os.fstat(descriptor), _OTHERS if private else 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_file(path: str | Path, status: os.stat_result, refused: int) -> None:
+    """`refused` are bits that its mode may not have."""
+    if stat.S_ISLNK(status.st_mode):
+        raise OwnershipError(f"{path} is a symbolic link: name the file itself")
+    if not stat.S_ISREG(status.st_mode):
+        raise OwnershipError(f"{path} is no file")
+    _check_owner(path, status, refused)
+
+
+def _check_owner(path: str | Path, status: os.stat_result, refused: int = 0) -> None:
+    mode = stat.S_IMODE(status.st_mode)
     if status.st_uid not in (os.geteuid(), 0):
-        raise PermissionError(f"{path} belongs to user {status.st_uid}")
-    if status.st_mode & 0o022:
-        raise PermissionError(f"{path} can be written by others (mode {status.st_mode & 0o777:o})")
+        raise OwnershipError(f"{path} belongs to user {status.st_uid}: have the server's user own it")
+    if mode & refused:
+        raise OwnershipError(f"others can read or change {path} (mode {mode:o}): chmod 600 {path}")
+    if mode & _WRITE_BY_ALL or (mode & _WRITE_BY_GROUP and not _is_users_own_group(status.st_gid)):
+        raise OwnershipError(f"{path} can be written by others (mode {mode:o})")
+
+
+def _is_users_own_group(group_id: int) -> bool:
+    """Whether it is the group that a distribution made for this user alone."""
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(group_id)
+    except KeyError:
+        return False
+    is_own = group_id == user.pw_gid and group.gr_name == user.pw_name
+    return is_own and not set(group.gr_mem) - {user.pw_name}

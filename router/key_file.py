@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from messaging.private_files import read_private
+from native.ownership import OwnershipError, open_own
 from protocol.config import MAX_API_KEYS, PositiveInt, flag_name
 from protocol.errors import ConfigError
 from protocol.fields import FieldError, to_struct
@@ -93,7 +94,9 @@ def add_key(path: str, **fields: str | int | bool | None) -> str:
         where = "NAME" if error.field == "name" else flag_name(error.field)
         raise ConfigError(f"{where}: {error.message}") from None
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    except OwnershipError as error:
+        raise ConfigError(f"{FLAG}: {error}") from error
     except OSError as error:
         raise ConfigError(f"{FLAG}: cannot write {path}: {error.strerror}") from error
     try:

@@ -7,6 +7,8 @@ import socket
 import tempfile
 from pathlib import Path
 
+from native.ownership import check_own, open_own
+
 HOST = "127.0.0.1"
 
 _PORTS = range(20_000, 32_000)
@@ -23,6 +25,7 @@ def free_port() -> int:
     """
     folder = Path(tempfile.gettempdir()) / f"tandem-bench-ports.{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    check_own(folder)
     for port in random.sample(_PORTS, len(_PORTS)):
         if port not in _held and _take(folder / str(port), port):
             return port
@@ -31,7 +34,7 @@ def free_port() -> int:
 
 def _take(path: Path, port: int) -> bool:
     """Lock the port's file; the kernel unlocks it when the process ends."""
-    lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    lock = open_own(path, os.O_CREAT | os.O_RDWR)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with socket.socket() as probe:

@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from native.ownership import check_own
+from native.ownership import check_own, open_own
 from protocol.errors import ConfigError
 
 MAX_WORKERS = 1024
@@ -45,7 +45,7 @@ def claim_folder(parent: Path) -> ClaimedFolder:
 
 
 def _try_lock(path: Path) -> int | None:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.tiers.folder import ClaimedFolder
+from native.ownership import open_own
 from protocol.ids import BlockIdentity
 
 logger = logging.getLogger("tandem.engine")
@@ -60,8 +61,8 @@ class SlotFile:
         self.num_corrupt = 0
         """Entries dropped when the file was opened."""
         self._header = _sealed(_HEADER.pack(_FILE_MAGIC, VERSION, ENTRY_BYTES, block_bytes, model))
-        self._index = _open(folder.path / "index")
-        self._blocks = _open(folder.path / "blocks")
+        self._index = open_own(folder.path / "index", os.O_RDWR | os.O_CREAT)
+        self._blocks = open_own(folder.path / "blocks", os.O_RDWR | os.O_CREAT)
         self.stored = self._attach(folder.path)
         """The blocks that were found when the file was opened, oldest first."""
 
@@ -146,10 +147,6 @@ class SlotFile:
         if self.num_corrupt:
             logger.warning("%s: %d damaged entries dropped", folder, self.num_corrupt)
         return sorted(newest.values())
-
-
-def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def _entry_offset(slot: int) -> int:

@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 
 from models.training.loop import add_arguments, run
 from models.training.shapes import export
+from native.build import own_inductor_cache
 
 
 def distillation_loss(
@@ -35,6 +36,7 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(arguments.draft / "tokenizer.json"))
     target = LlamaForCausalLM.from_pretrained(arguments.target, dtype=torch.bfloat16)
     draft = LlamaForCausalLM.from_pretrained(arguments.draft, dtype=torch.bfloat16).train()
+    own_inductor_cache()
     teach = torch.compile(lambda ids: target(input_ids=ids, use_cache=False).logits, dynamic=False)
     learn = torch.compile(distillation_loss, dynamic=False)
 

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models.training.loop import add_arguments, run
 from models.training.shapes import draft_config, export, hybrid_config, target_config
+from native.build import own_inductor_cache
 
 SHAPES = {"target": target_config, "draft": draft_config, "hybrid": hybrid_config}
 
@@ -40,6 +41,7 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(arguments.init, dtype=dtype).train()
     else:
         model = AutoModelForCausalLM.from_config(SHAPES[arguments.shape](), dtype=dtype)
+    own_inductor_cache()
     compiled = torch.compile(next_token_loss, dynamic=False)
     run(model, lambda tokens: compiled(model, tokens), tokenizer, arguments)
     export(model, arguments.folder)

@@ -12,8 +12,10 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Literal, NamedTuple
 
+from native.ownership import check_own, check_private, open_own
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from router.errors import ApiError
@@ -21,6 +23,7 @@ from router.errors import ApiError
 logger = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 5.0
+_SUFFIXES = ("", "-journal", "-wal", "-shm")
 DropReason = Literal["full", "failed"]
 
 _TABLE = """
@@ -55,7 +58,7 @@ class ResponseStore:
         path = config.response_store
         try:
             if path is not None:
-                os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+                _claim(Path(path).absolute())
             self._database = sqlite3.connect(path or ":memory:", LOCK_TIMEOUT_S, check_same_thread=False)
             with self._transaction():
                 self._database.execute("pragma synchronous = normal")
@@ -116,6 +119,19 @@ class ResponseStore:
                 yield
         except sqlite3.Error as error:
             raise ApiError(503, f"stored responses are out of reach: {error}", retry_after_s=1.0) from error
+
+
+def _claim(path: Path) -> None:
+    """Make the file if it is not there; what SQLite opens with it has names of its own in the same folder.
+
+    None is opened if it is there: to close it again would give up the locks of this process. Raises OSError.
+    """
+    check_own(path.parent)
+    for suffix in _SUFFIXES:
+        with contextlib.suppress(FileNotFoundError):
+            check_private(path.with_name(path.name + suffix))
+    with contextlib.suppress(FileExistsError):
+        os.close(open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
 
 
 def response_store(config: ServeConfig, on_drop: Callable[[DropReason], None]) -> ResponseStore | None:

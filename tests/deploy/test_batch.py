@@ -183,6 +183,17 @@ def test_another_file_is_not_taken_for_the_output(run, tmp_path):
     assert (tmp_path / "out.jsonl").read_text() == "something else\n"
 
 
+def test_answers_go_to_no_file_of_others(server, run, tmp_path):
+    output = tmp_path / "out.jsonl"
+    output.touch()
+    output.chmod(0o666)
+    assert "out.jsonl can be written by others (mode 666)" in run().stderr
+    output.unlink()
+    output.symlink_to(tmp_path / "elsewhere")
+    assert "out.jsonl is a symbolic link" in run().stderr
+    assert not server.seen and not (tmp_path / "elsewhere").exists()
+
+
 def test_a_missing_file_is_named(tmp_path):
     result = CliRunner().invoke(app, ["batch", str(tmp_path / "none"), str(tmp_path / "out")])
     assert result.exit_code == 1 and "No such file" in result.stderr

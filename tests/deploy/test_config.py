@@ -244,3 +244,16 @@ def test_an_adapters_folder_is_one_of_where_the_server_starts(monkeypatch, tmp_p
 def test_adapters_that_are_none_are_refused(flags, message):
     with pytest.raises(ConfigError, match="--lora-modules: " + re.escape(message)):
         load_config(flags, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"), [("port: 1", 0o666), ("port: 1", 0o602), ("api-key: secret", 0o644)]
+)
+def test_a_file_that_others_can_change_or_learn_keys_from_is_refused(tmp_path, text, mode):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"--config: .*config.yaml.*\(mode {mode:o}\)"):
+        load_config({}, {}, path)
+    path.chmod(0o600)
+    load_config({}, {}, path)

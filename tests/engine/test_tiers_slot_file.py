@@ -136,6 +136,7 @@ def inflict(path: Path, kind: str, seed: int) -> None:
         raw += rng.randbytes(rng.randrange(2000))
     path.unlink(missing_ok=True)
     if kind != "remove":
+        path.touch(0o600)
         path.write_bytes(raw)
 
 
@@ -270,6 +271,20 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "worker-0").chmod(0o777)
     with pytest.raises(ConfigError, match=r"--kv-disk-path: .* written by others"):
         claim_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["lock", "index", "blocks"])
+@pytest.mark.parametrize("how", ["mode", "link"])
+def test_a_file_that_others_may_have_put_there_is_refused(tmp_path: Path, name: str, how: str) -> None:
+    open_file(tmp_path, BLOCK_BYTES, 8).close()
+    file = tmp_path / "worker-0" / name
+    if how == "mode":
+        file.chmod(0o666)
+    else:
+        file.rename(tmp_path / "elsewhere")
+        file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises((ConfigError, PermissionError), match=f"{name} .*(mode 666|is a symbolic link)"):
+        open_file(tmp_path, BLOCK_BYTES, 8)
 
 
 def test_a_folder_that_cannot_be_used_names_the_flag(tmp_path: Path) -> None:

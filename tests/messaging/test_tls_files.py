@@ -50,6 +50,17 @@ def test_all_three_or_none(files: TlsFiles, missing: str) -> None:
     assert said.startswith(f"--{missing.replace('_', '-')}: must be given together with --kv-tls-")
 
 
+@pytest.mark.parametrize("field", ["kv_tls_cert", "kv_tls_key", "kv_tls_ca", "tls_cert", "tls_key"])
+def test_a_file_that_others_can_change_is_refused(files: TlsFiles, tmp_path: Path, field: str) -> None:
+    """Who changes the authority, or both certificate and key, is whom peers trust."""
+    planted = tmp_path / "planted.pem"
+    planted.write_bytes(Path(getattr(files, field.rpartition("_")[2])).read_bytes())
+    planted.chmod(0o666)
+    given = flags(files) if field.startswith("kv") else {"tls_cert": files.cert, "tls_key": files.key}
+    said = refusal(given | {field: str(planted)})
+    assert said.startswith(f"--{field.replace('_', '-')}: ") and "(mode 666)" in said
+
+
 @pytest.mark.parametrize("field", ["kv_tls_cert", "kv_tls_key", "kv_tls_ca"])
 def test_a_file_that_cannot_be_read_is_named(files: TlsFiles, tmp_path: Path, field: str) -> None:
     flag = "--" + field.replace("_", "-")

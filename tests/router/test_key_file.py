@@ -117,6 +117,14 @@ def test_roots_secrets_may_be_a_groups_to_read(tmp_path, monkeypatch):
     assert "others can read" in refusal(path)
 
 
+def test_a_key_is_not_added_through_a_link(tmp_path):
+    """Which another user may have put there."""
+    (tmp_path / "keys").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"--api-key-file: .* is a symbolic link"):
+        add_key(str(tmp_path / "keys"), name="alice")
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_adding_refuses_what_it_could_not_read(tmp_path):
     path = str(tmp_path / "keys")
     add_key(path, name="alice")

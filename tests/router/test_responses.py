@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 
 import httpx
@@ -363,6 +364,38 @@ def response(number: int, size: int = 10) -> StoredResponse:
 
 def found(kept: ResponseStore, numbers: range) -> list[int]:
     return [number for number in numbers if kept.get(f"resp_{number}", "me") is not None]
+
+
+def plant(path, how: str) -> None:
+    """As another user could in a folder that he may write to, before the server starts."""
+    if how == "folder":
+        path.parent.chmod(0o777)
+    elif how == "link":
+        (path.parent / "elsewhere").touch(0o600)
+        path.symlink_to(path.parent / "elsewhere")
+    else:
+        path.touch()
+        path.chmod(0o666)
+
+
+@pytest.mark.parametrize("how", ["folder", "link", "mode"])
+@pytest.mark.parametrize("name", ["store", "store-wal", "store-shm", "store-journal"])
+def test_files_that_others_may_have_made_or_may_read_are_refused(tmp_path, how, name):
+    plant(tmp_path / name, how)
+    with pytest.raises(ConfigError, match="--response-store: cannot use"):
+        store([], response_store=str(tmp_path / "store"))
+    assert not (tmp_path / "store").exists() or name == "store"
+
+
+def test_another_users_file_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "store"
+    store([], response_store=str(path)).close()
+    if os.getuid() == 0:
+        os.chown(path, 1234, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    with pytest.raises(ConfigError, match="belongs to user"):
+        store([], response_store=str(path))
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
