@@ -92,7 +92,11 @@ def scripts(answers: Answers) -> dict[str, Script]:
     }
 
 
-@pytest.mark.parametrize("num_tokens", [1, 8, 32])
+@pytest.mark.parametrize(
+    ("model", "num_tokens"),
+    [*(("qwen3_next", count) for count in (1, 8, 32)), ("falcon_h1", 1), ("jamba", 8), ("lfm2", 32)],
+    indirect=["model"],
+)
 def test_right_and_wrong_drafts_leave_the_tokens_as_they_are(
     model: Path, answers: Answers, num_tokens: int
 ) -> None:
