@@ -13,6 +13,8 @@ from router.errors import ApiError
 BODY_TIMEOUT_S = 20.0
 MIN_BYTES_PER_S = 64 * 1024
 """A body gets so much more time as it needs at this rate for what has come of it."""
+SMALL_BYTES = 64 * 1024
+"""What operators send, which is decoded in the event loop."""
 MAX_BODIES = 16
 """Of the largest size, in memory at once."""
 
@@ -25,41 +27,43 @@ class Bodies:
         self._held = 0
 
     @contextlib.asynccontextmanager
-    async def read(self, request: Request) -> AsyncIterator[bytes]:
+    async def read(self, request: Request, max_bytes: int | None = None) -> AsyncIterator[bytes]:
         """The whole body, which counts against the limits until the block ends.
 
-        Raises `ApiError`: 413 if it is too large, 503 if all bodies together are, 408 if it is late. Raises
-        `ClientDisconnect`.
+        `max_bytes` is less than usual for one that is decoded in the event loop. Raises `ApiError`: 413 if
+        it is too large, 503 if all bodies together are, 408 if it is late. Raises `ClientDisconnect`.
         """
         parts: list[bytes] = []
         try:
-            await self._read_in_time(request, parts)
+            most = self._max_bytes if max_bytes is None else min(max_bytes, self._max_bytes)
+            await self._read_in_time(request, parts, most)
             yield b"".join(parts)
         finally:
             self._held -= sum(map(len, parts))
 
-    async def _read_in_time(self, request: Request, parts: list[bytes]) -> None:
+    async def _read_in_time(self, request: Request, parts: list[bytes], most: int) -> None:
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S) as limit:
-                await self._read(request, parts, limit)
+                await self._read(request, parts, most, limit)
         except TimeoutError:
             rate = f"and a second more for each {MIN_BYTES_PER_S} bytes"
             raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s, {rate}") from None
 
-    async def _read(self, request: Request, parts: list[bytes], limit: asyncio.Timeout) -> None:
+    async def _read(self, request: Request, parts: list[bytes], most: int, limit: asyncio.Timeout) -> None:
         """Append what comes to `parts`."""
-        if int(request.headers.get("content-length", 0)) > self._max_bytes:
-            raise self._too_large()
+        if int(request.headers.get("content-length", 0)) > most:
+            raise self._too_large(most)
         received = 0
         async for part in request.stream():
             received += len(part)
-            if received > self._max_bytes:
-                raise self._too_large()
+            if received > most:
+                raise self._too_large(most)
             if self._held + len(part) > MAX_BODIES * self._max_bytes:
                 raise ApiError(503, "too many request bodies at once", retry_after_s=1.0)
             parts.append(part)
             self._held += len(part)
             limit.reschedule((limit.when() or 0.0) + len(part) / MIN_BYTES_PER_S)
 
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body exceeds the limit of {self._max_bytes} bytes (--max-body-bytes)")
+    def _too_large(self, most: int) -> ApiError:
+        flag = " (--max-body-bytes)" if most == self._max_bytes else ""
+        return ApiError(413, f"the body exceeds the limit of {most} bytes{flag}")

@@ -31,6 +31,9 @@ as heartbeats have a thread of their own, which no request holds up.
 MAX_REDIRECTS = 3
 """After so many decode workers that did not take a request its prefill worker decodes it."""
 
+SEQUENCES_PER_TURN = 32
+"""Of one HTTP request that are placed in a turn of the event loop."""
+
 Cause = ErrorKind | Literal["drain", "thinking"]
 _REPLACEABLE = ("worker_lost", "transfer")
 
@@ -55,11 +58,18 @@ class Dispatcher:
         self._send = send
         self._log = RequestLog(config.enable_log_requests)
 
-    def start(self, generation: Generation) -> None:
-        """Send all its sequences off, or none and raise `ApiError` when there is no room or no worker."""
+    async def start(self, generation: Generation) -> None:
+        """Send all its sequences off, or none and raise `ApiError` when there is no room or no worker.
+
+        Other requests have their turn after some of them; it may be over before all are sent.
+        """
         generation.started = time.monotonic()
         gives_way = self._gives_way(generation)
-        for request in generation.requests:
+        for number, request in enumerate(generation.requests, start=1):
+            if number % SEQUENCES_PER_TURN == 0:
+                await asyncio.sleep(0)
+                if generation.is_over:
+                    return
             refusal = self._placer.place(request, checks_slo=request is generation.requests[0])
             if refusal is not None:
                 self._placer.meter.refused(refusal, self._registry.live())

@@ -14,6 +14,8 @@ from msgspec import Meta, Raw
 from protocol.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
 MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 1024
+"""All stop strings together: each new token is compared with every place where one may have begun."""
 MAX_BAD_WORDS = 1024
 MAX_WORD_CHARACTERS = 1024
 MAX_MESSAGES = 16_384

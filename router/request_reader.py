@@ -22,6 +22,7 @@ from router.errors import ApiError
 from router.formats import AskedOutput
 from router.grammar_request import AskedGrammar, asked_grammar
 from router.openai_types import (
+    MAX_STOP_CHARACTERS,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -231,6 +232,14 @@ class RequestReader:
                 sequences.append(spaced)
         return sequences
 
+    def _stops(self, body: GenerationBody) -> list[str]:
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        size = sum(map(len, stops))
+        if size > MAX_STOP_CHARACTERS:
+            reason = f"at most {MAX_STOP_CHARACTERS} characters in all, got {size}"
+            raise InvalidRequestError("stop", reason)
+        return stops
+
     def _prepared(
         self,
         body: GenerationBody,
@@ -253,7 +262,7 @@ class RequestReader:
             params=params,
             output=output,
             n=body.n or 1,
-            stop=[body.stop] if isinstance(body.stop, str) else body.stop or [],
+            stop=self._stops(body),
             include_stop=bool(body.include_stop_str_in_output),
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",

@@ -12,6 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from protocol.adapters import AdapterName, AdapterPath
 from router.api.openapi import Operation
+from router.bodies import SMALL_BYTES
 from router.decoding import decode_body
 from router.state import RouterState
 
@@ -36,14 +37,14 @@ def adapter_operations(state: RouterState) -> list[Operation]:
     """A client that goes away changes nothing about what it asked for."""
 
     async def load(request: Request) -> Response:
-        async with state.bodies.read(request) as raw:
+        async with state.bodies.read(request, SMALL_BYTES) as raw:
             body = decode_body(raw, LoadAdapterBody)
         state.require_ready()
         await asyncio.shield(state.adapters.load(body.lora_name, body.lora_path))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload(request: Request) -> Response:
-        async with state.bodies.read(request) as raw:
+        async with state.bodies.read(request, SMALL_BYTES) as raw:
             body = decode_body(raw, UnloadAdapterBody)
         await asyncio.shield(state.adapters.unload(body.lora_name))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -121,7 +121,7 @@ class GenerateEndpoint:
         watcher = asyncio.ensure_future(_disconnected(receive))
         watcher.add_done_callback(lambda _: state.dispatcher.cancel(generation))
         try:
-            state.dispatcher.start(generation)
+            await state.dispatcher.start(generation)
             while not generation.is_over:
                 await generation.wait()
                 if output.stream:

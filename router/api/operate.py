@@ -16,6 +16,7 @@ from protocol.errors import InvalidRequestError
 from protocol.roles import ROLES
 from protocol.scaling import MAX_WORKERS
 from router.api.openapi import Operation
+from router.bodies import SMALL_BYTES
 from router.decoding import decode_body
 from router.drainer import DrainReport
 from router.errors import ApiError
@@ -64,12 +65,12 @@ def worker_operations(state: RouterState) -> list[Operation]:
     """They answer when the worker is empty; a client that goes away changes nothing about that."""
 
     async def drain(request: Request) -> Response:
-        async with state.bodies.read(request) as raw:
+        async with state.bodies.read(request, SMALL_BYTES) as raw:
             decode_body(raw or b"{}", DrainBody)
         return await _answer(request, state.drainer.drain(request.path_params["worker_id"]))
 
     async def role(request: Request) -> Response:
-        async with state.bodies.read(request) as raw:
+        async with state.bodies.read(request, SMALL_BYTES) as raw:
             name = decode_body(raw, RoleBody).role
         known = {spec.name: spec for spec in ROLES.values() if state.config.num_replicas(spec)}
         if name not in known:
@@ -79,14 +80,14 @@ def worker_operations(state: RouterState) -> list[Operation]:
         )
 
     async def restart(request: Request) -> Response:
-        async with state.bodies.read(request) as raw:
+        async with state.bodies.read(request, SMALL_BYTES) as raw:
             decode_body(raw or b"{}", RestartBody)
         report = asdict(await asyncio.shield(asyncio.ensure_future(state.restarter.restart())))
         body = report | {"seconds": round(report["seconds"], 3)}
         return Response(msgspec.json.encode(body), media_type="application/json")
 
     async def scale(request: Request) -> Response:
-        async with state.bodies.read(request) as raw:
+        async with state.bodies.read(request, SMALL_BYTES) as raw:
             body = decode_body(raw, ScaleBody)
         targets = {role: count for role, count in msgspec.structs.asdict(body).items() if count is not None}
         if not targets:

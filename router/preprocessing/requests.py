@@ -19,10 +19,12 @@ INLINE_BYTES = 2048
 """Larger bodies are read by the preprocessor, so that they don't hold up other requests' tokens."""
 FAST_INLINE_BYTES = 12 * 1024
 """The same with `fastokens`: up to there it takes no longer than the way to another process and back."""
-INLINE_OBJECTS = 128
+INLINE_OBJECTS = 48
 """JSON objects, such as messages: a chat template may compare each with each."""
 INLINE_TOKENS = 8192
 """Of prompts whose blocks are hashed in the event loop."""
+INLINE_SEQUENCES = 64
+"""Choices that are made there."""
 READ_CPU_S = 10.0
 READ_CPU_S_PER_MB = 5.0
 """A slow tokenizer takes less."""
@@ -81,7 +83,7 @@ class RequestPreparer:
 
     async def build(self, prepared: Prepared, arrival: float) -> Built:
         num_tokens = sum(len(prompt.token_ids) for prompt in prepared.prompts)
-        if num_tokens <= INLINE_TOKENS:
+        if num_tokens <= INLINE_TOKENS and len(prepared.prompts) * prepared.n <= INLINE_SEQUENCES:
             return self._builder.build(prepared, arrival)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._builder.build, prepared, arrival)

@@ -345,9 +345,9 @@ class Interleaving(RuleBasedStateMachine):
         generation = Generation(choices, arrival=now, timeout_s=600.0)
         world.generations.append(generation)
 
-        def start() -> None:
+        async def start() -> None:
             try:
-                world.state.dispatcher.start(generation)
+                await world.state.dispatcher.start(generation)
             except ApiError:
                 assert generation.is_over
 

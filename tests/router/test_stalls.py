@@ -1,0 +1,219 @@
+"""No request makes the event loop stand still, whichever field it fills up to the limit."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from conftest import byte_level_tokenizer
+from fake_worker import FakeWorker
+from router_clients import eventually
+
+from messaging.sockets import ClusterKeys
+from router.preprocessing.requests import FAST_INLINE_BYTES, INLINE_OBJECTS
+
+MAX_STALL_S = 0.05
+MAX_BODY_BYTES = 1024 * 1024
+"""Less than by default, as there are many fields; some cases below have the default."""
+QUADRATIC = (
+    "{% for m in messages %}{% for other in messages %}"
+    "{% if other.role == 'none' and loop.index0 == 3 %}{{ other.content }}{% endif %}"
+    "{% endfor %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+)
+USER = {"role": "user", "content": "x"}
+COMPLETION, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+NEEDED: dict[str, dict[str, Any]] = {
+    COMPLETION: {"prompt": "x", "max_tokens": 1},
+    CHAT: {"messages": [USER], "max_tokens": 1},
+    RESPONSES: {"input": "x", "max_output_tokens": 1},
+    "/v1/embeddings": {"input": "x"},
+    "/score": {"text_1": "x", "text_2": "x"},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [1]},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/a"},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
+    "/scale": {},
+    "/restart": {"unknown": 1},
+    "/workers/{worker_id}/drain": {"unknown": 1},
+    "/workers/{worker_id}/role": {"role": "none"},
+}
+"""What each endpoint needs for a request that changes nothing; a new endpoint needs a line here."""
+
+
+class StallServer:
+    """A router in a process of its own, with a worker in this one."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        model = folder / "model"
+        model.mkdir()
+        byte_level_tokenizer().save(str(model / "tokenizer.json"))
+        settings = {"eos_token": "<|end|>", "chat_template": QUADRATIC}
+        (model / "tokenizer_config.json").write_text(json.dumps(settings))
+        stalls = folder / "stalls"
+        stalls.write_bytes(bytes(8))
+        config = {
+            "model": str(model),
+            "port": 0,
+            "placement": "least_loaded",
+            "enable_embeddings": True,
+            "disaggregation": False,
+            **options,
+        }
+        keys = ClusterKeys.generate()
+        script = Path(__file__).with_name("stall_server.py")
+        self._process = subprocess.Popen(
+            [sys.executable, str(script), json.dumps(config), str(stalls)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(msgspec.json.encode(keys) + b"\n")
+        self._process.stdin.flush()
+        url, endpoint = self._process.stdout.readline().decode().split()
+        self._worker = FakeWorker(endpoint, keys, max_model_len=131_072).start()
+        with stalls.open("r+b") as file:
+            self._view = mmap.mmap(file.fileno(), 8)
+        self.http = httpx.Client(base_url=url, timeout=120, verify=False)
+        eventually(lambda: self.http.get("/ready").status_code == 200)
+        assert self.http.post("/tokenize", json={"prompt": "x" * 20_000}).status_code == 200  # has started
+
+    def stall_s(self, path: str, body: bytes) -> float:
+        """The longest while the request was answered: the least of some trials."""
+        longest = float("inf")
+        for _ in range(3):
+            self._view[:8] = bytes(8)
+            answer = self.http.post(path.replace("{worker_id}", "none"), content=body)
+            assert answer.status_code < 500, answer.text
+            time.sleep(0.01)  # for the turn of the loop that wrote the answer to be over
+            (seconds,) = struct.unpack("d", self._view[:8])
+            longest = min(longest, seconds)
+            if longest <= MAX_STALL_S:
+                break
+        return longest
+
+    def close(self) -> None:
+        self.http.close()
+        self._process.kill()
+        self._process.wait()
+        self._worker.stop()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StallServer]:
+    started = StallServer(tmp_path_factory.mktemp("stalls"), max_body_bytes=MAX_BODY_BYTES)
+    yield started
+    started.close()
+
+
+def filled(schema: dict[str, Any], kinds: dict[str, Any], size: int) -> bytes | None:
+    """JSON of about that size that such a field may have; None where it has no size."""
+    if "$ref" in schema:
+        return filled(kinds[schema["$ref"].rpartition("/")[2]], kinds, size)
+    if "anyOf" in schema:
+        values = [filled(each, kinds, size) for each in schema["anyOf"]]
+        return max((value for value in values if value is not None), key=len, default=None)
+    match schema.get("type"):
+        case "string" | None:
+            return b'"%b"' % (b"x\\n" * (size // 3))
+        case "array":
+            item = filled(schema.get("items", {"type": "integer"}), kinds, 1) or b"1"
+            return b"[%b]" % b",".join([item] * (size // (len(item) + 1)))
+        case "object":
+            # members of a struct come many times, others with many names
+            value = b'{"a":1}'
+            return b"{%b}" % b",".join([b'"%d":%b' % (at, value) for at in range(size // 16)])
+    return None
+
+
+@pytest.mark.timeout(600)
+def test_each_field_of_each_endpoint_at_its_limit(server: StallServer) -> None:
+    document = server.http.get("/openapi.json").json()
+    kinds = document["components"]["schemas"]
+    stalls = {}
+    for path, methods in document["paths"].items():
+        if "post" not in methods:
+            continue
+        schema = methods["post"]["requestBody"]["content"]["application/json"]["schema"]
+        fields = kinds[schema["$ref"].rpartition("/")[2]].get("properties", {})
+        for name, field in [*fields.items(), ("unknown field", {"type": "array"})]:
+            for size in (FAST_INLINE_BYTES - 1024, MAX_BODY_BYTES - 1024):
+                value = filled(field, kinds, size)
+                if value is None:
+                    continue
+                others = {other: each for other, each in NEEDED[path].items() if other != name}
+                body = b"{%b}" % b",".join(
+                    [b'"%b":%b' % (name.encode(), value), msgspec.json.encode(others)[1:-1]]
+                ).rstrip(b",")
+                stalls[path, name, size] = server.stall_s(path, body)
+    assert len({path for path, _, _ in stalls}) == len(NEEDED)
+    assert len(stalls) > 100
+    assert {case: seconds for case, seconds in stalls.items() if seconds > MAX_STALL_S} == {}
+
+
+def tool(number: int) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "description": "b" * 5000}}}
+    return {"type": "function", "function": {"name": f"f{number}", "parameters": parameters, "strict": True}}
+
+
+HOSTILE: dict[str, tuple[str, dict[str, Any]]] = {
+    "a grammar of many lines": (
+        COMPLETION,
+        {"structured_outputs": {"grammar": 'root ::= "a"' + "\n" * 64_000}},
+    ),
+    "a regex": (COMPLETION, {"structured_outputs": {"regex": "((a{1,500}b?){1,500}c?){1,500}"}}),
+    "many choices": (COMPLETION, {"structured_outputs": {"choice": [f"choice {at}" for at in range(4000)]}}),
+    "messages inline": (CHAT, {"messages": [USER] * INLINE_OBJECTS}),
+    "messages": (CHAT, {"messages": [USER] * 400}),
+    "tools": (CHAT, {"tools": [tool(at) for at in range(128)], "tool_choice": "required"}),
+    "words": (COMPLETION, {"bad_words": ["the quick "] * 1024}),
+    "allowed tokens of many choices": (COMPLETION, {"allowed_token_ids": [*range(600)] * 400, "n": 128}),
+    "biases of many choices": (COMPLETION, {"logit_bias": {str(at): 1 for at in range(600)}, "n": 128}),
+    "stop strings": (
+        COMPLETION,
+        {
+            "prompt": "a" * 200,
+            "max_tokens": 40,
+            "n": 128,
+            "stop": ["a" * 460 + "b" * 50 + str(at) for at in range(2)],
+        },
+    ),
+    "tokens": (COMPLETION, {"prompt": [1] * 100_000}),
+    "a text": (COMPLETION, {"prompt": "the quick " * 50_000}),
+    "a long prompt of many choices": (COMPLETION, {"prompt": [1] * 30_000, "n": 32}),
+    "instructions": (RESPONSES, {"instructions": "the quick " * 20_000, "stream": True}),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE.values(), ids=HOSTILE)
+def test_valid_requests_that_ask_for_much(server: StallServer, case: tuple[str, dict[str, Any]]) -> None:
+    path, fields = case
+    assert server.stall_s(path, json.dumps({**NEEDED[path], **fields}).encode()) <= MAX_STALL_S
+
+
+def test_the_largest_bodies(tmp_path: Path) -> None:
+    """With the product's default limit."""
+    size = 16 * 1024 * 1024 - 1024
+    user = b'{"role":"user","content":"x"}'
+    bodies = {
+        COMPLETION: b'{"prompt":"%b"}' % (b"x " * (size // 2)),
+        CHAT: b'{"messages":[%b]}' % b",".join([user] * (size // (len(user) + 1))),
+        "/detokenize": b'{"tokens":[%b]}' % b",".join([b"1"] * (size // 2)),
+    }
+    server = StallServer(tmp_path)
+    try:
+        stalls = {path: server.stall_s(path, body) for path, body in bodies.items()}
+    finally:
+        server.close()
+    assert {path: seconds for path, seconds in stalls.items() if seconds > MAX_STALL_S} == {}
