@@ -17,7 +17,7 @@ from pathlib import Path
 
 _WRITE_BY_GROUP, _WRITE_BY_ALL = 0o020, 0o002
 _OTHERS, _OTHERS_OF_ROOTS = 0o077, 0o037
-"""What a secret's mode may not allow. Root may let a group read its file, as for mounted secrets."""
+"""Permission bits that a secret must not have. Root may let a group read its file, as for mounted secrets."""
 
 
 class OwnershipError(PermissionError):
