@@ -76,6 +76,7 @@ def test_a_signal_to_the_process_alone_ends_it_quietly(server: ServerProcess) ->
     server.look()
     server.process.send_signal(signal.SIGTERM)
     assert server.wait_end() == 0
-    of_ray = [line for line in server.log.splitlines()[before:] if " router.server: " not in line]
+    ours = (" router.server: ", " deploy.serve: stopping; ")
+    of_ray = [line for line in server.log.splitlines()[before:] if not any(part in line for part in ours)]
     assert [line for line in of_ray if not line.startswith("(WorkerActor ")] == []
     assert server.leftovers() == []

@@ -22,7 +22,7 @@ from engine.cuda import runner as cuda_runner
 from engine.draft import Draft
 from engine.engine import Engine
 from engine.loader import LoadedModel
-from engine.lora.files import AdapterFiles
+from engine.lora.files import AdapterFiles, RawAdapter
 from engine.lora.table import Adapters, adaptable
 from engine.pool_layout import TARGET, Group, Segment
 from engine.sequence import SequenceState
@@ -75,7 +75,7 @@ def absent_adapters(model: PreTrainedModel) -> Adapters:
     """With `ADAPTERS`."""
     adapters = Adapters(adaptable(model), GPU, torch.bfloat16, 64)
     for each in ADAPTERS:
-        adapters._put(next(adapters._numbers), each.path, AdapterFiles(each.digest, {}))
+        adapters._put(next(adapters._numbers), each.path, AdapterFiles(RawAdapter(b"", b""), each.digest, {}))
         adapters.load(each.name, each.path, each.digest)
     return adapters
 
