@@ -22,7 +22,7 @@ _LEAST_PATIENCE_S = 15.0
 """Ray waits for its processes at least so long: what fails sooner fails for another reason."""
 
 _SHOWN_LINES = 4
-"""Of each of Ray's logs."""
+"""Lines shown of each of Ray's logs."""
 _TELLING = re.compile(r"^\[[^\]]* [WECF] \d+ \d+\] ")
 """A line of Ray's logs from the level of warnings on."""
 

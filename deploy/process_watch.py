@@ -15,7 +15,7 @@ compiler, which ends within two minutes (`native.build`).
 """
 
 _LONGEST_LOOK_S = 2.0
-"""Of the time between two looks no more counts: whoever looks may have been stopped, too."""
+"""The most time between two looks that counts: the watching process may have been stopped, too."""
 
 
 class ProcessWatch:
@@ -28,7 +28,7 @@ class ProcessWatch:
         self._core_s = -1.0
         self._stopped_s = self._idle_s = 0.0
         self.state = ""
-        """What it does, in a word: "running", "sleeping", "stopped", "disk-sleep"."""
+        """The process's state in a word: "running", "sleeping", "stopped", "disk-sleep"."""
 
     @property
     def pid(self) -> int:

@@ -168,7 +168,7 @@ def _end(launcher: Launcher, patience: _Patience, was_ready: bool) -> None:
 
 
 def _leave_unready(config: ServeConfig) -> NoReturn:
-    """What Ray may still do in other threads is not waited for."""
+    """End at once, without waiting for Ray's other threads."""
     _complain(config, "stopped before the server was ready")
     os._exit(130)
 

@@ -40,9 +40,9 @@ class Slot:
     actor: Any = None
     ended: Any = None
     ping: Any = None
-    """What its actor was asked since the worker fell silent."""
+    """The unanswered question to its actor since the worker fell silent."""
     look: Any = None
-    """What its actor was asked while the worker starts, and has not answered."""
+    """The unanswered question to its actor while the worker starts."""
     looked_at: float = 0.0
     """When that was asked."""
     seen: Any = None

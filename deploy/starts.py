@@ -1,7 +1,6 @@
-"""What workers that are being started wait for, as their actors tell: said in the log, and not waited for
-without end.
+"""Watches starting workers through their actors: logs what they wait for, and bounds the wait.
 
-Imports Ray, so it is imported once that may start.
+Imports Ray, so it is imported only where Ray may start.
 """
 
 from __future__ import annotations

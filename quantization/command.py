@@ -174,7 +174,7 @@ def _model(source: Source, requested: str) -> PreTrainedModel:
 
 
 def _choices(options: QuantizeOptions, prepared: Prepared) -> Iterator[str]:
-    """What was chosen where an option was left out, and what was left out."""
+    """Yield what was chosen for options that were not given, and what was left out."""
     recipe, found = prepared.recipe, prepared.texts
     if recipe.calibrates and options.group_size is None:
         inputs = " and ".join(f"{count:,}" for count in prepared.inputs)

@@ -1,4 +1,4 @@
-"""What a run of `tandem quantize` is checked for before the model's weights are loaded."""
+"""Checks a run of `tandem quantize` before the model's weights are loaded."""
 
 from __future__ import annotations
 

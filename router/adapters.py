@@ -48,7 +48,7 @@ class AdapterTable:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What requests may ask for."""
+        """Return the model names that requests may use."""
         return (self._config.model_name, *self.named)
 
     def find(self, name: str | None) -> Adapter | None:

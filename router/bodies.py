@@ -14,7 +14,7 @@ BODY_TIMEOUT_S = 20.0
 MIN_BYTES_PER_S = 64 * 1024
 """A body gets so much more time as it needs at this rate for what has come of it."""
 SMALL_BYTES = 64 * 1024
-"""What operators send, which is decoded in the event loop."""
+"""The most bytes of an operator's body, which is decoded in the event loop."""
 MAX_BODIES = 16
 """Of the largest size, in memory at once."""
 

@@ -46,7 +46,7 @@ class Chat(NamedTuple):
     answer: ChatAnswer | None
     grammar: AskedGrammar | None = None
     warning: str | None = None
-    """What of the request has no effect."""
+    """Names a part of the request that has no effect."""
 
 
 class Chats:
@@ -113,7 +113,7 @@ class Chats:
         return Chat(prompt, answer, grammar, warning)
 
     def parsing(self, answer: ChatAnswer) -> Parsing:
-        """What finds that in the answer."""
+        """Return the parsing that finds these parts in the answer."""
         return Parsing(
             tools=None if answer.tools is None else TOOL_FORMATS[answer.tools],
             known=answer.known,
@@ -158,7 +158,7 @@ class Chats:
 
     @property
     def constant_grammars(self) -> list[AskedGrammar]:
-        """What many requests ask for in the same words."""
+        """Return grammars that many requests ask for in the same words."""
         wanted, structured = ResponseFormat(type="json_object"), StructuredOutputs(json_object=True)
         starts = (None, False, True) if self._is_harmony or self.has_reasoning else (None,)
         requests = [GrammarRequest(wanted, is_open=is_open) for is_open in starts]
@@ -166,7 +166,9 @@ class Chats:
         return [request.asked() for request in requests]
 
     def grammar(self, request: GrammarRequest) -> Grammar:
-        """What is asked of the answer, or of its calls, behind its thinking. Raises `InvalidRequestError`."""
+        """Return the grammar of the answer, or of its calls, after its thinking. Raises
+        `InvalidRequestError`.
+        """
         asked, calls = requested_grammar(request, self._tokenizer.special_ids), request.calls
         marks = None
         if request.is_open is not None:

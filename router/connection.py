@@ -102,7 +102,9 @@ class DirectWriter:
 
 
 class AnswerTransport:
-    """What uvicorn writes an answer to; it calls `close` once the connection's last answer is written."""
+    """The transport that uvicorn writes an answer to; it calls `close` once the connection's last answer is
+    written.
+    """
 
     __slots__ = ("close", "is_closing", "write")
 

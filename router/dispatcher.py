@@ -32,7 +32,7 @@ MAX_REDIRECTS = 3
 """After so many decode workers that did not take a request its prefill worker decodes it."""
 
 SEQUENCES_PER_TURN = 32
-"""Of one HTTP request that are placed in a turn of the event loop."""
+"""Sequences of one HTTP request that are placed in a turn of the event loop."""
 
 Cause = ErrorKind | Literal["drain", "thinking"]
 _REPLACEABLE = ("worker_lost", "transfer")

@@ -21,7 +21,7 @@ _json = msgspec.json.Encoder().encode
 
 
 class AskedOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What the client asks to see. `num_top` None: no log-probabilities."""
+    """The parts of the answer that the client asks for. `num_top` None: no log-probabilities."""
 
     stream: bool = False
     include_usage: bool = False
@@ -46,10 +46,10 @@ class AskedOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutputOptions(AskedOutput, frozen=True, kw_only=True):
-    """What it is shown."""
+    """The parts of the answer that the client gets."""
 
     parsing: Parsing | None = None
-    """What is to be found in a chat's answer; None: nothing but content."""
+    """Finds calls and reasoning in a chat's answer; None: the answer is all content."""
 
 
 def usage(choices: Sequence[Choice], only_prompt: bool = False) -> dict[str, Any]:

@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 COMPILE_CPU_S = 2.0
 """From a request's fields to a grammar that has been compiled once."""
 MAX_KNOWN_BYTES = 64 * 1024 * 1024
-"""Of the grammars and errors that are remembered, those used last."""
+"""The most bytes of remembered grammars and errors; the least recently used are dropped."""
 
 ENTRY_BYTES = 256
-"""Of an entry beside its text, about."""
+"""Approximate bytes of an entry in addition to its text."""
 
 RETRY_S = 1.0
 

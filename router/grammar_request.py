@@ -1,4 +1,4 @@
-"""What a request asks its answer to be, as data, before a grammar is made of it."""
+"""A request's constraints on its answer, as data, before a grammar is made of them."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class _Narrowed:
             self._cannot(node, "multipleOf", path, f"{value} has too many digits to be kept to exactly")
 
     def _check_multiples(self) -> None:
-        """Those of schemas that apply together are multiplied, in 32 bits."""
+        """Refuse multiples that overflow: those of schemas that apply together are multiplied, in 32 bits."""
         found = {(digits, places) for _, _, digits, places in self._multiples}
         most = max((places for _, places in found), default=0)
         product = math.prod(digits * 10 ** (most - places) for digits, places in found)

@@ -14,7 +14,7 @@ TEXT = "TEXT: /(.|\\n)*/"
 _SCHEMA_MARK = re.compile(
     r'(?:#|//)[^\n]*|"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\\n])+/|(?P<schema>%json\s*)', re.DOTALL
 )
-"""What a schema follows, or a comment, a literal or an expression that may look like it."""
+"""Matches the mark before a schema, or a comment, a literal or an expression that may look like it."""
 
 
 def lark_grammar(*lines: str, others: Sequence[Mapping[str, Any]] = ()) -> str:

@@ -1,4 +1,4 @@
-"""What a request's body asks for, as data: read by the preprocessor, or in the router where it is small."""
+"""A request's body in prepared form, as data: read by the preprocessor, or in the router if it is small."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.grammar_request import AskedGrammar
 
 
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be found in a chat's answer; fields as of `Parsing`.
+    """The parts to find in a chat's answer; fields as of `Parsing`.
 
     `tools` names the `ToolFormat`; `thinking_budget` is the request's.
     """
@@ -53,7 +53,7 @@ class EarlierResponse(msgspec.Struct, frozen=True, tag=True):
 
 
 class PreparedResponse(msgspec.Struct, frozen=True):
-    """What `/v1/responses` tells and keeps of its request, as JSON: fields by their names, and the items."""
+    """The fields that `/v1/responses` repeats and stores of its request, as JSON by name, and the items."""
 
     told_back: dict[str, bytes]
     items: bytes
@@ -78,7 +78,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """None: the answer has nothing but content."""
     grammar: AskedGrammar | None = None
     warning: str | None = None
-    """What of the request has no effect."""
+    """Names a part of the request that has no effect."""
     response: PreparedResponse | None = None
     as_base64: bool = False
     """How embeddings are told."""

@@ -23,7 +23,9 @@ def ends_in_escape(pattern: str) -> bool:
 
 
 def class_of(body: str, spelled: Callable[[str], str]) -> str:
-    """What stands between the brackets. A hyphen makes a range where single characters are on both sides."""
+    """Return the text between a class's brackets. A hyphen makes a range where single characters are on both
+    sides.
+    """
     items = [match[0] for match in _ITEM.finditer(body)]
     pieces, at = [], 0
     while at < len(items):

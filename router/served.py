@@ -1,4 +1,4 @@
-"""What reading a request takes to know of the model that is served."""
+"""The served model's limits and names, which reading a request needs."""
 
 from __future__ import annotations
 

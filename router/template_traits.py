@@ -18,12 +18,12 @@ _IDS = ("abcdefghi", "abcdefghj")
 
 
 class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a template shows of what it is given, and in which shape it must get it."""
+    """The parts of a chat that a template shows, and the shape in which it needs them."""
 
     part_roles: frozenset[str] = frozenset()
     """Roles whose content it shows only as a list of parts."""
     null: str | None = ""
-    """What it gets for a content that is null: some want text, some look for none."""
+    """The value for a content that is null: some templates want text, some check for none."""
     thought: str = "reasoning_content"
     """The field of what the assistant thought."""
     shows_user: bool = True
@@ -47,7 +47,7 @@ class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def template_traits(render: Render) -> TemplateTraits:
-    """Of the template that `render` renders."""
+    """Return the traits of the template that `render` renders."""
 
     def shows(traits: TemplateTraits, chat: Sequence[Message], *texts: str, **variables: Any) -> bool:
         try:

@@ -56,7 +56,7 @@ class Tokenizer:
         added = self._fast.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.special_ids = {each.content: token for token, each in added.items() if _is_special(each)}
-        """Of tokens that llguidance takes for special, by their texts."""
+        """Ids of the tokens that llguidance treats as special, by their texts."""
         self._decoding = piece_decoding(json.loads(self._fast.to_str())["decoder"])
         if self._decoding is not None:
             self._all_bytes = TokenBytes(self._fast, self._decoding, frozenset())
@@ -128,7 +128,7 @@ class Tokenizer:
         return self._fast.to_str()
 
     def settings(self) -> dict[str, Any]:
-        """What `tokenizer_config.json` says beyond that."""
+        """Return the settings of `tokenizer_config.json` that are not in the tokenizer's own file."""
         templates = {"default": self.chat_template, "tool_use": self.tool_template}
         named = [{"name": name, "template": each.source} for name, each in templates.items() if each]
         return {**self.special_tokens, "chat_template": named}
@@ -137,7 +137,7 @@ class Tokenizer:
         return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def echo(self, text: str, add_special_tokens: bool) -> Echo:
-        """Where the text's tokens begin in it; those that were added are empty."""
+        """Return the text with the offset of each of its tokens; added tokens are empty."""
         encoding = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         offsets, end = [], 0
         for start, stop in encoding.offsets:

@@ -16,7 +16,7 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 _OTHER = "OTHER: /([^{ \\t\\r\\n](.|\\n)*)?/"
 """An answer that does not begin like a call."""
 MAX_CALLS = 16
-"""Of an answer whose calls have a grammar: a model may know no end."""
+"""The most calls of an answer whose calls have a grammar: a model may never end by itself."""
 _SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"
 
 
@@ -90,7 +90,7 @@ def after_thinking(grammar: str, spelling: Spelling, marks: Marks, is_open: bool
 
 
 def _thinking(spelling: Spelling, marks: Marks | None, is_open: bool, gap: str = "") -> str:
-    """Where it `is_open` it must come, otherwise it may."""
+    """Return the rule of the thinking: required where it `is_open`, else optional."""
     if marks is None:
         return ""
     thought = f"thought {spelling(gap)}"

@@ -166,7 +166,7 @@ class AnswerText:
     # --- writing --------------------------------------------------------------------------------------
 
     def begin(self, marker: str = "", *, may_be_text: bool = False) -> None:
-        """What follows, and the `marker` that was read last, may become a call.
+        """Begin a part that may become a call, with the `marker` that was read last.
 
         `may_be_text`: it may as well be text where it is cut off, unless a marker follows.
         """

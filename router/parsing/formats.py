@@ -158,7 +158,7 @@ class AnswerParser:
         return self._taken()
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
-        """What the text's end decides; `is_cut`: the model had not ended."""
+        """Return the parts that the text's end decides; `is_cut`: the model had not ended."""
         self._answer.is_over, self._answer.is_cut = True, is_cut
         next(self._steps, None)
         self._answer.finish()

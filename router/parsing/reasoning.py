@@ -14,9 +14,9 @@ class Marks(msgspec.Struct, frozen=True):
     open: tuple[str, ...]
     close: tuple[str, ...]
     end: str
-    """What ends the thinking for a model that does not: a closing mark and the gap."""
+    """Text that ends the thinking for a model that does not: a closing mark and the gap."""
     gap: str = ""
-    """What stands between the closing mark and an answer of a grammar."""
+    """Text between the closing mark and an answer that has a grammar."""
     lead: str = ""
     """What then comes before an answer that is no call."""
 

@@ -75,10 +75,10 @@ class Preprocessor:
             self._process.close()
 
     async def run(self, call: TaskCall, argument: bytes) -> bytes:
-        """What the task makes of its argument.
+        """Run a task on its argument and return the result.
 
-        Raises what it raises: `InvalidRequestError` or `ApiError`. Raises `CpuLimitError`, `CrashError`, and
-        an `ApiError` 503 where the host is too busy. A task whose process was killed is tried once more.
+        Raises the task's own `InvalidRequestError` or `ApiError`, `CpuLimitError`, `CrashError`, and an
+        `ApiError` 503 if the host is too busy. A task whose process was killed is tried once more.
         """
         task, deadline_s = call.task, MIN_DEADLINE_S + 2 * call.cpu_s
         header = framed(msgspec.msgpack.encode(call))

@@ -26,7 +26,7 @@ MAIN_FIELDS = {
     "tokenize": "prompt",
     "detokenize": "tokens",
 }
-"""What of a body takes time to read, by the task."""
+"""The field of each task's body that takes time to read."""
 
 
 class BodyReader:

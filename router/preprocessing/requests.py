@@ -22,7 +22,7 @@ FAST_INLINE_BYTES = 12 * 1024
 INLINE_OBJECTS = 48
 """JSON objects, such as messages: a chat template may compare each with each."""
 INLINE_TOKENS = 8192
-"""Of prompts whose blocks are hashed in the event loop."""
+"""The most tokens of prompts whose blocks are hashed in the event loop."""
 INLINE_SEQUENCES = 64
 """Choices that are made there."""
 READ_CPU_S = 10.0

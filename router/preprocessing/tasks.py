@@ -1,4 +1,4 @@
-"""What the preprocessor does: each task makes bytes of bytes."""
+"""The preprocessor's tasks: each turns bytes into bytes."""
 
 from __future__ import annotations
 

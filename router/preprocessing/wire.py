@@ -1,8 +1,8 @@
-"""What the router and the preprocessor say to each other, on one connection for each task.
+"""Messages between the router and the preprocessor, on one connection for each task.
 
-The router sends a `TaskCall` and the task's argument, each after its length. The answer is a byte `ACCEPTED`,
-a byte that tells how the task ended, and what that brings: a result or a `Refusal` after its length, or the
-number of a signal. Then the connection ends.
+The router sends a `TaskCall` and the task's argument, each after its length. The answer is a byte
+`ACCEPTED`, a byte that tells how the task ended, and its outcome: a result or a `Refusal` after its length,
+or the number of a signal. Then the connection ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GRAMMAR = "grammar"
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What the preprocessor is made of: the files of a `Tokenizer`."""
+    """The preprocessor's configuration, and the files of its `Tokenizer`."""
 
     config: ServeConfig
     tokenizer_json: str
@@ -52,7 +52,7 @@ class TaskCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReadingDetails(msgspec.Struct, frozen=True, array_like=True):
-    """What reading a body takes: `earlier` are the items of the response that it goes on from."""
+    """The model for which a body is read, and the items of the `earlier` response that it continues."""
 
     model: ServedModel
     earlier: bytes | None = None

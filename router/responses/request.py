@@ -56,7 +56,7 @@ class ChatRequest(NamedTuple):
 
 
 def own_field(name: str) -> str:
-    """What the request calls a field of the chat other than the messages."""
+    """Return the request's own name of a field of the chat other than the messages."""
     for pattern, own in _FIELDS:
         name = pattern.sub(own, name)
     return name
