@@ -181,15 +181,20 @@ class _Process:
         until = self._started + START_TIMEOUT_S
         if self._has_accepted:
             until = time.monotonic() + ACCEPT_TIMEOUT_S
+        reason: Literal["ended", "stuck"] = "ended"
         try:
             async with asyncio.timeout(until - time.monotonic()):
-                accepted = await reader.read(1)
+                self._has_accepted = await reader.read(1) == ACCEPTED
+            if self._has_accepted:
+                return
+        except ConnectionError:
+            pass
         except TimeoutError:
-            await asyncio.to_thread(self.close)
-            raise _NoAnswerError("stuck") from None
-        if accepted != ACCEPTED:
-            raise _NoAnswerError("ended")
-        self._has_accepted = True
+            reason = "stuck"
+        # A killed process still counts as running while the kernel frees its memory: wait for its end, or the
+        # next try would ask the same one.
+        await asyncio.to_thread(self.close)
+        raise _NoAnswerError(reason)
 
 
 def _result(answer: bytes) -> bytes:

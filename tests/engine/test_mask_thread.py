@@ -1,0 +1,221 @@
+"""Grammars' masks are computed beside the forward, and are those of the rows that ask for them. fp32."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from llguidance import LLTokenizer
+
+from engine.engine import Engine
+from engine.runner import ForwardOutput
+from engine.sampler import Grammars, SamplingRow
+from engine.sampler.grammars import Matcher
+from engine.sampler.mask_thread import MaskThread
+from protocol.requests import EngineRequest
+from protocol.sampling import SamplingParams
+from tests.engine.sampler_reference import make_row
+from tests.engine.test_engine import tiny_engine
+
+MODEL = Path(__file__).parents[2] / "models" / "tandem-code-10m"
+LIST = 'start: "[" item ("," item)* "] is a list of words"\nitem: /[a-z]{1,6}/'
+NUMBER = "start: /[0-9]{30,200}/"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> LLTokenizer:
+    return LLTokenizer((MODEL / "tokenizer.json").read_text())
+
+
+def check(grammars: Grammars, rows: Sequence[SamplingRow], tokenizer: LLTokenizer) -> None:
+    """The masks that they get are those that nobody expected."""
+    found = grammars.masks(rows)
+    assert found is not None
+    assert found.rows == [number for number, row in enumerate(rows) if row.params.grammar is not None]
+    for words, number in zip(found.words, found.rows, strict=True):
+        alone = Grammars(lambda: tokenizer).masks([rows[number]])
+        assert alone is not None and (words == alone.words).all()
+
+
+def chain(row: SamplingRow, drafted: list[int]) -> list[SamplingRow]:
+    """The row, and those behind each of its drafted tokens."""
+    ends = range(len(drafted) + 1)
+    return [
+        SamplingRow(row.params, row.prompt_token_ids, row.output_token_ids, 0, row.request_id, drafted[:end])
+        for end in ends
+    ]
+
+
+def test_rows_may_be_asked_for_in_any_order_and_company(tokenizer: LLTokenizer) -> None:
+    texts = ["", "[", "[ab,c", "[a] is"]
+    outputs = [tokenizer.tokenize_str(text) for text in texts]
+    rows = [
+        row
+        for name, output in enumerate(outputs)
+        for row in chain(make_row(str(name), output=output, grammar=LIST), tokenizer.tokenize_str("[a,"))
+    ]
+    grammars, rng = Grammars(lambda: tokenizer), random.Random(0)
+    for _ in range(3):
+        grammars.expect(rows)
+        others = [make_row("free"), make_row("new", output=outputs[1], grammar=LIST)]
+        check(grammars, rows, tokenizer)
+        check(grammars, rng.sample(rows, 7) + others, tokenizer)
+        check(grammars, rows, tokenizer)
+
+
+def test_a_mask_is_never_that_of_another_place(tokenizer: LLTokenizer) -> None:
+    """Of a shorter output, of what was drafted behind it, or of another request or grammar by that name."""
+    grammars = Grammars(lambda: tokenizer)
+    row = make_row("r", output=tokenizer.tokenize_str("[ab"), grammar=LIST)
+
+    def expect() -> None:
+        grammars.expect([row])
+        grammars._mask_thread.wait()
+
+    for text in ",]":
+        row.drafted = tokenizer.tokenize_str(text)
+        check(grammars, [row], tokenizer)
+        expect()
+    row.drafted = ()
+    for text in ",c] is":
+        expect()
+        row.output_token_ids += tokenizer.tokenize_str(text)
+        check(grammars, [row], tokenizer)
+    size = len(row.output_token_ids)
+    expect()
+    replaced = tokenizer.tokenize_str("[" + "c," * size)[:size]
+    check(grammars, [make_row("r", output=replaced, grammar=LIST)], tokenizer)
+    expect()
+    grammars.forget("r")
+    check(grammars, [make_row("r", output=tokenizer.tokenize_str("7" * 9), grammar=NUMBER)], tokenizer)
+
+
+def test_nothing_is_asked_of_a_matcher_while_its_mask_is_computed(
+    tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is a request forgotten then."""
+    matcher_of, begun, asked, overlaps = Grammars._matcher_of, threading.Event(), threading.Event(), []
+
+    def slow(grammars: Grammars, row: SamplingRow) -> Matcher:
+        if threading.current_thread() is threading.main_thread():
+            asked.set()
+        else:
+            begun.set()
+            overlaps.append(asked.wait(0.05))
+        return matcher_of(grammars, row)
+
+    monkeypatch.setattr(Grammars, "_matcher_of", slow)
+    grammars = Grammars(lambda: tokenizer)
+    outputs = [tokenizer.tokenize_str(text) for text in ("[ab", "[a] is")]
+    first, second = (make_row("r", output=output, grammar=LIST) for output in outputs)
+    other = make_row("other", output=outputs[0], grammar=LIST)
+    rest = tokenizer.tokenize_str(" a list of words")
+
+    def begin() -> None:
+        asked.clear()
+        begun.clear()
+        grammars.expect([first])
+        assert begun.wait(10)
+
+    begin()
+    assert grammars.forced(second) == rest
+    begin()
+    assert grammars.allows(second, rest)
+    begin()
+    check(grammars, [second], tokenizer)
+    begin()
+    grammars.forget("r")
+    check(grammars, [other], tokenizer)
+    assert [*grammars._matchers] == ["other"] and overlaps == [False] * 4
+
+
+def test_what_fails_beside_fails_who_waits() -> None:
+    beside, threads = MaskThread("test"), []
+    beside.wait()
+    beside.begin(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        beside.wait()
+    beside.wait()
+    beside.begin(lambda: threads.append(threading.current_thread().name))
+    beside.wait()
+    assert threads == ["test"]
+
+
+def test_the_thread_ends_with_its_owner() -> None:
+    beside, threads = MaskThread("test"), []
+    beside.begin(lambda: threads.append(threading.current_thread()))
+    beside.wait()
+    assert threads[0].is_alive()
+    del beside
+    threads[0].join(60)
+    assert not threads[0].is_alive()
+
+
+@pytest.fixture
+def engine() -> Engine:
+    """With room for the KV of 112 tokens."""
+    return tiny_engine(MODEL, max_model_len=48, max_num_seqs=4, block_size=8, kv_cache_memory_bytes=112 << 12)
+
+
+def answers(engine: Engine, requests: Sequence[EngineRequest]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work():
+        for output in engine.step().outputs:
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+    return found
+
+
+def requests() -> list[EngineRequest]:
+    return [
+        EngineRequest(
+            request_id=str(number),
+            prompt_token_ids=[number, *range(5, 25)],
+            sampling=SamplingParams(max_tokens=24, seed=number, grammar=NUMBER if number else LIST),
+        )
+        for number in range(4)
+    ]
+
+
+def test_masks_are_computed_beside_the_forward(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread of their own, begun before the forward, and in no other."""
+    fill, begun, threads = Matcher.fill, threading.Event(), []
+    run: Callable[..., ForwardOutput] = engine._runner.run
+
+    def noted(matcher: Matcher, *arguments: Any) -> None:
+        threads.append(threading.current_thread())
+        begun.set()
+        fill(matcher, *arguments)
+
+    def forward(*arguments: Any, **options: Any) -> ForwardOutput:
+        assert begun.wait(10)
+        begun.clear()
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(Matcher, "fill", noted)
+    monkeypatch.setattr(engine._runner, "run", forward)
+    answers(engine, [msgspec.structs.replace(requests()[1], request_id="alone")])
+    assert len(set(threads)) == 1 and threads[0] is not threading.current_thread()
+
+
+def test_tokens_are_those_without_the_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where sequences are preempted, and one that asks for it is aborted on the way."""
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._sampler, "expect", lambda rows: None)
+        alone = {name: tokens for each in requests() for name, tokens in answers(engine, [each]).items()}
+    assert engine.stats().num_preemptions == 0
+    assert answers(engine, requests()) == alone
+    assert engine.stats().num_preemptions > 0
+    for each in requests():
+        engine.add(each)
+    for _ in range(5):
+        engine.step()
+    engine.abort("2")
+    again = msgspec.structs.replace(requests()[0], request_id="2")
+    assert answers(engine, [again])["2"] == alone["0"]
