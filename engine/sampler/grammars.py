@@ -37,7 +37,7 @@ class Grammars:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._matchers: dict[str, Matcher] = {}
-        self._beside = MaskThread("masks")
+        self._mask_thread = MaskThread("masks")
         self._expected: _Expected | None = None
         self._words = np.empty((0, 0), np.int32)
         self._first_bytes = np.empty(0, np.int16)
@@ -63,7 +63,7 @@ class Grammars:
 
     def allows(self, row: SamplingRow, token_ids: Sequence[int]) -> bool:
         """Whether these tokens may follow, of which the last one may be the end."""
-        self._beside.wait()
+        self._mask_thread.wait()
         matcher = self._matcher_of(row)
         assert self._tokenizer is not None
         ends = token_ids[-1] in self._tokenizer.eos_tokens
@@ -75,7 +75,7 @@ class Grammars:
         """The tokens that must follow: those of a text that the grammar leaves no choice about, as the
         tokenizer writes it.
         """
-        self._beside.wait()
+        self._mask_thread.wait()
         matcher = self._matcher_of(row)
         return matcher.forced() if matcher.is_behind(row) else []
 
@@ -85,19 +85,19 @@ class Grammars:
         return "" if matcher is None else matcher.problem
 
     def forget(self, request_id: str) -> None:
-        self._beside.wait()
+        self._mask_thread.wait()
         self._matchers.pop(request_id, None)
 
     def expect(self, rows: Sequence[SamplingRow]) -> None:
         """Begin with the masks of these rows, beside what the caller does until it asks for them, or anything
         else. Some have a grammar.
         """
-        self._beside.wait()
-        self._beside.begin(partial(self._fill_expected, rows))
+        self._mask_thread.wait()
+        self._mask_thread.begin(partial(self._fill_expected, rows))
 
     def masks(self, rows: Sequence[SamplingRow]) -> TokenMasks | None:
         """What the rows may get, until masks are asked for again; None if none has a grammar."""
-        self._beside.wait()
+        self._mask_thread.wait()
         if self._expected is not None and self._expected.keys == [_key(row) for row in rows]:
             return self._expected.masks
         constrained = [number for number, row in enumerate(rows) if row.params.grammar is not None]
