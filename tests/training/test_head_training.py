@@ -327,7 +327,7 @@ def stop_after_five(run_all: Any, trainer: Trainer, report: Any) -> None:
     ("more", "said"),
     [
         (["--data", "/nowhere"], "--data: /nowhere does not exist"),
-        (["--model", "/nowhere"], "--model: cannot load '/nowhere'"),
+        (["--model", "/nowhere"], "--model: there is no folder /nowhere"),
         (["--length", "100000"], "--length: 100000 exceeds the"),
     ],
 )
