@@ -66,7 +66,7 @@ class ServerProcess:
         while not done():
             self.look()
             assert time.monotonic() < deadline, f"it does not come within {timeout_s} s\n{self.log}"
-            time.sleep(0.05)
+            time.sleep(0.2)  # each look reads all of /proc
 
     def look(self) -> None:
         """Note every descendant that exists now."""

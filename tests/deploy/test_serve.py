@@ -173,8 +173,11 @@ def test_status_and_complete(server: ServerProcess) -> None:
     assert "other" in refused.stderr and "404" in refused.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
-@pytest.mark.parametrize("worker_id", ["decode-0", "prefill-0"])
+@pytest.mark.parametrize(
+    ("worker_id", "number"),
+    [("decode-0", signal.SIGKILL), ("prefill-0", signal.SIGSTOP)],
+    ids=["decode-killed", "prefill-hung"],
+)
 def test_a_lost_worker_is_made_up_for_then_heals(
     server: ServerProcess, worker_id: str, number: signal.Signals
 ) -> None:
