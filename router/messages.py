@@ -1,4 +1,4 @@
-"""A chat's messages, checked, as chat templates take them."""
+"""Checks a chat's messages and converts them for the chat template."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from router.decoding import refuse_unsupported
 from router.openai_types import ChatMessage, ToolCall
 
 Content: TypeAlias = str | list[dict[str, str]] | None
-"""A message's text, or parts of it, as the client sent it."""
+"""A message's text or its parts, as the client sent them."""
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 def text_of(content: Content) -> str:
-    """The whole text."""
+    """Return the content as one text."""
     if isinstance(content, list):
         return "\n".join(part["text"] for part in content)
     return content or ""
 
 
 def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """For the chat template. Raises `InvalidRequestError`."""
+    """Return the messages as the chat template reads them. Raises `InvalidRequestError`."""
     if not messages:
         raise InvalidRequestError("messages", "must not be empty")
     calls: dict[str, str] = {}
-    """Functions that were called, by the calls' ids."""
+    """The called functions' names, by call id."""
     return [_plain(message, f"messages[{index}].", calls) for index, message in enumerate(messages)]
 
 

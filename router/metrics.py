@@ -1,4 +1,4 @@
-"""The router's Prometheus metrics, as `protocol.metrics` declares them."""
+"""The router's Prometheus metrics, which `protocol.metrics` declares."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _TRANSFER_STAGES = {
     "handoff_s": "request_kv_handoff_time_seconds",
     "transferred_bytes": "request_kv_transfer_bytes",
 }
-"""The histograms of `TransferTiming`'s fields."""
+"""The histogram of each field of `TransferTiming`."""
 
 Limit = Literal["key_requests", "key_tokens", "key_concurrent"]
-"""What an API key may use."""
+"""A limit of an API key."""
 RefusalReason = Literal["queue_full", "shed", "no_worker", "slo_ttft", "slo_tpot"] | Limit
 ConnectionEnd = Literal["late_head", "large_head", "malformed", "unread", "too_many"]
-"""Why the router ended a client's connection."""
+"""The reason why the router closed a client's connection."""
 
 
 class Metrics:
-    """All of the router's metrics, in a registry of their own."""
+    """All metrics of the router, in their own registry."""
 
     def __init__(self, model_name: str, workers: Iterable[Worker]) -> None:
-        """`workers` are read anew whenever somebody asks."""
+        """Each scrape reads `workers` again."""
         self.registry = CollectorRegistry()
         self.registry.register(WorkerCollector(workers, model_name))
         self._model_name = model_name
@@ -88,19 +88,21 @@ class Metrics:
         self._succeeded = self._counting("request_success_total")
 
     def render(self) -> bytes:
-        """The text exposition format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def own_samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
-        """Of the router itself, without the workers': name, labels and value; of histograms sum and count."""
+        """Yield the name, labels and value of each of the router's own samples, without the workers'.
+        Histograms yield only their sum and count.
+        """
         for family in self._families:
             for sample in next(iter(family.collect())).samples:
                 if not sample.name.endswith(("_bucket", "_created")):
                     yield sample.name.removeprefix(PREFIX), sample.labels, sample.value
 
     def looked(self, late_s: float, cpu_s: float, core_wait_s: float) -> None:
-        """The event loop came so late to what was due; in all it has used so much CPU time, and has waited so
-        long for a core.
+        """Record that the event loop ran a timer `late_s` too late. `cpu_s` and `core_wait_s` are the
+        thread's totals: its CPU time and the time that it waited for a core.
         """
         self._observe("router_loop_lag_seconds", max(late_s, 0.0))
         self._metrics["router_cpu_seconds_total"].inc(max(cpu_s - self._cpu_s, 0.0))
@@ -111,14 +113,16 @@ class Metrics:
         self._placed("disaggregated" if disaggregated else "colocated")
 
     def predicted(self, quantity: Literal["ttft", "tpot"], predicted_s: float, observed_s: float) -> None:
-        """What a placement was expected to bring, and what it brought."""
+        """Record a placement's predicted time and the time that was measured."""
         error_s = abs(predicted_s - observed_s)
         for name, seconds in (("predicted", predicted_s), ("observed", observed_s), ("error", error_s)):
             if 0 <= seconds < inf:
                 self._seconds[name].labels(quantity, self._model_name).inc(seconds)
 
     def drafts_made(self, where: Where, steps: int, predicted: float, observed: int) -> None:
-        """A request's steps by one plan, the tokens that it expected of them, and those that they brought."""
+        """Record the steps that a request made under one draft plan, and the tokens predicted and observed
+        for them.
+        """
         for name, value in (("steps", steps), ("predicted_tokens", predicted), ("observed_tokens", observed)):
             self._metrics[f"draft_plan_{name}_total"].labels(where, self._model_name).inc(value)
 
@@ -135,19 +139,19 @@ class Metrics:
         self._metrics["requests_migrated_total"].inc()
 
     def parked(self, total: int) -> None:
-        """One more request is parked; they are `total` now."""
+        """Count one more parked request; `total` requests are parked now."""
         self._metrics["requests_parked_total"].inc()
         self.num_parked.set(total)
 
     def key_waits(self, key: str, change: int) -> None:
-        """So many requests more, or fewer, of an API key wait for their worker to have room."""
+        """Change by `change` the number of the API key's requests that wait for room at their worker."""
         self._of_key("num_requests_held", key).inc(change)
 
     def key_waited(self, key: str, seconds: float) -> None:
         self._of_key("request_held_seconds_total", key).inc(seconds)
 
     def key_sent(self, key: str, cost: float) -> None:
-        """`cost` is in tokens."""
+        """Add `cost` tokens to what the API key has used."""
         self._of_key("api_key_tokens_total", key).inc(cost)
 
     def _of_key(self, name: str, key: str) -> Any:
@@ -180,12 +184,12 @@ class Metrics:
         self._metrics[name].observe(value)
 
     def _counting(self, name: str) -> Callable[[object], None]:
-        """A function that counts one more under its label's value."""
+        """Return a function that increments the counter for a value of its label."""
         family = self._metrics[name]
         return lambda value: family.labels(str(value), self._model_name).inc()
 
     def _made(self, metric: Metric) -> Any:
-        """With labels of its own the family, else its one member."""
+        """Create the metric. Return the family if it has labels of its own, else its only child."""
         name = PREFIX + metric.name
         if metric.kind == "histogram":
             histogram = LoopHistogram(name, metric.help, metric.buckets, self._model_name)

@@ -1,4 +1,4 @@
-"""Writes `docs/metrics.md` from the declarations: `python -m router.metrics_docs`."""
+"""Generates `docs/metrics.md` from the declarations: `python -m router.metrics_docs`."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ TARGET = Path(__file__).parents[1] / "docs" / "metrics.md"
 _HEAD = """\
 # Metrics
 
-All that `/metrics` exposes. This file is generated from [protocol/metrics.py](../protocol/metrics.py) by
-`python -m router.metrics_docs` (held by
+All metrics of `/metrics`. This file is generated from [protocol/metrics.py](../protocol/metrics.py) by
+`python -m router.metrics_docs` (checked by
 `tests/router/test_metrics_declared.py::test_the_document_is_up_to_date`). Times are in seconds, sizes in
 bytes. Counters start at 0 with their process.
 """
 _GROUPS = {
-    "The router": ("Label of all: `model_name`.", ROUTER),
+    "The router": ("All have the label `model_name`.", ROUTER),
     "Workers": (
-        "Labels of all: `worker`, `role`, `model_name`. A lost worker has none.",
+        "All have the labels `worker`, `role` and `model_name`. A lost worker has no samples.",
         (*WORKER, *REPORTED),
     ),
     "Pairs of workers": (
-        "KV transfer from `worker` to `peer`. Labels of all: `worker`, `role`, `model_name`, `peer`, "
-        "`transport`. A pair has none once one of its workers is lost.",
+        "KV transfer from `worker` to `peer`. All have the labels `worker`, `role`, `model_name`, `peer` and "
+        "`transport`. A pair has no samples once one of its workers is lost.",
         (*PAIR_STATE, *PAIR_COUNTERS),
     ),
 }
 
 
 def render() -> str:
-    """The document's text."""
+    """Return the document's text."""
     lines = [_HEAD]
     for title, (about, metrics) in _GROUPS.items():
         lines += [
             f"## {title}\n",
             f"{about}\n",
-            "| metric | type | labels | what it says |",
+            "| metric | type | labels | meaning |",
             "|---|---|---|---|",
         ]
         for metric in metrics:

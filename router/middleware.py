@@ -1,4 +1,4 @@
-"""Around every request: its id, the API key, the answer to what goes wrong, a count of the statuses."""
+"""The outermost layer around each request: request id, API key, error responses, and a count of statuses."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID_KEY = "tandem.request_id"
 ANSWER_HEADERS = "tandem.answer_headers"
-"""What every answer to the request says beside its own headers; endpoints may add to the list."""
+"""The scope's key for headers that every response to the request gets; endpoints may append to the list."""
 ADMISSION = "tandem.admission"
-"""The `Admission` of the request's API key; not there where the path needs none."""
+"""The scope's key for the `Admission` of the request's API key; absent if the path needs no key."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 _OPEN = ("/", "/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json")
 _OPEN_FOLDER = "/page/"
@@ -33,20 +33,22 @@ _OF_OPERATORS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
 def needs_key(path: str) -> bool:
-    """As in vLLM, health and metrics need no API key, nor do the pages, which say nothing of requests."""
+    """Return whether the path needs an API key. As in vLLM, health and metrics need none. The pages need
+    none either, since they show nothing of requests.
+    """
     return path not in _OPEN and not path.startswith(_OPEN_FOLDER)
 
 
 def is_for_operators(path: str) -> bool:
-    """Whether it changes or shows what is not the client's own."""
+    """Return whether the path changes or shows anything that does not belong to the client."""
     return path in _OF_OPERATORS or not path.startswith(_OF_CLIENTS)
 
 
 class Envelope:
-    """Outermost layer of the application.
+    """The outermost layer of the application.
 
-    The key is checked and the request taken from its limits before the body is read, on every path that
-    needs a key.
+    It checks the API key and counts the request against the key's limits before it reads the body, on every
+    path that needs a key.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, keys: ApiKeys, guard: BrowserGuard) -> None:
@@ -84,7 +86,7 @@ class Envelope:
             self._metrics.http_response(status or 499)  # the handler was cancelled
 
     def _admit(self, scope: Scope) -> Admission | None:
-        """None where the path needs no key. Raises `ApiError`."""
+        """Return the key's admission, or None if the path needs no key. Raises `ApiError`."""
         headers, path = Headers(scope=scope), scope["path"]
         if not self._keys.are_needed:
             self._guard.check(scope["method"], headers)
@@ -123,7 +125,7 @@ def _as_api_error(error: Exception, scope: Scope) -> ApiError:
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's, if it is short and printable; else a new one."""
+    """Return the client's request id if it is short and printable, else a new one."""
     given = Headers(scope=scope).get("x-request-id", "")
     if _REQUEST_ID.match(given):
         return given

@@ -1,7 +1,7 @@
 """Request bodies, as OpenAI and vLLM define them. Unknown fields are ignored.
 
-Descriptions and limits appear in `/openapi.json`. Fields of type `Raw` stay JSON text until their size is
-known to be harmless.
+Descriptions and limits appear in `/openapi.json`. Fields of type `Raw` stay JSON text until their size has
+been checked.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from protocol.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1024
-"""All stop strings together: each new token is compared with every place where one may have begun."""
+"""The most characters of all stop strings together: each new token is checked against every position where
+one may have begun.
+"""
 MAX_BAD_WORDS = 1024
 MAX_WORD_CHARACTERS = 1024
 MAX_MESSAGES = 16_384
 MAX_ALLOWED_TOKEN_IDS = 2**19
 MAX_TOOLS = 128
 MAX_ARGUMENT_BYTES = 1024 * 1024
-"""Of a call that the assistant made."""
+"""The most bytes of the arguments of a call in an assistant's message."""
 MAX_RAW_BYTES = 64 * 1024
-"""Of a field that is free-form JSON."""
+"""The most bytes of a field that is free-form JSON."""
 
 
 def _doc(text: str) -> Meta:
@@ -50,14 +52,14 @@ PROMPTS = [_TEXT, _TOKENS, {"type": "array", "items": _TEXT}, {"type": "array", 
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """What a stream says beside the text."""
+    """Options of a streamed response."""
 
     include_usage: Annotated[bool | None, _doc("Send the usage before the end.")] = None
     continuous_usage_stats: Annotated[bool | None, _doc("Send the usage with each chunk.")] = None
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True):
-    """What OpenAI calls a JSON schema."""
+    """A JSON schema, as OpenAI wraps it."""
 
     schema: Annotated[Object, _json("The JSON schema.", type="object")] = _absent()
     name: Annotated[str | None, _doc("Accepted and ignored.")] = None
@@ -77,7 +79,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's structured outputs: one of them."""
+    """vLLM's structured outputs: exactly one constraint."""
 
     json: Annotated[Raw, _json("A JSON schema, or one as a string.", anyOf=_OBJECT_OR_TEXT)] = _absent()
     regex: Annotated[str | None, _doc("A regular expression that the whole answer matches.")] = None
@@ -95,9 +97,9 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class SamplingBody(msgspec.Struct, kw_only=True):
-    """What all that generates has in common."""
+    """The fields that all generating endpoints share."""
 
-    model: Annotated[str | None, _doc("The model's name; default: the one that is served.")] = None
+    model: Annotated[str | None, _doc("The model's name; default: the served model.")] = None
     frequency_penalty: Annotated[float | None, _doc("-2 to 2, for each time a token occurred.")] = None
     presence_penalty: Annotated[float | None, _doc("-2 to 2, for each token that occurred.")] = None
     logit_bias: Annotated[
@@ -111,12 +113,12 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     stream: Annotated[bool | None, _doc("Answer with server-sent events, token by token.")] = None
     temperature: Annotated[float | None, _doc("0 (greedy) to 100; default: 1.")] = None
     top_p: Annotated[float | None, _doc("Above 0, up to 1: sample from the likeliest with this sum.")] = None
-    top_k: Annotated[int | None, _doc("Sample from so many of the likeliest; 0 and -1: from all.")] = None
+    top_k: Annotated[int | None, _doc("Sample from this many of the likeliest; 0 or -1: from all.")] = None
     min_p: Annotated[float | None, _doc("0 to 1: least probability, relative to the likeliest token's.")] = (
         None
     )
     repetition_penalty: Annotated[float | None, _doc("0.001 to 100; above 1 discourages repetition.")] = None
-    min_tokens: Annotated[int | None, _doc("Ignore what ends the answer before so many tokens.")] = None
+    min_tokens: Annotated[int | None, _doc("Generate at least this many tokens.")] = None
     stop_token_ids: Annotated[
         Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None, _doc("Tokens that end the answer.")
     ] = None
@@ -137,7 +139,8 @@ class SamplingBody(msgspec.Struct, kw_only=True):
         _doc("Lower values are scheduled first, and shed last; default: 0."),
     ] = None
     truncate_prompt_tokens: Annotated[
-        int | None, _doc("Keep so many tokens of the prompt's end; -1: as many as leave room for the answer.")
+        int | None,
+        _doc("Keep only this many tokens at the prompt's end; -1: as many as leave room for an answer."),
     ] = None
     cache_salt: Annotated[
         Annotated[str, Meta(max_length=256)] | None,
@@ -146,44 +149,45 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     disaggregate: Annotated[
         bool | None,
         _doc(
-            "Compute the prompt on a prefill worker and decode on another, or not; default: what costs least."
+            "Compute the prompt on a prefill worker and decode on another, or not; default: the cheaper way."
         ),
     ] = None
     speculative: Annotated[
         Object, _json("This request's speculation: `enabled`, `method`, `num_speculative_tokens`.")
     ] = _absent()
     structured_outputs: Annotated[
-        StructuredOutputs | None, _doc("What the answer must be, as vLLM asks for it.")
+        StructuredOutputs | None, _doc("The constraint on the answer, in vLLM's form.")
     ] = None
 
 
 class GenerationBody(SamplingBody, kw_only=True):
-    """What completions and chat have in common."""
+    """The fields that completions and chat share."""
 
     max_tokens: Annotated[
         int | None, _doc("Most tokens to generate; default: 16, in a chat all that fit.")
     ] = None
     n: Annotated[Annotated[int, Meta(ge=1)] | None, _doc("Choices for each prompt.")] = None
     stream_options: Annotated[StreamOptions | None, _doc("Only with `stream`.")] = None
-    prompt_logprobs: Annotated[int | None, _doc("Likeliest alternatives to tell for each prompt token.")] = (
-        None
-    )
+    prompt_logprobs: Annotated[
+        int | None, _doc("Likeliest alternatives to return for each prompt token.")
+    ] = None
     spaces_between_special_tokens: Annotated[bool | None, _doc("Accepted and ignored.")] = None
     add_special_tokens: Annotated[
         bool | None, _doc("Let the tokenizer add special tokens; default: true, in a chat false.")
     ] = None
-    return_token_ids: Annotated[
-        bool | None, _doc("Tell the ids of the prompt's and the answer's tokens.")
-    ] = None
+    return_token_ids: Annotated[bool | None, _doc("Return the token ids of the prompt and the answer.")] = (
+        None
+    )
     return_timing: Annotated[
         bool | None,
         _doc(
-            "Tell where the time went, as `timing`, with `stream` in the last chunk; and in each choice "
-            "which text was drafted, as `spans` of `text` and `drafted`. Or the header `x-return-timing`."
+            "Return where the time went, as `timing`, with `stream` in the last chunk, and in each choice "
+            "which text was drafted, as `spans` of `text` and `drafted`. The header `x-return-timing` does "
+            "the same."
         ),
     ] = None
     response_format: Annotated[
-        ResponseFormat | None, _doc("What the answer must be: JSON, or JSON of a schema.")
+        ResponseFormat | None, _doc("The answer's format, such as JSON or JSON of a schema.")
     ] = None
 
     best_of: Unsupported = _absent()
@@ -204,18 +208,18 @@ class CompletionBody(GenerationBody, kw_only=True):
         _absent()
     )
     echo: Annotated[bool | None, _doc("Begin the answer with the prompt.")] = None
-    logprobs: Annotated[int | None, _doc("Likeliest alternatives to tell for each token.")] = None
+    logprobs: Annotated[int | None, _doc("Likeliest alternatives to return for each token.")] = None
 
     suffix: Unsupported = _absent()
     prompt_embeds: Unsupported = _absent()
 
 
 class PoolingBody(msgspec.Struct, kw_only=True):
-    """What embeddings and scores have in common."""
+    """The fields that embeddings and scores share."""
 
-    model: Annotated[str | None, _doc("The model's name; default: the one that is served.")] = None
+    model: Annotated[str | None, _doc("The model's name; default: the served model.")] = None
     truncate_prompt_tokens: Annotated[
-        int | None, _doc("Keep so many tokens of each text's end; -1: as many as the model takes.")
+        int | None, _doc("Keep only this many tokens at each text's end; -1: as many as the model allows.")
     ] = None
     add_special_tokens: Annotated[
         bool | None, _doc("Let the tokenizer add special tokens; default: true.")
@@ -246,9 +250,9 @@ class CalledFunction(msgspec.Struct, kw_only=True):
 class ToolCall(msgspec.Struct, kw_only=True):
     """A call that the assistant made."""
 
-    id: Annotated[str, _doc("What the `tool` message with the result names.")]
+    id: Annotated[str, _doc("The id that the `tool` message with the result refers to.")]
     type: Annotated[str, _doc("`function`.")] = "function"
-    function: Annotated[CalledFunction, _doc("What is called.")]
+    function: Annotated[CalledFunction, _doc("The called function.")]
 
 
 class FunctionName(msgspec.Struct, kw_only=True):
@@ -258,17 +262,17 @@ class FunctionName(msgspec.Struct, kw_only=True):
 
 
 class NamedTool(msgspec.Struct, kw_only=True):
-    """The tool that the answer is to call."""
+    """The tool that the answer must call."""
 
     type: Annotated[str, _doc("`function`.")]
-    function: Annotated[FunctionName, _doc("Which one.")]
+    function: Annotated[FunctionName, _doc("The function.")]
 
 
 class Function(msgspec.Struct, kw_only=True):
-    """What the model may call."""
+    """A function that the model may call."""
 
     name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$"), _doc("The function's name.")]
-    description: Annotated[str | None, _doc("What it does and when to call it.")] = None
+    description: Annotated[str | None, _doc("Tells the model what it does and when to call it.")] = None
     parameters: Annotated[Object, _json("A JSON schema of the arguments.")] = _absent()
     strict: Annotated[bool | None, _doc("The arguments always satisfy the schema.")] = None
 
@@ -277,7 +281,7 @@ class Tool(msgspec.Struct, kw_only=True):
     """A tool that the model may use."""
 
     type: Annotated[str, _doc("`function`; others are not supported.")]
-    function: Annotated[Function, _doc("What it calls.")]
+    function: Annotated[Function, _doc("The function.")]
 
 
 Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
@@ -288,16 +292,18 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
     role: Annotated[str, _doc("`system`, `developer`, `user`, `assistant` or `tool`.")]
     content: Annotated[
-        str | list[ContentPart] | None, _doc("The message's text; may be null beside `tool_calls`.")
+        str | list[ContentPart] | None, _doc("The message's text; may be null with `tool_calls`.")
     ] = None
     name: Annotated[str | None, _doc("Passed to the chat template.")] = None
     tool_calls: Annotated[
         Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None,
         _doc("Functions that the assistant called."),
     ] = None
-    tool_call_id: Annotated[str | None, _doc("Of a `tool` message: the call that it answers.")] = None
+    tool_call_id: Annotated[str | None, _doc("In a `tool` message: the id of the call that it answers.")] = (
+        None
+    )
     reasoning_content: Annotated[
-        str | None, _doc("What the assistant thought; the chat template decides what becomes of it.")
+        str | None, _doc("The assistant's reasoning; the chat template decides whether to show it.")
     ] = None
     function_call: Unsupported = _absent()
     audio: Unsupported = _absent()
@@ -311,9 +317,11 @@ class ChatBody(GenerationBody, kw_only=True):
     """Answer messages."""
 
     messages: Annotated[Messages, _doc("The chat so far.")]
-    max_completion_tokens: Annotated[int | None, _doc("The same as `max_tokens`, and before it.")] = None
-    logprobs: Annotated[bool | None, _doc("Tell each token's log-probability.")] = None
-    top_logprobs: Annotated[int | None, _doc("Likeliest alternatives to tell for each token.")] = None
+    max_completion_tokens: Annotated[int | None, _doc("The same as `max_tokens`, but takes precedence.")] = (
+        None
+    )
+    logprobs: Annotated[bool | None, _doc("Return each token's log-probability.")] = None
+    top_logprobs: Annotated[int | None, _doc("Likeliest alternatives to return for each token.")] = None
     add_generation_prompt: Annotated[bool | None, _doc("Begin the assistant's turn; default: true.")] = None
     continue_final_message: Annotated[bool | None, _doc("Continue the last message instead.")] = None
     chat_template_kwargs: TemplateVariables = _absent()
@@ -321,14 +329,14 @@ class ChatBody(GenerationBody, kw_only=True):
     tools: Annotated[Tools | None, _doc("Functions that the model may call.")] = None
     tool_choice: Annotated[
         str | NamedTool | None,
-        _doc("`auto`, the default beside `tools`, `none`, `required`, or the function that is to be called."),
+        _doc("`auto` (the default with `tools`), `none`, `required`, or the function to call."),
     ] = None
     parallel_tool_calls: Annotated[
-        bool | None, _doc("Whether an answer may have several calls; default: unless one must come.")
+        bool | None, _doc("Allow several calls in an answer; default: true unless a call is required.")
     ] = None
     thinking_token_budget: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        _doc("Where the answer still thinks after so many tokens, its thinking is ended."),
+        _doc("Most tokens of reasoning; after that many, the reasoning is ended."),
     ] = None
     reasoning_effort: Annotated[str | None, _doc("Passed to the chat template.")] = None
 
@@ -346,7 +354,7 @@ class ChatBody(GenerationBody, kw_only=True):
 class TokenizeBody(msgspec.Struct, kw_only=True):
     """Turn a text or a chat into token ids."""
 
-    model: Annotated[str | None, _doc("The model's name; default: the one that is served.")] = None
+    model: Annotated[str | None, _doc("The model's name; default: the served model.")] = None
     prompt: Annotated[str | None, _doc("A text; either this or `messages` is required.")] = None
     messages: Annotated[Messages | None, _doc("A chat.")] = None
     add_special_tokens: Annotated[
@@ -354,7 +362,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     ] = None
     add_generation_prompt: Annotated[bool, _doc("Begin the assistant's turn.")] = True
     continue_final_message: Annotated[bool, _doc("Leave the last message open.")] = False
-    return_token_strs: Annotated[bool | None, _doc("Tell each token as the vocabulary spells it.")] = None
+    return_token_strs: Annotated[bool | None, _doc("Return each token as the vocabulary spells it.")] = None
     tools: Annotated[Tools | None, _doc("Functions that the model may call in the chat.")] = None
     chat_template_kwargs: TemplateVariables = _absent()
 
@@ -362,5 +370,5 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 class DetokenizeBody(msgspec.Struct, kw_only=True):
     """Turn token ids into text."""
 
-    model: Annotated[str | None, _doc("The model's name; default: the one that is served.")] = None
+    model: Annotated[str | None, _doc("The model's name; default: the served model.")] = None
     tokens: Annotated[list[int], _doc("At most as many as the model's context has.")]

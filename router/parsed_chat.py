@@ -1,4 +1,4 @@
-"""Answers of `/v1/chat/completions` that have reasoning and tool calls beside their content."""
+"""Answers of `/v1/chat/completions` with reasoning and tool calls in addition to their content."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _json = msgspec.json.Encoder().encode
 
 
 def chat_format(tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions) -> Format:
-    """Writes a chat's answer."""
+    """Return the writer of a chat's answer."""
     if options.parsing is None:
         return ChatFormat(tokenizer, model, request_id, options)
     return ParsedChatFormat(tokenizer, model, request_id, options, options.parsing)
 
 
 def _fields(parts: Sequence[AnswerPart]) -> dict[str, Any]:
-    """As a message's: `reasoning_content`, `content`, `tool_calls`."""
+    """Return the parts as a message's fields: `reasoning_content`, `content`, `tool_calls`."""
     fields: dict[str, Any] = {}
     for part in parts:
         if isinstance(part, Content):
@@ -48,7 +48,7 @@ def _add(calls: list[dict[str, Any]], part: CallStart | MoreArguments) -> None:
 
 
 class ParsedChatFormat(ChatFormat):
-    """With what the parsers find in each choice's text."""
+    """Writes a chat's answer with the parts that the parsers find in each choice's text."""
 
     def __init__(
         self, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions, parsing: Parsing

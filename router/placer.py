@@ -1,4 +1,4 @@
-"""Assigns requests to workers as the placement policy says, and parks those that must wait for a worker."""
+"""Assigns requests to workers by the placement policy, and parks requests that must wait for a worker."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ from router.send_ahead import SendAhead
 logger = logging.getLogger(__name__)
 
 FIRST_OUTPUT = 128.0
-"""[tokens] Mean answer before any request ended."""
+"""[tokens] The assumed mean length of an answer before any request has ended."""
 OUTPUT_PACE = 0.05
-"""Weight of a request that ends in that mean."""
+"""The weight of each ended request in that mean."""
 
 Send = Callable[[Worker, msgspec.Struct], bool]
 
 
 class Placer:
-    """Runs on the event loop alone. `send` queues a message and says whether the worker can be reached.
+    """Places requests. Runs on the event loop only. `send` queues a message and returns whether the worker
+    can be reached.
 
-    A request that no worker can take is parked in the journal as long as a worker is being started. Parked
-    requests are placed first come, first served. While further workers are awaited, those that are ready get
-    no more than fills their batches, so that the first one to come back does not get everything.
+    If no worker can serve a request, the journal keeps it parked as long as a worker is starting. Parked
+    requests are placed in order of arrival. While more workers are starting, the ready ones get only enough
+    requests to fill their batches, so that the first worker to come back does not get all of them.
     """
 
     def __init__(
@@ -75,9 +76,10 @@ class Placer:
     # --- requests ---------------------------------------------------------------------------------
 
     def place(self, request: LiveRequest, *, checks_slo: bool = False) -> Refusal | None:
-        """Write it in the journal and send it to workers, or park it. Refused, it is in neither place.
+        """Add the request to the journal and send it to its workers, or park it. A refused request is in
+        neither place.
 
-        `checks_slo`: it is refused if it is expected to miss what it asks.
+        With `checks_slo` the request is refused if it is expected to miss its SLO.
         """
         request.start_placement()
         self._journal.add(request)
@@ -90,7 +92,9 @@ class Placer:
         return refusal
 
     def resume(self) -> tuple[LiveRequest, Refusal] | None:
-        """Place what is parked, as far as that goes. Returns a request that nobody will come for, if any."""
+        """Place parked requests while there is room. Returns a request that no worker will ever serve, if
+        there is one.
+        """
         while self._parked:
             request = next(iter(self._parked))
             refusal = self._offer(request)
@@ -102,7 +106,7 @@ class Placer:
         return None
 
     def withdraw(self, requests: Iterable[LiveRequest]) -> None:
-        """Take the unfinished ones out of the journal, and out of their workers."""
+        """Remove the unfinished requests from the journal and abort them on their workers."""
         unfinished = [request for request in requests if self._journal.remove(request)]
         self.abort(request for request in unfinished if request not in self.ahead)
         for request in unfinished:
@@ -118,19 +122,23 @@ class Placer:
             self._send(worker, Abort(request_ids=request_ids))
 
     def next_decode(self, request: LiveRequest, prefill: Worker, workers: list[Worker]) -> Worker:
-        """Who of `workers` is to decode what `prefill` has computed; itself if there is nobody."""
+        """Return the worker of `workers` that is to decode the prompt computed by `prefill`, or `prefill`
+        itself if there is none.
+        """
         cluster = Cluster(worker.load for worker in workers)
         name = self._policy.next_decode(self._facts(request), cluster, self._state)
         return self._registry.named(name) if name is not None else prefill
 
     def other_decode(self, request: LiveRequest, leaves: Worker) -> Worker | None:
-        """Who could go on with what `leaves` decodes."""
+        """Return another worker that could go on decoding the request of `leaves`."""
         decodes = [worker for worker in self._registry.live() if worker.role.purpose == "decode"]
         other = self.next_decode(request, leaves, decodes)
         return None if other is leaves else other
 
     def move(self, request: LiveRequest, target: Worker) -> bool:
-        """Have `target` go on with it. False if it cannot be reached: the request must be placed anew."""
+        """Let `target` go on with the request. Returns False if `target` cannot be reached: the caller must
+        place the request again.
+        """
         self.withdraw([request])
         request.start_placement()
         self._journal.add(request)
@@ -138,7 +146,7 @@ class Placer:
         return self.ahead.offer(request)
 
     def answered(self, request: LiveRequest, now: float) -> None:
-        """The placement's first token has come."""
+        """Record that the placement's first token has arrived."""
         if not request.first_token_time:
             ttft_s = now - request.generation.arrival
             self.meter.answered(request, request.holders[0], ttft_s, request.generation.slo_ttft_s)
@@ -147,7 +155,7 @@ class Placer:
         self.decisions.answered(request, now)
 
     def finished(self, request: LiveRequest, now: float) -> None:
-        """It has all its tokens."""
+        """Record that the request has all its tokens."""
         self.decisions.finished(request, now)
         self._judge_pace(request, now)
         self._mean_output += OUTPUT_PACE * (len(request.output_token_ids) - self._mean_output)
@@ -189,7 +197,7 @@ class Placer:
     # --- placement --------------------------------------------------------------------------------
 
     def _offer(self, request: LiveRequest, checks_slo: bool = False) -> Refusal | None:
-        """Send it to the workers that the policy names, and to others when those can't be reached."""
+        """Send the request to the workers that the policy names, or to others if those cannot be reached."""
         if self._parked and self._registry.awaited() and not self._has_room():
             return Refusal("every ready worker is busy")
         unreachable: Refusal | None = None
@@ -203,7 +211,7 @@ class Placer:
             if late is not None:
                 return late
             first = self._assign(request, placement, facts)
-            assigned = time.monotonic()  # from here on it counts as placed, or as waiting
+            assigned = time.monotonic()  # after this point the time counts as placed, or as waiting
             if self.ahead.offer(request):
                 request.times.placement_s += assigned - began
                 self._metrics.placed("prefill" in placement.workers)
@@ -216,7 +224,9 @@ class Placer:
             self._release(request)
 
     def _late(self, request: LiveRequest, facts: RequestFacts, placement: Placement) -> Refusal | None:
-        """Why it is expected to miss what it asks, given those that it comes before."""
+        """Return why the request is expected to miss its SLO, if it is, given the requests that it
+        overtakes.
+        """
         first = self._registry.named(next(iter(placement.workers.values())))
         share, predicted = self.ahead.overtaken_share(request, first), placement.predicted
         if share > 0 and predicted is not None:
@@ -242,16 +252,16 @@ class Placer:
         )
 
     def _tokens_left(self, request: LiveRequest) -> float:
-        """What it is expected to bring yet."""
+        """Return how many tokens the request is still expected to generate."""
         return min(request.sampling.max_tokens - len(request.output_token_ids), self._mean_output)
 
     def _cached_tokens(self, request: LiveRequest) -> dict[str, int]:
-        if request.sampling.prompt_logprobs is not None:  # it computes all of its prompt
+        if request.sampling.prompt_logprobs is not None:  # it computes its whole prompt
             return {}
         return self._kv_feed.cached_tokens(request)
 
     def _assign(self, request: LiveRequest, placement: Placement, facts: RequestFacts) -> Worker:
-        """Write the placement down; returns the worker that begins."""
+        """Store the placement in the request. Returns the worker that begins."""
         request.assigned = {task: self._registry.named(name) for task, name in placement.workers.items()}
         request.workers = placement.workers
         first = request.holders[0]
@@ -267,7 +277,7 @@ class Placer:
         return first
 
     def _release(self, request: LiveRequest) -> None:
-        """Nobody works on it any more."""
+        """Forget the request's assignment: no worker serves it any more."""
         self.drafts.end(request)
         self.ahead.forget(request)
         self.loads.release(request)
@@ -288,7 +298,9 @@ class Placer:
         return True
 
     def _note_fallback(self, placement: Placement) -> None:
-        """Count, and log at each change, requests that one worker serves alone for lack of another role."""
+        """Count the requests that one worker serves alone because the other role is missing. Log when that
+        changes.
+        """
         missing = placement.missing
         if missing not in self._registry.known_purposes:
             missing = None

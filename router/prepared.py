@@ -1,4 +1,6 @@
-"""A request's body in prepared form, as data: read by the preprocessor, or in the router if it is small."""
+"""A request's body after it was checked and tokenized, as plain data. The preprocessor makes it, or the
+router itself if the body is small.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from router.grammar_request import AskedGrammar
 
 
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts to find in a chat's answer; fields as of `Parsing`.
+    """The parts to find in a chat's answer. The fields mean the same as in `Parsing`.
 
     `tools` names the `ToolFormat`; `thinking_budget` is the request's.
     """
@@ -28,7 +30,9 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PreparedPrompt(msgspec.Struct, frozen=True):
-    """A prompt's tokens, how many may follow, and its text where the answer begins with that."""
+    """A prompt's tokens and the most tokens that may follow. `echo` is its text if the answer begins with
+    the prompt.
+    """
 
     token_ids: list[int] | bytes
     max_tokens: int
@@ -36,7 +40,9 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
     echo_offsets: list[int] | bytes = []
 
     def packed(self) -> PreparedPrompt:
-        """With bytes for numbers: a list of a million is decoded in one long step."""
+        """Return a copy with bytes in place of lists, since decoding a list of a million numbers would block
+        for long.
+        """
         return msgspec.structs.replace(
             self, token_ids=_packed(self.token_ids), echo_offsets=_packed(self.echo_offsets)
         )
@@ -47,13 +53,17 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
 
 
 class EarlierResponse(msgspec.Struct, frozen=True, tag=True):
-    """A request goes on from this response, whose items are needed to read it."""
+    """Says that the request continues this stored response. Reading the request needs the response's
+    items.
+    """
 
     response_id: str
 
 
 class PreparedResponse(msgspec.Struct, frozen=True):
-    """The fields that `/v1/responses` repeats and stores of its request, as JSON by name, and the items."""
+    """The request's fields that `/v1/responses` repeats and stores, as JSON by name, and the conversation's
+    items.
+    """
 
     told_back: dict[str, bytes]
     items: bytes
@@ -61,7 +71,9 @@ class PreparedResponse(msgspec.Struct, frozen=True):
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A request whose prompts are tokens. `params` lack the grammar, and what differs among choices."""
+    """A request with tokenized prompts. `params` lack the grammar and the fields that differ among
+    choices.
+    """
 
     model: str | None
     prompts: list[PreparedPrompt]
@@ -75,15 +87,15 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     speculation: RequestSpeculation | None = None
     split: bool | None = None
     chat: ChatAnswer | None = None
-    """None: the answer has nothing but content."""
+    """None: the answer has only content."""
     grammar: AskedGrammar | None = None
     warning: str | None = None
     """Names a part of the request that has no effect."""
     response: PreparedResponse | None = None
     as_base64: bool = False
-    """How embeddings are told."""
+    """Embeddings are returned as base64."""
     num_first: int = 0
-    """How many prompts are a score's first texts."""
+    """The number of prompts that are a score's first texts."""
 
 
 def _packed(numbers: list[int] | bytes) -> bytes:

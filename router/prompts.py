@@ -1,4 +1,4 @@
-"""What a body says as its prompt: texts or token ids."""
+"""Decodes and checks a body's prompts: texts or token ids."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _LIST_START = re.compile(rb"\[\s*(.)")
 def decode_prompts(
     raw: bytes, check_number: Callable[[int], object], field: str = "prompt"
 ) -> list[str] | list[list[int]]:
-    """A text, a list of token ids, or a list of either.
+    """Decode a text, a list of token ids, or a list of either.
 
-    The JSON text tells how many there are, so that a million lists are refused before they are made.
+    The number of prompts is counted in the JSON text, so that a million lists are refused before they are
+    created.
     """
     start = _LIST_START.match(raw)
     prompts: list[str] | list[list[int]]
@@ -43,7 +44,7 @@ def check_token_ids(field: str, token_ids: Sequence[int], model: ServedModel) ->
 
 
 def check_prompt(token_ids: Sequence[int], field: str, model: ServedModel) -> None:
-    """It must have a token, and leave room for one."""
+    """Raise if the prompt is empty or leaves no room for one more token."""
     if not token_ids:
         raise InvalidRequestError(field, "must not be empty")
     if len(token_ids) >= model.max_model_len:

@@ -1,6 +1,6 @@
-"""Classes of characters in other notations, spelled for llguidance's regular expressions.
+"""Converts character classes of other regular-expression notations into llguidance's.
 
-There a class may have classes in it, and `&&`, `--` and `~~` between them.
+In llguidance, a class may contain classes, and `&&`, `--` and `~~` between them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ _ITEM = re.compile(
 )
 _CLASS_ESCAPE = re.compile(r"\\[dDwWsSpP]")
 _PART = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]?", re.DOTALL)
-"""A class without its end goes on to the text's, or each bracket would be looked for again."""
+"""A class without its end extends to the end of the text. Otherwise each bracket would be searched for
+again.
+"""
 
 
 def ends_in_escape(pattern: str) -> bool:
-    """llguidance would leave the last backslash out."""
+    """Return whether the pattern ends within an escape: llguidance would drop the last backslash."""
     return (len(pattern) - len(pattern.rstrip("\\"))) % 2 == 1
 
 
 def class_of(body: str, spelled: Callable[[str], str]) -> str:
-    """Return the text between a class's brackets. A hyphen makes a range where single characters are on both
+    """Return the text between a class's brackets. A hyphen makes a range if single characters are on both
     sides.
     """
     items = [match[0] for match in _ITEM.finditer(body)]
@@ -37,7 +39,7 @@ def class_of(body: str, spelled: Callable[[str], str]) -> str:
 
 
 def from_ecma(pattern: str) -> str:
-    """A JSON schema's pattern with its classes spelled so that they mean the same."""
+    """Return a JSON schema's pattern with its classes rewritten so that they mean the same."""
     return _PART.sub(_respelled, pattern)
 
 

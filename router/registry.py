@@ -1,4 +1,4 @@
-"""The workers that the router knows, each under its current incarnation."""
+"""The workers that the router knows, each with its current incarnation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WorkerKey(NamedTuple):
 
 
 class ModelFacts(NamedTuple):
-    """What all workers must agree on."""
+    """The facts on which all workers must agree."""
 
     max_model_len: int
     vocab_size: int
@@ -37,9 +37,9 @@ class ModelFacts(NamedTuple):
 class Worker:
     """One incarnation of a worker. `live` is false after it died or fell silent.
 
-    It is known `since` then. `silence_s` counts the seconds since its last sign of life in which the router
-    was running: a heartbeat that tells of a stuck loop is none. `is_reachable` is false between a message
-    that could not be sent and the worker's next one.
+    The router has known it `since` then. `silence_s` counts the seconds since its last sign of life in which
+    the router was running; a heartbeat that reports a stuck loop is no sign of life. `is_reachable` is false
+    from a failed send until the worker's next message.
     """
 
     def __init__(
@@ -52,23 +52,27 @@ class Worker:
         self.start_up = register.start_up
         self.cache = register.cache
         self.adapters = register.adapters
-        """Those that it had when it registered."""
+        """The adapters that it had when it registered."""
         self.state = register.state
         self.since = time.monotonic()
         self.silence_s = 0.0
         self.is_reachable = True
         self.live = True
         self.draining = False
-        """It is to leave, and gets no more requests."""
+        """The worker is about to leave and gets no more requests."""
         self.outstanding_requests = 0
         self.outstanding_prompts = 0
-        """Of these, those whose first token is to come from here, with so many tokens to compute."""
+        """The outstanding requests whose first token comes from this worker, with
+        `outstanding_prefill_tokens` to compute.
+        """
         self.outstanding_prefill_tokens = 0
         self.outstanding_rows = 0
-        """Of these, those that are or will be decoded here, with so many tokens of context."""
+        """The outstanding requests that this worker decodes or will decode, with `outstanding_context`
+        tokens.
+        """
         self.outstanding_context = 0
         self.outstanding_computed = 0
-        """Of these, those that it computes itself."""
+        """The part of `outstanding_context` that this worker computes itself."""
         self._block_size = block_size
         self._shared = shared
         self.load = WorkerSnapshot(self.key.worker_id, role.tasks, max_rows=max_rows)
@@ -76,16 +80,16 @@ class Worker:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether its loop is stuck, by its own last word."""
+        """Whether the worker's latest heartbeat says that its loop is stuck."""
         return self.state.stalled_s > 0
 
     @property
     def takes_requests(self) -> bool:
-        """Or, of a draft worker, requests' drafts."""
+        """Whether the worker may get requests or, as a draft worker, requests' drafts."""
         return self.live and self.is_reachable and not self.draining
 
     def take(self, state: WorkerState) -> None:
-        """What it tells of itself. What this router did not send came from others."""
+        """Store what the worker reports. Requests that this router did not send came from other routers."""
         self.state = state
         self._others = (
             max(state.num_running + state.num_waiting - self.outstanding_requests, 0),
@@ -105,7 +109,9 @@ class Worker:
         self.count()
 
     def count(self) -> None:
-        """What this router has sent and not got back, and what others had sent at the last report."""
+        """Update the load: this router's outstanding requests plus those of other routers at the last
+        report.
+        """
         load, (requests, prompts, tokens) = self.load, self._others
         load.requests = self.outstanding_requests + requests
         load.prompts = self.outstanding_prompts + prompts
@@ -116,72 +122,76 @@ class Worker:
 
 
 class Registry:
-    """Knows which incarnation of each worker is current.
+    """Knows the current incarnation of each worker.
 
-    `on_registered(worker)` is called before anything else may be sent to it, `on_refused(key, reason)` when
-    it can never be, `on_lost(worker, reason)` when it is gone. A silent worker that speaks again under the
-    same incarnation is taken back; one reported dead never is.
+    The registry calls `on_registered(worker)` before anything else may be sent to the worker,
+    `on_refused(key, reason)` if the worker can never join, and `on_lost(worker, reason)` when it is gone. A
+    silent worker that sends again under the same incarnation is accepted again; a worker reported dead never
+    is.
     """
 
     def __init__(
         self, worker_timeout: float, block_size: int = 16, shared: bool = False, max_rows: int = 0
     ) -> None:
-        """`shared`: other routers send requests to the same workers. Each decodes `max_rows` at once."""
+        """`shared`: other routers send requests to the same workers. Each worker decodes at most `max_rows`
+        requests at once.
+        """
         self._timeout = worker_timeout
         self._block_size = block_size
         self._shared = shared
         self._max_rows = max_rows
         self.cluster = Cluster()
-        """The workers that requests or their drafts can be sent to, as placement policies see them."""
+        """The workers that may get requests or drafts, as placement policies see them."""
         self.on_registered: Callable[[Worker], None] = lambda worker: None
         self.on_lost: Callable[[Worker, str], None] = lambda worker, reason: None
         self.on_refused: Callable[[WorkerKey, str], None] = lambda key, reason: None
         self._workers: dict[str, Worker] = {}
         self._retired: dict[WorkerKey, None] = {}
-        """Oldest first."""
+        """The incarnations that are gone for good, oldest first."""
         self.model: ModelFacts | None = None
         self.known_purposes: set[Task] = set()
-        """Of every worker that has ever registered."""
+        """The purposes of all workers that ever registered."""
         self.expected: Mapping[str, str] = {}
-        """The workers that the launcher keeps running, and starts anew when they die: roles by their ids."""
+        """The roles of the workers that the launcher keeps running and restarts when they die, by worker id.
+        """
         self._last_sweep = time.monotonic()
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
 
     def live(self) -> list[Worker]:
-        """The workers that requests can be sent to."""
+        """Return the workers that may get requests."""
         return [w for w in self._workers.values() if w.takes_requests and not w.role.holds_draft]
 
     def awaited(self) -> list[str]:
-        """The ids of the workers that are not ready for requests now but will be."""
+        """Return the ids of the workers that are not ready for requests now but will be."""
         ready = {worker.key.worker_id for worker in self.live()}
         takers = (worker_id for worker_id, role in self.expected.items() if not ROLES[role].holds_draft)
         return [worker_id for worker_id in takers if worker_id not in ready]
 
     def named(self, worker_id: str) -> Worker:
-        """The worker's current incarnation; KeyError where there is none."""
+        """Return the worker's current incarnation. Raises KeyError if there is none."""
         return self._workers[worker_id]
 
     def current_of(self, worker_id: str | None) -> Worker | None:
-        """The worker's current incarnation, if there is one."""
+        """Return the worker's current incarnation, if there is one."""
         return self._workers.get(worker_id) if worker_id is not None else None
 
     def named_by(self, incarnations: Collection[str]) -> frozenset[str]:
-        """The ids of those workers that are current ones."""
+        """Return the worker ids of those incarnations that are current."""
         return frozenset(name for name, w in self._workers.items() if w.key.incarnation in incarnations)
 
     def current(self, worker_id: str, incarnation: str) -> Worker | None:
-        """The worker, if this is its current incarnation."""
+        """Return the worker if this is its current incarnation."""
         worker = self._workers.get(worker_id)
         return worker if worker is not None and worker.key.incarnation == incarnation else None
 
     def is_retired(self, worker_id: str, incarnation: str) -> bool:
-        """Whether this incarnation is known to be gone for good."""
+        """Return whether this incarnation is gone for good."""
         return WorkerKey(worker_id, incarnation) in self._retired
 
     def register(self, register: Register) -> Worker | None:
-        """Make this incarnation the current one; None when it is stale or serves another model."""
+        """Make this incarnation the current one. Returns None if it is stale or serves another model."""
         key = WorkerKey(register.address.worker_id, register.address.incarnation)
         if key in self._retired:
             return None
@@ -213,7 +223,7 @@ class Registry:
         return worker
 
     def refuse(self, key: WorkerKey, reason: str) -> None:
-        """The worker, which has asked to be registered, is none of ours."""
+        """Refuse a worker that asked to register."""
         logger.error("worker %s is refused: %s", key.worker_id, reason)
         self.on_refused(key, reason)
 
@@ -227,7 +237,7 @@ class Registry:
         return ""
 
     def update(self, state: WorkerState) -> bool:
-        """Take a heartbeat; False when it is not from a current incarnation."""
+        """Process a heartbeat. Returns False if it is not from a current incarnation."""
         worker = self.current(state.worker_id, state.incarnation)
         if worker is None:
             return False
@@ -237,7 +247,7 @@ class Registry:
         return True
 
     def changed(self, worker: Worker) -> None:
-        """Its load, or whether requests can be sent to it."""
+        """Update the cluster after the worker's load, or whether it may get requests, has changed."""
         if self._workers.get(worker.key.worker_id) is not worker:
             return
         if worker.takes_requests:
@@ -255,7 +265,7 @@ class Registry:
         self.changed(worker)
 
     def dismiss(self, worker: Worker) -> None:
-        """It has nothing to do any more, and leaves."""
+        """Remove a drained worker: it has no more work and leaves."""
         worker.live = False
         self._remember_retired(worker.key)
         if self._workers.get(worker.key.worker_id) is worker:
@@ -264,12 +274,12 @@ class Registry:
             self.cluster.remove(worker.key.worker_id)
 
     def drain(self, worker: Worker) -> None:
-        """It gets no more requests."""
+        """Give the worker no more requests."""
         worker.draining = True
         self.changed(worker)
 
     def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None:
-        """The launcher knows that this incarnation is gone for good."""
+        """Remove an incarnation that the launcher knows to be gone for good."""
         worker = self.current(worker_id, incarnation)
         if worker is None:
             self._remember_retired(WorkerKey(worker_id, incarnation))
@@ -280,16 +290,18 @@ class Registry:
         self.cluster.remove(worker_id)
 
     def sweep(self, now: float) -> None:
-        """Declare the silent ones lost. To be called every `SWEEP_INTERVAL_S`.
+        """Declare silent workers lost. To be called every `SWEEP_INTERVAL_S`.
 
-        While the router itself stood still it read nothing, so such a pause counts for two intervals at most.
+        While the router itself was paused it read no messages, so a pause counts for at most two intervals.
         """
         passed = min(now - self._last_sweep, 2 * SWEEP_INTERVAL_S)
         self._last_sweep = now
         for worker in self._workers.values():
             worker.silence_s += passed
         silent = [w for w in self._workers.values() if w.live and w.silence_s > self._timeout]
-        for worker in silent:  # all at once, or requests of the first would be given to the second
+        for (
+            worker
+        ) in silent:  # first mark all of them, or requests of the first would be placed at the second
             worker.live = False
             self.changed(worker)
         for worker in silent:

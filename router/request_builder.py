@@ -1,4 +1,4 @@
-"""From a request that was read to one that can start."""
+"""Turns a prepared request into a generation that can start."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from router.tokenizer import Tokenizer
 
 
 class Built(NamedTuple):
-    """A generation that is ready to start, and what the client wants to see of it."""
+    """A generation that is ready to start, and its output options."""
 
     generation: Generation
     output: OutputOptions
 
 
 class RequestBuilder:
-    """`find` tells what a request's `model` means, as `AdapterTable.find`; `formats` how the workers identify
-    blocks, so that prompts are hashed here, not in the event loop.
+    """Builds generations. `find` returns the adapter that a request's `model` names, like
+    `AdapterTable.find`. `formats` returns how the workers identify blocks, so that prompts are hashed here
+    instead of in the event loop.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class RequestBuilder:
         self._formats = formats
 
     def build(self, prepared: Prepared, arrival: float) -> Built:
-        """`n` choices of each prompt, with the seeds that the prompt would get alone. Raises `ApiError`."""
+        """Build `n` choices of each prompt, with the seeds that the prompt would get alone. Raises
+        `ApiError`.
+        """
         adapter = self.find(prepared.model)
         chat = prepared.chat
         parsing = None if chat is None else self._chats.parsing(chat)
@@ -90,6 +93,6 @@ class RequestBuilder:
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """The seed of a further choice: deterministic and well spread, in [0, 2**63)."""
+    """Return the seed of a further choice: deterministic and well spread, in [0, 2**63)."""
     digest = hashlib.blake2b(struct.pack("<qQ", seed, index), digest_size=8, person=b"tandem-choice").digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,4 @@
-"""What log lines say of a request: its ids, and how it ended and where its time went."""
+"""Log lines about requests: their ids, how they ended, and where their time went."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 
 
 class RequestLog:
-    """Says of each request how it ended: `on` at the level info, else at debug."""
+    """Logs how each request ended, at the level info if `on`, else at debug."""
 
     def __init__(self, on: bool) -> None:
         self._level = logging.INFO if on else logging.DEBUG
 
     def finished(self, request: LiveRequest, now: float) -> None:
-        """`now` in monotonic seconds."""
+        """`now` is in monotonic seconds."""
         if logger.isEnabledFor(self._level):
             about = {
                 "finish_reason": request.choice.finish_reason,
@@ -32,7 +32,7 @@ class RequestLog:
             logger.log(self._level, "%s", describe(request, now), extra=ids(request) | about)
 
     def failed(self, generation: Generation, error: ApiError) -> None:
-        """Of a client that went away too."""
+        """Log an error for each request of the generation, also if its client went away."""
         for request in generation.requests:
             about = {"status": error.status, "code": error.code, "tokens": request.choice.num_tokens}
             logger.log(
@@ -46,14 +46,14 @@ class RequestLog:
 
 
 def ids(request: LiveRequest) -> dict[str, Any]:
-    """What a log line is about: `request_id` as the workers know the request, which changes with each
-    placement, and `http_request_id` as its client does (`x-request-id`).
+    """Return the ids of a log line: `request_id` is the workers' id of the request, which changes with each
+    placement, and `http_request_id` is its client's (`x-request-id`).
     """
     return {"request_id": request.request_id, "http_request_id": request.generation.http_id}
 
 
 def describe(request: LiveRequest, now: float) -> str:
-    """`now` in monotonic seconds."""
+    """Return one line about a request that has ended. `now` is in monotonic seconds."""
     timing, arrival, choice = request.timing, request.generation.arrival, request.choice
     first = request.first_token_time if request.output_token_ids else now
     parts = [

@@ -1,7 +1,6 @@
-"""Reads request bodies: decodes them, checks every limit, makes tokens of prompts.
+"""Reads request bodies: decodes them, checks every limit, and tokenizes prompts.
 
-Nothing here waits or knows of workers, so it runs in the router where a body is small, else in the
-preprocessor.
+Nothing here waits or depends on workers. It runs in the router for small bodies, else in the preprocessor.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ _AS_GIVEN = (
     *("temperature", "top_k", "top_p", "min_p", "min_tokens", "stop_token_ids", "logit_bias", "ignore_eos"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
-"""Fields that mean the same to `SamplingParams`, which has their defaults."""
+"""Fields that `SamplingParams` has with the same meaning; it also has their defaults."""
 
 
 class RequestReader:
-    """Raises `ApiError` or `InvalidRequestError`, which name the field."""
+    """Reads the bodies of all endpoints. Raises `ApiError` or `InvalidRequestError`, which name the field."""
 
     def __init__(self, config: ServeConfig, tokenizer: Tokenizer, chats: Chats) -> None:
         self._config = config
@@ -108,7 +107,9 @@ class RequestReader:
     def embeddings(
         self, body: PoolingBody, sources: Sequence[tuple[str, str | list[int]]], model: ServedModel
     ) -> Prepared:
-        """`sources` are texts or tokens, each with the field that it is of."""
+        """Prepare texts or token ids for embedding. `sources` has pairs of a field's name and its text or
+        tokens.
+        """
         if not self._config.enable_embeddings:
             raise InvalidRequestError("model", "this server gives no embeddings (--enable-embeddings)")
         model.check_name(body.model)
@@ -161,7 +162,7 @@ class RequestReader:
     def _token_ids(
         self, source: str | list[int], special: bool, field: str, kept: int | None, model: ServedModel
     ) -> list[int]:
-        """The tokens of the source, or the `kept` ones at their end."""
+        """Return the source's tokens, or only the last `kept` of them."""
         if isinstance(source, str) and kept is not None:
             token_ids = self._tokenizer.encode_end(source, special, kept)
         elif isinstance(source, str):
@@ -176,7 +177,9 @@ class RequestReader:
     def _with_echo(
         self, prompt: PreparedPrompt, text: str | None, special: bool, output: AskedOutput
     ) -> PreparedPrompt:
-        """A text is told as it came. Where its tokens begin in it is found out only if that is asked for."""
+        """Return the prompt with its text. A text is echoed unchanged; the offsets of its tokens are
+        computed only if the request needs them.
+        """
         if text is None:
             echo = self._tokenizer.echo_tokens(prompt.token_ids, output.skip_special_tokens)
         elif output.keep_details:
@@ -203,7 +206,7 @@ class RequestReader:
         logprobs: int | None,
         prompt_logprobs: int | None,
     ) -> SamplingParams:
-        """All but `max_tokens`, the grammar and the seeds of further choices."""
+        """Return all parameters but `max_tokens`, the grammar and the seeds of further choices."""
         allowed = body.allowed_token_ids
         given = {name: value for name in _AS_GIVEN if (value := getattr(body, name)) is not None}
         params = SamplingParams(
@@ -219,7 +222,7 @@ class RequestReader:
         return params
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Each word as spelled on its own and, where that is another token, after a space."""
+        """Tokenize each word alone and, if that gives another token, after a space."""
         sequences = []
         for word in words:
             stripped = word.lstrip(" ")
@@ -275,7 +278,7 @@ class RequestReader:
 
 
 def _kept(body: GenerationBody, num_output: int, model: ServedModel) -> int | None:
-    """How many tokens of the prompt's end are asked for; None: all."""
+    """Return how many tokens to keep of the prompt's end; None: all."""
     kept, limit = body.truncate_prompt_tokens, model.max_model_len
     if kept is None:
         return None
@@ -289,7 +292,9 @@ def _kept(body: GenerationBody, num_output: int, model: ServedModel) -> int | No
 def _asked_output(
     body: GenerationBody, num_top: int | None, *, echo: bool = False, only_prompt: bool = False
 ) -> AskedOutput:
-    """`only_prompt`: `max_tokens` 0 with `echo` asks for the prompt, mostly for its log-probabilities."""
+    """Return the output options. `only_prompt`: `max_tokens` 0 with `echo` asks for the prompt alone, mostly
+    for its log-probabilities.
+    """
     stream, options = bool(body.stream), body.stream_options
     if options is not None and not stream:
         raise InvalidRequestError("stream_options", "only allowed with stream=true")
@@ -318,7 +323,7 @@ def _max_tokens(
     field: str,
     model: ServedModel,
 ) -> int:
-    """`max_tokens`. Asking for more than fits is an error, a default is cut to fit."""
+    """Return `max_tokens`. A requested value that does not fit is an error; a default is reduced to fit."""
     room = model.max_model_len - num_prompt
     if asked is None:
         asked = room if default is None else min(default, room)

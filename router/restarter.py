@@ -1,6 +1,6 @@
-"""The rolling restart: every worker's process ends and begins anew, one after the other, under load.
+"""The rolling restart: each worker's process ends and starts again, one after the other, under load.
 
-Who is alone in its role gets a successor of another name, which serves before it leaves.
+A worker that is alone in its role gets a successor with another name, which serves before the worker leaves.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class RestartReport(DrainReport):
-    """Which workers were restarted, too, and who stands in for those that were alone in their role."""
+    """Adds the restarted workers, and the successors of workers that were alone in their role."""
 
     restarted: list[str] = field(default_factory=list)
     successors: list[str] = field(default_factory=list)
 
 
 class Restarter:
-    """Runs on the event loop alone. One restart at a time, and no scaling meanwhile."""
+    """Restarts workers. Runs on the event loop only: one restart at a time, and no scaling meanwhile."""
 
     def __init__(
         self, config: ServeConfig, registry: Registry, drainer: Drainer, scaler: Scaler, turns: Turns
@@ -40,10 +40,10 @@ class Restarter:
         self._turns = turns
 
     async def restart(self) -> RestartReport:
-        """Returns when all workers that there are now have been restarted, or are gone.
+        """Restart all current workers. Returns when each has been restarted or is gone.
 
-        Raises `ApiError`: 409 with nothing changed, or 503 where a worker did not come back. Those whose turn
-        had not come then run on as they are.
+        Raises `ApiError` 409 if nothing has changed, or 503 if a worker did not come back. The workers whose
+        turn had not come keep running unchanged.
         """
         began, report = time.monotonic(), RestartReport()
         async with self._turns.take("restart"):
@@ -54,7 +54,9 @@ class Restarter:
         return report
 
     def _in_order(self) -> list[Worker]:
-        """Who may be refused a successor comes first, while nothing has changed."""
+        """Return the live workers. Those whose successor may be refused come first, while nothing has
+        changed yet.
+        """
         workers = [worker for worker in self._registry if worker.live]
         return sorted(workers, key=lambda worker: (not self._is_alone(worker), worker.key.worker_id))
 
@@ -65,7 +67,7 @@ class Restarter:
     async def _restart(self, worker: Worker, report: RestartReport) -> None:
         worker_id = worker.key.worker_id
         if self._registry.current_of(worker_id) is not worker or worker.draining:
-            return  # it has died meanwhile and is new already, or leaves
+            return  # it died and is new already, or it leaves
         if self._is_alone(worker):
             scaled = await self._scaler.resize({worker.role.name: 2})
             report.successors += scaled.started

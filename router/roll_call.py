@@ -1,8 +1,8 @@
-"""Asks workers for requests that nothing was heard of for a while, and has those placed anew that got lost.
+"""Asks workers about requests that were silent for a while, and has lost ones placed again.
 
-A request is lost where a message went with its connection: the one that brought it to its worker, or the last
-one of its answer. The question follows the first on its way, and the answer follows the last, so nothing that
-is on its way is taken for lost.
+A request is lost if a message was lost with its connection: the message that brought the request to its
+worker, or the last one of its answer. The question follows the first message on the same connection, and its
+answer follows the last, so no request whose message is still under way is taken for lost.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from router.placer import Send
 from router.registry import Registry, Worker
 
 ASK_AFTER_S = 1.0
-"""Many times what a step takes, and about what clients wait for after a worker's death."""
+"""Many times the length of a step, and about the time that clients wait after a worker's death."""
 
 
 class RollCall:
-    """Runs on the event loop alone."""
+    """Finds lost requests. Runs on the event loop only."""
 
     def __init__(
         self, journal: Journal, registry: Registry, metrics: Metrics, send: Send, dispatcher: Dispatcher
@@ -34,8 +34,8 @@ class RollCall:
         self._dispatcher = dispatcher
 
     def sweep(self, now: float) -> None:
-        """Ask for those that are silent, as often as that. To be called a few times a second with the
-        monotonic time.
+        """Ask about requests that were silent for `ASK_AFTER_S`, at most that often. To be called a few
+        times a second with the monotonic time.
         """
         silent: defaultdict[Worker, list[str]] = defaultdict(list)
         for request in self._journal:

@@ -1,7 +1,7 @@
-"""Sends requests to the workers that they were placed at, as many ahead as keep these busy.
+"""Sends requests to their workers, only as many ahead as keep the workers busy.
 
-A worker serves requests in the order in which it gets them, so what is sent ahead cannot be overtaken. The
-rest waits here, where API keys take turns.
+A worker serves requests in the order in which it receives them, so a request that was sent ahead cannot be
+overtaken. The rest waits here, where API keys take turns.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from router.placement.predict import chunk_tokens, compute_s
 from router.registry import Worker
 
 AHEAD_S = 0.1
-"""Of work beyond what runs: some steps, and many times what a message takes."""
+"""[seconds] Work to send beyond what runs: some steps, and many times the latency of a message."""
 MIN_AHEAD = 2
-"""Requests, however long they are: one that runs, and the next."""
+"""Requests to send whatever their length: one that runs, and the next."""
 AHEAD_STEPS = 2
-"""Steps that the tokens of prompts fill: the one that runs, and the next."""
+"""Steps to fill with prompt tokens: the one that runs, and the next."""
 
 
 @dataclass(eq=False)
 class _Line:
-    """What waits for a worker, with so many uncached `tokens`, and the cost of what each key has there."""
+    """The requests that wait for one worker, with `tokens` uncached tokens in all, and the cost of each API
+    key's requests at that worker.
+    """
 
     tokens: int = 0
     sent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -39,10 +41,10 @@ class _Line:
 
 
 class SendAhead:
-    """Runs on the event loop alone.
+    """Holds requests until their workers have room. Runs on the event loop only.
 
-    `transmit` sends an assigned request to its first worker, and says whether that can be reached;
-    `mean_output` tells how many tokens answers have.
+    `transmit` sends an assigned request to its first worker and returns whether that worker can be reached.
+    `mean_output` returns the mean number of tokens of answers.
     """
 
     def __init__(
@@ -58,19 +60,19 @@ class SendAhead:
         self._max_num_seqs = max_num_seqs
         self._lines: defaultdict[Worker, _Line] = defaultdict(_Line)
         self._rows: Counter[Worker] = Counter()
-        """Of what waits, to be decoded by a worker."""
+        """How many waiting requests each worker is to decode."""
         self._freed: dict[Worker, None] = {}
         """Workers that may have room again."""
         self._blocked: defaultdict[Worker, set[Worker]] = defaultdict(set)
-        """Whose lines wait for a row at a decode worker."""
+        """For each decode worker without a free row, the workers whose queues wait for that row."""
 
     def __contains__(self, request: LiveRequest) -> bool:
         return bool(request.assigned) and request in self._line_of(request).waiting
 
     def offer(self, request: LiveRequest) -> bool:
-        """Send it now, or in its turn. False if its worker cannot be reached.
+        """Send the request now, or later in its turn. Returns False if its worker cannot be reached.
 
-        Who has begun to answer waits for nobody: its client has seen it run.
+        A request that has already generated tokens does not wait: its client has seen it run.
         """
         line = self._line_of(request)
         if request.output_token_ids:
@@ -85,7 +87,7 @@ class SendAhead:
         return True
 
     def forget(self, request: LiveRequest) -> None:
-        """It has ended or is placed anew: its workers have room for others."""
+        """Remove a request that has ended or is placed again: its workers have room for others."""
         if not request.assigned:
             return
         line = self._line_of(request)
@@ -98,11 +100,11 @@ class SendAhead:
         self.free(request)
 
     def free(self, request: LiveRequest) -> None:
-        """Its workers may have room for others."""
+        """Note that the request's workers may have room for others."""
         self._freed.update(dict.fromkeys(request.holders))
 
     def check_all(self) -> None:
-        """Predictions change, and workers go: look at every line again."""
+        """Check every queue again, since predictions change and workers leave."""
         self._blocked.clear()
         for worker, line in list(self._lines.items()):
             if line.waiting:
@@ -111,19 +113,19 @@ class SendAhead:
                 del self._lines[worker]
 
     def send_waiting(self) -> Iterator[LiveRequest]:
-        """Send what there is room for now; gives those whose worker cannot be reached."""
+        """Send the requests that have room now. Yields the requests whose worker cannot be reached."""
         while self._freed:
             freed, _ = self._freed.popitem()
             for worker in {freed, *self._blocked.pop(freed, ())}:
                 yield from self._send_line(worker)
 
     def num_held(self, worker: Worker) -> int:
-        """Requests that wait here for a worker to have room."""
+        """Return how many requests wait here for room at the worker."""
         line = self._lines.get(worker)
         return len(line.waiting) if line is not None else 0
 
     def overtaken_share(self, request: LiveRequest, first: Worker) -> float:
-        """Of the prompts that are to be computed at `first`: those that the request comes before."""
+        """Return the share of the prompts outstanding at `first` that the request overtakes."""
         line = self._lines.get(first)
         if line is None or first.outstanding_prompts <= 0:
             return 0.0
@@ -177,7 +179,7 @@ class SendAhead:
     # --- how much is sent ahead -------------------------------------------------------------------
 
     def _has_room(self, request: LiveRequest, line: _Line) -> bool:
-        """Whether its workers would soon have nothing to do without it."""
+        """Return whether the request's workers would soon be idle without it."""
         first, decode = request.holders[0], request.assigned["decode"]
         prompts = first.outstanding_prompts - len(line.waiting)
         tokens = first.outstanding_prefill_tokens - line.tokens
@@ -198,8 +200,10 @@ class SendAhead:
         return prompts * compute_s(load, tokens / prompts, 0) < AHEAD_S
 
     def _has_row_room(self, decode: Worker, prefill_s: float) -> bool:
-        """Rows that end until a prompt is computed elsewhere, and `AHEAD_S` more, make room for as many: for
-        one batch more at most, as answers may get longer than the latest ones.
+        """Return whether the decode worker may get another request.
+
+        Rows that end while a prompt is computed elsewhere, and in `AHEAD_S` after that, make room for as
+        many new ones. At most one more batch is sent, since answers may get longer than the latest ones.
         """
         load = self._running(decode)
         steps = max(self._mean_output() / max(load.costs.tokens_per_row, 1.0), 1.0)
@@ -208,7 +212,7 @@ class SendAhead:
         return self._sent_rows(decode) < self._max_num_seqs + max(MIN_AHEAD, min(ending, self._max_num_seqs))
 
     def _running(self, worker: Worker) -> WorkerSnapshot:
-        """Its load without what waits, here or there."""
+        """Return the worker's load without the requests that wait, here or there."""
         load = worker.load
         rows = min(self._sent_rows(worker), self._max_num_seqs)
         context = load.context_tokens * rows / load.rows if load.rows > 0 else 0.0

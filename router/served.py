@@ -1,4 +1,4 @@
-"""The served model's limits and names, which reading a request needs."""
+"""The served model's limits and names, which are needed to read a request."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from router.errors import ApiError
 
 
 class ServedModel(msgspec.Struct, frozen=True, array_like=True):
-    """Its limits, and the names that requests may ask for: its own and its adapters'."""
+    """The model's limits, and the names that requests may use: the model's own and its adapters'."""
 
     max_model_len: int
     vocab_size: int
     names: tuple[str, ...]
 
     def check_name(self, name: str | None) -> None:
-        """Raises `ApiError` 404."""
+        """Raise `ApiError` 404 if no served model has this name."""
         if name is not None and name not in self.names:
             raise unknown_model(name, self.names)
 

@@ -1,4 +1,4 @@
-"""The router as the launcher runs it: sockets at once, then the HTTP server until a signal."""
+"""The router as the launcher runs it: it binds its sockets at once, then serves HTTP until a signal."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ KEEP_ALIVE_S = 65
 
 
 class RouterPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one of several routers listens beside --port, which they share.
+    """The addresses of one of several routers, in addition to --port, which they share.
 
-    `own_port` speaks HTTP and is this router's alone; workers connect to `link_port`.
+    `own_port` serves HTTP and belongs to this router alone; workers connect to `link_port`.
     """
 
     router_id: str
@@ -44,11 +44,12 @@ class RouterPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterServer:
-    """Binds HTTP and the workers' socket when made; `run()` serves until `stop()` or SIGINT/SIGTERM.
+    """Binds the HTTP socket and the workers' socket when created; `run()` serves until `stop()` or
+    SIGINT/SIGTERM.
 
-    `worker_endpoint` is what workers connect to, `port` the actual HTTP port. One of several routers has a
+    Workers connect to `worker_endpoint`; `port` is the actual HTTP port. One of several routers has a
     `place`: its `port` is its own, and it listens on the shared one once it knows a worker. Raises
-    `ConfigError` when an address cannot be bound or the tokenizer cannot be loaded.
+    `ConfigError` if an address cannot be bound or the tokenizer cannot be loaded.
     """
 
     def __init__(
@@ -95,22 +96,22 @@ class RouterServer:
         return http_url(self.config, self.config.host, self.port)
 
     def start_ups(self) -> dict[str, Mapping[str, str]]:
-        """What each worker chose at its start, by its id."""
+        """Return the choices that each worker made at its start, by worker id."""
         return {worker.key.worker_id: worker.start_up for worker in self.state.registry}
 
     def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None:
-        """Thread-safe: this incarnation of a worker is gone for good."""
+        """Declare an incarnation of a worker gone for good. Thread-safe."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self.state.registry.mark_dead, worker_id, incarnation, reason)
 
     def expect(self, roles: Mapping[str, str], room: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Thread-safe: workers with these ids and roles are kept running, so requests may wait for them;
-        there could be so many more of each role.
+        """Set the roles of the workers that the launcher keeps running, by worker id, and how many more
+        workers of each role could be started. Requests may wait for these workers. Thread-safe.
         """
         self.state.registry.expected, self.state.autoscaler.room = roles, room
 
     def on_leave(self, let_go: Callable[[str, bool], str], renew: Callable[[str, str, str], None]) -> None:
-        """What the launcher is asked and told of workers that are drained; as for `Drainer`."""
+        """Set how the router asks and informs the launcher about drained workers; as for `Drainer`."""
 
         async def ask(worker_id: str, for_good: bool) -> str:
             return let_go(worker_id, for_good)
@@ -118,7 +119,7 @@ class RouterServer:
         self.state.drainer.let_go, self.state.drainer.renew = ask, renew
 
     def on_scale(self, scale: Callable[[ScaleRequest], ScaleAnswer]) -> None:
-        """What the launcher is asked when the number of workers is to change."""
+        """Set how the router asks the launcher to change the number of workers."""
 
         async def ask(request: ScaleRequest) -> ScaleAnswer:
             return scale(request)
@@ -126,27 +127,31 @@ class RouterServer:
         self.state.scaler.ask = ask
 
     def gave_up(self, worker_id: str, reason: str) -> None:
-        """Thread-safe: a worker that was added could not be started."""
+        """Report that an added worker could not be started. Thread-safe."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self.state.scaler.gave_up, worker_id, reason)
 
     def replaced(self, process: str) -> None:
-        """Thread-safe: a "worker", its "actor" or its host's "template" is started anew."""
+        """Report that a "worker", its "actor" or its host's "template" is being restarted. Thread-safe."""
         self.state.metrics.process_replaced(process)
 
     def silence_of(self, worker_id: str, incarnation: str) -> float | None:
-        """Thread-safe: how long nothing was heard of this incarnation; None while it is not registered."""
+        """Return the seconds since this incarnation's last sign of life, or None if it is not registered.
+        Thread-safe.
+        """
         worker = self.state.registry.current(worker_id, incarnation)
         return None if worker is None else worker.silence_s
 
     def stop(self) -> None:
-        """Thread-safe: drain, then return from `run()`. A second call does not wait for running requests."""
+        """Drain, then return from `run()`. A second call does not wait for running requests. Thread-safe."""
         self._stop_asked = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._begin_stop)
 
     def restore_signals(self) -> None:
-        """Thread-safe: undo what a library in C did to the signals, unseen by Python."""
+        """Undo changes that a C library made to the signal handlers without Python's knowledge.
+        Thread-safe.
+        """
         if self._loop is not None:
             self._loop.call_soon_threadsafe(_install_anew)
 
@@ -159,7 +164,8 @@ class RouterServer:
     ) -> None:
         """Serve. `on_start` is called once HTTP answers, `on_signal` (or `stop`) at SIGINT and SIGTERM.
 
-        `prepares`: the preprocessor is started at once, and compiles what many requests will ask for.
+        With `prepares` the preprocessor starts at once and compiles the grammars that many requests will
+        use.
         """
         connections = Connections(raise_file_limit(), self.state.metrics.connection_ended)
         server_config = uvicorn.Config(
@@ -184,7 +190,7 @@ class RouterServer:
             self.close()
 
     def close(self) -> None:
-        """Give the sockets back; `run()` does it at its end."""
+        """Close the sockets; `run()` does it at its end."""
         self.state.close()
         self._close_http()
 
@@ -206,7 +212,9 @@ class RouterServer:
         await server.serve(sockets=[self._http_socket])
 
     async def _join(self, server: _Uvicorn, shared: socket.socket) -> None:
-        """Take connections beside the other routers, which serve those until this one can."""
+        """Accept connections on the shared port once this router is ready; until then the other routers
+        serve them.
+        """
         while self.state.not_ready() is not None:
             await asyncio.sleep(POLL_INTERVAL_S)
         await server.listen(shared)
@@ -218,9 +226,9 @@ class RouterServer:
             self._end()
 
     async def _drain(self) -> None:
-        """No new requests; running ones get the configured time, then an error.
+        """Accept no new requests. Running ones get the configured time, then an error.
 
-        Of several routers the others take the new connections from now on.
+        If there are several routers, the others accept the new connections from now on.
         """
         self.state.is_draining = True
         if self._server is not None and self._joining is not None:
@@ -238,7 +246,7 @@ class RouterServer:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Uvicorn whose signals drain first, and which says when it has started."""
+    """A Uvicorn server that drains on signals and reports when it has started."""
 
     def __init__(
         self,
@@ -259,7 +267,7 @@ class _Uvicorn(uvicorn.Server):
         self._on_started()
 
     async def listen(self, listener: socket.socket) -> None:
-        """On one more socket. Uvicorn's own way has no deadline for TLS handshakes."""
+        """Listen on one more socket. Uvicorn's own way has no deadline for TLS handshakes."""
         config, state = self.config, self.lifespan.state
 
         def protocol() -> asyncio.Protocol:
@@ -294,7 +302,9 @@ def http_url(config: ServeConfig, host: str, port: int) -> str:
 
 
 def bind_http(host: str, port: int, *, shared: bool = False, listens: bool = True) -> socket.socket:
-    """`shared`: with other sockets that are. One that does not listen keeps the port for those that will."""
+    """Bind an HTTP socket. `shared`: other sockets may be bound to the same port. A socket that does not
+    listen reserves the port for others that will.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]

@@ -1,4 +1,4 @@
-"""What the router's parts share: configuration, tokenizer, workers, journal, metrics."""
+"""The state that the router's parts share: configuration, tokenizer, workers, journal, metrics."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ _SCHEDSTAT = "/proc/thread-self/schedstat"
 
 
 class RouterState:
-    """Everything behind the HTTP API. The workers' endpoint is there at once, traffic from `attach()` on."""
+    """All parts of the router except the HTTP API. The workers' endpoint is bound at once; messages are read
+    from `attach()` on.
+    """
 
     def __init__(
         self,
@@ -124,7 +126,7 @@ class RouterState:
         return RequestPreparer(BodyReader(*parts), builder, self.preprocessor, self.tokenizer.is_fast)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to listen to the workers."""
+        """Start to listen to the workers."""
         self._loop, self._sweep_due = loop, time.monotonic()
         self.link.attach(loop, self._on_message)
         self._sweep()
@@ -142,7 +144,7 @@ class RouterState:
             self.responses.close()
 
     def not_ready(self) -> str | None:
-        """Why no request can be taken now; None when one can."""
+        """Return why no request can be accepted now, or None if one can."""
         if self.is_draining:
             return "the server is shutting down"
         if self.registry.model is None:
@@ -154,7 +156,7 @@ class RouterState:
         return None
 
     def require_ready(self) -> ModelFacts:
-        """The model's facts. Raises `ApiError` 503 when a request could not even wait for a worker."""
+        """Return the model's facts. Raises `ApiError` 503 if a request could not even wait for a worker."""
         reason = self.not_ready()
         model = self.registry.model
         if model is None or self.is_draining or (reason is not None and not self.registry.awaited()):
@@ -162,7 +164,9 @@ class RouterState:
         return model
 
     def require_served(self) -> ServedModel:
-        """The same for reading a request."""
+        """Return the model's limits and names for reading a request. Raises `ApiError` 503 as
+        `require_ready`.
+        """
         facts = self.require_ready()
         return ServedModel(facts.max_model_len, facts.vocab_size, self.adapters.names)
 
@@ -186,7 +190,7 @@ class RouterState:
                 self.kv_feed.check(message, time.monotonic())
             case KvEvents():
                 self.kv_feed.take(message)
-            case Introduced():  # what it says beyond that is not understood
+            case Introduced():  # its remaining fields are unknown here
                 problem = protocol_problem(message.protocol, message.release, "the router", "the worker")
                 key = WorkerKey(message.address.worker_id, message.address.incarnation)
                 self.registry.refuse(key, problem)
@@ -194,13 +198,13 @@ class RouterState:
                 self.registry.register(message)
 
     def _on_unknown(self, state: WorkerState) -> None:
-        """A worker from before this router was started has to register here too."""
+        """Ask a worker that started before this router to register here too."""
         self.metrics.dropped("stale_incarnation")
         if not self.registry.is_retired(state.worker_id, state.incarnation):
             self.link.send_to(state.worker_id, Unregistered(incarnation=state.incarnation))
 
     def _greet(self, worker: Worker) -> None:
-        """Confirm a registration, and have workers connect before the first request needs them to."""
+        """Confirm a registration, and let workers connect before the first request needs the connections."""
         self.kv_feed.add(worker)
         self.link.send(worker, Registered(incarnation=worker.key.incarnation, router=self.incarnation))
         self.adapters.greet(worker)
@@ -245,7 +249,7 @@ class RouterState:
 
 
 def _tracing(config: ServeConfig, metrics: Metrics) -> Tracing | None:
-    """Nothing of OpenTelemetry is imported without the option."""
+    """Return the tracing, or None without the option, so that OpenTelemetry is imported only with it."""
     if config.otlp_traces_endpoint is None:
         return None
     try:
@@ -257,7 +261,9 @@ def _tracing(config: ServeConfig, metrics: Metrics) -> Tracing | None:
 
 
 def _core_wait_s() -> float:
-    """For how long this thread was ready to run and had no core, as Linux counts it; 0 elsewhere."""
+    """Return the seconds for which this thread was ready to run but had no core, as Linux counts them; 0
+    elsewhere.
+    """
     try:
         file = os.open(_SCHEDSTAT, os.O_RDONLY)
     except OSError:

@@ -1,4 +1,4 @@
-"""Stop strings, cut exactly, wherever the text happens to be split into tokens."""
+"""Stop strings, cut exactly, however the text is split into tokens."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class StopStringMatcher:
-    """Passes streamed text through, up to the stop string that is complete first.
+    """Passes streamed text through, up to the first complete stop string.
 
-    Of several that are complete at the same character the longest counts. Only text that may be the
-    beginning of a stop string is held back. The result doesn't depend on how the text was split.
+    If several are complete at the same character, the longest counts. Only text that may be the beginning of
+    a stop string is held back. The result doesn't depend on how the text was split.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
@@ -19,7 +19,9 @@ class StopStringMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Take more text; return what is certain to be output. After a match (`matched`) nothing more is."""
+        """Accept more text. Returns the text that is certain to be output; nothing after a match
+        (`matched`).
+        """
         if self.matched is not None:
             return ""
         text = self._held + text
@@ -33,7 +35,7 @@ class StopStringMatcher:
         return text[:keep]
 
     def flush(self) -> str:
-        """The text is over: what was held back is output after all."""
+        """Return the text that was held back: no more text follows."""
         held, self._held = self._held, ""
         return held
 
@@ -50,7 +52,7 @@ class StopStringMatcher:
 
 
 def possible_start(text: str, words: Sequence[str]) -> int:
-    """Where the longest end of `text` begins that is the beginning of one of `words`."""
+    """Return the index of the longest suffix of `text` that is a prefix of one of `words`."""
     keep = len(text)
     for word in words:
         start = text.find(word[0], max(0, len(text) - len(word) + 1), keep)

@@ -16,7 +16,7 @@ from router.openai_types import MAX_RAW_BYTES
 
 
 class Structure(msgspec.Struct):
-    """A part of the text between `begin` and `end`, by a schema; the rest is free."""
+    """A part of the text that begins with `begin`, satisfies `schema` and ends with `end`."""
 
     begin: str
     schema: Raw
@@ -24,14 +24,16 @@ class Structure(msgspec.Struct):
 
 
 class StructuralTag(msgspec.Struct):
-    """Text is free up to a trigger, which begins one of the structures."""
+    """Free text until a trigger, which begins one of the structures."""
 
     structures: list[Structure]
     triggers: list[str]
 
 
 def tag_grammar(raw: bytes, field: str, tokens: Mapping[str, int]) -> str:
-    """`tokens` are the special ones by their texts. Raises `InvalidRequestError`."""
+    """Return the grammar of a structural tag. `tokens` are the special tokens' ids by text. Raises
+    `InvalidRequestError`.
+    """
     check_size(len(raw), field)
     value = decode_field(raw, field, Any)
     if isinstance(value, str):
@@ -60,7 +62,7 @@ def tag_grammar(raw: bytes, field: str, tokens: Mapping[str, int]) -> str:
 
 
 def decoded_schema(raw: Raw, field: str) -> dict[str, Any]:
-    """vLLM's clients may send JSON as a string."""
+    """Decode a JSON schema. vLLM's clients may send it as a string."""
     schema = decode_field(raw, field, Any)
     if isinstance(schema, str):
         schema = decode_field(schema.encode(), field, Any)

@@ -1,6 +1,6 @@
-"""From `response_format` and `structured_outputs` to one grammar, written as llguidance reads it.
+"""Converts `response_format` and `structured_outputs` to one grammar in llguidance's notation.
 
-This runs in the preprocessor alone, as it has no bound.
+This runs only in the preprocessor, since it may take any time.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 class Grammar(NamedTuple):
-    """`field` is the request's that asks for it."""
+    """A grammar and the request's field that asks for it."""
 
     text: str
     field: str
 
 
 def requested_grammar(request: GrammarRequest, tokens: Mapping[str, int]) -> Grammar | None:
-    """`tokens` are the special ones by their texts.
+    """Return the grammar that the request asks for, if any. `tokens` are the special tokens' ids by text.
 
-    Raises `InvalidRequestError`. Whether the grammar is valid is left to who compiles it.
+    Raises `InvalidRequestError`. The compiler checks whether the grammar is valid.
     """
     formatted = _of_response_format(request.response_format, tokens)
     structured = _of_structured_outputs(request.structured_outputs, tokens)

@@ -1,4 +1,4 @@
-"""How a chat template takes messages, found by rendering a few: they want one thing in several shapes."""
+"""Finds the shape of messages that a chat template needs by rendering a few chats: templates differ in it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of a chat that a template shows, and the shape in which it needs them."""
 
     part_roles: frozenset[str] = frozenset()
-    """Roles whose content it shows only as a list of parts."""
+    """Roles whose content the template shows only as a list of parts."""
     null: str | None = ""
-    """The value for a content that is null: some templates want text, some check for none."""
+    """The value for a content that is null: some templates need text, some check for none."""
     thought: str = "reasoning_content"
-    """The field of what the assistant thought."""
+    """The field of the assistant's thinking."""
     shows_user: bool = True
     shows_tools: bool = True
     several_calls: bool = True
-    """It takes more than one call in a message."""
+    """The template accepts more than one call in a message."""
 
     def shaped(self, message: Message) -> dict[str, Any]:
-        """The message as the template wants it."""
+        """Return the message in the shape that the template needs."""
         content: Content = self.null if message["content"] is None else message["content"]
         if message["role"] not in self.part_roles:
             content = text_of(content) if isinstance(content, list) else content
@@ -41,7 +41,9 @@ class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
         fields = {**message, "content": content}
         if self.thought != "reasoning_content" and "reasoning_content" in fields:
             thought = fields.pop("reasoning_content")
-            if not content or "tool_calls" not in fields:  # gpt-oss refuses both beside calls
+            if (
+                not content or "tool_calls" not in fields
+            ):  # gpt-oss refuses a message with content, thinking and calls
                 fields[self.thought] = thought
         return fields
 
@@ -101,7 +103,7 @@ _CHATS: dict[str, list[Message]] = {
     "assistant": [_QUESTION, _said("assistant", _PROBE), _QUESTION],
     "tool": [_QUESTION, _calling("f"), _result(_PROBE)],
 }
-"""Each with a message of the role."""
+"""A chat for each role that has a message of that role."""
 _TOOL = {
     "type": "function",
     "function": {"name": _PROBE, "description": "?", "parameters": {"type": "object", "properties": {}}},

@@ -1,7 +1,8 @@
-"""A budget for reasoning: where an answer still thinks after so many tokens, its thinking is ended for it.
+"""A token budget for reasoning: if the answer still thinks after that many tokens, the router ends its
+thinking.
 
-That is decided by the answer's first tokens alone. The request goes on behind the end that was written into
-it as one does whose worker was lost, so nobody else has to know.
+The answer's first tokens alone decide that. The router appends the end of thinking to the output and resumes
+the request after it, in the same way as after the loss of a worker, so no other part has to know.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _CERTAIN = TokenLogprobs(0.0, 1)
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True):
-    """`end` are the tokens that end the thinking; `is_open` tells that the prompt began it."""
+    """`end` has the tokens that end the thinking; `is_open` says that the prompt began it."""
 
     num_tokens: int
     marks: Marks
@@ -26,7 +27,9 @@ class ThinkingBudget(msgspec.Struct, frozen=True):
     decode: Callable[[list[int]], str]
 
     def exceeded(self, before: Sequence[int], output: TokenOutput, max_tokens: int) -> TokenOutput | None:
-        """The output with the thinking's end in place of what came after the budget; None where it holds."""
+        """Return the output with the end of thinking in place of the tokens after the budget, or None if the
+        budget is kept.
+        """
         room = self.num_tokens - len(before)
         if not 0 <= room <= len(output.token_ids) or (room == len(output.token_ids) and output.finish_reason):
             return None

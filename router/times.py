@@ -1,4 +1,4 @@
-"""When the stages of a sequence began and ended, as the router saw it."""
+"""The times at which a sequence's stages began and ended, as seen by the router."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 
 
 class RequestTimes:
-    """Monotonic seconds, 0 for what has not happened, and seconds that were spent.
+    """Points in time in monotonic seconds, 0 if not reached yet, and durations in seconds.
 
     A placement begins at `placed_at`, brings its first token at `answered_at`, and is with its decode worker
-    from `taken_over_at` on, if a prefill worker began. `earlier_s` went to placements before the current one.
-    `num_steps` brought tokens after the first.
+    from `taken_over_at` on if a prefill worker began it. Placements before the current one took `earlier_s`.
+    `num_steps` steps brought tokens after the first.
     """
 
     __slots__ = (
@@ -33,7 +33,7 @@ class RequestTimes:
         self.num_steps = self.num_placed_anew = self.num_migrated = 0
 
     def start_placement(self) -> None:
-        """Whoever has it loses it."""
+        """Start a new placement; the time of the current one counts as `earlier_s`."""
         if self.placed_at:
             self.earlier_s += time.monotonic() - self.placed_at
         self.placed_at = self.answered_at = self.taken_over_at = 0.0

@@ -1,4 +1,4 @@
-"""The timing record of an answer: where its seconds went, who worked on it and what it drafted."""
+"""The timing record of an answer: where its seconds went, which workers served it, and its drafts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from router.journal import Generation, LiveRequest
 
 
 class ChoiceTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence. With the answer's `prepare_s` its stages add up to `total_s`.
+    """The timing of one sequence. With the answer's `prepare_s` its stages add up to `total_s`.
 
-    queue_s: parked until a worker could take it; placement_s: choosing the workers; earlier_s: in placements
-    that it was taken from. Then, at the workers that it ended at: worker_queue_s and prefill_s up to the
-    first token, takeover_s from there to the decode worker's first output, decode_s to the last token.
-    Beside the stages, ttft_s is from the arrival to the first token that the client got, decode_queue_s the
-    part of the hand-off in which the decode worker had all and its step was still to begin. `drafts` are the
-    plans of where its drafts were made, one after the other, and what came of each.
+    queue_s: parked until a worker had room; placement_s: choosing the workers; earlier_s: in earlier
+    placements. Then, at the final workers: worker_queue_s and prefill_s up to the first token, takeover_s
+    from there to the decode worker's first output, decode_s to the last token. In addition to the stages,
+    ttft_s is the time from the arrival to the client's first token, and decode_queue_s the part of the
+    hand-off in which the decode worker had everything and waited for its next step. `drafts` lists the draft
+    plans in order, each with its results.
     """
 
     index: int
@@ -47,7 +47,9 @@ class ChoiceTiming(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer, in seconds from its arrival; prepare_s is for reading, checking and tokenizing."""
+    """The timing of an answer, in seconds from its arrival; prepare_s is spent on reading, checking and
+    tokenizing.
+    """
 
     prepare_s: float
     total_s: float
@@ -55,7 +57,7 @@ class ResponseTiming(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stage(NamedTuple):
-    """Of one request, in monotonic seconds of the router's clock."""
+    """A stage of one request, in monotonic seconds of the router's clock."""
 
     name: str
     began: float
@@ -64,7 +66,9 @@ class Stage(NamedTuple):
 
 
 def stages(generation: Generation) -> list[Stage]:
-    """As far as the generation came. What workers measured is laid out around their tokens' arrival."""
+    """Return the stages that the generation has reached. Durations measured by workers are aligned to the
+    arrival of their tokens.
+    """
     found = [Stage("prepare", generation.arrival, generation.started, {})]
     for request in generation.requests:
         found += _stages(request)
@@ -72,7 +76,9 @@ def stages(generation: Generation) -> list[Stage]:
 
 
 def span_attributes(generation: Generation) -> dict[str, Any]:
-    """Of the whole request, with vLLM's names where it has them. Numbers are summed over its choices."""
+    """Return the attributes of the whole request's span, with vLLM's names where it has them. Numbers are
+    sums over the choices.
+    """
     requests = generation.requests
     prompt_tokens = {id(choice.prompt): len(choice.prompt.token_ids) for choice in generation.choices}
     firsts = [request.first_token_time for request in requests if request.first_token_time]
@@ -128,7 +134,7 @@ def _stages(request: LiveRequest) -> list[Stage]:
 
 
 def response_timing(generation: Generation) -> ResponseTiming:
-    """Of an answer that is complete."""
+    """Return the timing of a complete answer."""
     choices = [choice_timing(request) for request in generation.requests]
     return ResponseTiming(
         prepare_s=generation.started - generation.arrival,

@@ -1,4 +1,4 @@
-"""The router's tokenizer: `tokenizers` alone, with the settings that Transformers would apply."""
+"""The router's tokenizer: the library `tokenizers` alone, with the settings that Transformers would apply."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAFE_CHARACTERS_PER_TOKEN = 8
 PIECE_CHARACTERS = 64 * 1024
 
 _TRIM = re.compile(r'("trim_offsets"\s*:\s*)true\b')
-"""Offsets that leave a token's spaces out do not tell where it begins. No id depends on them."""
+"""Offsets that exclude a token's spaces do not tell where it begins. No token id depends on them."""
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -56,23 +56,23 @@ class Tokenizer:
         added = self._fast.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.special_ids = {each.content: token for token, each in added.items() if _is_special(each)}
-        """Ids of the tokens that llguidance treats as special, by their texts."""
+        """Ids of the tokens that llguidance treats as special, by text."""
         self._decoding = piece_decoding(json.loads(self._fast.to_str())["decoder"])
         if self._decoding is not None:
             self._all_bytes = TokenBytes(self._fast, self._decoding, frozenset())
             self._texts: dict[frozenset[int], TokenTexts] = {frozenset(): TokenTexts(self._all_bytes)}
-            """By the tokens that have no text."""
+            """Token texts, by the set of tokens that have no text."""
         source, source_for_tools = (chat_template, None) if chat_template else _templates_of(settings)
         self.chat_template = None if source is None else ChatTemplate(source, self.special_tokens)
         self.tool_template = self.chat_template
-        """For chats with tools: some models have a template of its own for them."""
+        """The template for chats with tools: some models have a separate one."""
         if source_for_tools is not None:
             self.tool_template = ChatTemplate(source_for_tools, self.special_tokens)
         self._longest_token = max((len(token) for token in self._fast.get_vocab()), default=1)
 
     @classmethod
     def load(cls, config: ServeConfig) -> Tokenizer:
-        """From the configured folder or hub id. Raises `ConfigError`."""
+        """Load the tokenizer from the configured folder or hub id. Raises `ConfigError`."""
         chat_template = None
         if config.chat_template is not None:
             chat_template = _read_template(Path(config.chat_template))
@@ -89,14 +89,15 @@ class Tokenizer:
         return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_end(self, text: str, add_special_tokens: bool, num_tokens: int) -> list[int]:
-        """The last tokens of a text, of which no more is tokenized than these can have."""
+        """Return the last `num_tokens` tokens of a text. Tokenizes no more text than these can cover."""
         end = text[-num_tokens * self._longest_token :]
         return self.encode(end, add_special_tokens)[-num_tokens:]
 
     def encode_prompt(self, text: str, add_special_tokens: bool, max_tokens: int, field: str) -> list[int]:
-        """Raises `InvalidRequestError` for a text that cannot fit in `max_tokens`.
+        """Tokenize a prompt. Raises `InvalidRequestError` if the text cannot fit in `max_tokens`.
 
-        Tokenizing takes a few hundred bytes for each token, so a long text is tokenized piece by piece first.
+        Tokenizing takes a few hundred bytes of memory for each token, so a long text is first counted piece
+        by piece.
         """
         if len(text) > max_tokens * self._longest_token:
             raise InvalidRequestError(
@@ -120,11 +121,11 @@ class Tokenizer:
 
     @property
     def is_fast(self) -> bool:
-        """Whether `fastokens` has the tokenizer's ids."""
+        """Whether `fastokens` encodes the same ids as the tokenizer."""
         return self._fast_encode is not None
 
     def as_json(self) -> str:
-        """As `tokenizer.json`, with what only the settings call special."""
+        """Return the text of `tokenizer.json`, including tokens that only the settings mark as special."""
         return self._fast.to_str()
 
     def settings(self) -> dict[str, Any]:
@@ -146,23 +147,25 @@ class Tokenizer:
         return Echo(text, offsets)
 
     def echo_tokens(self, token_ids: Sequence[int], skip_special_tokens: bool) -> Echo:
-        """The same of tokens. A last character that is not complete is left to the tokens that follow."""
+        """Return the tokens' text with the offset of each token. An incomplete last character is left to the
+        tokens that follow.
+        """
         detokenizer = self.detokenizer([], skip_special_tokens)
         pieces = [detokenizer.push(token_id) for token_id in token_ids]
         return Echo("".join(pieces), list(accumulate(map(len, pieces), initial=0))[:-1])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for, special or not."""
+        """Return the bytes that one token stands for, special or not."""
         if self._decoding is not None:
             return self._all_bytes[token_id]
         return self._fast.decode([token_id], skip_special_tokens=False).encode()
 
     def token_id(self, text: str) -> int | None:
-        """Of the token that the vocabulary spells so."""
+        """Return the id of the token that the vocabulary spells as `text`."""
         return self._fast.token_to_id(text)
 
     def token_string(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it."""
+        """Return the token as the vocabulary spells it."""
         return self._fast.id_to_token(token_id)
 
     def detokenizer(
@@ -171,7 +174,9 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         keep: frozenset[str] = frozenset(),
     ) -> Detokenizer:
-        """A fresh one, for the tokens that follow the prompt. Those in `keep` are never skipped."""
+        """Return a new detokenizer for the tokens that follow the prompt. It never skips the tokens in
+        `keep`.
+        """
         context = prompt_token_ids[-8:]
         skip = self._special_ids if skip_special_tokens else frozenset()
         if keep:
@@ -186,7 +191,7 @@ class Tokenizer:
 
 
 def _read_template(path: Path) -> str:
-    """Raises `ConfigError`, also for a template that does not compile."""
+    """Read and check a chat template. Raises `ConfigError`, also if it does not compile."""
     try:
         if path.exists() and not path.is_file():
             raise ConfigError(f"--chat-template: {path} is no file")
@@ -215,7 +220,7 @@ def _is_special(token: AddedToken) -> bool:
 
 
 def _mark_special(fast: FastTokenizer, named: Mapping[str, str], settings: Mapping[str, Any]) -> None:
-    """What only the settings call special is special too, if the vocabulary has it."""
+    """Mark the vocabulary's tokens as special that only the settings mark so."""
     contents = list(named.values())
     for entry in (settings.get("added_tokens_decoder") or {}).values():
         if entry.get("special"):
@@ -232,7 +237,9 @@ def _mark_special(fast: FastTokenizer, named: Mapping[str, str], settings: Mappi
 
 
 def _templates_of(settings: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """The template, and the one for tools where it is another. A model may have a list of them, by name."""
+    """Return the chat template, and the template for tools if it differs. A model may have a list of
+    templates by name.
+    """
     template = settings.get("chat_template")
     if isinstance(template, list):
         by_name = {entry.get("name"): entry.get("template") for entry in template}

@@ -23,10 +23,10 @@ CONVERT_TIMEOUT_S = 300.0
 
 
 def load_files(config: ServeConfig) -> tuple[str, dict[str, Any]]:
-    """The text of `tokenizer.json`, and the settings of `tokenizer_config.json`.
+    """Return the text of `tokenizer.json` and the settings of `tokenizer_config.json`.
 
-    Chat templates in files of their own come before those of the settings. A model that only has a slow
-    tokenizer's files is converted by Transformers in a process of its own. Raises `ConfigError`.
+    Chat templates in separate files take precedence over those of the settings. If a model has only a slow
+    tokenizer's files, Transformers converts them in a separate process. Raises `ConfigError`.
     """
     source = config.tokenizer_source
     files = _local_files(Path(source)) if Path(source).is_dir() else _hub_files(config)
@@ -42,7 +42,7 @@ def _local_files(folder: Path) -> dict[str, Path]:
 
 
 def _hub_files(config: ServeConfig) -> dict[str, Path]:
-    """The files that the hub has; where it is not to be asked (HF_HUB_OFFLINE), those that the cache has."""
+    """Return the files that the hub has or, with HF_HUB_OFFLINE, those in the cache."""
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -66,7 +66,7 @@ def _hub_files(config: ServeConfig) -> dict[str, Path]:
 
 
 def tokenizer_flag(config: ServeConfig) -> str:
-    """The option that names where the tokenizer comes from."""
+    """Return the option that names the tokenizer's source."""
     return "--model" if config.tokenizer is None else "--tokenizer"
 
 

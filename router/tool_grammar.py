@@ -1,4 +1,4 @@
-"""Grammars under which an answer calls functions in the model's own form, behind what it thinks."""
+"""Grammars of answers that call functions in the model's own form, after their thinking."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """A function. Of a `strict` one each keyword of the schema is kept to, of others those that can be."""
+    """A function that may be called. A `strict` one enforces every keyword of its schema, others the
+    keywords that can be enforced.
+    """
 
     name: str
     schema: dict[str, Any] | None
@@ -38,7 +40,9 @@ def tool_grammar(
     marks: Marks | None = None,
     is_open: bool = False,
 ) -> str:
-    """As llguidance reads it. `demanded`: the answer is calls; otherwise it is text and may have some."""
+    """Return the grammar in llguidance's notation. If `demanded`, the answer consists of calls; otherwise it
+    is text and may have some.
+    """
     numbers = range(len(offers))
     further = MAX_CALLS - 1 if several else 0
     again = "" if form.separator is None else _up_to(further, spelling(form.separator), "call")
@@ -80,7 +84,7 @@ def _up_to(number: int, *parts: str) -> str:
 
 
 def after_thinking(grammar: str, spelling: Spelling, marks: Marks, is_open: bool) -> str:
-    """The answer is of `grammar`. Thinking before it is free, and ends with the gap of the marks."""
+    """Return a grammar of free thinking, the marks' gap, and then an answer that matches `grammar`."""
     return lark_grammar(
         f"start: {_thinking(spelling, marks, is_open, marks.gap)} {spelling(marks.lead)} @answer",
         spelling.rule_up_to("thought", marks.close),

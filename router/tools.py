@@ -1,4 +1,4 @@
-"""The tools of a request: what the chat template is told of them, and what the model may do with them."""
+"""A request's tools: their form for the chat template, and the calls that the model may or must make."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from router.tool_grammar import Offer
 
 
 class ToolChoice(NamedTuple):
-    """Whether the answer may call functions, and whether it must, then which."""
+    """Whether the answer may call functions, whether it must, and which one if only one is allowed."""
 
     may_call: bool
     must_call: bool = False
     name: str | None = None
 
     def several(self, asked: bool | None) -> bool:
-        """Whether an answer may have several calls. Where one must come, only if that is `asked` for."""
+        """Return whether an answer may have several calls. If it must call, only if `asked` is true."""
         return self.name is None and (not self.must_call if asked is None else asked)
 
 
 def tool_choice(body: ChatBody) -> ToolChoice:
-    """Raises `InvalidRequestError`."""
+    """Return the request's tool choice. Raises `InvalidRequestError`."""
     asked = body.tool_choice
     if not body.tools:
         if asked not in (None, "none", "auto"):
@@ -42,7 +42,7 @@ def tool_choice(body: ChatBody) -> ToolChoice:
 
 
 def offers(tools: Sequence[Tool], name: str | None) -> list[Offer]:
-    """What a grammar lets the answer call; with `name` that function alone."""
+    """Return the functions that a grammar lets the answer call; with `name` only that one."""
     return [
         Offer(
             tool.function.name,
@@ -55,7 +55,7 @@ def offers(tools: Sequence[Tool], name: str | None) -> list[Offer]:
 
 
 def plain_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """For the chat template. Raises `InvalidRequestError`."""
+    """Return the tools as the chat template reads them. Raises `InvalidRequestError`."""
     names: set[str] = set()
     return [_plain(tool, f"tools[{index}].", names) for index, tool in enumerate(tools)]
 

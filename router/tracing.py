@@ -1,7 +1,7 @@
-"""Requests as OpenTelemetry spans, sent over OTLP/HTTP. Imported only with `--otlp-traces-endpoint`.
+"""Exports requests as OpenTelemetry spans over OTLP/HTTP. Imported only with `--otlp-traces-endpoint`.
 
-A request's span is opened when the request has been read, so that its client can be told the trace. The
-stages become spans of their own when it ends, from the times that were taken anyway. A thread sends them.
+A request's span is opened once the request has been read, so that its client can be told the trace. When it
+ends, its stages become child spans, from times that were recorded anyway. A thread sends the spans.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from router.timing import span_attributes, stages
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_SPANS = 8192
-"""Of some thousand requests; what ends while so many wait to be sent is lost."""
+"""Spans of some thousand requests. Spans that end while this many wait to be sent are lost."""
 EXPORT_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 2.0
 
@@ -35,7 +35,7 @@ _propagator = TraceContextTextMapPropagator()
 
 
 class Tracing:
-    """`dropped` counts spans that are lost, one call each, with the reason."""
+    """Creates and exports spans. It calls `dropped` once for each lost span, with the reason."""
 
     def __init__(self, endpoint: str, model: str, dropped: Callable[[str], None]) -> None:
         self.model = model
@@ -49,11 +49,13 @@ class Tracing:
         self._is_full = False
 
     def begin(self, headers: Mapping[str, str], arrival: float) -> RequestTrace:
-        """`arrival` in monotonic seconds. A `traceparent` among the headers is the parent if it is valid."""
+        """Open a request's span. `arrival` is in monotonic seconds. A valid `traceparent` header is the
+        parent.
+        """
         return RequestTrace(self, _propagator.extract(headers, Context()), arrival)
 
     def has_room(self, count: int) -> bool:
-        """Whether so many spans may be queued. If not, they are lost and counted."""
+        """Return whether `count` spans may be queued. If not, they are lost and counted."""
         is_full = self._num_queued - self._exporter.num_taken + count > MAX_QUEUED_SPANS
         if is_full and not self._is_full:
             logger.warning("spans are lost: %d wait to be sent", self._num_queued - self._exporter.num_taken)
@@ -64,14 +66,14 @@ class Tracing:
         return not is_full
 
     def close(self) -> None:
-        """Send what is queued, as far as that takes no longer than `CLOSE_TIMEOUT_S`."""
+        """Send the queued spans, for at most `CLOSE_TIMEOUT_S`."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(CLOSE_TIMEOUT_S)
 
 
 class RequestTrace:
-    """One HTTP request's span. `traceparent` is its place in the trace, for the client."""
+    """The span of one HTTP request. `traceparent` is its place in the trace, for the client."""
 
     def __init__(self, tracing: Tracing, parent: Context, arrival: float) -> None:
         self._tracing = tracing
@@ -85,7 +87,9 @@ class RequestTrace:
         self.traceparent = carrier["traceparent"].encode()
 
     def end(self, generation: Generation, request_id: str) -> None:
-        """It has its answer, or an error. Traces that the parent does not sample are not recorded."""
+        """End the span when the request has its answer or an error. Traces that the parent does not sample
+        are not recorded.
+        """
         span = self._span
         if not span.is_recording():
             return
@@ -109,7 +113,7 @@ class RequestTrace:
 
 
 class _CountingExporter(SpanExporter):
-    """Counts what could not be sent. `num_taken` spans are not queued any more."""
+    """Counts spans that could not be sent. `num_taken` spans have left the queue."""
 
     def __init__(self, exporter: SpanExporter, dropped: Callable[[str], None]) -> None:
         self._exporter = exporter

@@ -26,7 +26,7 @@ MAX_MESSAGES_PER_TURN = 64
 
 
 class WorkerLink:
-    """A ROUTER socket, bound at once, read by the event loop from `attach()` on."""
+    """A ROUTER socket that is bound at once; the event loop reads it from `attach()` on."""
 
     def __init__(
         self, keys: ClusterKeys, host: str, metrics: Metrics, ports: Sequence[int] = ANY_PORT
@@ -47,7 +47,7 @@ class WorkerLink:
         loop.call_soon(self._read)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the socket. Idempotent."""
         if self._loop is not None:
             self._loop.remove_reader(self._socket.fileno())
             self._loop = None
@@ -57,18 +57,18 @@ class WorkerLink:
             self._context.term()
 
     def send(self, worker: Worker, message: msgspec.Struct) -> bool:
-        """Queue a message; False when the worker has no connection or its queue is full."""
+        """Queue a message. Returns False if the worker has no connection or its queue is full."""
         return self.send_to(worker.key.worker_id, message)
 
     def send_to(self, worker_id: str, message: msgspec.Struct) -> bool:
-        """The same, also for one that has not registered."""
+        """Queue a message, like `send`, also for a worker that has not registered."""
         try:
             self._socket.send_multipart((worker_id.encode(), encode(message)), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.warning("cannot send to worker %s: %s", worker_id, error)
             return False
         finally:
-            # the descriptor tells of changes only, and sending may have swallowed one
+            # the descriptor signals only changes, and sending may have consumed one
             if self._loop is not None and self._readable():
                 self._loop.call_soon(self._read)
         return True
@@ -112,7 +112,9 @@ class WorkerLink:
 
 
 def _understood(raw: bytes) -> WorkerToRouter | Introduced:
-    """Of a worker that speaks another protocol, which must be told, who it is."""
+    """Decode a message. If the worker speaks another protocol, return its introduction, since it must be
+    told.
+    """
     try:
         return worker_to_router.decode(raw)
     except ProtocolError:

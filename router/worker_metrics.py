@@ -1,6 +1,6 @@
-"""What the workers' heartbeats say, for Prometheus, read when somebody asks.
+"""The Prometheus metrics of the workers' heartbeats, read at each scrape.
 
-A worker's samples are there as long as it lives, a pair's as long as both its workers do.
+A worker has samples as long as it lives, a pair as long as both its workers live.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _FIELDS = {
     "num_preemptions_total": "num_preemptions",
     "engine_steps_total": "steps",
 }
-"""Of `WorkerState`, by the metric that shows it."""
+"""The fields of `WorkerState`, by the metric that shows each."""
 _REPORTED = {metric.name: metric for metric in REPORTED}
 _PAIR_COUNTERS = {metric.name: metric for metric in PAIR_COUNTERS}
 _IN_USE, _REFUSED, _OVERLAP = PAIR_STATE
 
 
 class _Families(dict[str, CounterMetricFamily | GaugeMetricFamily]):
-    """Each metric's samples. `common` names the labels of all metrics of a group."""
+    """The samples of each metric. `common` names the labels of all metrics of a group."""
 
     def add(self, metric: Metric, common: Sequence[str], labels: Sequence[str], value: float) -> None:
         family = self.get(metric.name)
@@ -42,7 +42,7 @@ class _Families(dict[str, CounterMetricFamily | GaugeMetricFamily]):
 
 
 class WorkerCollector:
-    """All of the workers' metrics."""
+    """Collects the metrics of all live workers."""
 
     def __init__(self, workers: Iterable[Worker], model_name: str) -> None:
         self._workers = workers

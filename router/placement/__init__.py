@@ -22,7 +22,9 @@ from router.placement.rules import (
 
 
 def cost(request: RequestFacts, cluster: Cluster, task: Task, state: PolicyState) -> WorkerSnapshot | None:
-    """What this task alone costs; where both are chosen so, `place_by_cost` weighs them together."""
+    """Return the worker for which this task alone costs least. If both tasks use this rule, `place_by_cost`
+    weighs them together.
+    """
     if task == "prefill":
         return cheapest_prefill(request, cluster)
     return cheapest_decode(request, cluster)
@@ -43,18 +45,20 @@ class PlacementPolicy:
     decode: Rule
 
     def place(self, request: RequestFacts, cluster: Cluster, state: PolicyState) -> Answer:
-        """Where a request goes, and what to pass with the next one."""
+        """Return the request's placement and the state to pass with the next request."""
         if self.prefill is cost and self.decode is cost:
             return place_by_cost(request, cluster), state.next()
         return self._place(request, cluster, state), state.next()
 
     def next_decode(self, request: RequestFacts, cluster: Cluster, state: PolicyState) -> str | None:
-        """Which decode worker takes a prompt that is computed already; None if there is none."""
+        """Return the decode worker for a prompt that is already computed, or None if there is none."""
         worker = self._chosen("decode", request, cluster, state)
         return worker.worker_id if worker is not None else None
 
     def _place(self, request: RequestFacts, cluster: Cluster, state: PolicyState) -> Placement | Refusal:
-        """A prefill worker that already holds the prompt is taken whatever its load."""
+        """Place by separate rules. A prefill worker that already holds the prompt is chosen whatever its
+        load.
+        """
         held = cluster.get(request.prefix_at)
         prefill = held if held is not None and held.purpose == "prefill" else None
         if prefill is None:
@@ -79,7 +83,7 @@ class PlacementPolicy:
     def _chosen(
         self, task: Task, request: RequestFacts, cluster: Cluster, state: PolicyState
     ) -> WorkerSnapshot | None:
-        """A session goes to its own worker, unless that has too much to do."""
+        """Return the worker for one task. A session goes to its own worker unless that is overloaded."""
         if request.session:
             home = cluster.home(task, request.session, request.avoid)
             if home is not None and not is_overloaded(home, cluster):
@@ -88,8 +92,8 @@ class PlacementPolicy:
 
 
 def placement_policy(both: str, prefill: str | None = None, decode: str | None = None) -> PlacementPolicy:
-    """Each is the name of a rule here, or `module:name` of another one. Raises `ConfigError` for what is
-    neither.
+    """Return the policy of the named rules. Each name is a rule of this package, or `module:name` of another
+    one. Raises `ConfigError` for any other name.
     """
     _rule("--placement", both)
     return PlacementPolicy(

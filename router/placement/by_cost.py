@@ -1,7 +1,7 @@
-"""The policy `cost`: what costs all requests together the fewest seconds, by measured models.
+"""The policy `cost`: the placement that costs all requests together the fewest seconds, by measured models.
 
-It compares whole requests on one worker with splits between a prefill and a decode worker. Candidates are the
-least loaded workers and those with the most of the prompt cached, a few of each.
+It compares whole requests on one worker with splits between a prefill and a decode worker. Candidates are a
+few of the least loaded workers, and a few of those with the most of the prompt cached.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from router.placement.slo import miss
 Cost = TypeVar("Cost", PrefillCost, DecodeCost)
 
 CANDIDATES = 2
-"""Of each kind and purpose."""
+"""Candidates of each kind and purpose."""
 MARGIN = 0.03
-"""Share of the best cost that does not count: predictions are no better. Who was asked the longest ago is
-taken, or else equal workers would get nothing."""
+"""[share of the best cost] Differences to ignore, since predictions are no better. Among equals the worker
+that got a request longest ago is chosen; otherwise equal workers would get nothing.
+"""
 TRIALS = 0.01
-"""Share of all placements' cost that asking idle workers again may add. A worker that measured badly once is
-measured anew only by what it is asked."""
+"""[share of all placements' cost] The most that retrying idle workers may add. A worker that measured badly
+once is measured again only with requests.
+"""
 
 
 def place_by_cost(request: RequestFacts, cluster: Cluster) -> Placement | Refusal:
@@ -65,7 +67,7 @@ def place_by_cost(request: RequestFacts, cluster: Cluster) -> Placement | Refusa
 
 
 def candidates(request: RequestFacts, cluster: Cluster, task: Task) -> list[WorkerSnapshot]:
-    """A session's own worker alone, unless that has too much to do."""
+    """Return the workers to compare: only the session's own worker, unless that is overloaded."""
     if request.session:
         home = cluster.home(task, request.session, request.avoid)
         if home is not None and not is_overloaded(home, cluster):
@@ -78,20 +80,20 @@ def candidates(request: RequestFacts, cluster: Cluster, task: Task) -> list[Work
 
 
 def cheapest_prefill(request: RequestFacts, cluster: Cluster) -> WorkerSnapshot | None:
-    """Where only the prefill worker is chosen by cost."""
+    """Return the prefill worker, if only that is chosen by cost."""
     holder = best_holder(request, cluster)
     costs = [prefill_cost(request, worker, holder) for worker in candidates(request, cluster, "prefill")]
     return next((cost.worker for cost in _cheapest(costs)), None)
 
 
 def cheapest_decode(request: RequestFacts, cluster: Cluster) -> WorkerSnapshot | None:
-    """Where only the decode worker is chosen by cost."""
+    """Return the decode worker, if only that is chosen by cost."""
     costs = [decode_cost(request, worker) for worker in candidates(request, cluster, "decode")]
     return next((cost.worker for cost in _cheapest(costs)), None)
 
 
 def whole(prefill: PrefillCost, decode: DecodeCost) -> Option:
-    """All of it on one worker, whose rows are those that compute prompts, too."""
+    """Return the option of one worker for the whole request. Its rows include those that compute prompts."""
     predicted = Prediction(
         queue_s=prefill.queue_s + decode.row_s,
         fetch_s=prefill.fetch_s,
@@ -105,7 +107,7 @@ def whole(prefill: PrefillCost, decode: DecodeCost) -> Option:
 
 
 def split(request: RequestFacts, prefill: PrefillCost, decode: DecodeCost) -> Option:
-    """Computed on one worker and decoded on another."""
+    """Return the option of computing the prompt on one worker and decoding on another."""
     predicted = Prediction(
         queue_s=prefill.queue_s,
         fetch_s=prefill.fetch_s,
@@ -139,13 +141,15 @@ def _choose(request: RequestFacts, cluster: Cluster, options: Sequence[Option]) 
 
 
 def _unasked(cluster: Cluster, option: Option) -> int:
-    """Placements since an idle worker of the option had one."""
+    """Return how many placements ago an idle worker of the option last had one."""
     idle = [worker.last_placed for worker in _workers(cluster, option) if worker.requests <= 0]
     return cluster.last_placed - min(idle) if idle else 0
 
 
 def _turn(request: RequestFacts, cluster: Cluster, option: Option) -> tuple[int, int, int, tuple[str, ...]]:
-    """Among equals: who has more cached, then fewer workers, then who was asked the longest ago."""
+    """Return the order among equals: more cached first, then fewer workers, then the longest time since a
+    placement.
+    """
     workers = _workers(cluster, option)
     asked = max(worker.last_placed for worker in workers)
     return -cached_on(request, workers[0]), len(workers), asked, tuple(option.workers.values())
@@ -156,5 +160,5 @@ def _workers(cluster: Cluster, option: Option) -> list[WorkerSnapshot]:
 
 
 def _sane(seconds: float) -> float:
-    """What cannot be told is the worst."""
+    """Return the seconds, or infinity if they make no sense."""
     return seconds if 0 <= seconds < inf else inf

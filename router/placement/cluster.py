@@ -1,7 +1,7 @@
-"""The live workers as policies see them: by name, and of each purpose the least loaded first.
+"""The live workers as policies see them: by name, and for each purpose the least loaded first.
 
-Kept in order with each change, so that a decision among thousands looks at a few. Numbers that make no sense
-(negative, infinite or none) are taken as 0 for the order.
+Each change keeps the order, so that a decision among thousands of workers looks at a few. In the order,
+numbers that make no sense (negative, infinite or NaN) count as 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LoadKey = tuple[float, float, float, int, str]
 
 @dataclass(slots=True)
 class _Purpose:
-    """Workers that share one purpose; `hashes` are of their names, in the order of `names`."""
+    """The workers of one purpose. `hashes` are of their names, in the order of `names`."""
 
     by_load: list[LoadKey] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -36,14 +36,14 @@ class Cluster:
         self._keys: dict[str, tuple[Task, LoadKey, float]] = {}
         self._purposes: dict[Task, _Purpose] = {}
         self.last_placed = 0
-        """The latest of all workers'."""
+        """The largest `last_placed` of all workers."""
         for worker in workers:
             self.put(worker)
 
     # --- changes ------------------------------------------------------------------------------------
 
     def put(self, worker: WorkerSnapshot) -> None:
-        """Add it, or note that its load has changed."""
+        """Add a worker, or note that its load has changed."""
         key = load_key(worker)
         known = self._keys.get(worker.worker_id)
         self._workers[worker.worker_id] = worker
@@ -96,7 +96,9 @@ class Cluster:
         return group.requests / len(group.names) if group is not None and group.names else 0.0
 
     def least_loaded(self, purpose: Task, count: int, avoid: Collection[str] = ()) -> list[WorkerSnapshot]:
-        """Up to so many, the least loaded first; of those to avoid only where there are no others."""
+        """Return up to `count` workers, the least loaded first. Workers in `avoid` are returned only if
+        there are no others.
+        """
         group = self._purposes.get(purpose)
         if group is None:
             return []
@@ -105,7 +107,9 @@ class Cluster:
         return found or [self._workers[key[-1]] for key in group.by_load[:count]]
 
     def at(self, purpose: Task, index: int, avoid: Collection[str] = ()) -> WorkerSnapshot | None:
-        """The one at this place of the circle of names, or the next one that is not to be avoided."""
+        """Return the worker at this position in the circle of names, or the next one that is not in
+        `avoid`.
+        """
         group = self._purposes.get(purpose)
         if group is None or not group.names:
             return None
@@ -115,7 +119,9 @@ class Cluster:
         return self._workers[next((name for name in names if name not in avoid), first)]
 
     def home(self, purpose: Task, session: str, avoid: Collection[str] = ()) -> WorkerSnapshot | None:
-        """The session's worker by rendezvous hashing: when one comes or goes, only its sessions move."""
+        """Return the session's worker by rendezvous hashing: when a worker comes or goes, only its sessions
+        move.
+        """
         group = self._purposes.get(purpose)
         if group is None or not group.names:
             return None
@@ -130,7 +136,9 @@ class Cluster:
 
 
 def load_key(worker: WorkerSnapshot) -> LoadKey:
-    """Prompt tokens ahead for prefill, requests for decode. Equals are taken in turn."""
+    """Return the sort key of a worker: prompt tokens ahead for prefill, requests for decode. Equals take
+    turns.
+    """
     requests, tokens, usage = sane(worker.requests), sane(worker.prefill_tokens), sane(worker.kv_usage)
     if worker.purpose == "prefill":
         return tokens, requests, usage, worker.last_placed, worker.worker_id
@@ -138,7 +146,7 @@ def load_key(worker: WorkerSnapshot) -> LoadKey:
 
 
 def sane(value: float) -> float:
-    """Also for NaN."""
+    """Return the value, or 0 if it is negative, infinite or NaN."""
     return value if 0 <= value < float("inf") else 0.0
 
 
@@ -147,7 +155,7 @@ def _hash(name: str) -> int:
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's finalizer."""
+    """Mix the bits with SplitMix64's finalizer."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: np.ndarray = values ^ (values >> np.uint64(31))

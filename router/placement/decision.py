@@ -1,4 +1,4 @@
-"""A placement that was made: what was compared, what it was expected to cost, and what then happened."""
+"""A record of one placement: the options compared, the expected cost, and the observed times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.placement.interface import Option, Placement, Prediction, RequestFac
 
 
 class PlacementDecision:
-    """Observed seconds are those from the placement on; None until they are known."""
+    """A placement that was made. Observed seconds count from the placement on; None until they are known."""
 
     __slots__ = (
         "at",
@@ -55,7 +55,7 @@ class PlacementDecision:
 
 
 def tpot_seconds(predicted: Prediction, output_tokens: float) -> float:
-    """The time between two tokens, without the first."""
+    """Return the predicted time between two tokens, without the first."""
     seconds = predicted.handoff_s + predicted.room_s + predicted.decode_s
     return seconds / (output_tokens - 1) if output_tokens > 1 else 0.0
 

@@ -1,7 +1,8 @@
-"""What a placement policy sees and answers. A policy is a pure function, the same live and in a simulator.
+"""The inputs and results of placement policies. A policy is a pure function, the same live and in a
+simulator.
 
-It looks at a few workers of the cluster and never at all of them. What it must remember from one decision to
-the next is an argument, and part of the answer.
+It looks at a few workers of the cluster and never at all of them. The state that it keeps from one decision
+to the next is an argument, and part of the result.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from protocol.roles import Task
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What is known of a request before it runs.
+    """The facts about a request that are known before it runs.
 
-    `num_tokens` are to be computed before its first token, and it is expected to bring `output_tokens`;
-    the mean of all requests is `mean_output_tokens`. `prefix_at` is a prefill worker that has computed the
-    prompt and may still hold it. `cached_tokens` tells how many leading tokens each worker is believed to
-    have in its prefix cache. `avoid` are workers that have failed the request: they are taken where there are
-    no others. `split` is what the client asks for: that one worker computes the prompt and another decodes,
-    or that one does both; None: what costs least. It came `waited_s` ago, and asks for its first token
-    `slo_ttft_s` after that, and for at most `slo_tpot_s` between two tokens.
+    `num_tokens` must be computed before its first token; it is expected to generate `output_tokens`, and the
+    mean request generates `mean_output_tokens`. `prefix_at` is a prefill worker that has computed the prompt
+    and may still hold it. `cached_tokens` is the number of leading tokens that each worker is believed to
+    have in its prefix cache. `avoid` has workers that failed the request: they are chosen only if there are
+    no others. `split` is the client's wish: True for one worker that computes the prompt and another that
+    decodes, False for one worker, None for the cheaper way. The request arrived `waited_s` ago, and its SLO
+    asks for the first token `slo_ttft_s` after that and for at most `slo_tpot_s` between two tokens.
     """
 
     num_tokens: int = 0
@@ -43,13 +44,17 @@ class RequestFacts:
 
 
 class LinkSpeed(NamedTuple):
-    """Of the wire from a worker to a peer: seconds of each piece, and bytes a second; 0: not measured."""
+    """The speed of the link from a worker to a peer: seconds for each piece, and bytes a second; 0: not
+    measured.
+    """
 
     latency_s: float = 0.0
     bytes_per_s: float = 0.0
 
     def seconds(self, nbytes: float) -> float:
-        """A wire that was never used is taken for free, so that it gets used and measured."""
+        """Return the seconds to move `nbytes`. A link that was never used counts as free, so that it gets
+        used and measured.
+        """
         return self.latency_s + nbytes / self.bytes_per_s if self.bytes_per_s > 0 else self.latency_s
 
 
@@ -57,13 +62,13 @@ class LinkSpeed(NamedTuple):
 class WorkerSnapshot:
     """A live worker's load; policies only read it.
 
-    `tasks` is what its role may be asked, its purpose first. Of its `requests`, `rows` are or will be
-    decoded there, with `context_tokens` in all, of which it computes `computed_tokens` itself.
-    `prefill_tokens` are those of `prompts` whose first token is still to come, less what is cached.
-    `kv_usage` is the share of the KV pool that requests hold, `kv_tokens` the size of that pool; it decodes
-    `max_rows` at once (of both, 0: unknown). `last_placed` rises with each request that is placed anywhere:
-    who has the smallest number was asked the longest ago. `links` are its wires to peers. `on_host` are the
-    workers of its host, which lend each other their cores while idle; it is among them.
+    `tasks` lists the tasks of its role, its purpose first. Of its `requests`, `rows` are or will be decoded
+    there, with `context_tokens` in all, of which it computes `computed_tokens` itself. `prompts` have their
+    first token still to come, with `prefill_tokens` to compute, without cached ones. `kv_usage` is the share
+    of the KV pool that requests hold, `kv_tokens` the size of that pool; it decodes `max_rows` at once (0
+    for either: unknown). `last_placed` rises with each request that is placed anywhere, so the worker with
+    the smallest number has waited longest for one. `links` are its links to peers. `on_host` lists all
+    workers of its host, including itself; idle ones lend their cores to the others.
     """
 
     worker_id: str
@@ -86,12 +91,12 @@ class WorkerSnapshot:
 
     @property
     def busy_neighbours(self) -> list[WorkerSnapshot]:
-        """The other workers of its host that keep their cores."""
+        """The other workers of its host that use their cores."""
         return [other for other in self.on_host if other.worker_id != self.worker_id and other.requests > 0]
 
     @property
     def costs_now(self) -> StepCosts:
-        """With the cores that idle workers of its host lend."""
+        """The worker's step costs with the cores that idle workers of its host lend."""
         if not self.costs.borrows:
             return self.costs
         spread = self.spread(1)
@@ -101,7 +106,9 @@ class WorkerSnapshot:
         return known[2]
 
     def spread(self, more: int) -> float:
-        """Its cores, as a multiple of its own, if besides its busy neighbours so many workers need theirs."""
+        """Return its share of cores, as a multiple of its own, if `more` workers need theirs in addition to
+        its busy neighbours.
+        """
         return len(self.on_host) / (len(self.busy_neighbours) + more) if self.on_host else 1.0
 
     @property
@@ -110,12 +117,12 @@ class WorkerSnapshot:
 
 
 class Prediction(NamedTuple):
-    """Seconds that a placement is expected to take: the request's own, and those that others lose by it.
+    """Predicted seconds of a placement: the request's own, and those that others lose by it.
 
-    To its first token: `queue_s` for what is ahead of it, `fetch_s` for a prefix from another worker,
+    Up to the first token: `queue_s` for the work ahead of it, `fetch_s` for a prefix from another worker,
     `prefill_s`. Then `handoff_s` to its decode worker, as far as no chunk hides it, `room_s` for KV blocks
-    and a row, `decode_s`. `delay_s` is what requests that decode beside its prefill lose, `slowdown_s` those
-    beside its decode.
+    and a row, `decode_s`. `delay_s` is lost by requests that decode during its prefill, `slowdown_s` by
+    requests that decode with it.
     """
 
     queue_s: float = 0.0
@@ -137,9 +144,9 @@ class Prediction(NamedTuple):
 
 
 class Option(NamedTuple):
-    """One way to place a request, its tasks in order, and what it is expected to cost.
+    """One way to place a request: its tasks in order, and the predicted cost.
 
-    The worker that begins is to fetch the prompt's prefix from the worker `prefix`, if that is set.
+    If `prefix` is set, the worker that begins fetches the prompt's prefix from that worker.
     """
 
     workers: Mapping[Task, str]
@@ -149,11 +156,11 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which worker does which task of a request, in the order of the tasks.
+    """The worker of each task of a request, in the order of the tasks.
 
-    Without a worker for `prefill`, the one for `decode` does all of it. `missing` is set if that is so only
-    because no worker with that purpose is there. The worker that begins is to fetch the prompt's prefix from
-    the worker `prefix`, if that is set. `options` are those that were compared, the chosen one among them.
+    Without a worker for `prefill`, the one for `decode` does everything. `missing` is set if that is so only
+    because no worker with that purpose exists. If `prefix` is set, the worker that begins fetches the
+    prompt's prefix from that worker. `options` are all that were compared, including the chosen one.
     """
 
     workers: Mapping[Task, str]
@@ -169,7 +176,7 @@ Missed = Literal["slo_ttft", "slo_tpot"]
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """No worker can take the request now, or none soon enough for what it asks: then `missed` is set."""
+    """No worker can serve the request now, or none meets its SLO: then `missed` is set."""
 
     reason: str
     missed: Missed | None = None
@@ -178,7 +185,7 @@ class Refusal:
 
 
 class PolicyState(NamedTuple):
-    """`turn` counts decisions; with `seed` it keys what is random."""
+    """The state of a policy. `turn` counts decisions; `turn` and `seed` together determine random choices."""
 
     turn: int = 0
     seed: int = 0

@@ -1,4 +1,4 @@
-"""What a placement will cost, from the workers' measured models."""
+"""Predicts the cost of a placement from the workers' measured models."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from router.placement.interface import LinkSpeed, RequestFacts, WorkerSnapshot
 
 _NO_LINK = LinkSpeed()
 FULL_MARGIN = 0.05
-"""[share] By which full steps pass the ITL budget: each prompt in them gets a block at least."""
+"""[share] How far full steps exceed the ITL budget: each prompt in them gets at least one block."""
 LEAST_CHUNK = 16
-"""Tokens of a prompt that a step computes whatever they take: a block."""
+"""Tokens of a prompt that a step computes however long they take: one block."""
 
 
 class PrefillCost(NamedTuple):
-    """Of computing the prompt on a worker; it begins with a fetch from `prefix`, if that is set."""
+    """The cost of computing the prompt on a worker. If `prefix` is set, it begins with a fetch from that
+    worker.
+    """
 
     worker: WorkerSnapshot
     cached: int
@@ -33,8 +35,9 @@ class PrefillCost(NamedTuple):
 
 
 class DecodeCost(NamedTuple):
-    """Of decoding it on a worker, beside the prompts that come meanwhile: `pending_s` for those that wait.
-    `row_s` is until one of its rows is free, `room_s` until there is room for its KV.
+    """The cost of decoding on a worker together with the prompts that arrive meanwhile. `row_s` is the wait
+    for a free row, `room_s` the wait for KV blocks, `pending_s` the time for prompts that already wait
+    there.
     """
 
     worker: WorkerSnapshot
@@ -50,7 +53,7 @@ class DecodeCost(NamedTuple):
 
 
 def prefill_cost(request: RequestFacts, worker: WorkerSnapshot, holder: WorkerSnapshot | None) -> PrefillCost:
-    """With the prefix from `holder`, where that is sooner there than computed."""
+    """Predict the prefill, with the prefix fetched from `holder` if that is sooner than computing it."""
     cached = cached_on(request, worker)
     own_s, prefix, fetch_s, begin = compute_s(worker, request.num_tokens - cached, cached), None, 0.0, cached
     if holder is not None and holder.worker_id != worker.worker_id:
@@ -85,8 +88,9 @@ def decode_cost(request: RequestFacts, worker: WorkerSnapshot) -> DecodeCost:
 
 
 def _coming_s(worker: WorkerSnapshot) -> float:
-    """To compute the prompts that come while a whole answer is decoded: as many come as requests end, so as
-    many as the worker has computed, or will, for those that it decodes.
+    """Return the time to compute the prompts that arrive while a whole answer is decoded. As many arrive as
+    requests end, so the prompts of the worker's current rows, as far as it computes them itself, are the
+    measure.
     """
     if worker.rows <= 0:
         return 0.0
@@ -95,9 +99,10 @@ def _coming_s(worker: WorkerSnapshot) -> float:
 
 
 def _most_beside_s(request: RequestFacts, worker: WorkerSnapshot) -> float:
-    """What prompts add to each of its steps, at most: the ITL budget has what is left of them wait.
+    """Return the most that prompts add to each of the worker's steps: the ITL budget delays the rest of
+    them.
 
-    Where steps that are full are too slow for its SLO, it is in time if they are few, so all prompts count.
+    If full steps are too slow for the request's SLO, it is met only with few of them, so all prompts count.
     """
     costs = worker.costs_now
     if costs.itl_budget_s <= 0:
@@ -111,14 +116,18 @@ def _most_beside_s(request: RequestFacts, worker: WorkerSnapshot) -> float:
 
 
 def slowed_s(worker: WorkerSnapshot, seconds: float) -> float:
-    """What requests on other workers of its host lose when it takes its cores back for so long."""
+    """Return the time that requests on other workers of its host lose when it takes its cores back for
+    `seconds`.
+    """
     if worker.requests > 0:
         return 0.0
     return sum(_slowed_share(other) * seconds for other in worker.busy_neighbours)
 
 
 def _slowed_share(worker: WorkerSnapshot) -> float:
-    """Of the time that one more worker of its host is busy, what its own requests lose."""
+    """Return the share of time that the worker's own requests lose while one more worker of its host is
+    busy.
+    """
     before, after = worker.costs_now, worker.costs.on(worker.spread(2))
     decode_s = before.decode_s(worker.rows, worker.context_tokens)
     longer_s = after.decode_s(worker.rows, worker.context_tokens)
@@ -129,10 +138,10 @@ def _slowed_share(worker: WorkerSnapshot) -> float:
 
 
 def handoff_seconds(prefill: PrefillCost, decode: DecodeCost, num_tokens: int) -> float:
-    """From the first token until the request is in the decode worker's batch.
+    """Return the time from the first token until the request is in the decode worker's batch.
 
-    Blocks move while further chunks are computed: what is left is the last chunk's, or all that the wire did
-    not manage in time. Then the batch's current step ends.
+    Blocks move while further chunks are computed. What remains is the transfer of the last chunk, or of all
+    that the link did not move in time. Then the batch's current step ends.
     """
     costs = prefill.worker.costs
     link = prefill.worker.links.get(decode.worker.worker_id, _NO_LINK)
@@ -146,7 +155,9 @@ def handoff_seconds(prefill: PrefillCost, decode: DecodeCost, num_tokens: int) -
 
 
 def compute_s(worker: WorkerSnapshot, tokens: float, before: float) -> float:
-    """To compute so many tokens of a prompt (at least one) in steps that also decode what runs there."""
+    """Return the time to compute `tokens` of a prompt (at least one) in steps that also decode the worker's
+    rows.
+    """
     costs, tokens = worker.costs_now, max(tokens, 1)
     chunk = chunk_tokens(worker, before + tokens)
     steps = -(-tokens // chunk)
@@ -154,7 +165,7 @@ def compute_s(worker: WorkerSnapshot, tokens: float, before: float) -> float:
 
 
 def chunk_tokens(worker: WorkerSnapshot, context: float) -> int:
-    """Of a prompt, up to so many in a step: fewer beside what decodes there."""
+    """Return the most prompt tokens in one step: fewer if the worker also decodes."""
     costs, rows = worker.costs_now, worker.rows
     if rows <= 0 or costs.itl_budget_s <= 0:
         return max(costs.chunk_tokens, 1)
@@ -163,7 +174,9 @@ def chunk_tokens(worker: WorkerSnapshot, context: float) -> int:
 
 
 def fetch_seconds(worker: WorkerSnapshot, holder: WorkerSnapshot, tokens: int) -> float:
-    """To bring so many tokens' KV: both workers look at their messages between two steps."""
+    """Return the time to fetch the KV of `tokens`. Both workers read their messages only between two
+    steps.
+    """
     link = holder.links.get(worker.worker_id, _NO_LINK)
     wait_s = sum(each.costs_now.decode_s(each.rows, each.context_tokens) for each in (worker, holder))
     return wait_s + link.seconds(holder.costs.kept_tokens(tokens) * holder.costs.kv_bytes)
@@ -176,7 +189,7 @@ def cached_on(request: RequestFacts, worker: WorkerSnapshot) -> int:
 
 
 def best_holder(request: RequestFacts, cluster: Cluster) -> WorkerSnapshot | None:
-    """Who has most of the prompt's KV."""
+    """Return the worker that holds most of the prompt's KV."""
     held = cluster.get(request.prefix_at)
     if held is not None:
         return held
@@ -185,17 +198,17 @@ def best_holder(request: RequestFacts, cluster: Cluster) -> WorkerSnapshot | Non
 
 
 def _waiting(worker: WorkerSnapshot) -> float:
-    """Mean tokens of the prompts that wait."""
+    """Return the mean number of tokens of the prompts that wait."""
     return worker.prefill_tokens / worker.prompts if worker.prompts > 0 else 0.0
 
 
 def _row_share(worker: WorkerSnapshot) -> float:
-    """What must end before one more decodes there, as a share of what decodes at once."""
+    """Return the share of the rows that must end before one more can decode there."""
     return max(worker.rows + 1 - worker.max_rows, 0.0) / worker.max_rows if worker.max_rows > 0 else 0.0
 
 
 def _room_share(worker: WorkerSnapshot, tokens: float) -> float:
-    """What must be freed for so many tokens, as a share of what runs there."""
+    """Return the share of the running context that must be freed for `tokens` more."""
     if worker.kv_tokens <= 0 or worker.context_tokens <= 0:
         return 0.0
     held = worker.costs.kept_tokens(worker.context_tokens, worker.rows)

@@ -1,4 +1,4 @@
-"""Rules that choose a worker for one task, each blind to the other task and to what things cost."""
+"""Rules that choose a worker for one task, without regard to the other task or to costs."""
 
 from __future__ import annotations
 
@@ -12,30 +12,33 @@ from router.placement.interface import PolicyState, RequestFacts, WorkerSnapshot
 Rule = Callable[[RequestFacts, Cluster, Task, PolicyState], WorkerSnapshot | None]
 
 OVERLOAD = 1.5
-"""Times the mean load, each counted with one request more, above which nobody is sent to a worker for its
-cache."""
+"""The factor over the mean load, each counted with one request more, above which a worker gets no request
+for its cache's sake.
+"""
 _MIN_CACHED_SHARE = 0.5
-"""Of a prompt, that must be cached for it to be sent there."""
+"""The least share of a prompt that must be cached for the cache to decide."""
 
 
 def round_robin(
     request: RequestFacts, cluster: Cluster, task: Task, state: PolicyState
 ) -> WorkerSnapshot | None:
-    """One after the other, by name."""
+    """Choose one worker after the other, by name."""
     return cluster.at(task, state.turn, request.avoid)
 
 
 def least_loaded(
     request: RequestFacts, cluster: Cluster, task: Task, state: PolicyState
 ) -> WorkerSnapshot | None:
-    """The fewest prompt tokens ahead for prefill, the fewest requests for decode."""
+    """Choose the worker with the fewest prompt tokens ahead for prefill, or the fewest requests for
+    decode.
+    """
     return next(iter(cluster.least_loaded(task, 1, request.avoid)), None)
 
 
 def power_of_two(
     request: RequestFacts, cluster: Cluster, task: Task, state: PolicyState
 ) -> WorkerSnapshot | None:
-    """The less loaded of two that chance names."""
+    """Choose the less loaded of two random workers."""
     count = cluster.count(task)
     if count == 0:
         return None
@@ -48,8 +51,8 @@ def power_of_two(
 def cache_aware(
     request: RequestFacts, cluster: Cluster, task: Task, state: PolicyState
 ) -> WorkerSnapshot | None:
-    """Who has most of the prompt cached, if that is half of it and it has not too much to do; else the least
-    loaded.
+    """Choose the worker with most of the prompt cached, if that is at least half of it and the worker is not
+    overloaded; else the least loaded.
     """
     for worker in holders(request, cluster, task, 1):
         share = request.cached_tokens[worker.worker_id] / max(request.num_tokens, 1)
@@ -63,7 +66,7 @@ def is_overloaded(worker: WorkerSnapshot, cluster: Cluster) -> bool:
 
 
 def holders(request: RequestFacts, cluster: Cluster, task: Task, count: int) -> list[WorkerSnapshot]:
-    """Those for this task with the most of the prompt cached, the best first."""
+    """Return the workers for this task with the most of the prompt cached, the best first."""
     found: list[WorkerSnapshot] = []
     cached = request.cached_tokens
     for name in nlargest(2 * count, cached, key=cached.__getitem__) if cached else ():
@@ -74,7 +77,7 @@ def holders(request: RequestFacts, cluster: Cluster, task: Task, count: int) -> 
 
 
 def _random(state: PolicyState, salt: str) -> int:
-    """SplitMix64 of the turn."""
+    """Return a random number by SplitMix64 of the turn."""
     value = (state.seed + state.turn * 0x9E3779B97F4A7C15 + sum(salt.encode()) * 0xD1B54A32D192ED03) % 2**64
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64

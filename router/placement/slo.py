@@ -1,7 +1,7 @@
-"""Whether a placement is expected to be as soon as its request asks, and when one will be if it is not.
+"""Predicts whether a placement meets its request's SLO, and when one will if it does not.
 
-Only load is refused: a worker that has nothing else to do takes every request. So a prediction that is wrong
-clears by itself, as what runs is measured.
+Only load causes a refusal: an idle worker accepts every request. So a wrong prediction corrects itself,
+since the requests that run are measured.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MAX_RETRY_S = 3600.0
 
 
 class Miss(NamedTuple):
-    """`worker` has too much to do. It is expected to have nothing to do in `idle_in_s` seconds; then the
-    request takes `alone_s`.
+    """A predicted SLO miss: `worker` has too much to do. It is expected to be idle in `idle_in_s` seconds;
+    then the request takes `alone_s`.
     """
 
     missed: Missed
@@ -39,7 +39,7 @@ class Miss(NamedTuple):
 
     @property
     def retry_after_s(self) -> float:
-        """What takes too long gets shorter at an even pace until the worker is idle."""
+        """When to retry: the expected time is assumed to fall evenly until the worker is idle."""
         spread_s = self.expected_s - self.alone_s
         share = min((self.expected_s - self.asked_s) / spread_s, 1.0) if spread_s > 0 else 1.0
         seconds = share * self.idle_in_s
@@ -47,7 +47,7 @@ class Miss(NamedTuple):
 
 
 def refusal(request: RequestFacts, cluster: Cluster, placement: Placement) -> Refusal | None:
-    """Why the request is not to be taken; None if it is."""
+    """Return why the request must be refused, or None if it need not be."""
     found = miss(request, cluster, placement)
     if found is None or found.worker.requests <= 0:
         return None
@@ -60,7 +60,7 @@ def refusal(request: RequestFacts, cluster: Cluster, placement: Placement) -> Re
 
 
 def miss(request: RequestFacts, cluster: Cluster, option: Option | Placement) -> Miss | None:
-    """What is expected to take longer than the request asks."""
+    """Return the part of the SLO that the request is expected to miss, if any."""
     predicted = option.predicted
     first = cluster.get(next(iter(option.workers.values())))
     decode = cluster.get(option.workers["decode"])
@@ -80,10 +80,10 @@ def miss(request: RequestFacts, cluster: Cluster, option: Option | Placement) ->
 
 
 def _tpot_s(request: RequestFacts, predicted: Prediction, decode: WorkerSnapshot) -> float:
-    """When its prefill has ended, not now.
+    """Predict the time per output token when the prefill has ended, not now.
 
-    Requests that wait W seconds and then decode for D decode D / (W + D) of their time: that share of those
-    that the worker has been given decodes at once.
+    A request that waits W seconds and then decodes for D spends D / (W + D) of its time decoding. That share
+    of the requests assigned to the worker decodes at once.
     """
     tpot_s = tpot_seconds(predicted, request.output_tokens)
     if predicted.decode_s <= 0:

@@ -1,1 +1,1 @@
-"""`/v1/responses`: a chat in OpenAI's newer shapes, with the earlier answers kept."""
+"""`/v1/responses`: a chat in OpenAI's newer format, with the earlier answers stored."""

@@ -1,4 +1,4 @@
-"""Writes responses, whole and as events. What the model said is read as a chat's answer is."""
+"""Writes responses, whole and as events. The model's output is parsed like a chat's answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ _json = msgspec.json.Encoder().encode
 
 
 class ResponseAnswer(StreamedAnswer):
-    """`fields` are what the response tells of its request; `store` keeps the response and its items."""
+    """`fields` are the response's fields that repeat its request; `store` keeps the response and its
+    items.
+    """
 
     def __init__(
         self,
@@ -106,7 +108,7 @@ class ResponseAnswer(StreamedAnswer):
         }
 
     def _num_reasoning_tokens(self) -> int:
-        """As many as the tokenizer makes of the text."""
+        """Return how many tokens the tokenizer makes of the reasoning's text."""
         texts = [item["content"][0]["text"] for item in self._output.items if item["type"] == "reasoning"]
         return sum(len(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts)
 

@@ -1,4 +1,4 @@
-"""What `/v1/responses` takes, as OpenAI defines it."""
+"""The request bodies of `/v1/responses`, as OpenAI defines them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ItemPart(msgspec.Struct, kw_only=True, omit_defaults=True):
         str, _doc("`input_text`, `output_text`, `reasoning_text`, `summary_text`, `text` or `refusal`.")
     ]
     text: Annotated[str | None, _doc("The part's text.")] = None
-    refusal: Annotated[str | None, _doc("Of a `refusal`: its text.")] = None
+    refusal: Annotated[str | None, _doc("The text of a `refusal`.")] = None
 
 
 ItemText = str | list[ItemPart]
@@ -47,16 +47,16 @@ class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
     type: Annotated[str, _doc("`message`, `reasoning`, `function_call` or `function_call_output`.")] = (
         "message"
     )
-    role: Annotated[str | None, _doc("Of a message: `user`, `assistant`, `system` or `developer`.")] = None
+    role: Annotated[str | None, _doc("A message's role: `user`, `assistant`, `system` or `developer`.")] = (
+        None
+    )
     content: Annotated[ItemText | None, _doc("The text of a message or of reasoning.")] = None
-    summary: Annotated[list[ItemPart] | None, _doc("Of reasoning: read where there is no `content`.")] = None
-    call_id: Annotated[str | None, _doc("Of a call and of its output.")] = None
-    name: Annotated[str | None, _doc("Of a call: the function.")] = None
-    arguments: Annotated[str | None, _doc("Of a call: an object as JSON text.")] = None
-    output: Annotated[ItemText | None, _doc("Of a call's output: what the function returned.")] = None
-    status: Annotated[
-        str | None, _doc("A call that is `incomplete` is left out, unless it has an output.")
-    ] = None
+    summary: Annotated[list[ItemPart] | None, _doc("Of reasoning; read only without `content`.")] = None
+    call_id: Annotated[str | None, _doc("The id of a call, or of an output's call.")] = None
+    name: Annotated[str | None, _doc("The name of the called function.")] = None
+    arguments: Annotated[str | None, _doc("The arguments of a call, an object as JSON text.")] = None
+    output: Annotated[ItemText | None, _doc("The function's result.")] = None
+    status: Annotated[str | None, _doc("An `incomplete` call is ignored unless it has an output.")] = None
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):
@@ -66,7 +66,7 @@ class ResponseTool(msgspec.Struct, kw_only=True):
     name: Annotated[
         Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")] | None, _doc("The function's name.")
     ] = None
-    description: Annotated[str | None, _doc("What it does and when to call it.")] = None
+    description: Annotated[str | None, _doc("Tells the model what it does and when to call it.")] = None
     parameters: Annotated[Object, _doc("A JSON schema of the arguments.")] = _absent()
     strict: Annotated[bool | None, _doc("The arguments always satisfy the schema; default: false.")] = None
 
@@ -78,7 +78,7 @@ class ToolName(FunctionName, kw_only=True):
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
-    """What the answer's text must be."""
+    """The required format of the answer's text."""
 
     type: Annotated[str, _doc("`text`, `json_object` or `json_schema`.")]
     schema: Annotated[Object, _doc("With the type `json_schema`.")] = _absent()
@@ -88,14 +88,14 @@ class TextFormat(msgspec.Struct, kw_only=True):
 
 
 class TextOptions(msgspec.Struct, kw_only=True):
-    """How the text is written."""
+    """Options of the answer's text."""
 
     format: Annotated[TextFormat | None, _doc("Default: free text.")] = None
     verbosity: Annotated[str | None, _doc("Only `medium`, which changes nothing.")] = None
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
-    """How the model thinks."""
+    """Options of the model's reasoning."""
 
     effort: Annotated[str | None, _doc("Passed to the chat template.")] = None
     summary: Annotated[str | None, _doc("Only `auto`: reasoning items have the whole text.")] = None
@@ -112,12 +112,12 @@ class ResponseBody(SamplingBody, kw_only=True):
 
     input: Annotated[
         str | Annotated[list[Item], Meta(max_length=MAX_MESSAGES)] | None,
-        _doc("What the user says, or items; required."),
+        _doc("The user's text, or items; required."),
     ] = None
     instructions: Annotated[str | None, _doc("A system message for this answer alone.")] = None
-    previous_response_id: Annotated[str | None, _doc("The response that this one goes on from.")] = None
+    previous_response_id: Annotated[str | None, _doc("The response that this one continues.")] = None
     store: Annotated[
-        bool | None, _doc("Keep the response, so that others can go on from it; default: true.")
+        bool | None, _doc("Store the response, so that others can continue it; default: true.")
     ] = None
     max_output_tokens: Annotated[int | None, _doc("Most tokens to generate; default: all that fit.")] = None
     tools: Annotated[
@@ -125,13 +125,13 @@ class ResponseBody(SamplingBody, kw_only=True):
         _doc("Functions that the model may call."),
     ] = None
     tool_choice: Annotated[
-        str | ToolName | None, _doc("`auto`, the default, `none`, `required`, or the function to be called.")
+        str | ToolName | None, _doc("`auto` (the default), `none`, `required`, or the function to call.")
     ] = None
     parallel_tool_calls: Annotated[
-        bool | None, _doc("Whether an answer may have several calls; default: unless one must come.")
+        bool | None, _doc("Allow several calls in an answer; default: true unless a call is required.")
     ] = None
-    text: Annotated[TextOptions | None, _doc("What the answer's text must be.")] = None
-    reasoning: Annotated[ReasoningOptions | None, _doc("How the model thinks.")] = None
+    text: Annotated[TextOptions | None, _doc("The required format of the answer's text.")] = None
+    reasoning: Annotated[ReasoningOptions | None, _doc("Options of the model's reasoning.")] = None
     include: Annotated[
         list[str] | None, _doc("Only `reasoning.encrypted_content`: reasoning items have the text itself.")
     ] = None
@@ -139,7 +139,7 @@ class ResponseBody(SamplingBody, kw_only=True):
     user: Annotated[str | None, _doc("Told back.")] = None
     thinking_token_budget: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        _doc("Where the answer still thinks after so many tokens, its thinking is ended."),
+        _doc("Most tokens of reasoning; after that many, the reasoning is ended."),
     ] = None
     chat_template_kwargs: TemplateVariables = _absent()
 

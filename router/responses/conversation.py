@@ -1,4 +1,4 @@
-"""From a conversation's items to a chat's messages."""
+"""Converts a conversation's items to a chat's messages."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ _FIELD = re.compile(r"messages\[(\d+)\]\.(?:tool_calls\[(\d+)\]\.function\.)?(.*
 
 
 class Conversation:
-    """The `messages` of items. What the assistant thinks, says and calls in a row is one message."""
+    """Collects the `messages` of items. Consecutive reasoning, text and calls of the assistant form one
+    message.
+    """
 
     def __init__(self, answered: Collection[str | None] = ()) -> None:
-        """`answered`: the calls that have an output. Another that was cut off is left out."""
+        """`answered` has the ids of calls that have an output. Other calls are left out if they are
+        incomplete.
+        """
         self._answered = answered
         self.messages: list[ChatMessage] = []
         self._places: list[str] = []
-        """Which field each message is of."""
+        """The request's field of each message."""
         self._call_places: list[list[str]] = []
 
     def instruct(self, text: str) -> None:
         self._append(ChatMessage(role="system", content=text), "instructions")
 
     def add(self, items: Sequence[Item], field: str) -> None:
-        """Raises `InvalidRequestError`."""
+        """Append the items' messages. Raises `InvalidRequestError`."""
         for index, item in enumerate(items):
             at = f"{field}[{index}]"
             match item.type:
@@ -47,7 +51,7 @@ class Conversation:
                     raise InvalidRequestError(f"{at}.type", f"must be {kinds}, got {other!r}")
 
     def field(self, name: str) -> str:
-        """What the request calls a field of the messages."""
+        """Return the request's name for a field of the messages."""
         match = _FIELD.fullmatch(name)
         if match is None:
             return name
@@ -63,7 +67,7 @@ class Conversation:
         return message
 
     def _assistant(self, at: str, is_first: bool) -> ChatMessage:
-        """The assistant's last message, or a new one where what comes is the `is_first` of one."""
+        """Return the assistant's last message, or a new one if what follows must begin one (`is_first`)."""
         last = self.messages[-1] if self.messages else None
         if last is None or last.role != "assistant" or (is_first and (last.content or last.tool_calls)):
             last = self._append(ChatMessage(role="assistant", content=""), at)

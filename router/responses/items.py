@@ -1,4 +1,4 @@
-"""A response's output items as the answer comes, and the events that tell of them."""
+"""Builds a response's output items as the answer arrives, and the events that report them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 class OutputItems:
-    """`items` are complete but for the last, while that is open."""
+    """The output items of one response. All `items` are complete except the last one while it is open."""
 
     def __init__(self, response_id: str) -> None:
         self.items: list[Fields] = []
@@ -24,7 +24,7 @@ class OutputItems:
         """The text or the arguments of the open item."""
 
     def add(self, part: AnswerPart) -> Iterator[Fields]:
-        """The events of what has come."""
+        """Add a part of the answer and yield its events."""
         match part:
             case Content(text):
                 yield from self._text("message", text)
@@ -38,7 +38,7 @@ class OutputItems:
                 yield self._event("response.function_call_arguments.delta", {"delta": text})
 
     def close(self, status: str) -> Iterator[Fields]:
-        """The open item is at its end."""
+        """Close the open item and yield its last events."""
         if not self._is_open:
             return
         item, text = self.items[-1], "".join(self._pieces)

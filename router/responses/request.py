@@ -1,4 +1,6 @@
-"""From a request of `/v1/responses` to a chat's, and what the response tells of the request."""
+"""Converts a request of `/v1/responses` to a chat's, and lists the request's fields that the response
+repeats.
+"""
 
 from __future__ import annotations
 
@@ -35,18 +37,20 @@ _IN_VAIN = "reasoning.encrypted_content"
 
 
 class ChatRequest(NamedTuple):
-    """A chat that asks for the same. `items` are the conversation's: the earlier ones and the new."""
+    """A chat request that is equivalent to the request of `/v1/responses`. `items` are the whole
+    conversation's: the earlier ones and the new.
+    """
 
     body: ChatBody
     items: Sequence[Item]
     conversation: Conversation
 
     def field(self, name: str) -> str:
-        """The request's, for the chat's."""
+        """Return the request's name for a field of the chat."""
         return self.conversation.field(own_field(name))
 
     def renamed(self, error: InvalidRequestError | ApiError) -> InvalidRequestError | ApiError:
-        """An error about the chat, as one about the request."""
+        """Return an error about the chat as one about the request."""
         if isinstance(error, InvalidRequestError):
             return InvalidRequestError(self.field(error.field), error.message)
         if error.param is not None:
@@ -63,7 +67,7 @@ def own_field(name: str) -> str:
 
 
 def chat_request(body: ResponseBody, earlier: Sequence[Item]) -> ChatRequest:
-    """Raises `InvalidRequestError`."""
+    """Convert the request, which continues the `earlier` items. Raises `InvalidRequestError`."""
     refuse_unsupported(body)
     _check_options(body)
     if body.input is None:
@@ -92,7 +96,7 @@ def chat_request(body: ResponseBody, earlier: Sequence[Item]) -> ChatRequest:
 
 
 def told_back(body: ResponseBody) -> dict[str, Any]:
-    """A response's fields that are the request's."""
+    """Return the response's fields that repeat the request's."""
     text, reasoning, defaults = body.text, body.reasoning, SamplingParams(max_tokens=1)
     return {
         "background": False,

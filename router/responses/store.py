@@ -1,7 +1,7 @@
-"""The responses that clients may come back to: in memory, or in a file that outlives the router.
+"""Stores responses that clients may continue: in memory, or in a file that outlives the router.
 
-A response is kept with its whole conversation, so that nothing else has to be there to go on from it. The
-oldest go first where there are too many, or where they take too many bytes.
+Each response is stored with its whole conversation, so that it can be continued without any other. The
+oldest are deleted when there are too many or they have too many bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ from responses window newest as (order by number desc)"""
 
 
 class StoredResponse(NamedTuple):
-    """`body` is what clients see, `items` the conversation with the answer; both are JSON."""
+    """A stored response. `body` is the response that clients see, `items` the conversation with the answer;
+    both are JSON.
+    """
 
     id: str
     owner: str
@@ -45,9 +47,10 @@ class StoredResponse(NamedTuple):
 
 
 class ResponseStore:
-    """One API key never sees another's. Several routers may share a file. Raises `ConfigError`.
+    """Stores responses in SQLite. Each API key sees only its own. Several routers may share a file. Raises
+    `ConfigError`.
 
-    Everything here waits for a disk, or for another router; `get` and `delete` raise `ApiError`.
+    All methods may wait for a disk or for another router; `get` and `delete` raise `ApiError`.
     """
 
     def __init__(self, config: ServeConfig, on_drop: Callable[[DropReason], None]) -> None:
@@ -68,7 +71,9 @@ class ResponseStore:
             raise ConfigError(f"--response-store: cannot use {path!r}: {error}") from error
 
     def put(self, response: StoredResponse) -> None:
-        """What cannot be stored is logged and counted: the client has its answer all the same."""
+        """Store a response. A failure is logged and counted, but not raised: the client has its answer
+        already.
+        """
         size = len(response.body) + len(response.items)
         if size > self._most_bytes:
             self._on_drop("full")
@@ -100,7 +105,7 @@ class ResponseStore:
         return None if row is None else StoredResponse(*row)
 
     def delete(self, response_id: str, owner: str) -> bool:
-        """Whether it was there."""
+        """Delete a response. Returns whether it existed."""
         with self._transaction():
             found = self._database.execute(
                 "delete from responses where id = ? and owner = ?", (response_id, owner)
@@ -113,7 +118,7 @@ class ResponseStore:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Raises `ApiError`."""
+        """Run a transaction. Raises `ApiError`."""
         try:
             with self._lock, self._database:
                 yield
@@ -122,9 +127,10 @@ class ResponseStore:
 
 
 def _claim(path: Path) -> None:
-    """Make the file if it is not there; what SQLite opens with it has names of its own in the same folder.
+    """Create the file if it does not exist, and check that other users cannot access it or SQLite's files
+    next to it.
 
-    None is opened if it is there: to close it again would give up the locks of this process. Raises OSError.
+    An existing file is not opened: closing it again would release this process's locks. Raises OSError.
     """
     check_own(path.parent)
     for suffix in _SUFFIXES:
@@ -135,7 +141,9 @@ def _claim(path: Path) -> None:
 
 
 def response_store(config: ServeConfig, on_drop: Callable[[DropReason], None]) -> ResponseStore | None:
-    """None: nothing is kept. Of several routers any may be asked next, so they have to share a file."""
+    """Return the store, or None if no responses are kept. Any of several routers may get the next request,
+    so they must share a file.
+    """
     if config.max_stored_responses == 0 or (config.router_replicas > 1 and config.response_store is None):
         return None
     return ResponseStore(config, on_drop)

@@ -1,4 +1,4 @@
-"""One request of `/v1/responses`: what came before it, the chat that it is, the response that it gets."""
+"""One request of `/v1/responses`: the earlier conversation, the equivalent chat, and the response."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ _NOTHING_KEPT = (
 )
 
 Read = Callable[[bytes, ServedModel, bytes | None], Awaitable[Prepared | EarlierResponse]]
-"""Calls `read_response` of a body, the model and the items of the earlier response."""
+"""Calls `read_response` with a body, the model and the items of the earlier response."""
 
 
 def read_response(
     reader: RequestReader, raw: bytes, model: ServedModel, earlier: bytes | None = None
 ) -> Prepared | EarlierResponse:
-    """Raises `ApiError` or `InvalidRequestError`, which name the request's fields."""
+    """Read a request's body. Returns `EarlierResponse` if the items of an earlier response are needed first.
+    Raises `ApiError` or `InvalidRequestError`, which name the request's fields.
+    """
     body = decode_body(raw, ResponseBody)
     if body.previous_response_id is not None and earlier is None:
         return EarlierResponse(body.previous_response_id)
@@ -49,7 +51,9 @@ def read_response(
 
 
 class ResponseTurn:
-    """`store` None: no responses are kept. Those that are belong to the `owner`."""
+    """Prepares and answers one request. If `store` is None, no responses are kept; otherwise they belong to
+    `owner`.
+    """
 
     def __init__(self, read: Read, store: ResponseStore | None, owner: str) -> None:
         self._read = read
@@ -57,10 +61,12 @@ class ResponseTurn:
         self._owner = owner
         self._id = f"resp_{secrets.token_hex(16)}"
         self._items = b""
-        """The conversation's: the earlier ones and the new."""
+        """The items of the whole conversation: the earlier ones and the new."""
 
     async def prepare(self, raw: bytes, model: ServedModel) -> Prepared:
-        """Raises `ApiError` or `InvalidRequestError`."""
+        """Read the request, with the earlier response if it continues one. Raises `ApiError` or
+        `InvalidRequestError`.
+        """
         prepared = await self._read(raw, model, None)
         if isinstance(prepared, EarlierResponse):
             prepared = await self._read(raw, model, await self._earlier(prepared.response_id))
@@ -68,7 +74,7 @@ class ResponseTurn:
         return prepared
 
     def renamed(self, error: InvalidRequestError) -> InvalidRequestError:
-        """An error about the answer's grammar."""
+        """Return an error about the answer's grammar with the request's own field name."""
         return InvalidRequestError(own_field(error.field), error.message)
 
     def answer(
@@ -83,7 +89,7 @@ class ResponseTurn:
         return ResponseAnswer(self._id, tokenizer, options, fields, self._keep if keeps else None)
 
     async def _earlier(self, response_id: str) -> bytes:
-        """Its items."""
+        """Return the items of an earlier response."""
         if self._store is None:
             raise InvalidRequestError("previous_response_id", _NOTHING_KEPT)
         found = await asyncio.to_thread(self._store.get, response_id, self._owner)

@@ -1,1 +1,1 @@
-"""How many workers of each role there are: by hand, and by themselves."""
+"""Changes the number of workers of each role, by request of an operator and automatically."""

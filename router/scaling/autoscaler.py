@@ -1,4 +1,4 @@
-"""Decides again and again how many workers there are to be, and has that done."""
+"""Decides periodically how many workers there should be, and carries that out."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 class Autoscaler:
-    """Runs on the event loop of one router at a time, which knows what the others' requests ask for.
+    """The autoscaler. It runs on the event loop of one router at a time, which knows the demand of the
+    others' requests.
 
-    Its targets go through the same `Scaler` as an operator's. `room` says how many more workers of each role
-    the launcher could place.
+    It scales through the same `Scaler` as operators do. `room` is how many more workers of each role the
+    launcher could place.
     """
 
     def __init__(
@@ -51,13 +52,15 @@ class Autoscaler:
         self._state = ScalerState()
         self._due = 0.0
         self._changes_role = False
-        """A worker is between two roles, and counts for none."""
+        """A worker is between two roles and counts for neither."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.log = ScalingLog()
         self.room: Mapping[str, int] = {}
 
     def step(self, others: Demand) -> None:
-        """To be called a few times a second, with the demand of all other routers."""
+        """Decide and act if it is time. To be called a few times a second, with the demand of all other
+        routers.
+        """
         now = time.monotonic()
         if now < self._due or not self._policy.ranges or self._registry.model is None or self._changes_role:
             return

@@ -1,11 +1,11 @@
-"""Whether a role needs more workers, or fewer: a pure function, the same live and in a simulator.
+"""Decides whether a role needs more workers or fewer. A pure function, the same live and in a simulator.
 
-For each role it finds the least number of workers that fits what the last minutes brought: prompts wait
-longer than the SLO allows with a small chance only (Erlang's C formula, with Allen and Cunneen's correction
-for the spread of prompts), steps keep the time per token, rows and KV keep some room. More are wanted at
-once, also when prompts have queued up or answers miss their SLO all the same. Fewer are wanted after they
-would have sufficed for a while, with a margin. Where no node takes more, a role that has workers to spare
-gives one.
+For each role it finds the least number of workers that handles the demand of the last minutes: few prompts
+wait longer than the SLO allows (Erlang's C formula, with Allen and Cunneen's correction for the spread of
+prompts), steps keep the time per token, and rows and KV keep some headroom. More workers are added at once,
+also when prompts have queued up or answers miss their SLO nevertheless. Workers are removed after fewer
+would have sufficed for a while, with a margin. If no node has room for more, a role with workers to spare
+gives one up.
 """
 
 from __future__ import annotations
@@ -20,36 +20,40 @@ from router.demand import RoleDemand
 from router.scaling.facts import RoleLoad, ScalingFacts
 
 INTERVAL_S = 5.0
-"""Between two decisions."""
+"""[seconds] The time between two decisions."""
 WINDOW_S = 900.0
-"""Demand is averaged over so long: its tides take hours, and fewer requests scatter."""
+"""[seconds] The window over which demand is averaged: it changes over hours, and fewer requests scatter
+more.
+"""
 SHORT_S = 30.0
-"""A burst counts as soon as chance does not explain it."""
+"""[seconds] The window for bursts: a burst counts as soon as chance does not explain it."""
 JUDGED_S = 300.0
-"""Answers of this time, since the last change, tell of the SLO."""
+"""[seconds] The window for answers that met or missed the SLO, since the last change at most."""
 LEAST_MISSED = 2
 CHANCE = 3.0
 """Standard deviations that chance explains."""
 LONG = 1.5
-"""Standard deviations above the mean: prompts of this length are to be in time too."""
+"""Standard deviations above the mean: prompts of this length should be in time too."""
 ATTAINMENT = 0.95
-"""What is to be kept. One more worker comes when half of what it allows is missed, beyond chance."""
+"""The share of answers that should meet the SLO. If more than half of the allowed misses occur, beyond
+chance, one more worker is added.
+"""
 LATE_CHANCE = 0.01
-"""[share] Of prompts that may wait too long by the formula: the SLO has other ways to be missed."""
+"""[share] Prompts that may wait too long by the formula: the SLO can be missed for other reasons too."""
 MARGIN = 1.1
-"""Fewer workers must hold so much more than the load."""
+"""The factor by which the capacity of fewer workers must exceed the load."""
 TPOT_SHARE = 0.9
 ROWS_SHARE = 0.9
 KV_SHARE = 0.85
 BUSY_SHARE = 0.8
-"""Of a worker's time, row and room, that are used on average at most."""
+"""The most of a worker's time, rows and room to use on average."""
 QUEUE_S = 5.0
-"""That prompts may wait where no SLO says it."""
+"""[seconds] The time that prompts may wait if no SLO limits it."""
 
 
 class ScalingPolicy(NamedTuple):
-    """`ranges` are the least and the most workers of each role that is scaled. Fewer must suffice for
-    `down_after_s` before one leaves; a change for missed SLOs waits `settle_s` for the last one's effect.
+    """`ranges` are the least and the most workers of each scaled role. Fewer must suffice for `down_after_s`
+    before a worker leaves; a change for missed SLOs waits `settle_s` for the effect of the last change.
     """
 
     ranges: Mapping[str, WorkerRange]
@@ -63,7 +67,7 @@ class Sample(NamedTuple):
 
 
 class Need(NamedTuple):
-    """How many workers a role needed at a time, with the margin, and why."""
+    """The number of workers that a role needed at a time, with the margin."""
 
     at: float
     workers: int
@@ -71,7 +75,9 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScalerState:
-    """The samples of the last minutes and what they needed, the oldest first; when roles were changed."""
+    """The samples of the last minutes and the workers they needed, the oldest first, and when roles were
+    changed.
+    """
 
     samples: tuple[Sample, ...] = ()
     needs: Mapping[str, tuple[Need, ...]] = field(default_factory=dict)
@@ -79,8 +85,8 @@ class ScalerState:
 
 
 class ScalingDecision(NamedTuple):
-    """So many workers of each role are wanted, and why. `changes_role` is (from, to): a worker is to go on in
-    another role, as no node takes one more.
+    """The number of workers wanted for each role, and why. `changes_role` is (from, to): a worker changes
+    its role, since no node has room for one more.
     """
 
     targets: Mapping[str, int]
@@ -89,7 +95,9 @@ class ScalingDecision(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What a role's workers do together: `prompts` are workers that compute nothing but prompts."""
+    """The load on all workers of a role together. `prompts` is the number of workers that prompts alone
+    would keep busy.
+    """
 
     prompts: float
     prompt_s: float
@@ -110,7 +118,7 @@ class Load(NamedTuple):
 def decide(
     facts: ScalingFacts, policy: ScalingPolicy, state: ScalerState
 ) -> tuple[ScalingDecision | None, ScalerState]:
-    """What to change, if anything, and what to remember until the next decision."""
+    """Return the change to make, if any, and the state for the next decision."""
     kept = (each for each in state.samples if each.at >= facts.now - WINDOW_S)
     samples = (*kept, Sample(facts.now, facts.loads))
     targets, reasons, needs = {}, {}, dict(state.needs)
@@ -143,7 +151,7 @@ def decide(
 
 
 def needed(load: Load, facts: ScalingFacts, role: str, bounds: WorkerRange) -> tuple[int, str]:
-    """The least number of workers that fits, within the bounds, and what the next smaller one lacks."""
+    """Return the least number of workers that suffices, within the bounds, and why one fewer does not."""
     why = "the least"
     for workers in range(bounds.least, bounds.most):
         lack = _lacks(load, workers, facts, facts.loads[role])
@@ -154,7 +162,7 @@ def needed(load: Load, facts: ScalingFacts, role: str, bounds: WorkerRange) -> t
 
 
 def _lacks(load: Load, workers: int, facts: ScalingFacts, seen: RoleLoad) -> str:
-    """What so many workers would not hold; "": all."""
+    """Return why `workers` would not suffice; "" if they do."""
     costs, busy = seen.costs, load.prompts / workers
     if busy > (BUSY_SHARE if facts.slo_ttft_s == inf else 0.95):
         return f"{workers} would compute prompts for {busy:.0%} of their time"
@@ -176,7 +184,9 @@ def _lacks(load: Load, workers: int, facts: ScalingFacts, seen: RoleLoad) -> str
 
 
 def late_share(workers: int, busy: float, service_s: float, allowed_s: float) -> float:
-    """The chance of waiting longer for one of `workers`, of which `busy` are on average: Erlang C."""
+    """Return the chance to wait longer than `allowed_s` for one of `workers`, of which `busy` are busy on
+    average: Erlang C.
+    """
     if busy >= workers:
         return 1.0
     blocked = 1.0
@@ -208,18 +218,20 @@ def _load(samples: tuple[Sample, ...], role: str, now: float) -> Load:
 
 
 def _passed(samples: tuple[Sample, ...], role: str, since: float) -> tuple[RoleDemand, float]:
-    """What was counted since then, and in how many seconds."""
+    """Return the demand counted since then, and the seconds in which it was counted."""
     first = next(sample for sample in samples if sample.at >= since)
     return samples[-1].loads[role].demand - first.loads[role].demand, samples[-1].at - first.at
 
 
 def _is_settled(state: ScalerState, role: str, facts: ScalingFacts, policy: ScalingPolicy) -> bool:
-    """Whether the effect of the last change is seen."""
+    """Return whether the last change has taken effect."""
     return not facts.loads[role].coming and facts.now - state.changed_at.get(role, -inf) >= policy.settle_s
 
 
 def _pressed(samples: tuple[Sample, ...], role: str, facts: ScalingFacts, since: float) -> tuple[int, str]:
-    """How many are wanted for what was not foreseen: prompts have queued up, or answers miss their SLO."""
+    """Return how many workers are wanted for unforeseen load: prompts have queued up, or answers miss their
+    SLO.
+    """
     load = facts.loads[role]
     allowed_s = facts.slo_ttft_s / 2 if facts.slo_ttft_s < inf else QUEUE_S
     if load.backlog_s > load.workers * allowed_s:
@@ -235,7 +247,9 @@ def _pressed(samples: tuple[Sample, ...], role: str, facts: ScalingFacts, since:
 def _within_room(
     decision: ScalingDecision, facts: ScalingFacts, policy: ScalingPolicy, spare: Mapping[str, bool]
 ) -> ScalingDecision | None:
-    """As far as the nodes take it; else a worker that a role can spare changes its own."""
+    """Limit the decision to the room of the nodes. Without room, a worker that another role can spare
+    changes its role.
+    """
     targets, reasons = dict(decision.targets), dict(decision.reasons)
     taken = 0
     for role, wanted in decision.targets.items():

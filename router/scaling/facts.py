@@ -1,4 +1,4 @@
-"""What an autoscaler knows of each role: the counters of its requests, and its workers' load now."""
+"""The autoscaler's facts about each role: its requests' counters and its workers' current load."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from router.registry import Worker
 
 
 class RoleLoad(NamedTuple):
-    """What the workers of one role have to do now.
+    """The current load of the workers of one role.
 
-    `workers` serve, and `coming` ones are being started. They decode `rows` with `context` tokens, hold
-    `kv_usage` pools of KV, and prompts of `backlog_s` seconds wait there behind
-    others. Each decodes `max_rows` at
-    most. `demand` are the counters.
+    `workers` serve and `coming` more are being started. They decode `rows` with `context` tokens, hold
+    `kv_usage` pools of KV, and prompts of `backlog_s` seconds wait there for others. Each decodes at most
+    `max_rows`. `demand` has the counters.
     """
 
     workers: int
@@ -37,7 +36,7 @@ class RoleLoad(NamedTuple):
 
 
 class ScalingFacts(NamedTuple):
-    """At `now` [s]. `room`: how many more workers of each role the nodes take."""
+    """The facts at `now` [s]. `room`: how many more workers of each role the nodes can hold."""
 
     now: float
     loads: Mapping[str, RoleLoad]
@@ -47,7 +46,7 @@ class ScalingFacts(NamedTuple):
 
 
 def role_load(workers: Sequence[Worker], coming: int, demand: RoleDemand, max_rows: int) -> RoleLoad:
-    """Of the workers of one role that take requests."""
+    """Return the load of workers of one role that accept requests."""
     loads = [worker.load for worker in workers]
     return RoleLoad(
         workers=len(loads),
@@ -63,6 +62,6 @@ def role_load(workers: Sequence[Worker], coming: int, demand: RoleDemand, max_ro
 
 
 def _waiting_s(load: WorkerSnapshot) -> float:
-    """To compute the prompts behind the first one."""
+    """Return the time to compute the prompts after the first one."""
     share = 1 - 1 / load.prompts if load.prompts > 1 else 0.0
     return share * load.costs.chunks_s(load.prefill_tokens, 0, load.costs.chunk_tokens)

@@ -1,4 +1,4 @@
-"""What a router asks of the launcher when the number of workers is to change, and what it answers."""
+"""The router's requests to the launcher for a change of the number of workers, and its answers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import msgspec
 
 
 class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """So many workers of each role are wanted; roles that are not named keep theirs.
+    """The number of workers wanted for each role; roles that are not named keep theirs.
 
-    `worth` has the ids of the workers that the router knows, those first that are the least loss.
+    `worth` lists the ids of the workers that the router knows, the ones that are least loss first.
     """
 
     targets: dict[str, int]
@@ -18,8 +18,8 @@ class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScaleAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """With a `refusal`, which is about `field`, nothing has changed. Otherwise workers `started` are on their
-    way, and those `leaving` are to be drained by who asked.
+    """The launcher's answer. With a `refusal`, which concerns `field`, nothing has changed. Otherwise the
+    workers in `started` are starting, and the caller must drain those in `leaving`.
     """
 
     refusal: str = ""
@@ -32,7 +32,7 @@ AskToScale = Callable[[ScaleRequest], Awaitable[ScaleAnswer]]
 
 
 async def nobody_scales(request: ScaleRequest) -> ScaleAnswer:
-    """Where no launcher keeps the workers."""
+    """Refuse a change because no launcher manages the workers."""
     return ScaleAnswer(
         refusal="these workers were not started by a launcher", field=min(request.targets, default="")
     )

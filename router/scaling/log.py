@@ -14,7 +14,7 @@ MAX_SHOWN = 100
 
 @dataclass(frozen=True)
 class ScalingEvent:
-    """A decision at a time [s since 1970], how many workers each of its roles had, and why it failed."""
+    """A decision, its time [s since 1970], its roles' numbers of workers then, and why it failed."""
 
     at: float
     decision: ScalingDecision
@@ -35,18 +35,18 @@ class ScalingEvent:
 
 
 class ScalingLog:
-    """`tell` has one router's events reach the logs of the others."""
+    """Keeps the latest events. `tell` also sends an event to the logs of the other routers."""
 
     def __init__(self) -> None:
         self._events: deque[ScalingEvent] = deque(maxlen=MAX_SHOWN)
         self.tell: Callable[[ScalingEvent], None] = self.note
 
     def latest(self) -> list[ScalingEvent]:
-        """The newest first."""
+        """Return the events, the newest first."""
         return list(self._events)[::-1]
 
     def note(self, event: ScalingEvent) -> None:
-        """One that is there already has failed since."""
+        """Add an event, or replace it if it has failed since it was added."""
         for place, known in enumerate(self._events):
             if known.at == event.at:
                 self._events[place] = event

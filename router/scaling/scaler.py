@@ -1,4 +1,4 @@
-"""Has workers start and leave until there are as many as are wanted."""
+"""Starts and drains workers until there are as many as wanted."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 0.02
 GRACE_S = 5.0
-"""The launcher's own time-outs come first."""
+"""[seconds] Added to the launcher's own time-outs, so that these end first."""
 MAX_GIVEN_UP = 1000
 
 
 @dataclass
 class ScaleReport(DrainReport):
-    """What has changed, too."""
+    """Adds the workers that were started and drained."""
 
     started: list[str] = field(default_factory=list)
     drained: list[str] = field(default_factory=list)
 
 
 class Scaler:
-    """Runs on the event loop alone. `ask` reaches the launcher, which keeps count for all routers."""
+    """Changes the number of workers. Runs on the event loop only. `ask` reaches the launcher, which counts
+    for all routers.
+    """
 
     def __init__(self, config: ServeConfig, registry: Registry, drainer: Drainer, turns: Turns) -> None:
         self._config = config
@@ -42,26 +44,26 @@ class Scaler:
         self._drainer = drainer
         self._turns = turns
         self._given_up: dict[str, str] = {}
-        """Workers that the launcher could not start, and why; the oldest first."""
+        """The workers that the launcher could not start, and why; the oldest first."""
         self.ask: AskToScale = nobody_scales
 
     def gave_up(self, worker_id: str, reason: str) -> None:
-        """The launcher no longer tries to start this worker."""
+        """Note that the launcher no longer tries to start this worker."""
         self._given_up[worker_id] = reason
         if len(self._given_up) > MAX_GIVEN_UP:
             del self._given_up[next(iter(self._given_up))]
 
     async def scale(self, targets: Mapping[str, int]) -> ScaleReport:
-        """Returns when the new ones serve and the old ones are empty.
+        """Change the number of workers. Returns when the new ones serve and the old ones are empty.
 
-        Raises `ApiError`: with nothing changed, as during a restart, or, with status 503, if a worker could
+        Raises `ApiError` if nothing has changed, as during a restart, or, with status 503, if a worker could
         not be started.
         """
         async with self._turns.take("scaling"):
             return await self.resize(targets)
 
     async def resize(self, targets: Mapping[str, int]) -> ScaleReport:
-        """The same, as a part of another change."""
+        """Change the number of workers, like `scale`, as a part of another change."""
         began = time.monotonic()
         worth = [worker.key.worker_id for worker in least_worth(self._registry)]
         answer = await self.ask(ScaleRequest(targets=dict(targets), worth=worth))
@@ -80,8 +82,8 @@ class Scaler:
         return report
 
     async def await_serving(self, worker_ids: Sequence[str], timeout_s: float) -> dict[str, str]:
-        """Returns when each of them serves, or is given up, or after somewhat more than that time: why which
-        ones do not serve.
+        """Wait until each worker serves, was given up, or the time-out (plus a grace) has passed. Returns
+        why workers do not serve, by id.
         """
         deadline = time.monotonic() + timeout_s + GRACE_S
         for worker_id in worker_ids:
@@ -98,7 +100,7 @@ class Scaler:
         return worker is not None and worker.takes_requests
 
     async def _drain(self, worker_id: str) -> DrainReport:
-        """A worker that dies meanwhile has left too."""
+        """Drain a worker. One that dies meanwhile has left too."""
         try:
             return await (await self._drainer.drain(worker_id))
         except ApiError as error:
@@ -113,7 +115,7 @@ class Scaler:
 
 
 def least_worth(workers: Registry) -> list[Worker]:
-    """Those first that are the least loss: with the fewest requests, of these the youngest."""
+    """Return the workers, those that are least loss first: the fewest requests, then the youngest."""
 
     def worth(worker: Worker) -> tuple[float, float]:
         load = worker.load.requests if worker.takes_requests else -inf

@@ -1,4 +1,4 @@
-"""Changes that would spoil each other, through any of the routers: they take turns."""
+"""Mutual exclusion of cluster changes that would disturb each other, across all routers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Change = Literal["restart", "scaling", "change of adapters"]
 
 
 class Changes:
-    """What is under way, and at which routers: a restart or several scalings, and a change of adapters."""
+    """The changes under way and their routers: a restart or several scalings, and a change of adapters."""
 
     def __init__(self) -> None:
         self._under_way: list[tuple[Change, str]] = []
 
     def begin(self, change: Change, router_id: str) -> str:
-        """Why it cannot begin; "": it has begun."""
+        """Begin a change. Returns why it cannot begin, or "" if it has begun."""
         for other, at in self._under_way:
             if change == other != "scaling" or {change, other} == {"restart", "scaling"}:
                 return f"a {other} is under way already, asked of {at}: ask again after that"
@@ -30,7 +30,7 @@ class Changes:
             self._under_way.remove((change, router_id))
 
     def forget(self, router_id: str) -> None:
-        """It has ended, and what it had begun goes on no more."""
+        """Forget the changes of a router that has ended."""
         self._under_way = [each for each in self._under_way if each[1] != router_id]
 
     @property
@@ -39,11 +39,13 @@ class Changes:
 
 
 class Turns:
-    """Of one router. `begin` and `end` reach who keeps `Changes` for all of them."""
+    """One router's access to `Changes`. `begin` and `end` reach the process that keeps them for all
+    routers.
+    """
 
     def __init__(self, router_id: str) -> None:
         self.changes = Changes()
-        """For a router that is alone."""
+        """The changes of a router that is alone."""
         self.begin: Callable[[Change], Awaitable[str]] = self._begin
         self.end: Callable[[Change], None] = lambda change: self.changes.end(change, router_id)
         self._router_id = router_id
@@ -53,7 +55,7 @@ class Turns:
 
     @asynccontextmanager
     async def take(self, change: Change) -> AsyncIterator[None]:
-        """Raises `ApiError` 409 where another change is under way."""
+        """Hold a change while the context runs. Raises `ApiError` 409 if another change is under way."""
         refusal = await self.begin(change)
         if refusal:
             raise ApiError(409, refusal, code="change_under_way")

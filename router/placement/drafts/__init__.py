@@ -1,1 +1,3 @@
-"""Where a request's drafts are made: `interface`, `rates`, and `decide` above them. Pure functions."""
+"""Decides where a request's drafts are made: `interface`, `rates`, and `decide` on top of them. Pure
+functions.
+"""

@@ -1,6 +1,7 @@
-"""Decides where a request's drafts are made: where its decode worker's batch gets the most tokens a second.
+"""Decides where a request's drafts are made: at the place where its decode worker's batch gets the most
+tokens a second.
 
-How many tokens a draft has the decode worker chooses in each step, request by request.
+The decode worker chooses in each step how many tokens each request's draft has.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from router.placement.drafts.interface import DraftDecision, DraftFacts, DraftOp
 from router.placement.drafts.prospects import Prospects
 
 MIN_GAIN = 0.05
-"""[share] That a change must bring: about twice what is uncertain of a step's time."""
+"""[share] The gain that a change must bring: about twice the uncertainty of a step's time."""
 SEEN_GAIN = 0.02
-"""[share] The same where both were seen: that is an average of seconds."""
+"""[share] The same if both were observed: that is an average of seconds."""
 
 
 def decide(request: DraftFacts, prospects: Prospects) -> DraftDecision:
-    """`prospects` are those of the request's class and wishes. Never raises, whatever their snapshots say."""
+    """Return where the request's drafts are to be made. `prospects` are those of the request's class and
+    wishes. Never raises, whatever their snapshots contain.
+    """
     nowhere = prospects.nowhere(request)
     if prospects.wants_none:
         return DraftDecision(nowhere, (nowhere,), "no drafts are asked for")
@@ -35,7 +38,9 @@ def decide(request: DraftFacts, prospects: Prospects) -> DraftDecision:
 def _held(
     request: DraftFacts, options: tuple[DraftOption, ...], local: DraftOption | None
 ) -> DraftOption | None:
-    """What is only left for a clear gain: as the others draft, or it alone; the first is with its worker."""
+    """Return the option to keep unless another gains clearly: the others' place, else the request's own,
+    else its decode worker.
+    """
     now = request.others
     if now is None and request.current is not None:
         now = request.current.maker

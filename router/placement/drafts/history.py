@@ -1,7 +1,7 @@
-"""A request's record of its drafts, for `/decisions`, logs and traces. Nothing is decided by it.
+"""A request's record of its drafts, for `/decisions`, logs and traces. No decision depends on it.
 
-Each plan begins a period. The record says of each period where drafts were to be made, and how many steps,
-tokens and drafted tokens it brought; of the latest plan also what was compared with what.
+Each plan begins a period. The record has for each period where drafts were to be made, and its steps, tokens
+and drafted tokens; for the latest plan also the options that were compared.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from router.placement.drafts.interface import DraftDecision, DraftOption, DraftPlace
 
 MAX_PERIODS = 16
-"""That are kept, the latest ones: a long request may be planned anew for ever."""
+"""The most periods to keep, the latest ones: a long request may be planned again without limit."""
 
 
 class DraftCounts(NamedTuple):
-    """Totals of a request: its steps after the first token, and the tokens that these brought."""
+    """Totals of a request: its steps after the first token, and the tokens of these steps."""
 
     steps: int = 0
     tokens: int = 0
@@ -25,7 +25,9 @@ class DraftCounts(NamedTuple):
 
 
 class DraftPeriod:
-    """From one plan to the next: `began` and `ended` are the request's totals then; None: it goes on."""
+    """The time from one plan to the next. `began` and `ended` are the request's totals at these times; None:
+    it goes on.
+    """
 
     __slots__ = ("began", "decision", "ended", "worker_id")
 
@@ -35,7 +37,7 @@ class DraftPeriod:
 
     @property
     def counts(self) -> DraftCounts:
-        """Of this period alone; zeros until it has ended."""
+        """The counts of this period alone; zeros until it has ended."""
         ended = self.ended or self.began
         return DraftCounts(*(end - begin for end, begin in zip(ended, self.began, strict=True)))
 
@@ -51,7 +53,7 @@ class DraftPeriod:
         }
 
     def comparison(self) -> dict[str, Any]:
-        """What was expected of each place."""
+        """Return the prediction for each place."""
         return {
             "chosen": _option(self.decision.chosen, self.worker_id),
             "alternatives": [
@@ -64,7 +66,7 @@ class DraftPeriod:
 
 
 class DraftHistory:
-    """Of one request, which was planned anew `num_replans` times."""
+    """The draft periods of one request, which was planned again `num_replans` times."""
 
     __slots__ = ("num_replans", "periods")
 
@@ -74,7 +76,7 @@ class DraftHistory:
 
     @property
     def current(self) -> DraftPeriod | None:
-        """The period that goes on; None before the first plan and after the last."""
+        """The current period; None before the first plan and after the last."""
         latest = self.periods[-1] if self.periods else None
         return latest if latest is not None and latest.ended is None else None
 
@@ -84,11 +86,13 @@ class DraftHistory:
         return current.decision.place if current is not None else None
 
     def begin(self, decision: DraftDecision, worker_id: str, counts: DraftCounts) -> None:
-        """On the decode worker `worker_id`."""
+        """Begin a period on the decode worker `worker_id`."""
         self.periods.append(DraftPeriod(decision, worker_id, counts))
 
     def as_json(self) -> dict[str, Any] | None:
-        """None if there was no plan: the deployment has no drafts, and the request asks for none."""
+        """Return the record, or None if there was no plan: the deployment has no drafts, and the request
+        asks for none.
+        """
         if not self.periods:
             return None
         latest = self.periods[-1]
@@ -98,7 +102,7 @@ class DraftHistory:
         return [period.as_json() for period in self.periods]
 
     def end(self, counts: DraftCounts) -> DraftPeriod | None:
-        """Of the period that goes on, if one does."""
+        """End the current period, if there is one, and return it."""
         current = self.current
         if current is not None:
             current.ended = counts

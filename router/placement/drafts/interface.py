@@ -1,4 +1,4 @@
-"""What the placement of drafts sees and answers."""
+"""The inputs and results of the decision where drafts are made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ Where = Literal["none", "local", "remote"]
 
 
 class DraftMaker(NamedTuple):
-    """Who drafts, with whatever ceiling: nobody without a `method`, who decodes without `at`."""
+    """The worker that drafts, whatever the limit of tokens. No worker drafts without a `method`; the decode
+    worker drafts without `at`.
+    """
 
     method: Method | None = None
     at: str | None = None
@@ -26,8 +28,8 @@ class DraftMaker(NamedTuple):
 
 
 class DraftPlace(NamedTuple):
-    """Who drafts up to `max_tokens` in a step: nobody without a `method`, who decodes without `at`, else that
-    draft worker.
+    """The worker that drafts up to `max_tokens` in a step. No worker drafts without a `method`; the decode
+    worker drafts without `at`, else the draft worker `at` does.
     """
 
     method: Method | None = None
@@ -48,10 +50,10 @@ NOWHERE = DraftPlace()
 
 @dataclass(frozen=True, slots=True)
 class DraftFacts:
-    """A request, with `num_tokens` so far, that is expected to bring `tokens_left` more.
+    """A request, with `num_tokens` so far, that is expected to generate `tokens_left` more.
 
-    It drafts at `current` now; None: it begins, and others like it draft with `others`. All are to draft with
-    `trial` for a while, to show what that brings.
+    It drafts at `current` now; None: it begins, and others like it draft with `others`. If `trial` is set,
+    all of them are to draft with it for a while, to measure it.
     """
 
     num_tokens: int = 0
@@ -65,8 +67,8 @@ class DraftFacts:
 class DraftTarget:
     """A decode worker that runs `rows` requests with `context_tokens` in all.
 
-    By default it drafts with `method`, None: not at all; `fixed_tokens` in each step, None: as many as pay.
-    With `drafts_itself` it has what that takes.
+    By default it drafts with `method` (None: not at all) and `fixed_tokens` in each step (None: as many as
+    pay). `drafts_itself` says that it has what drafting needs.
     """
 
     rows: float = 1.0
@@ -83,8 +85,8 @@ class SharedDrafter:
     """A draft worker, as one target sees it.
 
     It drafts with `method` for `others` requests of other targets, with `context_tokens` each, and has
-    `waiting_tokens` of texts to read. Whoever tells it something between two steps has its answer, between
-    two steps, after `answer_s`; 0: that was not measured.
+    `waiting_tokens` of texts to read. A target that sends it a message between two steps has the answer,
+    between two steps, after `answer_s`; 0: not measured.
     """
 
     worker_id: str
@@ -97,11 +99,11 @@ class SharedDrafter:
 
 
 class DraftOption(NamedTuple):
-    """What a place is expected to bring, were all requests of the batch to draft so.
+    """The prediction for a place if all requests of the batch drafted there.
 
-    `rate`: tokens a second of the batch. `worth`: the same over the rest of the request, with what it takes
-    until its drafter has read its text. Both hold `correction`, what was seen over what was predicted.
-    `tokens_per_step` of one request. `is_seen`: at about this load.
+    `rate`: tokens a second of the batch. `worth`: the same over the rest of the request, less the time until
+    its drafter has read its text. Both include `correction`, the ratio of observed to predicted.
+    `tokens_per_step` is of one request. `is_seen`: it was observed at about this load.
     """
 
     place: DraftPlace

@@ -1,7 +1,7 @@
-"""What each place for drafts is expected to bring, in tokens a second of a decode worker's whole batch.
+"""Predicts what each place for drafts brings, in tokens a second of a decode worker's whole batch.
 
-`rates` predicts it from step times, acceptance and load. What such places brought lately (`seen`) corrects
-the prediction. For a single request what it takes its drafter to read the request's text is taken off.
+`rates` predicts it from step times, acceptance and load. The prediction is corrected by the latest
+observations (`seen`). For a single request, the time that its drafter needs to read its text is subtracted.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ from router.placement.drafts.rates import (
 from router.placement.drafts.seen import SeenRates
 
 FIRST_RATES = [0.75] * 8
-"""Acceptance where nothing is known, as the decode workers assume it too: what is tried is soon known, what
-is not tried never."""
+"""The acceptance to assume before any was measured, the same as the decode workers assume: a method that is
+tried is soon known, one that is not tried never.
+"""
 _UNKNOWN = MethodState(method="draft_model")
 
 
 class Prospects:
-    """Of the requests of one decode worker that are of one class and ask for the same, as if its whole batch
-    were like them.
+    """Predictions for the requests of one decode worker that have one class and the same wishes, as if its
+    whole batch were like them.
 
-    `wants_none`: they don't draft whatever it brings; `may_stop`: they may be left without drafts.
+    `wants_none`: they never draft; `may_stop`: they may be left without drafts.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Prospects:
         self._most_tokens = known.max_tokens if is_deployed else 0
         states = {state.method: state for state in known.methods}
         self._local = states.get(self._method) if self._method is not None else None
-        # Draft workers draft with the deployment's method, too: what they have shown counts for all.
+        # Draft workers use the deployment's method too, so their measured acceptance counts for all.
         self._chances = _survival(self._local, states.get(REMOTE) if is_deployed else None, request_class)
         self._seen = seen or SeenRates()
         self._rates: dict[DraftPlace, Rate] = {}
@@ -82,13 +83,13 @@ class Prospects:
         return self._option(request, NOWHERE)
 
     def local(self, request: DraftFacts) -> DraftOption | None:
-        """On the decode worker; None if it cannot draft so."""
+        """Return the option of drafting on the decode worker; None if it cannot draft with the method."""
         if not (self._target.drafts_itself or self._method in WEIGHTLESS):
             return None
         return self._option(request, self._place())
 
     def elsewhere(self, request: DraftFacts) -> list[DraftOption]:
-        """On each draft worker."""
+        """Return the options of drafting on each draft worker."""
         return [self._option(request, self._place(at)) for at in self._drafters]
 
     # --- inside -------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ class Prospects:
         return self._seen.correction(place.maker, self._rows)
 
     def _rate(self, place: DraftPlace) -> Rate:
-        """0 tokens a second if that cannot be told."""
+        """Return the place's rate; 0 tokens a second if there is no sound prediction."""
         found = self._rates.get(place)
         if found is None:
             found = self._predicted(place)
@@ -119,7 +120,9 @@ class Prospects:
         return found
 
     def _predicted(self, place: DraftPlace) -> Rate:
-        """With as many tokens as are asked for, or else as many as pay: the decode worker sees to that."""
+        """Predict the rate with the requested number of tokens or else the best one, which the decode worker
+        chooses.
+        """
         if place.method is None:
             return plain_rate(self._rows, self._curve)
         counts = [self._count] if self._count else range(1, len(self._chances) + 1)
@@ -127,7 +130,9 @@ class Prospects:
         return max(self._drafting(count, drafter) for count in counts)
 
     def _drafting(self, count: int, drafter: SharedDrafter | None) -> Rate:
-        """A tree, or lookahead's window, is drafted as a whole: it has more tokens than levels."""
+        """Predict the rate of drafts of `count` tokens. A tree, or lookahead's window, is drafted as a
+        whole: it has more tokens than levels.
+        """
         chances, whole = self._chances[:count], self._most_tokens
         if drafter is not None:
             return remote_rate(self._rows, self._curve, chances, drafter)
@@ -137,7 +142,7 @@ class Prospects:
         return local_rate(self._rows, self._curve, state, chances, count, levels=count)
 
     def _worth(self, request: DraftFacts, place: DraftPlace, per_s: float) -> float:
-        """Its tokens a second, less what is lost until the drafter has read the request's text."""
+        """Return the place's tokens a second, less the loss until the drafter has read the request's text."""
         has_read = request.current is not None and request.current.maker == place.maker
         if place.method is None or has_read or per_s <= 0:
             return per_s
@@ -145,7 +150,7 @@ class Prospects:
         if place.at is None:  # the batch stands still meanwhile, for each of its requests
             reading_s = request.num_tokens * self._local.read_s if self._local is not None else 0.0
             return per_s / (1 + per_s * reading_s / tokens_left)
-        # It goes on without drafts meanwhile.
+        # The request goes on without drafts meanwhile.
         late_s = reading_seconds(self._drafters[place.at], request.num_tokens)
         share = min(late_s * per_s / (self._rows * tokens_left), 1.0)
         return per_s - share * (per_s - self._rate(NOWHERE).tokens_per_s)
@@ -154,8 +159,8 @@ class Prospects:
 def _survival(
     local: MethodState | None, remote: MethodState | None, request_class: RequestClass
 ) -> list[float]:
-    """For each position of a draft the chance that it is accepted up to there: of this class of requests if
-    anybody has drafted for it, else of all.
+    """Return for each position of a draft the chance that all tokens up to it are accepted: for this class
+    of requests if it was measured, else for all.
     """
     states = [state for state in (local, remote) if state is not None]
     known = [state.by_class.get(request_class) for state in states] + [state.acceptance for state in states]

@@ -1,9 +1,10 @@
-"""Tokens a second that a decode worker's batch is expected to bring, by where its drafts are made.
+"""Predicts the tokens a second of a decode worker's batch, by the place where its drafts are made.
 
-Token i of a draft is accepted, with all before it, with the chance S(i). So a step that verifies K drafted
-tokens brings tau = 1 + S(1) + ... + S(K) to its request. With B requests it takes T(K) seconds.
+Token i of a draft is accepted, together with all before it, with the chance S(i). So a step that verifies K
+drafted tokens brings tau = 1 + S(1) + ... + S(K) tokens to its request. With B requests it takes T(K)
+seconds.
 
-- Nowhere: B / T(0).
+- Without drafts: B / T(0).
 - On the decode worker, which drafts between its steps: B tau / (T(K) + drafting).
 - On a draft worker, which drafts while the decode worker computes. Only the share x of a request's steps
   finds a draft: B (1 + x (tau - 1)) / T(x K).
@@ -22,14 +23,14 @@ from router.placement.drafts.interface import DraftTarget, SharedDrafter
 
 
 class Rate(NamedTuple):
-    """Of a batch, and what a step brings to each of its requests."""
+    """The rate of a batch, and the tokens that a step brings to each of its requests."""
 
     tokens_per_s: float
     tokens_per_step: float
 
 
 class StepCurve:
-    """Seconds of a target's step, by how many drafted tokens each of its requests verifies."""
+    """Seconds of a target's step, by the number of drafted tokens that each of its requests verifies."""
 
     def __init__(self, target: DraftTarget) -> None:
         rows, known = target.rows, target.speculation
@@ -54,14 +55,16 @@ def plain_rate(rows: float, curve: StepCurve) -> Rate:
 def local_rate(
     rows: float, curve: StepCurve, state: MethodState, chances: Sequence[float], drafted: int, levels: int
 ) -> Rate:
-    """With drafts of `drafted` tokens, `levels` after one another, where the decode worker finds one."""
+    """Predict the rate with drafts of `drafted` tokens, made in `levels` sequential passes, if the decode
+    worker finds a draft.
+    """
     tokens = 1 + state.found * sum(chances)
     drafting_s = state.start_s + state.level_s * levels + state.token_s * rows * drafted
     return Rate(rows * tokens / (curve.seconds(state.found * drafted) + drafting_s), tokens)
 
 
 def remote_rate(rows: float, curve: StepCurve, chances: Sequence[float], drafter: SharedDrafter) -> Rate:
-    """With drafts of `len(chances)` tokens by a draft worker, for all of the batch."""
+    """Predict the rate with drafts of `len(chances)` tokens that a draft worker makes for the whole batch."""
     drafted, step_s = len(chances), curve.seconds(0)
     share = 1 / (1 + _steps_without(chances, step_s, drafter, rows))
     tokens = 1 + share * sum(chances)
@@ -69,11 +72,12 @@ def remote_rate(rows: float, curve: StepCurve, chances: Sequence[float], drafter
 
 
 def _steps_without(chances: Sequence[float], step_s: float, drafter: SharedDrafter, rows: float) -> float:
-    """How many steps find no draft, for each one that does.
+    """Return how many steps find no draft for each step that finds one.
 
-    If the target accepts a whole draft and adds what was drafted next, the draft worker is ahead already, and
-    the next draft comes after as many steps as it takes to make. Otherwise the draft worker hears of it and
-    begins anew. What the target adds until that draft is there must agree with it, too.
+    If the target accepts a whole draft and its next token is the one that was drafted next, the draft worker
+    is ahead already, and the next draft arrives after the steps that it takes to make. Otherwise the draft
+    worker is notified and starts over. The tokens that the target adds until the new draft arrives must
+    agree with it, too.
     """
     drafted = len(chances)
     draft_step_s = _draft_step_seconds(drafter, rows)
@@ -87,19 +91,21 @@ def _steps_without(chances: Sequence[float], step_s: float, drafter: SharedDraft
 
 
 def _draft_step_seconds(drafter: SharedDrafter, rows: float) -> float:
-    """Of a draft worker's step, which drafts for these rows and those of its other targets."""
+    """Return the seconds of a draft worker's step for these rows and those of its other targets."""
     drafting = drafter.others + rows
     return drafter.costs.decode_s(drafting, drafting * drafter.context_tokens)
 
 
 def reading_seconds(drafter: SharedDrafter, num_tokens: int) -> float:
-    """Until a draft worker has read so many tokens of a text, after those that wait there."""
+    """Return the time until a draft worker has read `num_tokens` of a text, after the tokens that wait
+    there.
+    """
     costs = drafter.costs
     return costs.chunks_s(drafter.waiting_tokens + num_tokens, 0, costs.chunk_tokens)
 
 
 def _is_sound(table: StepTimeState) -> bool:
-    """Whether it has a number of seconds for each pair of its axes, which ascend."""
+    """Return whether the table has positive seconds for each pair of its axes, and the axes ascend."""
     axes = table.sequences, table.drafted
     return (
         all(axis and all(a < b for a, b in pairwise(axis)) for axis in axes)
@@ -109,7 +115,7 @@ def _is_sound(table: StepTimeState) -> bool:
 
 
 def _interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """Linear, and straight on behind the end."""
+    """Interpolate linearly, and extrapolate linearly beyond the ends."""
     if len(xs) < 2:
         return ys[0]
     above = min(max(bisect_right(xs, x), 1), len(xs) - 1)

@@ -1,7 +1,7 @@
-"""What drafts have brought on a decode worker, against what was predicted: by who makes them, and by load.
+"""Observed rates of drafts on a decode worker relative to the predictions, by draft maker and load.
 
-Predictions are made of parts, each measured for itself. They miss what the parts take of each other, like
-cores that workers share and messages, and stem from a start that may have been busy.
+Predictions are composed of parts, each measured alone. They miss what the parts take from each other, such
+as shared cores and messages, and are based on measurements at a start-up that may have been busy.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from typing import NamedTuple
 from router.placement.drafts.interface import DraftMaker
 
 MEMORY_S = 8.0
-"""[seconds of the worker] Over which is averaged: texts differ, and a host has phases."""
+"""[seconds of the worker] The time constant of the average: texts differ, and a host has phases."""
 LEAST_S = 0.25
-"""[seconds of the worker] From which what was seen counts."""
+"""[seconds of the worker] The least observation that counts."""
 LEAST_RATIO = 0.01
-"""Of a worker that stood still: a number to divide by."""
+"""The ratio of a worker that stood still: a number to divide by."""
 MOST_ROWS = 2.0**20
-"""From which loads are one, infinite ones too."""
+"""Loads from here on count as one, infinite ones too."""
 
 
 class _Sums(NamedTuple):
-    """Over seconds of the worker: of what was seen over what was predicted, and of 1.
+    """Sums over seconds of the worker: of the ratio of observed to predicted, and of 1.
 
     So a prediction that was far too high, as when a worker measures its first steps, keeps requests away for
-    seconds; summed in tokens it did for minutes. One that was far too low brings them there, and fades.
+    seconds; sums in tokens did so for minutes. A prediction that was far too low brings requests there, and
+    fades.
     """
 
     ratios: float = 0.0
@@ -35,14 +36,16 @@ class _Sums(NamedTuple):
 
 
 class SeenRates:
-    """Of requests that are alike. Immutable values in, numbers out: no clock."""
+    """Observed rates of requests that are alike. It takes and returns plain values and reads no clock."""
 
     def __init__(self) -> None:
         self._sums: defaultdict[DraftMaker, dict[int, _Sums]] = defaultdict(dict)
         self._latest = DraftMaker()
 
     def note(self, place: DraftMaker, rows: float, seconds: float, seen: float, predicted: float) -> None:
-        """One of `rows` requests that decoded for so long brought `seen` tokens instead of `predicted`."""
+        """Note that one of `rows` requests, which decoded for `seconds`, got `seen` tokens instead of
+        `predicted`.
+        """
         if not (isfinite(predicted) and predicted > 0):
             return
         share = seconds / rows
@@ -54,12 +57,12 @@ class SeenRates:
         self._latest = place
 
     def knows(self, place: DraftMaker, rows: float) -> bool:
-        """Whether it was seen at about this load."""
+        """Return whether the place was observed at about this load."""
         return _at(self._sums.get(place, {}), load_of(rows)) is not None
 
     def correction(self, place: DraftMaker, rows: float) -> float:
-        """What to multiply a prediction by. A place that was not seen at about this load takes that of the
-        one that was seen last, if that was; else its own at the nearest load.
+        """Return the factor to multiply a prediction by. A place that was not observed at about this load
+        takes the factor of the place observed last, if that was; else its own at the nearest load.
         """
         load, own, latest = load_of(rows), self._sums.get(place, {}), self._sums.get(self._latest, {})
         return _at(own, load) or _at(latest, load) or _nearest(own, load) or 1.0
@@ -78,5 +81,5 @@ def _at(by_load: Mapping[int, _Sums], load: int) -> float | None:
 
 
 def load_of(rows: float) -> int:
-    """Loads of about half a doubling are one."""
+    """Return the class of a load: loads within about half a doubling count as one."""
     return round(2 * log2(min(max(1.0, rows), MOST_ROWS)))

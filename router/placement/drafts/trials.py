@@ -1,6 +1,7 @@
-"""Spends a small share of the time on places that seem to lose, since what is not tried is not known.
+"""Spends a small share of the time on places that seem worse, since only a trial shows what they bring.
 
-All requests that are alike move at once: what a place brings shows in a batch that drafts there as a whole.
+All requests that are alike move at once: a place shows its rate only in a batch that drafts there as a
+whole.
 """
 
 from __future__ import annotations
@@ -10,18 +11,21 @@ from collections import Counter
 from router.placement.drafts.interface import DraftDecision, DraftMaker
 
 TRIAL_S = 1.0
-"""[seconds of the worker] Of a trial: some requests of a hundred tokens each."""
+"""[seconds of the worker] The length of a trial: some requests of a hundred tokens each."""
 SHARE = 0.01
-"""[share] Of the worker's time that trials may lose."""
+"""[share] The most of the worker's time that trials may lose."""
 SETTLES_S = 2.0
-"""[seconds of the worker] Until what is best is known well enough for a trial to compare with."""
+"""[seconds of the worker] The time until the best place is known well enough to compare a trial with it."""
 LEAST_LOSS = 0.1
-"""[share] That a trial is taken to lose at least, for its requests move there and back: one in 10 s at the
-most."""
+"""[share] The least loss to assume for a trial, since its requests move there and back: at most one trial in
+10 s.
+"""
 
 
 class Trials:
-    """Time passes as the worker decodes. The first trial is free, when predictions are worst."""
+    """Decides when to try another place. Its time passes as the worker decodes. The first trial is free,
+    since predictions are worst then.
+    """
 
     def __init__(self) -> None:
         self._passed_s = 0.0
@@ -37,11 +41,11 @@ class Trials:
 
     @property
     def place(self) -> DraftMaker | None:
-        """Where requests are to draft for a trial."""
+        """The place where requests are to draft for a trial."""
         return self._place if self._left_s > 0 else None
 
     def consider(self, decision: DraftDecision) -> bool:
-        """Whether a trial begins instead of what is best: cheap ones come more often."""
+        """Return whether a trial begins in place of the best option: cheap trials come more often."""
         if self.place is not None or self._passed_s < SETTLES_S:
             return False
         best = decision.chosen
