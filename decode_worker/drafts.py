@@ -279,7 +279,7 @@ class DraftClient:
             if not is_used and (not line.ended or now - line.heard_at > DRAFT_LEASE_S):
                 del self._lines[incarnation]
             elif is_used and since is not None and now - since > self._silence_s:
-                self._lose(line, now, f"nothing was heard of it for {now - since:.1f} s")
+                self._lose(line, now, f"it sent nothing for {now - since:.1f} s")
             elif (line.is_lost or line.ended) and now >= line.ask_at:
                 self._tell(line, now)
 

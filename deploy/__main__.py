@@ -1,4 +1,4 @@
-"""Where `tandem` begins, also as `python -m deploy`."""
+"""The entry point of `tandem`, also for `python -m deploy`."""
 
 import os
 import signal

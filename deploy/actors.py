@@ -1,4 +1,4 @@
-"""The Ray actor that keeps a worker's place on a host."""
+"""The Ray actor that starts and watches one worker on a host."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ if TYPE_CHECKING:
 
 OBJECTS = "objects"
 CONCURRENCY = {"max_concurrency": 4, "concurrency_groups": {OBJECTS: 1}}
-"""The actor's threads: `run`, `stop`, `kill` and `look` at once, and one for `deliver`."""
+"""The actor's threads: four for `run`, `stop`, `kill` and `look` together, and one for `deliver`."""
 
 PATIENCE_SHARE = 0.9
-"""The part of --start-timeout that a template gets: the rest is for another one, to say what is wrong."""
+"""The share of --start-timeout that a template gets. The rest is left for a second template to report the
+fault.
+"""
 
 
 @dataclass(frozen=True)
-class Look:
-    """An actor at a moment: its process, what its worker's start `waits_for`, why the worker is `stuck` if it
-    is stopped, and why templates were `replaced` since the actor began.
+class ActorState:
+    """The state of an actor: its process, what the start of its worker `waits_for`, why the worker is
+    `stuck` (if it is stopped), and why templates were `replaced` since the actor began.
     """
 
     pid: int
@@ -43,36 +45,39 @@ class Look:
 
 
 class WorkerActor:
-    """One worker at a time. `run` occupies one of the actor's threads for the worker's whole life.
+    """Runs one worker at a time. `run` occupies one of the actor's threads for the worker's whole life.
 
-    Ray places and watches the actor, which needs no torch. The worker is a process of its own, and the actor
-    outlives it: `run` may be called again. With the `object_store` transport the worker runs in the actor's
-    process, and peers also call `deliver`; otherwise no token and no block passes through these methods.
+    Ray places and watches the actor, which does not import torch. The worker is a process of its own, and
+    the actor outlives it: `run` may be called again. With the `object_store` transport the worker runs in
+    the actor's process, and peers also call `deliver`; otherwise neither tokens nor blocks pass through
+    these methods.
     """
 
     def __init__(self, template: str, environment: dict[str, str], own_stderr: bool) -> None:
-        """As for `TemplateClient`."""
+        """Takes the arguments of `TemplateClient`."""
         self._template = TemplateClient(template, environment, own_stderr=own_stderr)
         self._environment = environment
         self._worker: WorkerProcess | None = None
         self._watch: ProcessWatch | None = None
         """The worker's process, until it has ended."""
         self._running = threading.Lock()
-        """Held until the end of one worker is known, before which the next one is not started."""
+        """Held while a worker runs, so that the next one starts only after the actor knows that this one has
+        ended.
+        """
         self._stop = StopHandle()
         self._carrier: RayCarrier | None = None
 
-    def look(self) -> Look:
-        """To be asked about every two seconds while the worker starts, and when it is silent."""
+    def look(self) -> ActorState:
+        """Return the actor's state. Call it about every two seconds while the worker starts or is silent."""
         watch, waits_for = self._watch, self._template.waits_for
         if watch is not None:
             watch.look()
             waits_for = f"process {watch.pid} ({watch.state}) to load the model"
         stuck = watch.stopped if watch is not None else ""
-        return Look(os.getpid(), waits_for, stuck, tuple(self._template.replaced))
+        return ActorState(os.getpid(), waits_for, stuck, tuple(self._template.replaced))
 
     def run(self, encoded: bytes) -> WorkerExit:
-        """Serve as the `Launch` says. Returns how that ended."""
+        """Run the worker of the encoded `Launch`. Returns how it ended."""
         try:
             launch = read_launch(encoded)
         except ConfigError as error:
@@ -96,19 +101,21 @@ class WorkerActor:
                 self._watch = None
 
     def stop(self) -> None:
-        """Let the worker end by itself, and the next one at once."""
+        """Tell the worker to end. A later worker ends at once."""
         self._stop.stop()
         if self._worker is not None:
             self._worker.stop()
 
     def kill(self) -> None:
-        """End the worker for certain, also one that is stopped and takes no message."""
+        """Kill the worker, even if it is stopped and reads no message."""
         if self._worker is not None:
             self._worker.kill()
 
     @ray.method(concurrency_group=OBJECTS)
     def deliver(self, inbox_id: str, number: int, references: list[Any]) -> None:
-        """Take the reference of a peer's object. It comes in a list, or Ray would resolve it first."""
+        """Receive the reference to a peer's object. It comes in a list because Ray would resolve a bare one
+        first.
+        """
         if self._carrier is not None:
             self._carrier.inboxes.put(inbox_id, number, references[0])
 

@@ -1,6 +1,7 @@
-"""`tandem batch`: a file of requests in the Batch API's format, at low priority, to a file of answers.
+"""`tandem batch`: sends a file of requests in the Batch API's format, at low priority, and writes their
+answers.
 
-Only what is final is written, line by line. So the same command goes on where an earlier one ended.
+An answer is written, as one line, only when it is final. So the same command continues an interrupted batch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CONNECT_TIMEOUT_S = 30.0
 MAX_WAIT_S = 30.0
 _NOT_ALLOWED = (401, 403)
 _PASSING = (408, 429, 500, 502, 503, 504)
-"""What may be otherwise later."""
+"""Statuses of errors that may pass, so the request is sent again."""
 
 
 class BatchRequest(msgspec.Struct, kw_only=True):
@@ -38,7 +39,7 @@ class BatchRequest(msgspec.Struct, kw_only=True):
 
 
 class BatchResponse(msgspec.Struct, kw_only=True):
-    """What the server said; `body` as it came."""
+    """The server's response. `body` is its JSON, unchanged."""
 
     status_code: int
     request_id: str
@@ -60,7 +61,7 @@ class _Answered(msgspec.Struct):
 
 
 def read_requests(path: Path) -> Iterator[BatchRequest]:
-    """Raises `ConfigError`, which names the line and the field."""
+    """Yield the requests of a file. Raises `ConfigError`, which names the line and the field."""
     decode = msgspec.json.Decoder(BatchRequest).decode
     seen: set[str] = set()
     with _opened(path) as lines:
@@ -80,16 +81,16 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
 
 def _problem(request: BatchRequest, seen: Set[str]) -> str | None:
     if request.custom_id in seen:
-        return f"custom_id: {request.custom_id!r} is there twice"
+        return f"custom_id: {request.custom_id!r} occurs twice"
     if request.method != "POST":
         return f"method: must be POST, got {request.method!r}"
     if request.body.get("stream"):
-        return "body.stream: a batch has whole answers"
+        return "body.stream: a batch cannot stream"
     return None
 
 
 def read_answered(lines: BinaryIO, path: Path) -> dict[str, str]:
-    """The ids of the answers in an output, each with its error. A last line that was cut off is removed."""
+    """Return the error of each answer in an output, by custom_id. Removes an incomplete last line."""
     decode = msgspec.json.Decoder(_Answered).decode
     answered: dict[str, str] = {}
     whole = 0
@@ -99,7 +100,7 @@ def read_answered(lines: BinaryIO, path: Path) -> dict[str, str]:
         try:
             answer = decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}, line {number}: no answer of a batch: {error}") from error
+            raise ConfigError(f"{path}, line {number}: not an answer of a batch: {error}") from error
         answered[answer.custom_id] = _message(answer.error)
         whole += len(line)
     lines.seek(whole)
@@ -115,7 +116,9 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _opened_output(path: Path) -> BinaryIO:
-    """To read and go on. Another user's file could show the answers, or claim to have them."""
+    """Open the output for reading and appending. Refuses another user's file: its owner could read or forge
+    answers.
+    """
     try:
         return open(open_own(path, os.O_RDWR | os.O_CREAT, 0o666, private=False), "r+b")
     except OwnershipError as error:
@@ -127,7 +130,9 @@ def _opened_output(path: Path) -> BinaryIO:
 def run_batch(
     url: str, api_key: str | None, source: Path, target: Path, *, concurrency: int, priority: int
 ) -> None:
-    """Print how many completed and failed. Raises `ConfigError`; `ServerError` where one did not complete."""
+    """Send the requests, and print how many completed and failed. Raises `ConfigError`, or `ServerError` if
+    any did not complete.
+    """
     total = sum(1 for _ in read_requests(source))
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with _opened_output(target) as output, Progress(*columns) as progress:
@@ -155,7 +160,9 @@ def run_batch(
 
 
 class _Batch:
-    """Several requests at a time. `answered` gains their errors; `unanswered` says why some got no answer."""
+    """Sends several requests at a time. Adds their errors to `answered`; `unanswered` says why some got no
+    answer.
+    """
 
     def __init__(
         self,
@@ -193,7 +200,9 @@ class _Batch:
                 self._done()
 
     async def _ask(self, http: httpx.AsyncClient, request: BatchRequest) -> BatchAnswer | None:
-        """None where the server had no final answer. Raises `ServerError` where all others would fail too."""
+        """Return the answer, or None if the server gave no final one. Raises `ServerError` if no request can
+        succeed.
+        """
         body = {"priority": self._priority, **request.body}
         reason = ""
         for attempt in range(MAX_ATTEMPTS):
@@ -218,7 +227,7 @@ class _Batch:
 
 
 def _message(error: Any) -> str:
-    """An answer's error in words; empty where it has none."""
+    """Return the message of an answer's error, or "" if there is none."""
     if error is None:
         return ""
     told = error.get("message") if isinstance(error, dict) else error

@@ -1,4 +1,4 @@
-"""Leaving nothing behind: descendant processes and temporary directories."""
+"""Removes descendant processes and temporary directories at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def adopt_orphans() -> None:
 
 
 def end_descendants(grace_s: float) -> None:
-    """Ask every descendant to end, kill those that are there after `grace_s`, and reap them all."""
+    """Terminate every descendant, kill those that still run after `grace_s`, and reap them all."""
     descendants = psutil.Process().children(recursive=True)
     for process in descendants:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -39,7 +39,7 @@ def end_descendants(grace_s: float) -> None:
 
 
 def kill_descendants() -> None:
-    """Kill and reap every descendant, also those that are stopped, and those that they start meanwhile."""
+    """Kill and reap every descendant, including stopped ones and those that start meanwhile."""
     for _ in range(_KILL_ROUNDS):
         descendants = psutil.Process().children(recursive=True)
         for process in descendants:
@@ -52,10 +52,10 @@ def kill_descendants() -> None:
 
 
 class PrivateDirectory:
-    """A directory for this process alone, with a path short enough for the Unix sockets within.
+    """A directory for this process alone. Its path is short enough for Unix sockets within it.
 
-    A lock in it tells living owners from dead ones, in every pid namespace; the kernel frees it with the
-    process. Directories whose owner died are removed when the next one is made.
+    The owner holds a lock in it, which works across pid namespaces; the kernel frees it when the process
+    ends. Directories with a dead owner are removed when the next directory is made.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,9 @@ class PrivateDirectory:
 
 
 def _remove_if_abandoned(lock: Path) -> None:
-    """Only what `PrivateDirectory` made has the lock: a user's own files are never touched."""
+    """Remove the lock's directory if its owner is dead. Only `PrivateDirectory` makes such locks, so a
+    user's own files are safe.
+    """
     with contextlib.suppress(OSError):
         if lock.lstat().st_uid != os.getuid():
             return

@@ -1,4 +1,4 @@
-"""The command line: which commands there are, in the order that `tandem --help` shows them."""
+"""The command line: lists the commands in the order of `tandem --help`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ app = typer.Typer(
 
 @app.callback()
 def _interruptible(context: typer.Context) -> None:
-    """`serve` has handlers of its own. Until then Ctrl-C just ends it: imports may lose an exception."""
+    """Make Ctrl-C raise KeyboardInterrupt, except in `serve`. Until that sets its own handlers, Ctrl-C ends
+    the process, since imports may swallow an exception.
+    """
     if context.invoked_subcommand != "serve":
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

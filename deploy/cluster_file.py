@@ -1,4 +1,4 @@
-"""Looks at the file that `ray up` was given, before its head starts: python -m deploy.cluster_file FILE"""
+"""Checks the file given to `ray up` before the head starts: python -m deploy.cluster_file FILE"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RAYS_OWN = ("CPU", "GPU", "TPU", "memory", "object_store_memory")
 
 
 def check_cluster_file(text: str) -> None:
-    """Raises `ConfigError` for nodes of a role that there is not: they would take no worker of theirs."""
+    """Raise `ConfigError` if a node type has an unknown role: its nodes would get no workers."""
     for name, kind in yaml.safe_load(text).get("available_node_types", {}).items():
         for resource in kind.get("resources") or ():
             if resource not in (*_RAYS_OWN, *ROLES) and ":" not in resource:

@@ -1,4 +1,4 @@
-"""`tandem complete`: one prompt from the terminal, streamed."""
+"""`tandem complete`: completes one prompt in the terminal, streamed."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _CONNECT_TIMEOUT_S = 5.0
 
 
 class ServerError(TandemError):
-    """The server could not be reached, or answered with an error; the text says which."""
+    """The server could not be reached, or answered with an error; the message says which."""
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
-    """The header for the first of the keys, as TANDEM_API_KEY may name several."""
+    """Return the header with the first of the keys, since TANDEM_API_KEY may hold several."""
     key = (api_key or "").partition(",")[0].strip()
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 @contextmanager
 def client(url: str, api_key: str | None) -> Iterator[httpx.Client]:
-    """Raises `ServerError`."""
+    """Yield an HTTP client of the server. Raises `ServerError` for HTTP errors within the block."""
     timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
     try:
         with httpx.Client(base_url=url, headers=authorization(api_key), timeout=timeout) as http:
@@ -39,7 +39,7 @@ def client(url: str, api_key: str | None) -> Iterator[httpx.Client]:
 
 
 def checked(response: httpx.Response) -> httpx.Response:
-    """Raise `ServerError` with the server's own words when the status says that something failed."""
+    """Raise `ServerError` with the server's own message if the status is an error."""
     if response.is_success:
         return response
     response.read()

@@ -39,9 +39,9 @@ logger = logging.getLogger("tandem.config")
 
 ENV_PREFIX = "TANDEM_"
 _SECRET_FIELDS = ("api_key",)
-"""What no message shows."""
+"""Fields whose values no message shows."""
 _PARSED_FIELDS = ("speculative_config", "kv_events_config", "autoscale", "lora_modules")
-"""They are more than a value of a type."""
+"""Fields with a parser of their own."""
 
 
 def load_config(
@@ -51,8 +51,8 @@ def load_config(
 ) -> ServeConfig:
     """Merge the three sources into a checked configuration.
 
-    `flags` maps field names to values, None meaning "not given". Raises `ConfigError` naming the flag,
-    the variable or the file entry that is wrong.
+    `flags` maps field names to values; None stands for "not given". Raises `ConfigError` that names the
+    wrong flag, variable or file entry.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -117,7 +117,7 @@ def _check_field(field: str, value: Any, source: str) -> None:
 
 
 def _choices(field: str) -> list[str]:
-    """What a `Literal` field takes."""
+    """Return the values that a `Literal` field accepts."""
     kinds = get_type_hints(ServeConfig)[field]
     literals = [kind for kind in (kinds, *get_args(kinds)) if get_origin(kind) is Literal]
     return [choice for literal in literals for choice in get_args(literal)]
@@ -252,12 +252,12 @@ def _check_draft_workers(config: ServeConfig) -> None:
     elif speculative is not None and not speculative.decode_workers_draft:
         raise ConfigError(
             "--speculative-config: decode_workers_draft: false needs --draft-replicas above 0, "
-            "or nobody drafts"
+            "else no worker drafts"
         )
 
 
 def draft_workers_refusal(config: ServeConfig) -> str:
-    """Why there can be no draft workers; "": there can."""
+    """Return why there can be no draft workers, or "" if there can."""
     speculative = config.speculative_config
     given = f"the method {speculative.method}" if speculative is not None else "none"
     if speculative is None or speculative.method not in REMOTE_METHODS:
@@ -273,10 +273,10 @@ def draft_workers_refusal(config: ServeConfig) -> str:
 
 
 def speculative_config(value: object, flag: str, target: str) -> SpeculativeConfig:
-    """From JSON text or a mapping, for the model `target`.
+    """Parse JSON text or a mapping into the configuration for the model `target`.
 
-    The draft is an absolute path, or a hub id as it was given; without one the bundled draft, where a
-    bundled model that has one is served. Raises `ConfigError` that names `flag`, the field and its limit.
+    The draft's path becomes absolute; a hub id stays as it is. Without a draft, a bundled model gets its
+    bundled draft, if it has one. Raises `ConfigError` that names `flag`, the field and its limit.
     """
     config = parse_speculative_config(value, flag)
     if config.method not in MODEL_METHODS:

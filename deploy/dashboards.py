@@ -12,7 +12,7 @@ from protocol.metrics import PREFIX
 
 FOLDER = Path(__file__).parent / "grafana" / "dashboards"
 DATA_SOURCE = {"type": "prometheus", "uid": "prometheus"}
-"""As `deploy/grafana/provisioning/datasources/` names it."""
+"""The data source that `deploy/grafana/provisioning/datasources/` defines."""
 
 _COLUMNS, _HEIGHT = 3, 8
 _GRID_WIDTH = 24
@@ -30,7 +30,7 @@ _WORKER_CHOICE = {
 
 
 def render(name: str) -> str:
-    """A dashboard as Grafana reads it."""
+    """Return a dashboard in Grafana's JSON format."""
     panels = [_panel(number, panel) for number, panel in enumerate(DASHBOARDS[name])]
     dashboard = {
         "uid": f"tandem-{name}",

@@ -1,4 +1,4 @@
-"""`tandem doctor`: the bottlenecks of a server, the most costly first, with what to change."""
+"""`tandem doctor`: shows a server's bottlenecks, the most costly first, and what to change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deploy.complete import checked, client
 
 
 def show_findings(url: str, api_key: str | None, *, seconds: float, as_json: bool) -> None:
-    """Have the server watch itself, and print what it found. Raises `ServerError`."""
+    """Make the server watch itself, and print its findings. Raises `ServerError`."""
     with client(url, api_key) as http:
         report: dict[str, Any] = checked(http.get("/doctor", params={"seconds": seconds})).json()
     if as_json:

@@ -1,6 +1,6 @@
-"""Ends Ray on all hosts of a cluster but this one, the head: python -m deploy.end_nodes PORT
+"""Ends Ray on all hosts of a cluster except this one, the head: python -m deploy.end_nodes PORT
 
-Ray's local node provider does not do that at `ray down`, and its nodes outlive their head for a while.
+With listed hosts `ray down` does not do this, and the nodes outlive their head for a while.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ALIVE = 0
 
 
 def end_nodes(address: str) -> list[str]:
-    """Returns the hosts that still have a node after `GONE_S`."""
+    """End all other nodes. Returns the hosts that still have a node after `GONE_S`."""
     client = GcsClient(address=address)
 
     def others() -> dict[bytes, str]:

@@ -1,4 +1,4 @@
-"""Notices the end of a Ray cluster that was joined, for which Ray itself waits a minute."""
+"""Detects the end of a joined Ray cluster, which Ray itself reports only after a minute."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Callable
 INTERVAL_S = 0.5
 _TIMEOUT_S = 1.0
 REFUSED_S = 1.0
-"""A head that refuses connections for so long has ended."""
+"""A head that refuses connections for this long has ended."""
 
 UNREACHABLE_S = 20.0
-"""One that cannot be reached for so long is given up. Its nodes do the same (deploy/node.sh)."""
+"""A head that is unreachable for this long counts as lost. Its nodes do the same (deploy/node.sh)."""
 
 
 class HeadWatch(threading.Thread):
-    """Connects to the head's control store again and again; `on_lost` is called once, with the reason.
+    """Connects to the head's control store again and again; calls `on_lost` once, with the reason.
 
-    It has a thread of its own since calls of Ray may hang by then.
+    It has its own thread because calls of Ray may hang by then.
     """
 
     def __init__(self, host: str, port: int, on_lost: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""Asks the hub, once, for a model that is no local folder."""
+"""Asks the Hugging Face hub, once, for a model that is not a local folder."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _OFFLINE = "HF_HUB_OFFLINE"
 
 
 def check_source(source: str, flag: str, revision: str | None = None, file: str = CONFIG) -> None:
-    """Check that `source` is a local folder, or a hub id whose `file` the hub or its local cache has. Raises
-    `ConfigError`, naming the flag.
+    """Check that `source` is a local folder, or a hub id whose `file` is on the hub or in the local cache.
+    Raises `ConfigError`, naming the flag.
 
-    The hub is asked once. Where it does not answer, this process and those that it starts take what the cache
-    has, and ask no more: each file would be tried for half a minute.
+    If the hub does not answer, this process and its children use only the cache and never ask the hub again,
+    since each file would take half a minute.
     """
     if Path(source).is_dir():
         return
@@ -42,7 +42,7 @@ def check_source(source: str, flag: str, revision: str | None = None, file: str 
             f"{flag}: {source!r} is no folder here, and the hub does not give its {file} (a private or gated "
             f"model needs HF_TOKEN): {reason}"
         ) from error
-    except Exception as error:  # whatever library it asks with has errors of its own
+    except Exception as error:  # each HTTP library has errors of its own
         if not isinstance(try_to_load_from_cache(source, file, revision=revision), str):
             raise ConfigError(
                 f"{flag}: {source!r} is no folder here, it is not in the cache, and the hub "

@@ -111,6 +111,6 @@ if [ "$extras" = test ] && ! has_programs; then
     echo "install: Chromium, for the tests of the page; SSH's server, rsync, ip and iperf3, for those of a cluster; promtool"
     { DEBIAN_FRONTEND=noninteractive install_programs chromium openssh-server rsync iproute2 iperf3 &&
         { command -v promtool || install_promtool; }; } >/dev/null 2>&1 ||
-        echo "install: some are not to be had; these tests are skipped"
+        echo "install: some could not be installed; their tests are skipped"
 fi
 echo "$made_of" >"$stamp"

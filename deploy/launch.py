@@ -1,4 +1,4 @@
-"""How a worker's process begins."""
+"""Runs a worker in this process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 
 def forks_workers(config: ServeConfig) -> bool:
-    """Whether a worker is forked from its host's template. The `object_store` transport needs Ray within the
-    worker's own process, which then is the actor's.
+    """Whether workers are forked from their host's template. The `object_store` transport needs Ray within
+    the worker's process, so with it the worker runs in the actor's process.
     """
     return "object_store" not in transport_names(config)
 
@@ -32,7 +32,7 @@ def run_launch(
     place: CorePlace | None = None,
     leader: Leader | None = None,
 ) -> str:
-    """Be the worker. Returns "" when it ended as asked, else why it could not go on."""
+    """Run the worker. Returns "" if it ended on request, else the reason why it failed."""
     try:
         from worker.process import run_worker
 

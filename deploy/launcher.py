@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 
 
 class Launcher(threading.Thread):
-    """Lives as long as the cluster. `failure` says why it ended, unless it was asked to.
+    """Lives as long as the cluster. `failure` says why the cluster ended, unless `stop` was called.
 
-    `on_ready` is called when every worker has registered, `on_failure` when the cluster ends by itself: a
-    second time where running requests are lost.
+    Calls `on_ready` when every worker has registered, and `on_failure` when the cluster ends by itself:
+    twice if running requests are lost.
     """
 
     def __init__(
@@ -77,7 +77,9 @@ class Launcher(threading.Thread):
             self._template.close()
 
     def _on_head_lost(self, reason: str) -> None:
-        """In the watch's thread: this one may hang in Ray. All workers are gone, so no request waits."""
+        """Stop the server. Runs in the watch's thread since the launcher's may hang in Ray. All workers are
+        gone, so running requests are not waited for.
+        """
         self.failure, self.cluster.has_died = reason, True
         self._stop_requested.set()
         self._on_failure()

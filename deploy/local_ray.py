@@ -1,4 +1,4 @@
-"""Starts Ray on this host for one server alone, with few processes, and again while the host is slow."""
+"""Starts Ray on this host for one server, with few processes. Retries while the host is slow."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from protocol.errors import TandemError
 log = logging.getLogger(__name__)
 
 _NO_AGENT = "cat"
-"""Takes an agent's place: it has nothing to do but to end with the raylet, which holds its standard input."""
+"""The command that replaces an agent. It ends with the raylet, which holds its standard input."""
 
 _LEAST_PATIENCE_S = 15.0
-"""Ray waits for its processes at least so long: what fails sooner fails for another reason."""
+"""The least time that Ray waits for its processes. A start that fails sooner has another cause, so it is not
+retried.
+"""
 
 _SHOWN_LINES = 4
-"""Lines shown of each of Ray's logs."""
+"""The number of lines shown of each of Ray's logs."""
 _TELLING = re.compile(r"^\[[^\]]* [WECF] \d+ \d+\] ")
-"""A line of Ray's logs from the level of warnings on."""
+"""Matches lines of Ray's logs from level WARNING on."""
 
 
 class RayStartError(TandemError):
@@ -33,10 +35,11 @@ class RayStartError(TandemError):
 
 def start(options: Mapping[str, Any], timeout_s: float, stop: threading.Event) -> None:
     """Start Ray with these options of `ray.init`. An attempt ends after Ray's own 30 seconds; others follow
-    until `timeout_s` (`--start-timeout`) or `stop`. Raises `RayStartError` with what Ray's logs say.
+    until `timeout_s` (`--start-timeout`) or `stop`. Raises `RayStartError` with the end of Ray's logs.
 
-    Ray's two agents, for metrics and runtime environments, are not started. That halves the time, does not
-    fail where they need more than Ray's 15 seconds for them, and leaves none when the server is killed.
+    Ray's two agents, for metrics and runtime environments, are not started. This halves the time, avoids a
+    failure where they need more than Ray's limit of 15 seconds, and leaves no agents when the server is
+    killed.
     """
     import ray
 
@@ -61,10 +64,10 @@ def start(options: Mapping[str, Any], timeout_s: float, stop: threading.Event) -
 
 @contextlib.contextmanager
 def _bare_head() -> Iterator[list[Any]]:
-    """Let `ray.init` start no autoscaler, no agents, and no server for web pages, which it does even without
-    a dashboard. Yields the nodes that it makes.
+    """Make `ray.init` start no autoscaler, no agents and no web server, which it starts even without a
+    dashboard. Yields the nodes that it makes.
 
-    A cluster of our own never grows, and nobody looks at it but us. Ray has no option for that.
+    Our own cluster never grows, and only we look at it. Ray has no option for this.
     """
     from ray._private import node, services
 
@@ -76,10 +79,10 @@ def _bare_head() -> Iterator[list[Any]]:
             super().__init__(*args, **options)
 
         def start_monitor(self) -> None:
-            """No autoscaler."""
+            """Start no autoscaler."""
 
         def start_api_server(self, **_: Any) -> None:
-            """No web pages."""
+            """Start no web server."""
 
         def start_raylet(self, *args: Any, **options: Any) -> None:
             _tell_ports_of_no_agents(self)
@@ -98,7 +101,7 @@ def _bare_head() -> Iterator[list[Any]]:
 
 
 def _tell_ports_of_no_agents(node: Any) -> None:
-    """Write what the agents would: the raylet waits for their ports, and -1 says that there are none."""
+    """Write the agents' ports, which the raylet waits for: -1, meaning that there are none."""
     from ray import _raylet
 
     for name in ("METRICS_AGENT", "METRICS_EXPORT", "DASHBOARD_AGENT_LISTEN", "RUNTIME_ENV_AGENT"):
@@ -108,7 +111,7 @@ def _tell_ports_of_no_agents(node: Any) -> None:
 
 
 def _with_logs(error: Exception, nodes: list[Any]) -> str:
-    """The error, and the end of what Ray's own processes have logged."""
+    """Return the error with the last errors of Ray's logs."""
     lines = [str(error)]
     for node in nodes:
         lines += last_errors(Path(node.get_logs_dir_path()))
@@ -116,7 +119,7 @@ def _with_logs(error: Exception, nodes: list[Any]) -> str:
 
 
 def last_errors(logs: Path) -> list[str]:
-    """The last lines of Ray's logs that tell of errors or warnings, each with its file's name."""
+    """Return the last errors and warnings of Ray's logs, each with its file's name."""
     found = []
     for path in sorted(logs.glob("gcs_server.*")) + sorted(logs.glob("raylet.*")):
         lines = [line for line in path.read_text(errors="replace").splitlines() if _TELLING.match(line)]

@@ -1,4 +1,4 @@
-"""Log lines of the launcher's and the routers' processes."""
+"""Log output of the launcher and the routers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ log = logging.getLogger("tandem")
 
 
 def set_up_logging(config: ServeConfig, name: str = "") -> None:
-    """To stderr, each line with the process' name where there are several of a kind."""
+    """Log to stderr. If there are several processes of a kind, each line has the process' name."""
     log_to_stderr(config.log_level, config.log_format, name)
-    # Its warnings are lines that any client can cause; they are counted instead.
+    # Any client can cause uvicorn's warnings; they are counted instead.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
 
 
 def say(config: ServeConfig, text: str, **fields: Any) -> None:
-    """Tell who started the server, on standard output; in a structured log, with `fields`."""
+    """Print a message for the user on standard output, or log it with `fields` if logs are structured."""
     if config.log_format == "json":
         log.info("%s", text, extra=fields)
     else:

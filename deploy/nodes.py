@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster, and which of them takes the next worker of a role."""
+"""The nodes of a Ray cluster. Chooses the node for a role's next worker."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from protocol.roles import ROLES
 
 Held = Mapping[str, Sequence[str]]
-"""The roles of the workers that nodes have, by the nodes' ids."""
+"""The roles of each node's workers, by node id."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """`cores` and `gpus` are what Ray counts there. A node with `roles` takes as many workers of each as they
-    say, others any number of any role.
+    """A node with the `cores` and `gpus` that Ray counts there. `roles` limits the workers of each role; a
+    node without `roles` takes any number of any role.
     """
 
     node_id: str
@@ -26,7 +26,9 @@ class Node:
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> Node:
-        """As `ray.nodes()` describes it. Its custom resources with names of roles are its roles."""
+        """Return the node that an entry of `ray.nodes()` describes. Custom resources named like roles are
+        its roles.
+        """
         resources = described["Resources"]
         return cls(
             node_id=described["NodeID"],
@@ -47,11 +49,11 @@ class Node:
 def choose(
     role: str, nodes: Sequence[Node], held: Held, distrusted: Collection[str] = (), ranks: int = 1
 ) -> Node | None:
-    """The node for one more worker, with all of its `ranks`; None where none has room.
+    """Choose the node for one more worker, with all of its `ranks`. Returns None if no node has room.
 
-    Where some have GPUs these alone; a node is distrusted (by its id) if its workers fell silent at once, and
-    comes last, and before it one with fewer cores than ranks. Of the others it is the one with the most cores
-    for each of its workers.
+    If any node has GPUs, only those nodes count. The chosen node has the most cores for each of its workers.
+    Nodes with fewer cores than ranks come later; last come the `distrusted` nodes (by id), whose hosts do
+    not answer.
     """
     fit = [node for node in nodes if node.has_room(role, held.get(node.node_id, ()))]
     if any(node.gpus for node in nodes):

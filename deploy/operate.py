@@ -1,4 +1,4 @@
-"""What operators ask of a server's workers, and what became of the requests of those that left."""
+"""Changes a server's workers on an operator's request, and prints what happened to their requests."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from protocol.errors import ConfigError
 
 
 def operate(url: str, api_key: str | None, path: str, body: dict[str, Any]) -> None:
-    """Returns when the worker is empty. Raises `ServerError`."""
+    """Drain a worker or change its role. Returns when the worker is empty. Raises `ServerError`."""
     with client(url, api_key) as http:
         report = checked(http.post(quote(path), json=body)).json()
     print(f"{report['id']} is empty after {report['seconds']:.2f} s; requests: {_counts(report)}")
 
 
 def restart(url: str, api_key: str | None) -> None:
-    """Returns when all workers are new. Raises `ServerError`."""
+    """Restart all workers. Returns when all have restarted. Raises `ServerError`."""
     with client(url, api_key) as http:
         report = checked(http.post("/restart", json={})).json()
     workers = ", ".join(report["restarted"]) or "none"
@@ -26,7 +26,9 @@ def restart(url: str, api_key: str | None) -> None:
 
 
 def scale(url: str, api_key: str | None, targets: Mapping[str, str | None]) -> None:
-    """Returns when there are so many workers. Raises `ServerError`; `ConfigError` for what is no number."""
+    """Change the number of workers. Returns when it is reached. Raises `ServerError`, or `ConfigError` if a
+    target is not a number.
+    """
     body = {role: _number(role, text) for role, text in targets.items() if text is not None}
     if not body:
         raise ConfigError(f"name a role at least: {', '.join(f'--{role} N' for role in targets)}")

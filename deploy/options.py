@@ -1,4 +1,4 @@
-"""`tandem serve`'s options, made from the configuration's fields."""
+"""Makes `tandem serve`'s options from the configuration's fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from protocol.config import ServeConfig, field_docs, flag_name
 
 
 def _metavar(annotation: Any) -> str:
-    """What the help shows for a value: its choices, or its type."""
+    """Return the placeholder of a value in the help: its choices, or its type."""
     arguments = [argument for argument in get_args(annotation) if argument is not type(None)]
     if get_origin(annotation) is Literal:
         return "[" + "|".join(str(argument) for argument in arguments) + "]"
@@ -30,7 +30,7 @@ def _parameter(field: str, annotation: Any, doc: str, default: Any) -> inspect.P
     else:
         option = typer.Option(None, flag, help=shown, show_default=False, metavar=_metavar(annotation))
     kind: Any = bool | None if annotation is bool else str | None
-    if annotation == dict[str, str] | None:  # each time one pair
+    if annotation == dict[str, str] | None:  # each use adds one pair
         kind = list[str] | None
     return inspect.Parameter(field, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
 
@@ -38,8 +38,8 @@ def _parameter(field: str, annotation: Any, doc: str, default: Any) -> inspect.P
 def with_config_options(function: Callable[..., None]) -> Callable[..., None]:
     """Give a Typer command one option for each field of `ServeConfig`.
 
-    The command gets them as keyword arguments, None meaning "not given". Values stay text: `load_config`
-    checks them, whatever source they come from, and names the flag.
+    The command gets them as keyword arguments; None stands for "not given". Values stay text: `load_config`
+    checks them for all sources alike, and names the flag.
     """
     hints = get_type_hints(function, include_extras=True)
     own = [

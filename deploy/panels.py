@@ -1,4 +1,4 @@
-"""What the dashboards show."""
+"""The panels of each Grafana dashboard."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
         Panel(
             "Failover",
             "reqps",
-            {"placed anew: {{reason}}": rate("requests_placed_anew_total", "reason")}
+            {"placed again: {{reason}}": rate("requests_placed_anew_total", "reason")}
             | counters({"lost": "requests_lost_total", "migrated": "requests_migrated_total"}),
         ),
         Panel(
@@ -57,7 +57,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
         Panel("Bytes sent", "Bps", {"{{worker}} to {{peer}}": rate("kv_transfer_bytes_total", W, "peer")}),
         Panel("Transport in use", "short", {"{{transport}}": value("kv_transport", "transport")}),
         Panel(
-            "Share hidden behind the prefill",
+            "Share of transfers hidden by the prefill",
             "percentunit",
             {
                 "{{worker}}": share(
@@ -167,7 +167,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
             },
         ),
         Panel(
-            "Drafts that were of no use",
+            "Useless drafts",
             "ops",
             counters(
                 {
@@ -259,17 +259,17 @@ DASHBOARDS: dict[str, list[Panel]] = {
             counters(
                 {
                     "asked": "prefix_fetches_total",
-                    "not come": "prefix_fetch_failures_total",
+                    "failed": "prefix_fetch_failures_total",
                     "blocks": "prefix_blocks_fetched_total",
                 },
                 W,
             ),
         ),
-        Panel("Blocks that the router knows of", "short", {"blocks": value("kv_index_blocks")}),
+        Panel("Blocks that the router knows", "short", {"blocks": value("kv_index_blocks")}),
         Panel(
             "KV events missed",
             "ops",
-            counters({"gaps": "kv_event_gaps_total", "told anew": "kv_events_restated_total"})
+            counters({"gaps": "kv_event_gaps_total", "restated": "kv_events_restated_total"})
             | {"dropped: {{reason}}": rate("kv_events_dropped_total", "reason")},
         ),
     ],
@@ -331,7 +331,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
             "percentunit",
             {
                 "{{worker}} in steps": rate("engine_seconds_total", W, where=THIS),
-                "{{worker}} beside them": rate("loop_seconds_total", W, where=THIS),
+                "{{worker}} between steps": rate("loop_seconds_total", W, where=THIS),
             },
         ),
         Panel("KV pool in use", "percentunit", {"{{worker}}": value("kv_cache_usage_perc", W, where=THIS)}),
@@ -346,7 +346,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
             },
         ),
         Panel(
-            "Received of peers",
+            "Received from peers",
             "Bps",
             {"from {{peer}}": rate("kv_receive_bytes_total", "peer", where=THIS)},
         ),
@@ -359,7 +359,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
                     "failed transfers": "kv_transfer_failures_total",
                     "dropped messages": "dropped_messages_total",
                     "stale messages": "stale_messages_total",
-                    "messages twice": "duplicate_messages_total",
+                    "duplicate messages": "duplicate_messages_total",
                 },
                 W,
                 where=THIS,

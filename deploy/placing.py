@@ -1,6 +1,6 @@
-"""Where workers run: the nodes that there are, who is on which, and what Ray holds for a worker there.
+"""Places workers on nodes, and holds Ray's resources for them.
 
-Imports Ray, so it is imported once that may start.
+Imports Ray, so import it only once Ray may start.
 """
 
 from __future__ import annotations
@@ -19,20 +19,24 @@ from deploy.slots import Slot
 from protocol.config import ServeConfig
 
 NODES_INTERVAL_S = 0.5
-"""How often Ray is asked which nodes there are."""
+"""The interval at which Ray is asked for its nodes."""
 
 DISTRUST_S = 30.0
-"""A node that does not answer gets no worker for so long, if that can go elsewhere. By then Ray knows."""
+"""A node that does not answer gets no workers for this long, if other nodes have room. By then Ray knows its
+state.
+"""
 
 NODES_S = 30.0
-"""--min-nodes are waited for no longer, where there is room without them."""
+"""The longest wait for --min-nodes, if there is room without them."""
 
 SET_UP_S = 600.0
-"""The same while Ray sets hosts up: it installs packages there."""
+"""The same while Ray sets hosts up, which includes installing packages."""
 
 
 class Placing:
-    """`slots` are the supervisor's own list: who has a node holds a place there. For its thread alone."""
+    """Chooses a node for each slot. `slots` is the supervisor's own list: a slot with a node holds a place
+    there. Only one thread may use it.
+    """
 
     def __init__(self, config: ServeConfig, cluster: RayCluster, slots: Sequence[Slot]) -> None:
         self._config = config
@@ -42,10 +46,10 @@ class Placing:
         self.nodes: list[Node] = []
         self._nodes_seen = 0.0
         self._distrusted: dict[str, float] = {}
-        """When the hosts of these nodes did not answer."""
+        """When each distrusted node's host last failed to answer."""
 
     def look(self, now: float) -> None:
-        """Ask Ray which nodes there are, if that was not done a moment ago."""
+        """Ask Ray for its nodes, unless the last answer is recent."""
         if now - self._nodes_seen >= NODES_INTERVAL_S:
             self.look_at_once(now)
 
@@ -53,15 +57,17 @@ class Placing:
         self.nodes, self._nodes_seen = self._cluster.nodes(), now
 
     def has_lost(self, slot: Slot) -> bool:
-        """Whether the slot's node is gone."""
+        """Return whether the slot's node is gone."""
         return slot.node is not None and all(node.node_id != slot.node.node_id for node in self.nodes)
 
     def distrust(self, node: Node, now: float) -> None:
-        """Nothing answers there."""
+        """Note that the node's host does not answer."""
         self._distrusted[node.node_id] = now
 
     def find(self, slot: Slot, now: float) -> bool:
-        """Give the slot the node that takes its worker best; False: none does, or some are waited for."""
+        """Give the slot the best node for its worker. Returns False if no node has room, or some nodes have
+        yet to join.
+        """
         if not self._has_nodes(now):
             return False
         distrusted = {node_id for node_id, since in self._distrusted.items() if now - since < DISTRUST_S}
@@ -77,18 +83,18 @@ class Placing:
         return [slot for slot in self._slots if slot.node is not None and slot.node.node_id == node.node_id]
 
     def ranks_on(self, node: Node) -> int:
-        """The processes of all workers there."""
+        """Return the number of processes of all workers there."""
         return sum(self._config.num_ranks(slot.role) for slot in self.on(node))
 
     def shortage(self, waiting: Sequence[Slot], now: float) -> str:
-        """Says what these wait for."""
+        """Describe what these slots wait for."""
         names = ", ".join(slot.worker_id for slot in waiting)
         spread = "" if self._has_nodes(now) else f" on --min-nodes {self._config.min_nodes}"
         there = ", ".join(map(str, self.nodes)) or "none"
         return f"there is no room for {names}{spread}; nodes: {there}"
 
     def hold(self, slot: Slot, gpus: float) -> dict[str, Any]:
-        """Have Ray keep a place on the slot's node. Returns the options of an actor that takes it."""
+        """Reserve a place on the slot's node in Ray. Returns the options of an actor that uses it."""
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": gpus}
         if not self._cluster.is_local:
             assert slot.node is not None
@@ -98,20 +104,20 @@ class Placing:
         return options
 
     def free(self, slot: Slot) -> None:
-        """The slot's worker needs its place no more. Raises `RayError`."""
+        """Release the place of the slot's worker. Raises `RayError`."""
         group, slot.group, slot.node, slot.placed_as = slot.group, None, None, None
         if group is not None:
             remove_placement_group(group)
 
     def _has_nodes(self, now: float) -> bool:
-        """Whether so many have joined as workers are to be spread over."""
+        """Return whether enough nodes have joined for the workers to spread over."""
         able = sum(node.cores > 0 for node in self.nodes)
         longest_s = SET_UP_S if self._cluster.sets_up_nodes else NODES_S
         return able >= self._config.min_nodes or now - self._began > longest_s
 
     def _group(self, slot: Slot, node: Node, gpus: float) -> Any:
-        """A node with roles is for us alone, so they say enough; of another one it takes the part of one of
-        all workers that there may be, should no other node be left.
+        """Reserve resources in Ray. A node with roles is ours alone, so the role is enough. On another node
+        a worker takes one share of all workers that the node may hold if no other node is left.
         """
         if slot.role.name in node.roles:
             bundle = {slot.role.name: 1.0}

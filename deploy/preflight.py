@@ -1,6 +1,6 @@
-"""Checks what can be known of a start from the configuration and small files, before Ray is started.
+"""Checks the configuration against small files before Ray is started.
 
-A worker would find the same out, after Ray's start, its own imports and the loading of weights.
+A worker would find the same faults only after Ray's start, its own imports and the loading of weights.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from protocol.errors import ConfigError
 from worker.cores import host_cores
 
 _POSITIONS = ("max_position_embeddings", "n_positions")
-"""Fields of a `config.json` that say how long a sequence may be."""
+"""Fields of a `config.json` with the longest sequence."""
 _WEIGHTS = ("*.safetensors", "*.bin")
 _PLAIN = ("gemma", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3")
-"""Types of models whose layers all keep the keys and values of each head, unless they have windows."""
+"""Model types whose layers all keep the keys and values of each head, unless they have sliding windows."""
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def check_start(config: ServeConfig) -> None:
-    """Raises `ConfigError`, naming the flag, its value and the limit."""
+    """Raise `ConfigError`, naming the flag, its value and the limit, if a start is bound to fail."""
     check_source(config.model, "--model", config.revision)
     if config.tokenizer is not None:
         check_source(config.tokenizer, "--tokenizer", config.revision, "tokenizer_config.json")
@@ -84,7 +84,7 @@ def _from_hub(source: str, revision: str | None) -> Path:
 
 
 def _decoder(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a `config.json` that describes the decoder."""
+    """Return the part of a `config.json` that describes the decoder."""
     inner = model.get("text_config")
     return inner if isinstance(inner, Mapping) else model
 
@@ -113,7 +113,9 @@ def _check_backend(config: ServeConfig) -> None:
 
 
 def cuda_fault() -> str:
-    """Why no GPU can be used here, as far as that is known without torch; "" if nothing is in the way."""
+    """Return why no GPU can be used here, as far as one can tell without torch, or "" if there is no known
+    obstacle.
+    """
     if version("torch").endswith("+cpu"):
         return f"PyTorch {version('torch')} is built without CUDA: deploy/install.sh installs the other one"
     try:
@@ -143,7 +145,9 @@ def _check_draft(config: ServeConfig, target: Mapping[str, Any], max_model_len: 
 
 
 def _check_pool(config: ServeConfig, model: Mapping[str, Any], max_model_len: int) -> None:
-    """A KV pool on a CPU must hold one sequence. This takes the least that its tokens can need."""
+    """Raise `ConfigError` if a KV pool on a CPU cannot hold one sequence. Assumes the least that its tokens
+    can need.
+    """
     names = ("num_hidden_layers", "num_attention_heads", "hidden_size")
     if model.get("model_type") not in _PLAIN or not all(isinstance(model.get(name), int) for name in names):
         return

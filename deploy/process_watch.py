@@ -1,4 +1,4 @@
-"""Tells a process of this host that is stuck from one that works, by what Linux says of it."""
+"""Tells a stuck process of this host from a working one, by its state in Linux."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import time
 import psutil
 
 STOPPED_S = 3.0
-"""A process that has been stopped for so long (by SIGSTOP, or by a debugger) is stuck."""
+"""A process that has been stopped this long (by SIGSTOP, or by a debugger) is stuck."""
 
 IDLE_S = 150.0
-"""A process that is waited for, and that has used no core for so long, is stuck. It may itself wait for a
-compiler, which ends within two minutes (`native.build`).
+"""A process that should work but has used no core for this long is stuck. It may itself wait for a compiler,
+which ends within two minutes (`native.build`).
 """
 
 _LONGEST_LOOK_S = 2.0
-"""The most time between two looks that counts: the watching process may have been stopped, too."""
+"""The most time between two calls of `look` that counts: the watching process may have been stopped, too."""
 
 
 class ProcessWatch:
-    """Looks at a process again and again."""
+    """Watches a process through repeated calls of `look`."""
 
     def __init__(self, pid: int) -> None:
         """Raises `psutil.NoSuchProcess`."""
@@ -35,7 +35,7 @@ class ProcessWatch:
         return self._process.pid
 
     def look(self) -> None:
-        """To be called about once a second. Nothing changes once the process has ended."""
+        """Read the process's state. Call it about once a second. Does nothing once the process has ended."""
         now = time.monotonic()
         passed_s, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK_S), now
         try:
@@ -50,17 +50,19 @@ class ProcessWatch:
 
     @property
     def stopped(self) -> str:
-        """Says that the process is stopped, if it has been for too long."""
+        """Return a message if the process has been stopped for too long, else ""."""
         return f"process {self.pid} is stopped (SIGSTOP)" if self._stopped_s > STOPPED_S else ""
 
     @property
     def stuck(self) -> str:
-        """Says why the process, which should be at work, gets nowhere; "": it may yet."""
+        """Return why the process, which should be at work, makes no progress, or "" if it may still."""
         idle = f"process {self.pid} ({self.state}) has used no core for {self._idle_s:.0f} s"
         return self.stopped or (idle if self._idle_s > IDLE_S else "")
 
     def end(self, timeout_s: float) -> bool:
-        """Kill it. False if it has not ended by then: it waits for a disk that does not answer."""
+        """Kill the process. Returns False if it still exists after `timeout_s`, as when it waits for a dead
+        disk.
+        """
         deadline = time.monotonic() + timeout_s
         try:
             self._process.kill()

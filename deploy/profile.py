@@ -1,4 +1,4 @@
-"""`tandem profile`: serve a model for a while, measure it under load, and write down what it is like."""
+"""`tandem profile`: serves a model for a while, measures it under load, and writes its profile."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def profile(flags: Mapping[str, Any], config_file: str | None, output: Path, con
 
 
 def _arguments(flags: Mapping[str, Any], config: ServeConfig) -> list[str]:
-    """The given options as they were given, but for those that a measurement needs: each worker keeps to its
-    own cores, as on a host of its own.
+    """Return the options as given, except those that the measurement sets: each worker keeps to its own
+    cores, as on a host of its own.
     """
     arguments = []
     for field, value in flags.items():
@@ -73,7 +73,7 @@ def _arguments(flags: Mapping[str, Any], config: ServeConfig) -> list[str]:
 
 @contextmanager
 def _serving(arguments: list[str], start_timeout: float) -> Iterator[str]:
-    """The URL of a server with these arguments, once every worker is ready."""
+    """Start a server with these arguments, and yield its URL once every worker is ready."""
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(
             [sys.executable, "-m", "deploy", "serve", *arguments],

@@ -1,4 +1,4 @@
-"""Queries of Prometheus, and the graphs that show what they find."""
+"""Prometheus queries and the graphs that show their results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from protocol.metrics import PREFIX
 
 
 class Panel(NamedTuple):
-    """A graph over time. `queries` are by their legends; `unit` is one of Grafana's."""
+    """A graph over time. `queries` maps legends to queries; `unit` is one of Grafana's units."""
 
     title: str
     unit: str
@@ -17,12 +17,12 @@ class Panel(NamedTuple):
 
 
 def rate(name: str, *by: str, where: str = "") -> str:
-    """Of a counter, a second, summed by labels."""
+    """Return the query of a counter's rate per second, summed by labels."""
     return f"{_sum(by)} (rate({PREFIX}{name}{where}[$__rate_interval]))"
 
 
 def value(name: str, *by: str, where: str = "") -> str:
-    """Of a gauge, summed by labels."""
+    """Return the query of a gauge, summed by labels."""
     return f"{_sum(by)} ({PREFIX}{name}{where})"
 
 
@@ -32,7 +32,7 @@ def quantiles(histogram: str) -> dict[str, str]:
 
 
 def share(part: str, *wholes: str) -> str:
-    """Of the whole, or of the wholes' sum."""
+    """Return the query of a part's share of the sum of `wholes`."""
     return f"{part} / ({' + '.join(wholes)})"
 
 
@@ -41,6 +41,6 @@ def _sum(by: Sequence[str]) -> str:
 
 
 def counters(names: Mapping[str, str], *by: str, where: str = "") -> dict[str, str]:
-    """The rates of several counters, by what they are called in the legend."""
+    """Return the rates of several counters, given the legend of each."""
     labels = "".join(f" {{{{{label}}}}}" for label in by)
     return {legend + labels: rate(name, *by, where=where) for legend, name in names.items()}

@@ -1,4 +1,4 @@
-"""Ray as the carrier of the `object_store` transport: objects in its store, references in actor calls."""
+"""Carries the `object_store` transport over Ray: objects in its store, references in actor calls."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvtransfer.transports.object_store import Inboxes, Reference, SendObject
 
 
 class RayCarrier:
-    """Within an actor that has a name. Its peers are actors of `WorkerActor`'s kind in the same namespace.
+    """Sends and receives objects within a named actor. Its peers are `WorkerActor`s in the same namespace.
 
-    Ray's own authentication decides who may call an actor, and reading an object means to unpickle what Ray
-    packed it in: who has access to a Ray cluster is trusted by everybody in it.
+    Ray's own authentication decides who may call an actor, and reading an object unpickles what Ray packed
+    it in. So all members of a Ray cluster must trust each other.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,9 @@ class RayCarrier:
             raise ConnectionRefusedError(f"there is no actor {address}") from error
 
         def send(number: int, buffers: Sequence[memoryview]) -> None:
-            """A peer that is gone is noticed on the connection."""
+            """Store the object and send its reference. The loss of the peer shows on the connection, not
+            here.
+            """
             try:
                 stored = ray.put([np.frombuffer(buffer, np.uint8) for buffer in buffers])
                 deliver.remote(inbox_id, number, [stored])

@@ -1,4 +1,4 @@
-"""The Ray cluster that the workers run on: a local one of our own, or one to join."""
+"""The Ray cluster that the workers run on: a local one that we start, or an existing one that we join."""
 
 from __future__ import annotations
 
@@ -35,32 +35,32 @@ _ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_COLOR_PREFIX": "0",
     "RAY_SCHEDULER_EVENTS": "0",
-    # Ray would otherwise put its workers behind every other process of the host.
+    # By default Ray gives its workers a lower priority than all other processes of the host.
     "RAY_worker_niceness": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Its own handler of SIGTERM prints a trace of the C stack.
+    # Ray's own handler of SIGTERM prints a trace of the C stack.
     "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
 }
-"""What Ray reads when it is imported, and what its processes inherit."""
+"""Variables that Ray reads when it is imported and that its processes inherit."""
 
 CONNECT_S = 5.0
 
 _LEAST_STORE_BYTES = 80 * 1024 * 1024
-"""Somewhat more than Ray's own least."""
+"""Slightly more than Ray's minimum."""
 
 _STORE_BYTES_PER_PAIR = 4 * 16 * 1024 * 1024
-"""In flight from one worker to another: `MAX_IN_FLIGHT` pieces, and one that is leaving."""
+"""The bytes in flight from one worker to another: `MAX_IN_FLIGHT` pieces, and one that is being sent."""
 
 
 class RayDiedError(TandemError):
-    """A process of our own Ray cluster is gone."""
+    """A process of our own Ray cluster has died."""
 
 
 class RayCluster:
-    """Started by `start`, left by `stop`.
+    """Starts or joins a Ray cluster with `start`, and leaves it with `stop`.
 
-    One thread calls both, and lives as long as the cluster does: the kernel ends a local cluster's processes
-    with the thread that started them.
+    One thread must call both and live as long as the cluster: the kernel ends a local cluster's processes
+    together with the thread that started them.
     """
 
     def __init__(self, config: ServeConfig) -> None:
@@ -69,13 +69,13 @@ class RayCluster:
         self._directory: PrivateDirectory | None = None
         self._processes: dict[str, psutil.Process] = {}
         self.head: tuple[str, int] | None = None
-        """Where the control store of a joined cluster listens."""
+        """The address of a joined cluster's control store."""
         self.has_died = False
         self._own_nodes: list[Node] = []
         self.may_grow = False
-        """Ray's autoscaler adds nodes to a joined cluster, as far as `nodes` has seen."""
+        """Whether Ray's autoscaler adds nodes to a joined cluster, as of the last call of `nodes`."""
         self.sets_up_nodes = False
-        """Ray installs what hosts need that are to join, as `nodes` has seen."""
+        """Whether Ray is setting up hosts that are to join, as of the last call of `nodes`."""
         self._asked: list[dict[str, float]] = []
         self.namespace = f"tandem-{secrets.token_hex(4)}"
 
@@ -84,9 +84,10 @@ class RayCluster:
         return self._address is None
 
     def link_host(self) -> str:
-        """Where workers reach the router: on this host alone, or at its address in the cluster's network.
+        """Return the address at which workers reach the router: loopback, or this host's address in the
+        cluster's network.
 
-        Raises `RayStartError` where there is no cluster to join.
+        Raises `RayStartError` if there is no cluster to join.
         """
         if self._address is None:
             return "127.0.0.1"
@@ -103,7 +104,7 @@ class RayCluster:
             address = running
         try:
             place = urlsplit(f"//{address}")
-            if place.port is not None:  # Ray itself tries for minutes
+            if place.port is not None:  # Ray itself would try for minutes
                 socket.create_connection((place.hostname, place.port), CONNECT_S).close()
             return address_towards(place.hostname or "")
         except (OSError, ValueError) as error:
@@ -113,9 +114,9 @@ class RayCluster:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if self._config.log_format == "json":
-            os.environ.setdefault("RAY_DISABLE_WORKER_LOG_PREFIX", "1")  # or a line is no JSON any more
+            os.environ.setdefault("RAY_DISABLE_WORKER_LOG_PREFIX", "1")  # else lines would not be JSON
         if self.is_local:
-            # So Ray takes loopback for the node's address, as on other systems, and listens there alone.
+            # Makes Ray use loopback as the node's address, as on other systems, and listen only there.
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
             os.environ.setdefault("RAY_AUTH_MODE", "token")
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -123,7 +124,9 @@ class RayCluster:
             os.environ.setdefault("RAY_AUTH_MODE", "token")
 
     def start(self, stop: threading.Event) -> None:
-        """Raises `RayStartError`. One that fails is tried again until `stop`, if the cluster is ours."""
+        """Start or join the cluster. Retries the start of a local cluster until `stop`. Raises
+        `RayStartError`.
+        """
         self._set_environment()
         if self.is_local:
             self._directory = PrivateDirectory()
@@ -140,7 +143,7 @@ class RayCluster:
                 "num_cpus": 0,
                 "include_dashboard": False,
                 "object_store_memory": object_store_bytes(self._config),
-                # Ray lets everybody write to the folder it is given; ours above it stays closed.
+                # Ray makes this folder writable for all users; our private folder above it protects it.
                 "_temp_dir": str(self._directory.path / "ray"),
                 "_node_ip_address": "127.0.0.1",
             }
@@ -158,15 +161,15 @@ class RayCluster:
             self.head = (head.hostname or "", head.port or 0)
 
     def check(self) -> None:
-        """Raise `RayDiedError` once a process of our own cluster is gone: no worker could be started anew."""
+        """Raise `RayDiedError` once a process of our own cluster has died: no worker could be restarted."""
         for name, process in self._processes.items():
             if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
                 self.has_died = True
                 raise RayDiedError(f"Ray's {name} (process {process.pid}) has died; nothing can be restarted")
 
     def nodes(self) -> list[Node]:
-        """Those that are alive. Our own cluster has one, with all cores of the host, which stays:
-        Ray is asked once, since its answer never comes when its control store is gone.
+        """Return the nodes that are alive. A local cluster has one, with all cores of the host. Ray is asked
+        for that only once, since it does not answer after its control store has died.
         """
         if self._own_nodes:
             return self._own_nodes
@@ -183,7 +186,9 @@ class RayCluster:
         return nodes
 
     def ask_for(self, bundles: list[dict[str, float]]) -> None:
-        """Have Ray's autoscaler, if there is one, keep nodes for these, instead of what was asked before."""
+        """Ask Ray's autoscaler, if there is one, to keep nodes for these bundles. Replaces the previous
+        request.
+        """
         if self.may_grow and bundles != self._asked:
             from ray.autoscaler.sdk import request_resources
 
@@ -192,7 +197,9 @@ class RayCluster:
             self._asked = bundles
 
     def stop(self) -> None:
-        """Leave the cluster; end it if it is ours. Idempotent. One that has died cannot be left in order."""
+        """Leave the cluster, and end it if it is local. Idempotent. A cluster that has died is not shut down
+        in order.
+        """
         if not self.has_died:
             import ray
 
@@ -205,7 +212,7 @@ class RayCluster:
 
 
 def object_store_bytes(config: ServeConfig) -> int:
-    """The size of a local cluster's object store: nothing of ours is in it without that transport."""
+    """Return the size of a local cluster's object store, which only the `object_store` transport uses."""
     if "object_store" not in transport_names(config):
         return _LEAST_STORE_BYTES
     workers = config.num_workers
@@ -213,7 +220,7 @@ def object_store_bytes(config: ServeConfig) -> int:
 
 
 def _autoscaler_report() -> dict[str, Any]:
-    """What Ray's autoscaler has said last; empty without one."""
+    """Return the autoscaler's latest report, or {} if there is none."""
     from ray.experimental.internal_kv import _internal_kv_get
 
     status = _internal_kv_get("__autoscaling_status")
@@ -222,20 +229,22 @@ def _autoscaler_report() -> dict[str, Any]:
 
 
 def may_grow(report: Mapping[str, Any]) -> bool:
-    """Whether Ray may add nodes. In a cluster that nobody configured it names a type after each node."""
+    """Return whether Ray may add nodes. In a cluster without a configuration it names a node type after each
+    node.
+    """
     types = {name for name in report.get("node_type_mapping", {}).values() if not name.startswith("node_")}
     return not types <= fixed_types(_BOOTSTRAP)
 
 
 def sets_up_nodes(report: Mapping[str, Any]) -> bool:
-    """Whether it sets a host up: a pending node is its address, its type and what is done there."""
+    """Return whether Ray is setting up a host. A pending node is an address, a type and the current step."""
     return any(pending[-1] in ("syncing-files", "setting-up") for pending in report.get("pending_nodes", ()))
 
 
 @functools.cache
 def fixed_types(path: Path) -> frozenset[str]:
-    """Types of nodes of which there are never more than now, by the file that `ray up` leaves on the head:
-    hosts of one's own are all one type, whose least is its most.
+    """Return the node types whose number is fixed, according to the file that `ray up` leaves on the head.
+    Hosts of your own are one type, with equal minimum and maximum.
     """
     import yaml
 
@@ -247,6 +256,6 @@ def fixed_types(path: Path) -> frozenset[str]:
 
 
 def _has_token() -> bool:
-    """Whether this user has a token for a cluster to join; clusters that were started with one require it."""
+    """Return whether this user has a token for joining clusters. Clusters started with a token require it."""
     given = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
     return given or (Path.home() / ".ray" / "auth_token").is_file()

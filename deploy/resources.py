@@ -1,4 +1,4 @@
-"""What each worker gets of its host: GPUs and CPU threads."""
+"""Divides a host's GPUs and CPU threads among its workers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from protocol.errors import ConfigError
 log = logging.getLogger(__name__)
 
 CACHED_PRODUCTS = 384
-"""Compiled matrix products: for 64 numbers of rows, of a decoder's six shapes of weights. They take 0.5 to
-2 MB each, and oneDNN and torch keep 1,024 each by default."""
+"""The number of compiled matrix products that are cached: 64 row counts for a decoder's six weight shapes.
+Each takes 0.5 to 2 MB. The default of oneDNN and of torch is 1,024 each.
+"""
 
 
 def choose_threads(config: ServeConfig, cores: int, ranks: int | None = None) -> tuple[int, str]:
-    """CPU threads for each of the `ranks` of a host's workers (of all that are deployed), and why.
+    """Return the CPU threads for each of the host's `ranks` (default: those of all workers), and the reason.
 
-    `--worker-threads` wins. Otherwise the host's cores are divided evenly among the ranks, at least one each:
-    a step is one parallel region after another, and every region waits for its slowest thread, so threads
-    that outnumber the cores cost more than they bring.
+    `--worker-threads` wins. Otherwise the ranks share the host's cores evenly, with at least one each. More
+    threads than cores would cost speed: a step is a sequence of parallel regions, each of which waits for
+    its slowest thread.
     """
     if config.worker_threads is not None:
         return config.worker_threads, "--worker-threads"
@@ -32,14 +33,13 @@ def choose_threads(config: ServeConfig, cores: int, ranks: int | None = None) ->
 
 
 def thread_environment(threads: int) -> dict[str, str]:
-    """Environment of a host's template, and so of its workers.
+    """Return the environment of a host's template, which its workers inherit.
 
-    Waking a sleeping thread costs more than the work between two barriers of a small model's step, so threads
-    spin for a while before they sleep; much longer, they would keep the cores from the router and clients.
-    Huge pages let a core read weights faster (about a tenth of a step for a model of 29 M parameters).
-    NumPy would start threads when it is imported; a template must have one thread.
-    oneDNN compiles a product for each number of rows. Both caches of those are bounded: what either one keeps
-    stays in memory.
+    Threads spin for a while before they sleep, because waking one costs more than the work between two
+    barriers of a small model's step. A much longer spin would keep the cores from the router and clients.
+    Huge pages let a core read weights faster (they save about a tenth of a step for a model of 29 M
+    parameters). NumPy must not start threads when it is imported, since a template must have only one.
+    oneDNN compiles a product for each number of rows; the bounds on the two caches of these limit memory.
     """
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -53,7 +53,9 @@ def thread_environment(threads: int) -> dict[str, str]:
 
 
 def gpu_share(config: ServeConfig, num_gpus: float, workers: int) -> float:
-    """GPUs for one worker: one, or an equal part where there are fewer GPUs than workers; 0 on a CPU."""
+    """Return the GPUs for one worker: one, an equal share if there are fewer GPUs than workers, or 0 on a
+    CPU.
+    """
     if config.device == "cpu":
         return 0.0
     if num_gpus == 0:
@@ -70,10 +72,10 @@ def plan_workers(
     workers: int | None = None,
     ranks: int | None = None,
 ) -> tuple[ServeConfig, float]:
-    """The configuration that a host's `workers` (all that are deployed) get, and each one's share of a GPU.
+    """Return the configuration of a host's `workers` (default: all workers), and each one's share of a GPU.
 
-    Threads of their `ranks` are chosen; the memory of the host, or of a shared GPU, is divided. Raises
-    ConfigError.
+    Chooses the threads for their `ranks`, and divides the memory of the host or of a shared GPU. Raises
+    `ConfigError`.
     """
     ranks = ranks or workers
     workers = workers or config.num_workers

@@ -1,4 +1,4 @@
-"""The number of workers changes: what is refused, who leaves, and who is to start."""
+"""Changes the number of workers: refuses impossible targets, and chooses the workers that leave."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from protocol.scaling import MAX_WORKERS
 from router.scaling.interface import ScaleAnswer, ScaleRequest
 
 WORKERS_PER_CORE = 4
-"""A CPU node without roles takes so many: each worker has threads and memory of its own."""
+"""The most workers per core of a CPU node without roles, since each worker has threads and memory of its
+own.
+"""
 
 
 def rescale(
     slots: list[Slot], request: ScaleRequest, config: ServeConfig, nodes: Sequence[Node], may_grow: bool
 ) -> ScaleAnswer:
-    """Write down who leaves and who is to start. `may_grow`: further nodes may come. For any thread."""
+    """Mark the workers that leave, and add slots for new ones. `may_grow` means that Ray may add nodes. Any
+    thread may call it.
+    """
     targets = request.targets
     field, refusal = why_refused(slots, targets, config, nodes, may_grow)
     if refusal:
@@ -31,7 +35,7 @@ def rescale(
     for role, count in targets.items():
         staying = [slot for slot in slots if slot.role.name == role and not slot.leaves]
         worth = {worker_id: place for place, worker_id in enumerate(request.worth)}
-        # A router may know of one that serves before the supervisor looks.
+        # A router may know of a ready worker before the supervisor does.
         serve = {
             each.worker_id for each in staying if each.ready_since is not None or each.worker_id in worth
         }
@@ -49,7 +53,7 @@ def rescale(
 
 
 def _added(role: RoleSpec, slots: Sequence[Slot]) -> Slot:
-    """With the first name that nobody has, not even one that leaves."""
+    """Return a slot with the first free name. Names of leaving workers are not free."""
     taken, now = {slot.worker_id for slot in slots}, time.monotonic()
     names = (f"{role.name}-{number}" for number in range(len(slots) + 1))
     return Slot(next(name for name in names if name not in taken), role, start_at=now, added_at=now)
@@ -62,7 +66,7 @@ def why_refused(
     nodes: Sequence[Node],
     may_grow: bool,
 ) -> tuple[str, str]:
-    """The field that is not to be had, and why; ("", "") if all is."""
+    """Return the first field with an impossible target and the reason, or ("", "") if all are possible."""
     for role, count in targets.items():
         reason = _outside(ROLES[role], count, config)
         if reason:
@@ -79,7 +83,10 @@ def why_refused(
     for role, count in targets.items():
         most = count + most_of(role, nodes, places, config) - places[role]
         if count > max(most, had[role]):
-            return role, f"the nodes take at most {max(most, 0)} beside the other workers, got {count}"
+            return (
+                role,
+                f"the nodes take at most {max(most, 0)} next to the other workers, got {count}",
+            )
     return "", ""
 
 
@@ -105,7 +112,7 @@ def _outside(role: RoleSpec, count: int, config: ServeConfig) -> str:
 
 
 def least_of(role: RoleSpec, config: ServeConfig) -> int:
-    """Below which nothing would do the role's task."""
+    """Return the least number of workers that the role needs."""
     speculative = config.speculative_config
     if role.holds_draft and (speculative is None or speculative.decode_workers_draft):
         return 0
@@ -113,12 +120,14 @@ def least_of(role: RoleSpec, config: ServeConfig) -> int:
 
 
 def _places(slots: Sequence[Slot]) -> Counter[str]:
-    """How many places for workers of each role are taken; one that changes its role keeps its place."""
+    """Count the places that each role has on nodes. A worker that changes its role keeps its place."""
     return Counter(slot.place for slot in slots if not slot.leaves)
 
 
 def most_of(role: str, nodes: Sequence[Node], wanted: Mapping[str, int], config: ServeConfig) -> int:
-    """How many places for workers of a role these nodes have beside those that are wanted of others."""
+    """Return how many workers of a role fit on these nodes in addition to the `wanted` workers of other
+    roles.
+    """
     places = Counter[str]()
     for node in nodes:
         places.update(node.roles)
@@ -129,7 +138,7 @@ def most_of(role: str, nodes: Sequence[Node], wanted: Mapping[str, int], config:
 
 
 def shared_places(node: Node, nodes: Sequence[Node], config: ServeConfig) -> int:
-    """How many ranks of workers of any role a node takes; none where its roles say which."""
+    """Return how many ranks of workers of any role a node takes. 0 for a node with roles of its own."""
     if node.roles or node.cores == 0:
         return 0
     if any(other.gpus for other in nodes):
@@ -138,12 +147,12 @@ def shared_places(node: Node, nodes: Sequence[Node], config: ServeConfig) -> int
 
 
 def most_on(node: Node, config: ServeConfig) -> int:
-    """Ranks of workers that the cores of a node without roles are for, at most."""
+    """Return the most ranks that the cores of a node without roles can take."""
     return max(WORKERS_PER_CORE * node.cores, config.total_ranks)
 
 
 def room(slots: Sequence[Slot], config: ServeConfig, nodes: Sequence[Node], may_grow: bool) -> dict[str, int]:
-    """How many more workers of each role there could be."""
+    """Return how many more workers of each role there could be."""
     if may_grow:
         return dict.fromkeys(ROLES, MAX_WORKERS)
     taken = _places(slots)
@@ -151,8 +160,8 @@ def room(slots: Sequence[Slot], config: ServeConfig, nodes: Sequence[Node], may_
 
 
 def wanted_bundles(slots: Sequence[Slot], nodes: Sequence[Node]) -> list[dict[str, float]]:
-    """What Ray's autoscaler is to have nodes for: the place of each worker that stays. Where nodes without
-    roles are, workers take their GPUs or cores.
+    """Return the resources that Ray's autoscaler shall provide nodes for: a place for each worker that
+    stays. If there are nodes without roles, a place is a GPU or a core.
     """
     shared = [node for node in nodes if node.cores and not node.roles]
     own = {"GPU": 1.0} if any(node.gpus for node in shared) else {"CPU": 1.0}

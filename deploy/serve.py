@@ -1,4 +1,6 @@
-"""`tandem serve`: the routers in the main thread, Ray and its workers behind another, and an orderly end."""
+"""`tandem serve`: runs the routers in the main thread, and Ray and its workers in another. Ends all in
+order.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +42,15 @@ LAUNCHER_GRACE_S = 20.0
 """Seconds that Ray and the workers get to end before they are killed."""
 
 START_GRACE_S = 0.5
-"""The same before the server was ready."""
+"""The same if the server was not ready yet."""
 
 DESCENDANTS_GRACE_S = 2.0
 
 
 def serve(config: ServeConfig) -> int:
-    """Run the server until it is told to end; returns the process' exit code."""
+    """Run the server until it is told to end. Returns the process' exit code."""
     set_up_logging(config)
-    os.environ.pop(ENV_PREFIX + "API_KEY", None)  # no process that is started needs it
+    os.environ.pop(ENV_PREFIX + "API_KEY", None)  # no child process needs it
     patience = _Patience(config)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, patience.on_signal)
@@ -62,10 +64,10 @@ def serve(config: ServeConfig) -> int:
 
 
 class _Patience:
-    """Handles signals while the router's own handlers are not in place.
+    """Handles signals while the router's own handlers are not installed.
 
-    Before Ray is started a signal ends the process: not by an exception, which is lost if it is raised
-    within a callback of the import system. During the orderly end a signal cuts that short.
+    Before Ray's start a signal ends the process at once; an exception could get lost within a callback of
+    the import system. During the orderly end a signal cuts it short.
     """
 
     def __init__(self, config: ServeConfig) -> None:
@@ -101,7 +103,7 @@ def _run(config: ServeConfig, patience: _Patience) -> int:
 
     def on_signal() -> None:
         if not ready.is_set():
-            server.stop()  # at once, as a second call: there is nothing to wait for
+            server.stop()  # counts as a second call, so nothing is waited for
         elif not patience.asked:
             log.info("stopping; running requests get %g s (--shutdown-timeout)", config.shutdown_timeout)
         patience.asked = True
@@ -115,7 +117,7 @@ def _run(config: ServeConfig, patience: _Patience) -> int:
         launcher.start()
 
     gc.collect()
-    gc.freeze()  # or the collector would go through the libraries again and again, for milliseconds
+    gc.freeze()  # else the collector would scan the libraries again and again, for milliseconds
     try:
         server.run(on_start=start, on_signal=on_signal)
     finally:
@@ -127,7 +129,7 @@ def _run(config: ServeConfig, patience: _Patience) -> int:
     if launcher.failure is not None:
         _complain(config, launcher.failure)
     if launcher.is_alive() or cluster.has_died:
-        os._exit(1)  # Ray's own exit handlers would wait for what is gone
+        os._exit(1)  # Ray's own exit handlers would wait for processes that have died
     return 0 if launcher.failure is None else 1
 
 
@@ -142,16 +144,18 @@ def warn_of_exposure(config: ServeConfig) -> None:
 
 
 def _routers(config: ServeConfig, keys: ClusterKeys, link_host: str) -> Routers:
-    """One router runs in this process, several in their own: then this one outlives any of them."""
+    """Return the router of this process, or a pool of several processes, which this one outlives."""
     if config.router_replicas == 1:
         return RouterServer(config, keys, link_host)
     return RouterPool(config, keys, link_host)
 
 
 def _end(launcher: Launcher, patience: _Patience, was_ready: bool) -> None:
-    """End Ray and the workers in order, or at once on a further signal. Nothing is left in either case.
+    """End Ray and the workers in order, or at once after a further signal. No process or file is left in
+    either case.
 
-    During the start the launcher may wait for Ray or for a model to be loaded, which nothing interrupts.
+    During the start the launcher may wait for Ray or for the loading of a model, which cannot be
+    interrupted.
     """
     launcher.stop()
     deadline = time.monotonic() + (LAUNCHER_GRACE_S if was_ready else START_GRACE_S)
@@ -174,7 +178,7 @@ def _leave_unready(config: ServeConfig) -> NoReturn:
 
 
 def _complain(config: ServeConfig, reason: str) -> None:
-    """The last words of a server that cannot go on."""
+    """Report why the server ends."""
     if config.log_format == "json":
         log.error("%s", reason)
     else:
@@ -182,7 +186,9 @@ def _complain(config: ServeConfig, reason: str) -> None:
 
 
 def announcement(config: ServeConfig, server: Routers, url: str) -> str:
-    """What runs, a line for each worker, a command to try, and last the address. `/workers` tells more."""
+    """Return the start message: a line for each worker, a command to try, and the address. `/workers` has
+    the details.
+    """
     lines = [f"Tandem {version()} serves {config.model_name}"]
     if config.ray_address is None:
         threads, why = choose_threads(config, host_cores())
@@ -196,7 +202,7 @@ def announcement(config: ServeConfig, server: Routers, url: str) -> str:
 
 
 def reachable_url(config: ServeConfig, url: str, link_host: str) -> str:
-    """As others on the cluster's network reach it, where HTTP listens on all addresses."""
+    """Return the URL at which other hosts of the cluster reach a server that listens on all addresses."""
     if config.ray_address is None or not is_wildcard(config.host):
         return url
     return http_url(config, link_host, urlsplit(url).port or config.port)

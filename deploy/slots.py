@@ -1,4 +1,6 @@
-"""The workers that are kept running: each one's place, through all its incarnations."""
+"""The workers that the supervisor keeps running. A slot stays the same through all incarnations of its
+worker.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,15 @@ from protocol.roles import ROLES, RoleSpec
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
 STABLE_S = 60.0
-"""Failures of a worker that ran this long since are forgotten."""
+"""After a worker has run this long, its earlier failures are forgotten."""
 
 FRAIL_S = 5.0
-"""A process that vanishes this soon after it became ready is taken to have died by itself."""
+"""If a process vanishes this soon after it became ready, this counts as a failure of the worker itself."""
 
 UNTOLD_S = 10.0
-"""Who was let go and is there so long after --drain-timeout was never told: it would have ended itself."""
+"""If a worker that may leave still runs this long after --drain-timeout, no router has told it to: it would
+have ended.
+"""
 
 
 @dataclass(eq=False)
@@ -34,46 +38,46 @@ class Slot:
     incarnation: str = ""
     node: Node | None = None
     placed_as: str | None = None
-    """The role that it took a place on its node as, which it keeps when it changes its own."""
+    """The role as which it was placed on its node. It stays when the worker changes its role."""
     group: Any = None
     """The placement group that holds the worker's place on its node."""
     actor: Any = None
     ended: Any = None
     ping: Any = None
-    """The unanswered question to its actor since the worker fell silent."""
+    """The unanswered call of its actor since the worker fell silent."""
     look: Any = None
-    """The unanswered question to its actor while the worker starts."""
+    """The unanswered call of its actor while the worker starts."""
     looked_at: float = 0.0
-    """When that was asked."""
+    """The time of that call."""
     seen: Any = None
-    """The actor's latest answer, a `Look`."""
+    """The actor's latest answer, an `ActorState`."""
     num_replaced: int = 0
-    """Templates that the actor has told of as replaced."""
+    """The number of replaced templates that the actor has reported."""
     reminded_at: float = 0.0
-    """When the log last said what the worker's start waits for."""
+    """The time when the log last said what the worker's start waits for."""
     config: ServeConfig = field(default_factory=ServeConfig)
-    """What its node makes of the deployment's."""
+    """The deployment's configuration, adapted to its node."""
     process: psutil.Process | None = None
     started: float = 0.0
     ready_since: float | None = None
     was_ready: bool = False
     failures: int = 0
-    """How often in a row it died by itself."""
+    """The number of its failures in a row."""
     start_at: float | None = None
     added_at: float | None = None
-    """When it was added to those that were deployed: it may fail to start, and the others go on."""
+    """The time when scaling added it. If such a worker fails to start, all others continue."""
     leaves: bool = False
-    """It is drained, and not started anew."""
+    """Whether it is drained and then not restarted."""
     changes: bool = False
-    """It is drained, to go on in another role or as another process."""
+    """Whether it is drained to continue in another role or as another process."""
     let_go_at: float = 0.0
-    """When a router was last told that it may leave or change."""
+    """The time when a router was last allowed to drain it."""
     dismissed_at: float | None = None
-    """When the router had no more use for it: it ends by itself."""
+    """The time when the router let it end by itself."""
 
     @property
     def place(self) -> str:
-        """The role whose place on a node it has, or is to get."""
+        """The role whose place on a node it has, or will get."""
         return self.placed_as or self.role.name
 
     @property
@@ -81,16 +85,18 @@ class Slot:
         return self.role.purpose == "decode" and not self.leaves and not self.changes
 
     def take_back(self, drain_timeout: float, now: float) -> bool:
-        """Whether it stays after all: the router that it was let go for was lost before it told it."""
+        """Return whether the worker stays after all, since the router that wanted to drain it was lost
+        before it did.
+        """
         stays = (self.leaves or self.changes) and now - self.let_go_at > drain_timeout + UNTOLD_S
         if stays:
             self.leaves = self.changes = False
         return stays
 
     def note_death(self, vanished: bool, now: float) -> float:
-        """Returns the seconds until the next start: 0 unless it dies by itself again and again.
+        """Return the seconds until the next start: 0 unless the worker fails again and again.
 
-        A ready worker whose process `vanished` was killed by somebody else; one that fails says why.
+        A ready worker whose process `vanished` was killed from outside; a worker that fails gives a reason.
         """
         lived = now - self.ready_since if self.ready_since is not None else 0.0
         if lived > STABLE_S:
@@ -103,7 +109,7 @@ class Slot:
 
 
 def make_slots(config: ServeConfig) -> list[Slot]:
-    """A place for each worker that is deployed."""
+    """Return a slot for each worker of the deployment."""
     return [
         Slot(f"{role.name}-{index}", role)
         for role in ROLES.values()
@@ -112,7 +118,7 @@ def make_slots(config: ServeConfig) -> list[Slot]:
 
 
 def let_go(slots: Sequence[Slot], worker_id: str, for_good: bool) -> str:
-    """Why a worker can't leave, or change its role; "": it can, which is written down at once."""
+    """Mark a worker as leaving or changing its role. Returns "", or the reason why it cannot."""
     slot = slot_of(slots, worker_id)
     if slot is None:
         return "it has left already"

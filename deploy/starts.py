@@ -1,6 +1,6 @@
-"""Watches starting workers through their actors: logs what they wait for, and bounds the wait.
+"""Watches starting workers through their actors: logs what they wait for, and limits the wait.
 
-Imports Ray, so it is imported only where Ray may start.
+Imports Ray, so import it only where Ray may start.
 """
 
 from __future__ import annotations
@@ -14,35 +14,37 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
-from deploy.actors import Look
+from deploy.actors import ActorState
 from deploy.slots import Slot
 from protocol.config import ServeConfig
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 2.0
-"""How often the actor of a worker that starts is asked how that gets on."""
+"""The interval at which the actor of a starting worker is asked for its state."""
 
 ANSWER_S = 10.0
 """An actor that has answered before and then takes longer is stuck."""
 
 FIRST_ANSWER_S = 90.0
-"""The same before its first answer: Ray itself gives a process of its own 60 s to begin."""
+"""The same before its first answer: Ray itself gives a new process 60 s to begin."""
 
 REMIND_S = 10.0
 
 
 class StartFault(NamedTuple):
-    """Why a worker's start is not waited for any longer; `by_actor`: its actor does not answer."""
+    """Why a worker's start is given up. `by_actor` means that its actor does not answer."""
 
     reason: str
     by_actor: bool = False
     is_over: bool = False
-    """It had all of --start-timeout."""
+    """Whether the start has used up --start-timeout."""
 
 
 class StartWatch:
-    """Keeps what it knows in the slots. `on_replaced` is called for each template that an actor replaced."""
+    """Watches the starts; keeps its state in the slots. Calls `on_replaced` for each template that an actor
+    replaced.
+    """
 
     def __init__(self, config: ServeConfig, is_local: bool, on_replaced: Callable[[], None]) -> None:
         self._timeout_s = config.start_timeout
@@ -50,22 +52,24 @@ class StartWatch:
         self._on_replaced = on_replaced
 
     def begin(self, slot: Slot, now: float) -> None:
-        """A worker is started in the slot."""
+        """Begin to watch the slot's new worker."""
         slot.reminded_at = now
         if slot.seen is not None:
-            slot.seen = Look(slot.seen.pid)
+            slot.seen = ActorState(slot.seen.pid)
         self._ask(slot, now)
 
     def take(self, slot: Slot) -> None:
-        """Note what the slot's actor has answered, if it has."""
+        """Store the answer of the slot's actor, if there is one."""
         if slot.look is None or not ray.wait([slot.look], timeout=0)[0]:
             return
         answer, slot.look = slot.look, None
-        with contextlib.suppress(RayError):  # the actor has ended, as its other answers show
+        with contextlib.suppress(RayError):  # if the actor has ended, its other calls show it
             self._note(slot, ray.get(answer))
 
     def judge(self, slot: Slot, now: float) -> StartFault | None:
-        """Whether to go on waiting for a worker that is not ready. Asks its actor again and again."""
+        """Return why to give up a worker that is not ready, or None to wait on. Asks its actor again and
+        again.
+        """
         if now - slot.started > self._timeout_s:
             return StartFault(
                 f"it was not ready within {self._timeout_s:g} s (--start-timeout)", is_over=True
@@ -93,7 +97,7 @@ class StartWatch:
     def _ask(self, slot: Slot, now: float) -> None:
         slot.look, slot.looked_at = slot.actor.look.remote(), now
 
-    def _note(self, slot: Slot, seen: Look) -> None:
+    def _note(self, slot: Slot, seen: ActorState) -> None:
         slot.seen = seen
         if self._is_local and slot.process is None:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""`tandem status`: the workers, their roles and their load, once or live."""
+"""`tandem status`: shows the workers, their roles and their load, once or live."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SPECULATION_COLUMNS = ("worker", "method", "drafts", "accepted", "tau", "K now"
 
 
 def show_status(url: str, api_key: str | None, *, once: bool, as_json: bool, interval_s: float) -> None:
-    """Print the workers: live until Ctrl-C, unless one look was asked for. Raises `ServerError`."""
+    """Print the workers, live until Ctrl-C, or once. Raises `ServerError`."""
     with contextlib.suppress(KeyboardInterrupt), client(url, api_key) as http:
         if as_json:
             print(json.dumps(_fetch(http), indent=2))
@@ -51,13 +51,13 @@ def _live(http: httpx.Client, url: str, interval_s: float) -> None:
 
 
 def make_view(url: str, status: dict[str, Any]) -> Group:
-    """The workers, and what speculation brings where there is any."""
+    """Return the table of workers, and that of speculation if there is any."""
     speculation = make_speculation_table(status)
     return Group(make_table(url, status), *([speculation] if speculation.row_count else []))
 
 
 def make_table(url: str, status: dict[str, Any]) -> FittedTable:
-    """One row for each worker that the router knows."""
+    """Return one row for each worker that the router knows."""
     table = FittedTable(*_COLUMNS, optional=("role", "cached"), wrapped="transports", title=url)
     for worker in status["workers"]:
         table.add_row(*_row(worker))
@@ -81,7 +81,7 @@ def _row(worker: dict[str, Any]) -> list[str]:
 
 
 def _transports(worker: dict[str, Any]) -> str:
-    """The transport to each peer, and why a better one does not serve the pair."""
+    """Return the transport to each peer, and why better transports do not work for the pair."""
     refused: dict[str, list[str]] = {}
     for pair in worker["pairs"]:
         if "refused" in pair:
@@ -94,7 +94,7 @@ def _transports(worker: dict[str, Any]) -> str:
 
 
 def make_speculation_table(status: dict[str, Any]) -> FittedTable:
-    """One row for each worker and method that has drafted, and for each that was told to."""
+    """Return one row for each worker and method that has drafted or is configured to."""
     table = FittedTable(*_SPECULATION_COLUMNS)
     for worker in status["workers"]:
         totals = spec_decode_totals(worker["counters"])
@@ -107,7 +107,7 @@ def make_speculation_table(status: dict[str, Any]) -> FittedTable:
 
 
 def spec_decode_totals(counters: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """By method, the counters `spec_decode_num_NAME_total` by NAME."""
+    """Return the counters `spec_decode_num_NAME_total` of each method, by NAME."""
     totals: dict[str, dict[str, float]] = defaultdict(dict)
     for key, value in counters.items():
         found = reported(key, _COUNTERS)
@@ -128,7 +128,7 @@ def _brought(total: dict[str, float]) -> list[str]:
 
 
 def _current_k(worker: dict[str, Any], method: str) -> str:
-    """What its requests are to draft in a step, on average."""
+    """Return the average number of tokens that its requests shall draft in a step."""
     for state in (worker.get("speculation") or {}).get("methods", ()):
         if state["method"] == method and state.get("num_requests"):
             return f"{state.get('num_tokens', 0) / state['num_requests']:.1f}"

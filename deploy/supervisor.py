@@ -1,4 +1,6 @@
-"""Keeps the workers running: starts one actor for each, tells the router of every death, starts anew."""
+"""Keeps the workers running: starts an actor for each, tells the router of every death, and restarts
+workers.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +40,18 @@ log = logging.getLogger(__name__)
 WATCH_INTERVAL_S = 0.25
 STOP_GRACE_S = 5.0
 ACTOR_TIMEOUT_S = 2.0
-"""An actor that takes longer to answer is ended too."""
+"""An actor that takes longer to answer is killed too."""
 
 MAX_FAILED_STARTS = 5
-"""After so many failures in a row requests no longer wait for a worker. It is still started anew."""
+"""After this many failures in a row, requests no longer wait for a worker. It is still restarted."""
 
 
 class StartUpError(TandemError):
-    """A worker failed before it ever served, or found no node: the configuration, not chance, is to blame."""
+    """A worker failed before it ever served, or found no node, so the configuration is at fault."""
 
 
 class Supervisor:
-    """Runs in the launcher's thread until `stop` is set. `on_ready`: every worker has registered."""
+    """Runs in the launcher's thread until `stop` is set. Calls `on_ready` once all workers are registered."""
 
     def __init__(
         self,
@@ -64,9 +66,9 @@ class Supervisor:
         self._router = router
         self._cluster = cluster
         self._config = msgspec.structs.replace(config, api_key=None)
-        """What workers get of it: Ray carries that."""
+        """The configuration for workers, without API keys since Ray transports it."""
         self._forks = forks_workers(config)
-        # Ranks wait for each other at every product, so none may lack a core that was lent.
+        # Ranks wait for each other at every product, so they must not lend cores.
         has_ranks = config.total_ranks > config.num_workers
         self._shares_cores = config.worker_threads is None and not has_ranks
         self._reminded = 0.0
@@ -78,7 +80,7 @@ class Supervisor:
         self._placing = Placing(config, cluster, self._slots)
         self._starts = StartWatch(config, cluster.is_local, lambda: router.replaced("template"))
         self._no_room_until: dict[str, float] = {}
-        """A worker of the role was given up: until then there is no room for one more."""
+        """The time until which a role counts as having no room, since one of its workers was given up."""
         self._told: tuple[Mapping[str, str], Mapping[str, int]] | None = None
         router.on_leave(self._let_go, self._renew)
         router.on_scale(self._scale)
@@ -102,13 +104,15 @@ class Supervisor:
     # --- for the router's thread ------------------------------------------------------------------
 
     def _let_go(self, worker_id: str, for_good: bool) -> str:
-        """All routers ask here, one after the other, as none knows what the others are about to do."""
+        """Decide whether a worker may leave or change its role. All routers ask here, one after the other,
+        since none knows the plans of the others.
+        """
         refusal = let_go(self._slots, worker_id, for_good)
         self._set_expected()
         return refusal
 
     def _scale(self, request: ScaleRequest) -> ScaleAnswer:
-        """All routers ask here too. What is to start or to end does so with the next look."""
+        """Change the number of workers for a router. Starts and ends follow in the supervisor's next turn."""
         if not self._announced:
             return ScaleAnswer(refusal="the server is starting", field=min(request.targets))
         answer = rescale(self._slots, request, self._config, self._placing.nodes, self._cluster.may_grow)
@@ -118,7 +122,7 @@ class Supervisor:
         return answer
 
     def _renew(self, worker_id: str, role: str, incarnation: str) -> None:
-        """The worker registers anew, in another role."""
+        """Note that a worker registers again, in another role."""
         slot = slot_of(self._slots, worker_id)
         if slot is None:
             return  # it was given up meanwhile
@@ -128,19 +132,19 @@ class Supervisor:
     # --- one worker -------------------------------------------------------------------------------
 
     def _start_due(self, now: float) -> None:
-        """Start the workers whose time has come and that have a node, or find one."""
+        """Start the workers that are due and have a node. Look for nodes for the others."""
         due = [slot for slot in self._slots if slot.start_at is not None and now >= slot.start_at]
         placed = [slot for slot in due if slot.actor is not None or self._placing.find(slot, now)]
         for slot in placed:
             if slot.was_ready:
-                log.info("worker %s is started anew", slot.worker_id)
+                log.info("worker %s is restarted", slot.worker_id)
             self._start(slot)
         waiting = [slot for slot in due if slot not in placed]
         if waiting:
             self._wait_for_nodes(waiting, now)
 
     def _wait_for_nodes(self, slots: Sequence[Slot], now: float) -> None:
-        """Say what is waited for. Raises `StartUpError` when the first start takes too long."""
+        """Log what these slots wait for. Raises `StartUpError` when the first start takes too long."""
         for slot in [slot for slot in slots if self._waits_too_long(slot, now)]:
             limit = f"{self._config.scale_timeout:g} s (--scale-timeout)"
             self._give_up(slot, f"{self._placing.shortage([slot], now)} after {limit}")
@@ -159,7 +163,7 @@ class Supervisor:
         return waits_since is not None and now - waits_since > self._config.scale_timeout
 
     def _give_up(self, slot: Slot, reason: str) -> None:
-        """A worker that was added cannot be started: what runs goes on."""
+        """Remove an added worker that cannot be started. All others continue."""
         log.error("worker %s is given up: %s", slot.worker_id, reason)
         self._no_room_until[slot.role.name] = time.monotonic() + self._config.scale_timeout
         self._forget(slot)
@@ -228,7 +232,7 @@ class Supervisor:
             self._on_ready()
 
     def _look_at_nodes(self, now: float) -> None:
-        """Take note of nodes that came, and of workers whose node has gone."""
+        """Note new nodes, and workers whose node has gone."""
         self._placing.look(now)
         for slot in [slot for slot in self._slots if self._placing.has_lost(slot)]:
             assert slot.node is not None
@@ -237,12 +241,12 @@ class Supervisor:
             self._on_ended(slot, reason, vanished=True, by_host=True)
 
     def _look_at(self, slot: Slot, now: float) -> None:
-        """Take note of a worker that became ready, and end one that is silent or never becomes ready."""
+        """Note that a worker became ready, and end one that is silent or takes too long to become ready."""
         self._starts.take(slot)
         silence_s = self._router.silence_of(slot.worker_id, slot.incarnation)
         if silence_s is not None:
             slot.dismissed_at = None
-            # One that is unwanted by now is no router's to drain: `_end_unready` ends it.
+            # `_end_unready` ends a worker that is no longer wanted; no router needs to drain it.
             if slot.ready_since is None and not slot.leaves:
                 slot.ready_since, slot.was_ready = now, True
                 self._set_expected()
@@ -259,7 +263,7 @@ class Supervisor:
             self._end_start(slot, fault, now)
 
     def _end_start(self, slot: Slot, fault: StartFault, now: float) -> None:
-        """End a worker that does not become ready; its actor, too, if that may go on waiting."""
+        """End a worker that does not become ready, and also its actor if that may still be waiting."""
         if fault.by_actor:
             self._router.replaced("actor")
             slot.ping = slot.look
@@ -271,7 +275,7 @@ class Supervisor:
         self._on_ended(slot, fault.reason, by_host=by_host)
 
     def _judge_silence(self, slot: Slot, silence_s: float) -> None:
-        """Ask a silent worker's actor whether anything answers there, then end the worker."""
+        """Ask a silent worker's actor whether its host answers; later end the worker."""
         if silence_s <= self._config.worker_timeout:
             slot.ping = None
             return
@@ -279,10 +283,10 @@ class Supervisor:
             slot.ping = slot.actor.look.remote()
         if silence_s > 2 * self._config.worker_timeout:
             self._kill(slot)
-            self._on_ended(slot, f"nothing was heard of it for {silence_s:.1f} s")
+            self._on_ended(slot, f"it sent nothing for {silence_s:.1f} s")
 
     def _on_exit(self, slot: Slot, ref: Any) -> None:
-        """A worker's process has ended, or its actor's and the worker's with it."""
+        """Handle the end of a worker's process, or of its actor's process, which ends the worker too."""
         by_host = False
         try:
             end: WorkerExit = ray.get(ref)
@@ -296,7 +300,9 @@ class Supervisor:
         self._on_ended(slot, end.reason or "it ended", vanished=end.was_killed, by_host=by_host)
 
     def _on_ended(self, slot: Slot, reason: str, vanished: bool = False, by_host: bool = False) -> None:
-        """`vanished`: somebody else killed it. `by_host`: no fault of its own keeps it from starting."""
+        """Restart an ended worker, or forget it. `vanished`: it was killed from outside. `by_host`: its host
+        is at fault.
+        """
         self._router.mark_dead(slot.worker_id, slot.incarnation, reason)
         slot.ended = None
         if self._stop.is_set():
@@ -319,10 +325,10 @@ class Supervisor:
         slot.start_at = now + delay
         self._router.replaced("worker")
         self._set_expected()
-        log.error("worker %s ended: %s; it is started anew in %.1f s", slot.worker_id, reason, delay)
+        log.error("worker %s ended: %s; it is restarted in %.1f s", slot.worker_id, reason, delay)
 
     def _end_unready(self) -> None:
-        """Who is to leave and does not serve has nothing to be drained of."""
+        """End workers that shall leave but do not serve: they have nothing to drain."""
         for slot in [slot for slot in self._slots if slot.leaves and slot.ready_since is None]:
             if slot.ended is not None:
                 self._kill(slot)
@@ -331,7 +337,7 @@ class Supervisor:
             self._forget(slot)
 
     def _set_expected(self) -> None:
-        """Tell the router whom requests may wait for, and how many more workers there could be."""
+        """Tell the router which workers requests may wait for, and how many more there could be."""
         kept = [slot for slot in self._slots if not slot.leaves]
         hopeful = (slot for slot in kept if slot.failures < MAX_FAILED_STARTS or slot.ready_since)
         roles = {slot.worker_id: slot.role.name for slot in hopeful}
@@ -345,7 +351,7 @@ class Supervisor:
             self._router.expect(*told)
 
     def _kill(self, slot: Slot) -> None:
-        """End the worker for certain, also one that is stopped and takes no message."""
+        """Kill the worker, even if it is stopped and reads no message."""
         answers = slot.ping is None or bool(ray.wait([slot.ping], timeout=0)[0])
         if self._forks and slot.actor is not None and answers:
             with contextlib.suppress(RayError):
@@ -360,7 +366,7 @@ class Supervisor:
                 slot.process.kill()
 
     def _end_actor(self, slot: Slot) -> None:
-        """Ray has the actor's process exit, and the worker goes with it."""
+        """End the actor's process through Ray. The worker ends with it."""
         actor, slot.actor, slot.ended = slot.actor, None, None
         with contextlib.suppress(RayError):
             if actor is not None:
@@ -371,9 +377,9 @@ class Supervisor:
     # --- the end ----------------------------------------------------------------------------------
 
     def _end_all(self) -> None:
-        """Let every worker end by itself; kill those that take too long, and no other.
+        """Let every worker end by itself, and kill only those that take too long.
 
-        Ray reports a process that is killed as a worker that died.
+        Ray logs each killed process as a worker that died.
         """
         running = [slot for slot in self._slots if slot.ended is not None]
         for slot in running:

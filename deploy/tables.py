@@ -1,4 +1,4 @@
-"""Tables for a terminal, which leave columns out where it is too narrow for all of them."""
+"""Terminal tables that omit columns if the terminal is too narrow for all of them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _GAP = 2
 
 
 def output_console() -> Console:
-    """Standard output. A pipe or a file has no width of its own: no column is left out for it."""
+    """Return a console on standard output. A pipe or a file has no width, so it gets all columns."""
     has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(width=None if has_width else _FILE_WIDTH)
 
 
 class FittedTable:
-    """Rows under `columns`. Those of `optional` are left out first to last until the rest fits.
+    """A table with `columns`. Those in `optional` are left out, first to last, until the rest fits.
 
-    The `wrapped` column takes several lines where its text is long.
+    The `wrapped` column takes several lines if its text is long.
     """
 
     def __init__(

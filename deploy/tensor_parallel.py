@@ -1,4 +1,4 @@
-"""Whether workers can have the ranks that they are to have, found out before anything is started."""
+"""Checks, before anything is started, whether workers can have the configured ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from protocol.errors import ConfigError
 from protocol.roles import ROLES
 
 _HEADS = ("num_attention_heads", "n_head")
-"""Fields of a `config.json` that say how many attention heads there are."""
+"""Fields of a `config.json` with the number of attention heads."""
 
 
 def check_ranks(config: ServeConfig) -> None:
-    """Raises ConfigError that names the option, its value and the limit."""
+    """Raise `ConfigError`, which names the option, its value and the limit, if another option excludes
+    ranks.
+    """
     if "object_store" in transport_names(config):
         refuse_ranks(
             config, "with object_store among --kv-transports: it needs workers within Ray's processes"
@@ -26,7 +28,7 @@ def check_ranks(config: ServeConfig) -> None:
 
 
 def check_heads(config: ServeConfig, decoder: Mapping[str, Any]) -> None:
-    """The same, of a model whose decoder has such a `config.json`."""
+    """Raise `ConfigError` if the ranks do not divide the attention heads in the decoder's `config.json`."""
     for flag, size in _sizes(config):
         for field in _HEADS:
             count = decoder.get(field)
@@ -35,7 +37,7 @@ def check_heads(config: ServeConfig, decoder: Mapping[str, Any]) -> None:
 
 
 def refuse_ranks(config: ServeConfig, why: str) -> None:
-    """Raises ConfigError if any worker is to have several ranks."""
+    """Raise `ConfigError` if any worker is to have several ranks."""
     for flag, size in _sizes(config):
         raise ConfigError(f"{flag}: {size} is above 1, which cannot be {why}")
 

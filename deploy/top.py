@@ -1,4 +1,4 @@
-"""`tandem top`: workers, links and drafts with their rates, live in a terminal."""
+"""`tandem top`: shows workers, links and drafts with their rates, live in a terminal."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ from deploy.tables import FittedTable, output_console
 
 _BAR = 10
 _FULL = 0.9
-"""Share of a KV pool from which it is shown as nearly full."""
+"""The share of a KV pool from which it is shown as nearly full."""
 
 
-class Look(NamedTuple):
-    """What the server told at a moment, in monotonic seconds."""
+class Snapshot(NamedTuple):
+    """The server's state at one time, in monotonic seconds."""
 
     at: float
     cluster: dict[str, Any]
     workers: dict[str, dict[str, Any]]
 
     @classmethod
-    def take(cls, http: httpx.Client) -> Look:
-        """Raises `ServerError`."""
+    def fetch(cls, http: httpx.Client) -> Snapshot:
+        """Ask the server for its state. Raises `ServerError`."""
         cluster = checked(http.get("/cluster")).json()
         workers = checked(http.get("/workers")).json()["workers"]
         return cls(time.monotonic(), cluster, {worker["id"]: worker for worker in workers})
 
 
 def show_top(url: str, api_key: str | None, *, once: bool, interval_s: float) -> None:
-    """Until Ctrl-C, or one frame, whose rates are those of one interval. Raises `ServerError`."""
+    """Show frames until Ctrl-C, or one frame with the rates of one interval. Raises `ServerError`."""
     with contextlib.suppress(KeyboardInterrupt), client(url, api_key) as http:
-        before = Look.take(http)
+        before = Snapshot.fetch(http)
         time.sleep(interval_s)
         if once or not sys.stdout.isatty():
-            output_console().print(frame(url, before, Look.take(http)))
+            output_console().print(frame(url, before, Snapshot.fetch(http)))
             return
         with Live(auto_refresh=False, screen=True) as live:
             while True:
-                after = Look.take(http)
+                after = Snapshot.fetch(http)
                 live.update(frame(url, before, after), refresh=True)
                 before = after
                 time.sleep(interval_s)
 
 
-def frame(url: str, before: Look, after: Look) -> RenderableType:
-    """What happened between two looks."""
+def frame(url: str, before: Snapshot, after: Snapshot) -> RenderableType:
+    """Show what happened between two snapshots."""
     parts: list[RenderableType] = [_head(url, before, after), _workers(before, after)]
     parts += [table for table in (_links(before, after), _drafts(before, after)) if table.row_count]
     return Group(*parts)
 
 
-def _head(url: str, before: Look, after: Look) -> Text:
+def _head(url: str, before: Snapshot, after: Snapshot) -> Text:
     load = [worker["load"] for worker in after.cluster["workers"]]
     requests = sum(worker["requests"] for worker in load)
     tokens = sum(_rate(before, after, worker, "computed_tokens_total") for worker in after.workers)
@@ -72,7 +72,7 @@ def _head(url: str, before: Look, after: Look) -> Text:
     return head
 
 
-def _workers(before: Look, after: Look) -> FittedTable:
+def _workers(before: Snapshot, after: Snapshot) -> FittedTable:
     columns = ("worker", "role", "host", "state", "run", "wait", "KV", "hits", "steps/s", "ms", "tokens/s")
     table = FittedTable(*columns, optional=("host", "ms", "role"))
     for worker_id, worker in after.workers.items():
@@ -98,8 +98,8 @@ def _workers(before: Look, after: Look) -> FittedTable:
     return table
 
 
-def _links(before: Look, after: Look) -> FittedTable:
-    """The wires in use: what goes over them now, and what they were measured to take."""
+def _links(before: Snapshot, after: Snapshot) -> FittedTable:
+    """Return a row for each link in use: its current traffic, and its measured bandwidth and latency."""
     table = FittedTable("from", "to", "over", "now", "up to", "latency", "transfers/s")
     for link in after.cluster["links"]:
         sent, transfers = (
@@ -119,8 +119,10 @@ def _links(before: Look, after: Look) -> FittedTable:
     return table
 
 
-def _drafts(before: Look, after: Look) -> FittedTable:
-    """By decode worker and method: what the interval's drafts brought, and where they are made now."""
+def _drafts(before: Snapshot, after: Snapshot) -> FittedTable:
+    """Return a row for each decode worker and method: the drafts of the interval, and where they are made
+    now.
+    """
     columns = ("drafts of", "method", "drafts/s", "accepted", "tokens/round", "made at")
     table = FittedTable(*columns, wrapped="made at")
     made: dict[str, list[str]] = {}
@@ -132,7 +134,7 @@ def _drafts(before: Look, after: Look) -> FittedTable:
             gained = {name: total - earlier.get(method, {}).get(name, 0.0) for name, total in totals.items()}
             drafts, accepted = gained.get("drafts", 0.0), gained.get("accepted_tokens", 0.0)
             if drafts < 0:
-                continue  # the worker was started anew
+                continue  # the worker was restarted
             table.add_row(
                 worker_id,
                 method,
@@ -144,28 +146,28 @@ def _drafts(before: Look, after: Look) -> FittedTable:
     return table
 
 
-def _counters(look: Look, worker_id: str) -> Mapping[str, float]:
-    found: Mapping[str, float] = look.workers.get(worker_id, {}).get("counters", {})
+def _counters(snapshot: Snapshot, worker_id: str) -> Mapping[str, float]:
+    found: Mapping[str, float] = snapshot.workers.get(worker_id, {}).get("counters", {})
     return found
 
 
-def _counted(before: Look, after: Look, worker_id: str, name: str) -> float:
+def _counted(before: Snapshot, after: Snapshot, worker_id: str, name: str) -> float:
     earlier = _counters(before, worker_id).get(name, 0.0)
     return max(_counters(after, worker_id).get(name, 0.0) - earlier, 0.0)
 
 
-def _rate(before: Look, after: Look, worker_id: str, name: str) -> float:
+def _rate(before: Snapshot, after: Snapshot, worker_id: str, name: str) -> float:
     return _counted(before, after, worker_id, name) / (after.at - before.at)
 
 
-def _gained(before: Look, after: Look, worker_id: str, field: str) -> float:
-    """Of a total that is no counter of the worker's; 0 for one that was started anew."""
+def _gained(before: Snapshot, after: Snapshot, worker_id: str, field: str) -> float:
+    """Return the increase of a worker's total that is not one of its counters; 0 after a restart."""
     earlier: float = before.workers.get(worker_id, {}).get(field, 0)
     return max(float(after.workers[worker_id][field]) - earlier, 0.0)
 
 
-def _of_pair(look: Look, link: Mapping[str, Any], name: str) -> float:
-    for pair in look.workers.get(link["from"], {}).get("pairs", ()):
+def _of_pair(snapshot: Snapshot, link: Mapping[str, Any], name: str) -> float:
+    for pair in snapshot.workers.get(link["from"], {}).get("pairs", ()):
         if (pair["peer"], pair["transport"]) == (link["to"], link["transport"]):
             return float(pair.get("counters", {}).get(name, 0.0))
     return 0.0

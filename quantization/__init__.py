@@ -1,1 +1,1 @@
-"""`tandem quantize`: calibrated quantization of a model, block by block, into a published layout."""
+"""`tandem quantize`: quantizes a model block by block, with calibration, and writes a published layout."""

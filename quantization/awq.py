@@ -1,8 +1,9 @@
-"""AWQ: the scales of input channels, and the ranges of groups, with which rounding does least to the outputs.
+"""AWQ: finds the input channels' scales and the groups' ranges that change a layer's outputs least.
 
-Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration" (2023). Scales
-are the inputs' mean magnitude to a power, searched on a grid (section 3.2); then each group's range is
-searched. Errors are those of the layers' outputs over all calibration tokens, by the inputs' second moments.
+Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration" (2023). The
+scales are powers of the inputs' mean magnitudes; the exponent is searched on a grid (section 3.2). Then each
+group's range is searched. The error is that of a layer's outputs over all calibration tokens, computed from
+the inputs' second moments.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _ROWS_AT_ONCE = 512
 def search_scales(
     weights: Sequence[Tensor], moments: Tensor, inputs: Tensor, index: Tensor, bits: int, group_size: int
 ) -> Tensor:
-    """The scales, float32 [n]; input channel c of the layers gets those of `index[c]`.
+    """Return the scales, float32 [n]. Input channel c of the layers has the scale at `index[c]`.
 
-    `weights` float32 [out, in] are layers with the same inputs; `moments` [in, in] the sum of x x^T; `inputs`
-    [n] the mean of |x|, or a multiple of it, of the channels that share a scale.
+    `weights`, each float32 [out, in], belong to layers with the same inputs. `moments` [in, in] is the sum
+    of x x^T. `inputs` [n] is the mean of |x|, or a multiple of it, over the channels that share a scale.
     """
 
     def error(scales: Tensor) -> float:
@@ -48,12 +49,14 @@ def _scaled_error(weight: Tensor, moments: Tensor, scales: Tensor, bits: int, gr
 
 
 def output_error(difference: Tensor, moments: Tensor) -> float:
-    """What a difference of weights [out, in] changes in the outputs: squares, summed over tokens."""
+    """Return the squared change of the outputs, summed over tokens, that a `difference` [out, in] of weights
+    causes.
+    """
     return float(((difference @ moments) * difference).sum())
 
 
 def quantize(weight: Tensor, moments: Tensor, bits: int, group_size: int) -> QuantizedWeight:
-    """Round to the grids whose clipping does least to each group's part of the outputs."""
+    """Round each group to a grid that is clipped such that the group's part of the outputs changes least."""
     groups = grid.in_groups(weight, group_size)
     within = _diagonal_blocks(moments, group_size)
 
@@ -67,7 +70,7 @@ def quantize(weight: Tensor, moments: Tensor, bits: int, group_size: int) -> Qua
 
 
 def _diagonal_blocks(moments: Tensor, group_size: int) -> Tensor:
-    """[groups, group_size, group_size]."""
+    """Return the blocks on the diagonal: [groups, group_size, group_size]."""
     count = len(moments) // group_size
     blocks = moments.view(count, group_size, count, group_size)
     return blocks.diagonal(dim1=0, dim2=2).movedim(-1, 0).contiguous()

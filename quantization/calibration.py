@@ -1,4 +1,4 @@
-"""Runs a model block by block on calibration text, with the activations of one block alone in memory."""
+"""Runs a model block by block on calibration text. Only one block's activations are in memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from transformers import PreTrainedModel
 from protocol.errors import ConfigError
 
 _STRIP = 1024
-"""Rows of a matrix of moments that are summed at once."""
+"""The number of rows of the matrix of moments that one product updates."""
 _SAME = 1e-2
-"""Of the root mean square: how far a replayed block may be off in the model's dtype."""
+"""The most that a replayed block's output may differ in the model's dtype, as a share of its root mean
+square.
+"""
 
 
 @dataclass(frozen=True)
 class LinearGroup:
-    """Linear layers of a block that read the same tensor: their names, in the order in which they run.
+    """The names of a block's linear layers that read the same tensor, in the order in which they run.
 
     `norm` is the module that wrote this tensor, if it has one weight for each channel.
     """
@@ -32,12 +34,13 @@ class LinearGroup:
 
 @dataclass
 class Moments:
-    """Of a group's inputs x over all calibration tokens: the sums of x x^T, float32 [in, in], and of |x|.
+    """The sums of x x^T, float32 [in, in], and of |x|, over a group's inputs x at all calibration tokens.
 
-    Each x is in units of its root mean square. Some layers' inputs are hundreds of times as large for a few
-    tokens, such as a text's first, as for all others, and the sums would tell of these tokens alone.
+    Each x is divided by its root mean square. In some layers the inputs of a few tokens, such as a text's
+    first, are hundreds of times as large as all others; without the division these tokens alone would
+    determine the sums.
 
-    `add` leaves out most of what is below the diagonal, a third of its time; `complete` puts it there.
+    `add` skips most of the products below the diagonal, a third of its time; `complete` fills them in.
     """
 
     products: Tensor
@@ -64,13 +67,15 @@ class Moments:
         return self.magnitudes / max(1, self.tokens)
 
     def divided(self, scales: Tensor) -> Moments:
-        """Those of x / scales."""
+        """Return the moments of x / scales."""
         products = self.products / scales / scales.unsqueeze(1)
         return Moments(products, self.magnitudes / scales, self.tokens)
 
 
 def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The decoder blocks and their list's name in the model. Raises `ConfigError`."""
+    """Return the decoder blocks and the name of their list in the model. Raises `ConfigError` if there is
+    none.
+    """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -84,7 +89,9 @@ def linears(block: nn.Module) -> dict[str, nn.Linear]:
 
 @dataclass(frozen=True)
 class _Call:
-    """A block's arguments beside the hidden states, and what it took and gave, [1, length, hidden]."""
+    """A block's arguments without the hidden states, and the hidden states before and after it, [1, length,
+    hidden].
+    """
 
     arguments: dict[str, Any]
     hidden: Tensor
@@ -99,14 +106,14 @@ class Calibration:
     hidden: list[Tensor]
     head_dim: int
     value_width: int
-    """Of the values of attention, all heads."""
+    """The width of attention's values, all heads together."""
     _arguments: list[dict[str, Any]]
     position: int = field(default=0, init=False)
 
     @classmethod
     @torch.inference_mode()
     def begin(cls, model: PreTrainedModel, windows: Tensor) -> Calibration:
-        """`windows` int64 [n, length], two at least.
+        """Run the model on `windows`, int64 [n, length] with n of 2 at least, up to its first block.
 
         Raises `ConfigError` for a model whose blocks cannot be run one by one.
         """
@@ -132,16 +139,18 @@ class Calibration:
         return self.blocks[self.position]
 
     def probe(self) -> Tensor:
-        """The block's output for the first window."""
+        """Return the block's output for the first window."""
         return self._run(self.position, self.hidden[0])
 
     def advance(self) -> None:
-        """Go on to the next block with what this one gives as it now is."""
+        """Run this block as it is now on all windows, and go on to the next block."""
         self.hidden = [self._run(self.position, each) for each in self.hidden]
         self.position += 1
 
     def groups(self) -> list[LinearGroup]:
-        """All linear layers of the block. What the first window does not run forms groups of one."""
+        """Return all linear layers of the block. A layer that the first window does not run is a group of
+        its own.
+        """
         inputs: dict[str, Tensor] = {}
         outputs: dict[str, Tensor] = {}
 
@@ -159,9 +168,9 @@ class Calibration:
         return _grouped(linears(self.block), inputs, outputs)
 
     def moments(self, groups: Iterable[LinearGroup]) -> dict[LinearGroup, Moments]:
-        """Of the inputs that the block as it now is gives to these groups.
+        """Return the moments of the inputs that these groups get from the block as it is now.
 
-        Raises `ConfigError` where they are not finite.
+        Raises `ConfigError` if they are not finite.
         """
         modules = linears(self.block)
         found = {}
@@ -189,7 +198,7 @@ class Calibration:
 
 
 def _values_shape(model: PreTrainedModel) -> tuple[int, int]:
-    """The size of a head, and of all heads of the values."""
+    """Return the size of a head, and the width of the values of all heads."""
     config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -220,7 +229,7 @@ def _has_weight_per_channel(module: nn.Module, output: Tensor) -> bool:
 
 
 def _record(model: PreTrainedModel, blocks: Sequence[nn.Module], tokens: Tensor) -> list[_Call]:
-    """Each block's call in a forward of the whole model."""
+    """Run the whole model and return the call of each block."""
     given: list[tuple[dict[str, Any], Tensor]] = []
     outputs: list[Tensor] = []
 
@@ -238,11 +247,11 @@ def _record(model: PreTrainedModel, blocks: Sequence[nn.Module], tokens: Tensor)
 
 
 class _ReachedError(Exception):
-    """The first block was called."""
+    """Ends a forward at the first block."""
 
 
 def _embed(model: PreTrainedModel, blocks: Sequence[nn.Module], tokens: Tensor) -> Tensor:
-    """The hidden states that the first block gets."""
+    """Return the hidden states that the first block gets."""
     found = []
 
     def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -267,7 +276,7 @@ def _hooked(block: nn.Module, hook: Any) -> Iterator[None]:
 
 
 def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
-    """A block's other arguments and its hidden states."""
+    """Split a block's arguments into the hidden states and all others."""
     if args:
         return kwargs, args[0]
     return {name: value for name, value in kwargs.items() if name != "hidden_states"}, kwargs["hidden_states"]

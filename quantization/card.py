@@ -1,4 +1,4 @@
-"""The README.md of a quantized model."""
+"""Writes the README.md of a quantized model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MEGABYTE = 1e6
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured of the model before and after; sizes in bytes of weights."""
+    """The measurements of the model before and after; sizes are bytes of weights."""
 
     before: TextQuality
     after: TextQuality
@@ -28,7 +28,7 @@ class Result:
 
     @property
     def change(self) -> float:
-        """Of bits per byte, as a share."""
+        """The change of the bits per byte, as a share."""
         return self.after.bits_per_byte / self.before.bits_per_byte - 1
 
 

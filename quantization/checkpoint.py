@@ -1,4 +1,4 @@
-"""Writes the quantized model: the source's files, with its linear layers' weights replaced."""
+"""Writes the quantized model: copies the source's files and replaces the linear layers' weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from engine.quantization.checkpoint import Layout
 from quantization.source import INDEX, Source
-from quantization.unfinished import Block
+from quantization.unfinished import FinishedBlock
 
-LoadBlock = Callable[[int], Block]
+LoadBlock = Callable[[int], FinishedBlock]
 
 
 def write(
@@ -26,10 +26,10 @@ def write(
     load: LoadBlock,
     unquantized: Sequence[str],
 ) -> int:
-    """Each shard of the source becomes one of the output; returns their bytes.
+    """Write one shard for each shard of the source. Returns the shards' bytes.
 
-    `blocks` has the number of each block by its prefix in the names of tensors. Linear layers `unquantized`
-    are left as they are. config.json comes last: the folder is no model before.
+    `blocks` maps the prefix of a block's tensor names to the block's number. The linear layers `unquantized`
+    are copied as they are. config.json is written last, so an incomplete folder cannot be loaded as a model.
     """
     cached = lru_cache(maxsize=1)(load)
     weight_map: dict[str, str] = {}

@@ -1,4 +1,6 @@
-"""`tandem quantize`: from a model and texts to a quantized checkpoint with a card that says what it lost."""
+"""`tandem quantize`: makes a quantized checkpoint of a model, with a model card that states the loss of
+quality.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,18 @@ from engine.loader import choose_device, choose_dtype
 from quantization import card, checkpoint, methods, texts
 from quantization.calibration import Calibration, find_blocks, linears
 from quantization.evaluation import HeldOut, TextQuality, predict
-from quantization.preparation import Prepared, QuantizeOptions, load, prepare
+from quantization.preparation import PreparedRun, QuantizeOptions, load, prepare
 from quantization.recipe import Recipe
 from quantization.source import Source
-from quantization.unfinished import Block, Unfinished
+from quantization.unfinished import FinishedBlock, Unfinished
 
 _BEFORE = "before.json"
 
 
 def quantize(options: QuantizeOptions, console: Console) -> card.Result:
-    """Calibrate, quantize, measure, save. A run that was stopped goes on after its last finished block.
+    """Calibrate, quantize, measure and save. An interrupted run continues after its last finished block.
 
-    Raises `ConfigError` that names the option, before anything is written.
+    Raises `ConfigError`, which names the option, before it writes anything.
     """
     prepared = prepare(options)
     recipe, source = prepared.recipe, prepared.source
@@ -91,7 +93,7 @@ class _Job:
                 if is_new:
                     unfinished.save(index, self._quantize(block, calibration, log))
                 else:
-                    _put(block, unfinished.load(index))
+                    _restore(block, unfinished.load(index))
                 if calibration is not None and index + 1 < len(self.blocks):
                     calibration.advance()
                 bar.advance(index, is_new)
@@ -99,17 +101,17 @@ class _Job:
     @torch.inference_mode()
     def _quantize(
         self, block: nn.Module, calibration: Calibration | None, log: Callable[[str], None]
-    ) -> Block:
+    ) -> FinishedBlock:
         before = {name: tensor.clone() for name, tensor in _others(block).items()}
         if calibration is None:
             quantized = methods.round_block(self._recipe, block)
         else:
             quantized = methods.calibrate_block(self._recipe, calibration, log)
         others = _others(block)
-        return Block(quantized, {n: t for n, t in others.items() if not torch.equal(t, before[n])})
+        return FinishedBlock(quantized, {n: t for n, t in others.items() if not torch.equal(t, before[n])})
 
     def write(self, output: Path, unfinished: Unfinished) -> int:
-        """The checkpoint; returns the bytes of its weights."""
+        """Write the checkpoint. Returns the bytes of its weights."""
         prefixes = {f"{self._name}.{index}.": index for index in range(len(self.blocks))}
         unquantized = [name for name in linears(self._model) if not name.startswith(f"{self._name}.")]
         unquantized += [f"{self._name}.{name}" for name in _other_weights(self.blocks)]
@@ -118,7 +120,9 @@ class _Job:
 
 
 class _Bar:
-    """Blocks done and time left; a line for each block where nobody watches."""
+    """Shows the finished blocks and the time left. Prints a line for each block where the output is no
+    terminal.
+    """
 
     def __init__(self, total: int, console: Console) -> None:
         columns = (TextColumn("block"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
@@ -143,7 +147,7 @@ class _Bar:
 
 
 def _other_weights(blocks: nn.Module) -> list[str]:
-    """The modules that have matrices of their own and are no linear layers."""
+    """Return the names of modules that are not linear layers but have matrices of their own."""
     return [
         name
         for name, module in blocks.named_modules()
@@ -152,14 +156,14 @@ def _other_weights(blocks: nn.Module) -> list[str]:
 
 
 def _others(block: nn.Module) -> dict[str, Tensor]:
-    """What belongs to a block beside its linear layers' weights."""
+    """Return the block's tensors that are not weights of linear layers."""
     weights = {f"{name}.weight" for name in linears(block)}
     return {name: tensor for name, tensor in block.state_dict().items() if name not in weights}
 
 
 @torch.inference_mode()
-def _put(block: nn.Module, saved: Block) -> None:
-    methods.put(block, saved.quantized)
+def _restore(block: nn.Module, saved: FinishedBlock) -> None:
+    methods.set_weights(block, saved.quantized)
     others = _others(block)
     for name, tensor in saved.changed.items():
         others[name].copy_(tensor)
@@ -173,8 +177,8 @@ def _model(source: Source, requested: str) -> PreTrainedModel:
     return loaded
 
 
-def _choices(options: QuantizeOptions, prepared: Prepared) -> Iterator[str]:
-    """Yield what was chosen for options that were not given, and what was left out."""
+def _choices(options: QuantizeOptions, prepared: PreparedRun) -> Iterator[str]:
+    """Yield a line for each option that was chosen by default, and one for the windows that were left out."""
     recipe, found = prepared.recipe, prepared.texts
     if recipe.calibrates and options.group_size is None:
         inputs = " and ".join(f"{count:,}" for count in prepared.inputs)
@@ -192,7 +196,7 @@ def _choices(options: QuantizeOptions, prepared: Prepared) -> Iterator[str]:
 def _settings(
     options: QuantizeOptions, recipe: Recipe, model: PreTrainedModel, windows: Tensor, text: HeldOut
 ) -> dict[str, Any]:
-    """What a run depends on, by the names of options where there are some."""
+    """Return all that a run's result depends on. Keys are the names of options where there is one."""
     return {
         "model": options.model,
         "weights": model_fingerprint(model).hex(),

@@ -1,4 +1,4 @@
-"""How well a model predicts a text."""
+"""Measures how well a model predicts a text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Windows of tokens, int64 [n, length], and the bytes of their text without the first token of each."""
+    """Windows of tokens, int64 [n, length], and the bytes of their text without each window's first token."""
 
     windows: Tensor
     num_bytes: int
@@ -24,7 +24,7 @@ class HeldOut:
 
     @property
     def num_tokens(self) -> int:
-        """Those that are predicted."""
+        """The number of tokens that the model predicts."""
         return self.windows[:, 1:].numel()
 
 

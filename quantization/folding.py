@@ -1,8 +1,9 @@
-"""Where the scales of a group's inputs go: into the module before it, so that the block computes the same.
+"""Folds the scales of a group's inputs into the module before it, so that the block computes the same.
 
-What can take them is found by trial, not by names: scales of powers of two, which no rounding disturbs, must
-leave the block's output as it is. A norm's weight can, mostly; the values' projection before attention's
-output, if nothing else is between; the branch of a gated MLP that has no activation.
+A trial, not a name, tells which module can take the scales: scales that are powers of two, which cause no
+rounding error, must leave the block's output as it is. Usually a norm's weight can take them; so can the
+values' projection before attention's output, if no other module is between them, and the branch of a gated
+MLP that has no activation.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from quantization.calibration import Calibration, LinearGroup, linears
 
 _MOST_CHANGED = 0.01
-"""Of the output's elements, by float16's subnormal numbers. Its size would not do to compare with: a few
-elements of a real model's hidden states are a thousand times as large as the others.
+"""The most of the output's elements that may change, which float16's subnormal numbers can cause. The size
+of the change would be no measure: a few elements of a real model's hidden states are a thousand times as
+large as the others.
 """
 
 
@@ -25,8 +27,8 @@ elements of a real model's hidden states are a thousand times as large as the ot
 class Fold:
     """The last `channels` outputs of `module` take the scales of `group`.
 
-    Input channel c of the group has the scale of output `index[c]`: with grouped queries several channels of
-    attention share one of the values.
+    Input channel c of the group has the scale of output `index[c]`. With grouped queries, several input
+    channels of attention's output projection share one channel of the values.
     """
 
     module: str
@@ -35,16 +37,20 @@ class Fold:
 
     @property
     def channels(self) -> int:
-        """How many scales there are."""
+        """The number of scales."""
         return int(self.index.max()) + 1
 
     def pooled(self, inputs: Tensor) -> Tensor:
-        """The sums over the input channels that share a scale, which are equally many: [in] to [channels]."""
+        """Sum over the input channels that share a scale: [in] to [channels]. Each scale has equally many
+        channels.
+        """
         return inputs.new_zeros(self.channels).index_add_(0, self.index, inputs)
 
     @torch.no_grad()
     def apply(self, block: nn.Module, scales: Tensor) -> None:
-        """`scales` float32 [channels]."""
+        """Divide the module's outputs by `scales`, float32 [channels], and multiply the group's weights by
+        them.
+        """
         for parameter in self._before(block):
             rows = parameter[-self.channels :]
             shape = (-1,) + (1,) * (rows.ndim - 1)
@@ -60,7 +66,7 @@ class Fold:
         return [block.get_submodule(name).weight.data for name in self.group.linears]
 
     def is_exact(self, calibration: Calibration) -> bool:
-        """Whether the block's output stays the same. The block is left as it was."""
+        """Return whether the block's output stays the same. The block itself is not changed."""
         block = calibration.block
         touched = self._before(block) + self._after(block)
         kept = [tensor.clone() for tensor in touched]
@@ -74,7 +80,7 @@ class Fold:
 
 
 def find_fold(calibration: Calibration, groups: Sequence[LinearGroup], group: LinearGroup) -> Fold | None:
-    """None where no module before the group can take its scales."""
+    """Return the module that takes the group's scales, or None if no module before the group can."""
     return next(
         (fold for fold in _candidates(calibration, groups, group) if fold.is_exact(calibration)), None
     )
@@ -97,7 +103,9 @@ def _candidates(
 
 
 def _indices(width: int, value_width: int, head_dim: int) -> list[Tensor]:
-    """Channel for channel; or query heads to the heads of values."""
+    """Return the possible orders of channels: one scale for each channel, or one for each channel of the KV
+    heads.
+    """
     channels = torch.arange(width)
     found = [channels]
     if value_width < width and width % value_width == 0:

@@ -1,9 +1,9 @@
-"""GPTQ: rounds a layer's weights column by column, and has the later columns make up for the error.
+"""GPTQ: rounds a layer's weights column by column; the later columns compensate for the error.
 
 Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (2022),
-algorithm 1. A block of its lazy updates is a group here, so that each group's grid is found when the weights
-have all updates of the groups before. It is cut where that does least to the outputs, by the algorithm's own
-measure: a column's squared error over the square of its diagonal entry.
+algorithm 1. A block of its lazy updates is a group here, so a group's grid is chosen from weights that have
+the updates of all groups before it. The grid is clipped such that the outputs change least, by the
+algorithm's own measure: a column's squared error over the square of its diagonal entry.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from engine.quantization.weight import QuantizedWeight
 from quantization import grid
 
 DAMPING = 0.01
-"""Of the mean of the Hessian's diagonal, added to it."""
+"""The share of the mean of the Hessian's diagonal that is added to the diagonal."""
 
 
 def quantize(
     weight: Tensor, hessian: Tensor, bits: int, group_size: int, desc_act: bool = False
 ) -> QuantizedWeight:
-    """`weight` float32 [out, in]; `hessian` float32 [in, in]: the sum of x x^T over the inputs of the layer.
+    """Quantize `weight`, float32 [out, in]. `hessian`, float32 [in, in], is the sum of x x^T over the
+    layer's inputs.
 
-    With `desc_act` the columns whose inputs are largest come first, and groups follow this order.
+    With `desc_act` the columns with the largest inputs come first, and the groups follow this order.
     """
     permutation = hessian.diagonal().argsort(descending=True, stable=True) if desc_act else None
     if permutation is not None:
@@ -45,11 +46,15 @@ def quantize(
 
 
 def _factor(hessian: Tensor) -> Tensor:
-    """U, upper, with U^T U the inverse of the damped Hessian. Inputs that were always 0 are damped alone."""
+    """Return the upper triangular U for which U^T U is the inverse of the damped Hessian.
+
+    If all inputs were 0, the damping is 1.
+    """
     scale = hessian.diagonal().mean()
     damping = DAMPING * scale if scale > 0 else torch.ones_like(scale)
     identity = torch.eye(len(hessian), device=hessian.device)
-    # Backwards, the Hessian's own factor is the inverse of what is looked for: nothing is inverted twice.
+    # The factor of the Hessian in reverse order is the inverse of the factor that we need: one inversion is
+    # enough.
     lower = torch.linalg.cholesky((hessian + damping * identity).flip(0, 1))
     return torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
 
@@ -62,7 +67,7 @@ def _find_grid(columns: Tensor, bits: int, diagonal: Tensor) -> grid.Grid:
 
 
 def _round_group(columns: Tensor, group: grid.Grid, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes, and each column's error over its diagonal entry; both [out, group]."""
+    """Return the codes, and each column's error divided by its diagonal entry; both are [out, group]."""
     columns = columns.clone()
     codes, errors = torch.empty_like(columns), torch.empty_like(columns)
     for place in range(columns.shape[1]):

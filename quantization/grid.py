@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 
 STORED_SCALES = torch.float16
-"""What AWQ's and GPTQ's checkpoints hold. Codes are chosen for scales that have been rounded to it."""
+"""The dtype of scales in AWQ and GPTQ checkpoints. Codes are chosen for scales that are rounded to it."""
 
 _LEAST_SCALE = float(torch.finfo(STORED_SCALES).tiny)
 
@@ -22,7 +22,7 @@ _CLIPS = tuple(1 - step / 20 for step in range(11))
 class Grid:
     """The values `scales * (code - zeros)`, for codes from 0 to 2**bits - 1.
 
-    `scales` and `zeros` are float32 and broadcast with the weights that they are for.
+    `scales` and `zeros` are float32 and broadcast with the weights.
     """
 
     bits: int
@@ -30,7 +30,7 @@ class Grid:
     zeros: Tensor
 
     def codes(self, weight: Tensor) -> Tensor:
-        """The nearest ones: float32, of the weight's shape."""
+        """Return the nearest codes: float32, in the weight's shape."""
         return (weight / self.scales + self.zeros).round().clamp(0, 2**self.bits - 1)
 
     def values(self, codes: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class Grid:
 
 
 def symmetric(weight: Tensor, bits: int, clip: float | Tensor = 1.0) -> Grid:
-    """One grid for each row of the last dimension, whose middle code is 0.
+    """Return one grid for each row of the last dimension; its middle code is 0.
 
     The value farthest from 0, times `clip`, gets the code 0, which has no opposite. Scales may be negative.
     """
@@ -52,7 +52,8 @@ def symmetric(weight: Tensor, bits: int, clip: float | Tensor = 1.0) -> Grid:
 
 
 def spanning(weight: Tensor, bits: int, clip: float | Tensor = 1.0) -> Grid:
-    """One grid for each row of the last dimension, from its least to its highest value, and 0 between them.
+    """Return one grid for each row of the last dimension, from its lowest to its highest value, which
+    includes 0.
 
     Values beyond `clip` times the largest magnitude are cut off.
     """
@@ -66,9 +67,9 @@ def spanning(weight: Tensor, bits: int, clip: float | Tensor = 1.0) -> Grid:
 def closest(
     weight: Tensor, bits: int, make: Callable[[Tensor, int, Tensor], Grid], error: Callable[[Tensor], Tensor]
 ) -> Grid:
-    """The grids of `make` that are cut where it does least, for each row of the last dimension.
+    """Return the grids of `make` with the clip that costs least, for each row of the last dimension.
 
-    `error` takes rounded minus exact weights, [..., n], and returns what they cost, [..., 1].
+    `error` gets rounded minus exact weights, [..., n], and returns their cost, [..., 1].
     """
     clips = torch.tensor(_CLIPS, device=weight.device)
     errors = [error(make(weight, bits, clip).rounded(weight) - weight) for clip in clips]
@@ -76,12 +77,12 @@ def closest(
 
 
 def in_groups(weight: Tensor, group_size: int) -> Tensor:
-    """[rows, columns] as [rows, groups, group_size]."""
+    """Return a view of [rows, columns] as [rows, groups, group_size]."""
     return weight.unflatten(-1, (-1, group_size))
 
 
 def to_weight(codes: Tensor, grid: Grid, permutation: Tensor | None = None) -> QuantizedWeight:
-    """`codes` [out, in], float32; the grid's scales and zeros [out, groups]."""
+    """Pack `codes`, float32 [out, in]; the grid's scales and zeros are [out, groups]."""
     middle = 2 ** (grid.bits - 1)
     is_symmetric = bool((grid.zeros == middle).all())
     if grid.bits == 8:

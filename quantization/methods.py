@@ -1,4 +1,4 @@
-"""Quantizes one block of a model in place, by each method."""
+"""Quantizes one block of a model in place with each method."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from quantization.folding import find_fold
 from quantization.recipe import Recipe
 
 Quantized = dict[str, QuantizedWeight]
-"""By the names of a block's linear layers, in its order."""
+"""Quantized weights by the names of a block's linear layers, in the block's order."""
 
 
 def calibrate_block(recipe: Recipe, calibration: Calibration, log: Callable[[str], None]) -> Quantized:
-    """Its block then computes with the dequantized weights. `log` hears what could not be done."""
+    """Quantize the block, which then computes with the dequantized weights. `log` gets a line for each
+    skipped part.
+    """
     if recipe.method == "awq":
         return _awq_block(recipe, calibration, log)
     return _gptq_block(recipe, calibration)
 
 
 def round_block(recipe: Recipe, block: nn.Module) -> Quantized:
-    """To nearest, with one scale for each output channel."""
+    """Round to nearest, with one scale for each output channel."""
     format = CodeFormat(recipe.method)
     return {
         name: _replace(layer, round_to_nearest(layer.weight, format, layer.in_features))
@@ -34,8 +36,8 @@ def round_block(recipe: Recipe, block: nn.Module) -> Quantized:
     }
 
 
-def put(block: nn.Module, quantized: Quantized) -> None:
-    """Have the block compute with these weights."""
+def set_weights(block: nn.Module, quantized: Quantized) -> None:
+    """Replace the block's weights with these, dequantized."""
     layers = linears(block)
     for name, weight in quantized.items():
         _replace(layers[name], weight)
@@ -69,7 +71,7 @@ def _awq_block(recipe: Recipe, calibration: Calibration, log: Callable[[str], No
 
 
 def _gptq_block(recipe: Recipe, calibration: Calibration) -> Quantized:
-    """Each group sees the inputs that the groups before give with their quantized weights."""
+    """Quantize group by group. Each group is calibrated on the outputs of the quantized groups before it."""
     assert recipe.group_size is not None
     layers = linears(calibration.block)
     quantized = {}

@@ -25,7 +25,7 @@ DEFAULT_LENGTH = 512
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """The command's options by their names; None is the method's or the model's default."""
+    """The command's options by their names. None stands for the method's or the model's default."""
 
     method: Method
     model: str
@@ -42,8 +42,8 @@ class QuantizeOptions:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """`inputs`: how many the layers to quantize have, each number once."""
+class PreparedRun:
+    """A checked run. `inputs` are the different numbers of inputs that the layers to quantize have."""
 
     source: Source
     recipe: Recipe
@@ -69,8 +69,11 @@ class _Faults:
             raise ConfigError("\n".join(self._lines))
 
 
-def prepare(options: QuantizeOptions) -> Prepared:
-    """Raises `ConfigError` with a line for each fault; nothing is written, and no weights are read."""
+def prepare(options: QuantizeOptions) -> PreparedRun:
+    """Check the options, the model and the texts without writing a file or reading weights.
+
+    Raises `ConfigError` with a line for each fault.
+    """
     faults = _Faults()
     layers = recipe = given = length = tokenizer = found = None
     with faults.collected():
@@ -95,7 +98,7 @@ def prepare(options: QuantizeOptions) -> Prepared:
     faults.raise_all()
     assert layers is not None and recipe is not None and found is not None
     inputs = dict.fromkeys(layer.in_features for layer in layers.values())
-    return Prepared(source, recipe, tuple(inputs), found)
+    return PreparedRun(source, recipe, tuple(inputs), found)
 
 
 def load(kind: Any, source: Source, **options: Any) -> Any:
@@ -106,7 +109,7 @@ def load(kind: Any, source: Source, **options: Any) -> Any:
 
 
 def _layers(source: Source, config: PretrainedConfig) -> dict[str, nn.Linear]:
-    """The linear layers of the model's blocks, without their weights."""
+    """Return the linear layers of the model's blocks, without their weights."""
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)

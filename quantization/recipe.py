@@ -1,4 +1,4 @@
-"""What a model is quantized to: the method's options, and which layers they fit."""
+"""Quantization methods with their options, checked against the layers of a model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ Method = Literal["awq", "gptq", "int8", "fp8"]
 GROUP_SIZES = (32, 64, 128)
 _BITS: Mapping[str, tuple[int, ...]] = {"awq": (4,), "gptq": (4, 8), "int8": (8,), "fp8": (8,)}
 _OUTPUTS_OF_A_WORD = 8
-"""What AWQ packs along the outputs, as both do with zero points: so many codes of 4 bits."""
+"""The number of 4-bit codes that a 32-bit word holds. AWQ packs weights along the outputs; AWQ and GPTQ pack
+their zero points along them.
+"""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """`group_size` None: a scale for each output channel."""
+    """A method with its options. If `group_size` is None, there is one scale for each output channel."""
 
     method: Method
     bits: int
@@ -39,7 +41,8 @@ class Recipe:
         desc_act: bool,
         layers: Mapping[str, nn.Linear],
     ) -> Recipe:
-        """None is the method's default; the group size is the largest that divides all layers' inputs then.
+        """Fill in the method's defaults for options that are None. The default of `group_size` is the
+        largest that divides the inputs of all layers.
 
         `layers` may be on the meta device. Raises `ConfigError`, with a line for each fault of the layers.
         """
@@ -59,11 +62,11 @@ class Recipe:
 
     @property
     def calibrates(self) -> bool:
-        """Whether it looks at activations. The others round to nearest."""
+        """Whether the method uses activations. The others round to nearest."""
         return calibrates(self.method)
 
     def layout(self) -> Layout:
-        """How the checkpoint stores it."""
+        """Return the layout in which the checkpoint stores the weights."""
         if self.group_size is None:
             return int8_layout() if self.method == "int8" else fp8_layout()
         if self.method == "awq":
@@ -76,7 +79,7 @@ def calibrates(method: Method) -> bool:
 
 
 def check_options(method: Method, bits: int | None, group_size: int | None, desc_act: bool) -> None:
-    """Raises `ConfigError`, with a line for each option that the method does not have so."""
+    """Raise `ConfigError`, with a line for each option whose value the method does not support."""
     faults = list(_option_faults(method, bits, group_size, desc_act))
     if faults:
         raise ConfigError("\n".join(faults))
@@ -107,7 +110,7 @@ def _layer_faults(method: Method, layers: Mapping[str, nn.Linear]) -> Iterator[s
 
 
 def _undivided(layers: Mapping[str, nn.Linear], group_size: int) -> str | None:
-    """The first layer whose inputs are no multiple of the group."""
+    """Return the first layer whose number of inputs is not a multiple of the group size."""
     return next((name for name, layer in layers.items() if layer.in_features % group_size), None)
 
 

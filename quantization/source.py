@@ -1,4 +1,4 @@
-"""The model that is quantized, as its publisher stored it."""
+"""The model to quantize, as its publisher stored it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from protocol.errors import ConfigError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
-_WRITTEN_ANEW = ("config.json", INDEX)
+_REWRITTEN = ("config.json", INDEX)
 
 
 @dataclass(frozen=True)
 class Source:
-    """`shards`: the names of each safetensors file's tensors, by the file's name."""
+    """A model's folder. `shards` maps the name of each safetensors file to the names of its tensors."""
 
     folder: Path
     config: dict[str, Any]
@@ -31,7 +31,7 @@ class Source:
 
     @classmethod
     def open(cls, model: str) -> Source:
-        """A local folder, or a hub's id. Raises `ConfigError`."""
+        """Open a local folder, or download a hub id. Raises `ConfigError`."""
         folder = Path(model) if Path(model).is_dir() else _download(model)
         config = _read_json(folder / "config.json")
         if "quantization_config" in config:
@@ -41,17 +41,17 @@ class Source:
 
     @property
     def size(self) -> int:
-        """Bytes of its weights."""
+        """The bytes of its weights."""
         return sum((self.folder / name).stat().st_size for name in self.shards)
 
     def has(self, tensor: str) -> bool:
         return any(tensor in names for names in self.shards.values())
 
     def copy_companions(self, folder: Path) -> None:
-        """The tokenizer's files, the generation's settings and the like."""
+        """Copy the files of the tokenizer, the generation config and the like."""
         for pattern in _COPIED:
             for path in sorted(self.folder.glob(pattern)):
-                if path.name not in _WRITTEN_ANEW:
+                if path.name not in _REWRITTEN:
                     shutil.copyfile(path, folder / path.name)
 
 

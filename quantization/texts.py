@@ -1,4 +1,4 @@
-"""The text that a model is calibrated with, and the text that it is measured on, in windows of tokens."""
+"""Cuts the texts for calibration and for measurement into windows of tokens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ DEFAULT_SAMPLES = 128
 _LEAST_SAMPLES = 2
 
 SHARED_RUN = 32
-"""Tokens: a window that has so many in a row in common with the calibration's is not measured on."""
+"""A window that shares this many tokens in a row with the calibration is not measured on."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """`calibration` int64 [samples, length]. `num_seen` windows of the text to measure on were left out."""
+    """Windows for calibration, int64 [samples, length], and for measurement. `num_seen` of the latter were
+    left out because the calibration has seen them.
+    """
 
     calibration: Tensor
     held_out: HeldOut
@@ -38,10 +40,10 @@ def cut(
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Texts:
-    """Windows of `length` tokens of --data's texts and of --held-out's; None takes a part of --data's.
+    """Cut the texts into windows of `length` tokens. Without `held_out`, a part of `data` is held out.
 
-    `samples` None: as many as there are, up to `DEFAULT_SAMPLES`. Raises `ConfigError` for texts that are too
-    short, or the same.
+    Without `samples`, all windows of `data` are used, up to `DEFAULT_SAMPLES`. Raises `ConfigError` if the
+    texts are too short or the same.
     """
     stream = encode_texts(data, tokenizer)
     given = len(stream)
@@ -65,7 +67,9 @@ def cut(
 def _unseen(
     windows: Tensor, calibration: Tensor, num_tokens: int, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[HeldOut, int]:
-    """Some of the windows, without those that the calibration has seen, and how many these are."""
+    """Choose windows spread over the text; return those that the calibration has not seen, and the number of
+    others.
+    """
     if not len(windows):
         length = windows.shape[1]
         raise ConfigError(f"--held-out: {num_tokens} tokens are less than a window of {length}")

@@ -1,6 +1,6 @@
-"""A quantization under way: its settings and its finished blocks, in a folder within the output.
+"""Stores the settings and the finished blocks of an unfinished quantization in a folder within the output.
 
-The same command goes on from there.
+The same command continues from there.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _PARTS = ("codes", "scales", "zeros", "permutation")
 
 
 @dataclass(frozen=True)
-class Block:
-    """`quantized` by the names of the block's linear layers; `changed` are other tensors that are not as they
-    were, by their names in the block.
+class FinishedBlock:
+    """A finished block. `quantized` has its quantized layers by name; `changed` has all other tensors that
+    the quantization changed, by their names in the block.
     """
 
     quantized: dict[str, QuantizedWeight]
@@ -35,7 +35,7 @@ class Block:
 
 
 def check_output(output: Path) -> None:
-    """Raises `ConfigError` for a folder with anything but a run that was not finished."""
+    """Raise `ConfigError` if the folder holds anything other than an unfinished run."""
     if output.exists() and not output.is_dir():
         raise ConfigError(f"--output: {output} is a file")
     if (output / FOLDER / _SETTINGS).exists() or not output.exists():
@@ -46,7 +46,9 @@ def check_output(output: Path) -> None:
 
 
 class Unfinished:
-    """Opens or begins the run of `settings` in `output`. Raises `ConfigError` if it has one of others."""
+    """Opens or begins the run with `settings` in `output`. Raises `ConfigError` if there is a run with other
+    settings.
+    """
 
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
         self._folder = output / FOLDER
@@ -57,7 +59,7 @@ class Unfinished:
         self.note(_SETTINGS, settings)
 
     def note(self, name: str, content: Mapping[str, Any]) -> None:
-        """Keep a JSON file, whole or not at all."""
+        """Write a JSON file atomically."""
         partial = self._folder / f"{name}.partial"
         partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         partial.replace(self._folder / name)
@@ -69,7 +71,7 @@ class Unfinished:
     def has(self, index: int) -> bool:
         return self._path(index).exists()
 
-    def save(self, index: int, block: Block) -> None:
+    def save(self, index: int, block: FinishedBlock) -> None:
         tensors = {f"changed/{name}": tensor for name, tensor in block.changed.items()}
         for name, weight in block.quantized.items():
             parts = {part: getattr(weight, part) for part in _PARTS}
@@ -81,8 +83,8 @@ class Unfinished:
         )
         partial.replace(self._path(index))
 
-    def load(self, index: int) -> Block:
-        """Raises `ConfigError` where the file is broken."""
+    def load(self, index: int) -> FinishedBlock:
+        """Read a finished block. Raises `ConfigError` if its file is damaged."""
         try:
             with safe_open(self._path(index), "pt") as file:
                 formats = file.metadata() or {}
@@ -98,7 +100,7 @@ class Unfinished:
             name: QuantizedWeight(CodeFormat(kind), *(tensors.get(f"{name}/{part}") for part in _PARTS))
             for name, kind in formats.items()
         }
-        return Block(quantized, changed)
+        return FinishedBlock(quantized, changed)
 
     def remove(self) -> None:
         shutil.rmtree(self._folder)

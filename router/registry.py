@@ -305,7 +305,7 @@ class Registry:
             worker.live = False
             self.changed(worker)
         for worker in silent:
-            reason = f"nothing was heard of it for {worker.silence_s:.1f} s"
+            reason = f"it sent nothing for {worker.silence_s:.1f} s"
             if worker.is_stalled:
                 reason = f"its loop has been stuck for {worker.state.stalled_s:.1f} s"
             self._lose(worker, reason)

@@ -14,6 +14,7 @@ from pathlib import Path
 PACKAGES = (
     "bench",
     "decode_worker",
+    "deploy",
     "draft_worker",
     "kvtransfer",
     "labs",
@@ -23,6 +24,7 @@ PACKAGES = (
     "planner",
     "prefill_worker",
     "protocol",
+    "quantization",
     "tests/bench",
     "training",
     "worker",

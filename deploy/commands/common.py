@@ -1,4 +1,4 @@
-"""What commands have in common: options, and how they fail."""
+"""Options and error handling that all commands share."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ConfigFile = Annotated[str | None, typer.Option(metavar="FILE", help="YAML file 
 
 
 def fail(error: Exception | str) -> typer.Exit:
-    """Print one clear line; the caller raises what this returns."""
+    """Print the error in one line. The caller raises the returned exception."""
     typer.echo(f"tandem: {error}", err=True)
     return typer.Exit(1)
 
 
 @contextmanager
 def failures() -> Iterator[None]:
-    """What Tandem raises on purpose ends the command with one line."""
+    """Turn a `TandemError` into one line of output and exit status 1."""
     try:
         yield
     except TandemError as error:
@@ -36,7 +36,7 @@ def failures() -> Iterator[None]:
 
 
 def with_model(flags: dict[str, Any], model_tag: str | None) -> dict[str, Any]:
-    """The options, with the model that was given as an argument."""
+    """Return the options, with the model that was given as an argument."""
     if model_tag is None:
         return flags
     if flags["model"] is not None:

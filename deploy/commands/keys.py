@@ -13,7 +13,7 @@ keys = typer.Typer(help="API keys.", no_args_is_help=True)
 
 @keys.callback()
 def _keys() -> None:
-    """Keeps `add` a command of its own while there is no other."""
+    """Makes `add` a subcommand: Typer would merge a single command with its group."""
 
 
 @keys.command("add")
@@ -36,8 +36,8 @@ def add_key(
 ) -> None:
     """Make an API key, print it, and write its hash to a file for `tandem serve --api-key-file`.
 
-    Its limits are those of each router. Nothing else has the key. Remove its line from the file to have it
-    refused; a server sees that at once.
+    The limits hold for each router separately. Only this output shows the key. To revoke the key, remove its
+    line from the file; running servers notice at once.
     """
     from router.key_file import add_key as add
 

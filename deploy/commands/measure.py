@@ -1,4 +1,4 @@
-"""Commands that measure a server, or simulate one."""
+"""Commands that measure or simulate a server."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def plan(
         str | None, typer.Option(metavar="FOLDER", help="For plan.json and plan.svg. (default: plan)")
     ] = None,
 ) -> None:
-    """Simulate a trace on so many workers, in every split of roles, and recommend one."""
+    """Simulate a trace on a number of workers with every split into roles, and recommend a split."""
     given = dict(locals())
     from rich.console import Console
 

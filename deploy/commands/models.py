@@ -1,4 +1,4 @@
-"""Commands that make something of a model: draft heads, or a quantized one."""
+"""Commands that train draft heads for a model, choose its layers to skip, or quantize it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ speculate = typer.Typer(help="Drafts for a model of your own.", no_args_is_help=
 
 
 def _found(model: str) -> str:
-    """Return the folder or hub id of a model that is there. What needs torch is imported afterwards."""
+    """Return the model's folder or hub id after checking that it exists. Import modules that need torch
+    afterwards.
+    """
     with failures():
         check_source(source := bundled_path(model), "--model")
     return source
@@ -87,7 +89,7 @@ def speculate_choose_layers(
     length: Annotated[int, typer.Option(min=32, help="Tokens in a window.")] = 256,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option()] = "auto",
 ) -> None:
-    """Choose which of its layers a model skips when it drafts for itself."""
+    """Choose the layers that a model skips when it drafts for itself."""
     model = _found(model)
     from rich.console import Console
 
@@ -132,7 +134,7 @@ def quantize(
 ) -> None:
     """Quantize a model's linear layers, block by block, and measure it before and after.
 
-    Run it again to go on with a run that was stopped.
+    An interrupted run continues when you run the command again.
     """
     given = dict(locals()) | {"model": _found(model)}
     from rich.console import Console

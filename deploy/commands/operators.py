@@ -1,4 +1,4 @@
-"""Commands for those who run a server: they ask its router."""
+"""Commands for a server's operators, which call its router."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def top(
 
 
 def drain(worker: Worker, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
-    """Move a worker's requests to others, with their KV, and have it leave."""
+    """Move a worker's requests to others, with their KV, and then end the worker."""
     from deploy.operate import operate
 
     with failures():
@@ -52,7 +52,7 @@ def role(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Move a worker's requests to others, and have it go on in another role without a restart."""
+    """Move a worker's requests to others, and switch the worker to another role without a restart."""
     from deploy.operate import operate
 
     with failures():
@@ -60,7 +60,7 @@ def role(
 
 
 def restart(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
-    """Restart every worker, one after the other. Their requests go on elsewhere, with their KV."""
+    """Restart all workers, one after the other. Their requests move to other workers, with their KV."""
     from deploy.operate import restart as run
 
     with failures():
@@ -74,7 +74,7 @@ def scale(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Have so many workers of each role. Requests of workers that leave go on elsewhere, with their KV."""
+    """Set the number of workers of each role. Requests of removed workers move to others, with their KV."""
     from deploy.operate import scale as run
 
     with failures():
@@ -87,7 +87,7 @@ def doctor(
     seconds: Annotated[float, typer.Option(min=0.1, max=60.0, help="How long to watch.")] = 3.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the router's JSON.")] = False,
 ) -> None:
-    """Name what keeps requests waiting now, with its figures and what to change."""
+    """Find what keeps requests waiting now, and say what to change, with figures."""
     from deploy.doctor import show_findings
 
     with failures():

@@ -42,9 +42,9 @@ def batch(
         int, typer.Option(min=-(2**31), max=2**31 - 1, help="Of requests that name none; lower comes first.")
     ] = 1000,
 ) -> None:
-    """Run a file of requests in the Batch API's format. Run again, it goes on where it ended.
+    """Run a file of requests in the Batch API's format. Run it again to continue an interrupted batch.
 
-    At its end it says how many completed and failed; the exit status is 1 unless all completed.
+    At the end it prints how many completed and failed; the exit status is 1 unless all completed.
     """
     from deploy.batch import run_batch
 

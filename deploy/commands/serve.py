@@ -21,7 +21,7 @@ def serve(
     """Serve a model over HTTP, with the OpenAI API.
 
     Every option can also be set in the environment (--max-model-len as TANDEM_MAX_MODEL_LEN) or in a YAML
-    file (--config). A flag wins over the environment, and that over the file.
+    file (--config). A flag overrides the environment, which overrides the file.
     """
     with failures():
         checked = load_config(with_model(flags, model_tag), config_file=config)
@@ -37,7 +37,9 @@ def profile(
     output: Annotated[Path, typer.Option(metavar="FILE", help="Where to write it.")] = Path("profile.json"),
     **flags: Any,
 ) -> None:
-    """Measure what steps, prompts and wires take here, for `tandem plan`. Takes the options of `serve`."""
+    """Measure the cost of steps, prompts and transfers here, for `tandem plan`. Takes the options of
+    `serve`.
+    """
     from rich.console import Console
 
     from deploy.profile import profile as run

@@ -1,1 +1,1 @@
-"""Several routers, each in a process of its own, that the launcher starts and watches."""
+"""Several routers, each in its own process, which the launcher starts and watches."""

@@ -1,4 +1,4 @@
-"""What the launcher asks of the one router in its own process, or of several in theirs."""
+"""The launcher's interface to the router in its own process, or to several in theirs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from router.scaling.interface import ScaleAnswer, ScaleRequest
 
 
 class Routers(Protocol):
-    """`RouterServer` and `RouterPool` have these methods; all but `run` are for any thread."""
+    """Implemented by `RouterServer` and `RouterPool`. Any thread may call all methods except `run`."""
 
     @property
     def url(self) -> str: ...

@@ -1,4 +1,4 @@
-"""What the launcher and a router's process say to each other, over a local socket."""
+"""The messages between the launcher and a router's process, over a local socket."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class WorkerDied(msgspec.Struct, frozen=True, tag="died"):
 
 
 class Expect(msgspec.Struct, frozen=True, tag="expect"):
-    """Workers with these ids and roles are kept running, so requests may wait for them. `room`: how many more
-    of each role there could be.
+    """The workers that are kept running, by id, with their roles; requests may wait for them. `room` is the
+    number of further workers that each role could have.
     """
 
     roles: dict[str, str]
@@ -42,39 +42,41 @@ class Expect(msgspec.Struct, frozen=True, tag="expect"):
 
 
 class LetGo(msgspec.Struct, frozen=True, tag="let_go"):
-    """Answers `Leaves`: the worker may, or why not."""
+    """Answers `Leaves`. `refusal` is empty if the worker may leave, else the reason why not."""
 
     worker_id: str
     refusal: str
 
 
 class Scaled(msgspec.Struct, frozen=True, tag="scaled"):
-    """Answers `Scales`, in their order."""
+    """Answers the `Scales` messages in their order."""
 
     answer: ScaleAnswer
 
 
 class Begun(msgspec.Struct, frozen=True, tag="begun"):
-    """Answers `Begins`, in their order: the change may, or why not."""
+    """Answers the `Begins` messages in their order. `refusal` is empty if the change may begin, else the
+    reason why not.
+    """
 
     refusal: str
 
 
 class Lead(msgspec.Struct, frozen=True, tag="lead"):
-    """Answers the `Report` of the router that scales for all; `demand` is the others'."""
+    """Answers the `RouterReport` of the router that scales for all. `demand` is that of all other routers."""
 
     demand: dict[str, RoleDemand]
 
 
 class Decided(msgspec.Struct, frozen=True, tag="decided"):
-    """The number of workers changes by itself, or could not: from the router that scales, and to each."""
+    """An event of autoscaling: from the router that scales, and then to each router."""
 
     event: ScalingEvent
 
 
 class Serves(msgspec.Struct, frozen=True, tag="serves"):
-    """The adapter of this name is served from now on; None: no longer. From the router that was asked, and to
-    all others.
+    """An adapter of this name is served from now on, or no longer if `adapter` is None. From the router that
+    was asked, and then to all others.
     """
 
     name: AdapterName
@@ -82,20 +84,20 @@ class Serves(msgspec.Struct, frozen=True, tag="serves"):
 
 
 class GaveUp(msgspec.Struct, frozen=True, tag="gave_up"):
-    """A worker that was added could not be started."""
+    """An added worker could not be started."""
 
     worker_id: str
     reason: str
 
 
 class Replaced(msgspec.Struct, frozen=True, tag="replaced"):
-    """A "worker", its "actor" or its host's "template" is started anew."""
+    """A "worker", its "actor" or its host's "template" is restarted."""
 
     process: str
 
 
 class StopRouter(msgspec.Struct, frozen=True, tag="stop"):
-    """Drain and end. A second one does not wait for running requests."""
+    """Drain and end. After a second one the router does not wait for running requests."""
 
 
 ToRouter = (
@@ -120,23 +122,24 @@ class KnownWorker(msgspec.Struct, frozen=True):
     start_up: dict[str, str]
 
 
-class Report(msgspec.Struct, frozen=True, tag="report"):
-    """The router runs, and knows these workers by their ids; what its requests ask of each
-    role. Sent a few times a second."""
+class RouterReport(msgspec.Struct, frozen=True, tag="report"):
+    """Sent a few times a second while the router runs: its workers by id, and the demand of its requests by
+    role.
+    """
 
     workers: dict[str, KnownWorker]
     demand: dict[str, RoleDemand]
 
 
 class Leaves(msgspec.Struct, frozen=True, tag="leaves"):
-    """The worker is to be drained, for good or to change its role. Answered by `LetGo`."""
+    """Asks to drain a worker, for good or to change its role. Answered by `LetGo`."""
 
     worker_id: str
     for_good: bool
 
 
 class Renews(msgspec.Struct, frozen=True, tag="renews"):
-    """The worker goes on in another role."""
+    """A drained worker continues in another role."""
 
     worker_id: str
     role: str
@@ -144,19 +147,19 @@ class Renews(msgspec.Struct, frozen=True, tag="renews"):
 
 
 class Scales(msgspec.Struct, frozen=True, tag="scales"):
-    """The number of workers is to change. Answered by `Scaled`."""
+    """Asks to change the number of workers. Answered by `Scaled`."""
 
     request: ScaleRequest
 
 
 class Begins(msgspec.Struct, frozen=True, tag="begins"):
-    """What no other router may change meanwhile is to change. Answered by `Begun`."""
+    """Asks to begin a change that excludes the same change by other routers. Answered by `Begun`."""
 
     change: Change
 
 
 class Ends(msgspec.Struct, frozen=True, tag="ends"):
-    """A change that had begun has ended, well or not."""
+    """A change that had begun has ended, with or without success."""
 
     change: Change
 
@@ -165,7 +168,7 @@ class CannotStart(msgspec.Struct, frozen=True, tag="cannot_start"):
     reason: str
 
 
-FromRouter = Report | Leaves | Renews | Scales | Begins | Ends | Decided | Serves | CannotStart
+FromRouter = RouterReport | Leaves | Renews | Scales | Begins | Ends | Decided | Serves | CannotStart
 
 to_router: BoundedDecoder[ToRouter] = BoundedDecoder(ToRouter)
 from_router: BoundedDecoder[FromRouter] = BoundedDecoder(FromRouter)

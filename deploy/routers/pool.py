@@ -1,4 +1,4 @@
-"""The routers' processes: the launcher's main thread keeps them, its other thread asks things of them."""
+"""Runs the routers' processes. The main thread keeps them running; the launcher's thread calls them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from deploy.routers.messages import (
     LetGo,
     Renews,
     Replaced,
-    Report,
+    RouterReport,
     Scaled,
     Scales,
     Serves,
@@ -55,12 +55,12 @@ log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.1
 LEAST_LIFE_S = 1.0
-"""A router that dies sooner after its start is started anew only then."""
+"""The least time between two starts of a router."""
 
 
 @dataclass(eq=False)
 class _Router:
-    """A router's place, through all its incarnations. It is `ready` from its first report on."""
+    """A router and its current process. It is `ready` from the process' first report on."""
 
     place: RouterPlace
     process: subprocess.Popen[bytes] | None = None
@@ -73,10 +73,12 @@ class _Router:
     demand: Demand = field(default_factory=dict)
 
     untold: deque[Serves] = field(default_factory=deque)
-    """Changes of adapters that it has not been sent."""
+    """Changes of adapters that the router has not received yet."""
 
     def send(self, message: ToRouter) -> bool:
-        """Whether it fits. What does not is for a router that is stuck: it gets killed for that."""
+        """Send a message. Returns False if it does not fit: then the router is stuck, and is killed for its
+        silence.
+        """
         if self.control is None:
             return False
         try:
@@ -86,16 +88,16 @@ class _Router:
         return True
 
     def tell_of_adapters(self) -> None:
-        """As much as it has room for now."""
+        """Send as many changes of adapters as fit now."""
         while self.untold and self.send(self.untold[0]):
             self.untold.popleft()
 
 
 class RouterPool:
-    """Has the methods that `RouterServer` has for the launcher, and `run` in its place.
+    """Has the methods of `RouterServer` that the launcher calls, and `run`.
 
-    A router that dies is started anew, and one that says nothing for twice --worker-timeout is killed. Their
-    requests are lost with them, and nobody else's: workers free what those held.
+    A router that dies is restarted, and one that is silent for twice --worker-timeout is killed. Only that
+    router's requests are lost; workers free their blocks.
     """
 
     def __init__(self, config: ServeConfig, keys: ClusterKeys, link_host: str) -> None:
@@ -114,10 +116,11 @@ class RouterPool:
             refusal="the server is starting", field=min(request.targets, default="")
         )
         self._past: Demand = {}
-        """Of routers that have ended: without it, what all ask for would seem to fall."""
+        """The demand that ended routers had counted. Without it the sum over all routers would seem to fall.
+        """
         self._changes, self._scalings = Changes(), ScalingLog()
         self._adapters: dict[str, Serves] = {}
-        """By their names, those that are not what workers begin with."""
+        """The adapters that differ from those at the start, by name."""
         self._stops_asked = self._stops_sent = 0
         self._restore_signals = threading.Event()
 
@@ -143,8 +146,8 @@ class RouterPool:
         self._tell(Replaced(process))
 
     def silence_of(self, worker_id: str, incarnation: str) -> float | None:
-        """How long no router has heard of the worker; None while none knows it. While no router listens
-        nobody can tell, and no worker is blamed.
+        """Return how long no router has heard from the worker, or None if no router knows it. Returns 0
+        while no router listens, since the silence then is no fault of the worker.
         """
         listening = [router for router in self._routers if router.ready]
         known = [router.workers[worker_id] for router in listening if worker_id in router.workers]
@@ -167,8 +170,8 @@ class RouterPool:
     def run(
         self, on_start: Callable[[], None] = lambda: None, on_signal: Callable[[], None] | None = None
     ) -> None:
-        """Keep the routers running until `stop`, which SIGINT and SIGTERM call unless there is an
-        `on_signal`. Raises `ConfigError` if one cannot start at all.
+        """Keep the routers running until `stop`. SIGINT and SIGTERM call `on_signal`, or else `stop`. Raises
+        `ConfigError` if a router's first start fails.
         """
         handle = on_signal or self.stop
         before = {
@@ -211,11 +214,11 @@ class RouterPool:
 
     def _look_at(self, router: _Router, now: float) -> None:
         if self._stops_asked and not router.ready:
-            self._bury(router)  # it reads no message before it serves
+            self._bury(router)  # it reads no messages before it serves
             return
         limit = 2 * self._config.worker_timeout if router.ready else self._config.start_timeout
         if now - router.heard > limit:
-            self._on_end(router, f"it said nothing for {limit:g} s")
+            self._on_end(router, f"it sent nothing for {limit:g} s")
 
     def _read(self, router: _Router) -> None:
         if router.control is None:
@@ -230,11 +233,11 @@ class RouterPool:
         try:
             message = from_router.decode(data)
         except ProtocolError as error:
-            self._on_end(router, f"it said what cannot be read: {error}")
+            self._on_end(router, f"it sent an unreadable message: {error}")
             return
         router.heard = time.monotonic()
         match message:
-            case Report(workers, demand):
+            case RouterReport(workers, demand):
                 router.workers, router.demand = workers, demand
                 if not router.ready:
                     router.ready = router.was_ready = True
@@ -276,7 +279,7 @@ class RouterPool:
                 router.tell_of_adapters()
 
     def _leads(self, router: _Router) -> bool:
-        """Whether it is to decide how many workers there are to be, for all routers and now."""
+        """Return whether this router now decides the number of workers for all routers."""
         may_scale = self._config.autoscale and "restart" not in self._changes.under_way
         return bool(may_scale) and router is next(each for each in self._routers if each.ready)
 
@@ -304,7 +307,7 @@ class RouterPool:
     def _on_end(self, router: _Router, reason: str) -> None:
         self._bury(router)
         if not self._stops_asked:
-            log.error("router %s ended: %s; it is started anew", router.place.router_id, reason)
+            log.error("router %s ended: %s; it is restarted", router.place.router_id, reason)
 
     def _bury(self, router: _Router) -> None:
         assert router.process is not None and router.control is not None

@@ -1,7 +1,7 @@
-"""The ports of several routers, kept by the launcher for as long as it runs.
+"""Reserves the ports of several routers for as long as the launcher runs.
 
-A port is kept by a socket that is bound and does not listen: Linux lets a router bind the port too, and gives
-connections to those alone that listen. So a router that is started anew finds its ports free.
+A bound socket that does not listen reserves a port: Linux lets a router bind the port too, and gives
+connections only to sockets that listen. So a restarted router finds its ports free.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _TRIES = 20
 
 
 class RouterPorts:
-    """`port` is every router's, `port` + 1 the first router's own, and so on. Raises `ConfigError`."""
+    """The routers' ports: all share `port`; `port` + 1 belongs to the first router alone, and so on. Raises
+    `ConfigError`.
+    """
 
     def __init__(self, config: ServeConfig, link_host: str) -> None:
         self._kept = contextlib.ExitStack()
@@ -41,7 +43,9 @@ class RouterPorts:
         self._kept.close()
 
     def _keep_http(self, config: ServeConfig) -> int:
-        """Where any port will do, one that is followed by free ones."""
+        """Return the shared port. If the configuration names none, choose one that is followed by enough
+        free ports.
+        """
         for attempt in range(_TRIES):
             with contextlib.ExitStack() as kept:
                 first = kept.enter_context(_keep(config.host, config.port))
@@ -66,7 +70,7 @@ def _keep_link(host: str, port: int) -> socket.socket:
 
 
 def _keep(host: str, port: int) -> socket.socket:
-    """Nobody else may have it yet, which only a socket of the usual kind tells."""
+    """Reserve a port. A first, exclusive bind makes sure that no other process has it."""
     with bind_http(host, port) as probe:
         port = probe.getsockname()[1]
     return bind_http(host, port, shared=True, listens=False)

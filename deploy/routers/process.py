@@ -1,6 +1,6 @@
 """A router's process: serves, reports to the launcher, and ends with it.
 
-python -m deploy.routers.process FD     FD: the control socket that it has from the launcher
+python -m deploy.routers.process FD     FD: the control socket to the launcher
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from deploy.routers.messages import (
     LetGo,
     Renews,
     Replaced,
-    Report,
+    RouterReport,
     Scaled,
     Scales,
     Serves,
@@ -56,13 +56,13 @@ T = TypeVar("T")
 
 
 class _Control:
-    """The launcher's line to a router, on the router's event loop."""
+    """A router's connection to the launcher, on the router's event loop."""
 
     def __init__(self, control: socket.socket, server: RouterServer) -> None:
         self._control = control
         self._server = server
         self._asked: dict[str, deque[asyncio.Future[str]]] = {}
-        """Who waits for the launcher to let a worker go."""
+        """The waiting requests to let a worker go, by worker id."""
         self._scaling: deque[asyncio.Future[ScaleAnswer]] = deque()
         self._beginning: deque[asyncio.Future[str]] = deque()
         server.state.scaler.ask = self._ask_to_scale
@@ -75,7 +75,7 @@ class _Control:
         drainer.renew = lambda worker_id, role, incarnation: self._send(Renews(worker_id, role, incarnation))
 
     def attach(self) -> None:
-        """HTTP answers now."""
+        """Begin to read and report. Call it once HTTP is served."""
         asyncio.get_running_loop().add_reader(self._control.fileno(), self._read)
         self._report()
 
@@ -84,7 +84,7 @@ class _Control:
             worker.key.worker_id: KnownWorker(worker.key.incarnation, worker.silence_s, dict(worker.start_up))
             for worker in self._server.state.registry
         }
-        self._send(Report(workers, self._server.state.placer.meter.demand))
+        self._send(RouterReport(workers, self._server.state.placer.meter.demand))
         asyncio.get_running_loop().call_later(REPORT_INTERVAL_S, self._report)
 
     async def _ask_to_let_go(self, worker_id: str, for_good: bool) -> str:
@@ -106,7 +106,7 @@ class _Control:
         return await answer
 
     def _send(self, message: FromRouter) -> None:
-        with contextlib.suppress(OSError):  # the launcher is gone, as reading will show
+        with contextlib.suppress(OSError):  # if the launcher has ended, the next read shows it
             self._control.send(msgspec.msgpack.encode(message))
 
     def _read(self) -> None:
@@ -117,7 +117,7 @@ class _Control:
         if not data:
             asyncio.get_running_loop().remove_reader(self._control.fileno())
             for _ in range(2):
-                self._server.stop()  # the launcher is gone, and its workers go too
+                self._server.stop()  # the launcher has ended, and its workers end too
             return
         try:
             message = to_router.decode(data)
@@ -150,7 +150,7 @@ class _Control:
 
 
 def _answer(waiting: deque[asyncio.Future[T]] | None, answer: T) -> None:
-    """For who asked first, unless that has given up."""
+    """Answer the first waiting request, unless it was cancelled."""
     if waiting and not (first := waiting.popleft()).done():
         first.set_result(answer)
 
@@ -166,7 +166,7 @@ def main(fd: int) -> None:
         control.send(msgspec.msgpack.encode(CannotStart(str(error))))
         return
     gc.collect()
-    gc.freeze()  # or the collector would go through the libraries again and again, for milliseconds
+    gc.freeze()  # else the collector would scan the libraries again and again, for milliseconds
     server.run(on_start=_Control(control, server).attach)
 
 

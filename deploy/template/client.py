@@ -33,20 +33,20 @@ from deploy.template.messages import (
 from protocol.errors import ProtocolError, TandemError
 
 _STATUS_TIMEOUT_S = 10.0
-"""A template that loads a model reports ended workers late."""
+"""A template reports ended workers late while it loads a model."""
 
 _START_TIMEOUT_S = 60.0
-"""A template takes clients after some of its imports: in a second, or in many on a busy host."""
+"""A template accepts clients after some of its imports, which take a second, or many on a busy host."""
 
 _LOOK_S = 0.5
-"""How often a template that is waited for is looked at."""
+"""The interval at which a waiting client looks at the template's process."""
 
 _KILL_S = 2.0
-"""A template that does not end so soon after it was killed keeps its name: the next one gets another."""
+"""A killed template that does not end this soon keeps its name, and the next one gets another."""
 
 _ARGUMENTS = ("-m", "deploy.template.server")
 _INHERITED = ("CUDA_VISIBLE_DEVICES",)
-"""Variables that a worker takes from its actor; it has all others from the template."""
+"""Variables that a worker takes from its actor. All others come from the template."""
 
 
 class TemplateError(TandemError):
@@ -55,29 +55,32 @@ class TemplateError(TandemError):
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """How a worker ended: `reason` is "" if it was asked to. `signal` is what killed it, if one did."""
+    """How a worker ended. `reason` is "" if it ended on request. `signal` is the signal that killed it, if
+    one did.
+    """
 
     reason: str
     signal: int | None = None
 
     @property
     def was_killed(self) -> bool:
-        """Whether somebody else ended it, as far as the signal tells."""
+        """Whether the process was killed from outside, judging by the signal."""
         return self.signal in (signal.SIGKILL, signal.SIGTERM)
 
 
 class TemplateClient:
-    """A connection to the template called `name`, made when it is first needed. For one thread at a time, but
-    for `waits_for` and `replaced`.
+    """A connection to the template called `name`, made when first needed. Only one thread at a time may use
+    it, except for `waits_for` and `replaced`.
 
-    The template ends, and with it this client's worker, when its clients are gone. One that does not answer,
-    as it is stopped or stuck, is killed, and another one takes its place: its workers go on. If it cannot be
-    killed, the next one is called `name.1`, and so on, so that all clients of a host find the same one.
+    The template ends when its clients are gone, and kills a client's worker when that client is gone. A
+    client kills a template that is stopped or stuck, and starts another; the old one's workers continue. If
+    it cannot be killed, the next one is called `name.1`, and so on, so that all clients of a host find the
+    same one.
     """
 
     def __init__(self, name: str, environment: Mapping[str, str], *, own_stderr: bool) -> None:
-        """`environment` is what a new template gets beside this process' own. With `own_stderr` workers
-        write to this process' stderr, not to the template's.
+        """`environment` is added to this process' own for a new template. With `own_stderr` workers write to
+        this process' stderr instead of the template's.
         """
         self._first_name, self._num_left = name, 0
         self._environment = environment
@@ -85,16 +88,16 @@ class TemplateClient:
         self._connection: socket.socket | None = None
         self._watch: ProcessWatch | None = None
         self.waits_for = ""
-        """Says what an answer is waited for from, and for how long."""
+        """Describes the process whose answer is awaited, and for how long."""
         self.replaced: list[str] = []
-        """Why templates were replaced."""
+        """The reasons why templates were replaced."""
 
     @property
     def _name(self) -> str:
         return self._first_name + (f".{self._num_left}" if self._num_left else "")
 
     def connect(self) -> None:
-        """Raises TemplateError."""
+        """Connect to the template; start it if there is none. Raises `TemplateError`."""
         for _ in range(3):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             connection.setblocking(False)
@@ -112,14 +115,14 @@ class TemplateClient:
                     connection.close()
                     raise TemplateError(f"another user's process has taken the template's name {self._name}")
                 self._connection = connection
-                with contextlib.suppress(psutil.NoSuchProcess):  # it ends, as the next answer will show
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, as the next answer will show
                     self._watch = ProcessWatch(peer.pid)
                 return
         raise TemplateError("the template process ends as soon as it is started")
 
     def spawn(self, launch: bytes, patience_s: float) -> WorkerProcess:
-        """`patience_s` is for a template that loads a model. Raises TemplateError, also with what the
-        template says against it.
+        """Have a worker forked. The template may load a model first, for up to `patience_s`. Raises
+        `TemplateError`, also if the template refuses.
         """
         environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         request = msgspec.msgpack.encode(Spawn(launch, environment))
@@ -132,11 +135,11 @@ class TemplateClient:
             control.close()
             if isinstance(answer, SpawnFailed):
                 raise TemplateError(answer.reason)
-            self.close()  # that template is gone
+            self.close()  # that template has ended
         raise TemplateError("the template process ended, " + (self.replaced or ["again and again"])[-1])
 
     def status(self, pid: int) -> int | None:
-        """Of a worker that has ended; None where the template is gone."""
+        """Return the wait status of an ended worker, or None if the template has ended."""
         answer = self._receive(_STATUS_TIMEOUT_S)
         if isinstance(answer, Ended) and answer.pid == pid:
             return answer.status
@@ -163,7 +166,9 @@ class TemplateClient:
         return answer
 
     def _receive(self, timeout_s: float) -> TemplateReply | None:
-        """None once the template is gone, or was replaced as it is stuck, or the time is over."""
+        """Return the next reply, or None if the template has ended, was replaced because it is stuck, or
+        takes too long.
+        """
         if self._connection is None:
             return None
         began = time.monotonic()
@@ -181,7 +186,7 @@ class TemplateClient:
             self.waits_for = ""
 
     def _is_stuck(self, waited_s: float) -> bool:
-        """Look at the template, and replace it if it gets nowhere."""
+        """Check the template's process, and replace it if it makes no progress."""
         watch = self._watch
         if watch is None:
             return False
@@ -192,21 +197,21 @@ class TemplateClient:
         return bool(watch.stuck)
 
     def _replace(self, template: ProcessWatch, reason: str) -> None:
-        """The next one is started when it is needed."""
+        """Kill the template. The next one starts when it is needed."""
         self.replaced.append(reason)
         if not template.end(_KILL_S):
             self._num_left += 1
         self.close()
 
     def _start(self) -> None:
-        """Returns once there is a template that takes connections, be it this one or another client's."""
+        """Return once a template accepts connections, whether this client or another one started it."""
         self.waits_for = "its host's template to start"
         try:
             done = subprocess.run(
                 [sys.executable, *_ARGUMENTS, self._name],
                 env=os.environ | self._environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 stdin=subprocess.DEVNULL,
-                process_group=0,  # spared Ctrl-C; Linux shares busy cores among sessions, so it stays in ours
+                process_group=0,  # spared Ctrl-C, but in our session: Linux divides busy cores among sessions
                 check=False,
                 timeout=_START_TIMEOUT_S,
             )
@@ -220,7 +225,7 @@ class TemplateClient:
 
 
 class WorkerProcess:
-    """A worker that runs. `stop` and `kill` may be called from any thread."""
+    """A running worker. Any thread may call `stop` and `kill`."""
 
     def __init__(self, client: TemplateClient, pid: int, control: socket.socket) -> None:
         self.pid = pid
@@ -230,7 +235,7 @@ class WorkerProcess:
         self._ended = False
 
     def stop(self) -> None:
-        """Ask it to end."""
+        """Ask the worker to end."""
         with contextlib.suppress(OSError):
             self._control.send(b"stop")
 
@@ -240,7 +245,7 @@ class WorkerProcess:
                 os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> WorkerExit:
-        """Wait until it has ended."""
+        """Wait until the worker has ended."""
         report = bytearray()
         with contextlib.suppress(OSError):
             while data := self._control.recv(4096):
@@ -262,5 +267,5 @@ class WorkerProcess:
 def _name(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # most of the real-time ones have none
+    except ValueError:  # most real-time signals have no name
         return f"signal {number}"

@@ -1,4 +1,4 @@
-"""What a template and its clients say to each other, over a local socket that keeps messages apart."""
+"""The messages between a template and its clients, over a local socket that keeps message boundaries."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ _Pid = Annotated[int, Meta(ge=1, le=2**22)]
 _Status = Annotated[int, Meta(ge=0, le=2**16 - 1)]
 
 REPORT_END = "\n"
-"""Of what a worker says on its control socket when it ends by itself: why, or nothing if it was asked to."""
+"""Ends the report that a worker sends on its control socket: the reason for its end, or "" if it ended on
+request.
+"""
 
 
 class Spawn(msgspec.Struct, frozen=True, tag="spawn"):
-    """Fork a worker. Its control socket comes with the message, then its stderr if it has its own."""
+    """Fork a worker. The message carries the worker's control socket, and its stderr if it has its own."""
 
     launch: bytes
     environment: dict[str, str]
@@ -37,7 +39,7 @@ class SpawnFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """A worker's process ended; `status` is as from `os.waitpid`."""
+    """A worker's process ended. `status` is that of `os.waitpid`."""
 
     pid: _Pid
     status: _Status
@@ -50,7 +52,7 @@ template_reply: BoundedDecoder[TemplateReply] = BoundedDecoder(TemplateReply)
 
 
 class Peer(NamedTuple):
-    """The process at the other end of a connection: each side tells its secrets to its own user alone."""
+    """The process at the other end of a connection. Each side sends secrets only to its own user."""
 
     pid: int
     user: int

@@ -1,8 +1,9 @@
-"""The template's process: takes clients, forks workers for them, and reports how those ended.
+"""The template's process: accepts clients, forks workers for them, and reports how these end.
 
 It has one thread, no CUDA context, no ZeroMQ context and no OpenMP threads, so a fork is safe. The models
-that it has loaded lie in ordinary memory. Its workers share that, since nobody writes to it: so a host holds
-weights once, and in huge pages. (Linux gives those to files in memory only if an administrator allows it.)
+that it has loaded are in ordinary memory, which its workers share because they never write to it. So a host
+holds weights once, and in huge pages. (For files in memory, Linux uses huge pages only if an administrator
+allows it.)
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _IDLE_S = 5.0
-"""A template without clients ends after so long."""
+"""A template ends after this long without clients."""
 _PR_SET_NAME = 15
 _launch: BoundedDecoder[Launch] = BoundedDecoder(Launch)
 _IMPORTED = (
@@ -63,11 +64,11 @@ _IMPORTED = (
     "speculation.weightless.ngram",
     "speculation.weightless.suffix",
 )
-"""What a worker needs, also what it imports late."""
+"""The modules that a worker needs, including those that it would import late."""
 
 
 class Template:
-    """Runs until its last client has been gone for a while."""
+    """Runs until it has had no clients for `_IDLE_S`."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -86,7 +87,7 @@ class Template:
         from kvtransfer.transports.ucx.bindings import preload_nixl
 
         preload_nixl()
-        adopt_orphans()  # the ranks of a worker that was killed
+        adopt_orphans()  # these are the ranks of killed workers
         _settle()
         self._waker.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -134,7 +135,7 @@ class Template:
             return SpawnFailed((str(error) or type(error).__name__)[:MAX_REASON_CHARS])
 
     def _drop(self, client: socket.socket) -> None:
-        """A client is gone: so is the actor that its worker belongs to."""
+        """Remove a client that has ended, and kill its worker, whose actor has ended too."""
         for pid, owner in self._workers.items():
             if owner is client:
                 os.kill(pid, signal.SIGKILL)
@@ -175,7 +176,7 @@ class Template:
     def _become(
         self, launch: Launch, environment: dict[str, str], fds: list[int], place: CorePlace | None
     ) -> NoReturn:
-        """What follows in a forked process."""
+        """Run the worker in the forked process, and exit."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -212,20 +213,20 @@ def _fork_ranks(launch: Launch, control: socket.socket) -> Leader | None:
 def _run_worker(
     launch: Launch, control: socket.socket, place: CorePlace | None, leader: Leader | None
 ) -> None:
-    """Be the worker until its actor says "stop", and tell it why if it ends before that."""
+    """Run the worker until its actor says "stop", and send the reason if it ends earlier."""
     stop = StopHandle()
 
     def listen() -> None:
         while control.recv(16):
             stop.stop()
-        os._exit(1)  # the actor is gone
+        os._exit(1)  # the actor has ended
 
     threading.Thread(target=listen, name="control", daemon=True).start()
     control.sendall((run_launch(launch, stop, place=place, leader=leader) + REPORT_END).encode())
 
 
 def _settle() -> None:
-    """Keep the garbage collector away from what is here to stay: it would copy it in every worker."""
+    """Exclude all current objects from garbage collection, which would copy their pages in every worker."""
     gc.collect()
     gc.freeze()
     with contextlib.suppress(AttributeError):  # not glibc
@@ -233,19 +234,21 @@ def _settle() -> None:
 
 
 def _send(client: socket.socket, message: Spawned | SpawnFailed | Ended) -> None:
-    """What does not fit is for a client that reads nothing; others do not wait for it."""
-    with contextlib.suppress(OSError):  # it is gone, as the next look at it will show
+    """Send a message without waiting. One that does not fit belongs to a client that reads nothing; it is
+    dropped.
+    """
+    with contextlib.suppress(OSError):  # if the client has ended, the next read shows it
         client.sendmsg([msgspec.msgpack.encode(message)], [], socket.MSG_DONTWAIT)
 
 
 def _set_name(name: str) -> None:
-    """As `ps` and `top` show this process."""
+    """Set the name that `ps` and `top` show for this process."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, f"tandem:{name}".encode(), 0, 0, 0)
 
 
 def main(name: str) -> None:
-    """Ends at once if there is a template of this name. Otherwise one goes on in the background, and this
-    process ends when that takes clients.
+    """End at once if there is a template of this name. Otherwise continue as one in the background; this
+    process ends when the template accepts clients.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -258,7 +261,7 @@ def main(name: str) -> None:
     if os.fork():
         os.close(told)
         os._exit(0 if os.read(listens, 1) else 1)
-    listener.listen()  # by the process that goes on: clients are told who called this
+    listener.listen()  # called by the process that continues, since clients get the caller's process id
     os.write(told, b"x")
     os.close(listens)
     os.close(told)

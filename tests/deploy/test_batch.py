@@ -164,7 +164,7 @@ def test_a_server_that_is_gone_ends_it(run, server):
     [
         (["{"], "line 1: "),
         ([line("a"), '{"custom_id": 1}'], "line 2: "),
-        ([line("a"), line("a")], "line 2: custom_id: 'a' is there twice"),
+        ([line("a"), line("a")], "line 2: custom_id: 'a' occurs twice"),
         ([line("")], "custom_id"),
         ([line("a", method="GET")], "method: must be POST, got 'GET'"),
         ([line("a", url="http://elsewhere")], "url"),

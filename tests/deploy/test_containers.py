@@ -219,7 +219,7 @@ def test_services_answer_on_one_ray_and_lose_a_node(containers: Containers) -> N
     decode.stop()
     assert decode.process.returncode == 0, decode.log
     assert complete() == expected
-    wait(lambda: "is started anew" in router.log, SERVES_S, lambda: router.log)
+    wait(lambda: "is restarted" in router.log, SERVES_S, lambda: router.log)
     lines = [json.loads(line) for line in router.log.splitlines() if line.startswith("{")]
     assert {"server", "prefill-0"} <= {line["process"] for line in lines}
     router.stop()

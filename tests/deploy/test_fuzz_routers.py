@@ -25,7 +25,7 @@ from deploy.routers.messages import (
     Leaves,
     LetGo,
     Renews,
-    Report,
+    RouterReport,
     Scaled,
     Scales,
     StopRouter,
@@ -45,7 +45,7 @@ from tests.worker.harness import tiny_config
 DEMAND = {"decode": RoleDemand(prompts=3, prompt_s=0.5)}
 DECIDED = Decided(ScalingEvent(1.0, ScalingDecision({"decode": 2}, {"decode": "why"}), {"decode": 1}))
 FROM_ROUTER = [
-    Report({"decode-0": KnownWorker("i", 0.5, {"host": "h"})}, DEMAND),
+    RouterReport({"decode-0": KnownWorker("i", 0.5, {"host": "h"})}, DEMAND),
     Leaves("decode-0", True),
     Renews("decode-0", "prefill", "i"),
     Scales(ScaleRequest(targets={"decode": 2}, worth=["decode-0"])),
@@ -74,7 +74,7 @@ def pool() -> Iterator[Pool]:
 
 
 def test_fuzz_a_router(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
-    """It is started anew where it cannot be understood, and the other one goes on."""
+    """It is restarted if its messages cannot be decoded; the other router continues."""
     caplog.set_level(logging.CRITICAL)  # a line for each is not kept
     pool.asks(0, 1)
     pool.asks(1, 1)

@@ -27,7 +27,7 @@ from deploy.routers.messages import (
     Expect,
     FromRouter,
     Lead,
-    Report,
+    RouterReport,
     Serves,
     ToRouter,
 )
@@ -202,7 +202,7 @@ class Pool:
 
     def asks(self, index: int, prompts: int) -> list[Any]:
         """The same, when it reports that so many prompts were asked for."""
-        return self.says(index, Report({}, {"decode": RoleDemand(prompts=prompts)}))
+        return self.says(index, RouterReport({}, {"decode": RoleDemand(prompts=prompts)}))
 
     def stop(self) -> None:
         self._pool.stop()

@@ -45,9 +45,9 @@ def ask(
     [
         ({}, LAPTOP, {"decode": 0}, "decode", "must be at least 1, got 0"),
         ({}, LAPTOP, {"decode": 2, "prefill": 0}, "prefill", "must be at least 1, got 0"),
-        ({}, LAPTOP, {"decode": 8}, "decode", "the nodes take at most 7 beside the other workers, got 8"),
+        ({}, LAPTOP, {"decode": 8}, "decode", "the nodes take at most 7 next to the other workers, got 8"),
         ({}, LAPTOP, {"decode": 7, "prefill": 2}, "decode", "at most 6"),
-        ({}, HOSTS, {"prefill": 2}, "prefill", "the nodes take at most 1 beside the other workers, got 2"),
+        ({}, HOSTS, {"prefill": 2}, "prefill", "the nodes take at most 1 next to the other workers, got 2"),
         ({}, HOSTS, {"decode": 4}, "decode", "at most 3"),
         ({"disaggregation": False}, LAPTOP, {"prefill": 1}, "prefill", "must be 0 with --no-disaggregation"),
         ({}, LAPTOP, {"draft": 1}, "draft", "needs --speculative-config with a method that draft workers"),
@@ -137,8 +137,8 @@ def test_a_worker_that_has_changed_its_role_keeps_its_place():
     assert room(slots, config, HOSTS, False) == {"prefill": 0, "decode": 0, "draft": 0}
     slots[3].placed_as, slots[3].role = "decode", ROLES["prefill"]
     assert room(slots, config, HOSTS, False) == {"prefill": 0, "decode": 0, "draft": 0}
-    assert "at most 2 beside the other workers, got 3" in ask(slots, config, HOSTS, decode=3).refusal
-    assert "at most 2 beside the other workers, got 3" in ask(slots, config, HOSTS, prefill=3).refusal
+    assert "at most 2 next to the other workers, got 3" in ask(slots, config, HOSTS, decode=3).refusal
+    assert "at most 2 next to the other workers, got 3" in ask(slots, config, HOSTS, prefill=3).refusal
     assert wanted_bundles(slots, HOSTS) == [{"prefill": 1.0}, *[{"decode": 1.0}] * 3]
     shared = room(ready(config), config, LAPTOP, False)
     assert room(slots, config, LAPTOP, False) == shared

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from deploy import starts
-from deploy.actors import Look
+from deploy.actors import ActorState
 from deploy.slots import Slot
 from deploy.starts import ANSWER_S, FIRST_ANSWER_S, REMIND_S, StartFault, StartWatch
 from protocol.config import ServeConfig
@@ -25,7 +25,7 @@ class Start:
     """A worker that starts. The test plays its actor, and the time goes on in the supervisor's steps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, is_local: bool = True) -> None:
-        self.answer: Look | None = None
+        self.answer: ActorState | None = None
         self.num_asked, self.num_templates = 0, 0
         monkeypatch.setattr(
             starts.ray, "wait", lambda refs, timeout: (refs if self.answer is not None else [], [])
@@ -61,7 +61,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
 
 
 def test_an_actor_that_answers_is_waited_for_up_to_the_time_limit(start: Start) -> None:
-    start.answer = Look(PID, "process 7 (running) to load the model")
+    start.answer = ActorState(PID, "process 7 (running) to load the model")
     assert start.after(LIMIT_S) is None
     assert LIMIT_S / 3 < start.num_asked < LIMIT_S
     fault = start.after(1)
@@ -69,7 +69,7 @@ def test_an_actor_that_answers_is_waited_for_up_to_the_time_limit(start: Start) 
 
 
 def test_an_actor_that_falls_silent_while_its_worker_starts_is_to_blame(start: Start) -> None:
-    start.answer = Look(PID)
+    start.answer = ActorState(PID)
     assert start.after(5) is None
     start.answer = None
     assert start.after(ANSWER_S) is None
@@ -84,7 +84,7 @@ def test_ray_has_more_time_to_begin_an_actor(start: Start) -> None:
 
 
 def test_the_next_start_of_an_actor_knows_that_it_has_answered_before(start: Start) -> None:
-    start.answer = Look(PID, "something", stuck="process 7 is stopped (SIGSTOP)")
+    start.answer = ActorState(PID, "something", stuck="process 7 is stopped (SIGSTOP)")
     start.watch.take(start.slot)
     start.answer = None
     start.slot.started = start.now
@@ -94,15 +94,15 @@ def test_the_next_start_of_an_actor_knows_that_it_has_answered_before(start: Sta
 
 
 def test_a_worker_that_is_stopped_while_it_starts_is_ended(start: Start) -> None:
-    start.answer = Look(PID, stuck="process 7 is stopped (SIGSTOP)")
+    start.answer = ActorState(PID, stuck="process 7 is stopped (SIGSTOP)")
     assert start.after(1) == StartFault("its process 7 is stopped (SIGSTOP)")
 
 
 def test_templates_that_were_replaced_are_told_once(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    start.answer = Look(PID, replaced=("process 7 is stopped (SIGSTOP)",))
+    start.answer = ActorState(PID, replaced=("process 7 is stopped (SIGSTOP)",))
     start.after(10)
     assert start.num_templates == 1
-    start.answer = Look(
+    start.answer = ActorState(
         PID, replaced=("process 7 is stopped (SIGSTOP)", "process 8 has not answered for 9 s")
     )
     start.after(10)
@@ -119,7 +119,7 @@ def test_the_log_says_what_is_waited_for(start: Start, caplog: pytest.LogCapture
     start.after(REMIND_S - 0.5)
     assert not caplog.records
     start.after(1)
-    start.answer = Look(PID, "its host's template (process 7, running) for 9 s")
+    start.answer = ActorState(PID, "its host's template (process 7, running) for 9 s")
     start.after(REMIND_S)
     start.answer = None
     start.after(REMIND_S + 0.5)
@@ -135,7 +135,7 @@ def test_an_actor_of_this_host_is_known_by_its_process(
     monkeypatch: pytest.MonkeyPatch, is_local: bool
 ) -> None:
     start = Start(monkeypatch, is_local)
-    start.answer = Look(PID)
+    start.answer = ActorState(PID)
     start.after(1)
     assert (start.slot.process is not None) == is_local
 
@@ -144,6 +144,6 @@ def test_an_actor_that_has_ended_is_no_answer(start: Start, monkeypatch: pytest.
     def die(ref: Any) -> None:
         raise ray.exceptions.ActorDiedError
 
-    start.answer = Look(PID)
+    start.answer = ActorState(PID)
     monkeypatch.setattr(starts.ray, "get", die)
     assert start.after(1) is None and start.slot.seen is None

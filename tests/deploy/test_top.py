@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from deploy.top import Look, frame
+from deploy.top import Snapshot, frame
 
 PAIR = {"peer": "decode-0", "transport": "tcp", "counters": {"kv_transfer_bytes_total": 1e6}}
 PREFILL: dict[str, Any] = {
@@ -48,11 +48,11 @@ CLUSTER: dict[str, Any] = {
 }
 
 
-def look(at: float, *workers: dict[str, Any]) -> Look:
-    return Look(at, CLUSTER, {worker["id"]: copy.deepcopy(worker) for worker in workers})
+def look(at: float, *workers: dict[str, Any]) -> Snapshot:
+    return Snapshot(at, CLUSTER, {worker["id"]: copy.deepcopy(worker) for worker in workers})
 
 
-def shown(before: Look, after: Look, width: int = 200) -> str:
+def shown(before: Snapshot, after: Snapshot, width: int = 200) -> str:
     out = io.StringIO()
     Console(file=out, width=width).print(frame("http://localhost", before, after))
     return " ".join(out.getvalue().replace("│", " ").split())
