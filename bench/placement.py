@@ -41,7 +41,7 @@ class Filled:
         self.preamble = _keys("preamble", PREAMBLE_BLOCKS)
         self.index: KvIndex[str] = KvIndex()
         before = _resident_bytes()
-        slots = [self.index.add(f"worker {worker}") for worker in range(workers)]
+        slots = [self.index.add_holder(f"worker {worker}") for worker in range(workers)]
         took = []
         for slot in slots:
             self.index.store(slot, Medium.GPU, self.preamble)
@@ -76,7 +76,7 @@ class Filled:
     def remove_s(self) -> tuple[float, float, float]:
         """Return the seconds of a worker's removal, of the longest of its 2 ms sweeps, and of all sweeps."""
         began = time.perf_counter()
-        self.index.remove(0)
+        self.index.remove_holder(0)
         removed = time.perf_counter() - began
         sweeps = []
         while self.index.is_dirty:

@@ -86,7 +86,7 @@ class SimulatedCluster:
         self.events.run()
 
     def _start(self, name: str, role: str, peers: Sequence[str]) -> SimulatedWorker:
-        profile, slot = self._profile, self._index.add(name)
+        profile, slot = self._profile, self._index.add_holder(name)
         incarnation = f"{name}-{next(self._order)}"
         room = KvRoom(
             profile.kv_tokens,
@@ -125,7 +125,7 @@ class SimulatedCluster:
         first = self._named(request.holders[0])
         source = placement.prefix or first.known.key.worker_id
         cached = min(facts.cached_tokens.get(source, 0), request.num_tokens - 1)
-        self._loads.take(request, request.num_tokens - cached)
+        self._loads.assign(request, request.num_tokens - cached)
         self.meter.placed(request, first.known)
         arrives_at = self.events.now + self._profile.request_s
         if placement.prefix is not None:

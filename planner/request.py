@@ -29,7 +29,7 @@ class SimulatedRequest:
     assigned: dict[Task, Worker] = field(default_factory=dict)
     waits_at: Worker | None = None
     num_uncached: int = 0
-    num_computed_beside: int = 0
+    num_computed_by_decode: int = 0
 
     @property
     def holders(self) -> list[Worker]:

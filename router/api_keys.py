@@ -11,7 +11,7 @@ from typing import NoReturn
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from router.errors import ApiError
-from router.journal import ANYBODY, Generation, LiveRequest
+from router.journal import NO_KEY, Generation, LiveRequest
 from router.key_file import KeyEntry, hash_of, read_key_file
 from router.metrics import Limit, Metrics
 
@@ -21,7 +21,7 @@ RELOAD_INTERVAL_S = 1.0
 MAX_PRIORITY = 2**31 - 1
 
 
-class Minute:
+class LeakyBucket:
     """What was used of an allowance per minute: a bucket that leaks as much in a minute as it holds.
 
     So a minute's worth can come at once, and after that as much as leaks. What comes may fill it beyond its
@@ -38,7 +38,7 @@ class Minute:
         self._leak(per_minute)
         return max(0.0, self._used - own + 1 - per_minute) * 60 / per_minute
 
-    def add(self, amount: float, per_minute: int | None) -> None:
+    def fill(self, amount: float, per_minute: int | None) -> None:
         """A negative `amount` gives back."""
         self._leak(per_minute)
         self._used = 0.0 if per_minute is None else max(0.0, self._used + amount)
@@ -56,7 +56,7 @@ class ApiKey:
         self.entry = entry
         self._metrics = metrics
         self._running = 0
-        self._requests, self._tokens = Minute(), Minute()
+        self._requests, self._tokens = LeakyBucket(), LeakyBucket()
 
     def admit(self) -> Admission:
         """Take one request from the limits. Raises `ApiError` 429 where they have no room."""
@@ -71,7 +71,7 @@ class ApiKey:
         per_minute = self.entry.requests_per_minute
         self._check_minute("key_requests", self._requests.wait_s(per_minute, own), per_minute, "requests")
         self._running += number
-        self._requests.add(number, per_minute)
+        self._requests.fill(number, per_minute)
 
     def check_tokens(self) -> None:
         """Raises `ApiError` 429 where it may use no token now."""
@@ -80,7 +80,7 @@ class ApiKey:
 
     def add_tokens(self, number: int) -> None:
         """A negative `number` gives back."""
-        self._tokens.add(number, self.entry.tokens_per_minute)
+        self._tokens.fill(number, self.entry.tokens_per_minute)
 
     def end_requests(self, number: int) -> None:
         self._running -= number
@@ -150,7 +150,7 @@ class ApiKeys:
         self._metrics = metrics
         self._path = config.api_key_file
         self.are_needed = config.needs_api_key
-        self.anybody = self._made(KeyEntry(name=ANYBODY, sha256="", operator=True))
+        self.anonymous = self._made(KeyEntry(name=NO_KEY, sha256="", operator=True))
         """Who sends a request where no key is needed."""
         given = [
             KeyEntry(name=str(index), sha256=hash_of(key), operator=True)
@@ -158,7 +158,7 @@ class ApiKeys:
         ]
         self._given = {entry.sha256: self._made(entry) for entry in given}
         self._keys = dict(self._given)
-        self._version = self._look()
+        self._version = self._file_version()
         self._looked_at = time.monotonic()
         if self._path is not None:
             entries = read_key_file(self._path)
@@ -177,7 +177,7 @@ class ApiKeys:
         if self._path is None or now - self._looked_at < RELOAD_INTERVAL_S:
             return
         self._looked_at = now
-        version = self._look()
+        version = self._file_version()
         if version == self._version:
             return
         self._version = version
@@ -203,7 +203,7 @@ class ApiKeys:
             keys[entry.sha256] = key
         self._keys = keys
 
-    def _look(self) -> tuple[int, int, int] | None:
+    def _file_version(self) -> tuple[int, int, int] | None:
         """What differs once the file was changed, or another one took its place."""
         if self._path is None:
             return None

@@ -47,7 +47,7 @@ class Span(msgspec.Struct, frozen=True):
     drafted: bool
 
 
-class Delta(msgspec.Struct):
+class ChoiceDelta(msgspec.Struct):
     """What came in since the last look. `offsets` are the tokens' places in the choice's uncut text."""
 
     text: str = ""
@@ -100,7 +100,7 @@ class Choice:
         self._matcher = StopStringMatcher(stop, self.include_stop) if stop else None
         self._length = offset
 
-    def add(self, output: TokenOutput) -> None:
+    def push(self, output: TokenOutput) -> None:
         """Take one step's tokens. The accepted ones come first."""
         token_ids: Sequence[int] = output.token_ids
         num_before = self.num_tokens
@@ -134,11 +134,11 @@ class Choice:
     def fail(self) -> None:
         """It gets no more tokens, and what has come is not the whole answer."""
         if self.finish_reason is None:
-            self.add(TokenOutput(request_id="", token_ids=[], finish_reason="error"))
+            self.push(TokenOutput(request_id="", token_ids=[], finish_reason="error"))
 
-    def take(self) -> Delta:
+    def take_delta(self) -> ChoiceDelta:
         """What is new since the last call."""
-        delta = Delta()
+        delta = ChoiceDelta()
         if self.keep_spans:
             delta.spans = _spans(self._pieces, self._drafted)
             self._drafted.clear()

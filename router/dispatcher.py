@@ -114,7 +114,7 @@ class Dispatcher:
             self.resume_parked()
         for request in self._placer.ahead.send_waiting():
             reason = f"worker {request.holders[0].key.worker_id} cannot be reached"
-            self._place_anew_or_fail(request, "worker_lost", reason, counts=False)
+            self._place_again_or_fail(request, "worker_lost", reason, counts=False)
 
     def resume_parked(self) -> None:
         """Place the requests that waited for a worker. Those that no worker will come for fail."""
@@ -152,11 +152,11 @@ class Dispatcher:
                 self.redirect(request, "worker_lost", message)
             elif worker in request.holders:
                 had_it = request not in self._placer.ahead and worker is not request.answered_by
-                self._place_anew_or_fail(request, "worker_lost", message, counts=had_it and not was_stopped)
+                self._place_again_or_fail(request, "worker_lost", message, counts=had_it and not was_stopped)
 
     def lost(self, request: LiveRequest, worker: Worker, reason: str) -> None:
         """Place a request anew that `worker` should have and does not."""
-        self._place_anew_or_fail(request, "worker_lost", reason, counts=worker is not request.answered_by)
+        self._place_again_or_fail(request, "worker_lost", reason, counts=worker is not request.answered_by)
 
     def handover_failed(self, message: HandoverFailed) -> None:
         """A prefill worker has a prompt on its hands that its decode worker did not take."""
@@ -175,7 +175,7 @@ class Dispatcher:
         elif worker is request.prefilled_by:
             # Its tokens came before this news: it had begun, and has been told to give the request up.
             self._send(worker, Abort(request_ids=[message.request_id]))
-            self._place_anew_or_fail(request, "transfer", message.reason)
+            self._place_again_or_fail(request, "transfer", message.reason)
         else:
             self._metrics.dropped("not_the_holder")
 
@@ -200,31 +200,31 @@ class Dispatcher:
             elif output.finish_reason in ("error", "abort"):
                 kind = output.error_kind or "internal"
                 reason = output.error or f"worker {worker.key.worker_id} gave the request up"
-                self._place_anew_or_fail(request, kind, reason)
+                self._place_again_or_fail(request, kind, reason)
             else:
-                num_tokens += self._take_or_fail(request, worker, output, now)
+                num_tokens += self._handle_or_fail(request, worker, output, now)
         if unknown:  # an abort got lost, or crossed this message
             self._send(worker, Abort(request_ids=unknown))
         if num_tokens:
             self._metrics.generation_tokens.inc(num_tokens)
         self.send_waiting()
 
-    def _take_or_fail(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> int:
+    def _handle_or_fail(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> int:
         """Returns how many tokens the answer gained."""
         if request.is_early(worker):
             request.early.append(output)
             return 0
         num_before = request.choice.num_tokens
         try:
-            self._take(request, worker, output, now)
+            self._handle(request, worker, output, now)
             while request.early and self._journal.get(request.request_id):
-                self._take(request, request.assigned["decode"], request.early.pop(0), now)
+                self._handle(request, request.assigned["decode"], request.early.pop(0), now)
         except Exception:  # one request's output must not take the others down
             logger.exception("request %s failed in the router", request.request_id, extra=ids(request))
             self.fail(request.generation, failed_generation("internal", "the router failed on this request"))
         return request.choice.num_tokens - num_before
 
-    def _take(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> None:
+    def _handle(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> None:
         complaint = _complaint(request, output)
         if complaint is not None:
             self._metrics.dropped("malformed")
@@ -235,14 +235,14 @@ class Dispatcher:
             self._metrics.dropped("tokens_missing")
             here, there = len(request.output_token_ids), output.position
             reason = f"worker {worker.key.worker_id} sent token {there} where token {here} comes next"
-            self._place_anew_or_fail(request, "worker_lost", reason)
+            self._place_again_or_fail(request, "worker_lost", reason)
             return
-        cut = request.behind_budget(output)
+        cut = request.past_budget(output)
         output = cut or output
         if output.token_ids:
-            self._account_tokens(request, worker, output, now)
+            self._count_tokens(request, worker, output, now)
         choice = request.choice
-        choice.add(output)
+        choice.push(output)
         if output.timing is not None:
             request.note(output.timing)
             self._metrics.observe_timing(output.timing)
@@ -259,10 +259,10 @@ class Dispatcher:
             if generation.is_over:
                 self._close(generation)
         elif cut is not None:
-            self._go_on_behind_thinking(request, worker, now)
+            self._resume_after_thinking(request, worker, now)
         request.generation.notify()
 
-    def _account_tokens(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> None:
+    def _count_tokens(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> None:
         num_before = len(request.output_token_ids)
         if num_before == request.num_emitted_before:
             request.times.answered_at = now
@@ -284,7 +284,7 @@ class Dispatcher:
 
     # --- failover ---------------------------------------------------------------------------------
 
-    def _place_anew_or_fail(
+    def _place_again_or_fail(
         self, request: LiveRequest, kind: ErrorKind, reason: str, *, counts: bool = True
     ) -> None:
         """The journal has all that another worker needs: the prompt, and the tokens emitted so far."""
@@ -295,25 +295,25 @@ class Dispatcher:
             self.fail(request.generation, failed_generation(kind, reason))
         elif (end := self._end_of(request)) is not None:
             self._placer.abort([request])
-            self._take(request, request.holders[0], end, time.monotonic())
+            self._handle(request, request.holders[0], end, time.monotonic())
         elif request.failures >= MAX_FAILURES:
             self.fail(request.generation, failed_generation(kind, reason))
         else:
-            self.place_anew(request, kind, reason)
+            self.place_again(request, kind, reason)
 
     def _end_of(self, request: LiveRequest) -> TokenOutput | None:
         model = self._registry.model
         return request.end(model.eos_token_ids if model is not None else ())
 
-    def _go_on_behind_thinking(self, request: LiveRequest, worker: Worker, now: float) -> None:
+    def _resume_after_thinking(self, request: LiveRequest, worker: Worker, now: float) -> None:
         """Its worker has other tokens than those that were written into the answer."""
         if (end := self._end_of(request)) is not None:
             self._placer.abort([request])
-            self._take(request, worker, end, now)
+            self._handle(request, worker, end, now)
         else:
-            self.place_anew(request, "thinking", "its thinking was ended")
+            self.place_again(request, "thinking", "its thinking was ended")
 
-    def place_anew(self, request: LiveRequest, cause: Cause, reason: str) -> None:
+    def place_again(self, request: LiveRequest, cause: Cause, reason: str) -> None:
         """Give a request to other workers, with the tokens that it has; fail it where there is none."""
         self._placer.withdraw([request])
         refusal = self._placer.place(request)
@@ -321,7 +321,7 @@ class Dispatcher:
             kind = "worker_lost" if cause == "drain" or cause == "thinking" else cause
             self.fail(request.generation, failed_generation(kind, f"{reason}; {refusal.reason}"))
             return
-        how = "placed anew" if request.assigned else "parked"
+        how = "placed again" if request.assigned else "parked"
         logger.log(
             logging.INFO if cause == "thinking" else logging.WARNING,
             "%s as %s after %d tokens: %s",
@@ -346,7 +346,7 @@ class Dispatcher:
         Where there is none, the prefill worker decodes the request itself.
         """
         if request in self._placer.ahead:
-            self.place_anew(request, kind, reason)
+            self.place_again(request, kind, reason)
             return
         prefill, failed = request.assigned["prefill"], request.assigned["decode"]
         may_ask_again = may_ask_again and failed.key.incarnation not in request.failed
@@ -359,7 +359,7 @@ class Dispatcher:
         )
         if not self._send(prefill, message):
             reason = f"{reason}; worker {prefill.key.worker_id} cannot be reached"
-            self._place_anew_or_fail(request, "worker_lost", reason, counts=False)
+            self._place_again_or_fail(request, "worker_lost", reason, counts=False)
             return
         decoder = target.key.worker_id
         logger.warning(

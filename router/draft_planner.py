@@ -120,7 +120,7 @@ class DraftPlanner:
         if request.drafts_by is not None and not self._is_there(request.drafts_by[1]):
             cause = "lost"
         now = time.monotonic()
-        self._look(request, now)
+        self._learn(request, now)
         decision = self._decide(request, current)
         if decision.place == current and cause == "load":
             self._expect(request, decision.chosen, since=now)
@@ -173,7 +173,7 @@ class DraftPlanner:
         num_tokens = max(len(request.output_token_ids), request.num_emitted_before + 1)
         request.expected = expect(option, rows, since, num_tokens)
 
-    def _look(self, request: LiveRequest, now: float) -> None:
+    def _learn(self, request: LiveRequest, now: float) -> None:
         """Learn from what it brought since the latest look."""
         expected, request.expected = request.expected, None
         if expected is not None and request.has_answered:
@@ -191,7 +191,7 @@ class DraftPlanner:
 
     def end(self, request: LiveRequest) -> None:
         """It drafts no more, or elsewhere from now on."""
-        self._look(request, request.last_token_time)
+        self._learn(request, request.last_token_time)
         pair, request.drafts_by = request.drafts_by, None
         if pair is not None:
             self._count(pair, -1, -request.num_tokens_given)

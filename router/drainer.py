@@ -67,7 +67,7 @@ class Drain:
     report: DrainReport = field(default_factory=DrainReport)
 
 
-async def _let_anybody_go(worker_id: str, for_good: bool) -> str:
+async def _spare_any(worker_id: str, for_good: bool) -> str:
     return ""
 
 
@@ -98,7 +98,7 @@ class Drainer:
         self._placer = placer
         self._dispatcher = dispatcher
         self._drains: dict[Worker, Drain] = {}
-        self.let_go: Callable[[str, bool], Awaitable[str]] = _let_anybody_go
+        self.let_go: Callable[[str, bool], Awaitable[str]] = _spare_any
         self.renew: Callable[[str, str, str], None] = lambda worker_id, role, incarnation: None
 
     # --- what operators and workers ask for -------------------------------------------------------
@@ -110,7 +110,7 @@ class Drainer:
             await self._ask_for(worker, for_good=True)
             worker = self._to_be_drained(worker_id)
             self._send(worker, PrepareToLeave(incarnation=worker.key.incarnation))
-        return self._begin(worker, None).done
+        return self._start(worker, None).done
 
     def _to_be_drained(self, worker_id: str) -> Worker:
         worker = self._known(worker_id)
@@ -129,7 +129,7 @@ class Drainer:
             incarnation=worker.key.incarnation, role=role.name, next_incarnation=life.incarnation
         )
         self._send(worker, message)
-        return self._begin(worker, life).done
+        return self._start(worker, life).done
 
     async def restart(self, worker_id: str) -> asyncio.Future[DrainReport]:
         """Have the worker's process end, and the launcher start it anew. Raises `ApiError`, with nothing
@@ -139,7 +139,7 @@ class Drainer:
         await self._ask_for(worker, for_good=False)
         worker = self._not_leaving(worker_id)
         self._send(worker, PrepareToLeave(incarnation=worker.key.incarnation))
-        return self._begin(worker, None).done
+        return self._start(worker, None).done
 
     def _not_leaving(self, worker_id: str) -> Worker:
         worker = self._known(worker_id)
@@ -164,9 +164,9 @@ class Drainer:
         if worker is None:
             self._metrics.dropped("stale_incarnation")
         elif role is None or message.next_incarnation is None:
-            self._begin(worker, None)
+            self._start(worker, None)
         else:
-            self._begin(worker, NextLife(role, message.next_incarnation))
+            self._start(worker, NextLife(role, message.next_incarnation))
 
     def _known(self, worker_id: str) -> Worker:
         known = {worker.key.worker_id: worker for worker in self._registry if worker.live}
@@ -191,7 +191,7 @@ class Drainer:
                 409, f"worker {worker.key.worker_id} cannot be spared: {reason}", code="last_worker"
             )
 
-    def _begin(self, worker: Worker, life: NextLife | None) -> Drain:
+    def _start(self, worker: Worker, life: NextLife | None) -> Drain:
         drain = self._drains.get(worker)
         if drain is None:
             logger.info("worker %s is drained", worker.key.worker_id)
@@ -251,12 +251,12 @@ class Drainer:
         worker = drain.worker
         decodes = worker is request.assigned.get("decode")
         if request in self._placer.ahead:
-            self._place_anew(drain, request)
+            self._place_again(drain, request)
         elif decodes and "prefill" in request.assigned:
             self._dispatcher.redirect(request, "drain", f"worker {worker.key.worker_id} leaves")
             drain.report.redirected += 1
         elif is_late or (decodes and not request.has_answered):
-            self._place_anew(drain, request)
+            self._place_again(drain, request)
         elif decodes:
             self._prefetch(drain, request)
 
@@ -281,10 +281,10 @@ class Drainer:
             goes_on = "request %s goes on at %s"
             logger.info(goes_on, request.request_id, target.key.worker_id, extra=ids(request))
         else:
-            self._place_anew(drain, request)
+            self._place_again(drain, request)
 
-    def _place_anew(self, drain: Drain, request: LiveRequest) -> None:
-        self._dispatcher.place_anew(request, "drain", f"worker {drain.worker.key.worker_id} leaves")
+    def _place_again(self, drain: Drain, request: LiveRequest) -> None:
+        self._dispatcher.place_again(request, "drain", f"worker {drain.worker.key.worker_id} leaves")
         drain.report.placed_anew += 1
 
     def _finish(self, drain: Drain) -> None:

@@ -87,7 +87,7 @@ class FairQueue(Generic[Item]):
             flow.deficit += QUANTUM
             flows[key] = flows.pop(key)
 
-    def take(self, item: Item) -> None:
+    def pop(self, item: Item) -> None:
         """It goes: its key pays."""
         priority, key = self._places[item]
         flow = self._turns[priority][key]

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from router.choice import Choice, Delta
+from router.choice import Choice, ChoiceDelta
 from router.errors import ApiError
 from router.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from router.parsing.formats import Parsing
@@ -106,7 +106,7 @@ class StreamedAnswer(AnswerWriter):
         return b"data: " + error.body() + b"\n\n"
 
 
-class Format(StreamedAnswer):
+class AnswerFormat(StreamedAnswer):
     """Writes one API's answers."""
 
     stream_object: str
@@ -138,10 +138,10 @@ class Format(StreamedAnswer):
         if before_text is None:
             start = self._chunk_start + self.before_text % choice.index
             self._begun[choice.index] = start if self._options.only_text else b""
-        return self._full_chunk(choice, choice.take(), before_text is None)
+        return self._full_chunk(choice, choice.take_delta(), before_text is None)
 
     @abc.abstractmethod
-    def _full_chunk(self, choice: Choice, delta: Delta, first: bool) -> bytes:
+    def _full_chunk(self, choice: Choice, delta: ChoiceDelta, first: bool) -> bytes:
         """The same with all fields that the choice has now."""
 
     def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
@@ -177,7 +177,7 @@ class Format(StreamedAnswer):
             fields["usage"] = usage([choice], self._options.only_prompt)
         return self._chunk_start + body + b"]," + _json(fields)[1:] + b"\n\n"
 
-    def _common(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+    def _common(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
         """Fields that both APIs' choices have."""
         fields: dict[str, Any] = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         if self._options.return_token_ids:
@@ -197,7 +197,7 @@ class Format(StreamedAnswer):
         return fields
 
 
-class CompletionFormat(Format):
+class CompletionFormat(AnswerFormat):
     """`/v1/completions`."""
 
     stream_object = whole_object = "text_completion"
@@ -205,18 +205,18 @@ class CompletionFormat(Format):
     before_text = b'{"index":%d,"text":'
     after_text = b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
 
-    def _full_chunk(self, choice: Choice, delta: Delta, first: bool) -> bytes:
+    def _full_chunk(self, choice: Choice, delta: ChoiceDelta, first: bool) -> bytes:
         return self._event(choice, _json(self._choice(choice, delta, first)))
 
     def _whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        fields = [self._choice(choice, choice.take(), True) for choice in choices]
+        fields = [self._choice(choice, choice.take_delta(), True) for choice in choices]
         return {"choices": fields, "usage": usage(choices, self._options.only_prompt)}
 
-    def _choice(self, choice: Choice, delta: Delta, first: bool) -> dict[str, Any]:
+    def _choice(self, choice: Choice, delta: ChoiceDelta, first: bool) -> dict[str, Any]:
         options = self._options
         echo = options.echo and first
         if options.only_prompt:
-            delta = Delta()
+            delta = ChoiceDelta()
         text = delta.text
         if echo and choice.prompt.echo is not None:
             text = choice.prompt.echo.text + text
@@ -232,7 +232,7 @@ class CompletionFormat(Format):
         }
 
 
-class ChatFormat(Format):
+class ChatFormat(AnswerFormat):
     """`/v1/chat/completions`."""
 
     stream_object = "chat.completion.chunk"
@@ -244,12 +244,12 @@ class ChatFormat(Format):
     def _whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         fields = []
         for choice in choices:
-            delta = choice.take()
+            delta = choice.take_delta()
             message = {"role": "assistant", "content": delta.text, "refusal": None}
             fields.append({"index": choice.index, "message": message, **self._details(choice, delta)})
         return {"choices": fields, "usage": usage(choices), **self._of_prompt(choices[0])}
 
-    def _full_chunk(self, choice: Choice, delta: Delta, first: bool) -> bytes:
+    def _full_chunk(self, choice: Choice, delta: ChoiceDelta, first: bool) -> bytes:
         events = self._role(choice) if first else b""
         body = {
             "index": choice.index,
@@ -268,7 +268,7 @@ class ChatFormat(Format):
         }
         return self._event(choice, _json(role), self._of_prompt(choice))
 
-    def _details(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+    def _details(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
         num_top = self._options.num_top
         logprobs = None if num_top is None else chat_logprobs(self._tokenizer, delta, num_top)
         return {"logprobs": logprobs, **self._common(choice, delta)}

@@ -32,7 +32,7 @@ LiveStage = Literal["queue", "prefill", "transfer", "decode"]
 """No worker has it; its first token is to come; its decode worker has yet to take it over; it is decoded."""
 LIVE_STAGES: tuple[LiveStage, ...] = get_args(LiveStage)
 
-ANYBODY = "0"
+NO_KEY = "0"
 """The name of the API key where none is needed."""
 
 
@@ -62,7 +62,7 @@ class LiveRequest:
     waits_at: Worker | None = None
     """Who is to bring the current placement's first token, and computes `num_uncached` tokens for it."""
     num_uncached: int = 0
-    num_computed_beside: int = 0
+    num_computed_by_decode: int = 0
     """Of these, those that the worker computes which decodes it."""
     decision: PlacementDecision | None = None
     """The current placement."""
@@ -142,7 +142,7 @@ class LiveRequest:
         at = self.drafts_by[1].address if self.drafts_by is not None else None
         return DraftPlan(method=place.method, max_tokens=place.max_tokens, at=at)
 
-    def behind_budget(self, output: TokenOutput) -> TokenOutput | None:
+    def past_budget(self, output: TokenOutput) -> TokenOutput | None:
         """What it gets instead of `output` where its thinking is to end; else None."""
         thinking = self.generation.thinking
         if thinking is None:
@@ -244,7 +244,7 @@ class Generation:
         self.session, self.split = session, split
         self.http_id = ""
         """What the client calls the request."""
-        self.key = ANYBODY
+        self.key = NO_KEY
         """The name of the API key that it came with."""
         self.slo_ttft_s = self.slo_tpot_s = inf
         """What the client asks for."""

@@ -76,7 +76,7 @@ class KvFeed:
 
     # --- events -------------------------------------------------------------------------------------
 
-    def add(self, worker: Worker) -> None:
+    def register(self, worker: Worker) -> None:
         """It has registered, perhaps not for the first time. Nothing is known yet of a new incarnation."""
         known = self._sources.get(worker.key.worker_id)
         if known is not None and known.worker is worker:
@@ -84,10 +84,10 @@ class KvFeed:
         if known is not None:
             self._forget(known)
         worker_id = worker.key.worker_id
-        self._sources[worker_id] = _Source(worker, self.index.add(worker_id))
+        self._sources[worker_id] = _Source(worker, self.index.add_holder(worker_id))
         self._collect_formats()
 
-    def take(self, message: KvEvents) -> None:
+    def receive(self, message: KvEvents) -> None:
         """Those that are not from a current incarnation, came before, or come too early, are dropped."""
         source = self._source(message.worker_id, message.incarnation)
         if source is None:
@@ -132,7 +132,7 @@ class KvFeed:
         return source
 
     def _forget(self, source: _Source) -> None:
-        self.index.remove(source.slot)
+        self.index.remove_holder(source.slot)
         del self._sources[source.worker.key.worker_id]
         self._collect_formats()
 
@@ -145,8 +145,8 @@ class KvFeed:
             self._metrics.kv_events_dropped("malformed")
         elif change.kind == "cleared":
             if source.has_blocks:
-                self.index.remove(source.slot)
-                source.slot = self.index.add(source.worker.key.worker_id)
+                self.index.remove_holder(source.slot)
+                source.slot = self.index.add_holder(source.worker.key.worker_id)
                 source.has_blocks = False
         elif change.kind == "stored":
             source.has_blocks = True

@@ -60,7 +60,7 @@ class KvIndex(Generic[Name]):
 
     # --- holders ------------------------------------------------------------------------------------
 
-    def add(self, name: Name) -> int:
+    def add_holder(self, name: Name) -> int:
         """A slot for a holder that has nothing yet."""
         if self._free:
             slot = self._free.pop()
@@ -71,7 +71,7 @@ class KvIndex(Generic[Name]):
         self._live |= 1 << slot * _SLOT_BITS
         return slot
 
-    def remove(self, slot: int) -> None:
+    def remove_holder(self, slot: int) -> None:
         """At once its blocks are found no more; `sweep` frees their memory."""
         self._live ^= 1 << slot * _SLOT_BITS
         self._dead |= _ALL_TIERS << slot * _SLOT_BITS

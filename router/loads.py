@@ -16,7 +16,7 @@ class CountedRequest(Protocol):
     assigned: dict[Task, Worker]
     waits_at: Worker | None
     num_uncached: int
-    num_computed_beside: int
+    num_computed_by_decode: int
 
     @property
     def holders(self) -> Sequence[Worker]: ...
@@ -32,11 +32,11 @@ class Loads:
         self._registry = registry
         self._order = itertools.count(1)
 
-    def take(self, request: CountedRequest, num_uncached: int) -> None:
+    def assign(self, request: CountedRequest, num_uncached: int) -> None:
         """It was assigned: its first worker has so many tokens to compute before the first one comes."""
         first, decode = request.holders[0], request.assigned["decode"]
         request.waits_at, request.num_uncached = first, num_uncached
-        request.num_computed_beside = num_uncached if first is decode else 0
+        request.num_computed_by_decode = num_uncached if first is decode else 0
         first.outstanding_prompts += 1
         first.outstanding_prefill_tokens += num_uncached
         self._take_row(request, decode)
@@ -88,11 +88,11 @@ class Loads:
     def _take_row(request: CountedRequest, worker: Worker) -> None:
         worker.outstanding_rows += 1
         worker.outstanding_context += request.num_prefill_tokens
-        worker.outstanding_computed += request.num_computed_beside
+        worker.outstanding_computed += request.num_computed_by_decode
 
     @staticmethod
     def _give_row_back(request: CountedRequest) -> None:
         worker = request.assigned["decode"]
         worker.outstanding_rows -= 1
         worker.outstanding_context -= request.num_prefill_tokens
-        worker.outstanding_computed -= request.num_computed_beside
+        worker.outstanding_computed -= request.num_computed_by_decode

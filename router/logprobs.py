@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from protocol.outputs import TokenLogprobs
-from router.choice import Choice, Delta
+from router.choice import Choice, ChoiceDelta
 from router.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0
@@ -27,7 +27,7 @@ def token_name(tokenizer: Tokenizer, token_id: int, prefix: str = "bytes:") -> s
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, choice: Choice, delta: Delta, num_top: int, echo: bool
+    tokenizer: Tokenizer, choice: Choice, delta: ChoiceDelta, num_top: int, echo: bool
 ) -> dict[str, Any]:
     """The `logprobs` of a completion, those of the prompt in front when it is echoed with this delta.
 
@@ -58,7 +58,7 @@ def completion_logprobs(
     return {"text_offset": offsets, "token_logprobs": chosen, "tokens": tokens, "top_logprobs": top}
 
 
-def chat_logprobs(tokenizer: Tokenizer, delta: Delta, num_top: int) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer, delta: ChoiceDelta, num_top: int) -> dict[str, Any]:
     """The `logprobs` of a chat choice."""
     content = []
     for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=True):

@@ -90,7 +90,7 @@ class Envelope:
         headers, path = Headers(scope=scope), scope["path"]
         if not self._keys.are_needed:
             self._guard.check(scope["method"], headers)
-            return self._keys.anybody.admit()
+            return self._keys.anonymous.admit()
         if not needs_key(path):
             return None
         key = self._keys.find(headers.get("authorization", ""))

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from router.answer_parts import AnswerPart, AnswerParts, CallStart, MoreArguments
-from router.choice import Choice, Delta
-from router.formats import ChatFormat, Format, OutputOptions, usage
+from router.choice import Choice, ChoiceDelta
+from router.formats import AnswerFormat, ChatFormat, OutputOptions, usage
 from router.parsing.answer import Content, Reasoning
 from router.parsing.formats import Parsing
 from router.tokenizer import Tokenizer
@@ -17,7 +17,7 @@ from router.tokenizer import Tokenizer
 _json = msgspec.json.Encoder().encode
 
 
-def chat_format(tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions) -> Format:
+def chat_format(tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions) -> AnswerFormat:
     """Return the writer of a chat's answer."""
     if options.parsing is None:
         return ChatFormat(tokenizer, model, request_id, options)
@@ -59,7 +59,7 @@ class ParsedChatFormat(ChatFormat):
         self._answers: dict[int, AnswerParts] = {}
 
     def chunk(self, choice: Choice) -> bytes:
-        delta, first = choice.take(), choice.index not in self._answers
+        delta, first = choice.take_delta(), choice.index not in self._answers
         fields = self._push(choice, delta)
         start = self._role(choice) if first else b""
         if self._options.only_text and not fields and choice.finish_reason is None:
@@ -70,7 +70,7 @@ class ParsedChatFormat(ChatFormat):
     def _whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         answers = []
         for choice in choices:
-            delta = choice.take()
+            delta = choice.take_delta()
             found = self._push(choice, delta)
             for call in found.get("tool_calls", ()):
                 del call["index"]
@@ -79,14 +79,14 @@ class ParsedChatFormat(ChatFormat):
             answers.append({"index": choice.index, "message": message, **self._details(choice, delta)})
         return {"choices": answers, "usage": usage(choices), **self._of_prompt(choices[0])}
 
-    def _push(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+    def _push(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
         answer = self._answers.get(choice.index)
         if answer is None:
             answer = AnswerParts(self._parsing, f"{self._request_id}-{choice.index}")
             self._answers[choice.index] = answer
         return _fields(answer.push(choice, delta.text))
 
-    def _common(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+    def _common(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
         fields = super()._common(choice, delta)
         if choice.finish_reason == "stop" and self._answers[choice.index].num_calls:
             fields["finish_reason"] = "tool_calls"

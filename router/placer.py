@@ -270,7 +270,7 @@ class Placer:
         request.prefix = placement.prefix
         source = first.key.worker_id if placement.prefix is None else placement.prefix
         cached = min(facts.cached_tokens.get(source, 0), facts.num_tokens - 1)
-        self.loads.take(request, facts.num_tokens - cached)
+        self.loads.assign(request, facts.num_tokens - cached)
         self.meter.placed(request, first)
         request.cost = request.cost or request.num_uncached + facts.output_tokens
         self.drafts.plan(request)

@@ -155,7 +155,7 @@ class SendAhead:
         self._rows[request.assigned["decode"]] += 1
 
     def _leave(self, request: LiveRequest, line: _Line, in_turn: bool = True) -> None:
-        (line.waiting.take if in_turn else line.waiting.remove)(request)
+        (line.waiting.pop if in_turn else line.waiting.remove)(request)
         line.tokens -= request.num_uncached
         decode = request.assigned["decode"]
         self._rows[decode] -= 1

@@ -189,7 +189,7 @@ class RouterState:
                     self._on_unknown(message)
                 self.kv_feed.check(message, time.monotonic())
             case KvEvents():
-                self.kv_feed.take(message)
+                self.kv_feed.receive(message)
             case Introduced():  # its remaining fields are unknown here
                 problem = protocol_problem(message.protocol, message.release, "the router", "the worker")
                 key = WorkerKey(message.address.worker_id, message.address.incarnation)
@@ -205,7 +205,7 @@ class RouterState:
 
     def _greet(self, worker: Worker) -> None:
         """Confirm a registration, and let workers connect before the first request needs the connections."""
-        self.kv_feed.add(worker)
+        self.kv_feed.register(worker)
         self.link.send(worker, Registered(incarnation=worker.key.incarnation, router=self.incarnation))
         self.adapters.greet(worker)
         live = self.registry.live()

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from router.doctor.looks import ClusterLook, WorkerLook
+from router.doctor.snapshots import ClusterSnapshot, WorkerSnapshot
 
 Name = Literal["prefill", "decode", "transfer", "router", "kv_room", "queue", "draft", "nothing"]
 
@@ -49,8 +49,8 @@ class Finding(msgspec.Struct, frozen=True):
 class Interval(NamedTuple):
     """What lies between two looks."""
 
-    before: ClusterLook
-    after: ClusterLook
+    before: ClusterSnapshot
+    after: ClusterSnapshot
 
     @property
     def seconds(self) -> float:
@@ -73,8 +73,8 @@ class Interval(NamedTuple):
 
 
 class WorkerSpan(NamedTuple):
-    before: WorkerLook
-    after: WorkerLook
+    before: WorkerSnapshot
+    after: WorkerSnapshot
     seconds: float
 
     def gained(self, counter: str) -> float:
@@ -114,7 +114,7 @@ class WorkerSpan(NamedTuple):
         return self.mean("context_tokens") * min(self.mean("running") / rows, 1.0) if rows else 0.0
 
 
-def examine(before: ClusterLook, after: ClusterLook) -> list[Finding]:
+def examine(before: ClusterSnapshot, after: ClusterSnapshot) -> list[Finding]:
     """All that costs requests time, the most costly first; or that nothing does."""
     interval = Interval(before, after)
     found = [finding for verdict in VERDICTS for finding in verdict(interval) if finding.cost >= LEAST_COST]

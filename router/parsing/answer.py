@@ -63,7 +63,7 @@ class _Trimmed:
         self._is_first = self._is_first and not body
         return body
 
-    def start_anew(self) -> None:
+    def start_section(self) -> None:
         """What comes stands apart from what was."""
         self._has_begun, self._held = False, "" if self._is_first else "\n"
 
@@ -104,7 +104,7 @@ class AnswerText:
             yield
         return self._text[self._at : self._at + 1]
 
-    def take(self, number: int) -> Parse[str]:
+    def read(self, number: int) -> Parse[str]:
         """So many characters; fewer at the end."""
         while len(self._text) - self._at < number and not self.is_over:
             yield
@@ -165,7 +165,7 @@ class AnswerText:
 
     # --- writing --------------------------------------------------------------------------------------
 
-    def begin(self, marker: str = "", *, may_be_text: bool = False) -> None:
+    def begin_part(self, marker: str = "", *, may_be_text: bool = False) -> None:
         """Begin a part that may become a call, with the `marker` that was read last.
 
         `may_be_text`: it may as well be text where it is cut off, unless a marker follows.
@@ -199,8 +199,8 @@ class AnswerText:
     def commit(self) -> None:
         """What has begun is what it looked like. Further content and reasoning stand apart."""
         self._begun = None
-        self._content.start_anew()
-        self._reasoning.start_anew()
+        self._content.start_section()
+        self._reasoning.start_section()
 
     def keep_space(self) -> None:
         """The content that comes is told with the white space that it begins with."""

@@ -13,7 +13,7 @@ CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
 
 def parse(answer: AnswerText, known: Collection[str]) -> Parse[None]:
     while marker := (yield from answer.until(OPEN)):
-        answer.begin(marker)
+        answer.begin_part(marker)
         while (yield from _call(answer)):
             yield from answer.skip_space()
         answer.give_up()
@@ -24,7 +24,7 @@ def _call(answer: AnswerText) -> Parse[bool]:
     yield from answer.skip_space()
     if not (marker := (yield from answer.accept(CALL))):
         return False
-    answer.begin(marker)
+    answer.begin_part(marker)
     name = yield from word(answer)
     yield from answer.accept(SEPARATOR)
     if name == "function":

@@ -12,5 +12,5 @@ OPEN = ("<|tool_call|>", "<tool_call>")
 
 def parse(answer: AnswerText, known: Collection[str]) -> Parse[None]:
     while marker := (yield from answer.until(*OPEN)):
-        answer.begin(marker)
+        answer.begin_part(marker)
         yield from calls(answer)

@@ -23,7 +23,7 @@ def parse(answer: AnswerText, has_tools: bool, is_exact: bool) -> Parse[None]:
     may_be_text = True
     while (yield from answer.peek()):
         head = [(yield from answer.accept(*_HEADS))]
-        answer.begin(head[0], may_be_text=may_be_text and head[0] not in (START, CHANNEL))
+        answer.begin_part(head[0], may_be_text=may_be_text and head[0] not in (START, CHANNEL))
         may_be_text = False
         if head == [""]:
             answer.give_up()

@@ -12,7 +12,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 def parse(answer: AnswerText, known: Collection[str]) -> Parse[None]:
     while marker := (yield from answer.until(OPEN)):
-        answer.begin(marker)
+        answer.begin_part(marker)
         if (yield from calls(answer)):
             yield from answer.skip_space()
             yield from answer.accept(CLOSE)

@@ -23,7 +23,7 @@ def calls(answer: AnswerText, known: Collection[str] | None = None, separator: s
     is_list = yield from answer.accept("[")
     while True:
         yield from answer.skip_space()
-        answer.begin()
+        answer.begin_part()
         if not (yield from _call(answer, known)):
             answer.give_up()
             return False
@@ -112,10 +112,10 @@ def _value(answer: AnswerText, write: Callable[[str], object]) -> Parse[bool]:
                 return False
         elif next_ in "{[":
             depth += 1
-            write((yield from answer.take(1)))
+            write((yield from answer.read(1)))
         elif next_ in "}]" and depth:
             depth -= 1
-            write((yield from answer.take(1)))
+            write((yield from answer.read(1)))
         elif depth:
             yield from answer.run(_IN_VALUE, write)
         else:
@@ -130,16 +130,16 @@ def _value(answer: AnswerText, write: Callable[[str], object]) -> Parse[bool]:
 
 def _quoted(answer: AnswerText, write: Callable[[str], object]) -> Parse[bool]:
     """A string as it is spelled."""
-    write((yield from answer.take(1)))
+    write((yield from answer.read(1)))
     while True:
         yield from answer.run(_IN_STRING, write)
         next_ = yield from answer.peek()
         if next_ == '"':
-            write((yield from answer.take(1)))
+            write((yield from answer.read(1)))
             return True
         if not next_:
             return False
-        write((yield from answer.take(2)))
+        write((yield from answer.read(2)))
 
 
 def _string(answer: AnswerText) -> Parse[str | None]:

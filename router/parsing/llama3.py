@@ -14,10 +14,10 @@ TAG = "<|python_tag|>"
 
 
 def parse(answer: AnswerText, known: Collection[str]) -> Parse[None]:
-    answer.begin(may_be_text=True)
+    answer.begin_part(may_be_text=True)
     yield from answer.skip_space()
-    answer.begin((yield from answer.accept(TAG)))
+    answer.begin_part((yield from answer.accept(TAG)))
     yield from calls(answer, known, separator=";")
     while marker := (yield from answer.until(TAG)):
-        answer.begin(marker)
+        answer.begin_part(marker)
         yield from calls(answer, known, separator=";")

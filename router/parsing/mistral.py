@@ -12,7 +12,7 @@ OPEN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 def parse(answer: AnswerText, known: Collection[str]) -> Parse[None]:
     while marker := (yield from answer.until(OPEN)):
-        answer.begin(marker)
+        answer.begin_part(marker)
         yield from answer.skip_space()
         name = yield from word(answer)
         if not name:

@@ -22,7 +22,7 @@ class Marks(msgspec.Struct, frozen=True):
 
     def parse(self, answer: AnswerText, is_open: bool, is_exact: bool) -> Parse[None]:
         """The content after it keeps its white space where it `is_exact`: then the gap alone is left out."""
-        answer.begin(may_be_text=True)
+        answer.begin_part(may_be_text=True)
         yield from answer.skip_space()
         if not (yield from answer.accept(*self.open)) and not is_open:
             answer.give_up()

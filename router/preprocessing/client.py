@@ -26,9 +26,9 @@ from router.preprocessing.wire import (
     LENGTH,
     REFUSED,
     RESULT,
-    Refusal,
     Setup,
     TaskCall,
+    TaskError,
     content_of,
     framed,
 )
@@ -207,5 +207,5 @@ def _result(answer: bytes) -> bytes:
     if kind == RESULT and content is not None:
         return content
     if kind == REFUSED and content is not None:
-        raise msgspec.msgpack.decode(content, type=Refusal).error()
+        raise msgspec.msgpack.decode(content, type=TaskError).to_error()
     raise _NoAnswerError("ended")

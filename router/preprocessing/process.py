@@ -28,9 +28,9 @@ from router.preprocessing.wire import (
     LENGTH,
     REFUSED,
     RESULT,
-    Refusal,
     Setup,
     TaskCall,
+    TaskError,
     framed,
 )
 
@@ -174,11 +174,11 @@ def _answer(tasks: Tasks, call: TaskCall, argument: bytes) -> bytes:
     try:
         return RESULT + framed(tasks.run(call, argument))
     except (InvalidRequestError, ApiError) as error:
-        refusal = Refusal.of(error)
+        failed = TaskError.from_error(error)
     except Exception:
         traceback.print_exc()
-        refusal = Refusal.of(ApiError(500, "internal error; the server's log has the details"))
-    return REFUSED + framed(msgspec.msgpack.encode(refusal))
+        failed = TaskError.from_error(ApiError(500, "internal error; the server's log has the details"))
+    return REFUSED + framed(msgspec.msgpack.encode(failed))
 
 
 def _received(channel: socket.socket) -> socket.socket | None:

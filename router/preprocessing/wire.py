@@ -1,7 +1,7 @@
 """Messages between the router and the preprocessor, on one connection for each task.
 
 The router sends a `TaskCall` and the task's argument, each after its length. The answer is a byte
-`ACCEPTED`, a byte that tells how the task ended, and its outcome: a result or a `Refusal` after its length,
+`ACCEPTED`, a byte that tells how the task ended, and its outcome: a result or a `TaskError` after its length,
 or the number of a signal. Then the connection ends.
 """
 
@@ -58,7 +58,7 @@ class ReadingDetails(msgspec.Struct, frozen=True, array_like=True):
     earlier: bytes | None = None
 
 
-class Refusal(msgspec.Struct, frozen=True, array_like=True):
+class TaskError(msgspec.Struct, frozen=True, array_like=True):
     """An `InvalidRequestError` where `status` is 0, else an `ApiError`."""
 
     status: int
@@ -67,12 +67,12 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True):
     code: str | None = None
 
     @classmethod
-    def of(cls, error: InvalidRequestError | ApiError) -> Refusal:
+    def from_error(cls, error: InvalidRequestError | ApiError) -> TaskError:
         if isinstance(error, InvalidRequestError):
             return cls(0, error.message, error.field)
         return cls(error.status, error.message, error.param, error.code)
 
-    def error(self) -> InvalidRequestError | ApiError:
+    def to_error(self) -> InvalidRequestError | ApiError:
         if not self.status:
             return InvalidRequestError(self.param or "", self.message)
         return ApiError(self.status, self.message, param=self.param, code=self.code)

@@ -279,7 +279,7 @@ class World:
             assert worker.outstanding_requests == len(mine)
             assert worker.outstanding_rows == len(rows)
             assert worker.outstanding_context == sum(request.num_prefill_tokens for request in rows)
-            assert worker.outstanding_computed == sum(request.num_computed_beside for request in rows)
+            assert worker.outstanding_computed == sum(request.num_computed_by_decode for request in rows)
             assert worker.outstanding_prompts == len(prompts)
             assert worker.outstanding_prefill_tokens == sum(request.num_uncached for request in prompts)
 

@@ -280,14 +280,14 @@ def test_a_request_that_is_not_started_uses_no_tokens(make_router, path):
 def test_a_minute_forgets_what_was_used_before_there_was_a_limit(monkeypatch):
     now = 1000.0
     monkeypatch.setattr(api_keys.time, "monotonic", lambda: now)
-    minute = api_keys.Minute()
-    minute.add(10_000, None)
+    minute = api_keys.LeakyBucket()
+    minute.fill(10_000, None)
     assert minute.wait_s(60) == 0
     now += 3600
-    minute.add(61, 60)  # what comes after an hour of silence does not leak for that hour
+    minute.fill(61, 60)  # what comes after an hour of silence does not leak for that hour
     assert minute.wait_s(60) == 2
-    minute.add(-100, 60)
-    minute.add(59, 60)
+    minute.fill(-100, 60)
+    minute.fill(59, 60)
     assert minute.wait_s(60) == 0
 
 

@@ -17,7 +17,7 @@ def run(tokenizer: Tokenizer, steps: list[list[int]], finish: str = "length", **
     text, token_ids, logprobs, offsets = "", [], [], []
     for index, step in enumerate(steps):
         last = index == len(steps) - 1
-        choice.add(
+        choice.push(
             TokenOutput(
                 request_id="r",
                 token_ids=step,
@@ -25,7 +25,7 @@ def run(tokenizer: Tokenizer, steps: list[list[int]], finish: str = "length", **
                 finish_reason=finish if last else None,
             )
         )
-        delta = choice.take()
+        delta = choice.take_delta()
         text += delta.text
         token_ids += delta.token_ids
         logprobs += [entry.logprob for entry in delta.logprobs]

@@ -20,7 +20,7 @@ def drain(queue: FairQueue[str]) -> list[str]:
     order = []
     while len(queue):
         order.append(queue.head())
-        queue.take(order[-1])
+        queue.pop(order[-1])
     return order
 
 
@@ -43,7 +43,7 @@ def test_keys_that_always_wait_get_equal_shares(costs: tuple[int, ...]) -> None:
         come(key)
     for _ in range(1000):
         item = queue.head()
-        queue.take(item)
+        queue.pop(item)
         key = int(item.split()[0])
         served[key] += cost_of[item]
         come(key)
@@ -68,7 +68,7 @@ def test_a_single_request_comes_before_a_flood() -> None:
     queue = queue_of(sent)
     for index in range(64):
         queue.add(f"flood {index}", 0, 0, 600)
-    queue.take(queue.head())
+    queue.pop(queue.head())
     queue.add("single", 1, 0, 600)
     assert queue.head() == "single"
 
@@ -93,7 +93,7 @@ def test_idle_time_earns_nothing() -> None:
     for index in range(100):
         queue.add(f"0 {index}", 0, 0, QUANTUM)
     for _ in range(50):
-        queue.take(queue.head())
+        queue.pop(queue.head())
     for index in range(50):
         queue.add(f"1 {index}", 1, 0, QUANTUM)
     first = Counter(item[0] for item in drain(queue)[:40])
@@ -123,7 +123,7 @@ def test_nothing_is_lost_or_doubled() -> None:
         elif what < 0.8:
             item = queue.head()
             assert item == queue.head()
-            queue.take(item)
+            queue.pop(item)
             waiting.remove(item)
             gone.add(item)
         else:
@@ -181,7 +181,7 @@ def test_turns_are_those_of_the_plain_algorithm() -> None:
         key, item, cost = head()
         assert queue.head() == item
         if what < 0.9:
-            queue.take(item)
+            queue.pop(item)
             deficits[key] -= cost if len(flows) > 1 else 0.0
         else:
             key = rng.choice(sorted(flows))

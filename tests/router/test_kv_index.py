@@ -36,12 +36,12 @@ def test_random_holdings(num_holders: int, monkeypatch: pytest.MonkeyPatch) -> N
     for step in range(3000):
         name = f"worker {rng.randrange(num_holders)}"
         if name not in slots:
-            slots[name], held[name] = index.add(name), defaultdict(int)
+            slots[name], held[name] = index.add_holder(name), defaultdict(int)
         prompt, medium, length = rng.randrange(len(prompts)), Medium(rng.randrange(3)), rng.randrange(CHAIN)
         keys, now = prompts[prompt], held[name][prompt, medium]
         match rng.randrange(20):
             case 0:
-                index.remove(slots.pop(name))
+                index.remove_holder(slots.pop(name))
                 del held[name]
             case 1 | 2 | 3 | 4 if length >= SHARED:
                 index.evict(slots[name], medium, keys[length:])
@@ -66,25 +66,25 @@ def test_random_holdings(num_holders: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_removed_holders_leave_nothing() -> None:
     index: KvIndex[str] = KvIndex()
-    slots = [index.add(f"worker {number}") for number in range(40)]
+    slots = [index.add_holder(f"worker {number}") for number in range(40)]
     for slot in slots:
         index.store(slot, Medium.GPU, chain(slot + 1))
         index.store(slot, Medium.STORAGE, chain(slot + 1))
     for slot in slots[1:]:
-        index.remove(slot)
+        index.remove_holder(slot)
     assert index.find(chain(5)) == {"worker 0": SHARED}
     while index.is_dirty:
         index.sweep(0.001)
     assert len(index) == CHAIN
     assert index.find(chain(1)) == {"worker 0": CHAIN}
-    assert index.add("new") in slots[1:]
+    assert index.add_holder("new") in slots[1:]
     assert index.find(chain(5)) == {"worker 0": SHARED}
 
 
 def test_a_gap_that_is_looked_at_ends_a_prefix() -> None:
     index: KvIndex[str] = KvIndex()
     for name, length in {"a": CHAIN, "b": CHAIN, "c": CHAIN, "d": CHAIN // 3}.items():
-        index.store(index.add(name), Medium.GPU, chain(1)[:length])
+        index.store(index.add_holder(name), Medium.GPU, chain(1)[:length])
     index.evict(1, Medium.GPU, chain(1)[CHAIN // 2 :][:1])
     index.evict(2, Medium.GPU, chain(1)[CHAIN // 4 :][:1])
     assert index.find(chain(1)) == {"a": CHAIN, "b": CHAIN // 2, "c": CHAIN // 4, "d": CHAIN // 3}
@@ -97,7 +97,7 @@ def test_within_a_window_a_prefix_needs_its_last_blocks_alone(block_size: int) -
     keys = chain(1)
     held = {name: {place for place in range(CHAIN) if rng.random() < share} for name, share in SHARES.items()}
     for name, places in held.items():
-        index.store(index.add(name), Medium.GPU, [keys[place] for place in places])
+        index.store(index.add_holder(name), Medium.GPU, [keys[place] for place in places])
 
     def longest(places: set[int], limit: int) -> int:
         ends = range(limit, 0, -1)

@@ -45,7 +45,7 @@ class Router:
         self.metrics = Metrics("m", self.registry)
         self.sent: list[Any] = []
         self.feed = KvFeed(self.registry, self.metrics, self._send)
-        self.registry.on_registered = self.feed.add
+        self.registry.on_registered = self.feed.register
         shared = (ServeConfig(), Journal("r"), self.registry, self.metrics, self._send)
         self.placer = Placer(*shared, placement_policy("least_loaded"), self.feed)
         self.numbers: dict[str, int] = {}
@@ -69,7 +69,7 @@ class Router:
     ) -> None:
         number = self.numbers.get(worker_id, 0) if number is None else number
         self.numbers[worker_id] = number + 1
-        self.feed.take(
+        self.feed.receive(
             KvEvents(worker_id=worker_id, incarnation=incarnation, sequence=number, changes=list(changes))
         )
 

@@ -53,7 +53,7 @@ class Wire:
         self.registry = Registry(60.0)
         self.metrics = Metrics("m", self.registry)
         self.feed = KvFeed(self.registry, self.metrics, self._send_to_worker)
-        self.registry.on_registered = self.feed.add
+        self.registry.on_registered = self.feed.register
         self.engine = engine
         self.lose: Callable[[KvEvents], bool] = lambda message: False
         self.twice = False
@@ -101,7 +101,7 @@ class Wire:
             assert isinstance(message, KvEvents)
             if not self.lose(message):
                 for _ in range(1 + self.twice):
-                    self.feed.take(message)
+                    self.feed.receive(message)
 
     def replay(self) -> None:
         """The worker does what the router asked for."""

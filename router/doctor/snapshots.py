@@ -15,7 +15,7 @@ from router.registry import Worker
 from router.state import RouterState
 
 
-class WorkerLook(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Of one worker. `rows` are or will be decoded here, `prompts` await their first token from here; `held`
     are those of both that still wait in the router. `exposed_s` and `sent_bytes` are its transfers', by peer.
     """
@@ -41,27 +41,27 @@ class WorkerLook(msgspec.Struct, frozen=True, kw_only=True):
     sent_bytes: dict[str, float] = {}
 
 
-class ClusterLook(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Of the router and all workers, `at` monotonic seconds.
 
     `totals` are the router's metrics by their names, `refused` the requests that it refused, by reason.
     """
 
     at: float
-    workers: list[WorkerLook] = []
+    workers: list[WorkerSnapshot] = []
     live: int = 0
     parked: int = 0
     max_num_seqs: int = 0
     totals: dict[str, float] = {}
     refused: dict[str, float] = {}
 
-    def worker(self, worker_id: str) -> WorkerLook | None:
+    def worker(self, worker_id: str) -> WorkerSnapshot | None:
         return next((worker for worker in self.workers if worker.id == worker_id), None)
 
 
-def look(state: RouterState) -> ClusterLook:
+def snapshot(state: RouterState) -> ClusterSnapshot:
     totals, refused = _totals(state)
-    return ClusterLook(
+    return ClusterSnapshot(
         at=time.monotonic(),
         workers=[_worker(state, worker) for worker in state.registry.live()],
         live=len(state.journal),
@@ -83,10 +83,10 @@ def _totals(state: RouterState) -> tuple[dict[str, float], dict[str, float]]:
     return dict(totals), refused
 
 
-def _worker(state: RouterState, worker: Worker) -> WorkerLook:
+def _worker(state: RouterState, worker: Worker) -> WorkerSnapshot:
     load, told = worker.load, worker.state
     speculation = told.speculation
-    return WorkerLook(
+    return WorkerSnapshot(
         id=worker.key.worker_id,
         role=worker.role.name,
         tasks=worker.role.tasks,
