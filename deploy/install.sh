@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # Sets up the virtual environment in .venv and installs Tandem into it, editable.
 #
-#   deploy/install.sh          what serving needs
-#   deploy/install.sh test     and what the tests need, as root on Debian Chromium, SSH's server and promtool too
+#   deploy/install.sh          installs what serving needs
+#   deploy/install.sh test     also what the tests need; as root on Debian also Chromium, an SSH server and promtool
 #
-# The PyTorch build follows the host. Without an NVIDIA GPU it is the CPU build, and no CUDA package is
-# pulled. With one, a PyTorch with CUDA that the system's Python has is used as it is; NIXL follows its CUDA.
+# Without an NVIDIA GPU it installs the CPU build of PyTorch and no CUDA package. With one it uses the system
+# Python's PyTorch with CUDA, if there is one, and the NIXL build for that CUDA.
 #
 #   PYTHON             interpreter to use (python3)
-#   VENV               folder for the environment, which .venv then links to
-#   TANDEM_TORCH_SPEC  requirement to install PyTorch by, instead of the choice made here
-#   TANDEM_PIP_ARGS    further arguments to pip, such as an index that has PyTorch's CPU builds
+#   VENV               folder for the environment; .venv becomes a link to it
+#   TANDEM_TORCH_SPEC  pip requirement for PyTorch, instead of this script's choice
+#   TANDEM_PIP_ARGS    further arguments for pip, such as an index with PyTorch's CPU builds
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -18,7 +18,7 @@ PYTHON=${PYTHON:-python3}
 TORCH_VERSION=2.13.0
 extras=${1:-}
 read -r -a pip_args <<<"${TANDEM_PIP_ARGS:-}"
-# Python compiles each module when it is first imported; pip would compile all of them, for most of a minute.
+# Python compiles a module at its first import; pip would compile all of them, for most of a minute.
 [ -n "${PYTHONDONTWRITEBYTECODE:-}" ] && compile=--compile || compile=--no-compile
 
 die() { echo "install: $*" >&2; exit 1; }
@@ -26,14 +26,14 @@ has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep
 cuda_torch() { "$1" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null; }
 pip_install() { .venv/bin/python -m pip install --quiet --quiet "$compile" "${pip_args[@]}" "$@"; }
 
-# What an installation is made of. One that is ready is left as it is.
+# All inputs of an installation. If they have not changed, nothing is done.
 stamp=.venv/.installed${extras:+-$extras}
 recipe() { echo "$PWD" "${TANDEM_TORCH_SPEC:-}" "$(has_gpu && echo GPU || true)"; cat pyproject.toml deploy/install.sh; }
 made_of=$(recipe | sha256sum)
 
 if [ -n "${VENV:-}" ]; then
     mkdir -p "$VENV"
-    [ ! -d .venv ] || [ -L .venv ] || die ".venv is a folder; remove it to have the environment in $VENV"
+    [ ! -d .venv ] || [ -L .venv ] || die ".venv is a folder; remove it to put the environment into $VENV"
     ln -sfn "$(realpath "$VENV")" .venv
 fi
 if [ "$(cat "$stamp" 2>/dev/null)" = "$made_of" ]; then touch "$stamp"; exit 0; fi
@@ -50,10 +50,10 @@ if [ ! -x .venv/bin/python ]; then
 fi
 
 install_cpu_torch() {
-    # The local version "+cpu" names the CPU build. Only Linux on x86 has another one under the plain version.
+    # The version with "+cpu" is the CPU build. So is the plain version, except for Linux on x86.
     pip_install "torch==$TORCH_VERSION+cpu" 2>/dev/null && return
     [ "$(uname -sm)" != "Linux x86_64" ] && pip_install "torch==$TORCH_VERSION" && return
-    die "no CPU build of PyTorch $TORCH_VERSION is in reach of pip; name an index that has it, as in
+    die "pip finds no CPU build of PyTorch $TORCH_VERSION; name an index that has it, as in
   TANDEM_PIP_ARGS='--extra-index-url <PyTorch's CPU wheels>' make install"
 }
 
@@ -73,15 +73,15 @@ fi
 
 echo "install: Tandem${extras:+ with [$extras]}"
 pip_install -e ".${extras:+[$extras]}"
-[ "$extras" != test ] || pip_install --no-deps instructor  # works with newer clients than those it pins
+[ "$extras" != test ] || pip_install --no-deps instructor  # it pins older clients than it works with
 
-if has_gpu; then pip_install accelerate; fi  # or Transformers loads all weights to the host first
+if has_gpu; then pip_install accelerate; fi  # else Transformers loads all weights into host memory first
 
-# NIXL is built for each release of CUDA, and that of another one reads no GPU's memory. Its dependencies name
-# CUDA packages that it runs without.
+# Each CUDA release needs its own NIXL build; another build cannot read GPU memory. NIXL works without the CUDA
+# packages among its dependencies.
 cuda_release() { .venv/bin/python -c 'import torch; print((torch.version.cuda or "12").split(".")[0])'; }
 pip_install --no-deps nixl "nixl-cu$(cuda_release)" 2>/dev/null ||
-    echo "install: NIXL has no build for this host; it is left out"
+    echo "install: NIXL has no build for this host and is left out"
 
 can_build() {
     local headers
@@ -96,10 +96,10 @@ if ! has_gpu && [ -z "${TANDEM_TORCH_SPEC:-}" ] && .venv/bin/python -m pip list 
     die "CUDA packages were installed on a host without an NVIDIA GPU"
 fi
 
-# Tests that need a program which is not there are skipped, and say so.
+# Tests whose programs are missing are skipped with a message.
 has_programs() { [ -x /usr/bin/chromium ] && [ -x /usr/sbin/sshd ] && type -P ip rsync iperf3 promtool >/dev/null; }
 install_promtool() {
-    # Of the package this program alone: the whole of it would start a server.
+    # Only this program: the whole package would start a server.
     local folder
     folder=$(mktemp -d)
     (cd "$folder" && apt-get -qq download prometheus && dpkg -x prometheus_*.deb . &&
@@ -108,7 +108,7 @@ install_promtool() {
 }
 install_programs() { apt-get -qq update && apt-get -qq install --yes --no-install-recommends "$@"; }
 if [ "$extras" = test ] && ! has_programs; then
-    echo "install: Chromium, for the tests of the page; SSH's server, rsync, ip and iperf3, for those of a cluster; promtool"
+    echo "install: Chromium for tests of web pages; an SSH server, rsync, ip and iperf3 for tests of a cluster; promtool"
     { DEBIAN_FRONTEND=noninteractive install_programs chromium openssh-server rsync iproute2 iperf3 &&
         { command -v promtool || install_promtool; }; } >/dev/null 2>&1 ||
         echo "install: some could not be installed; their tests are skipped"

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# One host of a Ray cluster that serves Tandem. `ray up deploy/cluster.yaml` runs this over SSH, and so may you:
+# Manages one host of a Ray cluster for Tandem. `ray up deploy/cluster.yaml` runs it over SSH; you can also run it:
 #
 #   deploy/node.sh head          start Ray's head here
 #   deploy/node.sh worker HEAD   join the head at this address
-#   deploy/node.sh serve         start `tandem serve` here, which logs to ~/tandem-serve.log
-#   deploy/node.sh stop          end both here; on the head, Ray on all other hosts too
+#   deploy/node.sh serve         start `tandem serve` here; it logs to ~/tandem-serve.log
+#   deploy/node.sh stop          end both here; on the head also end Ray on all other hosts
 #
-#   CLUSTER_HOSTS   what each host is for, as in "10.0.0.10 10.0.0.11=prefill:1 10.0.0.12=decode:2,draft:1": its
-#                  address, and how many workers of which role it takes. A head without roles takes none.
-#                  Without this, Ray chooses the address, and the host takes workers of any role.
-#   RAY_PORT       Ray's first port (6379). It takes this and the next five, and those from +21 to +120;
-#                  `tandem serve` and its workers those from +121 to +220 (TANDEM_WORKER_PORTS).
+#   CLUSTER_HOSTS   each host's address and its number of workers of each role, as in
+#                  "10.0.0.10 10.0.0.11=prefill:1 10.0.0.12=decode:2,draft:1". A head without roles takes no
+#                  workers. Without CLUSTER_HOSTS Ray chooses the address, and hosts take workers of any role.
+#   RAY_PORT       Ray's first port (6379). Ray uses ports +0 to +5 and +21 to +120; `tandem serve` and its workers
+#                  use ports +121 to +220 (TANDEM_WORKER_PORTS).
 #
-# Ray asks for a token (~/.ray/auth_token, or the file RAY_AUTH_TOKEN_PATH), and `tandem serve` for an API key (~/.tandem/api_key) unless
-# TANDEM_API_KEY has one. The head makes both; the token must be the same on all hosts.
+# Ray requires a token (~/.ray/auth_token, or the file RAY_AUTH_TOKEN_PATH), and `tandem serve` an API key
+# (TANDEM_API_KEY, or ~/.tandem/api_key). The head makes both; the token must be the same on all hosts.
 set -euo pipefail
 here=$(cd "$(dirname "$(readlink -f "$0")")/.." && pwd)
 ray=$here/.venv/bin/ray python=$here/.venv/bin/python
@@ -21,20 +21,20 @@ token=${RAY_AUTH_TOKEN_PATH:-~/.ray/auth_token} api_key=~/.tandem/api_key
 serve_pid=~/.tandem/serve.pid serve_log=~/tandem-serve.log user=$(id -u)
 port=${RAY_PORT:-6379}
 export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 AUTOSCALER_METRIC_PORT=$((port + 5))
-# Version 2 loses the head and starts nodes for ever where hosts are listed (Ray 2.60).
+# With listed hosts, version 2 of the autoscaler loses the head and starts nodes forever (Ray 2.60).
 ! grep -Eqs '"type": *"local"' ~/ray_bootstrap_config.yaml || export RAY_enable_autoscaler_v2=0
-# Without its head a node ends, so that nothing stays behind. Ray waits for a minute otherwise.
+# A node ends this long after it lost its head. Ray's default is a minute.
 export RAY_gcs_rpc_server_reconnect_timeout_s=20
-# As on a cluster of our own (deploy/ray_cluster.py): Ray would put its workers behind all else on the host, where
-# they fall silent while other things start.
+# As in deploy/ray_cluster.py: by default Ray gives its workers the lowest priority, and they fall silent while other
+# programs start.
 export RAY_worker_niceness=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0
-# How often Ray looks for nodes that it should start.
+# The interval in seconds at which Ray checks whether to start nodes.
 export AUTOSCALER_UPDATE_INTERVAL_S=1
 
 die() { echo "node.sh: $*" >&2; exit 1; }
 secret() { "$python" -c 'import secrets; print(secrets.token_hex(32), end="")'; }
 
-# Sets `options`: the address and the resources that this host has in CLUSTER_HOSTS.
+# Sets `options` to this host's address and resources in CLUSTER_HOSTS.
 own_options() {
     local host own address roles
     options=()
@@ -43,7 +43,7 @@ own_options() {
     for host in $CLUSTER_HOSTS; do
         address=${host%%=*} roles=${host#"$address"}
         [[ $host =~ ^[^=]+(=(prefill|decode|draft):[0-9]+(,(prefill|decode|draft):[0-9]+)*)?$ ]] ||
-            die "CLUSTER_HOSTS: $host: after the address there may be =ROLE:NUMBER,..., ROLE being prefill, decode or draft"
+            die "CLUSTER_HOSTS: $host: after the address you can give =ROLE:NUMBER,..., where ROLE is prefill, decode or draft"
         [[ $own == *" $address "* ]] || continue
         options=("--node-ip-address=$address")
         if [ -n "$roles" ]; then
@@ -61,11 +61,11 @@ start_ray() {
         --object-manager-port=$((port + 2)) --runtime-env-agent-port=$((port + 3)) \
         --dashboard-agent-grpc-port=$((port + 4)) --min-worker-port=$((port + 21)) \
         --max-worker-port=$((port + 120)) </dev/null); do
-        # Where its agents take over 15 s to start, on a busy host, Ray dies (2.60), and nobody starts it again.
+        # If its agents take over 15 s to start, as on a busy host, Ray dies (2.60) and is not restarted.
         ((--tries)) && grep -qs "Timed out waiting for file" "$errors" || die "Ray cannot start"
         "$ray" stop >/dev/null
     done
-    # What watches Ray's logs would outlive the node.
+    # Ray's log monitor would outlive the node.
     setsid bash -c 'tail --pid="$1" -f /dev/null; pkill -u "$2" -f /ray/_private/log_monitor.py' - \
         "$(pgrep -n -u "$user" -x raylet)" "$user" >/dev/null 2>&1 </dev/null &
 }
@@ -76,7 +76,7 @@ head)
     [ ! -f ~/ray_bootstrap_config.yaml ] || (cd "$here" && "$python" -m deploy.cluster_file ~/ray_bootstrap_config.yaml)
     mkdir -p -m 700 ~/.ray ~/.tandem ~/.local/bin
     [ -s "$token" ] || (umask 077; secret >"$token")
-    ln -sf "$here/deploy/ray" ~/.local/bin/ray # `ray down` runs a bare `ray stop`
+    ln -sf "$here/deploy/ray" ~/.local/bin/ray # since `ray down` runs a bare `ray stop`
     grep -qs 'PATH=~/.local/bin' ~/.bashrc || echo 'PATH=~/.local/bin:$PATH' >>~/.bashrc
     [ ! -f ~/ray_bootstrap_config.yaml ] || options+=(--autoscaling-config="$HOME/ray_bootstrap_config.yaml")
     start_ray --head --port="$port" --include-dashboard=false "${options[@]}"
@@ -109,5 +109,5 @@ stop)
     ! pgrep -u "$user" -x gcs_server >/dev/null || (cd "$here" && "$python" -m deploy.end_nodes "$port")
     "$ray" stop >/dev/null
     ;;
-*) die "say head, worker, serve or stop" ;;
+*) die "give head, worker, serve or stop" ;;
 esac

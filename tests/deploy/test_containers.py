@@ -117,7 +117,7 @@ def test_hadolint_finds_nothing() -> None:
 @pytest.mark.parametrize(
     ("role", "complaint"),
     [
-        ("decoder", "say alone, router, prefill, decode or draft"),
+        ("decoder", "give alone, router, prefill, decode or draft"),
         ("decode", "127.0.0.1:1 does not answer, or {token} is missing"),
     ],
 )

@@ -70,7 +70,7 @@ def run_node_script(tmp_path: Path, hosts: str) -> str:
     [
         (
             "192.0.2.1=prefil:1",
-            "CLUSTER_HOSTS: 192.0.2.1=prefil:1: after the address there may be =ROLE:NUMBER",
+            "CLUSTER_HOSTS: 192.0.2.1=prefil:1: after the address you can give =ROLE:NUMBER",
         ),
         ("192.0.2.1=prefill:-1", "CLUSTER_HOSTS: 192.0.2.1=prefill:-1: after"),
         ("192.0.2.1=prefill", "CLUSTER_HOSTS: 192.0.2.1=prefill: after"),

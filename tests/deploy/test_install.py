@@ -107,5 +107,5 @@ def test_an_environment_beside_the_checkout(tmp_path: Path) -> None:
     done = subprocess.run(
         [checkout / "deploy/install.sh"], env=variables, capture_output=True, text=True, check=False
     )
-    assert "install: no CPU build of PyTorch" in done.stderr
+    assert "install: pip finds no CPU build of PyTorch" in done.stderr
     assert (environment / "bin/python").exists() and (checkout / ".venv").resolve() == environment
