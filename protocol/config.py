@@ -39,23 +39,23 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     model: Annotated[str, _doc("Local folder, bundled name or hub id of a Transformers decoder model.")] = (
         DEFAULT_MODEL
     )
-    served_model_name: Annotated[str | None, _doc("Name in the API; default: the model's.")] = None
+    served_model_name: Annotated[str | None, _doc("Model name in the API; default: the model's own.")] = None
     tokenizer: Annotated[str | None, _doc("Local folder or hub id; default: the model's.")] = None
     revision: Annotated[str | None, _doc("Branch, tag or commit on the hub.")] = None
     trust_remote_code: Annotated[bool, _doc("Run model code that comes with the weights.")] = False
     chat_template: Annotated[str | None, _doc("File with a Jinja chat template.")] = None
     tool_call_parser: Annotated[
         Literal["auto", "none", "hermes", "llama3_json", "mistral", "granite", "deepseek_v3", "openai"],
-        _doc("How the model writes tool calls; `auto`: as its chat template shows them."),
+        _doc("Format of the model's tool calls; `auto` detects it from the chat template."),
     ] = "auto"
     reasoning_parser: Annotated[
         Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "openai_gptoss"],
-        _doc("How the model marks its reasoning; `none` leaves it in the content."),
+        _doc("Format of the model's reasoning; `none` leaves it in the content."),
     ] = "auto"
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], _doc("Weights and activations.")] = (
-        "auto"
-    )
-    device: Annotated[Literal["auto", "cpu", "cuda"], _doc("Where the model runs.")] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], _doc("Data type of weights and activations.")
+    ] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], _doc("Device that the model runs on.")] = "auto"
     load_format: Annotated[
         Literal["auto", "dummy"], _doc("`dummy` makes random weights of the configured shape.")
     ] = "auto"
@@ -71,11 +71,11 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
         _doc("Round the output head's weights to int8 at load, and a draft model's; embeddings stay."),
     ] = False
     enable_lora: Annotated[
-        bool, _doc("Take LoRA adapters: --lora-modules, and those loaded while the server runs.")
+        bool, _doc("Serve LoRA adapters: those of --lora-modules, and those loaded while the server runs.")
     ] = False
     lora_modules: Annotated[
         dict[str, str] | None,
-        _doc("A LoRA adapter's name in the API and its folder, as in sql=/adapters/sql; may be given again."),
+        _doc("Name and folder of a LoRA adapter, as in sql=/adapters/sql; may be repeated."),
     ] = None
     max_lora_rank: Annotated[int, Meta(ge=1, le=1024), _doc("Highest rank of a LoRA adapter.")] = 64
     max_model_len: Annotated[
@@ -87,40 +87,43 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     api_key: Annotated[
         str | None,
         _doc(
-            "Bearer tokens of clients, comma-separated; those that wait take turns. "
-            "Others see flags in the process list: set TANDEM_API_KEY, or use --api-key-file."
+            "Bearer tokens of clients, comma-separated; waiting clients take turns. Other users can read "
+            "flags in the process list, so set TANDEM_API_KEY or use --api-key-file."
         ),
     ] = None
     api_key_file: Annotated[
         str | None,
-        _doc("File of hashed API keys with their limits, read anew when it changes: `tandem key add`."),
+        _doc("File of hashed API keys with their limits, made by `tandem key add`; read again when changed."),
     ] = None
     tls_cert: Annotated[str | None, _doc("Serve HTTPS: PEM file with the certificate and its chain.")] = None
     tls_key: Annotated[str | None, _doc("PEM file with the key of --tls-cert.")] = None
     max_body_bytes: Annotated[PositiveInt, _doc("Largest HTTP request body.")] = 16 * 1024 * 1024
     max_logprobs: Annotated[
-        int, Meta(ge=0, le=1000), _doc("Most log-probabilities a request may ask for.")
+        int, Meta(ge=0, le=1000), _doc("Most log-probabilities that a request may ask for.")
     ] = 20
     max_n: Annotated[
         PositiveInt, _doc("Most sequences that one HTTP request may start (prompts times n).")
     ] = 128
     max_queued_requests: Annotated[
         PositiveInt,
-        _doc("Unfinished requests above which new ones get 429, or those less urgent that wait."),
+        _doc("Most unfinished requests; above it new requests get 429, or less urgent waiting ones do."),
     ] = 4096
     enable_embeddings: Annotated[
-        bool, _doc("Serve /v1/embeddings and /score: a text is the last token's state, of length one.")
+        bool,
+        _doc(
+            "Serve /v1/embeddings and /score; an embedding is the last token's state, scaled to length one."
+        ),
     ] = False
     response_store: Annotated[
         str | None,
-        _doc("File that keeps the answers of /v1/responses, which several routers share; default: memory."),
+        _doc("File that stores the answers of /v1/responses, shared by several routers; default: memory."),
     ] = None
     max_stored_responses: Annotated[
-        int, Meta(ge=0), _doc("How many are kept; the oldest go first. 0 keeps none.")
+        int, Meta(ge=0), _doc("Most stored responses; the oldest are dropped first. 0 stores none.")
     ] = 1000
-    max_stored_response_bytes: Annotated[PositiveInt, _doc("Bytes that all kept ones may take.")] = (
-        256 * 1024 * 1024
-    )
+    max_stored_response_bytes: Annotated[
+        PositiveInt, _doc("Most bytes that all stored responses may take.")
+    ] = 256 * 1024 * 1024
     request_timeout: Annotated[PositiveSeconds, _doc("Seconds after which a request fails.")] = 600.0
     slo_ttft: Annotated[
         PositiveSeconds | None,
@@ -136,19 +139,21 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
 
     drain_timeout: Annotated[
         PositiveSeconds,
-        _doc("Seconds that a worker which leaves has to move its requests elsewhere, or to finish them."),
+        _doc("Seconds that a leaving worker gets to move its requests to others or to finish them."),
     ] = 30.0
 
     autoscale: Annotated[
         dict[str, WorkerRange] | None,
-        _doc("Least and most workers of roles that scale by themselves, as in prefill=1:4,decode=1:8."),
+        _doc(
+            "Minimum and maximum of workers of roles that scale automatically, as in prefill=1:4,decode=1:8."
+        ),
     ] = None
     scale_down_after: Annotated[
         PositiveSeconds,
-        _doc("Seconds that fewer workers must have sufficed before --autoscale has one leave."),
+        _doc("Seconds that fewer workers must have sufficed before --autoscale removes one."),
     ] = 300.0
     scale_timeout: Annotated[
-        PositiveSeconds, _doc("Seconds that workers which are added wait for a node that takes them.")
+        PositiveSeconds, _doc("Seconds that an added worker waits for a node with room.")
     ] = 300.0
 
     disaggregation: Annotated[bool, _doc("Prefill and decode on separate workers.")] = True
@@ -164,13 +169,13 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     router_replicas: Annotated[
         int,
         Meta(ge=1, le=64),
-        _doc("Routers, each a process of its own; all listen on --port, and each on a further port."),
+        _doc("Router processes; all listen on --port, and each on a further port of its own."),
     ] = 1
     draft_placement: Annotated[
         Literal["cost", "none", "local", "remote"],
         _doc(
-            "Where drafts are made: `cost` where that brings most, else nowhere, on decode workers or on "
-            "draft workers, as far as that is possible and no request says otherwise."
+            "Where drafts are made, unless a request says otherwise: `none`, on decode workers (`local`), on "
+            "draft workers (`remote`), or wherever it brings most (`cost`)."
         ),
     ] = "cost"
     ray_address: Annotated[str | None, _doc("Ray cluster to join; default: start a local one.")] = None
@@ -178,18 +183,18 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
         int,
         Meta(ge=1, le=4096),
         _doc(
-            "Nodes of the Ray cluster to spread workers over, for which a start waits 30 seconds at most, "
-            "10 minutes while Ray sets hosts up."
+            "Nodes of the Ray cluster to spread workers over. A start waits for them up to 30 seconds, or up "
+            "to 10 minutes while Ray sets hosts up."
         ),
     ] = 1
-    worker_host: Annotated[str | None, _doc("Address that workers bind; default: their node's.")] = None
+    worker_host: Annotated[str | None, _doc("Address that workers bind to; default: their node's.")] = None
     worker_ports: Annotated[
         str | None,
         _doc("Ports that workers and routers listen on for each other, as in 6500-6599; default: any."),
     ] = None
     worker_threads: Annotated[
         PositiveInt | None,
-        _doc("CPU threads per worker; default: its share of the host's cores, and of idle workers'."),
+        _doc("CPU threads per worker; default: its share of the host's cores, plus cores of idle workers."),
     ] = None
 
     block_size: Annotated[int, Meta(ge=1, le=1024), _doc("Tokens in a KV block.")] = 16
@@ -197,8 +202,8 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     paged_kv: Annotated[
         bool,
         _doc(
-            "Give a request KV blocks as it grows. Without, it holds --max-model-len tokens' for its whole "
-            "life, as servers do that do not page: for comparisons."
+            "Give a request KV blocks as it grows. If off, each request holds the blocks of --max-model-len "
+            "tokens, as in servers without paging; for comparisons."
         ),
     ] = True
     gpu_memory_utilization: Annotated[
@@ -218,17 +223,17 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     kv_cache_dtype: Annotated[
         Literal["auto", "int8", "fp8"],
         _doc(
-            "How the pool keeps KV: `auto` as the model computes it; `int8` and `fp8` in one byte a value, "
-            "so that nearly twice as many tokens fit. All workers need the same."
+            "Format of KV in the pool: `auto` is the model's; `int8` and `fp8` take one byte a value, so "
+            "nearly twice as many tokens fit. All workers need the same."
         ),
     ] = "auto"
     kv_offloading_size: Annotated[
         float,
         Meta(ge=0, le=1_000_000),
-        _doc("GiB of host memory per worker for blocks that the pool evicts."),
+        _doc("GiB of host memory per worker for blocks evicted from the pool."),
     ] = 0.0
     kv_disk_path: Annotated[
-        str | None, _doc("Folder for blocks that the host memory evicts; each worker takes a subfolder.")
+        str | None, _doc("Folder for blocks evicted from host memory; each worker uses a subfolder.")
     ] = None
     kv_disk_size: Annotated[
         float, Meta(ge=0, le=1_000_000), _doc("GiB that each worker may use of --kv-disk-path.")
@@ -240,28 +245,30 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
         float,
         Meta(ge=0, le=3600),
         _doc(
-            "Seconds that a step may take to compute part of a prompt while others decode; 0: no bound."
-            " At most 0.8 of --slo-tpot, and of the x-slo-tpot-ms of those."
+            "Longest step, in seconds, that computes part of a prompt while other requests decode; 0: no "
+            "limit. Also limited to 0.8 of --slo-tpot and of those requests' x-slo-tpot-ms."
         ),
     ] = 0.02
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096), _doc("Sequences in one step.")] = 128
     attention_backend: Annotated[
-        Literal["auto", "cpu", "triton", "torch"], _doc("Attention kernels; `triton` is for CUDA.")
+        Literal["auto", "cpu", "triton", "torch"], _doc("Attention kernels; `triton` needs CUDA.")
     ] = "auto"
     compile: Annotated[
         Literal["auto", "on", "off"],
-        _doc("`on`: torch.compile; `auto`: the native decoder for models that it knows, else as `on`."),
+        _doc(
+            "`on`: torch.compile; `auto`: the native decoder for models that it supports, else torch.compile."
+        ),
     ] = "auto"
     deterministic: Annotated[
         bool,
         _doc(
-            "On a GPU, multiply in tiles of a fixed size, so that a row's products have the same bits in"
-            " every batch (not with experts or adapters); on a CPU in bfloat16 they always have."
+            "On a GPU, multiply in tiles of a fixed size, so that a row has the same bits in every batch "
+            "(except with experts or adapters). On a CPU in bfloat16 it always has."
         ),
     ] = False
-    enforce_eager: Annotated[bool, _doc("Launch each step's kernels on a GPU anew, without CUDA graphs.")] = (
-        False
-    )
+    enforce_eager: Annotated[
+        bool, _doc("Launch each step's kernels on a GPU one by one, without CUDA graphs.")
+    ] = False
 
     speculative_config: Annotated[
         SpeculativeConfig | None,
@@ -271,7 +278,7 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     kv_events_config: Annotated[
         KvEventsConfig | None,
         _doc(
-            "Publish what the prefix caches hold to other routers, unencrypted: JSON, as in "
+            "Publish the prefix caches' contents to other routers, unencrypted: JSON, as in "
             '\'{"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6557"}\'.'
         ),
     ] = None
@@ -286,18 +293,18 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     kv_tcp_streams: Annotated[int, Meta(ge=1, le=64), _doc("Connections per pair of workers over tcp.")] = 1
     kv_wire_dtype: Annotated[
         Literal["auto", "int8", "fp8"],
-        _doc("How tcp carries KV: `auto` as it is; `int8` and `fp8` halve the bytes and cost accuracy."),
+        _doc("Format of KV over tcp: `auto` keeps it; `int8` and `fp8` halve the bytes and cost accuracy."),
     ] = "auto"
     kv_checksum: Annotated[
         Literal["off", "sampled", "full"],
-        _doc("Check KV that arrives: a sixteenth of each block, or all of it. What differs is sent again."),
+        _doc("Check received KV: a sixteenth of each block, or all of it. Damaged pieces are sent again."),
     ] = "off"
     kv_tls_cert: Annotated[
         str | None, _doc("Encrypt tcp: PEM file with the workers' certificate, on every host.")
     ] = None
     kv_tls_key: Annotated[str | None, _doc("PEM file with the key of --kv-tls-cert.")] = None
     kv_tls_ca: Annotated[
-        str | None, _doc("PEM file with the authority that peers' certificates must come from.")
+        str | None, _doc("PEM file with the authority that must have issued peers' certificates.")
     ] = None
     handoff_timeout: Annotated[
         float,
@@ -305,21 +312,23 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
         _doc("Seconds without progress after which a hand-off fails; at most a day."),
     ] = 30.0
     worker_timeout: Annotated[
-        PositiveSeconds, _doc("Seconds of silence after which a worker's requests go to others.")
+        PositiveSeconds, _doc("Seconds of silence after which a worker's requests move to others.")
     ] = 2.0
     start_timeout: Annotated[PositiveSeconds, _doc("Seconds that workers get to load and register.")] = 600.0
 
     otlp_traces_endpoint: Annotated[
         Annotated[str, Meta(pattern=r"^https?://[^/\s]+")] | None,
-        _doc("URL that requests are sent to as OpenTelemetry spans, as in http://localhost:4318/v1/traces."),
+        _doc("URL that receives each request as OpenTelemetry spans, as in http://localhost:4318/v1/traces."),
     ] = None
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("Logging.")] = "info"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], _doc("Least level of logged messages.")
+    ] = "info"
     log_format: Annotated[
         LogFormat,
-        _doc("`json`: each line of the log is an object, with the ids of the requests it tells of."),
+        _doc("`json`: each log line is an object, with the ids of its requests."),
     ] = "text"
     enable_log_requests: Annotated[
-        bool, _doc("Log a line for each request that ends: where its time went, or why it failed.")
+        bool, _doc("Log a line for each finished request, with its times or the reason why it failed.")
     ] = False
 
     def num_replicas(self, role: RoleSpec) -> int:

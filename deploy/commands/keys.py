@@ -18,20 +18,25 @@ def _keys() -> None:
 
 @keys.command("add")
 def add_key(
-    name: Annotated[str, typer.Argument(help="Whose it is, as metrics and logs show it.")],
+    name: Annotated[str, typer.Argument(help="Name of its owner in metrics and logs.")],
     api_key_file: Annotated[
-        str, typer.Option(metavar="FILE", envvar="TANDEM_API_KEY_FILE", help="It is made if it is not there.")
+        str,
+        typer.Option(
+            metavar="FILE",
+            envvar="TANDEM_API_KEY_FILE",
+            help="File of keys; it is made if it does not exist.",
+        ),
     ],
     requests_per_minute: Annotated[int | None, typer.Option(help="Default: no limit.")] = None,
     tokens_per_minute: Annotated[
-        int | None, typer.Option(help="Of prompts and answers. Default: no limit.")
+        int | None, typer.Option(help="Tokens of prompts and answers. Default: no limit.")
     ] = None,
     concurrent_requests: Annotated[int | None, typer.Option(help="Default: no limit.")] = None,
     priority: Annotated[
-        int | None, typer.Option(help="Of its requests; the lowest come first. Default: 0.")
+        int | None, typer.Option(help="Priority of its requests; lower comes first. Default: 0.")
     ] = None,
     operator: Annotated[
-        bool, typer.Option("--operator", help="It may also drain workers and the like.")
+        bool, typer.Option("--operator", help="The key may also drain workers and the like.")
     ] = False,
 ) -> None:
     """Make an API key, print it, and write its hash to a file for `tandem serve --api-key-file`.

@@ -20,30 +20,32 @@ def bench(context: typer.Context) -> None:
 
 def plan(
     trace: Annotated[str, typer.Option(metavar="FILE", help="JSONL trace in Mooncake's form.")],
-    slo_ttft: Annotated[str, typer.Option(metavar="SECONDS", help="To the first token.")],
-    slo_tpot: Annotated[str, typer.Option(metavar="SECONDS", help="Between two tokens.")],
-    workers: Annotated[str, typer.Option(metavar="N", help="Prefill and decode workers in all, from 2 on.")],
+    slo_ttft: Annotated[str, typer.Option(metavar="SECONDS", help="Limit of the time to the first token.")],
+    slo_tpot: Annotated[str, typer.Option(metavar="SECONDS", help="Limit of the time between two tokens.")],
+    workers: Annotated[
+        str, typer.Option(metavar="N", help="Prefill and decode workers together, at least 2.")
+    ],
     profile: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="What `tandem profile` wrote. (default: h100-llama-3.1-8b)"),
+        typer.Option(metavar="FILE", help="Profile from `tandem profile`. (default: h100-llama-3.1-8b)"),
     ] = None,
     trace_scale_lengths: Annotated[
         str | None, typer.Option(metavar="NUMBER", help="Factor on the trace's lengths. (default: 1)")
     ] = None,
     trace_speedup: Annotated[
-        str | None, typer.Option(metavar="NUMBER", help="Have requests come this much faster. (default: 1)")
+        str | None, typer.Option(metavar="NUMBER", help="Factor on the rate of requests. (default: 1)")
     ] = None,
     max_input_len: Annotated[
-        str | None, typer.Option(metavar="INTEGER", help="Cut the trace's prompts to this.")
+        str | None, typer.Option(metavar="INTEGER", help="Longest prompt; longer ones are cut.")
     ] = None,
     max_output_len: Annotated[
-        str | None, typer.Option(metavar="INTEGER", help="Cut the trace's outputs to this.")
+        str | None, typer.Option(metavar="INTEGER", help="Longest output; longer ones are cut.")
     ] = None,
     num_prompts: Annotated[
         str | None, typer.Option(metavar="INTEGER", help="Only the first requests of the trace.")
     ] = None,
     output: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="For plan.json and plan.svg. (default: plan)")
+        str | None, typer.Option(metavar="FOLDER", help="Folder for plan.json and plan.svg. (default: plan)")
     ] = None,
 ) -> None:
     """Simulate a trace on a number of workers with every split into roles, and recommend a split."""

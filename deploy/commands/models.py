@@ -25,8 +25,8 @@ def _found(model: str) -> str:
 
 @speculate.command("train")
 def speculate_train(
-    method: Annotated[Literal["eagle3", "medusa"], typer.Option(help="What to train.")],
-    model: Annotated[str, typer.Option(help="Local folder or hub id of the model that is to be served.")],
+    method: Annotated[Literal["eagle3", "medusa"], typer.Option(help="Kind of heads to train.")],
+    model: Annotated[str, typer.Option(help="Local folder or hub id of the model to serve.")],
     data: Annotated[
         Path, typer.Option(help='Text: a file, a folder of files, or JSONL with a "text" in each line.')
     ],
@@ -36,12 +36,16 @@ def speculate_train(
     held_out: Annotated[
         Path | None, typer.Option(help="Text to measure on. Default: a twentieth of the data.")
     ] = None,
-    depth: Annotated[int | None, typer.Option(min=1, help="Tokens to draft: Medusa's heads.")] = None,
+    depth: Annotated[
+        int | None, typer.Option(min=1, help="Tokens to draft, the number of Medusa's heads.")
+    ] = None,
     num_layers: Annotated[int | None, typer.Option(min=1, help="Layers of each head.")] = None,
     draft_vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="Draft only so many of the most frequent tokens.")
+        int | None, typer.Option(min=1, help="Draft only from this many of the most frequent tokens.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Default: once through the data.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Training steps. Default: once through the data.")
+    ] = None,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step.")] = 4096,
     length: Annotated[int, typer.Option(min=32, help="Tokens in a window.")] = 512,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 1e-3,
@@ -75,15 +79,17 @@ def speculate_train(
 
 @speculate.command("choose-layers")
 def speculate_choose_layers(
-    model: Annotated[str, typer.Option(help="Local folder or hub id of the model that is to be served.")],
+    model: Annotated[str, typer.Option(help="Local folder or hub id of the model to serve.")],
     data: Annotated[
         Path,
         typer.Option(help='Text to measure on: a file, a folder, or JSONL with a "text" in each line.'),
     ],
-    output: Annotated[Path, typer.Option(help="File for the --speculative-config.")] = Path("layers.json"),
+    output: Annotated[Path, typer.Option(help="File for the value of --speculative-config.")] = Path(
+        "layers.json"
+    ),
     num_layers: Annotated[
         int | None,
-        typer.Option(min=1, help="Layers to skip. Default: as many as make it fastest, up to half."),
+        typer.Option(min=1, help="Layers to skip. Default: the fastest number, up to half."),
     ] = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows of text to measure on.")] = 8,
     length: Annotated[int, typer.Option(min=32, help="Tokens in a window.")] = 256,
@@ -102,7 +108,8 @@ def speculate_choose_layers(
 
 def quantize(
     method: Annotated[
-        Literal["awq", "gptq", "int8", "fp8"], typer.Option(help="How to round; awq and gptq calibrate.")
+        Literal["awq", "gptq", "int8", "fp8"],
+        typer.Option(help="Quantization method; awq and gptq calibrate."),
     ],
     model: Annotated[str, typer.Option(help="Local folder or hub id.")],
     output: Annotated[Path, typer.Option(help="Folder for the quantized model.")],
@@ -113,11 +120,11 @@ def quantize(
     held_out: Annotated[
         Path | None, typer.Option(help="Text to measure on. Default: a twentieth of the data.")
     ] = None,
-    bits: Annotated[int | None, typer.Option(help="Of a weight. Default: 4 for awq and gptq.")] = None,
+    bits: Annotated[int | None, typer.Option(help="Bits of a weight. Default: 4 for awq and gptq.")] = None,
     group_size: Annotated[
         int | None,
         typer.Option(
-            help="Weights that share a scale, for awq and gptq. Default: the largest of 32, 64, 128 to fit."
+            help="Weights that share a scale, for awq and gptq. Default: the largest fitting of 32, 64, 128."
         ),
     ] = None,
     desc_act: Annotated[
@@ -129,7 +136,7 @@ def quantize(
     sequence_length: Annotated[
         int | None, typer.Option(min=32, help="Tokens in a window. Default: 512.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Chooses the windows.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the choice of windows.")] = 0,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option()] = "auto",
 ) -> None:
     """Quantize a model's linear layers, block by block, and measure it before and after.

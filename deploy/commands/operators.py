@@ -16,7 +16,7 @@ def status(
     api_key: ApiKey = None,
     once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the router's JSON and end.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0,
 ) -> None:
     """Show workers, roles, load and KV usage, live."""
     from deploy.status import show_status
@@ -29,7 +29,7 @@ def top(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0,
 ) -> None:
     """Show load, KV, links, drafts and their rates, live."""
     from deploy.top import show_top
@@ -48,7 +48,7 @@ def drain(worker: Worker, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> Non
 
 def role(
     worker: Worker,
-    new_role: Annotated[Literal["prefill", "decode"], typer.Argument(help="What it is to be.")],
+    new_role: Annotated[Literal["prefill", "decode"], typer.Argument(help="The worker's new role.")],
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:

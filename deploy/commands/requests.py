@@ -15,7 +15,7 @@ def complete(
     prompt: Annotated[str, typer.Argument(help="The prompt; `-` reads it from standard input.")],
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
-    model: Annotated[str | None, typer.Option(help="Default: the first that the server names.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model name. Default: the server's first.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     seed: Annotated[int | None, typer.Option()] = None,
@@ -32,14 +32,19 @@ def complete(
 
 def batch(
     source: Annotated[
-        Path, typer.Argument(metavar="INPUT", help="JSONL: custom_id, url and body in a line.")
+        Path, typer.Argument(metavar="INPUT", help="JSONL with custom_id, url and body in each line.")
     ],
-    target: Annotated[Path, typer.Argument(metavar="OUTPUT", help="JSONL: custom_id, response and error.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="OUTPUT", help="JSONL with custom_id, response and error in each line.")
+    ],
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Requests at a time.")] = 64,
     priority: Annotated[
-        int, typer.Option(min=-(2**31), max=2**31 - 1, help="Of requests that name none; lower comes first.")
+        int,
+        typer.Option(
+            min=-(2**31), max=2**31 - 1, help="Priority of requests without one; lower comes first."
+        ),
     ] = 1000,
 ) -> None:
     """Run a file of requests in the Batch API's format. Run it again to continue an interrupted batch.

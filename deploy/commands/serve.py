@@ -34,7 +34,9 @@ def serve(
 def profile(
     model_tag: ModelTag = None,
     config: ConfigFile = None,
-    output: Annotated[Path, typer.Option(metavar="FILE", help="Where to write it.")] = Path("profile.json"),
+    output: Annotated[Path, typer.Option(metavar="FILE", help="File to write the profile to.")] = Path(
+        "profile.json"
+    ),
     **flags: Any,
 ) -> None:
     """Measure the cost of steps, prompts and transfers here, for `tandem plan`. Takes the options of
