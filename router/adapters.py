@@ -146,7 +146,7 @@ class AdapterTable:
         """Nobody else changes what is loaded. Raises `ApiError`."""
         if not self._config.serves_adapters:
             raise ApiError(400, "adapters are not served: start the server with --enable-lora")
-        async with self._lock, self._turns.take("change of adapters"):
+        async with self._lock, self._turns.hold("change of adapters"):
             yield
 
     def _check_new(self, name: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from router.placement.drafts.decide import decide
-from router.placement.drafts.interface import DraftDecision, DraftFacts, DraftMaker, DraftOption, Where
+from router.placement.drafts.interface import DraftDecision, DraftFacts, DraftMaker, DraftOption, DraftSite
 from router.placement.drafts.prospects import Prospects
 from router.placement.drafts.seen import SeenRates, load_of
 from router.placement.drafts.trials import Trials
@@ -29,14 +29,14 @@ class DraftKind:
     `tried` is told of each trial that begins.
     """
 
-    def __init__(self, tried: Callable[[Where], None] = lambda where: None) -> None:
+    def __init__(self, tried: Callable[[DraftSite], None] = lambda where: None) -> None:
         self._tried = tried
         self.seen = SeenRates()
         self.trials = Trials()
         self.maker: DraftMaker | None = None
 
     def decide(self, facts: DraftFacts, prospects: Prospects) -> DraftDecision:
-        """Where a request drafts, or all of them for a trial that begins."""
+        """DraftSite a request drafts, or all of them for a trial that begins."""
         facts = replace(facts, others=self.maker)
         decision = decide(facts, prospects)
         self.maker = decision.place.maker

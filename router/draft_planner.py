@@ -22,9 +22,9 @@ from router.placement.drafts.interface import (
     DraftFacts,
     DraftOption,
     DraftPlace,
+    DraftSite,
     DraftTarget,
     SharedDrafter,
-    Where,
 )
 from router.placement.drafts.prospects import Prospects
 from router.placement.drafts.seen import SeenRates
@@ -53,7 +53,7 @@ class DraftPlanner:
         send: Callable[[Worker, msgspec.Struct], bool],
         tokens_left: Callable[[LiveRequest], float],
     ) -> None:
-        self._where: Literal["cost"] | Where = config.draft_placement
+        self._where: Literal["cost"] | DraftSite = config.draft_placement
         self._max_rows = config.max_num_seqs
         self._deployed = config.speculative_config
         self._journal = journal
@@ -187,7 +187,7 @@ class DraftPlanner:
             request.drafts_by = decode, self._registry.named(at)
             request.num_tokens_given = request.num_prefill_tokens
             self._count(request.drafts_by, 1, request.num_tokens_given)
-        request.drafts.begin(decision, decode.key.worker_id, request.draft_counts)
+        request.drafts.begin_period(decision, decode.key.worker_id, request.draft_counts)
 
     def end(self, request: LiveRequest) -> None:
         """It drafts no more, or elsewhere from now on."""
@@ -195,7 +195,7 @@ class DraftPlanner:
         pair, request.drafts_by = request.drafts_by, None
         if pair is not None:
             self._count(pair, -1, -request.num_tokens_given)
-        period = request.drafts.end(request.draft_counts)
+        period = request.drafts.end_period(request.draft_counts)
         if period is not None and period.counts.steps:
             counts = period.counts
             predicted = period.decision.chosen.tokens_per_step * counts.steps
@@ -265,7 +265,7 @@ def _key(request: LiveRequest) -> _Key:
     return request.assigned["decode"], request.generation.speculation, request_class
 
 
-def _forced(decision: DraftDecision, where: Where) -> DraftDecision:
+def _forced(decision: DraftDecision, where: DraftSite) -> DraftDecision:
     """As the operator says, as far as that can be."""
     options = [option for option in decision.options if option.place.where == where]
     if not options:

@@ -12,7 +12,7 @@ from protocol.metrics import PREFIX, ROUTER, Metric
 from protocol.outputs import RequestTiming
 from router.histogram import LoopHistogram
 from router.journal import LiveRequest
-from router.placement.drafts.interface import Where
+from router.placement.drafts.interface import DraftSite
 from router.registry import Worker
 from router.worker_metrics import WorkerCollector
 
@@ -42,7 +42,7 @@ class Metrics:
         self.registry.register(WorkerCollector(workers, model_name))
         self._model_name = model_name
         self._families: list[Any] = []
-        self._metrics: dict[str, Any] = {metric.name: self._made(metric) for metric in ROUTER}
+        self._metrics: dict[str, Any] = {metric.name: self._create(metric) for metric in ROUTER}
         self.prompt_tokens: Counter = self._metrics["prompt_tokens_total"]
         self.generation_tokens: Counter = self._metrics["generation_tokens_total"]
         self.inter_token_latency: LoopHistogram = self._metrics["inter_token_latency_seconds"]
@@ -79,8 +79,8 @@ class Metrics:
             name: self._metrics[f"placement_{name}_seconds_total"]
             for name in ("predicted", "observed", "error")
         }
-        self.draft_planned: Callable[[Where], None] = self._counting("draft_plans_total")
-        self.draft_tried: Callable[[Where], None] = self._counting("draft_trials_total")
+        self.draft_planned: Callable[[DraftSite], None] = self._counting("draft_plans_total")
+        self.draft_tried: Callable[[DraftSite], None] = self._counting("draft_trials_total")
         self.draft_replanned = self._counting("draft_replans_total")
         self._placed = self._counting("placements_total")
         self._cpu_s = self._core_wait_s = 0.0
@@ -100,7 +100,7 @@ class Metrics:
                 if not sample.name.endswith(("_bucket", "_created")):
                     yield sample.name.removeprefix(PREFIX), sample.labels, sample.value
 
-    def looked(self, late_s: float, cpu_s: float, core_wait_s: float) -> None:
+    def observe_loop(self, late_s: float, cpu_s: float, core_wait_s: float) -> None:
         """Record that the event loop ran a timer `late_s` too late. `cpu_s` and `core_wait_s` are the
         thread's totals: its CPU time and the time that it waited for a core.
         """
@@ -119,7 +119,7 @@ class Metrics:
             if 0 <= seconds < inf:
                 self._seconds[name].labels(quantity, self._model_name).inc(seconds)
 
-    def drafts_made(self, where: Where, steps: int, predicted: float, observed: int) -> None:
+    def drafts_made(self, where: DraftSite, steps: int, predicted: float, observed: int) -> None:
         """Record the steps that a request made under one draft plan, and the tokens predicted and observed
         for them.
         """
@@ -188,7 +188,7 @@ class Metrics:
         family = self._metrics[name]
         return lambda value: family.labels(str(value), self._model_name).inc()
 
-    def _made(self, metric: Metric) -> Any:
+    def _create(self, metric: Metric) -> Any:
         """Create the metric. Return the family if it has labels of its own, else its only child."""
         name = PREFIX + metric.name
         if metric.kind == "histogram":

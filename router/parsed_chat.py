@@ -33,11 +33,11 @@ def _fields(parts: Sequence[AnswerPart]) -> dict[str, Any]:
         elif isinstance(part, Reasoning):
             fields["reasoning_content"] = fields.get("reasoning_content", "") + part.text
         else:
-            _add(fields.setdefault("tool_calls", []), part)
+            _add_call_part(fields.setdefault("tool_calls", []), part)
     return fields
 
 
-def _add(calls: list[dict[str, Any]], part: CallStart | MoreArguments) -> None:
+def _add_call_part(calls: list[dict[str, Any]], part: CallStart | MoreArguments) -> None:
     if isinstance(part, CallStart):
         function = {"name": part.name, "arguments": ""}
         calls.append({"index": part.number, "id": part.id, "type": "function", "function": function})

@@ -65,7 +65,7 @@ class PreparedResponse(msgspec.Struct, frozen=True):
     items.
     """
 
-    told_back: dict[str, bytes]
+    echoed: dict[str, bytes]
     items: bytes
     is_stored: bool
 

@@ -76,7 +76,7 @@ class Worker:
         self._block_size = block_size
         self._shared = shared
         self.load = WorkerSnapshot(self.key.worker_id, role.tasks, max_rows=max_rows)
-        self.take(register.state)
+        self.update(register.state)
 
     @property
     def is_stalled(self) -> bool:
@@ -88,7 +88,7 @@ class Worker:
         """Whether the worker may get requests or, as a draft worker, requests' drafts."""
         return self.live and self.is_reachable and not self.draining
 
-    def take(self, state: WorkerState) -> None:
+    def update(self, state: WorkerState) -> None:
         """Store what the worker reports. Requests that this router did not send came from other routers."""
         self.state = state
         self._others = (
@@ -106,9 +106,9 @@ class Worker:
         load.kv_tokens = state.costs.room_tokens(state.total_blocks, self._block_size)
         used = [pair for pair in state.pairs if pair.in_use]
         load.links = {pair.peer: LinkSpeed(pair.latency_s, pair.bytes_per_s) for pair in used}
-        self.count()
+        self.update_load()
 
-    def count(self) -> None:
+    def update_load(self) -> None:
         """Update the load: this router's outstanding requests plus those of other routers at the last
         report.
         """
@@ -219,7 +219,7 @@ class Registry:
         logger.debug("worker %s (%s, incarnation %s) registered", key.worker_id, role.name, key.incarnation)
         self.on_registered(worker)
         if known is not None:
-            self._retire(known, "it was started anew")
+            self._retire(known, "it was restarted")
         return worker
 
     def refuse(self, key: WorkerKey, reason: str) -> None:
@@ -241,7 +241,7 @@ class Registry:
         worker = self.current(state.worker_id, state.incarnation)
         if worker is None:
             return False
-        worker.take(state)
+        worker.update(state)
         if not worker.is_stalled:
             self.heard(worker)
         return True
@@ -251,7 +251,7 @@ class Registry:
         if self._workers.get(worker.key.worker_id) is not worker:
             return
         if worker.takes_requests:
-            worker.count()
+            worker.update_load()
             self.cluster.put(worker.load)
         else:
             self.cluster.remove(worker.key.worker_id)

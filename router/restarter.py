@@ -46,7 +46,7 @@ class Restarter:
         turn had not come keep running unchanged.
         """
         began, report = time.monotonic(), RestartReport()
-        async with self._turns.take("restart"):
+        async with self._turns.hold("restart"):
             for worker in self._in_order():
                 await self._restart(worker, report)
         report.seconds = time.monotonic() - began

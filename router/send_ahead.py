@@ -27,7 +27,7 @@ AHEAD_STEPS = 2
 
 
 @dataclass(eq=False)
-class _Line:
+class _WorkerQueue:
     """The requests that wait for one worker, with `tokens` uncached tokens in all, and the cost of each API
     key's requests at that worker.
     """
@@ -58,7 +58,7 @@ class SendAhead:
         self._transmit = transmit
         self._mean_output = mean_output
         self._max_num_seqs = max_num_seqs
-        self._lines: defaultdict[Worker, _Line] = defaultdict(_Line)
+        self._queues: defaultdict[Worker, _WorkerQueue] = defaultdict(_WorkerQueue)
         self._rows: Counter[Worker] = Counter()
         """How many waiting requests each worker is to decode."""
         self._freed: dict[Worker, None] = {}
@@ -67,21 +67,21 @@ class SendAhead:
         """For each decode worker without a free row, the workers whose queues wait for that row."""
 
     def __contains__(self, request: LiveRequest) -> bool:
-        return bool(request.assigned) and request in self._line_of(request).waiting
+        return bool(request.assigned) and request in self._queue_of(request).waiting
 
     def offer(self, request: LiveRequest) -> bool:
         """Send the request now, or later in its turn. Returns False if its worker cannot be reached.
 
         A request that has already generated tokens does not wait: its client has seen it run.
         """
-        line = self._line_of(request)
+        queue = self._queue_of(request)
         if request.output_token_ids:
-            return self._send(request, line)
-        others_wait = bool(line.waiting)
-        self._enter(request, line)
-        if not others_wait and self._has_room(request, line):
-            self._leave(request, line)
-            return self._send(request, line)
+            return self._send(request, queue)
+        others_wait = bool(queue.waiting)
+        self._enter(request, queue)
+        if not others_wait and self._has_room(request, queue):
+            self._leave(request, queue)
+            return self._send(request, queue)
         request.times.park()
         self._metrics.key_waits(request.generation.key, 1)
         return True
@@ -90,10 +90,10 @@ class SendAhead:
         """Remove a request that has ended or is placed again: its workers have room for others."""
         if not request.assigned:
             return
-        line = self._line_of(request)
-        if request in line.waiting:
-            self._stop_waiting(request, line)
-        charged = self._lines.get(request.charged) if request.charged is not None else None
+        queue = self._queue_of(request)
+        if request in queue.waiting:
+            self._stop_waiting(request, queue)
+        charged = self._queues.get(request.charged) if request.charged is not None else None
         if charged is not None:
             charged.sent[request.generation.key] -= request.cost
         request.charged = None
@@ -106,83 +106,83 @@ class SendAhead:
     def check_all(self) -> None:
         """Check every queue again, since predictions change and workers leave."""
         self._blocked.clear()
-        for worker, line in list(self._lines.items()):
-            if line.waiting:
+        for worker, queue in list(self._queues.items()):
+            if queue.waiting:
                 self._freed[worker] = None
             elif not worker.live:
-                del self._lines[worker]
+                del self._queues[worker]
 
     def send_waiting(self) -> Iterator[LiveRequest]:
         """Send the requests that have room now. Yields the requests whose worker cannot be reached."""
         while self._freed:
             freed, _ = self._freed.popitem()
             for worker in {freed, *self._blocked.pop(freed, ())}:
-                yield from self._send_line(worker)
+                yield from self._send_queue(worker)
 
     def num_held(self, worker: Worker) -> int:
         """Return how many requests wait here for room at the worker."""
-        line = self._lines.get(worker)
-        return len(line.waiting) if line is not None else 0
+        queue = self._queues.get(worker)
+        return len(queue.waiting) if queue is not None else 0
 
     def overtaken_share(self, request: LiveRequest, first: Worker) -> float:
         """Return the share of the prompts outstanding at `first` that the request overtakes."""
-        line = self._lines.get(first)
-        if line is None or first.outstanding_prompts <= 0:
+        queue = self._queues.get(first)
+        if queue is None or first.outstanding_prompts <= 0:
             return 0.0
         generation = request.generation
-        count = line.waiting.overtaken(generation.key, generation.priority, request.cost)
+        count = queue.waiting.overtaken(generation.key, generation.priority, request.cost)
         return min(count / first.outstanding_prompts, 1.0)
 
-    # --- a worker's line --------------------------------------------------------------------------
+    # --- a worker's queue -------------------------------------------------------------------------
 
-    def _line_of(self, request: LiveRequest) -> _Line:
-        return self._lines[request.holders[0]]
+    def _queue_of(self, request: LiveRequest) -> _WorkerQueue:
+        return self._queues[request.holders[0]]
 
-    def _send_line(self, worker: Worker) -> Iterator[LiveRequest]:
-        line = self._lines.get(worker)
-        while line is not None and line.waiting:
-            request = line.waiting.head()
-            if not self._has_room(request, line):
+    def _send_queue(self, worker: Worker) -> Iterator[LiveRequest]:
+        queue = self._queues.get(worker)
+        while queue is not None and queue.waiting:
+            request = queue.waiting.head()
+            if not self._has_room(request, queue):
                 return
-            self._stop_waiting(request, line, in_turn=True)
-            if not self._send(request, line):
+            self._stop_waiting(request, queue, in_turn=True)
+            if not self._send(request, queue):
                 yield request
 
-    def _enter(self, request: LiveRequest, line: _Line) -> None:
+    def _enter(self, request: LiveRequest, queue: _WorkerQueue) -> None:
         generation = request.generation
-        line.waiting.add(request, generation.key, generation.priority, request.cost)
-        line.tokens += request.num_uncached
+        queue.waiting.add(request, generation.key, generation.priority, request.cost)
+        queue.tokens += request.num_uncached
         self._rows[request.assigned["decode"]] += 1
 
-    def _leave(self, request: LiveRequest, line: _Line, in_turn: bool = True) -> None:
-        (line.waiting.pop if in_turn else line.waiting.remove)(request)
-        line.tokens -= request.num_uncached
+    def _leave(self, request: LiveRequest, queue: _WorkerQueue, in_turn: bool = True) -> None:
+        (queue.waiting.pop if in_turn else queue.waiting.remove)(request)
+        queue.tokens -= request.num_uncached
         decode = request.assigned["decode"]
         self._rows[decode] -= 1
         if not self._rows[decode]:
             del self._rows[decode]
 
-    def _stop_waiting(self, request: LiveRequest, line: _Line, in_turn: bool = False) -> None:
-        self._leave(request, line, in_turn)
+    def _stop_waiting(self, request: LiveRequest, queue: _WorkerQueue, in_turn: bool = False) -> None:
+        self._leave(request, queue, in_turn)
         request.times.unpark()
         self._metrics.key_waits(request.generation.key, -1)
         self._metrics.key_waited(request.generation.key, time.monotonic() - request.times.parked_at)
 
-    def _send(self, request: LiveRequest, line: _Line) -> bool:
+    def _send(self, request: LiveRequest, queue: _WorkerQueue) -> bool:
         if not self._transmit(request):
             return False
         request.charged = request.holders[0]
-        line.sent[request.generation.key] += request.cost
+        queue.sent[request.generation.key] += request.cost
         self._metrics.key_sent(request.generation.key, request.cost)
         return True
 
     # --- how much is sent ahead -------------------------------------------------------------------
 
-    def _has_room(self, request: LiveRequest, line: _Line) -> bool:
+    def _has_room(self, request: LiveRequest, queue: _WorkerQueue) -> bool:
         """Return whether the request's workers would soon be idle without it."""
         first, decode = request.holders[0], request.assigned["decode"]
-        prompts = first.outstanding_prompts - len(line.waiting)
-        tokens = first.outstanding_prefill_tokens - line.tokens
+        prompts = first.outstanding_prompts - len(queue.waiting)
+        tokens = first.outstanding_prefill_tokens - queue.tokens
         if not self._has_prompt_room(first, prompts, tokens):
             return False
         prefill_s = 0.0 if first is decode else compute_s(first.load, tokens + request.num_uncached, 0)

@@ -153,7 +153,7 @@ class RouterServer:
         Thread-safe.
         """
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(_install_anew)
+            self._loop.call_soon_threadsafe(_reinstall_signal_handlers)
 
     def run(
         self,
@@ -291,7 +291,7 @@ class _Uvicorn(uvicorn.Server):
         self._on_signal()
 
 
-def _install_anew() -> None:
+def _reinstall_signal_handlers() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.getsignal(number))
 

@@ -232,7 +232,7 @@ class RouterState:
     def _sweep(self) -> None:
         if self._loop is not None:
             now = time.monotonic()
-            self.metrics.looked(now - self._sweep_due, time.thread_time(), _core_wait_s())
+            self.metrics.observe_loop(now - self._sweep_due, time.thread_time(), _core_wait_s())
             self._sweep_due = now + SWEEP_INTERVAL_S
             self.registry.sweep(time.monotonic())
             self.kv_feed.sweep()

@@ -37,19 +37,19 @@ def requested_grammar(request: GrammarRequest, tokens: Mapping[str, int]) -> Gra
 
     Raises `InvalidRequestError`. The compiler checks whether the grammar is valid.
     """
-    formatted = _of_response_format(request.response_format, tokens)
-    structured = _of_structured_outputs(request.structured_outputs, tokens)
+    formatted = _from_response_format(request.response_format, tokens)
+    structured = _from_structured_outputs(request.structured_outputs, tokens)
     if formatted is not None and structured is not None:
         raise InvalidRequestError("structured_outputs", "not together with response_format")
     return formatted or structured
 
 
-def _of_response_format(wanted: ResponseFormat | None, tokens: Mapping[str, int]) -> Grammar | None:
+def _from_response_format(wanted: ResponseFormat | None, tokens: Mapping[str, int]) -> Grammar | None:
     if wanted is None or wanted.type == "text":
         return None
     field = "response_format"
     if wanted.type == "json_object":
-        return Grammar(_of_schema(_ANY_OBJECT, field), field)
+        return Grammar(_from_schema(_ANY_OBJECT, field), field)
     if wanted.type == "structural_tag":
         tags = msgspec.json.encode({"structures": wanted.structures, "triggers": wanted.triggers})
         return Grammar(tag_grammar(tags, field, tokens), field)
@@ -60,10 +60,10 @@ def _of_response_format(wanted: ResponseFormat | None, tokens: Mapping[str, int]
     if wanted.json_schema is None:
         raise InvalidRequestError(field, "is required with the type json_schema")
     field += ".schema"
-    return Grammar(_of_schema(wanted.json_schema.schema, field), field)
+    return Grammar(_from_schema(wanted.json_schema.schema, field), field)
 
 
-def _of_structured_outputs(wanted: StructuredOutputs | None, tokens: Mapping[str, int]) -> Grammar | None:
+def _from_structured_outputs(wanted: StructuredOutputs | None, tokens: Mapping[str, int]) -> Grammar | None:
     if wanted is None:
         return None
     given = [name for name in _KINDS if _is_given(getattr(wanted, name))]
@@ -77,9 +77,9 @@ def _of_structured_outputs(wanted: StructuredOutputs | None, tokens: Mapping[str
     )
     match kind:
         case "json":
-            text = _of_schema(wanted.json, field, wanted.whitespace_pattern)
+            text = _from_schema(wanted.json, field, wanted.whitespace_pattern)
         case "json_object":
-            text = _of_schema(_ANY_OBJECT, field, wanted.whitespace_pattern)
+            text = _from_schema(_ANY_OBJECT, field, wanted.whitespace_pattern)
         case "regex":
             regex = wanted.regex or ""
             if ends_in_escape(regex):
@@ -88,7 +88,7 @@ def _of_structured_outputs(wanted: StructuredOutputs | None, tokens: Mapping[str
         case "choice":
             text = lark_grammar("start: " + " | ".join(map(quoted, wanted.choice or ())))
         case "grammar":
-            text = _of_grammar(wanted.grammar or "", field)
+            text = _from_grammar(wanted.grammar or "", field)
         case _:
             text = tag_grammar(bytes(wanted.structural_tag), field, tokens)
     return Grammar(text, field)
@@ -98,12 +98,12 @@ def _is_given(value: Any) -> bool:
     return bytes(value) not in (b"", b"null") if isinstance(value, Raw) else bool(value)
 
 
-def _of_schema(raw: Raw, field: str, whitespace_pattern: str | None = None) -> str:
+def _from_schema(raw: Raw, field: str, whitespace_pattern: str | None = None) -> str:
     check_size(len(bytes(raw)), field)
     return schema_grammar(decoded_schema(raw, field), field, whitespace_pattern=whitespace_pattern)
 
 
-def _of_grammar(text: str, field: str) -> str:
+def _from_grammar(text: str, field: str) -> str:
     try:
         return lark_grammar(lark_from_gbnf(text) if is_gbnf(text) else with_narrow_schemas(text, field))
     except ValueError as error:

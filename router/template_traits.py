@@ -63,10 +63,10 @@ def template_traits(render: Render) -> TemplateTraits:
         parts = msgspec.structs.replace(traits, part_roles=traits.part_roles | {role})
         if not shows(traits, chat, _PROBE) and shows(parts, chat, _PROBE):
             traits = parts
-    beside_null = msgspec.structs.replace(traits, null=None)
+    with_null = msgspec.structs.replace(traits, null=None)
     one, two = [_QUESTION, _calling(_PROBE)], [_QUESTION, _calling(_PROBE, _OTHER_PROBE)]
-    if shows(beside_null, one, _PROBE):
-        traits = beside_null
+    if shows(with_null, one, _PROBE):
+        traits = with_null
     thinking = [_QUESTION, {**_calling("f"), "reasoning_content": _PROBE}, _result("!")]
     renamed = msgspec.structs.replace(traits, thought="thinking")
     if not shows(traits, thinking, _PROBE) and shows(renamed, thinking, _PROBE):

@@ -48,7 +48,7 @@ class Tracing:
         self._num_queued = 0
         self._is_full = False
 
-    def begin(self, headers: Mapping[str, str], arrival: float) -> RequestTrace:
+    def start_trace(self, headers: Mapping[str, str], arrival: float) -> RequestTrace:
         """Open a request's span. `arrival` is in monotonic seconds. A valid `traceparent` header is the
         parent.
         """

@@ -32,7 +32,7 @@ _IN_USE, _REFUSED, _OVERLAP = PAIR_STATE
 class _Families(dict[str, CounterMetricFamily | GaugeMetricFamily]):
     """The samples of each metric. `common` names the labels of all metrics of a group."""
 
-    def add(self, metric: Metric, common: Sequence[str], labels: Sequence[str], value: float) -> None:
+    def add_sample(self, metric: Metric, common: Sequence[str], labels: Sequence[str], value: float) -> None:
         family = self.get(metric.name)
         if family is None:
             kind = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
@@ -64,22 +64,22 @@ class WorkerCollector:
 def _add_worker(families: _Families, state: WorkerState, labels: list[str]) -> None:
     common = ("worker", "role", "model_name")
     for metric in WORKER:
-        families.add(metric, common, labels, getattr(state, _FIELDS[metric.name]))
+        families.add_sample(metric, common, labels, getattr(state, _FIELDS[metric.name]))
     for key, value in state.counters.items():
         if found := reported(key, _REPORTED):
-            families.add(found[0], common, [*labels, *found[1]], value)
+            families.add_sample(found[0], common, [*labels, *found[1]], value)
 
 
 def _add_pair(families: _Families, pair: PairState, labels: list[str]) -> None:
     common = ("worker", "role", "model_name", "peer", "transport")
     if pair.in_use:
-        families.add(_IN_USE, common, labels, 1)
+        families.add_sample(_IN_USE, common, labels, 1)
     if pair.refused:
-        families.add(_REFUSED, common, [*labels, pair.refused], 1)
+        families.add_sample(_REFUSED, common, [*labels, pair.refused], 1)
     busy_s = pair.counters.get("kv_transfer_busy_seconds_total", 0.0)
     if busy_s > 0:
         hidden_s = pair.counters.get("kv_transfer_hidden_seconds_total", 0.0)
-        families.add(_OVERLAP, common, labels, hidden_s / busy_s)
+        families.add_sample(_OVERLAP, common, labels, hidden_s / busy_s)
     for key, value in pair.counters.items():
         if found := reported(key, _PAIR_COUNTERS):
-            families.add(found[0], common, [*labels, *found[1]], value)
+            families.add_sample(found[0], common, [*labels, *found[1]], value)

@@ -116,7 +116,7 @@ class GenerateEndpoint:
         answer = turn.answer(prepared, state.tokenizer, name, generation.http_id, output)
         trace = None
         if state.tracing is not None:
-            trace = state.tracing.begin(headers, arrival)
+            trace = state.tracing.start_trace(headers, arrival)
             scope[ANSWER_HEADERS].append((b"traceparent", trace.traceparent))
         watcher = asyncio.ensure_future(_disconnected(receive))
         watcher.add_done_callback(lambda _: state.dispatcher.cancel(generation))

@@ -9,7 +9,14 @@ from protocol.named import named
 from protocol.roles import Task
 from router.placement.by_cost import cheapest_decode, cheapest_prefill, place_by_cost, split, whole
 from router.placement.cluster import Cluster
-from router.placement.interface import Answer, Placement, PolicyState, Refusal, RequestFacts, WorkerSnapshot
+from router.placement.interface import (
+    Placement,
+    PolicyResult,
+    PolicyState,
+    Refusal,
+    RequestFacts,
+    WorkerSnapshot,
+)
 from router.placement.predict import best_holder, decode_cost, prefill_cost
 from router.placement.rules import (
     Rule,
@@ -44,7 +51,7 @@ class PlacementPolicy:
     prefill: Rule
     decode: Rule
 
-    def place(self, request: RequestFacts, cluster: Cluster, state: PolicyState) -> Answer:
+    def place(self, request: RequestFacts, cluster: Cluster, state: PolicyState) -> PolicyResult:
         """Return the request's placement and the state to pass with the next request."""
         if self.prefill is cost and self.decode is cost:
             return place_by_cost(request, cluster), state.next()

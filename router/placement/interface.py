@@ -194,4 +194,4 @@ class PolicyState(NamedTuple):
         return PolicyState(self.turn + 1, self.seed)
 
 
-Answer = tuple[Placement | Refusal, PolicyState]
+PolicyResult = tuple[Placement | Refusal, PolicyState]

@@ -77,7 +77,7 @@ def decode_cost(request: RequestFacts, worker: WorkerSnapshot) -> DecodeCost:
     before_s = costs.decode_s(rows, context)
     after_s = costs.decode_s(rows + 1, context + request.num_tokens + output / 2)
     steps = output / max(costs.tokens_per_row, 1.0)
-    most_s = steps * _most_beside_s(request, worker)
+    most_s = steps * _most_prefill_s(request, worker)
     pending_s = min(costs.chunks_s(_waiting(worker), 0, costs.chunk_tokens) * worker.prompts, most_s)
     row_s = _row_share(worker) * steps * after_s
     room_s = _room_share(worker, request.num_tokens + output) * steps * after_s
@@ -98,7 +98,7 @@ def _coming_s(worker: WorkerSnapshot) -> float:
     return worker.rows * worker.costs_now.chunks_s(mean, 0, chunk_tokens(worker, mean))
 
 
-def _most_beside_s(request: RequestFacts, worker: WorkerSnapshot) -> float:
+def _most_prefill_s(request: RequestFacts, worker: WorkerSnapshot) -> float:
     """Return the most that prompts add to each of the worker's steps: the ITL budget delays the rest of
     them.
 
@@ -110,9 +110,9 @@ def _most_beside_s(request: RequestFacts, worker: WorkerSnapshot) -> float:
     bound_s = itl_bound(costs.itl_budget_s, request.slo_tpot_s)
     rows, context = worker.rows + 1, worker.context_tokens + request.num_tokens
     least_s = costs.chunks_s(LEAST_CHUNK, 0, LEAST_CHUNK)
-    beside_s = max(costs.chunk_seconds(rows, context, bound_s), least_s)
-    full_s = (costs.decode_s(rows, context) + beside_s) / max(costs.tokens_per_row, 1.0)
-    return beside_s if full_s * (1 + FULL_MARGIN) <= request.slo_tpot_s else inf
+    prefill_s = max(costs.chunk_seconds(rows, context, bound_s), least_s)
+    full_s = (costs.decode_s(rows, context) + prefill_s) / max(costs.tokens_per_row, 1.0)
+    return prefill_s if full_s * (1 + FULL_MARGIN) <= request.slo_tpot_s else inf
 
 
 def slowed_s(worker: WorkerSnapshot, seconds: float) -> float:

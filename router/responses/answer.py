@@ -52,38 +52,38 @@ class ResponseAnswer(StreamedAnswer):
         }
 
     def chunk(self, choice: Choice) -> bytes:
-        start = b"" if self._num_events else self._about("created") + self._about("in_progress")
-        return start + self._written(self._take(choice))
+        start = b"" if self._num_events else self._status_event("created") + self._status_event("in_progress")
+        return start + self._encode(self._new_events(choice))
 
     def last_chunk(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
-        events = self._written(self._end(choices, timing))
-        return events + self._about(self._response["status"])
+        events = self._encode(self._closing_events(choices, timing))
+        return events + self._status_event(self._response["status"])
 
     def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
-        for events in (self._take(choices[0]), self._end(choices, timing)):
+        for events in (self._new_events(choices[0]), self._closing_events(choices, timing)):
             deque(events, maxlen=0)
         return _json(self._response)
 
     def failed(self, choices: Sequence[Choice], error: ApiError) -> bytes:
-        for events in (self._take(choices[0]), self._output.close("incomplete")):
+        for events in (self._new_events(choices[0]), self._output.close("incomplete")):
             deque(events, maxlen=0)
         return _json({**self._response, "status": "failed", "error": error.detail})
 
     def failure(self, error: ApiError) -> bytes:
-        events = self._written(self._output.close("incomplete"))
+        events = self._encode(self._output.close("incomplete"))
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         self._response |= {"status": "failed", "error": {"code": code, "message": error.message}}
-        return events + self._about("failed")
+        return events + self._status_event("failed")
 
     async def keep(self) -> None:
         if self._store is not None:
             await asyncio.to_thread(self._store, self._response)
 
-    def _take(self, choice: Choice) -> Iterator[Fields]:
+    def _new_events(self, choice: Choice) -> Iterator[Fields]:
         for part in self._parts.push(choice, choice.take_text()):
-            yield from self._output.add(part)
+            yield from self._output.push(part)
 
-    def _end(self, choices: Sequence[Choice], timing: ResponseTiming | None) -> Iterator[Fields]:
+    def _closing_events(self, choices: Sequence[Choice], timing: ResponseTiming | None) -> Iterator[Fields]:
         is_cut = choices[0].finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
         yield from self._output.close(status)
@@ -112,10 +112,10 @@ class ResponseAnswer(StreamedAnswer):
         texts = [item["content"][0]["text"] for item in self._output.items if item["type"] == "reasoning"]
         return sum(len(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts)
 
-    def _about(self, status: str) -> bytes:
+    def _status_event(self, status: str) -> bytes:
         return self._event({"type": f"response.{status}", "response": self._response})
 
-    def _written(self, events: Iterator[Fields]) -> bytes:
+    def _encode(self, events: Iterator[Fields]) -> bytes:
         return b"".join(map(self._event, events))
 
     def _event(self, fields: Fields) -> bytes:

@@ -82,9 +82,11 @@ class TextFormat(msgspec.Struct, kw_only=True):
 
     type: Annotated[str, _doc("`text`, `json_object` or `json_schema`.")]
     schema: Annotated[Object, _doc("With the type `json_schema`.")] = _absent()
-    name: Annotated[str | None, _doc("Told back.")] = None
-    description: Annotated[str | None, _doc("Told back.")] = None
-    strict: Annotated[bool | None, _doc("Told back: the answer always satisfies the schema.")] = None
+    name: Annotated[str | None, _doc("Repeated in the response.")] = None
+    description: Annotated[str | None, _doc("Repeated in the response.")] = None
+    strict: Annotated[
+        bool | None, _doc("Repeated in the response: the answer always satisfies the schema.")
+    ] = None
 
 
 class TextOptions(msgspec.Struct, kw_only=True):
@@ -135,8 +137,8 @@ class ResponseBody(SamplingBody, kw_only=True):
     include: Annotated[
         list[str] | None, _doc("Only `reasoning.encrypted_content`: reasoning items have the text itself.")
     ] = None
-    metadata: Annotated[Metadata | None, _doc("Told back.")] = None
-    user: Annotated[str | None, _doc("Told back.")] = None
+    metadata: Annotated[Metadata | None, _doc("Repeated in the response.")] = None
+    user: Annotated[str | None, _doc("Repeated in the response.")] = None
     thinking_token_budget: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         _doc("Most tokens of reasoning; after that many, the reasoning is ended."),

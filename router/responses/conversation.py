@@ -29,10 +29,10 @@ class Conversation:
         """The request's field of each message."""
         self._call_places: list[list[str]] = []
 
-    def instruct(self, text: str) -> None:
+    def add_instructions(self, text: str) -> None:
         self._append(ChatMessage(role="system", content=text), "instructions")
 
-    def add(self, items: Sequence[Item], field: str) -> None:
+    def add_items(self, items: Sequence[Item], field: str) -> None:
         """Append the items' messages. Raises `InvalidRequestError`."""
         for index, item in enumerate(items):
             at = f"{field}[{index}]"

@@ -23,7 +23,7 @@ class OutputItems:
         self._pieces: list[str] = []
         """The text or the arguments of the open item."""
 
-    def add(self, part: AnswerPart) -> Iterator[Fields]:
+    def push(self, part: AnswerPart) -> Iterator[Fields]:
         """Add a part of the answer and yield its events."""
         match part:
             case Content(text):
@@ -32,7 +32,7 @@ class OutputItems:
                 yield from self._text("reasoning", text)
             case CallStart(_, call_id, name):
                 yield from self.close("completed")
-                yield self._begin("function_call", {"call_id": call_id, "name": name, "arguments": ""})
+                yield self._open_item("function_call", {"call_id": call_id, "name": name, "arguments": ""})
             case MoreArguments(_, text):
                 self._pieces.append(text)
                 yield self._event("response.function_call_arguments.delta", {"delta": text})
@@ -61,13 +61,13 @@ class OutputItems:
         if not self._is_open or self.items[-1]["type"] != item_type:
             yield from self.close("completed")
             role: Fields = {"role": "assistant"} if item_type == "message" else {"summary": []}
-            yield self._begin(item_type, {**role, "content": []})
+            yield self._open_item(item_type, {**role, "content": []})
             part = {"content_index": 0, "part": _text_part(kind, "")}
             yield self._event("response.content_part.added", part)
         self._pieces.append(text)
         yield self._text_event(kind, "delta", {"delta": text})
 
-    def _begin(self, item_type: str, fields: Fields) -> Fields:
+    def _open_item(self, item_type: str, fields: Fields) -> Fields:
         item_id = f"{_PREFIXES[item_type]}_{self._suffix}{len(self.items)}"
         item = {"id": item_id, "type": item_type, "status": "in_progress", **fields}
         self.items.append(item)

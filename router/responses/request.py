@@ -76,9 +76,9 @@ def chat_request(body: ResponseBody, earlier: Sequence[Item]) -> ChatRequest:
     answered = {item.call_id for item in [*earlier, *new] if item.type == "function_call_output"}
     conversation = Conversation(answered)
     if body.instructions is not None:
-        conversation.instruct(body.instructions)
-    conversation.add(earlier, "previous_response_id")
-    conversation.add(new, "input")
+        conversation.add_instructions(body.instructions)
+    conversation.add_items(earlier, "previous_response_id")
+    conversation.add_items(new, "input")
     text, reasoning = body.text, body.reasoning
     chat = ChatBody(
         **{name: getattr(body, name) for name in SamplingBody.__struct_fields__},
@@ -95,7 +95,7 @@ def chat_request(body: ResponseBody, earlier: Sequence[Item]) -> ChatRequest:
     return ChatRequest(chat, [*earlier, *new], conversation)
 
 
-def told_back(body: ResponseBody) -> dict[str, Any]:
+def echoed_fields(body: ResponseBody) -> dict[str, Any]:
     """Return the response's fields that repeat the request's."""
     text, reasoning, defaults = body.text, body.reasoning, SamplingParams(max_tokens=1)
     return {
@@ -110,7 +110,7 @@ def told_back(body: ResponseBody) -> dict[str, Any]:
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
         "temperature": defaults.temperature if body.temperature is None else body.temperature,
-        "text": {"format": _told_format(text.format if text is not None else None)},
+        "text": {"format": _echoed_format(text.format if text is not None else None)},
         "tool_choice": body.tool_choice or "auto",
         "tools": [
             {
@@ -167,7 +167,7 @@ def _response_format(wanted: TextFormat) -> ResponseFormat:
     return ResponseFormat(type=wanted.type, json_schema=schema)
 
 
-def _told_format(wanted: TextFormat | None) -> dict[str, Any]:
+def _echoed_format(wanted: TextFormat | None) -> dict[str, Any]:
     if wanted is None:
         return {"type": "text"}
     fields = msgspec.structs.asdict(wanted)

@@ -18,7 +18,7 @@ from router.request_reader import RequestReader
 from router.responses.answer import ResponseAnswer
 from router.responses.body import Item, ResponseBody
 from router.responses.items import Fields
-from router.responses.request import chat_request, own_field, told_back
+from router.responses.request import chat_request, echoed_fields, own_field
 from router.responses.store import ResponseStore, StoredResponse
 from router.served import ServedModel
 from router.tokenizer import Tokenizer
@@ -45,8 +45,8 @@ def read_response(
         prepared = reader.chat_of(chat.body, model)
     except (InvalidRequestError, ApiError) as error:
         raise chat.renamed(error) from error
-    told = {name: msgspec.json.encode(value) for name, value in told_back(body).items()}
-    response = PreparedResponse(told, msgspec.json.encode(chat.items), body.store is not False)
+    echoed = {name: msgspec.json.encode(value) for name, value in echoed_fields(body).items()}
+    response = PreparedResponse(echoed, msgspec.json.encode(chat.items), body.store is not False)
     return msgspec.structs.replace(prepared, response=response)
 
 
@@ -84,8 +84,8 @@ class ResponseTurn:
         assert response is not None
         self._items = response.items
         keeps = self._store is not None and response.is_stored
-        told = {name: Raw(value) for name, value in response.told_back.items()}
-        fields = {"model": model, **told, "store": keeps}
+        echoed = {name: Raw(value) for name, value in response.echoed.items()}
+        fields = {"model": model, **echoed, "store": keeps}
         return ResponseAnswer(self._id, tokenizer, options, fields, self._keep if keeps else None)
 
     async def _earlier(self, response_id: str) -> bytes:

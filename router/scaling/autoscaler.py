@@ -93,18 +93,18 @@ class Autoscaler:
             logger.info("%s workers: %d instead of %d: %s", role, wanted, had[role], reason)
         if decision.changes_role is not None:
             self._metrics.scaled(decision.changes_role[1], "change")
-            self._begin(self._change_role(*decision.changes_role), event)
+            self._run_in_background(self._change_role(*decision.changes_role), event)
             return
         for role, wanted in decision.targets.items():
             self._metrics.scaled(role, "up" if wanted > had[role] else "down")
-        self._begin(self._scaler.scale(decision.targets), event)
+        self._run_in_background(self._scaler.scale(decision.targets), event)
 
-    def _begin(self, work: Coroutine[Any, Any, Any], event: ScalingEvent) -> None:
-        task = asyncio.ensure_future(self._carried_out(work, event))
+    def _run_in_background(self, work: Coroutine[Any, Any, Any], event: ScalingEvent) -> None:
+        task = asyncio.ensure_future(self._run(work, event))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _carried_out(self, work: Coroutine[Any, Any, Any], event: ScalingEvent) -> None:
+    async def _run(self, work: Coroutine[Any, Any, Any], event: ScalingEvent) -> None:
         try:
             await work
         except ApiError as error:

@@ -94,7 +94,7 @@ class ScalingDecision(NamedTuple):
     changes_role: tuple[str, str] | None = None
 
 
-class Load(NamedTuple):
+class OfferedLoad(NamedTuple):
     """The load on all workers of a role together. `prompts` is the number of workers that prompts alone
     would keep busy.
     """
@@ -106,7 +106,7 @@ class Load(NamedTuple):
     context: float
     kv_usage: float
 
-    def times(self, factor: float) -> Load:
+    def times(self, factor: float) -> OfferedLoad:
         return self._replace(
             prompts=self.prompts * factor,
             rows=self.rows * factor,
@@ -124,7 +124,7 @@ def decide(
     targets, reasons, needs = {}, {}, dict(state.needs)
     spare: dict[str, bool] = {}
     for role, bounds in policy.ranges.items():
-        load, have = _load(samples, role, facts.now), facts.loads[role].have
+        load, have = _offered_load(samples, role, facts.now), facts.loads[role].have
         fits_now, why = needed(load, facts, role, bounds)
         fits_later, _ = needed(load.times(MARGIN), facts, role, bounds)
         wanted = fits_now
@@ -150,7 +150,7 @@ def decide(
     return decision, replace(state, changed_at={**state.changed_at, **dict.fromkeys(roles, facts.now)})
 
 
-def needed(load: Load, facts: ScalingFacts, role: str, bounds: WorkerRange) -> tuple[int, str]:
+def needed(load: OfferedLoad, facts: ScalingFacts, role: str, bounds: WorkerRange) -> tuple[int, str]:
     """Return the least number of workers that suffices, within the bounds, and why one fewer does not."""
     why = "the least"
     for workers in range(bounds.least, bounds.most):
@@ -161,7 +161,7 @@ def needed(load: Load, facts: ScalingFacts, role: str, bounds: WorkerRange) -> t
     return bounds.most, why
 
 
-def _lacks(load: Load, workers: int, facts: ScalingFacts, seen: RoleLoad) -> str:
+def _lacks(load: OfferedLoad, workers: int, facts: ScalingFacts, seen: RoleLoad) -> str:
     """Return why `workers` would not suffice; "" if they do."""
     costs, busy = seen.costs, load.prompts / workers
     if busy > (BUSY_SHARE if facts.slo_ttft_s == inf else 0.95):
@@ -196,7 +196,7 @@ def late_share(workers: int, busy: float, service_s: float, allowed_s: float) ->
     return waits * exp(-(workers - busy) * allowed_s / max(service_s, 1e-9))
 
 
-def _load(samples: tuple[Sample, ...], role: str, now: float) -> Load:
+def _offered_load(samples: tuple[Sample, ...], role: str, now: float) -> OfferedLoad:
     long, long_s = _passed(samples, role, now - WINDOW_S)
     short, short_s = _passed(samples, role, now - SHORT_S)
     rate = long.prompts / long_s if long_s > 0 else 0.0
@@ -207,7 +207,7 @@ def _load(samples: tuple[Sample, ...], role: str, now: float) -> Load:
     spread = max(square / mean_s**2 - 1, 0.0) if mean_s > 0 else 0.0
     latest = [sample.loads[role] for sample in samples if sample.at > now - SHORT_S]
     count = len(latest)
-    return Load(
+    return OfferedLoad(
         prompts=rate * mean_s,
         prompt_s=mean_s,
         spread=spread,

@@ -31,7 +31,7 @@ class ScaleAnswer(msgspec.Struct, frozen=True, kw_only=True):
 AskToScale = Callable[[ScaleRequest], Awaitable[ScaleAnswer]]
 
 
-async def nobody_scales(request: ScaleRequest) -> ScaleAnswer:
+async def refuse_to_scale(request: ScaleRequest) -> ScaleAnswer:
     """Refuse a change because no launcher manages the workers."""
     return ScaleAnswer(
         refusal="these workers were not started by a launcher", field=min(request.targets, default="")

@@ -14,7 +14,7 @@ from protocol.config import ServeConfig
 from router.drainer import Drainer, DrainReport
 from router.errors import ApiError
 from router.registry import Registry, Worker
-from router.scaling.interface import AskToScale, ScaleRequest, nobody_scales
+from router.scaling.interface import AskToScale, ScaleRequest, refuse_to_scale
 from router.scaling.turns import Turns
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Scaler:
         self._turns = turns
         self._given_up: dict[str, str] = {}
         """The workers that the launcher could not start, and why; the oldest first."""
-        self.ask: AskToScale = nobody_scales
+        self.ask: AskToScale = refuse_to_scale
 
     def gave_up(self, worker_id: str, reason: str) -> None:
         """Note that the launcher no longer tries to start this worker."""
@@ -59,7 +59,7 @@ class Scaler:
         Raises `ApiError` if nothing has changed, as during a restart, or, with status 503, if a worker could
         not be started.
         """
-        async with self._turns.take("scaling"):
+        async with self._turns.hold("scaling"):
             return await self.resize(targets)
 
     async def resize(self, targets: Mapping[str, int]) -> ScaleReport:

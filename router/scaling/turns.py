@@ -54,7 +54,7 @@ class Turns:
         return self.changes.begin(change, self._router_id)
 
     @asynccontextmanager
-    async def take(self, change: Change) -> AsyncIterator[None]:
+    async def hold(self, change: Change) -> AsyncIterator[None]:
         """Hold a change while the context runs. Raises `ApiError` 409 if another change is under way."""
         refusal = await self.begin(change)
         if refusal:

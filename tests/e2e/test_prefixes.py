@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from router.placement.interface import Answer, Placement, PolicyState, RequestFacts
+from router.placement.interface import Placement, PolicyResult, PolicyState, RequestFacts
 from router.prompt_blocks import hash_blocks
 from tests.e2e.architectures import VOCAB_SIZE
 from tests.e2e.serving import HttpServing
@@ -66,7 +66,7 @@ class OnePair:
     def __init__(self, number: str) -> None:
         self.prefill, self.decode = f"prefill-{number}", f"decode-{number}"
 
-    def place(self, request: RequestFacts, cluster: object, state: PolicyState) -> Answer:
+    def place(self, request: RequestFacts, cluster: object, state: PolicyState) -> PolicyResult:
         cached = {self.prefill: 0, **request.cached_tokens}
         best = max(cached, key=cached.__getitem__)
         prefix = best if cached[best] > cached[self.prefill] else None

@@ -13,14 +13,16 @@ REMOTE = DraftOption(
 
 def test_each_period_has_its_own_counts_and_the_latest_what_was_compared():
     history = DraftHistory()
-    assert history.as_json() is None and history.place is None and history.end(DraftCounts()) is None
-    history.begin(DraftDecision(PLAIN, (PLAIN, REMOTE), "first"), "decode-0", DraftCounts())
+    assert history.as_json() is None and history.place is None and history.end_period(DraftCounts()) is None
+    history.begin_period(DraftDecision(PLAIN, (PLAIN, REMOTE), "first"), "decode-0", DraftCounts())
     assert history.place == NOWHERE
-    history.end(DraftCounts(10, 10, 0, 0))
+    history.end_period(DraftCounts(10, 10, 0, 0))
     assert history.place is None, "it has ended"
-    history.begin(DraftDecision(REMOTE, (PLAIN, REMOTE), "then"), "decode-0", DraftCounts(10, 10, 0, 0))
+    history.begin_period(
+        DraftDecision(REMOTE, (PLAIN, REMOTE), "then"), "decode-0", DraftCounts(10, 10, 0, 0)
+    )
     history.num_replans += 1
-    history.end(DraftCounts(14, 20, 12, 6))
+    history.end_period(DraftCounts(14, 20, 12, 6))
     nowhere = {"where": "none", "worker": None, "method": None, "max_tokens": 0}
     elsewhere = {"where": "remote", "worker": "draft-0", "method": "draft_model", "max_tokens": 8}
     counts = ["predicted_tokens_per_step", "steps", "tokens", "drafted_tokens", "accepted_tokens"]
@@ -42,6 +44,6 @@ def test_each_period_has_its_own_counts_and_the_latest_what_was_compared():
 def test_the_latest_periods_are_kept():
     history = DraftHistory()
     for step in range(MAX_PERIODS + 4):
-        history.begin(DraftDecision(PLAIN), "decode-0", DraftCounts(step, step))
-        history.end(DraftCounts(step + 1, step + 1))
+        history.begin_period(DraftDecision(PLAIN), "decode-0", DraftCounts(step, step))
+        history.end_period(DraftCounts(step + 1, step + 1))
     assert [period.began.steps for period in history.periods] == list(range(4, MAX_PERIODS + 4))

@@ -62,11 +62,11 @@ def test_registering_again_is_harmless():
 def test_a_workers_load_is_what_was_sent_or_reported_whichever_is_more():
     worker = Recorder().register("one")
     worker.outstanding_requests, worker.outstanding_prefill_tokens = 2, 50
-    worker.count()
+    worker.update_load()
     assert (worker.load.requests, worker.load.prefill_tokens, worker.load.kv_usage) == (2, 50, 0.0)
     load = {"num_running": 1, "num_waiting": 2, "waiting_tokens": 40}
     blocks = {"total_blocks": 10, "free_blocks": 3, "cached_blocks": 2}
-    worker.take(msgspec.structs.replace(state("one"), **load, **blocks))
+    worker.update(msgspec.structs.replace(state("one"), **load, **blocks))
     assert (worker.load.requests, worker.load.prefill_tokens, worker.load.kv_usage) == (3, 50, 0.5)
 
 
@@ -198,12 +198,12 @@ def test_what_others_had_sent_is_not_counted_twice():
     """Requests that this router sends and gets back between two reports are counted at once."""
     worker = Recorder().register("one")
     worker.outstanding_requests = 2
-    worker.take(msgspec.structs.replace(state("one"), num_running=5))
+    worker.update(msgspec.structs.replace(state("one"), num_running=5))
     worker.outstanding_requests = 4
-    worker.count()
+    worker.update_load()
     assert worker.load.requests == 7
     worker.outstanding_requests = 0
-    worker.count()
+    worker.update_load()
     assert worker.load.requests == 3
 
 

@@ -16,7 +16,7 @@ from router.demand import DemandMeter, RoleDemand
 from router.placement.interface import Refusal
 from router.scaling.decide import (
     INTERVAL_S,
-    Load,
+    OfferedLoad,
     ScalerState,
     ScalingDecision,
     ScalingPolicy,
@@ -255,7 +255,7 @@ def test_prompts_of_very_different_lengths_need_more_workers():
 
 def test_prompts_longer_than_most_are_to_be_in_time_too():
     """The mean prompt is in time at a worker that is busy for half of its time, one thrice as long is not."""
-    load = Load(prompts=0.5, prompt_s=1.0, spread=1.8, rows=0.0, context=0.0, kv_usage=0.0)
+    load = OfferedLoad(prompts=0.5, prompt_s=1.0, spread=1.8, rows=0.0, context=0.0, kv_usage=0.0)
     facts = ScalingFacts(0.0, {"prefill": RoleLoad(1, costs=COSTS)}, {}, slo_ttft_s=12.0)
     assert needed(load, facts, "prefill", WorkerRange(1, 8))[0] == 2
     assert needed(load._replace(prompt_s=0.5), facts, "prefill", WorkerRange(1, 8))[0] == 1

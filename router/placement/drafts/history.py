@@ -85,7 +85,7 @@ class DraftHistory:
         current = self.current
         return current.decision.place if current is not None else None
 
-    def begin(self, decision: DraftDecision, worker_id: str, counts: DraftCounts) -> None:
+    def begin_period(self, decision: DraftDecision, worker_id: str, counts: DraftCounts) -> None:
         """Begin a period on the decode worker `worker_id`."""
         self.periods.append(DraftPeriod(decision, worker_id, counts))
 
@@ -101,7 +101,7 @@ class DraftHistory:
     def periods_as_json(self) -> list[dict[str, Any]]:
         return [period.as_json() for period in self.periods]
 
-    def end(self, counts: DraftCounts) -> DraftPeriod | None:
+    def end_period(self, counts: DraftCounts) -> DraftPeriod | None:
         """End the current period, if there is one, and return it."""
         current = self.current
         if current is not None:

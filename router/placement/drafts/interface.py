@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from protocol.costs import UNKNOWN_COSTS, StepCosts
 from protocol.speculation import Method, SpeculationState
 
-Where = Literal["none", "local", "remote"]
+DraftSite = Literal["none", "local", "remote"]
 
 
 class DraftMaker(NamedTuple):
@@ -21,7 +21,7 @@ class DraftMaker(NamedTuple):
     at: str | None = None
 
     @property
-    def where(self) -> Where:
+    def where(self) -> DraftSite:
         if self.method is None:
             return "none"
         return "local" if self.at is None else "remote"
@@ -37,7 +37,7 @@ class DraftPlace(NamedTuple):
     at: str | None = None
 
     @property
-    def where(self) -> Where:
+    def where(self) -> DraftSite:
         return self.maker.where
 
     @property

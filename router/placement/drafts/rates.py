@@ -84,10 +84,10 @@ def _steps_without(chances: Sequence[float], step_s: float, drafter: SharedDraft
     token_s = draft_step_s / max(drafter.costs.tokens_per_row, 1.0)
     agrees = chances[-1] ** (1 / drafted)
     goes_on = chances[-1] * agrees
-    behind = max((drafted + 1) * token_s / step_s - 1, 0.0)
-    hears_s = max(drafter.answer_s - step_s, draft_step_s)
-    begins_anew = max((hears_s + (drafted - 1) * token_s) / step_s, 1.0)
-    return goes_on * behind + (1 - goes_on) * begins_anew / max(agrees**begins_anew, 1e-9)
+    lag_steps = max((drafted + 1) * token_s / step_s - 1, 0.0)
+    notice_s = max(drafter.answer_s - step_s, draft_step_s)
+    restart_steps = max((notice_s + (drafted - 1) * token_s) / step_s, 1.0)
+    return goes_on * lag_steps + (1 - goes_on) * restart_steps / max(agrees**restart_steps, 1e-9)
 
 
 def _draft_step_seconds(drafter: SharedDrafter, rows: float) -> float:
