@@ -1,4 +1,4 @@
-"""Where predictions are wrong, what was seen corrects them: a decode worker in simulated time."""
+"""DraftSite predictions are wrong, what was seen corrects them: a decode worker in simulated time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.placement.drafts.interface import (
     DraftMaker,
     DraftOption,
     DraftPlace,
-    Where,
+    DraftSite,
 )
 from router.placement.drafts.prospects import Prospects
 from router.placement.drafts.seen import SeenRates
@@ -28,20 +28,22 @@ NEW = DraftFacts()
 TEXTS = 0.2
 """By which what a second brings differs from text to text."""
 
-HOLDS: dict[Where, float] = {"none": 1.0, "local": 1.0, "remote": 1.0}
-SHARED_CORES: dict[Where, float] = {"none": 1.0, "local": 0.95, "remote": 0.4}
-BAD_START: dict[Where, float] = {"none": 1.0, "local": 2.2, "remote": 0.9}
-NOT_HERE: dict[Where, float] = {"none": 1.0, "local": 0.4, "remote": 1.1}
+HOLDS: dict[DraftSite, float] = {"none": 1.0, "local": 1.0, "remote": 1.0}
+SHARED_CORES: dict[DraftSite, float] = {"none": 1.0, "local": 0.95, "remote": 0.4}
+BAD_START: dict[DraftSite, float] = {"none": 1.0, "local": 2.2, "remote": 0.9}
+NOT_HERE: dict[DraftSite, float] = {"none": 1.0, "local": 0.4, "remote": 1.1}
 
 
 class Simulated:
     """What is predicted for a place really brings `truth` times as much."""
 
-    def __init__(self, model: dict[str, float], truth: dict[Where, float], rows: int, seed: int = 1) -> None:
+    def __init__(
+        self, model: dict[str, float], truth: dict[DraftSite, float], rows: int, seed: int = 1
+    ) -> None:
         self.truth, self._model = truth, model
         self._random = random.Random(seed)
         self.kind = DraftKind()
-        self.seconds: Counter[Where] = Counter()
+        self.seconds: Counter[DraftSite] = Counter()
         self._place: DraftPlace | None = None
         self.resize(rows)
 
