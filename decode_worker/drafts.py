@@ -51,13 +51,13 @@ MAX_TOKENS_AT_ONCE = 2**20
 @dataclass(eq=False)
 class DraftOrder:
     """The state of a request at its draft worker in one epoch: the draft worker knows its first `num_sent`
-    tokens and was asked to draft `run_ahead` more.
+    tokens and was asked to draft `num_wanted` more.
     """
 
     remote: RemoteRequest
     epoch: int
     num_sent: int = 0
-    run_ahead: int = 0
+    num_wanted: int = 0
     refused_until: float = 0.0
 
     @property
@@ -66,16 +66,16 @@ class DraftOrder:
 
     def news(self, now: float) -> Given | None:
         """Return the next update for the draft worker, or None. The update then counts as sent."""
-        sequence, wanted = self.remote.sequence, self.remote.run_ahead
-        if now < self.refused_until or not (wanted or self.run_ahead):
+        sequence, wanted = self.remote.sequence, self.remote.num_wanted
+        if now < self.refused_until or not (wanted or self.num_wanted):
             return None  # the next update after drafts are wanted again brings the missed tokens
         start = self.num_sent
         end = min(len(sequence.token_ids), start + MAX_GIVEN_TOKENS)
         if end < len(sequence.token_ids):
             wanted = 0  # until the draft worker has all tokens
-        if end == start and wanted == self.run_ahead:
+        if end == start and wanted == self.num_wanted:
             return None
-        self.num_sent, self.run_ahead = end, wanted
+        self.num_sent, self.num_wanted = end, wanted
         opening = None
         if start == 0:
             request = sequence.request
@@ -89,7 +89,7 @@ class DraftOrder:
             epoch=self.epoch,
             start=start,
             token_ids=sequence.token_ids[start:end],
-            run_ahead=wanted,
+            num_wanted=wanted,
             opening=opening,
         )
 

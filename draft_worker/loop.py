@@ -161,24 +161,24 @@ class DraftLoop(WorkerLoop):
         if given.start + len(given.token_ids) < num_known:
             self.counters.add("duplicate_messages_total")
             return
-        is_short = given.run_ahead > 0 and num_known + len(new) < request.opening.num_prompt
+        is_short = given.num_wanted > 0 and num_known + len(new) < request.opening.num_prompt
         if is_short or not self._may_have(request, new):
             self.counters.add("dropped_messages_total")
             self._refuse(request, "it was given tokens that no request can have")
             return
         request.given += new
-        self._run_ahead(request, new, given.run_ahead)
+        self._note_wanted(request, new, given.num_wanted)
 
     def _may_have(self, request: DraftRequest, new: list[int]) -> bool:
         length = len(request.given) + len(new)
         return max(new, default=0) < self.engine.vocab_size and length < self.engine.max_model_len
 
-    def _run_ahead(self, request: DraftRequest, new: list[int], run_ahead: int) -> None:
-        """Note the new tokens, and that the target can use `run_ahead` tokens beyond them."""
+    def _note_wanted(self, request: DraftRequest, new: list[int], num_wanted: int) -> None:
+        """Note the new tokens, and that the target can use `num_wanted` tokens beyond them."""
         was_running = request.wants_row(self._pace.most_ahead)
-        request.run_ahead = run_ahead
+        request.num_wanted = num_wanted
         match request.stage:
-            case DraftStage.ARRIVING if run_ahead:
+            case DraftStage.ARRIVING if num_wanted:
                 request.enter(DraftStage.QUEUED)
                 self._queue.append(request)
             case DraftStage.DRAFTING:
@@ -314,7 +314,7 @@ class DraftLoop(WorkerLoop):
         for target, newest in list(self._newest.items()):
             if now - newest.at > DRAFT_LEASE_S and target not in self._answers:
                 del self._newest[target]
-        if self._pace.adapt(max((request.run_ahead for request in self.requests), default=1)):
+        if self._pace.adapt(max((request.num_wanted for request in self.requests), default=1)):
             self._shed()
         self._choose_rows()
         if not self.engine.has_work():

@@ -40,7 +40,7 @@ class DraftRequest(StagedRequest[DraftStage]):
     |          | it is refused, its tokens are invalid, its target is lost   | ENDED    |
 
     `given` holds the target's committed tokens, as far as they have arrived in order. In DRAFTING the
-    engine's sequence has them too, and owns the blocks. The target can use `run_ahead` tokens beyond them,
+    engine's sequence has them too, and owns the blocks. The target can use `num_wanted` tokens beyond them,
     of which `num_drafted` are drafted.
     """
 
@@ -57,7 +57,7 @@ class DraftRequest(StagedRequest[DraftStage]):
     key: DraftKey
     opening: DraftOpening
     given: list[int] = field(default_factory=list)
-    run_ahead: int = 0
+    num_wanted: int = 0
     num_drafted: int = 0
     is_read: bool = False
     """Whether the engine has computed the KV of the request's text and drafted from it."""
@@ -89,7 +89,7 @@ class DraftRequest(StagedRequest[DraftStage]):
         `most_ahead`.
         """
         longest = self.opening.num_prompt + self.opening.sampling.max_tokens
-        return min(len(self.given) + min(self.run_ahead, most_ahead), longest)
+        return min(len(self.given) + min(self.num_wanted, most_ahead), longest)
 
     def wants_row(self, most_ahead: int) -> bool:
         """Return whether the request needs a row in the engine's batch."""

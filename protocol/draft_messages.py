@@ -41,7 +41,7 @@ class Given(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     epoch: Count
     start: Count
     token_ids: Annotated[list[TokenId], Meta(max_length=MAX_GIVEN_TOKENS)] = []
-    run_ahead: Annotated[int, Meta(ge=0, le=2 * MAX_TREE_NODES + 1)] = 0
+    num_wanted: Annotated[int, Meta(ge=0, le=2 * MAX_TREE_NODES + 1)] = 0
     opening: DraftOpening | None = None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
-PROTOCOL = 3
+PROTOCOL = 4
 """The version of messages between processes. Raise it when a router and a worker from before and after a
 change could not work together.
 """

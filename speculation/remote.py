@@ -39,7 +39,7 @@ class RemoteRequest:
         return self.sequence.request_id
 
     @property
-    def run_ahead(self) -> int:
+    def num_wanted(self) -> int:
         """Tokens beyond the committed ones that it has use for: those that are verified now, the one that
         the target adds, and those for the next step.
         """

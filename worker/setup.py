@@ -27,8 +27,8 @@ from protocol.config import ServeConfig, transport_names
 from protocol.logs import log_to_stderr
 from protocol.ports import worker_ports
 from speculation.draft_model import check_draft, draft_config
+from speculation.multi_step import multi_step_speculator
 from speculation.remote import RemoteDrafter
-from speculation.run_ahead import run_ahead
 from speculation.speculator import speculate
 
 _ROOT = Path(__file__).parents[1]
@@ -113,7 +113,7 @@ def _draft_engine(config: ServeConfig, allocate: Allocate) -> Engine:
     target = model_shape(config)
     draft = draft_config(config, config.speculative_config, target.dtype)
     check_draft(model_shape(draft), target)
-    return Engine(draft, allocate=allocate, speculate=run_ahead)
+    return Engine(draft, allocate=allocate, speculate=multi_step_speculator)
 
 
 def open_wires(

@@ -19,8 +19,8 @@ from protocol.peers import PeerAddress
 from protocol.requests import DraftPlan, EngineRequest
 from protocol.router_to_worker import PeerGone, Replan
 from protocol.speculation import SpeculativeConfig
+from speculation.multi_step import multi_step_speculator
 from speculation.remote import RemoteDrafter
-from speculation.run_ahead import run_ahead
 from speculation.speculator import speculate
 from tests.speculation.small_engine import run, small_config, tokens
 from tests.worker.light_loop import LightLoop, address
@@ -112,7 +112,9 @@ class DraftSide:
 
     def __init__(self, draft: Path, at: PeerAddress = DRAFTER, **options: Any) -> None:
         self.at = at
-        self.engine = Engine(small_config(draft, **({"num_blocks": 256} | options)), speculate=run_ahead)
+        self.engine = Engine(
+            small_config(draft, **({"num_blocks": 256} | options)), speculate=multi_step_speculator
+        )
         self.restart()
 
     def restart(self) -> None:

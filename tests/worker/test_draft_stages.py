@@ -230,7 +230,7 @@ class DraftStages(RuleBasedStateMachine):
         for request in loop.requests:
             is_arriving = request.stage is DraftStage.ARRIVING
             assert is_arriving or len(request.given) >= request.opening.num_prompt
-            assert not (is_arriving and request.run_ahead)
+            assert not (is_arriving and request.num_wanted)
         assert loop.counters["draft_requests_open"] == len(loop.requests)
 
     def teardown(self) -> None:

@@ -381,7 +381,7 @@ def opening(num_prompt: int = 20, **sampling: float) -> DraftOpening:
 
 
 def given(request_id: str = "a", **fields: Any) -> Given:
-    usual: dict[str, Any] = {"epoch": 1, "start": 0, "token_ids": prompt_of(20), "run_ahead": 5}
+    usual: dict[str, Any] = {"epoch": 1, "start": 0, "token_ids": prompt_of(20), "num_wanted": 5}
     return Given(request_id=request_id, **({"opening": opening()} | usual | fields))
 
 

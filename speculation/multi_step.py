@@ -1,4 +1,4 @@
-"""The speculator of a draft model's own engine: a step that drafts goes on by several tokens at once."""
+"""The speculator of a draft worker's engine: lets a step make several draft tokens of a request."""
 
 from __future__ import annotations
 
@@ -29,24 +29,25 @@ from protocol.speculation import SpeculationState
 from speculation.native_chain import NativeChain
 
 AT_ONCE = 8
-"""Tokens of a request that a step drafts at most: one costs a tenth of a step of its own, but what the target
-contradicts meanwhile is found out after the step."""
+"""The most tokens of a request that a step drafts. An additional token costs a tenth of a step of its own,
+but the engine only learns after the step which drafts the target has contradicted meanwhile.
+"""
 
 
-def run_ahead(config: ServeConfig, loaded: LoadedModel) -> RunAhead:
-    """For `Engine`. Raises `ConfigError` for a draft model that cannot go back to what was certain."""
+def multi_step_speculator(config: ServeConfig, loaded: LoadedModel) -> MultiStepSpeculator:
+    """Return the speculator for `Engine`. Raises `ConfigError` if the draft model cannot drop tokens."""
     if loaded.recurrent is not None:
         name = loaded.model.config.model_type
         raise ConfigError(
             f"--speculative-config: model: {name}: a draft with recurrent state is not supported on draft "
             "workers"
         )
-    return RunAhead(config)
+    return MultiStepSpeculator(config)
 
 
-class RunAhead:
-    """Implements `engine.speculation_interface.Speculator`. It verifies nothing, since each token that its
-    engine makes is a draft for somebody else. Without the native decoder, tokens come one a step.
+class MultiStepSpeculator:
+    """Implements `engine.speculation_interface.Speculator`. Verifies nothing, since each token of its engine
+    is a draft for another worker. Without the native decoder a step makes one token.
     """
 
     kv_group: Group | None = None
@@ -66,7 +67,7 @@ class RunAhead:
             self._chain = NativeChain(runner, loaded.vocab_size, "coupled")
 
     def finish(self, step: ScheduledStep, hidden: Tensor | None) -> None:
-        """Those that have a token from this step and want more get some."""
+        """Draft further tokens for requests that got a token in this step and want more."""
         if self._chain is None:
             return
         wishes: list[tuple[int, SequenceState, Outcome]] = []
@@ -91,7 +92,7 @@ class RunAhead:
                 sequence.append(token_id)
             sequence.num_computed += count
             outcome.num_tokens += count
-            outcome.num_accepted += count  # for the router: what a step brings to a row
+            outcome.num_accepted += count  # so the router learns how many tokens a step gives a row
 
     def _has_room(self, sequence: SequenceState, count: int) -> bool:
         if count <= 0 or self._chain is None or not self._chain.can_draft([sequence]):
@@ -102,13 +103,13 @@ class RunAhead:
             return False
         return True
 
-    # --- nothing else is to be done -----------------------------------------------------------------
+    # --- the rest of the interface has nothing to do ------------------------------------------------
 
     def warm_up(self, profiling: ProfilingRun) -> None:
-        """The engine's own warm-up is enough."""
+        """Do nothing: the engine's own warm-up is enough."""
 
     def begin(self, sequence: SequenceState, state: DraftState = REBUILD) -> None:
-        """There is nothing to remember of a sequence."""
+        """Do nothing: no state is kept of a sequence."""
 
     def state(self, request_id: str) -> DraftState:
         return REBUILD
@@ -117,7 +118,7 @@ class RunAhead:
         return False
 
     def may_go_ahead(self, step: ScheduledStep, num_active: int) -> bool:
-        return False  # a step may end with more tokens than one
+        return False  # a step may end with several tokens
 
     def went_ahead(self, step: ScheduledStep, num_active: int) -> None:
         raise AssertionError("no step of this engine goes ahead")
@@ -126,10 +127,10 @@ class RunAhead:
         raise AssertionError("nothing is drafted for this engine")
 
     def forget(self, sequence: SequenceState) -> None:
-        """There is nothing to forget."""
+        """Do nothing: no state is kept of a sequence."""
 
     def replan(self, sequence: SequenceState) -> None:
-        """Nobody drafts for it."""
+        """Do nothing: this engine verifies no drafts."""
 
     def counters(self) -> dict[str, float]:
         return {}

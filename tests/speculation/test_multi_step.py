@@ -10,7 +10,7 @@ import pytest
 
 from engine.engine import Engine
 from engine.sequence import SequenceStage
-from speculation.run_ahead import run_ahead
+from speculation.multi_step import multi_step_speculator
 from tests.speculation.small_engine import ask, prompt_of, run, small_config
 from tests.worker.tiny_model import write_tiny_llama
 
@@ -50,7 +50,7 @@ def test_what_is_drafted_after_any_tokens_is_as_if_drafted_afresh(
 ) -> None:
     """With the native decoder several tokens come in a step, without it one."""
     plain = Engine(small_config(model, enable_prefix_caching=False, **options))
-    engine = Engine(small_config(model, **options), speculate=run_ahead)
+    engine = Engine(small_config(model, **options), speculate=multi_step_speculator)
     assert engine.start_up["forward"].startswith(forward)
     rng, given = random.Random(5), list[int]()
     engine.add(ask("a", PROMPT, 200, **SAMPLING), hold_at=len(PROMPT) + 9)
@@ -69,7 +69,7 @@ def test_what_is_drafted_after_any_tokens_is_as_if_drafted_afresh(
 
 
 def test_only_given_tokens_are_published(model: Path) -> None:
-    engine = Engine(small_config(model), speculate=run_ahead)
+    engine = Engine(small_config(model), speculate=multi_step_speculator)
     engine.add(ask("a", PROMPT, 100, **SAMPLING), hold_at=len(PROMPT) + 40)
     drafted = draft(engine)
     assert len(drafted) == 40
@@ -80,7 +80,7 @@ def test_only_given_tokens_are_published(model: Path) -> None:
 
 
 def test_it_is_held_where_it_is_told_and_never_ends_by_itself(model: Path) -> None:
-    engine = Engine(small_config(model), speculate=run_ahead)
+    engine = Engine(small_config(model), speculate=multi_step_speculator)
     engine.add(ask("a", PROMPT, 100, logit_bias={0: 100.0}), hold_at=len(PROMPT) + 5)
     assert draft(engine) == [0] * 5  # the end of text
     sequence = engine._sequences["a"]
