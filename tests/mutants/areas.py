@@ -1,0 +1,55 @@
+"""The parts of the product whose mutants show what the tiers of tests find."""
+
+from __future__ import annotations
+
+AREAS: dict[str, tuple[str, ...]] = {
+    "scheduler": (
+        "engine/scheduler.py",
+        "engine/live_sequences.py",
+        "engine/late_tokens.py",
+        "engine/limits.py",
+    ),
+    "block manager": (
+        "engine/block_manager.py",
+        "engine/block_pool.py",
+        "engine/sequence_blocks.py",
+        "engine/prefix_cache.py",
+        "engine/prefix_room.py",
+        "engine/slot_allocator.py",
+    ),
+    "sampler": ("engine/sampler/*.py", "protocol/sampling.py"),
+    "verification": ("speculation/verification/*.py",),
+    "journal": ("router/journal.py", "router/answer_parts.py", "router/dispatcher.py"),
+    "leases": ("kvtransfer/leases/*.py", "worker/router_leases.py"),
+    "hand-off": (
+        "protocol/handoff.py",
+        "kvtransfer/sender.py",
+        "kvtransfer/receiver.py",
+        "worker/transfers.py",
+        "worker/fetch.py",
+        "prefill_worker/request.py",
+        "decode_worker/request.py",
+    ),
+    "placement": ("router/placement/*.py", "router/placer.py", "router/placement/drafts/*.py"),
+    "layouts": (
+        "kvtransfer/blocks/layout.py",
+        "kvtransfer/blocks/extents.py",
+        "kvtransfer/blocks/convert.py",
+        "engine/pool_layout.py",
+        "engine/recurrent/layout.py",
+    ),
+    "grammars": (
+        "engine/sampler/grammars.py",
+        "engine/sampler/masks.py",
+        "engine/grammar_tokenizer.py",
+        "router/structured_outputs.py",
+        "router/grammar_compiler.py",
+        "router/grammar_request.py",
+        "router/gbnf.py",
+        "router/lark.py",
+        "router/regexes.py",
+        "router/json_schemas.py",
+        "router/tool_grammar.py",
+        "router/structural_tags.py",
+    ),
+}

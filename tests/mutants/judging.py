@@ -1,0 +1,146 @@
+"""Judges mutants: in memory where that shows all, else in a process that imports the changed file."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from tests.mutants.children import end_children
+from tests.mutants.job import JOB, Job, Module, Verdict, read
+from tests.mutants.operators import Mutant
+from tests.mutants.tree import changed, environment
+from tests.tiers.reach import Imports
+
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.mutants.quick")
+IMPORTS_S = 60.0
+"""The time that a process may take to import all before its tests begin."""
+SLOWER = 3
+_FINE = (0, 1, 5)
+"""A run that ends with 1 and names no failed test has skips without a reason; 5 is no test at all."""
+_NO_TEST = "exit status"
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::.+?|\S+)(?: - .*)?$", re.MULTILINE)
+
+
+class Judging:
+    """Judges mutants in a private tree."""
+
+    def __init__(self, tree: Path, folder: Path, tests: Sequence[str], timeout_s: float) -> None:
+        self._tree = tree
+        self._folder = folder
+        self._tests = tests
+        self._timeout_s = timeout_s
+        self._imports = Imports(tree)
+        self._sound: dict[str, bool] = {}
+        self._age = int(time.time()) - 10**8
+
+    def judge(
+        self, mutants: Sequence[Mutant], files: Collection[str], say: Callable[[Verdict], None]
+    ) -> None:
+        """Say a verdict about each mutant: first those that die in memory, then the others."""
+        job = Job(
+            sorted(files),
+            list(mutants),
+            self._folder / "records.jsonl",
+            self._folder / "verdicts.jsonl",
+            self._timeout_s,
+        )
+        job.verdicts.unlink(missing_ok=True)
+        self._in_memory(job, say)
+        verdicts = {row["key"]: Verdict(**row) for row in read(job.verdicts)}
+        modules = job.recorded()
+        for mutant in mutants:
+            verdict = verdicts.get(mutant.key, Verdict(mutant.key, in_place=False))
+            if not verdict.killed_by:
+                say(self._from_file(mutant, verdict, modules))
+
+    def _in_memory(self, job: Job, say: Callable[[Verdict], None]) -> None:
+        path = self._folder / "job.json"
+        job.save(path)
+        log = self._folder / "judge.log"
+        command = [*PYTEST, "-p", "tests.mutants.inside", "--continue-on-collection-errors", *self._tests]
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=self._tree,
+                env={**environment(self._tree), JOB: str(path)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            said = 0
+            running = True
+            while running:
+                running = process.poll() is None
+                rows = read(job.verdicts)
+                for row in rows[said:]:
+                    if row["killed_by"]:
+                        say(Verdict(**row))
+                said = len(rows)
+                time.sleep(0.2 if running else 0)
+        if said < len(job.mutants):
+            raise RuntimeError(
+                f"pytest judged {said} of {len(job.mutants)} mutants:\n{log.read_text()[-3000:]}"
+            )
+
+    def _from_file(self, mutant: Mutant, verdict: Verdict, modules: dict[str, Module]) -> Verdict:
+        """Run the tests again that a mutant in memory does not reach: those that start processes, or all."""
+        distances = self._imports.distances([mutant.file])
+        paths = [
+            path for path in modules if path in distances and (modules[path].starts or not verdict.in_place)
+        ]
+        paths.sort(key=lambda path: (distances[path], _seconds(modules[path])))
+        tests = [test for path in paths for test in modules[path].passing() if self._sound.get(test, True)]
+        if not tests:
+            return verdict
+        limit_s = IMPORTS_S + self._timeout_s + SLOWER * sum(_seconds(modules[path]) for path in paths)
+        file = self._tree / mutant.file
+        self._age += 1
+        began = time.monotonic()
+        with changed(file, mutant.applied(file.read_bytes()), self._age):
+            killed_by = self._first_failure(tests, limit_s)
+        seconds = round(verdict.seconds + time.monotonic() - began, 2)
+        if killed_by and not self._is_sound(killed_by, limit_s):
+            return self._from_file(mutant, replace(verdict, seconds=seconds), modules)
+        return replace(verdict, killed_by=killed_by, ran=verdict.ran + len(tests), seconds=seconds)
+
+    def _is_sound(self, test: str, limit_s: float) -> bool:
+        """Say whether a test passes without a mutant: if it does not, it judges no longer."""
+        if test not in self._sound:
+            self._sound[test] = test.startswith(_NO_TEST) or not self._first_failure([test], limit_s)
+        return self._sound[test]
+
+    def _first_failure(self, tests: Sequence[str], limit_s: float) -> str:
+        """Return the test that fails first, or what else ends the run."""
+        listed = self._folder / "tests.txt"
+        listed.write_text("\n".join(tests))
+        with subprocess.Popen(
+            [*PYTEST, "-x", f"@{listed}"],
+            cwd=self._tree,
+            env=environment(self._tree),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            text=True,
+        ) as process:
+            try:
+                output, _ = process.communicate(timeout=limit_s)
+            except subprocess.TimeoutExpired:
+                output = ""
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        end_children()
+        found = _FAILED.search(output)
+        if found:
+            return found[1]
+        return "" if process.returncode in _FINE else f"{_NO_TEST} {process.returncode}"
+
+
+def _seconds(module: Module) -> float:
+    return sum(test.seconds for test in module.tests.values())
