@@ -92,7 +92,7 @@ class Storm:
         restarted = self._all_back(before)
         counted = {
             name: total(self._http, f"tandem_{name}_total")
-            for name in ("requests_placed_anew", "requests_parked", "handoff_redirects", "handoff_takeovers")
+            for name in ("requests_placed_again", "requests_parked", "handoff_redirects", "handoff_takeovers")
         }
         whole = self._run(requests, 0.0)
         broken = [answer for answer in struck if answer.error and self._is_explained(answer)]

@@ -47,5 +47,5 @@ def _number(role: str, text: str) -> int:
 
 
 def _counts(report: Mapping[str, Any]) -> str:
-    names = ("moved", "redirected", "placed_anew")
+    names = ("moved", "redirected", "placed_again")
     return ", ".join(f"{report[name]} {name.replace('_', ' ')}" for name in names)

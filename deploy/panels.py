@@ -39,7 +39,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
         Panel(
             "Failover",
             "reqps",
-            {"placed again: {{reason}}": rate("requests_placed_anew_total", "reason")}
+            {"placed again: {{reason}}": rate("requests_placed_again_total", "reason")}
             | counters({"lost": "requests_lost_total", "migrated": "requests_migrated_total"}),
         ),
         Panel(

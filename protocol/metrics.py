@@ -88,7 +88,7 @@ ROUTER = (
         "processes_replaced_total", "Restarts of workers, of their actors and of hosts' templates.", "process"
     ),
     _counter(
-        "requests_placed_anew_total",
+        "requests_placed_again_total",
         "Requests moved to other workers with their tokens, without KV.",
         "reason",
     ),

@@ -331,8 +331,8 @@ class Dispatcher:
             reason,
             extra=ids(request),
         )
-        request.times.num_placed_anew += 1
-        self._metrics.placed_anew(cause)
+        request.times.num_placed_again += 1
+        self._metrics.placed_again(cause)
 
     def redirect(
         self,

@@ -43,14 +43,14 @@ class DrainReport:
 
     moved: int = 0
     redirected: int = 0
-    placed_anew: int = 0
+    placed_again: int = 0
     seconds: float = 0.0
 
     def add(self, drained: DrainReport) -> None:
         """Count the requests of one more worker."""
         self.moved += drained.moved
         self.redirected += drained.redirected
-        self.placed_anew += drained.placed_anew
+        self.placed_again += drained.placed_again
 
 
 @dataclass(eq=False)
@@ -285,7 +285,7 @@ class Drainer:
 
     def _place_again(self, drain: Drain, request: LiveRequest) -> None:
         self._dispatcher.place_again(request, "drain", f"worker {drain.worker.key.worker_id} leaves")
-        drain.report.placed_anew += 1
+        drain.report.placed_again += 1
 
     def _finish(self, drain: Drain) -> None:
         worker, report = drain.worker, drain.report

@@ -55,7 +55,7 @@ class Metrics:
         self.num_indexed_blocks: Gauge = self._metrics["kv_index_blocks"]
         self.ready: Gauge = self._metrics["ready"]
         self.num_awaited: Gauge = self._metrics["num_workers_awaited"]
-        self.placed_anew = self._counting("requests_placed_anew_total")
+        self.placed_again = self._counting("requests_placed_again_total")
         self.worker_lost: Callable[[Literal["ended", "silent", "stalled"]], None] = self._counting(
             "workers_lost_total"
         )

@@ -18,7 +18,7 @@ class RequestTimes:
         "earlier_s",
         "ended_at",
         "num_migrated",
-        "num_placed_anew",
+        "num_placed_again",
         "num_steps",
         "parked_at",
         "placed_at",
@@ -30,7 +30,7 @@ class RequestTimes:
     def __init__(self) -> None:
         self.parked_at = self.placed_at = self.answered_at = self.taken_over_at = self.ended_at = 0.0
         self.queue_s = self.placement_s = self.earlier_s = 0.0
-        self.num_steps = self.num_placed_anew = self.num_migrated = 0
+        self.num_steps = self.num_placed_again = self.num_migrated = 0
 
     def start_placement(self) -> None:
         """Start a new placement; the time of the current one counts as `earlier_s`."""

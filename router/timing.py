@@ -41,7 +41,7 @@ class ChoiceTiming(msgspec.Struct, frozen=True, kw_only=True):
     drafted_tokens: int
     accepted_tokens: int
     drafts: list[dict[str, Any]]
-    placed_anew: int
+    placed_again: int
     migrated: int
     redirected: int
 
@@ -91,7 +91,7 @@ def span_attributes(generation: Generation) -> dict[str, Any]:
         "tandem.accepted_tokens": sum(choice.accepted_tokens for choice in generation.choices),
         "tandem.draft_replans": sum(request.drafts.num_replans for request in requests),
         "tandem.decode_steps": sum(request.times.num_steps for request in requests),
-        "tandem.placed_anew": sum(request.times.num_placed_anew for request in requests),
+        "tandem.placed_again": sum(request.times.num_placed_again for request in requests),
         "tandem.migrated": sum(request.times.num_migrated for request in requests),
         "tandem.redirected": sum(request.redirects for request in requests),
     }
@@ -171,7 +171,7 @@ def choice_timing(request: LiveRequest) -> ChoiceTiming:
         drafted_tokens=choice.drafted_tokens,
         accepted_tokens=choice.accepted_tokens,
         drafts=request.drafts.periods_as_json(),
-        placed_anew=times.num_placed_anew,
+        placed_again=times.num_placed_again,
         migrated=times.num_migrated,
         redirected=request.redirects,
     )

@@ -22,16 +22,18 @@ from router.drainer import DrainReport
 from router.errors import ApiError
 from router.state import RouterState
 
-ANSWER = "`id`, `moved`, `redirected` and `placed_anew` requests, `seconds`, once nothing runs there any more"
+ANSWER = (
+    "`id`, `moved`, `redirected` and `placed_again` requests, `seconds`, once nothing runs there any more"
+)
 
 SCALED = (
-    "ids of the workers `started` and `drained`, `moved`, `redirected` and `placed_anew` requests, `seconds`"
+    "ids of the workers `started` and `drained`, `moved`, `redirected` and `placed_again` requests, `seconds`"
     ", once the new ones serve and nothing runs on the others"
 )
 
 
 RESTARTED = (
-    "ids of the workers `restarted` and of `successors`, `moved`, `redirected` and `placed_anew` requests"
+    "ids of the workers `restarted` and of `successors`, `moved`, `redirected` and `placed_again` requests"
     ", `seconds`"
 )
 

@@ -67,7 +67,7 @@ def test_running_requests_move_with_their_kv(
         serving.add("decode-1")
         report = operate(serving, "decode-0", "drain")
         assert report["moved"] == len(REQUESTS)
-        assert report["placed_anew"] == report["redirected"] == 0
+        assert report["placed_again"] == report["redirected"] == 0
         assert [answer.result(30) for answer in answers] == expected
         serving.wait(lambda: not serving.workers["decode-0"].process.is_alive())
         fetched = serving.counter("decode-1", "prefix_blocks_fetched_total")
@@ -101,7 +101,7 @@ def test_drafts_go_on_at_the_new_worker(method: str, pool: ThreadPoolExecutor) -
         found = answer.result(30).json()
         assert found["choices"][0]["text"] == expected
         timing = found["timing"]["choices"][0]
-        assert (timing["migrated"], timing["placed_anew"], timing["workers"]) == (
+        assert (timing["migrated"], timing["placed_again"], timing["workers"]) == (
             1,
             0,
             {"decode": "decode-1"},
@@ -179,7 +179,7 @@ def test_what_cannot_move_ends_where_it_is_or_is_placed_anew_at_the_deadline(
         serving.wait(lambda: serving.worker_states()["decode-0"]["lifecycle"] == "draining")
         assert ask(serving, REQUESTS[1], max_tokens=NUM_TOKENS) == expected[1]
         report = drained.result(30)
-        assert (report["moved"], report["placed_anew"]) == (0, len(REQUESTS)), "the new one went elsewhere"
+        assert (report["moved"], report["placed_again"]) == (0, len(REQUESTS)), "the new one went elsewhere"
         assert 1.0 < report["seconds"] < 6.0, "the answers take 10 s"
         assert [answer.result(30) for answer in answers] == expected
         check_nothing_is_left(serving)

@@ -110,7 +110,7 @@ def ask_all(serving: HttpServing, pool: ThreadPoolExecutor) -> list[Future[dict[
 
 def changes(serving: HttpServing) -> float:
     """How often a request or a hand-off went elsewhere."""
-    names = ("requests_placed_anew", "handoff_redirects", "handoff_takeovers")
+    names = ("requests_placed_again", "handoff_redirects", "handoff_takeovers")
     return sum(serving.metric(f"tandem_{name}_total") for name in names)
 
 
@@ -184,14 +184,14 @@ def test_what_a_dead_decode_worker_costs(folder: Path, expected: list[dict[str, 
         assert answer.result(BOUND_S) == expected[0]
         serving.wait_empty()
         computed = serving.counter("prefill-0", "computed_tokens_total")
-        if serving.metric("tandem_requests_placed_anew_total"):
+        if serving.metric("tandem_requests_placed_again_total"):
             emitted = serving.worker_states()["prefill-0"]["prefix_query_tokens"] - 2 * length
             assert 0 < emitted < NUM_TOKENS
             assert computed == length + length % 16 + emitted
         else:
             assert computed == length
             assert serving.metric("tandem_handoff_redirects_total") == 1
-        assert (point == "as it decodes") <= bool(serving.metric("tandem_requests_placed_anew_total"))
+        assert (point == "as it decodes") <= bool(serving.metric("tandem_requests_placed_again_total"))
 
 
 def test_after_a_death_a_third_worker_fetches_what_a_peer_has(
@@ -208,7 +208,7 @@ def test_after_a_death_a_third_worker_fetches_what_a_peer_has(
         serving.wait_empty()
         assert serving.counter("decode-2", "prefix_blocks_fetched_total") >= length // 16
         assert serving.counter("decode-2", "computed_tokens_total") < 16 + NUM_TOKENS
-        assert serving.metric("tandem_requests_placed_anew_total") == 1
+        assert serving.metric("tandem_requests_placed_again_total") == 1
 
 
 @pytest.mark.parametrize(

@@ -34,4 +34,4 @@ def test_no_request_notices_kills_and_freezes() -> None:
     wanted = {"faults": len(FAULTS), "failed": 0, "failed_without_faults": 0, "different": 0}
     assert seen | wanted == seen
     assert seen["restarted"]
-    assert seen["requests_placed_anew"] + seen["handoff_redirects"] + seen["requests_parked"] > 0
+    assert seen["requests_placed_again"] + seen["handoff_redirects"] + seen["requests_parked"] > 0

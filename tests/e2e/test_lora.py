@@ -76,7 +76,7 @@ def test_tokens_are_those_of_merged_weights(
     with HttpServing(folder, lora_modules=modules, **options) as serving:
         assert ask_all(serving) == expected
         if variant == "killed":
-            assert serving.metric("tandem_requests_placed_anew_total") > 0
+            assert serving.metric("tandem_requests_placed_again_total") > 0
         serving.wait_empty()
         assert ask_all(serving) == expected  # now with what the prefix caches hold
         serving.wait_empty()

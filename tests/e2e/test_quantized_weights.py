@@ -95,7 +95,7 @@ def test_the_same_tokens_however_it_is_served(weights: dict[str, Any]) -> None:
         answers = [pool.submit(ask, serving, number) for number in numbers]
         serving.bury("decode-0")
         crowd = [answer.result(30) for answer in answers]
-        assert serving.metric("tandem_requests_placed_anew_total") > 0
+        assert serving.metric("tandem_requests_placed_again_total") > 0
         again = [ask(serving, number) for number in numbers]
         for method in ("draft_model", "ngram"):
             assert serving.metric("tandem_spec_decode_num_accepted_tokens_total", method=method) > 0, method

@@ -264,7 +264,7 @@ def test_a_decode_workers_death_changes_nothing(
     with HttpServing(BUNDLED_MODEL, workers, worker_timeout=1.5, **options(method)) as serving:
         for name in ("logprobs", "seeded"):
             assert_same(ask(serving, REQUESTS[name], speculative=asked), expected[name])
-        assert serving.metric("tandem_requests_placed_anew_total") == 1
+        assert serving.metric("tandem_requests_placed_again_total") == 1
         serving.wait_empty()
         drafts, drafted = (total(serving, name, method) for name in ("drafts", "draft_tokens"))
         assert 2 < drafted / drafts <= 3

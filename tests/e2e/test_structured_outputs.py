@@ -133,6 +133,6 @@ def test_texts_are_valid_and_the_same(
     with HttpServing(folder, workers) as serving:
         assert answers(serving) == expected
         if workers is KILLED:
-            assert serving.metric("tandem_requests_placed_anew_total") > 0
+            assert serving.metric("tandem_requests_placed_again_total") > 0
         serving.wait_empty()
         assert serving.metric("tandem_request_failures_total") == 0

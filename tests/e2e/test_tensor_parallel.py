@@ -92,7 +92,7 @@ def test_a_lost_rank_is_a_lost_worker(
         serving.bury(worker_id)
         answer = future.result().json()
     assert answer["choices"][0]["token_ids"] == expected
-    assert serving.metric("tandem_requests_placed_anew_total") > 0
+    assert serving.metric("tandem_requests_placed_again_total") > 0
 
 
 def running(serving: HttpServing) -> str:

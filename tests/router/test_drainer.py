@@ -90,7 +90,7 @@ def test_what_waits_in_the_router_goes_elsewhere_at_once(make_router, pool):
     eventually(lambda: router.metric("tandem_num_requests_held", api_key="0") == 3)
     other = router.add_worker("prefill-1", "prefill", peers={"decode-0": decode})
     drained = pool.submit(router.http.post, "/workers/prefill-0/drain", json={})
-    eventually(lambda: router.metric("tandem_requests_placed_anew_total", reason="drain") == 3)
+    eventually(lambda: router.metric("tandem_requests_placed_again_total", reason="drain") == 3)
     prefill.hold.clear()
     assert [each.result(10).status_code for each in (*asked, drained)] == [200] * 8
     assert (len(prefill.generated), len(other.generated)) == (4, 3)

@@ -46,8 +46,8 @@ def without_id(body: dict) -> dict:
     return {key: value for key, value in body.items() if key not in ("id", "created")}
 
 
-def placed_anew(router, reason: str = "worker_lost") -> float:
-    return router.metric("tandem_requests_placed_anew_total", reason=reason)
+def placed_again(router, reason: str = "worker_lost") -> float:
+    return router.metric("tandem_requests_placed_again_total", reason=reason)
 
 
 # --- placed anew from the journal ---
@@ -64,7 +64,7 @@ def test_the_answer_is_the_same_wherever_its_worker_dies(make_router, pool, expe
     assert second.generated[0].output_token_ids == first.script(first.generated[0])[:after]
     assert second.generated[0].request_id != first.generated[0].request_id
     assert second.generated[0].sampling == first.generated[0].sampling
-    assert placed_anew(router) == 1
+    assert placed_again(router) == 1
     assert router.metric("tandem_generation_tokens_total") == NUM_TOKENS
     eventually(lambda: is_idle(router))
 
@@ -92,7 +92,7 @@ def test_a_stream_goes_on(make_router, expected):
     assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
     assert last["usage"] == whole["usage"]
-    assert placed_anew(router) == 1
+    assert placed_again(router) == 1
 
 
 def test_silence_is_enough(make_router, pool, expected):
@@ -123,7 +123,7 @@ def test_an_error_that_another_worker_may_not_have(make_router, pool, expected, 
     first.stall_after = NUM_TOKENS
     first.post(encode(StepOutput(worker_id=first.worker_id, incarnation=first.incarnation, outputs=[error])))
     assert answer(future.result(5)) == without_id(expected())
-    assert placed_anew(router, kind) == 1
+    assert placed_again(router, kind) == 1
 
 
 def test_a_failure_right_after_a_failover_gives_the_load_back(make_router, pool):
@@ -210,7 +210,7 @@ def test_each_of_several_sequences_goes_on(make_router, pool):
     body = answer(future.result(5))
     assert body["usage"]["completion_tokens"] == 120
     assert len(second.generated) == 6
-    assert placed_anew(router) == 6
+    assert placed_again(router) == 6
     eventually(lambda: is_idle(router))
 
 
@@ -255,7 +255,7 @@ def test_a_request_that_gets_on_outlives_any_number_of_deaths(make_router, pool,
         eventually(lambda count=3 + deaths: emitted(router) == [count])
     worker.stall_after = NUM_TOKENS
     assert answer(future.result(5)) == without_id(expected())
-    assert placed_anew(router) == 5
+    assert placed_again(router) == 5
 
 
 def test_deaths_are_forgotten_once_it_gets_on(make_router, pool, expected):
@@ -285,7 +285,7 @@ def test_workers_that_are_stopped_are_not_its_fault(make_router, pool, expected)
         worker, other = other, router.add_worker(f"decode-{stops + 1}")
     worker.stall_after = NUM_TOKENS
     assert answer(future.result(5)) == without_id(expected())
-    assert placed_anew(router) == 5
+    assert placed_again(router) == 5
 
 
 def test_workers_whose_loops_get_stuck_may_be_its_fault(make_router, pool):
@@ -361,7 +361,7 @@ def test_a_failed_hand_off_goes_to_another_worker(make_router, pool, expected, k
     assert [redirect.decode.incarnation for redirect in prefill.redirects] == [other.incarnation]
     assert not decode.generated and request_id in decode.aborted
     assert router.metric("tandem_handoff_redirects_total", reason=kind) == 1
-    assert placed_anew(router, kind) == 0
+    assert placed_again(router, kind) == 0
     eventually(lambda: is_idle(router))
 
 
@@ -487,7 +487,7 @@ def test_a_hand_off_that_failed_after_its_tokens_came(make_router, pool, expecte
     decode.stall_after = NUM_TOKENS
     assert answer(future.result(5)) == without_id(expected())
     assert len(prefill.generated[1].output_token_ids) == 4
-    assert placed_anew(router, "transfer") == 1
+    assert placed_again(router, "transfer") == 1
     eventually(lambda: is_idle(router))
 
 
@@ -503,7 +503,7 @@ def test_a_prompt_that_is_no_longer_held_is_placed_anew(make_router, pool, expec
     assert answer(future.result(5)) == without_id(expected())
     assert len(prefill.generated) == 2
     assert len(prefill.generated[1].output_token_ids) == 1
-    assert placed_anew(router) == 1
+    assert placed_again(router) == 1
     eventually(lambda: is_idle(router))
 
 

@@ -150,7 +150,7 @@ def test_placed_anew_when_no_token_was_emitted(make_router, pool):
     assert response.json()["usage"]["completion_tokens"] == 5
     assert second.generated[0].request_id != first.generated[0].request_id
     assert second.generated[0].sampling == first.generated[0].sampling
-    assert router.metric("tandem_requests_placed_anew_total", reason="worker_lost") == 1
+    assert router.metric("tandem_requests_placed_again_total", reason="worker_lost") == 1
     eventually(lambda: is_idle(router))
 
 
@@ -303,7 +303,7 @@ def test_tokens_that_do_not_follow_are_computed_anew(make_router, shift):
     answer = post(router, max_tokens=6, return_token_ids=True).json()["choices"][0]
     assert answer["token_ids"] == whole
     assert router.metric("tandem_messages_dropped_total", reason="tokens_missing") == 1
-    assert router.metric("tandem_requests_placed_anew_total", reason="worker_lost") == 1
+    assert router.metric("tandem_requests_placed_again_total", reason="worker_lost") == 1
     eventually(lambda: is_idle(router) and not worker.jobs)
 
 

@@ -39,7 +39,7 @@ def test_a_split_request(router, pool):
     assert (choice["mode"], choice["workers"]) == ("split", {"prefill": "prefill-0", "decode": "decode-0"})
     assert (choice["worker_queue_s"], choice["prefill_s"]) == (0.001, 0.002)
     assert (choice["tokens"], choice["decode_steps"], choice["drafted_tokens"]) == (20, 19, 0)
-    assert (choice["placed_anew"], choice["migrated"], choice["redirected"]) == (0, 0, 0)
+    assert (choice["placed_again"], choice["migrated"], choice["redirected"]) == (0, 0, 0)
     assert (choice["queue_s"], choice["earlier_s"]) == (0, 0)
     assert 0 < timing["prepare_s"] < 1 and 0 < choice["placement_s"] < 1
     assert choice["takeover_s"] > 0 and choice["decode_s"] > 0
@@ -136,7 +136,7 @@ def test_a_request_that_lost_its_worker_and_waited(make_router, pool):
     router.add_worker("decode-1")
     timing = timing_of(running.result(5))
     (choice,) = timing["choices"]
-    assert (choice["placed_anew"], choice["migrated"], choice["tokens"]) == (1, 0, 20)
+    assert (choice["placed_again"], choice["migrated"], choice["tokens"]) == (1, 0, 20)
     assert (choice["mode"], choice["workers"]) == ("whole", {"decode": "decode-1"})
     assert choice["earlier_s"] > 0.005 and choice["queue_s"] > 0
     assert choice["ttft_s"] < timing["prepare_s"] + choice["placement_s"] + choice["earlier_s"]

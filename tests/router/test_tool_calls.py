@@ -26,7 +26,7 @@ TOOLS = [
     },
     {"type": "function", "function": {"name": "now"}},
 ]
-PLACED_ANEW = "tandem_requests_placed_anew_total"
+PLACED_AGAIN = "tandem_requests_placed_again_total"
 
 
 @pytest.fixture(scope="module")
@@ -106,13 +106,13 @@ def test_without_thinking(hermes):
 def test_a_budget_ends_the_thinking(hermes, stream, budget):
     """Wherever steps end: what was made behind the budget is not told, and what follows is behind the end."""
     hermes.worker.generated.clear()
-    num_ended = hermes.router.metric(PLACED_ANEW, reason="thinking")
+    num_ended = hermes.router.metric(PLACED_AGAIN, reason="thinking")
     options = {"thinking_token_budget": budget, "return_token_ids": True}
     message, finish_reason = hermes.message(
         "<think>" + " fox" * 40, stream, max_tokens=60, logprobs=True, extra_body=options
     )
     first, second = hermes.worker.generated
-    assert hermes.router.metric(PLACED_ANEW, reason="thinking") == num_ended + 1
+    assert hermes.router.metric(PLACED_AGAIN, reason="thinking") == num_ended + 1
     end = hermes.tokenizer.encode("\n</think>\n\n")
     said = hermes.tokenizer.encode("<think>" + " fox" * 40)
     assert first.output_token_ids == [] and second.output_token_ids == said[:budget] + end
