@@ -34,6 +34,6 @@ def test_requests_placed_by_cost(folder: Path, reference: PreTrainedModel) -> No
     assert len(decisions) == len(prompts)
     observed = [decision["observed"]["tpot_s"] for decision in decisions]
     assert min(observed) >= 0 < max(observed), "0: all tokens came at once, as after a pause of the router"
-    for worker in cluster["workers"]:
-        costs = worker["costs"]
-        assert costs["step_s"] > 0 and costs["kv_bytes"] > 0
+    costs = [worker["costs"] for worker in cluster["workers"]]
+    assert all(each["kv_bytes"] > 0 for each in costs)
+    assert any(each["step_s"] > 0 for each in costs), "a worker that got no request has taken no step"

@@ -541,6 +541,7 @@ def test_two_tenants_share_nothing(make_engine: Callable[..., Engine]) -> None:
     assert run(engine)["c"][0].cached_tokens == 63
 
 
+@pytest.mark.timeout(600)
 def test_compiled_forward_gives_the_same_tokens(tmp_path: Path) -> None:
     """Of one layer, which takes half the time: `test_lora` compiles several."""
     write_tiny_llama(tmp_path, num_layers=1)

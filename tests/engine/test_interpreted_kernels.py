@@ -26,7 +26,7 @@ FILES = {name: [f"{HERE}/{kind}.py" for kind in kinds] for name, kinds in GROUPS
 FASTER = "tests.engine.interpreted.faster"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("group", FILES)
 def test_interpreted_kernels_compute_the_same(group: str) -> None:
     """In a process of its own: Triton is another one from its import on where it interprets."""

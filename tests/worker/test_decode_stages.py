@@ -425,10 +425,13 @@ OTHER_VALUES: dict[str, st.SearchStrategy[Any]] = {
     "num_tokens": st.integers(1, 2**40),
     "token_ids_digest": st.binary(max_size=20),
     "segments": st.lists(
-        st.builds(SegmentInfo, name=st.just("target"), dtype=st.text(max_size=9), shape=st.just((2, 2)))
+        st.builds(SegmentInfo, name=st.just("target"), dtype=st.text(max_size=9), shape=st.just((2, 2))),
+        max_size=16,
     ),
     "state_position": st.integers(0, 2**40),
-    "extents": st.lists(st.builds(Extent, st.integers(0, 15), st.lists(st.integers(0, 2**30), max_size=4))),
+    "extents": st.lists(
+        st.builds(Extent, st.integers(0, 15), st.lists(st.integers(0, 2**30), max_size=4)), max_size=16
+    ),
     "pushed_blocks": st.integers(0, 2**40),
     "first_token": st.integers(VOCAB_SIZE, 2**40),
     "first_token_position": st.integers(1, 2**40),
