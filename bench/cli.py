@@ -15,7 +15,7 @@ from bench.peers.setup import main as setup
 from bench.quantize.command import quantize
 from bench.quantize.peers import main as quantize_peers
 from bench.roofline import main as roofline
-from bench.serve.client import Target
+from bench.serve.client import ServerTarget
 from bench.serve.load import Load
 from bench.serve.report import ProgressBar, print_result, write_json
 from bench.serve.runner import run_load
@@ -77,7 +77,7 @@ def serve(
     try:
         requests = load.requests()
         objectives = parse_objectives(goodput or [])
-        target = Target(
+        target = ServerTarget(
             base_url, model, chat, ignore_eos, temperature, api_key, timeout, _json_object(extra_body)
         )
         target.endpoint(), target.body(requests[0])  # fails early if no request can be made from the options

@@ -28,7 +28,7 @@ from bench.peers.process import RunningSystem
 from bench.peers.setup import DEFAULT_ENV_DIR
 from bench.peers.systems import SYSTEMS, Setting, System, parse_system
 from bench.record import RESULTS, write_results
-from bench.serve.client import Target
+from bench.serve.client import ServerTarget
 from bench.serve.load import WARMUP_SEED, Load
 from bench.serve.runner import run_load
 from bench.serve.statistics import Summary
@@ -37,7 +37,7 @@ from bench.serve.workload import LoadRequest, synthetic
 WARMUP_OUTPUT_LEN = 32
 
 
-class Measurement(msgspec.Struct, frozen=True):
+class SystemMeasurement(msgspec.Struct, frozen=True):
     """One system under one load in one round. `load_average` (1 minute) tells how busy the machine was."""
 
     system: str
@@ -49,7 +49,7 @@ class Measurement(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ComparisonPlan:
     """Systems, loads and rounds of a comparison."""
 
     specs: Sequence[str]
@@ -79,13 +79,15 @@ class Plan:
         return synthetic(concurrency, self.input_len, WARMUP_OUTPUT_LEN, self.vocab_size, seed)
 
 
-def measure_system(plan: Plan, system: System, number: int, console: Console) -> list[Measurement]:
+def measure_system(
+    plan: ComparisonPlan, system: System, number: int, console: Console
+) -> list[SystemMeasurement]:
     """Start one system, measure every concurrency, stop it.
 
     Raises RuntimeError if it does not start or does not answer.
     """
     measurements = []
-    target = Target(system.base_url, system.model, ignore_eos=True)
+    target = ServerTarget(system.base_url, system.model, ignore_eos=True)
     with RunningSystem(
         system.commands, plan.log_dir / f"round-{number}" / slug(system.label), plan.start_timeout
     ):
@@ -93,7 +95,7 @@ def measure_system(plan: Plan, system: System, number: int, console: Console) ->
             result = run_load(
                 target, plan.requests(number, concurrency), concurrency, warmups=plan.warmups(concurrency)
             )
-            measurement = Measurement(
+            measurement = SystemMeasurement(
                 system.label, number, concurrency, result.summary, result.client_cpu, os.getloadavg()[0]
             )
             console.print(describe(measurement), highlight=False, soft_wrap=True)
@@ -101,7 +103,7 @@ def measure_system(plan: Plan, system: System, number: int, console: Console) ->
     return measurements
 
 
-def describe(measurement: Measurement) -> str:
+def describe(measurement: SystemMeasurement) -> str:
     """Return one line about a measurement."""
     summary = measurement.summary
     failed = f", {summary.failed} failed: {summary.errors}" if summary.failed else ""
@@ -112,9 +114,9 @@ def describe(measurement: Measurement) -> str:
     )
 
 
-def run_plan(plan: Plan, console: Console) -> list[Measurement]:
+def run_plan(plan: ComparisonPlan, console: Console) -> list[SystemMeasurement]:
     """Measure all systems, round by round. A system that fails is reported and left out of its round."""
-    measurements: list[Measurement] = []
+    measurements: list[SystemMeasurement] = []
     for number in range(plan.rounds):
         for spec in plan.specs:
             system = parse_system(spec, plan.setting)
@@ -139,7 +141,7 @@ class Comparison(msgspec.Struct, frozen=True):
     ttft_ratio: float | None
 
 
-def compare(measurements: Sequence[Measurement]) -> list[Comparison]:
+def compare(measurements: Sequence[SystemMeasurement]) -> list[Comparison]:
     """Return the medians over the rounds for each system and concurrency, in the order of their first
     measurement.
     """
@@ -222,7 +224,7 @@ def vocab_size_of(model: Path) -> int:
     return int(json.loads((model / "config.json").read_text())["vocab_size"])
 
 
-def contents(plan: Plan, measurements: Sequence[Measurement]) -> dict[str, Any]:
+def contents(plan: ComparisonPlan, measurements: Sequence[SystemMeasurement]) -> dict[str, Any]:
     """Return the plan, every measurement and the medians as JSON content."""
     return {
         "model": plan.setting.model.name,
@@ -261,7 +263,7 @@ def main(
     """Measure several systems under the same load, interleaved, and compare them with the first."""
     signal.signal(signal.SIGTERM, _leave)
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    plan = Plan(
+    plan = ComparisonPlan(
         specs=system,
         setting=Setting(model.resolve(), env_dir.expanduser().resolve(), max_model_len, threads=threads),
         concurrencies=[int(part) for part in concurrency.split(",")],

@@ -30,7 +30,7 @@ from bench.peers.setup import DEFAULT_ENV_DIR
 from bench.peers.systems import Setting, System, parse_system
 from bench.record import write_results
 from bench.serve import trace
-from bench.serve.client import Client, Record, Target
+from bench.serve.client import Client, Record, ServerTarget
 from bench.serve.runner import drive, run_on_fast_loop
 from bench.serve.statistics import latencies
 from bench.serve.workload import LoadRequest
@@ -96,7 +96,7 @@ class Replays:
     def run(self, system: System, number: int, logs: Path) -> Iterator[Goodput]:
         """Run one system's turn."""
         options = self._options
-        client = Client(Target(system.base_url, system.model, ignore_eos=True))
+        client = Client(ServerTarget(system.base_url, system.model, ignore_eos=True))
         with RunningSystem(system.commands, logs / f"{number}-{slug(system.label)}", START_TIMEOUT_S):
             run_on_fast_loop(drive(client, self.requests(options.speedups[0], WARMUP_SECONDS)))
             most = 0.0

@@ -62,7 +62,7 @@ class Fault:
 
 
 @dataclass
-class Answer:
+class WatchedAnswer:
     """`events` are the times of the request and of each event; `router` is the index of the router that
     served it, -1 if it went to the shared port. `broke_at` is the time at which its connection broke.
     """
@@ -114,18 +114,18 @@ class Storm:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def _run(self, requests: int, interval: float) -> list[Answer]:
+    def _run(self, requests: int, interval: float) -> list[WatchedAnswer]:
         """Send a request every `interval` seconds, or later if all clients are busy."""
         start = time.monotonic()
 
-        def ask(number: int) -> Answer:
+        def ask(number: int) -> WatchedAnswer:
             time.sleep(max(0.0, start + number * interval - time.monotonic()))
             return self._ask(number)
 
         with ThreadPoolExecutor(CONCURRENCY) as clients:
             return list(clients.map(ask, range(requests)))
 
-    def _ask(self, number: int) -> Answer:
+    def _ask(self, number: int) -> WatchedAnswer:
         rng = random.Random(number)
         body = {
             "prompt": [rng.randrange(1, 1000) for _ in range(rng.randrange(8, 200))],
@@ -135,7 +135,7 @@ class Storm:
             "return_token_ids": True,
             "stream": True,
         }
-        answer = Answer(number % len(self._urls), [time.monotonic()])
+        answer = WatchedAnswer(number % len(self._urls), [time.monotonic()])
         try:
             if not self._takes_requests(answer.router):
                 answer.router = -1
@@ -152,7 +152,7 @@ class Storm:
         except httpx.TransportError:
             return False
 
-    def _stream(self, url: str, body: dict[str, Any], answer: Answer) -> None:
+    def _stream(self, url: str, body: dict[str, Any], answer: WatchedAnswer) -> None:
         with self._http.stream("POST", f"{url.rstrip('/')}/v1/completions", json=body) as response:
             if not response.is_success:
                 answer.error = f"{response.status_code}: {response.read()[:300]!r}"
@@ -213,7 +213,7 @@ class Storm:
 
     # --- results ----------------------------------------------------------------------------------
 
-    def _is_explained(self, answer: Answer) -> bool:
+    def _is_explained(self, answer: WatchedAnswer) -> bool:
         """Return whether the request's router was killed during it or shortly before: clients keep
         connections open.
         """
@@ -221,7 +221,7 @@ class Storm:
         deaths = [fault.at for fault in self._faults if fault.victim in routers and "router" in fault.victim]
         return any(answer.events[0] - STALE_S <= at <= answer.broke_at for at in deaths)
 
-    def _pauses(self, answers: list[Answer]) -> dict[str, float]:
+    def _pauses(self, answers: list[WatchedAnswer]) -> dict[str, float]:
         seen: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for answer in answers:
             for begin, end in zip(answer.events, answer.events[1:], strict=False):

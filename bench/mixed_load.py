@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.serve.client import Client, Record, Target
+from bench.serve.client import Client, Record, ServerTarget
 from bench.serve.runner import drive, run_on_fast_loop
 from bench.serve.workload import LoadRequest, random_tokens
 
@@ -34,7 +34,7 @@ class Figures(NamedTuple):
     ttft_s: float
 
 
-async def measure(target: Target, options: argparse.Namespace, seed: int) -> Figures:
+async def measure(target: ServerTarget, options: argparse.Namespace, seed: int) -> Figures:
     """Measure one server in one round. Raises RuntimeError if a request fails."""
     rng, client = np.random.default_rng(seed), Client(target)
     until = time.perf_counter() + options.seconds
@@ -101,6 +101,6 @@ def main(arguments: Sequence[str]) -> None:
     found: dict[str, list[Figures]] = {name: [] for name in servers}
     for number in range(options.rounds):
         for name, url in servers.items():
-            target = Target(url, options.model, ignore_eos=True)
+            target = ServerTarget(url, options.model, ignore_eos=True)
             found[name].append(run_on_fast_loop(measure(target, options, options.seed + number)))
     print(report(found))

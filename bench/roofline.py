@@ -26,7 +26,7 @@ METHODS = ("ngram", "draft_model")
 K = 4
 
 
-class Load(NamedTuple):
+class DraftedSteps(NamedTuple):
     """Steps of `requests` requests, plain and with K drafted tokens for each.
 
     Times are in seconds, drafting included; `rows` is the rows of a step with drafts, `tokens` the tokens
@@ -55,7 +55,7 @@ def read(results: Path = RESULTS) -> list[Measurement]:
     return [msgspec.convert(each, Measurement) for run in runs for each in run["measurements"]]
 
 
-def loads_of(measurements: Sequence[Measurement], method: str) -> list[Load]:
+def loads_of(measurements: Sequence[Measurement], method: str) -> list[DraftedSteps]:
     """Return the loads by number of requests, without loads in which all requests never decoded in the same
     step.
     """
@@ -68,7 +68,7 @@ def loads_of(measurements: Sequence[Measurement], method: str) -> list[Load]:
         if seconds:
             steps = sum(each.steps for each in drafted)
             loads.append(
-                Load(
+                DraftedSteps(
                     requests=block.concurrency,
                     plain_s=statistics.median(each.step_s for each in plain if each.step_s is not None),
                     drafted_s=statistics.median(seconds),
@@ -79,7 +79,7 @@ def loads_of(measurements: Sequence[Measurement], method: str) -> list[Load]:
     return sorted(loads)
 
 
-def plot(loads: dict[str, list[Load]], path: Path) -> None:
+def plot(loads: dict[str, list[DraftedSteps]], path: Path) -> None:
     """Plot rows per second over rows, under both roofs (left), and step time and tokens over requests
     (right).
     """
@@ -114,7 +114,7 @@ def plot(loads: dict[str, list[Load]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _roofs(axes: Any, loads: Sequence[Load]) -> None:
+def _roofs(axes: Any, loads: Sequence[DraftedSteps]) -> None:
     plain = [(load.requests, load.requests / load.plain_s) for load in loads]
     drafted = [(load.rows, load.rows / load.drafted_s) for load in loads]
     fewest, slowest = plain[0]

@@ -95,7 +95,7 @@ class DraftOrder:
 
 
 @dataclass(eq=False)
-class _Line:
+class _DraftConnection:
     """The state of the connection to a draft worker. `awaited_since` is when the oldest unanswered message
     was sent.
 
@@ -152,7 +152,7 @@ class DraftClient:
         self._epochs = itertools.count(1)
         self._numbers = itertools.count(1)
         self._orders: dict[str, DraftOrder] = {}
-        self._lines: dict[str, _Line] = {}
+        self._lines: dict[str, _DraftConnection] = {}
         self._answered_at: dict[str, float] = {}
 
     def incarnations(self) -> Iterable[str]:
@@ -183,7 +183,7 @@ class DraftClient:
     def _collect(self, remote: RemoteRequest, now: float) -> None:
         line = self._lines.get(remote.at.incarnation)
         if line is None:
-            line = self._lines[remote.at.incarnation] = _Line(remote.at, heard_at=now)
+            line = self._lines[remote.at.incarnation] = _DraftConnection(remote.at, heard_at=now)
         if line.is_lost or line.num_tokens > MAX_TOKENS_AT_ONCE:
             return
         order = self._orders.get(remote.request_id)
@@ -195,7 +195,7 @@ class DraftClient:
             line.given.append(news)
             line.num_tokens += len(news.token_ids)
 
-    def _tell(self, line: _Line, now: float) -> None:
+    def _tell(self, line: _DraftConnection, now: float) -> None:
         line.ask_at = now + ASK_AGAIN_S
         is_taken = self._peers.offer(line.address, line.message(next(self._numbers)))
         if line.is_lost:
@@ -225,7 +225,7 @@ class DraftClient:
         for refused in message.refused:
             self._on_refused(peer, refused)
 
-    def _note_answer(self, line: _Line) -> None:
+    def _note_answer(self, line: _DraftConnection) -> None:
         since, line.awaited_since = line.awaited_since, None
         if since is None:
             return
@@ -283,7 +283,7 @@ class DraftClient:
             elif (line.is_lost or line.ended) and now >= line.ask_at:
                 self._tell(line, now)
 
-    def _lose(self, line: _Line, now: float, why: str) -> None:
+    def _lose(self, line: _DraftConnection, now: float, why: str) -> None:
         self._counters.add("draft_workers_lost_total")
         log.warning("no drafts from %s: %s", line.address.worker_id, why)
         line.is_lost, line.awaited_since, line.ask_at = True, None, now + ASK_AGAIN_S

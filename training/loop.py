@@ -61,7 +61,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Step:
+class FinishedStep:
     """A finished step. `tokens` and `seconds` count from the first step of this process."""
 
     number: int
@@ -93,7 +93,7 @@ class Trainer:
         self._rates = {name: each.defaults["lr"] for name, each in learner.optimizers.items()}
         self.first_step = self._resume() if checkpoint.exists() else 0
 
-    def run(self, report: Callable[[Step], None], until: int | None = None) -> None:
+    def run(self, report: Callable[[FinishedStep], None], until: int | None = None) -> None:
         """Train to the schedule's end or to step `until`. Write checkpoints on the way and at the end."""
         started = saved = time.monotonic()
         end = self._schedule.steps if until is None else until
@@ -102,7 +102,7 @@ class Trainer:
             loss = self._step(step)
             now = time.monotonic()
             tokens = (step + 1 - self.first_step) * self._learner.batch_tokens
-            report(Step(step + 1, loss, tokens, now - started))
+            report(FinishedStep(step + 1, loss, tokens, now - started))
             if step + 1 == end or now - saved > self._save_every_s:
                 self._save(step + 1)
                 saved = now

@@ -62,7 +62,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         parts = self._parts
-        lines = [_Line(parts, link) for link in self._links]
+        lines = [_RouterConnection(parts, link) for link in self._links]
         last = time.monotonic()
         try:
             while not self._stop.wait(HEARTBEAT_INTERVAL_S):
@@ -102,7 +102,7 @@ class Heartbeat:
         log.error("the loop has been stuck for %.0f s, at:\n%s", stalled_s, where)
 
 
-class _Line:
+class _RouterConnection:
     """The heartbeat's own connection to a router. `lost_since` is None while connected, or before the first
     connection.
     """

@@ -20,10 +20,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from bench.five.experiment import Experiment, Run, runs_of
+from bench.five.experiment import Experiment, PlannedRun, runs_of
 from bench.five.factors import FACTORS, chosen, parse_factors
 from bench.five.figures import finding
-from bench.five.measure import Objective, Outcome, Setting, measure_cell
+from bench.five.measure import CellOutcome, ExperimentSetting, Objective, measure_cell
 from bench.five.report import as_markdown, plot
 from bench.five.workloads import WORKLOADS
 from bench.record import RESULTS, command_line
@@ -58,7 +58,7 @@ def five(
     """
     settings = dict(locals())
     console = Console()
-    setting = Setting(
+    setting = ExperimentSetting(
         model=model,
         max_model_len=max_model_len,
         kv_mib=kv_mib,
@@ -95,7 +95,7 @@ def five(
     console.print(f"written to {output}", highlight=False, soft_wrap=True)
 
 
-def _check(setting: Setting, workloads: Sequence[str]) -> None:
+def _check(setting: ExperimentSetting, workloads: Sequence[str]) -> None:
     """Raise ValueError or ConfigError that names the option if a setting or workload is invalid."""
     if not Path(setting.model).is_dir():
         raise ValueError(f"--model: there is no folder {setting.model}")
@@ -119,8 +119,8 @@ def held_out(model: str) -> list[list[int]]:
 
 def _measure(
     experiment: Experiment,
-    runs: Sequence[Run],
-    setting: Setting,
+    runs: Sequence[PlannedRun],
+    setting: ExperimentSetting,
     command: str,
     texts: Sequence[Sequence[int]],
     console: Console,
@@ -137,7 +137,7 @@ def _measure(
         task = progress.add_task("cells", total=len(runs))
         progress.advance(task, len(runs) - len(experiment.missing(runs)))
 
-        def one(run: Run) -> Outcome:
+        def one(run: PlannedRun) -> CellOutcome:
             progress.update(task, description=run.title)
             return measure_cell(
                 setting, WORKLOADS[run.workload], run.cell, run.repeat, texts, Path(logs) / run.title
@@ -153,7 +153,7 @@ def _measure(
     return failed
 
 
-def _line(run: Run, outcome: Outcome) -> str:
+def _line(run: PlannedRun, outcome: CellOutcome) -> str:
     found = f"{outcome.best.goodput:.1f} requests/s" if outcome.best is not None else "no rate"
     light = outcome.light
     return (

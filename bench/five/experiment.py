@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 
 from bench.five.effects import Cell, cells_of, name_of
-from bench.five.measure import Outcome, Setting
+from bench.five.measure import CellOutcome, ExperimentSetting
 from bench.record import write_results
 
 
-class Run(msgspec.Struct, frozen=True):
+class PlannedRun(msgspec.Struct, frozen=True):
     """One measurement to make."""
 
     workload: str
@@ -30,11 +30,11 @@ class Run(msgspec.Struct, frozen=True):
         return f"{self.workload}, {name_of(self.cell)}, repeat {self.repeat}"
 
 
-def runs_of(workloads: Sequence[str], factors: Sequence[str], repeats: int, seed: int) -> list[Run]:
+def runs_of(workloads: Sequence[str], factors: Sequence[str], repeats: int, seed: int) -> list[PlannedRun]:
     """Return the runs repeat by repeat, shuffled within each repeat."""
     rng, ordered = random.Random(seed), []
     for repeat in range(repeats):
-        runs = [Run(workload, cell, repeat) for workload in workloads for cell in cells_of(factors)]
+        runs = [PlannedRun(workload, cell, repeat) for workload in workloads for cell in cells_of(factors)]
         rng.shuffle(runs)
         ordered += runs
     return ordered
@@ -43,20 +43,20 @@ def runs_of(workloads: Sequence[str], factors: Sequence[str], repeats: int, seed
 class Experiment:
     """Outcomes of the finished cells, kept in `results.json` of a folder."""
 
-    def __init__(self, folder: Path, setting: Setting) -> None:
+    def __init__(self, folder: Path, setting: ExperimentSetting) -> None:
         """Raises ValueError if the folder has other content, or cells of another setting."""
         self._folder, self._setting = folder, setting
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[CellOutcome] = []
         path = folder / "results.json"
         if not path.exists():
             return
         try:
             document = json.loads(path.read_bytes())
-            self.outcomes = msgspec.convert(document["outcomes"], list[Outcome])
-            known = msgspec.convert(document["setting"], Setting)
+            self.outcomes = msgspec.convert(document["outcomes"], list[CellOutcome])
+            known = msgspec.convert(document["setting"], ExperimentSetting)
         except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
             raise ValueError(f"--output: {path} holds no experiment: {error}") from error
-        for field in Setting.__struct_fields__:
+        for field in ExperimentSetting.__struct_fields__:
             old, new = getattr(known, field), getattr(setting, field)
             if old != new:
                 raise ValueError(
@@ -64,11 +64,11 @@ class Experiment:
                     "choose another folder, or delete it"
                 )
 
-    def missing(self, runs: Sequence[Run]) -> list[Run]:
+    def missing(self, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
         done = {(each.workload, frozenset(each.cell), each.repeat) for each in self.outcomes}
         return [run for run in runs if (run.workload, run.cell, run.repeat) not in done]
 
-    def complete(self, workload: str, factors: Sequence[str]) -> list[Outcome]:
+    def complete(self, workload: str, factors: Sequence[str]) -> list[CellOutcome]:
         """Return the outcomes of the design's cells in all repeats before the first repeat that lacks a
         cell.
         """
@@ -79,8 +79,8 @@ class Experiment:
         return [each for each in mine if each.repeat < whole]
 
     def measure(
-        self, runs: Sequence[Run], command: str, one: Callable[[Run], Outcome]
-    ) -> Iterator[tuple[Run, Outcome | RuntimeError]]:
+        self, runs: Sequence[PlannedRun], command: str, one: Callable[[PlannedRun], CellOutcome]
+    ) -> Iterator[tuple[PlannedRun, CellOutcome | RuntimeError]]:
         """Measure the missing runs. Each outcome is written to the folder at once; errors are yielded and
         not kept.
         """

@@ -18,7 +18,7 @@ from bench.five.workloads import Prompts, Workload
 from bench.peers.ports import HOST, free_port
 from bench.peers.process import Command, RunningSystem
 from bench.record import REPO
-from bench.serve.client import Client, Record, Target
+from bench.serve.client import Client, Record, ServerTarget
 from bench.serve.runner import drive, run_on_fast_loop
 from bench.serve.statistics import latencies
 
@@ -39,7 +39,7 @@ class Objective(msgspec.Struct, frozen=True):
     attainment: float
 
 
-class Setting(msgspec.Struct, frozen=True):
+class ExperimentSetting(msgspec.Struct, frozen=True):
     """Settings shared by all cells of an experiment. Cells of different settings are not comparable."""
 
     model: str
@@ -64,7 +64,7 @@ class Trial(msgspec.Struct, frozen=True):
     errors: int
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class CellOutcome(msgspec.Struct, frozen=True):
     """The outcome of one cell in one repeat.
 
     `trials` are all trials of the search; `best` is None if none of them met the objective. `light` is the
@@ -94,13 +94,15 @@ class _MissedError(Exception):
     """Too many requests were late for the objective to be met."""
 
 
-class Server:
+class MeasuredServer:
     """A running server, driven by loads of one workload."""
 
-    def __init__(self, base_url: str, setting: Setting, workload: Workload, prompts: Prompts) -> None:
+    def __init__(
+        self, base_url: str, setting: ExperimentSetting, workload: Workload, prompts: Prompts
+    ) -> None:
         objective = setting.objective
         latest = objective.ttft_s + (workload.output - 1) * objective.tpot_s + SLACK_S
-        self._client = Client(Target(base_url, SERVED_NAME, ignore_eos=True, timeout=latest))
+        self._client = Client(ServerTarget(base_url, SERVED_NAME, ignore_eos=True, timeout=latest))
         self._objective, self._seconds, self._prompts = objective, setting.seconds, prompts
         self.trials: list[Trial] = []
 
@@ -157,13 +159,18 @@ class Server:
 
 
 def measure_cell(
-    setting: Setting, workload: Workload, cell: Cell, repeat: int, texts: Sequence[Sequence[int]], logs: Path
-) -> Outcome:
+    setting: ExperimentSetting,
+    workload: Workload,
+    cell: Cell,
+    repeat: int,
+    texts: Sequence[Sequence[int]],
+    logs: Path,
+) -> CellOutcome:
     """Measure one cell. Raises RuntimeError if the server does not start or does not answer."""
     command = serve_command(setting, cell)
     base_url = command.ready_url.removesuffix("/ready")
     with RunningSystem([command], logs, START_TIMEOUT_S) as running:
-        server = Server(base_url, setting, workload, Prompts(texts, workload, seed=repeat))
+        server = MeasuredServer(base_url, setting, workload, Prompts(texts, workload, seed=repeat))
         server.warm_up(workload.first_rate)
         light = server.measure(workload.light_rate)
         try:
@@ -171,10 +178,10 @@ def measure_cell(
         except NoRateError:
             best = None
         memory = sum(map(resident_bytes, running.pids))
-    return Outcome(workload.name, sorted(cell), repeat, server.trials, best, light, memory)
+    return CellOutcome(workload.name, sorted(cell), repeat, server.trials, best, light, memory)
 
 
-def serve_command(setting: Setting, cell: Cell) -> Command:
+def serve_command(setting: ExperimentSetting, cell: Cell) -> Command:
     port = free_port()
     argv = [sys.executable, "-m", "deploy", "serve", "--model", setting.model]
     argv += ["--served-model-name", SERVED_NAME, "--host", HOST, "--port", str(port)]

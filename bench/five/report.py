@@ -9,8 +9,8 @@ from typing import Any
 
 from bench.five.effects import Cell, Effect, cells_of, name_of
 from bench.five.factors import TITLES
-from bench.five.figures import Finding
-from bench.five.measure import Outcome, Setting
+from bench.five.figures import WorkloadFinding
+from bench.five.measure import CellOutcome, ExperimentSetting
 from bench.five.workloads import WORKLOADS
 from bench.record import made_by
 
@@ -25,7 +25,11 @@ brackets 95 % intervals; bold where they leave out 1."""
 
 
 def as_markdown(
-    command: str, setting: Setting, price: float, findings: Sequence[Finding], outcomes: Sequence[Outcome]
+    command: str,
+    setting: ExperimentSetting,
+    price: float,
+    findings: Sequence[WorkloadFinding],
+    outcomes: Sequence[CellOutcome],
 ) -> str:
     objective = setting.objective
     text = INTRODUCTION.format(
@@ -39,7 +43,7 @@ def as_markdown(
     return "\n".join(lines) + "\n"
 
 
-def section(finding: Finding) -> list[str]:
+def section(finding: WorkloadFinding) -> list[str]:
     """Return the tables of one workload: main effects, interactions, and all on against all off."""
     names = [figure.name for figure in finding.figures]
     rule = "|---|" + "--:|" * len(names)
@@ -65,7 +69,7 @@ def _effect(effect: Effect) -> str:
     return text if effect.low is None else f"{text} ({effect.low:.2f} to {effect.high:.2f})"
 
 
-def _cells(finding: Finding, outcomes: Sequence[Outcome], price: float) -> list[str]:
+def _cells(finding: WorkloadFinding, outcomes: Sequence[CellOutcome], price: float) -> list[str]:
     lines = [
         "| on | requests/s | TTFT, ms | TPOT, ms | memory, MiB | cost |",
         "|---|--:|--:|--:|--:|--:|",
@@ -76,7 +80,7 @@ def _cells(finding: Finding, outcomes: Sequence[Outcome], price: float) -> list[
     return lines
 
 
-def _cell(cell: Cell, outcomes: Sequence[Outcome], price: float) -> str:
+def _cell(cell: Cell, outcomes: Sequence[CellOutcome], price: float) -> str:
     """Return the table row of a cell, with means over the repeats."""
 
     def mean(values: Sequence[float]) -> float:
@@ -92,7 +96,7 @@ def _cell(cell: Cell, outcomes: Sequence[Outcome], price: float) -> str:
     )
 
 
-def plot(findings: Sequence[Finding], path: Path) -> None:
+def plot(findings: Sequence[WorkloadFinding], path: Path) -> None:
     """Plot a row for each workload: main effects with their intervals, and interactions on goodput."""
     import matplotlib
 
@@ -109,7 +113,7 @@ def plot(findings: Sequence[Finding], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _plot_effects(axes: Any, finding: Finding) -> None:
+def _plot_effects(axes: Any, finding: WorkloadFinding) -> None:
     width = 0.8 / len(finding.figures)
     for number, figure in enumerate(finding.figures):
         mains = [effect for effect in figure.effects if len(effect.factors) == 1]
@@ -127,7 +131,7 @@ def _plot_effects(axes: Any, finding: Finding) -> None:
     axes.legend(fontsize="small", ncols=3)
 
 
-def _plot_interactions(axes: Any, finding: Finding) -> None:
+def _plot_interactions(axes: Any, finding: WorkloadFinding) -> None:
     names = finding.factors
     found = {effect.factors: effect for effect in finding.figures[0].effects}
     square = [[float("nan")] * len(names) for _ in names]

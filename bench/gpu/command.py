@@ -35,14 +35,14 @@ def gpu(
     console = Console()
     import torch
 
-    from bench.gpu.measure import Plan, measure
+    from bench.gpu.measure import GpuPlan, measure
     from bench.gpu.model import SHAPES, MadeUpModel
     from bench.gpu.report import as_markdown
     from bench.gpu.roofs import measured, missing, roofs_of
 
     if size not in SHAPES:
         raise typer.BadParameter(f"--size: {size!r} is none of {', '.join(SHAPES)}")
-    plan = Plan(
+    plan = GpuPlan(
         batches=_numbers("--batch", batch, 1024),
         drafted=[0, *_numbers("--num-tokens", num_tokens, 63)],
         chunks=_numbers("--chunk", chunk, 32768),

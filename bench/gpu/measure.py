@@ -10,7 +10,7 @@ from functools import partial
 
 from bench.gpu.clock import launches_of, time_of
 from bench.gpu.model import BLOCK_SIZE, Forwards, MadeUpModel
-from bench.gpu.roofline import Step, tokens_of
+from bench.gpu.roofline import StepCost, tokens_of
 from engine.engine import Engine
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
@@ -20,7 +20,7 @@ from speculation.speculator import speculate
 
 
 @dataclass(frozen=True)
-class Plan:
+class GpuPlan:
     batches: Sequence[int]
     drafted: Sequence[int]
     chunks: Sequence[int]
@@ -48,7 +48,7 @@ class Measured:
     device_s: float
     host_s: float
     launches: int | None
-    work: Step
+    work: StepCost
 
 
 def forward(model: MadeUpModel, forwards: Forwards, sequences: int, rows: int, context: int) -> Measured:
@@ -80,7 +80,7 @@ class Results:
     eager_s: list[float]
 
 
-def measure(model: MadeUpModel, plan: Plan) -> Results:
+def measure(model: MadeUpModel, plan: GpuPlan) -> Results:
     eager = [
         each.device_s for each in _decode(model, model.forwards(plan.num_tokens, _config(plan, True)), plan)
     ]
@@ -93,12 +93,12 @@ def measure(model: MadeUpModel, plan: Plan) -> Results:
     return Results(choice, decode, prefill, steps, eager)
 
 
-def _decode(model: MadeUpModel, forwards: Forwards, plan: Plan) -> list[Measured]:
+def _decode(model: MadeUpModel, forwards: Forwards, plan: GpuPlan) -> list[Measured]:
     rows = [1 + drafted for drafted in plan.drafted]
     return [forward(model, forwards, batch, each, plan.context) for batch in plan.batches for each in rows]
 
 
-def _config(plan: Plan, enforce_eager: bool) -> ServeConfig:
+def _config(plan: GpuPlan, enforce_eager: bool) -> ServeConfig:
     drafted = min(max(plan.drafted), MAX_DRAFT_TOKENS)
     return ServeConfig(
         max_num_seqs=max(plan.batches),
@@ -107,7 +107,7 @@ def _config(plan: Plan, enforce_eager: bool) -> ServeConfig:
     )
 
 
-def _step_s(model: MadeUpModel, plan: Plan, batch: int) -> float:
+def _step_s(model: MadeUpModel, plan: GpuPlan, batch: int) -> float:
     """Return the seconds of a step of a worker's engine in which `batch` requests decode greedily:
     scheduling, forward and sampling. On a GPU the engine launches the next step ahead. Contexts start at
     three quarters of the plan's.

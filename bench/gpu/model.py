@@ -28,7 +28,7 @@ _DEFAULT = ServeConfig()
 
 
 @dataclass(frozen=True)
-class Shape:
+class DecoderShape:
     layers: int
     hidden: int
     mlp: int
@@ -60,12 +60,12 @@ class Shape:
 
 
 SHAPES = {
-    "0.6B": Shape(28, 1024, 3072, 16),
-    "1.7B": Shape(28, 2048, 6144, 16),
-    "4B": Shape(36, 2560, 9728, 32),
-    "8B": Shape(36, 4096, 12288, 32),
-    "14B": Shape(40, 5120, 17408, 40),
-    "32B": Shape(64, 5120, 25600, 64),
+    "0.6B": DecoderShape(28, 1024, 3072, 16),
+    "1.7B": DecoderShape(28, 2048, 6144, 16),
+    "4B": DecoderShape(36, 2560, 9728, 32),
+    "8B": DecoderShape(36, 4096, 12288, 32),
+    "14B": DecoderShape(40, 5120, 17408, 40),
+    "32B": DecoderShape(64, 5120, 25600, 64),
 }
 
 
@@ -74,7 +74,7 @@ class MadeUpModel:
     `folder`, from which an engine reads it.
     """
 
-    def __init__(self, shape: Shape, device: torch.device, folder: Path, max_len: int) -> None:
+    def __init__(self, shape: DecoderShape, device: torch.device, folder: Path, max_len: int) -> None:
         config = shape.config()
         config.save_pretrained(folder)
         transformers_hook.register()

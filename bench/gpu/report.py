@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bench.gpu.measure import Measured, Plan, Results, speedup
+from bench.gpu.measure import GpuPlan, Measured, Results, speedup
 from bench.gpu.roofs import Roofs
 
 
-def as_markdown(size: str, roofs: Roofs, reached: Roofs, plan: Plan, results: Results) -> str:
+def as_markdown(size: str, roofs: Roofs, reached: Roofs, plan: GpuPlan, results: Results) -> str:
     both_ways = [*zip(results.decode, results.eager_s, strict=True)]
     plain = [each for each in both_ways if each[0].rows_each == 1]
     chains = [each for each in both_ways if each[0].rows_each > 1]

@@ -35,17 +35,17 @@ class Costs:
             attended=2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim,
         )
 
-    def step(self, sequences: int, rows_each: int, context: int, logits_each: int) -> Step:
+    def step(self, sequences: int, rows_each: int, context: int, logits_each: int) -> StepCost:
         """Return the work of a step of `sequences` sequences, whose last row sees `context` keys."""
         rows, logits = sequences * rows_each, sequences * logits_each
         seen = rows * (2 * context - rows_each + 1) // 2
         products = rows * self.layer_weights + logits * self.head_weights + seen * self.attended
         read = (self.layer_weights + self.head_weights) * self.weight_bytes
-        return Step(read + sequences * context * self.kv_bytes, 2 * products)
+        return StepCost(read + sequences * context * self.kv_bytes, 2 * products)
 
 
 @dataclass(frozen=True)
-class Step:
+class StepCost:
     """Bytes that a step reads, weights and KV, and its operations."""
 
     nbytes: int

@@ -9,7 +9,7 @@ LAST_CHUNK = b"0\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Incoming:
+class ReceivedRequest:
     """A received request; header names are in lower case."""
 
     method: str
@@ -18,7 +18,7 @@ class Incoming:
     body: bytes
 
 
-async def read_request(reader: asyncio.StreamReader) -> Incoming:
+async def read_request(reader: asyncio.StreamReader) -> ReceivedRequest:
     """Read one request with a Content-Length. Raises HttpError if it is malformed or cut short."""
     try:
         text = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
@@ -29,7 +29,7 @@ async def read_request(reader: asyncio.StreamReader) -> Incoming:
         body = await reader.readexactly(int(headers.get("content-length", "0")))
     except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
         raise HttpError(f"malformed request: {error}") from error
-    return Incoming(method, path, headers, body)
+    return ReceivedRequest(method, path, headers, body)
 
 
 def head(status: int, length: int | None, content_type: str = "application/json") -> bytes:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.peers.http_server import LAST_CHUNK, Incoming, chunk, head, read_request
+from bench.peers.http_server import LAST_CHUNK, ReceivedRequest, chunk, head, read_request
 from bench.serve.http import MAX_HEAD_BYTES, Endpoint, HttpError, exchange
 from bench.serve.runner import run_on_fast_loop
 
@@ -54,7 +54,7 @@ class Proxy:
         finally:
             writer.close()
 
-    async def _answer(self, incoming: Incoming, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, incoming: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         if incoming.method == "GET" and incoming.path == "/health":
             for url in (self._prefill_url, self._decode_url):
                 await _fetch(url, incoming)
@@ -65,7 +65,7 @@ class Proxy:
         else:
             await self._generate(incoming, writer)
 
-    async def _generate(self, incoming: Incoming, writer: asyncio.StreamWriter) -> None:
+    async def _generate(self, incoming: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         try:
             fields = json.loads(incoming.body)
         except ValueError as error:
@@ -105,7 +105,7 @@ def prefill_fields(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _passed_on(incoming: Incoming) -> dict[str, str]:
+def _passed_on(incoming: ReceivedRequest) -> dict[str, str]:
     return {name: incoming.headers[name] for name in _PASSED_ON if name in incoming.headers}
 
 
@@ -123,7 +123,7 @@ async def _while_connected(reader: asyncio.StreamReader, work: Awaitable[None]) 
         await asyncio.gather(task, hang_up, return_exceptions=True)
 
 
-async def _fetch(base_url: str, incoming: Incoming, fields: dict[str, Any] | None = None) -> bytes:
+async def _fetch(base_url: str, incoming: ReceivedRequest, fields: dict[str, Any] | None = None) -> bytes:
     """Return a whole response body from a server. Raises UpstreamError unless its status is 200."""
     endpoint = Endpoint.parse(base_url + incoming.path)
     body = b"" if fields is None else json.dumps(fields).encode()

@@ -63,11 +63,11 @@ def quantize(
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from bench.quantize.compare import Load, compare
+    from bench.quantize.compare import SpeedLoad, compare
 
     torch.set_num_threads(threads)
     disable_progress_bar()
-    load = Load(prompt_len, context, output_len, concurrencies, rounds)
+    load = SpeedLoad(prompt_len, context, output_len, concurrencies, rounds)
     with tempfile.TemporaryDirectory() as made:
         if model is None:
             write_shape(shape, Path(made))

@@ -20,7 +20,7 @@ _TEXT_TOKENS = 1024
 
 
 @dataclass(frozen=True)
-class Load:
+class SpeedLoad:
     """Lengths of prompts and answers, numbers of concurrent requests, and rounds to take medians over
     (`speed.measure`).
     """
@@ -53,7 +53,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def compare(
-    cells: Sequence[Cell], checkpoints: Mapping[str, Path], model: Path, load: Load, texts: int
+    cells: Sequence[Cell], checkpoints: Mapping[str, Path], model: Path, load: SpeedLoad, texts: int
 ) -> list[Row]:
     """Measure each cell, the plain one first. The bundled model predicts `texts` held-out texts."""
     is_bundled = is_bundled_model(str(model))

@@ -31,21 +31,21 @@ class Quality:
 
 
 @dataclass(frozen=True)
-class Text:
+class TokenizedTexts:
     """Token ids of each text, and the number of predicted bytes: all but the first tokens' bytes."""
 
     token_ids: Sequence[list[int]]
     num_bytes: int
 
 
-def held_out(texts: int) -> Text:
+def held_out(texts: int) -> TokenizedTexts:
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
     lines = (BUNDLED_FOLDER / "heldout_prompts.jsonl").read_text().splitlines()[:texts]
     encoded: list[list[int]] = [tokenizer(json.loads(line)["prompt"]).input_ids for line in lines]
-    return Text(encoded, sum(len(tokenizer.decode(ids[1:]).encode()) for ids in encoded))
+    return TokenizedTexts(encoded, sum(len(tokenizer.decode(ids[1:]).encode()) for ids in encoded))
 
 
-def measure(engines: Mapping[str, Engine], plain: str, text: Text) -> dict[str, Quality]:
+def measure(engines: Mapping[str, Engine], plain: str, text: TokenizedTexts) -> dict[str, Quality]:
     """Return the quality by engine name, compared with the engine `plain`. The engines must have no
     requests.
     """
@@ -67,7 +67,7 @@ def _log_probabilities(engine: Engine, token_ids: list[int]) -> Tensor:
     return logits.float().log_softmax(-1)
 
 
-def _quality(engine: Engine, reference: Sequence[Tensor], text: Text) -> Quality:
+def _quality(engine: Engine, reference: Sequence[Tensor], text: TokenizedTexts) -> Quality:
     nats, divergence, agreeing, places = 0.0, 0.0, 0, 0
     for plain, ids in zip(reference, text.token_ids, strict=True):
         ours = _log_probabilities(engine, ids)

@@ -12,15 +12,15 @@ from bench.serve.http import Endpoint, HttpError, exchange
 from bench.serve.workload import LoadRequest
 
 
-class Delta(msgspec.Struct):
+class CompletionDelta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
 
 
-class Choice(msgspec.Struct):
+class CompletionChoice(msgspec.Struct):
     text: str | None = None
     token_ids: list[int] | None = None
-    delta: Delta | None = None
+    delta: CompletionDelta | None = None
     finish_reason: str | None = None
 
     def bears_tokens(self) -> bool:
@@ -45,10 +45,10 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionDetails | None = None
 
 
-class Piece(msgspec.Struct):
+class CompletionEvent(msgspec.Struct):
     """One SSE event of a streamed completion."""
 
-    choices: list[Choice] = []
+    choices: list[CompletionChoice] = []
     usage: Usage | None = None
     error: Any = None
 
@@ -74,7 +74,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ServerTarget:
     """The server that gets the requests, and their parameters other than prompt and length."""
 
     base_url: str
@@ -117,7 +117,7 @@ class EventStream:
     def __init__(self, record: Record) -> None:
         self._record = record
         self._buffer = b""
-        self._decoder = msgspec.json.Decoder(Piece)
+        self._decoder = msgspec.json.Decoder(CompletionEvent)
         self.finished = False
         self.finished_at = 0.0
 
@@ -134,7 +134,7 @@ class EventStream:
             else:
                 self._take(self._decoder.decode(payload), now)
 
-    def _take(self, piece: Piece, now: float) -> None:
+    def _take(self, piece: CompletionEvent, now: float) -> None:
         record = self._record
         if piece.error is not None:
             record.error, record.detail = "error event", str(piece.error)[:200]
@@ -155,7 +155,7 @@ class EventStream:
 class Client:
     """Sends requests to one target."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: ServerTarget) -> None:
         self._target = target
         self._endpoint = target.endpoint()
         self._tls = ssl.create_default_context() if self._endpoint.tls else None

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from bench.serve.client import Client, Record, Target
+from bench.serve.client import Client, Record, ServerTarget
 from bench.serve.statistics import Summary, summarize
 from bench.serve.workload import LoadRequest
 
@@ -63,7 +63,7 @@ def run_on_fast_loop(work: Coroutine[Any, Any, T]) -> T:
 
 
 def run_load(
-    target: Target,
+    target: ServerTarget,
     requests: Sequence[LoadRequest],
     max_concurrency: int | None = None,
     objectives: dict[str, float] | None = None,

@@ -13,7 +13,7 @@ import numpy as np
 from bench.serve.client import Record
 
 
-class Distribution(msgspec.Struct, frozen=True):
+class LatencySummary(msgspec.Struct, frozen=True):
     """Mean and percentiles of one latency, in seconds; all zero if there was nothing to measure."""
 
     mean: float = 0.0
@@ -22,7 +22,7 @@ class Distribution(msgspec.Struct, frozen=True):
     p99: float = 0.0
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Distribution":
+    def of(cls, values: Sequence[float]) -> "LatencySummary":
         if not len(values):
             return cls()
         p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
@@ -45,10 +45,10 @@ class Summary(msgspec.Struct, frozen=True):
     request_throughput: float
     output_throughput: float
     total_throughput: float
-    ttft: Distribution
-    itl: Distribution
-    tpot: Distribution
-    e2el: Distribution
+    ttft: LatencySummary
+    itl: LatencySummary
+    tpot: LatencySummary
+    e2el: LatencySummary
     goodput: float | None = None
 
 
@@ -108,9 +108,9 @@ def summarize(records: Sequence[Record], objectives: Mapping[str, float] | None 
         request_throughput=len(completed) * per_second,
         output_throughput=output_tokens * per_second,
         total_throughput=(input_tokens + output_tokens) * per_second,
-        ttft=Distribution.of([t["ttft"] for t in taken]),
-        itl=Distribution.of(np.concatenate(gaps).tolist() if gaps else []),
-        tpot=Distribution.of([tpot(r) for r in completed if r.output_tokens > 1]),
-        e2el=Distribution.of([t["e2el"] for t in taken]),
+        ttft=LatencySummary.of([t["ttft"] for t in taken]),
+        itl=LatencySummary.of(np.concatenate(gaps).tolist() if gaps else []),
+        tpot=LatencySummary.of([tpot(r) for r in completed if r.output_tokens > 1]),
+        e2el=LatencySummary.of([t["e2el"] for t in taken]),
         goodput=goodput,
     )

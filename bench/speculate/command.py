@@ -18,12 +18,12 @@ from protocol.speculation import METHODS
 
 if TYPE_CHECKING:
     from bench.speculate.measurement import Measurement
-    from bench.speculate.plan import Case, Plan
+    from bench.speculate.plan import Case, SpeculationPlan
 
 T = TypeVar("T")
 
 
-class System(Protocol):
+class MeasuredSystem(Protocol):
     """A measured system: engines in this process, or a server."""
 
     @property
@@ -63,11 +63,11 @@ def speculate(
     settings: dict[str, Any] = {key: value for key, value in locals().items() if key != "api_key"}
     logging.basicConfig(level="ERROR")
     console = Console()
-    from bench.speculate.plan import Plan, parse_drafting, parse_num_tokens
+    from bench.speculate.plan import SpeculationPlan, parse_drafting, parse_num_tokens
     from bench.speculate.workload import WORKLOADS
 
     try:
-        plan = Plan(
+        plan = SpeculationPlan(
             workloads=[_one_of(WORKLOADS, text) for text in _split(workload, str, "--workload")],
             temperatures=_split(temperature, float, "--temperature"),
             concurrencies=_split(concurrency, int, "--concurrency"),
@@ -107,7 +107,7 @@ def _one_of(known: Sequence[T], value: object) -> T:
     raise ValueError(f"--workload: {value!r} is none of {', '.join(map(str, known))}")
 
 
-def _engines(plan: Plan, settings: dict[str, Any]) -> System:
+def _engines(plan: SpeculationPlan, settings: dict[str, Any]) -> MeasuredSystem:
     import torch
 
     from bench.speculate.engines import Engines
@@ -123,17 +123,17 @@ def _engines(plan: Plan, settings: dict[str, Any]) -> System:
     return Engines(load_config(flags, environ={}), plan.draftings, plan.output_len)
 
 
-def _server(plan: Plan, base_url: str, api_key: str | None) -> System:
-    from bench.speculate.server import Server
+def _server(plan: SpeculationPlan, base_url: str, api_key: str | None) -> MeasuredSystem:
+    from bench.speculate.server import SpeculatingServer
 
     for drafting in plan.draftings:
         if drafting.label != drafting.config.method:
             raise ValueError(f"--method {drafting.label}: a request names a method, not its options")
     methods = {drafting.label: drafting.config.method for drafting in plan.draftings}
-    return Server(base_url, api_key, methods, plan.output_len)
+    return SpeculatingServer(base_url, api_key, methods, plan.output_len)
 
 
-def measure(plan: Plan, system: System, model: str, console: Console) -> list[Measurement]:
+def measure(plan: SpeculationPlan, system: MeasuredSystem, model: str, console: Console) -> list[Measurement]:
     """Measure all rounds. Raises RuntimeError if a request fails."""
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar

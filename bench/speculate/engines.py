@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from bench.speculate.measurement import Answer, Measurement, summarize
+from bench.speculate.measurement import Measurement, TimedAnswer, summarize
 from bench.speculate.plan import Case, Drafting, NumTokens
 from engine.engine import Engine
 from protocol.config import ServeConfig
@@ -48,7 +48,8 @@ class Engines:
     def run(self, cases: Sequence[Case], number: int, prompts: Sequence[list[int]]) -> list[Measurement]:
         """Run the cases in turns. Raises RuntimeError if a request fails."""
         runs = [
-            Run(self._engine(case), self._requests(case, prompts), case.block.concurrency) for case in cases
+            EngineRun(self._engine(case), self._requests(case, prompts), case.block.concurrency)
+            for case in cases
         ]
         gc.collect()
         gc.freeze()  # as a worker does once it is ready
@@ -96,7 +97,7 @@ class Engines:
         ]
 
 
-class Run:
+class EngineRun:
     """Keeps `concurrency` requests running until all are done, on a clock that stops while other runs have
     their turn.
     """
@@ -105,8 +106,8 @@ class Run:
         self._engine = engine
         self._waiting = list(reversed(requests))
         self._concurrency = concurrency
-        self._running: dict[str, Answer] = {}
-        self._answers: list[Answer] = []
+        self._running: dict[str, TimedAnswer] = {}
+        self._answers: list[TimedAnswer] = []
         self._now = 0.0
         self._full_steps: list[float] = []
         """Seconds of each step in which `concurrency` requests decoded and nothing else ran."""
@@ -123,7 +124,7 @@ class Run:
         started = time.perf_counter()
         while self._waiting and len(self._running) < self._concurrency:
             request = self._waiting.pop()
-            answer = self._running[request.request_id] = Answer(self._now)
+            answer = self._running[request.request_id] = TimedAnswer(self._now)
             self._answers.append(answer)
             self._engine.add(request)
         outputs = self._engine.step().outputs

@@ -14,7 +14,7 @@ from bench.speculate.measurement import Measurement
 from bench.speculate.plan import Block, Case, NumTokens
 
 
-class Figure(msgspec.Struct, frozen=True, kw_only=True):
+class CaseFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of one case. Times are in seconds; `speedup` is in output tokens per second, `decode_speedup`
     in TPOT.
 
@@ -40,7 +40,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     cost: float
 
 
-def figures_of(measurements: Iterable[Measurement], price: float) -> list[Figure]:
+def figures_of(measurements: Iterable[Measurement], price: float) -> list[CaseFigures]:
     """Return the figures in the order of the measurements; `price` is the price of a worker-hour."""
     by_case: dict[Case, list[Measurement]] = defaultdict(list)
     for measurement in measurements:
@@ -52,12 +52,12 @@ def figures_of(measurements: Iterable[Measurement], price: float) -> list[Figure
     return figures
 
 
-def _figure(case: Case, pairs: Sequence[tuple[Measurement, Measurement]], price: float) -> Figure:
+def _figure(case: Case, pairs: Sequence[tuple[Measurement, Measurement]], price: float) -> CaseFigures:
     mine = [each for each, _ in pairs]
     drafted, accepted = sum(each.drafted for each in mine), sum(each.accepted for each in mine)
     rounds = sum(each.draft_rounds for each in mine)
     throughput = statistics.median(each.throughput for each in mine)
-    return Figure(
+    return CaseFigures(
         case=case,
         rounds=len(pairs),
         throughput=throughput,
@@ -86,7 +86,7 @@ def _median(values: Sequence[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class SpeculationVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """The best choice for one load and way to speculate.
 
     `best` is the best K >= 1 at each concurrency, with its speedup. `crossover` is the concurrency from
@@ -103,18 +103,18 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     tax: float | None
 
 
-def verdicts_of(figures: Sequence[Figure]) -> list[Verdict]:
+def verdicts_of(figures: Sequence[CaseFigures]) -> list[SpeculationVerdict]:
     """Return a verdict for each workload, temperature and way to speculate, with the block of the lowest
     concurrency.
     """
-    groups: dict[tuple[str, float, str], list[Figure]] = defaultdict(list)
+    groups: dict[tuple[str, float, str], list[CaseFigures]] = defaultdict(list)
     for figure in figures:
         block = figure.case.block
         groups[block.workload, block.temperature, block.drafting].append(figure)
     return [_verdict(group) for group in groups.values()]
 
 
-def _verdict(figures: Sequence[Figure]) -> Verdict:
+def _verdict(figures: Sequence[CaseFigures]) -> SpeculationVerdict:
     by_k: dict[NumTokens | None, dict[int, float]] = defaultdict(dict)
     for figure in figures:
         by_k[figure.case.num_tokens][figure.case.block.concurrency] = figure.speedup
@@ -127,7 +127,7 @@ def _verdict(figures: Sequence[Figure]) -> Verdict:
     }
     auto = by_k.get("auto")
     top = {c: max(speedups[c] for speedups in fixed.values()) for c in by_k[None]} if fixed else {}
-    return Verdict(
+    return SpeculationVerdict(
         block=lowest,
         best=best,
         crossover=crossover(fixed[best[lowest.concurrency][0]]) if best else None,

@@ -14,7 +14,7 @@ from bench.speculate.plan import Case
 
 
 @dataclass(slots=True)
-class Answer:
+class TimedAnswer:
     """The answer to one request. Times are seconds on one clock; `draft_rounds` counts its steps that
     verified a draft.
     """
@@ -66,7 +66,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 def summarize(
     case: Case,
     number: int,
-    answers: Sequence[Answer],
+    answers: Sequence[TimedAnswer],
     draft_s: float | None = None,
     step_s: float | None = None,
 ) -> Measurement:
@@ -91,7 +91,7 @@ def summarize(
     )
 
 
-def _digest(answers: Sequence[Answer]) -> str:
+def _digest(answers: Sequence[TimedAnswer]) -> str:
     """Return a hash that is equal if all tokens are."""
     tokens = msgspec.json.encode([answer.token_ids for answer in answers])
     return hashlib.blake2b(tokens, digest_size=8).hexdigest()

@@ -58,7 +58,7 @@ class Case(msgspec.Struct, frozen=True):
         return f"{block.workload}, T={block.temperature:g}, concurrency {block.concurrency}: {what}"
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class SpeculationPlan(msgspec.Struct, frozen=True, kw_only=True):
     workloads: Sequence[Workload]
     temperatures: Sequence[float]
     concurrencies: Sequence[int]

@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.speculate.figures import Figure, Verdict, verdicts_of
+from bench.speculate.figures import CaseFigures, SpeculationVerdict, verdicts_of
 
 Panel = tuple[str, float, str]
 """Workload, temperature, way to speculate."""
 
 
-def plot_over_k(figures: Sequence[Figure], path: Path) -> None:
+def plot_over_k(figures: Sequence[CaseFigures], path: Path) -> None:
     """Plot a line for each concurrency, with a dashed prediction in its colour and a star for auto at the
     right.
     """
 
-    def draw(axes: Any, chosen: Sequence[Figure]) -> None:
+    def draw(axes: Any, chosen: Sequence[CaseFigures]) -> None:
         for concurrency in sorted({figure.case.block.concurrency for figure in chosen}):
             line = {
                 figure.case.num_tokens: figure
@@ -38,10 +38,10 @@ def plot_over_k(figures: Sequence[Figure], path: Path) -> None:
     _panels(figures, path, draw, xlabel="K", legend="concurrency", note=note)
 
 
-def plot_over_concurrency(figures: Sequence[Figure], path: Path) -> None:
+def plot_over_concurrency(figures: Sequence[CaseFigures], path: Path) -> None:
     """Plot a line for each K, and a vertical line where the best K of the lowest concurrency stops paying."""
 
-    def draw(axes: Any, chosen: Sequence[Figure]) -> None:
+    def draw(axes: Any, chosen: Sequence[CaseFigures]) -> None:
         for num_tokens in dict.fromkeys(figure.case.num_tokens for figure in chosen):
             if num_tokens is None:
                 continue
@@ -61,7 +61,7 @@ def plot_over_concurrency(figures: Sequence[Figure], path: Path) -> None:
     _panels(figures, path, draw, xlabel="concurrency", legend="K", note="")
 
 
-def _mark_crossover(axes: Any, verdict: Verdict) -> None:
+def _mark_crossover(axes: Any, verdict: SpeculationVerdict) -> None:
     if verdict.crossover is not None:
         axes.axvline(verdict.crossover, color="tab:red", linestyle=":")
         text = f" no gain from {verdict.crossover:.0f}"
@@ -69,9 +69,9 @@ def _mark_crossover(axes: Any, verdict: Verdict) -> None:
 
 
 def _panels(
-    figures: Sequence[Figure],
+    figures: Sequence[CaseFigures],
     path: Path,
-    draw: Callable[[Any, Sequence[Figure]], None],
+    draw: Callable[[Any, Sequence[CaseFigures]], None],
     xlabel: str,
     legend: str,
     note: str,
@@ -100,6 +100,6 @@ def _panels(
     pyplot.close(grid)
 
 
-def _panel(figure: Figure) -> Panel:
+def _panel(figure: CaseFigures) -> Panel:
     block = figure.case.block
     return block.workload, block.temperature, block.drafting

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from bench.record import made_by
-from bench.speculate.figures import Figure, Verdict
+from bench.speculate.figures import CaseFigures, SpeculationVerdict
 from bench.speculate.measurement import Measurement
 
 _COLUMNS = (
@@ -18,7 +18,10 @@ _COLUMNS = (
 
 
 def as_markdown(
-    command: str, settings: dict[str, Any], figures: Sequence[Figure], verdicts: Sequence[Verdict]
+    command: str,
+    settings: dict[str, Any],
+    figures: Sequence[CaseFigures],
+    verdicts: Sequence[SpeculationVerdict],
 ) -> str:
     """Return all tables, and how they were made."""
     lines = [
@@ -48,11 +51,11 @@ def as_markdown(
     return "\n".join(lines) + "\n"
 
 
-def _load(figure: Figure) -> tuple[str, float]:
+def _load(figure: CaseFigures) -> tuple[str, float]:
     return figure.case.block.workload, figure.case.block.temperature
 
 
-def _verdict_row(verdict: Verdict) -> str:
+def _verdict_row(verdict: SpeculationVerdict) -> str:
     block = verdict.block
     best = ", ".join(f"{c}: {k} ({speedup:.2f})" for c, (k, speedup) in verdict.best.items())
     crossover = "-" if verdict.crossover is None else f"{verdict.crossover:.0f}"
@@ -61,7 +64,7 @@ def _verdict_row(verdict: Verdict) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _row(figure: Figure) -> str:
+def _row(figure: CaseFigures) -> str:
     case = figure.case
     cells = [
         str(case.block.concurrency),
@@ -94,8 +97,8 @@ def _percent(value: float | None) -> str:
 def contents(
     settings: dict[str, Any],
     measurements: Sequence[Measurement],
-    figures: Sequence[Figure],
-    verdicts: Sequence[Verdict],
+    figures: Sequence[CaseFigures],
+    verdicts: Sequence[SpeculationVerdict],
 ) -> dict[str, Any]:
     """Return all measurements, figures and verdicts as JSON content."""
     return {

@@ -7,14 +7,14 @@ from typing import Any
 
 import httpx
 
-from bench.serve.client import Client, Record, Target
+from bench.serve.client import Client, Record, ServerTarget
 from bench.serve.runner import drive, run_on_fast_loop
 from bench.serve.workload import LoadRequest
-from bench.speculate.measurement import Answer, Measurement, summarize
+from bench.speculate.measurement import Measurement, TimedAnswer, summarize
 from bench.speculate.plan import Case
 
 
-class Server:
+class SpeculatingServer:
     """A running server. Its method must be the measured one, unless the measured one needs no weights."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Server:
 
     def _run(self, case: Case, number: int, prompts: Sequence[list[int]]) -> Measurement:
         self._runs += 1
-        target = Target(
+        target = ServerTarget(
             base_url=self._base_url,
             model=self._model,
             ignore_eos=True,
@@ -67,13 +67,13 @@ class Server:
         return asked if case.num_tokens == "auto" else asked | {"num_speculative_tokens": case.num_tokens}
 
 
-def _answer(record: Record) -> Answer:
+def _answer(record: Record) -> TimedAnswer:
     """Convert a record. Each piece of the stream counts as a step; the number of steps with a draft is
     unknown.
     """
     if record.error:
         raise RuntimeError(f"a request failed: {record.error}: {record.detail}")
-    return Answer(
+    return TimedAnswer(
         start=record.start,
         first=record.token_times[0],
         last=record.end,

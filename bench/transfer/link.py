@@ -18,7 +18,7 @@ from typing import Any
 from bench import network, packet_relay
 from bench.network import Network, enter
 from bench.transfer.figures import Figure, ratio_figure
-from bench.transfer.process import Remote
+from bench.transfer.process import ProcessObject
 from bench.transfer.sides import Pair, ReceivingSide, Side, scattered
 from kvtransfer.blocks.layout import block_bytes
 from kvtransfer.transports.registry import TransportOptions
@@ -61,10 +61,10 @@ def iperf3_seconds(hosts: Network, nbytes: int) -> float:
 def pair_over(hosts: Network, wire_dtype: str, num_blocks: int) -> Pair:
     """Return a pair with the sender on the left host and the receiver on the right one."""
 
-    def start(side: type[Side], *arguments: Any) -> Remote:
+    def start(side: type[Side], *arguments: Any) -> ProcessObject:
         where = hosts.right if issubclass(side, ReceivingSide) else hosts.left
         options = TransportOptions(wire_dtype=wire_dtype)
-        return Remote(partial(make_on, where, side), *arguments, options, SEGMENTS, hosts.hosts[where])
+        return ProcessObject(partial(make_on, where, side), *arguments, options, SEGMENTS, hosts.hosts[where])
 
     return Pair(["tcp"], BLOCK_BYTES, num_blocks, start=start)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bench.transfer.figures import Figure, ratio_figure
-from bench.transfer.process import Remote
+from bench.transfer.process import ProcessObject
 from bench.transfer.raw import MODEL_BLOCK, SMALL_BLOCK, TOTAL_BYTES
 from bench.transfer.sides import Pair, ReceivingSide, SendingSide, Side, scattered
 from kvtransfer.transports.ucx.agent import ENGINE_CONFIG
@@ -106,7 +106,7 @@ class NixlPair(Pair):
             TOTAL_BYTES // block_bytes,
             receiving=NixlReceiving,
             sending=NixlSending,
-            start=partial(Remote, environment=environment),
+            start=partial(ProcessObject, environment=environment),
         )
         for one, other in ((self.sender, self.receiver), (self.receiver, self.sender)):
             one.call("meet_agent", *other.call("introduction"))

@@ -44,7 +44,7 @@ class RemoteObject(ABC):
         self.close()
 
 
-class Remote(RemoteObject):
+class ProcessObject(RemoteObject):
     """The object that `make(*arguments)` returns in a new process.
 
     `environment` is set there before. An exception there is raised here as RuntimeError.

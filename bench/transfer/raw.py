@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.transfer.certificates import Authority
 from bench.transfer.figures import Figure, ratio_figure
-from bench.transfer.process import Remote, RemoteObject
+from bench.transfer.process import ProcessObject, RemoteObject
 from bench.transfer.sides import Pair, scattered
 from kvtransfer.transports.registry import TransportOptions
 
@@ -24,7 +24,7 @@ def measure(
     what: str,
     targets: dict[int, float | None],
     repeats: int,
-    start: Callable[..., RemoteObject] = Remote,
+    start: Callable[..., RemoteObject] = ProcessObject,
     name: str = "",
 ) -> Iterator[Figure]:
     """Yield a figure for each block size in `targets`. `start` starts the pair's sides; `name` is the row's
@@ -51,7 +51,7 @@ def tls(repeats: int) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         options = TransportOptions(tls=Authority(Path(folder) / "authority").issue("worker"))
 
-        def start(*arguments: Any) -> Remote:
-            return Remote(*arguments, options)
+        def start(*arguments: Any) -> ProcessObject:
+            return ProcessObject(*arguments, options)
 
         yield from measure("tcp", Pair.raw_stream, "raw stream", {MODEL_BLOCK: None}, repeats, start, "TLS")

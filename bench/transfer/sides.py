@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from bench.transfer.process import Remote, RemoteObject
+from bench.transfer.process import ProcessObject, RemoteObject
 from kvtransfer import Completed, Failed, PoolMemory, Receiver, RegisteredPool, Sender
 from kvtransfer.blocks.memory import map_peer_pool
 from kvtransfer.transports.registry import TransportOptions, open_transports
@@ -185,7 +185,7 @@ class Pair:
         receiver_blocks: int | None = None,
         receiving: type[ReceivingSide] = ReceivingSide,
         sending: type[SendingSide] = SendingSide,
-        start: Callable[..., RemoteObject] = Remote,
+        start: Callable[..., RemoteObject] = ProcessObject,
     ) -> None:
         self.num_blocks = num_blocks
         self._num_leases = 0

@@ -16,7 +16,7 @@ from models.training.corpus import DocumentWindows, encode_documents, training_t
 from models.training.learner import Loss, ModelLearner
 from models.training.shapes import CONTEXT, END_OF_TEXT_ID
 from training.data import read_texts
-from training.loop import Schedule, Step, Trainer
+from training.loop import FinishedStep, Schedule, Trainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +73,7 @@ def run(model: PreTrainedModel, loss: Loss, tokenizer: Tokenizer, arguments: arg
         micro_tokens=arguments.micro_tokens,
     )
 
-    def report(step: Step) -> None:
+    def report(step: FinishedStep) -> None:
         if step.number % 10 == 0:
             rate = step.tokens / step.seconds
             print(

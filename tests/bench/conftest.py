@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from bench.peers.http_server import Incoming, read_request
+from bench.peers.http_server import ReceivedRequest, read_request
 
-Handler = Callable[[Incoming, asyncio.StreamWriter], Awaitable[None]]
+Handler = Callable[[ReceivedRequest, asyncio.StreamWriter], Awaitable[None]]
 StartServer = Callable[[Handler], Awaitable[str]]
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from bench.peers.http_server import LAST_CHUNK, chunk, head
-from bench.serve.client import Client, EventStream, Piece, Record, Target
+from bench.serve.client import Client, CompletionEvent, EventStream, Record, ServerTarget
 from bench.serve.http import ChunkedBody, Endpoint, HttpError, exchange
 from bench.serve.runner import drive, run_load
 from bench.serve.workload import LoadRequest, synthetic
@@ -38,7 +38,7 @@ async def stream(writer: asyncio.StreamWriter, pieces: list[bytes], pause: float
 
 
 def client(url: str, **fields) -> Client:
-    return Client(Target(url, "m", **fields))
+    return Client(ServerTarget(url, "m", **fields))
 
 
 async def test_request_and_record(start_server):
@@ -245,7 +245,7 @@ async def test_run_load_fails_when_the_warm_up_does(start_server):
     async def serve(_, writer):
         writer.write(head(503, 0))
 
-    target = Target(await start_server(serve), "m")
+    target = ServerTarget(await start_server(serve), "m")
     with pytest.raises(RuntimeError, match="HTTP 503"):
         await asyncio.to_thread(run_load, target, [REQUEST], warmups=[REQUEST])
 
@@ -254,7 +254,7 @@ async def test_run_load_measures(start_server):
     async def serve(_, writer):
         await stream(writer, [token("a"), token("b"), token("c"), token("d", "length"), USAGE, DONE], 0.002)
 
-    target = Target(await start_server(serve), "m")
+    target = ServerTarget(await start_server(serve), "m")
     requests = synthetic(6, 3, 4, 100, seed=0)
     result = await asyncio.to_thread(run_load, target, requests, 2, {"ttft": 5.0})
     assert result.summary.completed == 6
@@ -271,7 +271,7 @@ def test_bad_url(url):
 
 def test_chat_needs_text():
     with pytest.raises(ValueError, match="--prompt-file"):
-        Target("http://x", "m", chat=True).body(REQUEST)
+        ServerTarget("http://x", "m", chat=True).body(REQUEST)
 
 
 def test_chunked_body_in_any_pieces():
@@ -291,7 +291,7 @@ def test_chunked_body_in_any_pieces():
 
 def test_fields_that_servers_add_to_events_are_ignored():
     raw = b'{"id": "x", "choices": [{"text": "a", "token_ids": [1]}], "x": {}}'
-    assert msgspec.json.decode(raw, type=Piece).choices[0].bears_tokens()
+    assert msgspec.json.decode(raw, type=CompletionEvent).choices[0].bears_tokens()
 
 
 async def test_one_token_without_text_is_an_answer(start_server):

@@ -10,16 +10,16 @@ from typer.testing import CliRunner
 
 from bench.cli import app
 from bench.gpu import roofs
-from bench.gpu.measure import Measured, Plan, Results, measure, speedup
-from bench.gpu.model import SHAPES, MadeUpModel, Shape
+from bench.gpu.measure import GpuPlan, Measured, Results, measure, speedup
+from bench.gpu.model import SHAPES, DecoderShape, MadeUpModel
 from bench.gpu.report import as_markdown
-from bench.gpu.roofline import Costs, Step, tokens_of
+from bench.gpu.roofline import Costs, StepCost, tokens_of
 from bench.gpu.roofs import Roofs, measured, missing, roofs_of
 from tests.gpu.test_bench import SMALL
 
 CPU = torch.device("cpu")
 ROOFS = Roofs("a device", 1e12, 1e14, "made up")
-TINY = Shape(layers=2, hidden=64, mlp=96, heads=4, kv_heads=2, head_dim=16, vocabulary=320)
+TINY = DecoderShape(layers=2, hidden=64, mlp=96, heads=4, kv_heads=2, head_dim=16, vocabulary=320)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [SMALL, *SHAPES.values()], ids=str)
-def test_heads_share_those_of_keys(shape: Shape) -> None:
+def test_heads_share_those_of_keys(shape: DecoderShape) -> None:
     """Attention needs a multiple of the KV heads."""
     assert shape.heads >= shape.kv_heads and shape.heads % shape.kv_heads == 0
 
@@ -84,34 +84,34 @@ def test_roofs_are_measured_by_a_copy_and_a_product() -> None:
 def test_a_step_reads_weights_and_keys_once_and_multiplies_each_row() -> None:
     costs = Costs(layer_weights=1000, head_weights=100, weight_bytes=2, kv_bytes=8, attended=10)
     decode = costs.step(sequences=4, rows_each=1, context=50, logits_each=1)
-    assert decode == Step(2 * 1100 + 4 * 50 * 8, 2 * (4 * 1100 + 4 * 50 * 10))
+    assert decode == StepCost(2 * 1100 + 4 * 50 * 8, 2 * (4 * 1100 + 4 * 50 * 10))
     chunk = costs.step(sequences=1, rows_each=3, context=3, logits_each=1)
-    assert chunk == Step(2 * 1100 + 3 * 8, 2 * (3 * 1000 + 100 + (1 + 2 + 3) * 10))
-    assert Step(2 * 10**12, 10**14).least_s(ROOFS) == 2.0
-    assert Step(2 * 10**12, 10**14).bound(ROOFS) == "memory"
-    assert Step(10**12, 3 * 10**14).least_s(ROOFS) == 3.0
-    assert Step(10**12, 3 * 10**14).bound(ROOFS) == "products"
+    assert chunk == StepCost(2 * 1100 + 3 * 8, 2 * (3 * 1000 + 100 + (1 + 2 + 3) * 10))
+    assert StepCost(2 * 10**12, 10**14).least_s(ROOFS) == 2.0
+    assert StepCost(2 * 10**12, 10**14).bound(ROOFS) == "memory"
+    assert StepCost(10**12, 3 * 10**14).least_s(ROOFS) == 3.0
+    assert StepCost(10**12, 3 * 10**14).bound(ROOFS) == "products"
 
 
 def test_what_drafts_bring_at_a_set_acceptance() -> None:
     assert tokens_of(0, 0.7) == 1
     assert tokens_of(4, 1.0) == 5
     assert tokens_of(2, 0.5) == 1.75
-    plain, chain = (Measured(2, rows, 64, rows * 0.5 + 0.5, 0.1, None, Step(1, 1)) for rows in (1, 3))
-    other = Measured(1, 1, 64, 100.0, 0.1, None, Step(1, 1))
+    plain, chain = (Measured(2, rows, 64, rows * 0.5 + 0.5, 0.1, None, StepCost(1, 1)) for rows in (1, 3))
+    other = Measured(1, 1, 64, 100.0, 0.1, None, StepCost(1, 1))
     results = Results("eager", [other, plain, chain], [], {}, [1.0] * 3)
     assert speedup(results, chain, 0.5) == 1.75 * 1.0 / 2.0
 
 
 @pytest.fixture(scope="module")
-def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[MadeUpModel, Plan, Results]:
-    plan = Plan(batches=[1, 3], drafted=[0, 2], chunks=[32], context=64, acceptance=0.8)
+def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[MadeUpModel, GpuPlan, Results]:
+    plan = GpuPlan(batches=[1, 3], drafted=[0, 2], chunks=[32], context=64, acceptance=0.8)
     with torch.inference_mode():
         model = MadeUpModel(TINY, CPU, tmp_path_factory.mktemp("model"), plan.longest)
         return model, plan, measure(model, plan)
 
 
-def test_everything_is_measured(on_the_cpu: tuple[MadeUpModel, Plan, Results]) -> None:
+def test_everything_is_measured(on_the_cpu: tuple[MadeUpModel, GpuPlan, Results]) -> None:
     _, _, results = on_the_cpu
     assert [(each.sequences, each.rows_each) for each in results.decode] == [(1, 1), (1, 3), (3, 1), (3, 3)]
     assert [(each.rows_each, each.context) for each in results.prefill] == [(32, 32)]
@@ -122,7 +122,7 @@ def test_everything_is_measured(on_the_cpu: tuple[MadeUpModel, Plan, Results]) -
         assert each.launches is None
 
 
-def test_what_the_made_up_model_costs(on_the_cpu: tuple[MadeUpModel, Plan, Results]) -> None:
+def test_what_the_made_up_model_costs(on_the_cpu: tuple[MadeUpModel, GpuPlan, Results]) -> None:
     model, _, _ = on_the_cpu
     layer = 64 * (4 + 2 + 2) * 16 + 4 * 16 * 64 + 3 * 64 * 96 + 2 * 64 + 2 * 16
     assert model.costs == Costs(
@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "they take 28 GiB, and 20 GiB are free" in result.output
 
 
-def test_the_report(on_the_cpu: tuple[MadeUpModel, Plan, Results], tmp_path: Path) -> None:
+def test_the_report(on_the_cpu: tuple[MadeUpModel, GpuPlan, Results], tmp_path: Path) -> None:
     _, plan, results = on_the_cpu
     text = as_markdown("tiny", ROOFS, Roofs("a device", 5e11, 2e13, ""), plan, results)
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]

@@ -14,10 +14,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from bench.cli import app
-from bench.speculate.engines import Engines, Run
+from bench.speculate.engines import EngineRun, Engines
 from bench.speculate.figures import crossover, figures_of, verdicts_of
-from bench.speculate.measurement import Answer, Measurement, summarize
-from bench.speculate.plan import Block, Case, NumTokens, Plan, parse_drafting
+from bench.speculate.measurement import Measurement, TimedAnswer, summarize
+from bench.speculate.plan import Block, Case, NumTokens, SpeculationPlan, parse_drafting
 from bench.speculate.workload import edit_prompt, load_prompts
 from models.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
 from protocol.errors import ConfigError
@@ -77,7 +77,7 @@ def test_an_edit_needs_a_name_to_change() -> None:
     )
 
 
-def plan(**changes: Any) -> Plan:
+def plan(**changes: Any) -> SpeculationPlan:
     fields: dict[str, Any] = {
         "workloads": ["completion"],
         "temperatures": [0.0],
@@ -88,7 +88,7 @@ def plan(**changes: Any) -> Plan:
         "requests": 4,
         "output_len": 8,
     }
-    return Plan(**fields | changes)
+    return SpeculationPlan(**fields | changes)
 
 
 def test_every_second_round_runs_backwards() -> None:
@@ -145,7 +145,7 @@ def test_a_run_keeps_its_concurrency_on_a_clock_of_its_own(monkeypatch: pytest.M
             )
             for index in range(4)
         ]
-        runs[name] = Run(Stepping(log, name), requests, 2)  # type: ignore[arg-type]
+        runs[name] = EngineRun(Stepping(log, name), requests, 2)  # type: ignore[arg-type]
     running = [*runs.values()]
     while running:
         running = [run for run in running if run.take_turn(1.0)]
@@ -163,7 +163,7 @@ def measured(
     num_tokens: NumTokens | None, seconds: float, number: int = 0, block: Block = BLOCK, **counts: Any
 ) -> Measurement:
     """Return a measurement of one request with 100 tokens."""
-    answer = Answer(start=1.0, first=1.0, last=1.0 + seconds, token_ids=[7] * 100, steps=100)
+    answer = TimedAnswer(start=1.0, first=1.0, last=1.0 + seconds, token_ids=[7] * 100, steps=100)
     for name, value in counts.items():
         setattr(answer, name, value)
     return summarize(

@@ -2,9 +2,9 @@
 
 import pytest
 
-from bench.compare import Measurement, compare
+from bench.compare import SystemMeasurement, compare
 from bench.serve.client import Record
-from bench.serve.statistics import Distribution, parse_objectives, summarize
+from bench.serve.statistics import LatencySummary, parse_objectives, summarize
 
 
 def record(start: float, times: list[float], output_tokens: int | None = None, error: str = "") -> Record:
@@ -44,14 +44,14 @@ def test_failures_count_by_kind_and_in_no_latency():
 
 
 def test_percentiles():
-    distribution = Distribution.of([float(i) for i in range(101)])
+    distribution = LatencySummary.of([float(i) for i in range(101)])
     assert (distribution.p50, distribution.p90, distribution.p99) == (50.0, 90.0, 99.0)
-    assert Distribution.of([]) == Distribution()
+    assert LatencySummary.of([]) == LatencySummary()
 
 
 def test_nothing_completed():
     summary = summarize([record(0.0, [], error="no connection")])
-    assert summary.output_throughput == 0.0 and summary.ttft == Distribution()
+    assert summary.output_throughput == 0.0 and summary.ttft == LatencySummary()
     assert summarize([]).duration == 0.0
 
 
@@ -73,9 +73,9 @@ def test_bad_objective(spec):
         parse_objectives([spec])
 
 
-def measurement(system: str, number: int, tokens: int) -> Measurement:
+def measurement(system: str, number: int, tokens: int) -> SystemMeasurement:
     summary = summarize([record(0.0, [0.5 / tokens, 1.0], output_tokens=tokens)])
-    return Measurement(system, number, 4, summary, 0.0, 0.0)
+    return SystemMeasurement(system, number, 4, summary, 0.0, 0.0)
 
 
 def test_ratios_are_taken_within_rounds():

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from bench.cli import app
 from bench.transfer import link, raw, rows
 from bench.transfer.figures import Figure, ratio_figure
-from bench.transfer.process import Remote, processes
+from bench.transfer.process import ProcessObject, processes
 from bench.transfer.sides import Pair, scattered
 
 
@@ -82,7 +82,7 @@ class Failing:
 
 
 def test_an_error_in_a_process_is_raised_here() -> None:
-    with Remote(Failing) as remote, pytest.raises(RuntimeError, match="ValueError: no such thing"):
+    with ProcessObject(Failing) as remote, pytest.raises(RuntimeError, match="ValueError: no such thing"):
         remote.call("fail", "no such thing")
 
 

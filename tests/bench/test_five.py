@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from bench.cli import app
 from bench.five.effects import cells_of
-from bench.five.experiment import Experiment, Run, runs_of
+from bench.five.experiment import Experiment, PlannedRun, runs_of
 from bench.five.factors import FACTORS, serve_options
 from bench.five.figures import finding
-from bench.five.measure import Objective, Outcome, Server, Setting, Trial
+from bench.five.measure import CellOutcome, ExperimentSetting, MeasuredServer, Objective, Trial
 from bench.five.report import as_markdown, plot
 from bench.five.search import NoRateError, highest
 from bench.five.workloads import LEAST_REQUESTS, WORKLOADS, Prompts, Workload
@@ -26,7 +26,7 @@ from deploy.config import load_config
 from tests.bench.test_bench_client import DONE, stream, token
 
 TEXTS = [list(range(1000)), list(range(1000, 9000))]
-SETTING = Setting("model", 1024, 16, '{"method": "ngram"}', Objective(0.5, 0.02, 0.9), 1.0, 2)
+SETTING = ExperimentSetting("model", 1024, 16, '{"method": "ngram"}', Objective(0.5, 0.02, 0.9), 1.0, 2)
 
 
 # --- the search ---------------------------------------------------------------------------------------
@@ -94,9 +94,9 @@ async def test_a_rate_is_judged_and_left_once_it_cannot_be_met(start_server) -> 
     url = await start_server(serve)
     workload = Workload("few", 0, 16, 2, 40.0, 20.0)
     setting = msgspec.structs.replace(SETTING, objective=Objective(0.1, 0.05, 0.9), seconds=0.5)
-    server = Server(url, setting, workload, Prompts(TEXTS, workload, 0))
+    server = MeasuredServer(url, setting, workload, Prompts(TEXTS, workload, 0))
     strict = msgspec.structs.replace(setting, objective=Objective(0.1, 0.05, 0.99), seconds=20.0)
-    crowded = Server(url, strict, workload, Prompts(TEXTS, workload, 0))
+    crowded = MeasuredServer(url, strict, workload, Prompts(TEXTS, workload, 0))
 
     def trials() -> tuple[bool, bool, float, Trial]:
         light = server.measure(20.0)
@@ -145,17 +145,17 @@ def test_runs_come_in_another_order_in_every_repeat() -> None:
     assert runs == runs_of(["chat"], ["sharing", "paging"], 3, seed=1)
 
 
-def outcome(run: Run, goodput: float | None = 10.0) -> Outcome:
+def outcome(run: PlannedRun, goodput: float | None = 10.0) -> CellOutcome:
     trial = Trial(goodput or 0.5, goodput or 0.1, 0.95, 0.02, 0.002, 0)
     best = trial if goodput is not None else None
-    return Outcome(run.workload, sorted(run.cell), run.repeat, [trial], best, trial, 1 << 28)
+    return CellOutcome(run.workload, sorted(run.cell), run.repeat, [trial], best, trial, 1 << 28)
 
 
 def test_an_experiment_goes_on_where_it_stopped(tmp_path: Path) -> None:
     runs = runs_of(["chat"], ["sharing", "paging"], 1, seed=0)
-    measured: list[Run] = []
+    measured: list[PlannedRun] = []
 
-    def one(run: Run) -> Outcome:
+    def one(run: PlannedRun) -> CellOutcome:
         if len(measured) == 2:
             raise KeyboardInterrupt
         measured.append(run)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from bench.mixed_load import Figures, measure, parse, report
-from bench.serve.client import Target
+from bench.serve.client import ServerTarget
 from tests.bench.test_bench_client import DONE, stream, token
 
 STALL_S = 0.06
@@ -26,7 +26,7 @@ async def test_streams_and_long_prompts_are_measured_apart(start_server):
     options = parse(
         ["x=", "--model", "m", "--long-len", "700", "--seconds", "0.5", "--rate", "4", "--streams", "3"]
     )
-    found = await measure(Target(await start_server(serve), "m"), options, seed=1)
+    found = await measure(ServerTarget(await start_server(serve), "m"), options, seed=1)
     assert STALL_S <= found.gap_s < 20 * STALL_S <= found.ttft_s
     assert lengths.count(700) == 2 and lengths.count(64) >= 3
 
@@ -37,7 +37,7 @@ async def test_a_request_that_fails_ends_the_measurement(start_server):
 
     options = parse(["x=", "--model", "m", "--seconds", "0.5"])
     with pytest.raises(RuntimeError, match="503"):
-        await measure(Target(await start_server(serve), "m"), options, seed=1)
+        await measure(ServerTarget(await start_server(serve), "m"), options, seed=1)
 
 
 def test_ratios_are_taken_within_rounds():

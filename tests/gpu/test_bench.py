@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu.measure import Plan, measure
-from bench.gpu.model import MadeUpModel, Shape
+from bench.gpu.measure import GpuPlan, measure
+from bench.gpu.model import DecoderShape, MadeUpModel
 from bench.gpu.report import as_markdown
 from bench.gpu.roofs import measured, roofs_of
 
-SMALL = Shape(4, 512, 1024, 16)
+SMALL = DecoderShape(4, 512, 1024, 16)
 
 
 def test_it_measures_this_gpu(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_it_measures_this_gpu(tmp_path: Path) -> None:
     roofs = roofs_of(reached.name, reached)
     assert 0.3 * roofs.bytes_per_s < reached.bytes_per_s < 1.1 * roofs.bytes_per_s
     assert 0.2 * roofs.flops < reached.flops < 1.1 * roofs.flops
-    plan = Plan(batches=[1, 4], drafted=[0, 3], chunks=[128], context=128, acceptance=0.7)
+    plan = GpuPlan(batches=[1, 4], drafted=[0, 3], chunks=[128], context=128, acceptance=0.7)
     with torch.inference_mode():
         results = measure(MadeUpModel(SMALL, device, tmp_path, plan.longest), plan)
     for each in (*results.decode, *results.prefill):

@@ -198,11 +198,11 @@ def test_the_pool_leaves_room_for_steps(tmp_path: Path) -> None:
 
 def test_a_forward_never_waits_for_the_gpu(tmp_path: Path) -> None:
     """As CUDA itself tells."""
-    from bench.gpu.model import MadeUpModel, Shape
+    from bench.gpu.model import DecoderShape, MadeUpModel
 
     device = torch.device(DEVICE)
     with torch.inference_mode():
-        model = MadeUpModel(Shape(2, 64, 96, 4, 2, 16, 320), device, tmp_path, 128)
+        model = MadeUpModel(DecoderShape(2, 64, 96, 4, 2, 16, 320), device, tmp_path, 128)
         forwards = model.forwards(4 * 128)
         batch = forwards.batch(4, 3, 100)
         for _ in range(2):

@@ -27,7 +27,7 @@ from training.heads.eagle import build_eagle3
 from training.heads.evaluation import acceptance, continue_greedily
 from training.heads.learner import HeadLearner
 from training.heads.medusa import build_medusa
-from training.loop import Schedule, Step, Trainer
+from training.loop import FinishedStep, Schedule, Trainer
 
 METHODS: dict[str, Callable[[Target, HeadOptions], TrainableHead]] = {
     "eagle3": build_eagle3,
@@ -147,7 +147,7 @@ def _run(trainer: Trainer, steps: int, console: Console) -> None:
         task = progress.add_task("", total=steps, completed=trainer.first_step, state="training")
         logged = 0.0
 
-        def report(step: Step) -> None:
+        def report(step: FinishedStep) -> None:
             nonlocal logged
             state = f"loss {step.loss:.3f}, {step.tokens / step.seconds:,.0f} tokens/s"
             progress.update(task, completed=step.number, state=state)
