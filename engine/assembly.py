@@ -220,8 +220,8 @@ class Assembly:
         step = activation_bytes(self.runner, self.layout, device, budget, rows, self._sample_trial, adapter)
         kept = step << self._num_captured
         logger.info(
-            "beside the KV pool %d MiB stay free: %d for a step of %d tokens with logits of %d of them, "
-            "and %d that CUDA graphs may take",
+            "%d MiB stay free next to the KV pool: %d for a step of %d tokens, %d of them with logits, "
+            "and up to %d for CUDA graphs",
             kept >> 20,
             step >> 20,
             budget,

@@ -62,4 +62,6 @@ def check_hybrid(config: ServeConfig, is_parallel: bool, grid: int) -> None:
     }
     for option, is_given in options.items():
         if is_given:
-            raise ConfigError(f"{option}: not supported for a model with recurrent layers: leave it out")
+            raise ConfigError(
+                f"{option}: not supported for a model with recurrent layers: remove this option"
+            )

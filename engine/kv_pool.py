@@ -166,7 +166,7 @@ def pool_blocks(
         fitting = max(0, budget - per_sequence * nbytes) // state_slot_bytes
         raise ConfigError(
             f"--max-num-seqs: {layout.num_state_slots} sequences' states of {state_slot_bytes} bytes each "
-            f"do not fit in {budget} bytes ({reason}) beside "
+            f"do not fit in {budget} bytes ({reason}) next to "
             f"{per_sequence * nbytes} bytes of KV for one sequence of "
             f"--max-model-len ({max_model_len}); {fitting} fit"
         )

@@ -19,7 +19,9 @@ def choose_max_model_len(requested: int | None, longest: int | None) -> int:
     """
     if longest is None:
         if requested is None:
-            raise ConfigError("--max-model-len: the model does not say its longest sequence; give one")
+            raise ConfigError(
+                "--max-model-len: the model's config names no longest sequence; set this option"
+            )
         return requested
     if requested is not None and requested > longest:
         raise ConfigError(f"--max-model-len: {requested} exceeds the model's {longest} positions")
@@ -30,8 +32,8 @@ def refuse_second_quantization(config: ServeConfig, method: str | None) -> None:
     """Raise `ConfigError` if a checkpoint that is quantized by a `method` is to be rounded at load."""
     if config.quantization is not None and method is not None:
         raise ConfigError(
-            f"--quantization: {config.model} is quantized already, by {method}: leave "
-            "the option out, or name the model that it was made from"
+            f"--quantization: {config.model} is already quantized by {method}: remove "
+            "this option, or use the model that it was made from"
         )
 
 

@@ -80,7 +80,7 @@ def probe(
                 _same_logits(model, KeptLayout(group, state), hooks, dtype, seed) for seed in range(_ATTEMPTS)
             ):
                 raise UnsupportedModelError(
-                    f"{name}: a text in chunks beside another request gets other logits than whole and alone"
+                    f"{name}: a text in chunks in a batch gets other logits than whole and alone"
                 )
     except (UnsupportedModelError, torch.OutOfMemoryError):
         raise

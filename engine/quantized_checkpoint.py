@@ -86,7 +86,7 @@ def load_quantized(
         experts |= take_experts(fused, known)
     dequantized = len(fused) + (0 if keeps_experts else len(experts))
     if dequantized:
-        logger.warning("%d tensors that the model fuses, such as experts, are dequantized", dequantized)
+        logger.warning("%d fused tensors, such as experts, are dequantized", dequantized)
     while fused:
         name, weight = fused.popitem()
         rest[f"{name}.weight"] = weight.dequantized().to(dtype)
@@ -144,7 +144,7 @@ def _fused(name: str, stored: Mapping[str, Tensor], layout: Layout) -> Quantized
     shape = layout.shape(stored)
     if shape is None:
         raise UnsupportedModelError(
-            f"{name}: its quantized weight is missing beside {', '.join(sorted(stored))}"
+            f"{name}: its quantized weight is missing next to {', '.join(sorted(stored))}"
         )
     return layout.read(StoredLayer(name, *shape, stored))
 

@@ -75,7 +75,7 @@ class Checkpoint:
             try:
                 self._unpickled[path] = torch.load(path, map_location="cpu", weights_only=True)
             except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-                raise ConfigError(f"{_FLAG}: {path}: not a file of tensors alone: {error}") from error
+                raise ConfigError(f"{_FLAG}: {path}: not a file of only tensors: {error}") from error
         return self._unpickled[path]
 
 
@@ -86,7 +86,9 @@ def _folder(model: str, files: Sequence[str]) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{_FLAG}: {model!r} is no folder, nor a repository to be had: {error}") from error
+        raise ConfigError(
+            f"{_FLAG}: {model!r} is neither a folder nor an accessible repository: {error}"
+        ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def custom_drafter(options: SpeculativeConfig, config: ServeConfig, loaded: Load
     drafter = make(options, config, loaded)
     if not isinstance(drafter, Drafter):
         made = type(drafter).__name__
-        raise ConfigError(f"{FLAG}: {options.drafter} makes a {made}, and no speculation.drafter.Drafter")
+        raise ConfigError(f"{FLAG}: {options.drafter} makes a {made}, not a speculation.drafter.Drafter")
     return drafter
 
 

@@ -167,7 +167,9 @@ def _refuse_unsupported(
 def _refuse_other_sinks(module: torch.nn.Module, num_heads: int, sinks: Tensor | None) -> None:
     name = type(module).__name__
     if sinks is None and getattr(module, "sinks", None) is not None:
-        raise UnsupportedModelError(f"{name}: attention sinks that are not handed over are not supported")
+        raise UnsupportedModelError(
+            f"{name}: attention sinks that are not passed to the attention function are not supported"
+        )
     if sinks is not None and sinks.shape != (num_heads,):
         raise UnsupportedModelError(
             f"{name}: attention sinks of shape {list(sinks.shape)}, not one for each of {num_heads} heads, "

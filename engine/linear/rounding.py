@@ -43,9 +43,7 @@ def round_linears(model: PreTrainedModel, format: CodeFormat) -> None:
     fused = [each for name, each in model.named_parameters() if ".experts." in name and each.ndim == 3]
     if fused:
         num_bytes = sum(each.nbytes for each in fused)
-        logger.warning(
-            "--quantization: experts that the model fuses, %.1f MB, are not rounded", num_bytes / 1e6
-        )
+        logger.warning("--quantization: fused experts (%.1f MB) are not rounded", num_bytes / 1e6)
 
 
 def round_layers(model: nn.Module, format: CodeFormat, kept: nn.Module | None = None) -> None:
@@ -78,10 +76,10 @@ def round_head(model: PreTrainedModel) -> None:
     """
     head = model.get_output_embeddings()
     if isinstance(head, QuantizedLinear):
-        raise ConfigError("--quantize-lm-head: the model's head is quantized already: leave the option out")
+        raise ConfigError("--quantize-lm-head: the model's head is already quantized: remove this option")
     path = next((path for path, module in model.named_modules() if module is head), None)
     if path is None or type(head) is not nn.Linear:
-        raise ConfigError(f"--quantize-lm-head: {model.config.model_type}'s head is no linear layer")
+        raise ConfigError(f"--quantize-lm-head: {model.config.model_type}'s head is not a linear layer")
     weight = head.weight.detach()
     quantized = round_to_nearest(weight, CodeFormat.INT8, weight.shape[1])
     model.set_submodule(path, QuantizedLinear(quantized, head.bias))

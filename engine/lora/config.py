@@ -90,7 +90,7 @@ def _open(folder: Path, name: str) -> FileIO:
     file = FileIO(descriptor)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         file.close()
-        raise AdapterError(f"{name}: is no regular file")
+        raise AdapterError(f"{name}: is not a regular file")
     return file
 
 
@@ -99,9 +99,9 @@ def parse_config(raw: bytes, max_rank: int) -> AdapterConfig:
     try:
         fields = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise AdapterError(f"{CONFIG}: is no JSON: {error}") from error
+        raise AdapterError(f"{CONFIG}: is not JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise AdapterError(f"{CONFIG}: is no object")
+        raise AdapterError(f"{CONFIG}: is not an object")
     try:
         config = to_struct(
             {key: fields[key] for key in AdapterConfig.__struct_fields__ if key in fields}, AdapterConfig

@@ -89,7 +89,7 @@ def parse_adapter(
     try:
         tensors = safetensors.torch.load(raw.tensors)
     except (SafetensorError, KeyError, ValueError) as error:
-        raise AdapterError(f"{TENSORS}: is no safetensors file: {error}") from error
+        raise AdapterError(f"{TENSORS}: is not a safetensors file: {error}") from error
     sides: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
     for name, tensor in tensors.items():
         layer, side = _place(name, linears)

@@ -186,7 +186,7 @@ class Adapters:
     def _checked(self, path: str, digest: str, files: AdapterFiles | None) -> AdapterFiles:
         files = files or self.read(path)
         if digest not in ("", files.digest):
-            raise AdapterError(f"{path}: its files are not those that were loaded under this name before")
+            raise AdapterError(f"{path}: its files differ from those loaded under this name before")
         return files
 
     def _add(self, path: str, digest: str, files: AdapterFiles | None) -> int:

@@ -102,7 +102,7 @@ class Leader:
             with _told(link, _BUILD_S):
                 answer = receive(link, messages.answers)
             if answer is None:
-                raise LostRankError("a rank has ended while it took an adapter; see its log")
+                raise LostRankError("a rank has ended while it loaded an adapter; see its log")
             errors += [answer.error] if answer.error else []
         if errors:
             self.drop(slot)

@@ -52,7 +52,7 @@ def split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, S
         if name.endswith(BLOCKS):
             weight = name.removesuffix(BLOCKS)
             if weight + SCALES not in tensors:
-                raise UnsupportedModelError(f"{weight}{SCALES}: is missing beside {name}")
+                raise UnsupportedModelError(f"{weight}{SCALES}: is missing next to {name}")
             weights[weight] = StackedWeights(blocks, tensors[weight + SCALES])
             _check(weight, blocks, tensors[weight + SCALES])
     return rest, weights

@@ -54,7 +54,7 @@ def _host_slots(config: ServeConfig, pool: KVPool) -> int:
     if nbytes > available:
         raise ConfigError(
             f"--kv-offloading-size: {config.kv_offloading_size:g} GiB are asked for, this host has "
-            f"{max(0, available) / 2**30:.3g} GiB free beside the KV pool"
+            f"{max(0, available) / 2**30:.3g} GiB free next to the KV pool"
         )
     return num_slots
 

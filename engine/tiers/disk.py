@@ -250,4 +250,4 @@ class DiskTier:
         now = time.monotonic()
         if now >= self._silent_until:
             self._silent_until = now + LOG_INTERVAL_S
-            logger.warning("%s (said at most once in %.0f s)", message, LOG_INTERVAL_S)
+            logger.warning("%s (logged at most once in %.0f s)", message, LOG_INTERVAL_S)

@@ -51,11 +51,11 @@ class SelfDrafter(Drafter):
         if len(self._kept) < num_layers and len({*places}) < len(places):
             raise ConfigError(
                 f"--speculative-config: skip_layers: {target.model.config.model_type} has layers that share "
-                "their KV, so that it cannot draft with some of its layers alone"
+                "their KV, so it cannot draft with only some of its layers"
             )
         self._format = None if options.quantization is None else CodeFormat(options.quantization)
         if self._format is not None and _is_quantized(target):
-            raise ConfigError(f"{FIELD}: the model's weights are quantized already: leave it away")
+            raise ConfigError(f"{FIELD}: the model's weights are already quantized: remove this option")
         is_plain = self._format is None and target.recurrent is None
         self._is_made_late = is_plain and target.device.type != "cpu"
         self._loaded = target if self._is_made_late else self._part(target)

@@ -73,6 +73,6 @@ def with_layers(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
         except AttributeError as error:
             raise ConfigError(
                 f"{_FLAG}: skip_layers: the kinds of {model.config.model_type}'s layers follow from their "
-                "numbers, so that none before the last one can be left out"
+                "numbers, so only its last layers can be skipped"
             ) from error
     return part

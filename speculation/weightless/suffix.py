@@ -47,7 +47,7 @@ def compiled() -> ctypes.CDLL | None:
             Path(__file__).parent / "suffix.cpp", TextBatch, SuffixArgs, Ring, keep_gil=True
         )
     except BuildError as error:
-        logger.warning("n-grams are looked up instead of suffixes, which takes a C++ compiler: %s", error)
+        logger.warning("n-grams are looked up instead of suffixes, which need a C++ compiler: %s", error)
         return None
     pointer = ctypes.c_void_p
     declare(library, "tandem_suffix_enter", None, pointer, ctypes.c_uint32, ctypes.c_int64)

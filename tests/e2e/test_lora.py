@@ -93,7 +93,7 @@ def test_adapters_come_and_go_while_the_server_runs(
         (folder / "pipe").mkdir()
         os.mkfifo(folder / "pipe" / "adapter_config.json")  # once, every worker waited for it
         answer = load_adapter(serving, "one", str(folder / "pipe"))
-        assert (answer.status_code, "is no regular file" in answer.text) == (400, True)
+        assert (answer.status_code, "is not a regular file" in answer.text) == (400, True)
         assert load_adapter(serving, "one", modules["one"]).status_code == 200
         serving.add("decode-1")  # who comes later has it too
         assert load_adapter(serving, "other", modules["other"]).status_code == 200

@@ -205,7 +205,7 @@ def test_refuses_inputs_it_would_get_wrong() -> None:
     with pytest.raises(UnsupportedModelError, match="packed"):
         forward(module, *(t.expand(2, -1, -1, -1) for t in attention_inputs()), None)
     module.sinks = torch.zeros(4)
-    with pytest.raises(UnsupportedModelError, match="sinks that are not handed over"):
+    with pytest.raises(UnsupportedModelError, match="sinks that are not passed"):
         forward(module, *attention_inputs(), None)
     module.sinks = None  # type: ignore[assignment]
     module.is_causal = False  # type: ignore[assignment]

@@ -313,7 +313,7 @@ def test_an_adapter_that_changed_on_the_disk_is_not_taken_for_the_one_before(tmp
     one = named(engine, "one")
     adapters_of(engine).unload("one")
     write_adapter(tmp_path, tmp_path / "one", 2)
-    with pytest.raises(InvalidRequestError, match=r"model: one: .* not those that were loaded"):
+    with pytest.raises(InvalidRequestError, match=r"model: one: .* differ from those loaded"):
         engine.add(ask("late", prompt_of(5), adapter=one))
     assert_empty(engine)
 
@@ -412,11 +412,11 @@ def test_a_tensor_that_does_not_fit_is_named(
     ("file", "content", "message"),
     [
         ("adapter_config.json", None, "adapter_config.json: cannot be read"),
-        ("adapter_config.json", b"[" * 100_000, "adapter_config.json: is no JSON"),
-        ("adapter_config.json", b"[]", "adapter_config.json: is no object"),
+        ("adapter_config.json", b"[" * 100_000, "adapter_config.json: is not JSON"),
+        ("adapter_config.json", b"[]", "adapter_config.json: is not an object"),
         ("adapter_config.json", b'{"peft_type": "LORA"}', "adapter_config.json: r: is required"),
         ("adapter_model.safetensors", None, "adapter_model.safetensors: cannot be read"),
-        ("adapter_model.safetensors", b"\xff" * 64, "adapter_model.safetensors: is no safetensors file"),
+        ("adapter_model.safetensors", b"\xff" * 64, "adapter_model.safetensors: is not a safetensors file"),
         ("adapter_model.safetensors", bytes(2**23), "adapter_model.safetensors: has more than the"),
     ],
 )
@@ -450,7 +450,7 @@ def test_what_is_no_regular_file_is_refused_unread(
             (folder / file).symlink_to("/dev/zero")
         case "folder":
             (folder / file).mkdir()
-    assert_refused(table, folder, f"{file}: (is no regular file|cannot be read: .*Is a directory)")
+    assert_refused(table, folder, f"{file}: (is not a regular file|cannot be read: .*Is a directory)")
 
 
 def assert_refused(table: Adapters, adapter: Path, message: str) -> None:

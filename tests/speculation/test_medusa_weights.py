@@ -240,9 +240,9 @@ def test_a_pickle_that_is_more_than_tensors_is_refused(
     write_config(tmp_path)
     path = tmp_path / "medusa_lm_head.pt"
     torch.save({"0.1.weight": Malicious()}, path)
-    assert "medusa_lm_head.pt: not a file of tensors alone" in fault(tmp_path)
+    assert "medusa_lm_head.pt: not a file of only tensors" in fault(tmp_path)
     path.write_bytes(pickle.dumps(Malicious()))
-    assert "medusa_lm_head.pt: not a file of tensors alone" in fault(tmp_path)
+    assert "medusa_lm_head.pt: not a file of only tensors" in fault(tmp_path)
     assert not (tmp_path / "medusa-was-here").exists()
 
 

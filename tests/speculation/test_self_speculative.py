@@ -267,5 +267,5 @@ def test_weights_that_are_quantized_are_not_rounded_again(folders: dict[str, Pat
     config = msgspec.structs.replace(
         config_of(folders["llama"], dtype, quantization="int4"), quantization="int8"
     )
-    with pytest.raises(ConfigError, match="quantization: the model's weights are quantized already"):
+    with pytest.raises(ConfigError, match="quantization: the model's weights are already quantized"):
         Engine(config, speculate=speculate)

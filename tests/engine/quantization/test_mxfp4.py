@@ -80,7 +80,7 @@ def test_weights_are_those_that_transformers_makes_of_them(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("suffix", "broken", "reason"),
     [
-        ("_scales", None, "is missing beside .*down_proj_blocks"),
+        ("_scales", None, "is missing next to .*down_proj_blocks"),
         ("_scales", lambda scales: scales.fill_(255), "has scales that are NaN"),
         ("_scales", lambda scales: scales[..., :1].clone(), r"has shape \[4, 64, 1\], not \[4, 64, 2\]"),
         ("_blocks", lambda blocks: blocks.int(), "is torch.int32, not torch.uint8"),

@@ -134,10 +134,10 @@ def test_a_head_that_cannot_be_rounded_is_refused(tmp_path: Path) -> None:
     write_tiny_llama(tmp_path)
     model = load_model(config(tmp_path, None, "float32")).model
     round_head(model)
-    with pytest.raises(ConfigError, match="--quantize-lm-head: the model's head is quantized already"):
+    with pytest.raises(ConfigError, match="--quantize-lm-head: the model's head is already quantized"):
         round_head(model)
     model.lm_head = nn.Identity()
-    with pytest.raises(ConfigError, match="--quantize-lm-head: llama's head is no linear layer"):
+    with pytest.raises(ConfigError, match="--quantize-lm-head: llama's head is not a linear layer"):
         round_head(model)
 
 
@@ -149,7 +149,7 @@ def test_experts_that_are_not_rounded_are_told_of(tmp_path: Path, caplog: pytest
     with caplog.at_level("WARNING", "tandem.engine"):
         load_model(msgspec.structs.replace(asked, load_format="dummy"))
     megabytes = 4 * 3 * 32 * 64 * 4 / 1e6
-    assert f"experts that the model fuses, {megabytes:.1f} MB, are not rounded" in caplog.text
+    assert f"fused experts ({megabytes:.1f} MB) are not rounded" in caplog.text
 
 
 def test_layers_that_no_group_fits_are_refused_if_they_are_all(tmp_path: Path) -> None:
@@ -162,5 +162,5 @@ def test_layers_that_no_group_fits_are_refused_if_they_are_all(tmp_path: Path) -
 
 def test_a_quantized_checkpoint_is_not_rounded_again(tmp_path: Path) -> None:
     write_quantized(tmp_path, "llama", "awq")
-    with pytest.raises(ConfigError, match=r"--quantization: .* is quantized already, by awq: leave the"):
+    with pytest.raises(ConfigError, match=r"--quantization: .* is already quantized by awq: remove"):
         load_model(config(tmp_path, "int8", "float32"))
