@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.interface import AttentionBackend
 from engine.attention.select import select_backend
@@ -14,6 +16,7 @@ from engine.attention.tables import backend_over
 from engine.decoder.description import Description, unfit
 from engine.decoder.families import has_experts
 from engine.decoder.forward import DecoderForward, library
+from engine.decoder.native_model import DTYPES
 from engine.forward import Forward
 from engine.hybrid_forward import HybridForward
 from engine.kv_pool import KVPool
@@ -90,15 +93,15 @@ def build_runner(
     """`compile` is the option's value. A model that is not packed yet is packed: see `pack_model`. One with
     recurrent layers needs `state_slots`.
     """
+    loaded = pack_model(loaded, compile, type(backend))
+    if loaded.description is not None:
+        assert isinstance(backend, CpuBackend)
+        return DecoderForward(loaded.description, backend, hidden_layers, loaded.adapters, state_slots)
     fault = kernel_fault(loaded.device, loaded.dtype)
     if fault is not None:
         if loaded.device.type == "cpu":
             dequantize_linears(loaded.model, loaded.dtype)  # torch would do so in every step
         return _forward_of(loaded, backend, compile, hidden_layers, state_slots, products=fault, packed=False)
-    loaded = pack_model(loaded, compile, type(backend))
-    if loaded.description is not None:
-        assert isinstance(backend, CpuBackend)
-        return DecoderForward(loaded.description, backend, hidden_layers, loaded.adapters, state_slots)
     packed_layers = PackedLinear, PackedQuantizedLinear, RoutedLinear, RoutedQuantizedLinear
     count = sum(isinstance(module, packed_layers) for module in loaded.model.modules())
     packed = f"{count} packed layers, summed alike in every batch"
@@ -132,8 +135,13 @@ def _forward_of(
 
 
 def _runs_natively(loaded: LoadedModel) -> bool:
-    """Ranks share experts by their modules."""
-    return unfit(loaded.model) is None and not (loaded.in_ranks and has_experts(loaded.model))
+    """Ranks share experts by their modules. The kernels of experts and adapters take bfloat16 alone."""
+    if kernel_fault(loaded.device, loaded.dtype, DTYPES) is not None or unfit(loaded.model) is not None:
+        return False
+    with_experts = has_experts(loaded.model)
+    if loaded.dtype is not torch.bfloat16 and (with_experts or loaded.adapters is not None):
+        return False
+    return not (with_experts and loaded.in_ranks)
 
 
 def pack_model(loaded: LoadedModel, compile: str, backend: type[AttentionBackend]) -> LoadedModel:
@@ -142,18 +150,21 @@ def pack_model(loaded: LoadedModel, compile: str, backend: type[AttentionBackend
     "auto" takes the native decoder for the models that it knows. The model's layers then lose their weights:
     only embeddings, final norm and head stay usable.
     """
-    if loaded.description is not None or kernel_fault(loaded.device, loaded.dtype) is not None:
+    if loaded.description is not None:
         return loaded
     if compile == "auto" and issubclass(backend, CpuBackend) and _runs_natively(loaded):
         try:
-            library()
+            library(loaded.dtype)
             if loaded.recurrent is not None:
                 kernel_addresses()
         except BuildError as error:
             logger.warning("the native decoder cannot be built: %s", error)
         else:
+            if loaded.dtype is not torch.bfloat16:
+                dequantize_linears(loaded.model, loaded.dtype)
             return replace(loaded, description=Description(loaded.model, loaded.max_model_len))
-    pack_experts(loaded.model)
-    pack_absorbed(loaded.model)
-    pack_linears(loaded.model)
+    if kernel_fault(loaded.device, loaded.dtype) is None:
+        pack_experts(loaded.model)
+        pack_absorbed(loaded.model)
+        pack_linears(loaded.model)
     return loaded

@@ -21,10 +21,10 @@ class AttentionMixer {
         const int64_t keys = (qkv - m.num_heads * apart) / 2;
         w.mixed.resize(w.room * width);
         w.project(l, QKV, w.normed.data(), layer.qkv, w.product.data(), n);
-        const bf16 *q = w.product.data(), *k = q + m.num_heads * apart;
+        const Value *q = w.product.data(), *k = q + m.num_heads * apart;
         w.each_row(n, [&](int64_t r) {
             const int64_t position = rows.positions[r] - (m.entry ? 1 : 0);
-            bf16 *query = &w.product[r * qkv], *key = query + m.num_heads * apart;
+            Value *query = &w.product[r * qkv], *key = query + m.num_heads * apart;
             for (int64_t h = 0; h < m.num_heads; h++) place_head(query + h * apart, layer.query_norm, position);
             for (int64_t first = 0; first < keys; first += dim) place_head(key + first, layer.key_norm, position);
         });
@@ -41,7 +41,7 @@ class AttentionMixer {
 
   private:
     // Normalizes (where the model does) and rotates a head of a row.
-    void place_head(bf16* head, const bf16* weight, int64_t position) {
+    void place_head(Value* head, const Value* weight, int64_t position) {
         if (weight) norm_row(head, weight, m.norms, m.head_dim, m.norm_epsilon, head);
         const int64_t first = position * m.rotary_dim;
         rotate_head(head, m.cosines + first, m.sines + first, m.rotary_dim);

@@ -1,4 +1,4 @@
-// A whole Llama-like decoder in bfloat16, in one call. It is for models so small that calling operators one by one
+// A whole Llama-like decoder in bfloat16 or float32 (value.h), in one call. It is for models so small that calling operators one by one
 // costs more than their computation. Matrix products, attention and the operators of recurrent layers are the engine's
 // own kernels, called by address; the rest is here. Values are rounded to bfloat16 where Transformers' modules round
 // them.
@@ -50,7 +50,7 @@ class Decoder : Work {
             enter(*m.entry, rows);
         } else {
             each_row(n, [&](int64_t r) {
-                memcpy(&x[r * hidden], embedding(rows, r), hidden * sizeof(bf16));
+                memcpy(&x[r * hidden], embedding(rows, r), hidden * sizeof(Value));
                 if (m.embedding_multiplier) scale_row(&x[r * hidden], float(m.embedding_multiplier), hidden);
             });
         }
@@ -89,12 +89,12 @@ class Decoder : Work {
         for (int64_t i = 0; i < rows.num_logits; i++) {
             const int64_t r = rows.logit_rows && !narrows ? rows.logit_rows[i] : i;
             if (m.final_norm) norm_row(&x[r * hidden], m.final_norm, m.norms, hidden, m.norm_epsilon, &normed[i * hidden]);
-            else memcpy(&normed[i * hidden], &x[r * hidden], hidden * sizeof(bf16));
+            else memcpy(&normed[i * hidden], &x[r * hidden], hidden * sizeof(Value));
             if (rows.after)
                 memcpy(rows.after + i * hidden, m.entry->feeds_normed ? &normed[i * hidden] : &x[r * hidden],
-                       hidden * sizeof(bf16));
+                       hidden * sizeof(Value));
         }
-        make_whole(m.head, rows.logits, rows.num_logits, m.vocab, [&](bf16* out) {
+        make_whole(m.head, rows.logits, rows.num_logits, m.vocab, [&](Value* out) {
             multiply(normed.data(), m.head, out, rows.num_logits);
             scale(m.head, out, rows.num_logits);
         });
@@ -123,7 +123,7 @@ class Decoder : Work {
         }
         if (const char* fault = place_rows(b)) return fault;
         last_tokens.resize(n), scores.resize(n * m.vocab), after.resize(m.entry ? n * m.hidden : 0);
-        bf16* hidden = m.entry ? after.data() : nullptr;
+        Value* hidden = m.entry ? after.data() : nullptr;
         Rows rows{b.token_ids, positions.data(), int64_t(positions.size()), last_rows.data(), n, scores.data(),
                   nullptr, 0, nullptr, mixed_states(d.before, int64_t(positions.size())), hidden};
         int64_t drafting = n;
@@ -178,7 +178,7 @@ class Decoder : Work {
     }
 
     // The hidden states that a draft head reads, made from n rows of the target's.
-    const bf16* mixed_states(const bf16* states, int64_t n) {
+    const Value* mixed_states(const Value* states, int64_t n) {
         if (!m.entry || !m.entry->mixing) return states;
         targets.resize(n * m.hidden);
         threads = n * m.entry->mixing.in * m.hidden < SERIAL_PRODUCTS ? 1 : most_threads;
@@ -186,7 +186,7 @@ class Decoder : Work {
         return targets.data();
     }
 
-    const bf16* embedding(const Rows& rows, int64_t r) const {
+    const Value* embedding(const Rows& rows, int64_t r) const {
         return m.embeddings + rows.token_ids[r] * m.hidden;
     }
 
@@ -195,23 +195,23 @@ class Decoder : Work {
         const int64_t n = rows.count, hidden = m.hidden;
         normed.resize(std::max(2 * n, rows.num_logits) * hidden);
         each_row(n, [&](int64_t r) {
-            const bf16* before = rows.before + r * hidden;
-            bf16 *token_half = &normed[r * 2 * hidden], *hidden_half = token_half + hidden;
+            const Value* before = rows.before + r * hidden;
+            Value *token_half = &normed[r * 2 * hidden], *hidden_half = token_half + hidden;
             if (!entry.token_norm) {
-                memcpy(token_half, embedding(rows, r), hidden * sizeof(bf16));
-                memcpy(hidden_half, before, hidden * sizeof(bf16));
+                memcpy(token_half, embedding(rows, r), hidden * sizeof(Value));
+                memcpy(hidden_half, before, hidden * sizeof(Value));
                 return;
             }
             norm_row(embedding(rows, r), entry.token_norm, m.norms, hidden, m.norm_epsilon, token_half);
             norm_row(before, entry.hidden_norm, m.norms, hidden, m.norm_epsilon, hidden_half);
-            memcpy(&x[r * hidden], entry.normed_goes_on ? hidden_half : before, hidden * sizeof(bf16));
+            memcpy(&x[r * hidden], entry.normed_goes_on ? hidden_half : before, hidden * sizeof(Value));
         });
         if (entry.token_norm) return;
         multiply(normed.data(), entry.joint, x.data(), n);
-        memcpy(normed.data(), x.data(), n * hidden * sizeof(bf16));
+        memcpy(normed.data(), x.data(), n * hidden * sizeof(Value));
     }
 
-    void norm(const bf16* weight, int64_t n) {
+    void norm(const Value* weight, int64_t n) {
         each_row(n, [&](int64_t r) {
             norm_row(&x[r * m.hidden], weight, m.norms, m.hidden, m.norm_epsilon, &normed[r * m.hidden]);
         });
@@ -225,17 +225,17 @@ class Decoder : Work {
     }
 
     // Keeps only the rows with logits.
-    void keep_rows(const Rows& rows, std::vector<bf16>& values, int64_t width) {
+    void keep_rows(const Rows& rows, std::vector<Value>& values, int64_t width) {
         kept.resize(rows.num_logits * width);
         for (int64_t i = 0; i < rows.num_logits; i++)
-            memcpy(&kept[i * width], &values[rows.logit_rows[i] * width], width * sizeof(bf16));
+            memcpy(&kept[i * width], &values[rows.logit_rows[i] * width], width * sizeof(Value));
         values.swap(kept);
     }
 
-    void capture(const Rows& rows, int64_t index, const bf16* from) {
+    void capture(const Rows& rows, int64_t index, const Value* from) {
         for (int64_t r = 0; r < rows.count; r++)
             memcpy(rows.hidden + (r * rows.num_hidden + index) * m.hidden, from + r * m.hidden,
-                   m.hidden * sizeof(bf16));
+                   m.hidden * sizeof(Value));
     }
 
     // Fills `mixed` from rows, and returns its width.
@@ -265,10 +265,10 @@ class Decoder : Work {
     }
 
     // Fills `out` with a layer's output product of what its mixer made.
-    void make_output(size_t l, std::vector<bf16>& made, int64_t width, std::vector<bf16>& out, int64_t n) {
+    void make_output(size_t l, std::vector<Value>& made, int64_t width, std::vector<Value>& out, int64_t n) {
         const Layer& layer = layers[l];
         gather(made, n, layer.qkv.first, width, layer.output.in);
-        make_whole(layer.output, out.data(), n, m.hidden, [&](bf16* to) {
+        make_whole(layer.output, out.data(), n, m.hidden, [&](Value* to) {
             project(l, OUTPUT, made.data(), layer.output, to, n);
         });
     }
@@ -287,7 +287,7 @@ class Decoder : Work {
         project(l, GATE_UP, normed.data(), layer.gate_up, gated.data(), n);
         each_row(n, [&](int64_t r) { activate(&gated[r * made], width, &active[r * width]); });
         gather(active, n, layer.gate_up.first, width, layer.down.in);
-        make_whole(layer.down, product.data(), n, m.hidden, [&](bf16* out) {
+        make_whole(layer.down, product.data(), n, m.hidden, [&](Value* out) {
             project(l, DOWN, active.data(), layer.down, out, n);
         });
     }
@@ -300,9 +300,9 @@ class Decoder : Work {
     KdaMixer kda;
     LatentMixer latent;
     ExpertMlp experts;
-    std::vector<bf16> x, gated, active, targets, kept;
-    std::vector<bf16> beside, summand;  // what a layer's second mixer makes of the rows, and its output
-    std::vector<bf16> scores, after;  // of each sequence's last row, while drafting
+    std::vector<Value> x, gated, active, targets, kept;
+    std::vector<Value> beside, summand;  // what a layer's second mixer makes of the rows, and its output
+    std::vector<Value> scores, after;  // of each sequence's last row, while drafting
     // The attention's step.
     std::vector<int64_t> last_tokens, positions, slots, last_rows;
     std::vector<int32_t> query_start, context_len;

@@ -35,7 +35,7 @@ class DeltaMixer : DeltaRule {
         convolve(delta, rows, w.product.data(), step);
         w.each_row(n, [&](int64_t r) {
             finish_convolved(of, r);
-            const bf16* made = &gates[r * 2 * of.heads];
+            const Value* made = &gates[r * 2 * of.heads];
             for (int64_t h = 0; h < of.heads; h++) {
                 betas[r * of.heads + h] = beta_of(made[h]);
                 decays[r * of.heads + h] = delta.rates[h] * softplus(widen(made[of.heads + h]) + delta.shifts[h]);
@@ -64,20 +64,20 @@ class DeltaMixer : DeltaRule {
 
     // A row of `heads` heads, of which each has parts of these sizes, becomes all heads' first parts, then all second
     // ones, and so on.
-    static void sort_heads(bf16* row, int64_t heads, std::initializer_list<int64_t> sizes) {
+    static void sort_heads(Value* row, int64_t heads, std::initializer_list<int64_t> sizes) {
         const int64_t size = std::accumulate(sizes.begin(), sizes.end(), int64_t(0));
-        thread_local std::vector<bf16> made;
+        thread_local std::vector<Value> made;
         made.assign(row, row + heads * size);
         int64_t before = 0;
         for (const int64_t part : sizes) {
-            for (int64_t h = 0; h < heads; h++, row += part) memcpy(row, &made[h * size + before], part * sizeof(bf16));
+            for (int64_t h = 0; h < heads; h++, row += part) memcpy(row, &made[h * size + before], part * sizeof(Value));
             before += part;
         }
     }
 
     // The norm of what a head read, opened by silu(gate).
-    static void opened_norm_row(float* __restrict x, const bf16* __restrict weight, const bf16* __restrict gate,
-                                int64_t size, double epsilon, bf16* __restrict out) {
+    static void opened_norm_row(float* __restrict x, const Value* __restrict weight, const Value* __restrict gate,
+                                int64_t size, double epsilon, Value* __restrict out) {
         for (int64_t i = 0; i < size; i++) x[i] = rounded(x[i]);
         const float factor = 1 / std::sqrt(sum_of_squares(x, size) / float(size) + float(epsilon));
         float below[PIECE];
@@ -89,7 +89,7 @@ class DeltaMixer : DeltaRule {
         }
     }
 
-    std::vector<bf16> gates;
+    std::vector<Value> gates;
 };
 
 }  // namespace

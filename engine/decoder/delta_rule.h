@@ -28,7 +28,7 @@ class DeltaRule : protected RecurrentMixer {
             unit_row(row + first, of.key_dim, first < keys ? 1 / std::sqrt(float(of.key_dim)) : 1);
     }
 
-    static float beta_of(bf16 made) { return rounded(1 / (1 + exp_of(-widen(made)))); }
+    static float beta_of(Value made) { return rounded(1 / (1 + exp_of(-widen(made)))); }
 
     // Fills `read`.
     void apply(const Rows& rows, const LayerStateSlots& of) {

@@ -79,13 +79,14 @@ def _can_join(linears: Sequence[nn.Module]) -> bool:
 
 
 class Description(NativeModel):
-    """A bfloat16 model on the CPU for which `unfit` finds nothing, with at most so many `positions`.
+    """A model on the CPU, of one of `DTYPES`, for which `unfit` finds nothing, with at most so many
+    `positions`.
 
     The model loses the weights of its layers, each as soon as it is packed.
     """
 
     def __init__(self, model: PreTrainedModel, positions: int) -> None:
-        super().__init__()
+        super().__init__(model.get_input_embeddings().weight.dtype)
         config, decoder = model.config, model.model
         family = FAMILIES[type(model).__name__]
         mixers = ((layer, family.mixer(layer)) for layer in decoder.layers)

@@ -18,7 +18,7 @@ class Drafted {
     explicit Drafted(const int64_t* ids) : ids(ids) {}
 
     // The sequence's drafted token of this number, from its logits.
-    int64_t next(const Draft& d, int64_t s, int64_t number, const bf16* logits) {
+    int64_t next(const Draft& d, int64_t s, int64_t number, const Value* logits) {
         const int64_t start = d.batch.ends[s], position = start + number;
         if (!d.distributions)
             return token_id(choose(logits, d.vocab, d.seeds[s], position, d.temperatures[s]));
@@ -32,7 +32,7 @@ class Drafted {
 
     // The softmax of logits / temperature, over the target's vocabulary. If greedy, or without a finite logit, one
     // token has probability 1.
-    void spread(const bf16* logits, int64_t vocab, float temperature, float* distribution, int64_t width) {
+    void spread(const Value* logits, int64_t vocab, float temperature, float* distribution, int64_t width) {
         std::fill_n(distribution, width, 0.0f);
         const int64_t likeliest = argmax(logits, vocab);
         if (likeliest < 0 || temperature == 0) {
@@ -48,7 +48,7 @@ class Drafted {
     }
 
     // The argmax of logits / temperature + Gumbel noise, as the sampler computes it without filters.
-    int64_t choose(const bf16* logits, int64_t vocab, int64_t seed, int64_t position, float temperature) {
+    int64_t choose(const Value* logits, int64_t vocab, int64_t seed, int64_t position, float temperature) {
         const int64_t likeliest = argmax(logits, vocab);
         if (likeliest < 0) return 0;
         if (temperature == 0) return likeliest;

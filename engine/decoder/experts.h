@@ -33,8 +33,8 @@ class ExpertMlp {
         }
         const bool beside_mlp = bool(layer.down);
         w.each_row(n, [&](int64_t r) {
-            bf16* out = &w.product[r * m.hidden];
-            if (!beside_mlp) std::fill_n(out, m.hidden, bf16(0));
+            Value* out = &w.product[r * m.hidden];
+            if (!beside_mlp) std::fill_n(out, m.hidden, Value(0));
             else if (e.opener) scale_row(out, rounded(1 / (1 + exp_of(-widen(openers[r])))), m.hidden);
             add_outputs(e, r, out);
         });
@@ -57,20 +57,20 @@ class ExpertMlp {
         });
     }
 
-    void multiply(const Experts& e, const ExpertWeights& of, const bf16* in, bf16* out, int64_t rows, int64_t sharing) {
+    void multiply(const Experts& e, const ExpertWeights& of, const Value* in, Value* out, int64_t rows, int64_t sharing) {
         const Routed routed{in, chosen.data(), out, rows, sharing, e.count, of.in, of.out};
         if (of.quantized)
             return m.routed_quantized_linear(&routed, of.quantized, of.words, of.scales, w.threads, m.parallel);
         m.routed_linear(&routed, of.values, of.bias, w.threads, m.parallel);
     }
 
-    void add_outputs(const Experts& e, int64_t r, bf16* __restrict out) {
+    void add_outputs(const Experts& e, int64_t r, Value* __restrict out) {
         float sums[PIECE];
         for (int64_t first = 0; first < m.hidden; first += PIECE) {
             const int64_t count = std::min(PIECE, m.hidden - first);
             std::fill_n(sums, count, 0.0f);
             for (int64_t i = r * e.chosen; i < (r + 1) * e.chosen; i++) {
-                const bf16* output = &outputs[i * m.hidden + first];
+                const Value* output = &outputs[i * m.hidden + first];
                 for (int64_t k = 0; k < count; k++) {
                     const float weighted = widen(output[k]) * weights[i];
                     sums[k] += e.rounds ? rounded(weighted) : weighted;
@@ -80,7 +80,7 @@ class ExpertMlp {
         }
     }
 
-    static float dot(const bf16* __restrict x, const float* __restrict weights, int64_t size) {
+    static float dot(const Value* __restrict x, const float* __restrict weights, int64_t size) {
         constexpr int LANES = 16;
         float sums[LANES] = {};
         int64_t i = 0;
@@ -94,7 +94,7 @@ class ExpertMlp {
 
     Work& w;
     const Model& m;
-    std::vector<bf16> logits, made, active, outputs, openers;
+    std::vector<Value> logits, made, active, outputs, openers;
     std::vector<float> scores, weights;
     std::vector<int64_t> chosen;  // [rows, experts of a row]
 };

@@ -41,9 +41,11 @@ from engine.upload import upload_to
 from native.build import declare, load_library
 from native.threads import parallel
 
+_SOURCES = {torch.bfloat16: "decoder.cpp", torch.float32: "decoder_float32.cc"}
+
 
 @functools.cache
-def library() -> ctypes.CDLL:
+def library(dtype: torch.dtype) -> ctypes.CDLL:
     """Raises BuildError."""
     structs = (
         WeightsArgs,
@@ -58,7 +60,7 @@ def library() -> ctypes.CDLL:
         BatchArgs,
         DraftArgs,
     )
-    library = load_library(Path(__file__).parent / "decoder.cpp", *structs)
+    library = load_library(Path(__file__).parent / _SOURCES[dtype], *structs)
     pointer = ctypes.c_void_p
     declare(library, "tandem_decoder_create", pointer, pointer)
     declare(library, "tandem_decoder_destroy", None, pointer)
@@ -69,7 +71,7 @@ def library() -> ctypes.CDLL:
 
 
 class NativeDecoder:
-    """Runs the described model over rows of bfloat16 on the CPU; its KV lies in `backend`'s pool.
+    """Runs the described model over rows of its dtype on the CPU; its KV lies in `backend`'s pool.
 
     Raises BuildError where the kernel cannot be built.
     """
@@ -86,7 +88,8 @@ class NativeDecoder:
         state_slots: StateSlots | None = None,
     ) -> None:
         """Recurrent layers need `state_slots`."""
-        self._library = library()
+        self._library = library(description.dtype)
+        self._dtype = description.dtype
         self._description = description  # the decoder reads its memory
         self._backend = backend
         self._upload = upload_to(torch.device("cpu"))
@@ -95,7 +98,7 @@ class NativeDecoder:
         self.block_table = BlockTable(backend.block_size, backend.block_pool)
         self._hidden_size = model.hidden
         model.attention, model.begin, model.attend = backend.addresses
-        model.linear, model.parallel = kernel_address(), parallel()
+        model.linear, model.parallel = kernel_address(self._dtype), parallel()
         backend.parallel = model.parallel
         model.quantized_linear = packed_quantized.kernel_address()
         model.routed_linear, model.routed_quantized_linear = routed.kernel_addresses()
@@ -136,10 +139,10 @@ class NativeDecoder:
             token_ids, positions = inputs.token_ids.data_ptr(), inputs.positions.data_ptr()
         before = None if before is None else before.contiguous()
         wanted = np.array(logit_rows)
-        logits = torch.empty((len(logit_rows), self.vocab_size), dtype=torch.bfloat16)
+        logits = torch.empty((len(logit_rows), self.vocab_size), dtype=self._dtype)
         captured = 0 if hidden_layers is None else len(hidden_layers)
         shape = (count, captured) if before is None else (len(logit_rows),)
-        hidden = torch.empty((*shape, self._hidden_size), dtype=torch.bfloat16)
+        hidden = torch.empty((*shape, self._hidden_size), dtype=self._dtype)
         fields = RowsArgs(
             token_ids,
             positions,

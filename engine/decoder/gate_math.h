@@ -17,7 +17,7 @@ constexpr float LINEAR_FROM = 20;  // softplus is the identity from there on
 inline float softplus(float x) { return x > LINEAR_FROM ? x : std::log1p(exp_of(x)); }
 
 // 1 + exp(-x) of at most PIECE values, apart from the loop that divides by them (see gate_row).
-template <class Value> void denominators(const Value* x, int64_t count, float* __restrict out) {
+template <class T> void denominators(const T* x, int64_t count, float* __restrict out) {
     for (int64_t i = 0; i < count; i++) out[i] = 1 + exp_of(-widen(x[i]));
 }
 
@@ -38,7 +38,7 @@ void silu_row(float* __restrict x, int64_t size) {
 }
 
 // x * sigmoid(gate), in place.
-void open_row(const bf16* __restrict gate, int64_t size, bf16* __restrict x) {
+void open_row(const Value* __restrict gate, int64_t size, Value* __restrict x) {
     float below[PIECE];
     for (int64_t first = 0; first < size; first += PIECE) {
         const int64_t count = std::min(PIECE, size - first);

@@ -52,16 +52,16 @@ class KdaMixer : DeltaRule {
 
   private:
     // What weights of low rank make of the values from `first` on in each of the gates' rows.
-    void expand(const Weights& weights, int64_t first, int64_t step, int64_t n, std::vector<bf16>& out) {
+    void expand(const Weights& weights, int64_t first, int64_t step, int64_t n, std::vector<Value>& out) {
         low.resize(n * weights.in), out.resize(n * weights.out);
         for (int64_t r = 0; r < n; r++)
-            memcpy(&low[r * weights.in], &gates[r * step + first], weights.in * sizeof(bf16));
+            memcpy(&low[r * weights.in], &gates[r * step + first], weights.in * sizeof(Value));
         w.multiply(low.data(), weights, out.data(), n);
     }
 
     // The norm of what a head read, opened by sigmoid(gate); only the result is rounded.
-    static void opened_norm_row(float* __restrict x, const bf16* __restrict weight, const bf16* __restrict gate,
-                                int64_t size, double epsilon, bf16* __restrict out) {
+    static void opened_norm_row(float* __restrict x, const Value* __restrict weight, const Value* __restrict gate,
+                                int64_t size, double epsilon, Value* __restrict out) {
         for (int64_t i = 0; i < size; i++) x[i] = rounded(x[i]);
         const float factor = 1 / std::sqrt(sum_of_squares(x, size) / float(size) + float(epsilon));
         float below[PIECE];
@@ -73,7 +73,7 @@ class KdaMixer : DeltaRule {
         }
     }
 
-    std::vector<bf16> gates, low, decayed, opening;
+    std::vector<Value> gates, low, decayed, opening;
 };
 
 }  // namespace

@@ -27,7 +27,7 @@ class LatentMixer {
         const int64_t value_dim = of.to_value->out, width = heads * value_dim;
         w.mixed.resize(w.room * width), queries.resize(n * heads * key_dim), attended.resize(n * heads * latent);
         w.project(l, QKV, w.normed.data(), layer.qkv, w.product.data(), n);
-        bf16* key = w.product.data() + before;
+        Value* key = w.product.data() + before;
         w.each_row(n, [&](int64_t r) {
             norm_row(key + r * made, layer.key_norm, m.norms, latent, of.norm_epsilon, key + r * made);
         });
@@ -38,7 +38,7 @@ class LatentMixer {
         each_head(made_queries, of.to_latent, query, n);
         w.each_row(n, [&](int64_t r) {
             for (int64_t h = 0; h < heads; h++)
-                memcpy(query.at(r, h) + latent, made_queries.at(r, h) + own, shared * sizeof(bf16));
+                memcpy(query.at(r, h) + latent, made_queries.at(r, h) + own, shared * sizeof(Value));
         });
         const Call call{query.first, key, key, attended.data(), query.row, query.head, made, 0, made, 0,
                         heads * latent, latent, int64_t(l), heads, layer.window, m.attention_scale, 0.0};
@@ -50,10 +50,10 @@ class LatentMixer {
   private:
     // A part of each row for each head.
     struct Strided {
-        bf16* first;
+        Value* first;
         int64_t row, head;  // from one to the next, in values
 
-        bf16* at(int64_t r, int64_t h) const { return first + r * row + h * head; }
+        Value* at(int64_t r, int64_t h) const { return first + r * row + h * head; }
     };
 
     // Fills `raised` from the first `size` values of what a layer's `qkv` made of each row.
@@ -70,17 +70,17 @@ class LatentMixer {
     void each_head(const Strided& from, const Weights* weights, const Strided& to, int64_t n) {
         const int64_t in = weights->in, out = weights->out;
         share_out(m.num_heads, w.threads, m.parallel, [&](int64_t h) {
-            thread_local std::vector<bf16> inputs, outputs;
+            thread_local std::vector<Value> inputs, outputs;
             inputs.resize(n * in), outputs.resize(n * out);
-            for (int64_t r = 0; r < n; r++) memcpy(&inputs[r * in], from.at(r, h), in * sizeof(bf16));
+            for (int64_t r = 0; r < n; r++) memcpy(&inputs[r * in], from.at(r, h), in * sizeof(Value));
             m.linear(inputs.data(), weights[h].values, nullptr, outputs.data(), n, in, out, 1, nullptr);
-            for (int64_t r = 0; r < n; r++) memcpy(to.at(r, h), &outputs[r * out], out * sizeof(bf16));
+            for (int64_t r = 0; r < n; r++) memcpy(to.at(r, h), &outputs[r * out], out * sizeof(Value));
         });
     }
 
     Work& w;
     const Model& m;
-    std::vector<bf16> low, raised, queries, attended;
+    std::vector<Value> low, raised, queries, attended;
 };
 
 }  // namespace

@@ -16,6 +16,8 @@ from engine.linear.packed import pack
 from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight, join
 from engine.linear.structs import QuantizedArgs
 
+DTYPES = (torch.bfloat16, torch.float32)
+
 
 class NativeModel:
     """A model as the C++ side reads it. What `model` points to lives as long as this object."""
@@ -27,7 +29,9 @@ class NativeModel:
     columns: Mapping[str, range] = {}
     """Which outputs of a layer's linear layers it computes, by their paths; it does all of the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Its weights and rows are of `dtype`, one of `DTYPES`."""
+        self.dtype = dtype
         self._memory = HugePages()
         self._kept: list[Tensor] = []
         self._quantized: dict[int, tuple[QuantizedArgs, PackedWeight, Tensor | None]] = {}
@@ -35,10 +39,10 @@ class NativeModel:
         self._experts: list[ExpertsArgs | QuantizedArgs] = []
 
     def keep(self, tensor: Tensor | None) -> int | None:
-        """The address of the tensor's values in bfloat16."""
+        """The address of the tensor's values in the model's dtype."""
         if tensor is None:
             return None
-        values = tensor.detach().to(torch.bfloat16).contiguous()
+        values = tensor.detach().to(self.dtype).contiguous()
         self._kept.append(values)
         return values.data_ptr()
 
@@ -97,7 +101,8 @@ class NativeModel:
         return self.matrix(torch.cat([linear.weight for linear in linears]), bias)
 
     def matrix(self, weight: Tensor, bias: Tensor | None = None) -> WeightsArgs:
-        values, biases = self.keep(self._memory.copy(pack(weight.detach()))), self.keep(bias)
+        packed = pack(weight.detach(), together=2 if self.dtype is torch.bfloat16 else 1)
+        values, biases = self.keep(self._memory.copy(packed)), self.keep(bias)
         return WeightsArgs(values, biases, None, weight.shape[1], len(weight))
 
     def rotation(self, rotary: Any, positions: int) -> dict[str, Any]:
@@ -105,7 +110,7 @@ class NativeModel:
         if rotary is None:
             return {}
         with torch.inference_mode():
-            probe = torch.zeros(1, dtype=torch.bfloat16)
+            probe = torch.zeros(1, dtype=self.dtype)
             cosines, sines = rotary(probe, torch.arange(positions).unsqueeze(0))
         width = cosines.shape[-1]
         return {"cosines": self.keep(cosines[0]), "sines": self.keep(sines[0]), "rotary_dim": width}

@@ -14,7 +14,7 @@ class RecurrentMixer {
     explicit RecurrentMixer(Work& work) : w(work), m(work.m) {}
 
     // Fills `convolved` from inputs whose rows lie `step` values apart.
-    void convolve(const Recurrent& layer, const Rows& rows, const bf16* inputs, int64_t step) {
+    void convolve(const Recurrent& layer, const Rows& rows, const Value* inputs, int64_t step) {
         const LayerStateSlots& of = m.state_slots[layer.number];
         convolved.resize(rows.count * of.channels);
         const Spans spans = spans_of(rows, rows.count < SERIAL_ROWS ? 1 : w.threads);

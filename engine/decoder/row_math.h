@@ -1,4 +1,4 @@
-// The row operations between matrix products: bfloat16 in and out, rounded where Transformers' modules round.
+// The row operations between matrix products, rounded where Transformers' modules round.
 
 #pragma once
 
@@ -7,21 +7,13 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../sampler/choice.h"
+#include "value.h"
 
 namespace {
 
-inline bf16 narrow(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-inline float rounded(float value) { return widen(narrow(value)); }
-
 // The compiler vectorizes these loops: sizes are passed by value, and the output overlaps no other operand.
 
-template <class Value> float sum_of_squares(const Value* x, int64_t size) {
+template <class T> float sum_of_squares(const T* x, int64_t size) {
     constexpr int LANES = 16;
     float sums[LANES] = {};
     int64_t i = 0;
@@ -38,7 +30,7 @@ template <class Value> float sum_of_squares(const Value* x, int64_t size) {
 enum Norm : int64_t { PLAIN, CENTRED, EXACT };
 
 // `out` may be x.
-void norm_row(const bf16* x, const bf16* __restrict weight, int64_t how, int64_t size, double epsilon, bf16* out) {
+void norm_row(const Value* x, const Value* __restrict weight, int64_t how, int64_t size, double epsilon, Value* out) {
     const float factor = 1 / std::sqrt(sum_of_squares(x, size) / float(size) + float(epsilon));
     if (how == EXACT) {
 #pragma GCC ivdep
@@ -52,32 +44,32 @@ void norm_row(const bf16* x, const bf16* __restrict weight, int64_t how, int64_t
     }
 }
 
-void add_row(bf16* __restrict sum, const bf16* __restrict summand, int64_t size) {
+void add_row(Value* __restrict sum, const Value* __restrict summand, int64_t size) {
     for (int64_t i = 0; i < size; i++) sum[i] = narrow(widen(sum[i]) + widen(summand[i]));
 }
 
-void square_row(const bf16* __restrict x, int64_t size, bf16* __restrict out) {
+void square_row(const Value* __restrict x, int64_t size, Value* __restrict out) {
     for (int64_t i = 0; i < size; i++) {
         const float above = std::max(widen(x[i]), 0.0f);
         out[i] = narrow(above * above);
     }
 }
 
-void scale_row(bf16* row, float factor, int64_t size) {
+void scale_row(Value* row, float factor, int64_t size) {
     for (int64_t i = 0; i < size; i++) row[i] = narrow(widen(row[i]) * factor);
 }
 
-void scale_row(bf16* __restrict row, const float* __restrict factors, int64_t size) {
+void scale_row(Value* __restrict row, const float* __restrict factors, int64_t size) {
     for (int64_t i = 0; i < size; i++) row[i] = narrow(widen(row[i]) * factors[i]);
 }
 
-void divide_row(bf16* row, float divisor, int64_t size) {
+void divide_row(Value* row, float divisor, int64_t size) {
     for (int64_t i = 0; i < size; i++) row[i] = narrow(widen(row[i]) / divisor);
 }
 
 // silu(gate) * up, in two loops. In a single loop the compiler would also divide every value by exp_of's upper limit,
 // and the denormal quotients take Intel's CPUs a hundred cycles each.
-void gate_row(const bf16* __restrict gate, const bf16* __restrict up, int64_t size, bf16* __restrict out) {
+void gate_row(const Value* __restrict gate, const Value* __restrict up, int64_t size, Value* __restrict out) {
     constexpr int64_t PART = 128;
     float powers[PART];
     for (int64_t first = 0; first < size; first += PART) {
@@ -88,7 +80,7 @@ void gate_row(const bf16* __restrict gate, const bf16* __restrict up, int64_t si
     }
 }
 
-void rotate_head(bf16* head, const bf16* cosine, const bf16* sine, int64_t size) {
+void rotate_head(Value* head, const Value* cosine, const Value* sine, int64_t size) {
     const int64_t half = size / 2;
     for (int64_t i = 0; i < half; i++) {
         const float low = widen(head[i]), high = widen(head[i + half]);

@@ -19,7 +19,7 @@ class ShortConvMixer : RecurrentMixer {
         const int64_t n = rows.count, width = layer.qkv.out / 3, step = layer.qkv.out;
         w.mixed.resize(w.room * width);
         w.project(l, QKV, w.normed.data(), layer.qkv, w.product.data(), n);
-        bf16* made = w.product.data();
+        Value* made = w.product.data();
         w.each_row(n, [&](int64_t r) { multiply_row(made + r * step, made + r * step + 2 * width, width); });
         convolve(*layer.recurrent, rows, made, step);
         w.each_row(n, [&](int64_t r) {
@@ -29,12 +29,12 @@ class ShortConvMixer : RecurrentMixer {
     }
 
   private:
-    static void multiply_row(bf16* __restrict product, const bf16* __restrict factor, int64_t size) {
+    static void multiply_row(Value* __restrict product, const Value* __restrict factor, int64_t size) {
         for (int64_t i = 0; i < size; i++) product[i] = narrow(widen(product[i]) * widen(factor[i]));
     }
 
-    static void gate_output(const bf16* __restrict gate, const float* __restrict x, int64_t size,
-                            bf16* __restrict out) {
+    static void gate_output(const Value* __restrict gate, const float* __restrict x, int64_t size,
+                            Value* __restrict out) {
         for (int64_t i = 0; i < size; i++) out[i] = narrow(widen(gate[i]) * rounded(x[i]));
     }
 };

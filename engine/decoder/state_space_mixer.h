@@ -29,7 +29,7 @@ class StateSpaceMixer : RecurrentMixer {
         w.mixed.resize(w.room * width);
         values.resize(n * width), decays.resize(n * of.heads), read.resize(n * width);
         w.project(l, QKV, w.normed.data(), layer.qkv, w.product.data(), n);
-        const bf16* made = w.product.data();
+        const Value* made = w.product.data();
         convolve(space, rows, made + width, step);
         w.each_row(n, [&](int64_t r) {
             silu_row(&convolved[r * channels], channels);
@@ -54,13 +54,13 @@ class StateSpaceMixer : RecurrentMixer {
     }
 
   private:
-    static float time_of(const Recurrent& space, bf16 made, int64_t head) {
+    static float time_of(const Recurrent& space, Value made, int64_t head) {
         const float time = rounded(softplus(rounded(widen(made) + rounded(space.shifts[head]))));
         return std::min(std::max(time, space.shortest), space.longest);
     }
 
     // Opens and norms what was read. Without a norm the modules round silu(gate) first.
-    void finish_row(const Recurrent& space, float* x, const bf16* gate, int64_t width, bf16* __restrict out) const {
+    void finish_row(const Recurrent& space, float* x, const Value* gate, int64_t width, Value* __restrict out) const {
         if (space.norm && space.norms_first) norm_groups(space, x, width);
         if (space.norm) open_groups(x, gate, width, [](float opening) { return opening; });
         else open_groups(x, gate, width, [](float opening) { return rounded(opening); });
@@ -70,7 +70,7 @@ class StateSpaceMixer : RecurrentMixer {
 
     // x * silu(gate), in place.
     template <class Round>
-    static void open_groups(float* __restrict x, const bf16* __restrict gate, int64_t width, const Round& round) {
+    static void open_groups(float* __restrict x, const Value* __restrict gate, int64_t width, const Round& round) {
         float below[PIECE];
         for (int64_t first = 0; first < width; first += PIECE) {
             const int64_t count = std::min(PIECE, width - first);
@@ -81,7 +81,7 @@ class StateSpaceMixer : RecurrentMixer {
 
     // In place, group by group.
     void norm_groups(const Recurrent& space, float* __restrict x, int64_t width) const {
-        const bf16* __restrict weight = space.norm;
+        const Value* __restrict weight = space.norm;
         for (int64_t first = 0; first < width; first += space.group) {
             const float mean = sum_of_squares(x + first, space.group) / float(space.group);
             const float factor = 1 / std::sqrt(mean + float(m.norm_epsilon));

@@ -9,22 +9,23 @@
 #include "../linear/routed_rows.h"
 #include "../lora/adapt.h"
 #include "../recurrent/structs.h"
-#include "../sampler/choice.h"
+#include "value.h"
 
 namespace {
 
-using Linear = void (*)(const bf16*, const bf16*, const bf16*, bf16*, int64_t, int64_t, int64_t, int64_t, Parallel);
-using QuantizedLinear = void (*)(const bf16*, const void*, bf16*, int64_t, int64_t, Parallel);
-using RoutedLinear = void (*)(const Routed*, const bf16*, const bf16*, int64_t, Parallel);
+using Linear = void (*)(const Value*, const Value*, const Value*, Value*, int64_t, int64_t, int64_t, int64_t, Parallel);
+using QuantizedLinear = void (*)(const Value*, const void*, Value*, int64_t, int64_t, Parallel);
+using Routed = RoutedRows<Value>;
+using RoutedLinear = void (*)(const Routed*, const Value*, const Value*, int64_t, Parallel);
 using RoutedQuantizedLinear = void (*)(const Routed*, const void*, int64_t, int64_t, int64_t, Parallel);
 using BeginAttention = const char* (*)(void*, const Step*);
 using Attend = void (*)(void*, const Call*);
 // Makes rows whole of which each rank has some: `own` of their `width` bytes, from `first` on.
-using Gather = bool (*)(void* ranks, const bf16* part, bf16* whole, int64_t rows, int64_t first, int64_t own, int64_t width);
+using Gather = bool (*)(void* ranks, const Value* part, Value* whole, int64_t rows, int64_t first, int64_t own, int64_t width);
 
-// One product's packed weights, [out, in], and bias (null for none): bfloat16, or the quantized product's struct.
+// One product's packed weights, [out, in], and bias (null for none), or the quantized product's struct.
 struct Weights {
-    const bf16 *values, *bias;
+    const Value *values, *bias;
     const void* quantized;
     int64_t in, out;
     int64_t first;  // of a rank, whose weights have some of the outputs: where what it makes of them begins in a whole row
@@ -43,7 +44,7 @@ struct Recurrent {
     const float *taps, *bias;             // of its convolution, [taps, channels], [channels]
     const float *rates, *shifts, *skips;  // [heads]; with decays of channels `shifts` are [heads, key_dim]
     float shortest, longest;              // of times
-    const bf16* norm;
+    const Value* norm;
     int64_t norms_first;                  // whether outputs are normed before they are opened
     Weights gates;
     Weights decays, opening;  // of low rank: they make these of the last that `gates` makes
@@ -58,7 +59,7 @@ struct Latent {
 
 // One product's packed weights of all experts of a layer, one expert's behind the other's.
 struct ExpertWeights {
-    const bf16 *values, *bias;
+    const Value *values, *bias;
     const void* quantized;  // the first expert's, of which a panel has so many `words` and `scales`
     int64_t words, scales;
     int64_t in, out;
@@ -84,7 +85,7 @@ struct Experts {
 // is a layer of its own without an MLP.
 struct Layer {
     int64_t mixer;
-    const bf16 *input_norm, *query_norm, *key_norm, *mlp_norm;  // null where there is none
+    const Value *input_norm, *query_norm, *key_norm, *mlp_norm;  // null where there is none
     Weights qkv, output, gate_up, down;
     int64_t window;
     const Recurrent* recurrent;  // null for attention
@@ -98,7 +99,7 @@ struct Layer {
 // concatenated for the layer's products, and the hidden state is the residual (EAGLE-3); or the product `joint` makes
 // one vector of the two.
 struct Entry {
-    const bf16 *token_norm, *hidden_norm;  // null where there is `joint`
+    const Value *token_norm, *hidden_norm;  // null where there is `joint`
     Weights joint, mixing;             // `mixing` makes the head's hidden states from the target's; null: they are equal
     int64_t normed_goes_on, feeds_normed;  // whether the residual, and the next row's hidden state, is the normed one
     const int64_t* token_ids;              // the token of each of the head's logits; null: the logit's index
@@ -107,9 +108,9 @@ struct Entry {
 struct Model {
     const Layer* layers;  // first those that follow each other, then second mixers
     int64_t num_layers, num_beside, hidden, num_heads, head_dim, vocab, products;  // of a rank: its own heads and products
-    const bf16 *embeddings, *final_norm;
+    const Value *embeddings, *final_norm;
     Weights head;
-    const bf16 *cosines, *sines;  // [positions, rotary_dim]
+    const Value *cosines, *sines;  // [positions, rotary_dim]
     int64_t rotary_dim;           // the first of each head are rotated
     int64_t opens_heads;          // whether beside each head's query lies what opens its output
     int64_t norms;                // one of `Norm`
@@ -127,7 +128,7 @@ struct Model {
     const Entry* entry;  // null for a whole model
     Gather gather;       // of a rank; it does nothing once a rank is lost
     void* ranks;
-    Adapt adapt;
+    Adapt<Value> adapt;
     const LayerStateSlots* state_slots;  // of each recurrent layer; null where there is none
     CausalConv convolve;
     AttendLinear attend_linear;
@@ -142,12 +143,12 @@ struct Rows {
     int64_t count;
     const int64_t* logit_rows;  // null: all
     int64_t num_logits;
-    bf16* logits;  // [num_logits, vocab]
+    Value* logits;  // [num_logits, vocab]
     const int64_t* hidden_layers;  // whose hidden states are wanted, ascending: 0 the embeddings, i after layer i
     int64_t num_hidden;
-    bf16* hidden;  // [count, num_hidden, hidden]
-    const bf16* before;  // for a head, [count, hidden]: the hidden states before the tokens
-    bf16* after;         // out, [num_logits, hidden]: the hidden states for the next rows; may be `before`
+    Value* hidden;  // [count, num_hidden, hidden]
+    const Value* before;  // for a head, [count, hidden]: the hidden states before the tokens
+    Value* after;         // out, [num_logits, hidden]: the hidden states for the next rows; may be `before`
     const int32_t* owners;         // of each row, the number of its adapter; -1: it has none
     const Part* const* adapters;  // of each, its parts: PARTS of every layer
     int64_t num_adapters;
@@ -182,7 +183,7 @@ struct Draft {
     const int64_t* counts;      // tokens to draft
     const int64_t* seeds;
     const float* temperatures;  // 0: the likeliest token
-    const bf16* before;         // for a head, [rows, mixing.in or hidden]: the target's hidden states before them
+    const Value* before;         // for a head, [rows, mixing.in or hidden]: the target's hidden states before them
     int64_t* drafted;           // [counts[0], num_sequences]
     // out, [num_sequences, counts[0], width]: the distributions that tokens are drawn from, with noise of their own.
     // Null: tokens are chosen with the target's noise.

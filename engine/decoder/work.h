@@ -22,7 +22,7 @@ class Work {
     const Model m;
     const std::vector<Layer> layers;
     // A layer's input; what its products make; what its mixer makes of the rows. There is room for so many rows.
-    std::vector<bf16> normed, product, mixed;
+    std::vector<Value> normed, product, mixed;
     int64_t threads = 1, room = 0;
 
     template <class Job> void each_row(int64_t n, const Job& job) {
@@ -32,12 +32,12 @@ class Work {
         });
     }
 
-    void multiply(const bf16* in, const Weights& w, bf16* out, int64_t n) {
+    void multiply(const Value* in, const Weights& w, Value* out, int64_t n) {
         if (w.quantized) return m.quantized_linear(in, w.quantized, out, n, threads, m.parallel);
         m.linear(in, w.values, w.bias, out, n, w.in, w.out, threads, m.parallel);
     }
 
-    void scale(const Weights& w, bf16* out, int64_t n) {
+    void scale(const Weights& w, Value* out, int64_t n) {
         if (w.multipliers) each_row(n, [&](int64_t r) { scale_row(out + r * w.out, w.multipliers, w.out); });
     }
 
@@ -51,7 +51,7 @@ class Work {
     }
 
     // One of a layer's products, with what rows' adapters have beside it.
-    void project(size_t l, Product which, const bf16* in, const Weights& w, bf16* out, int64_t n) {
+    void project(size_t l, Product which, const Value* in, const Weights& w, Value* out, int64_t n) {
         multiply(in, w, out, n);
         if (!groups.empty()) add_adapters(l, which, in, w, out, n);
         scale(w, out, n);
@@ -59,7 +59,7 @@ class Work {
 
     // Has `compute` write all `width` outputs of each row; or those that a rank's weights have, which it gathers.
     template <class Compute>
-    void make_whole(const Weights& w, bf16* out, int64_t n, int64_t width, const Compute& compute) {
+    void make_whole(const Weights& w, Value* out, int64_t n, int64_t width, const Compute& compute) {
         if (w.out == width) return compute(out);
         part.resize(n * w.out);
         compute(part.data());
@@ -68,13 +68,13 @@ class Work {
 
     // The `width` values that an MLP's first product makes of a row are squared, or there are as many behind them that
     // they open.
-    void activate(const bf16* made, int64_t width, bf16* out) const {
+    void activate(const Value* made, int64_t width, Value* out) const {
         if (m.squares) square_row(made, width, out);
         else gate_row(made, made + width, width, out);
     }
 
     // Makes rows whole of which a rank has `own` values.
-    void gather(std::vector<bf16>& values, int64_t n, int64_t first, int64_t own, int64_t width) {
+    void gather(std::vector<Value>& values, int64_t n, int64_t first, int64_t own, int64_t width) {
         if (own == width) return;
         part.swap(values);
         values.resize(n * width);
@@ -83,7 +83,7 @@ class Work {
 
   private:
     // To one of a layer's products, what rows' adapters have beside it.
-    void add_adapters(size_t l, Product which, const bf16* in, const Weights& w, bf16* out, int64_t n) {
+    void add_adapters(size_t l, Product which, const Value* in, const Weights& w, Value* out, int64_t n) {
         const int64_t first = l * PARTS + which;
         const int64_t next = which == QKV ? GATES : which == GATES ? OUTPUT : which == GATE_UP ? DOWN : which + 1;
         for (size_t i = 0; i < groups.size(); i++)
@@ -91,11 +91,11 @@ class Work {
         m.adapt(in, w.in, out, w.out, adapted.data(), adapted.size(), threads, m.parallel);
     }
 
-    void gather(const bf16* from, bf16* whole, int64_t n, int64_t first, int64_t own, int64_t width) {
-        m.gather(m.ranks, from, whole, n, first * sizeof(bf16), own * sizeof(bf16), width * sizeof(bf16));
+    void gather(const Value* from, Value* whole, int64_t n, int64_t first, int64_t own, int64_t width) {
+        m.gather(m.ranks, from, whole, n, first * sizeof(Value), own * sizeof(Value), width * sizeof(Value));
     }
 
-    std::vector<bf16> part;
+    std::vector<Value> part;
     std::vector<std::vector<int64_t>> groups;  // the rows of each adapter
     std::vector<Adapted> adapted;
     const Part* const* adapters = nullptr;

@@ -1,4 +1,4 @@
-"""Linear layers whose bfloat16 weights are packed for our kernel (`product.cpp`).
+"""Linear layers whose bfloat16 weights are packed for our kernel (`product.cpp`), which also takes float32.
 
 With few rows, as in decoding, the kernel reads weights at the memory's full speed, oneDNN at half of it. With
 many rows both are about equally fast. With AMX, 16 rows take as long as one. CPUs without bfloat16
@@ -31,6 +31,9 @@ def library() -> ctypes.CDLL:
     return load_library(Path(__file__).parent / "product.cpp", QuantizedArgs, RoutedArgs)
 
 
+_FUNCTIONS = {torch.bfloat16: "tandem_linear", torch.float32: "tandem_linear_of_float32"}
+
+
 @functools.cache
 def _kernel(name: str = "tandem_linear") -> Callable[..., None]:
     """Raises BuildError."""
@@ -38,14 +41,18 @@ def _kernel(name: str = "tandem_linear") -> Callable[..., None]:
     return declare(library(), name, None, *pointers, *numbers, ctypes.c_void_p)
 
 
-def kernel_address() -> int:
-    """Of the kernel's function, for native callers. Raises BuildError."""
-    return ctypes.cast(_kernel(), ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+def kernel_address(dtype: torch.dtype) -> int:
+    """Return the address of the kernel's function, for native callers. Raises BuildError."""
+    return ctypes.cast(_kernel(_FUNCTIONS[dtype]), ctypes.c_void_p).value or 0  # type: ignore[arg-type]
 
 
-def kernel_fault(device: torch.device, dtype: torch.dtype) -> str | None:
-    """What multiplies instead, and why, where the kernel can't be used; None where it can."""
-    if device.type != "cpu" or dtype is not torch.bfloat16:
+def kernel_fault(
+    device: torch.device, dtype: torch.dtype, dtypes: Sequence[torch.dtype] = (torch.bfloat16,)
+) -> str | None:
+    """What multiplies instead, and why, where the kernel can't be used; None where it can. Layers take
+    `dtypes`.
+    """
+    if device.type != "cpu" or dtype not in dtypes:
         return f"torch's, for {str(dtype).removeprefix('torch.')} on {device.type}"
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists() or "avx2" not in cpuinfo.read_text():

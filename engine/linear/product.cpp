@@ -1,12 +1,13 @@
-// out[row][n] = sum over k of x[row][k] * w[n][k], plus bias[n]: bfloat16 in and out, float32 sums.
+// out[row][n] = sum over k of x[row][k] * w[n][k], plus bias[n]: bfloat16 or float32 in and out, float32 sums.
 //
 // The weights are packed in panels of 64 outputs: [n / 64][k / 2][64][2]. So a product reads them in one
-// sequential stream, and a vector holds the next two weights of 16 (or 8) outputs. Each output is summed by one
+// sequential stream, and a vector holds the next two weights of 16 (or 8) outputs; of float32, [n / 64][k][64]. Each output is summed by one
 // thread over ascending k, whatever the number of rows and threads: a row's result has the same bits in every batch.
 
 #include <algorithm>
 #include <cstdint>
 
+#include "float32.h"
 #include "floats.h"
 #include "product.h"
 #include "quantized.h"
@@ -26,7 +27,7 @@ using Integers = Bytes;
 using Integers = Shorts;
 #endif
 
-template <class Tiles> void multiply(const Product& p, int64_t most_threads, Parallel parallel) {
+template <class Tiles, class Value> void multiply(const ProductOf<Value>& p, int64_t most_threads, Parallel parallel) {
     each_panel<Tiles>(p, most_threads, parallel, [&](auto& tiles, const auto* inputs, int64_t row, int64_t end, int64_t panel) {
         tiles.rows_of_panel(p, inputs, row, end, panel);
     });
@@ -42,7 +43,7 @@ extern const int64_t tandem_sizes[] = {sizeof(Quantized), sizeof(Routed)};
 void tandem_linear_in_floats(
     const uint16_t* x, const uint16_t* weights, const uint16_t* bias, uint16_t* out, int64_t rows,
     int64_t in_features, int64_t out_features, int64_t threads, Parallel parallel) {
-    multiply<Floats>({x, weights, bias, out, rows, in_features, out_features}, threads, parallel);
+    multiply<Floats>(Product{x, weights, bias, out, rows, in_features, out_features}, threads, parallel);
 }
 
 #if defined(__AVX512BF16__)
@@ -50,7 +51,7 @@ void tandem_linear_in_floats(
 void tandem_linear_in_pairs(
     const uint16_t* x, const uint16_t* weights, const uint16_t* bias, uint16_t* out, int64_t rows,
     int64_t in_features, int64_t out_features, int64_t threads, Parallel parallel) {
-    multiply<Pairs>({x, weights, bias, out, rows, in_features, out_features}, threads, parallel);
+    multiply<Pairs>(Product{x, weights, bias, out, rows, in_features, out_features}, threads, parallel);
 }
 #endif
 
@@ -67,6 +68,13 @@ void tandem_linear(
 #else
     multiply<Floats>(product, threads, parallel);
 #endif
+}
+
+// Of float32, with products of float32, on any CPU.
+void tandem_linear_of_float32(
+    const float* x, const float* weights, const float* bias, float* out, int64_t rows, int64_t in_features,
+    int64_t out_features, int64_t threads, Parallel parallel) {
+    multiply<Float32>(ProductOf<float>{x, weights, bias, out, rows, in_features, out_features}, threads, parallel);
 }
 
 void tandem_quantized_linear_in_floats(

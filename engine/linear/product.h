@@ -9,12 +9,14 @@ namespace {
 constexpr int PANEL = 64;  // outputs
 constexpr int64_t LINE_VALUES = 32;  // bfloat16 of a cache line
 
-struct Product {
-    const uint16_t *x, *weights, *bias;
-    uint16_t* out;
+template <class Value> struct ProductOf {
+    const Value *x, *weights, *bias;
+    Value* out;
     int64_t rows, in_features, out_features;
     int64_t run = 0;  // inputs that are summed before they are scaled, where weights are quantized
 };
+
+using Product = ProductOf<uint16_t>;
 
 // The quantized weights of a panel. Each run of inputs is summed, then scaled.
 struct Coded {

@@ -15,6 +15,8 @@
 
 namespace {
 
+using Routed = RoutedRows<uint16_t>;
+
 // Some panels of an expert, for its rows.
 struct Part {
     int64_t expert, panel;

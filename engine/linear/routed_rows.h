@@ -6,10 +6,10 @@
 
 namespace {
 
-struct Routed {
-    const uint16_t* x;        // [rows / sharing][in_features]
+template <class Value> struct RoutedRows {
+    const Value* x;           // [rows / sharing][in_features]
     const int64_t* experts;   // [rows]: whose weights multiply a row; one that there is not gives zeros
-    uint16_t* out;            // [rows][out_features]
+    Value* out;               // [rows][out_features]
     int64_t rows, sharing;    // so many rows, one behind the other, have the same inputs
     int64_t num_experts, in_features, out_features;
 };

@@ -14,8 +14,8 @@ constexpr int64_t BLOCK_ROWS = 192;  // rows whose inputs stay in the cache whil
 constexpr int64_t SERIAL_WEIGHTS = 1 << 15;
 
 // Calls work(tiles, inputs, row, end, panel) for all panels and the inputs of all rows, on up to `most_threads` threads.
-template <class Tiles, class Work>
-void each_panel(const Product& p, int64_t most_threads, Parallel parallel, const Work& work) {
+template <class Tiles, class Value, class Work>
+void each_panel(const ProductOf<Value>& p, int64_t most_threads, Parallel parallel, const Work& work) {
     const int64_t panels = (p.out_features + PANEL - 1) / PANEL;
     const bool threads_pay = parallel && p.rows * p.in_features * p.out_features >= SERIAL_WEIGHTS;
     const int64_t threads = threads_pay ? std::clamp<int64_t>(panels, 1, most_threads) : 1;

@@ -26,7 +26,8 @@ struct Adapted {
 };
 
 // Of rows of `x` that lie `in` apart, to rows of `out` that lie `stride` apart.
-using Adapt = void (*)(const uint16_t* x, int64_t in, uint16_t* out, int64_t stride, const Adapted* adapted,
+template <class Value>
+using Adapt = void (*)(const Value* x, int64_t in, Value* out, int64_t stride, const Adapted* adapted,
                        int64_t num_adapted, int64_t threads, Parallel parallel);
 
 }  // namespace

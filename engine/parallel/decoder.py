@@ -19,7 +19,7 @@ class DescriptionShare(NativeModel):
     """
 
     def __init__(self, whole: NativeModel, heads: Heads, ranks: Ranks) -> None:
-        super().__init__()
+        super().__init__(whole.dtype)
         self._whole = whole  # which owns most of the memory
         self._ranks = ranks
         args = whole.model

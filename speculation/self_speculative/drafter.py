@@ -35,14 +35,15 @@ from speculation.chains import ChainDrafting
 from speculation.drafter import Drafter
 from speculation.rounding import FIELD, round_draft
 from speculation.self_speculative.layers import kept_layers, with_defaults, with_layers
-from speculation.self_speculative.native import PRODUCTS, PartialDescription
+from speculation.self_speculative.native import PartialDescription
 
 
 class SelfDrafter(Drafter):
     def __init__(self, options: SpeculativeConfig, config: ServeConfig, target: LoadedModel) -> None:
         """The target's weights are packed already. Raises `ConfigError` that names the field."""
         num_layers = target.model.config.get_text_config(decoder=True).num_hidden_layers
-        multiplies = kernel_fault(target.device, target.dtype) is None and not _is_quantized(target)
+        is_quantized = config.quantization is not None or bool(target.checkpoint)
+        multiplies = kernel_fault(target.device, target.dtype) is None and not is_quantized
         options = with_defaults(options, num_layers, can_round=multiplies)
         self._options, self._config = options, config
         self._kept = kept_layers(options, num_layers)
@@ -54,7 +55,7 @@ class SelfDrafter(Drafter):
                 "their KV, so it cannot draft with only some of its layers"
             )
         self._format = None if options.quantization is None else CodeFormat(options.quantization)
-        if self._format is not None and _is_quantized(target):
+        if self._format is not None and is_quantized:
             raise ConfigError(f"{FIELD}: the model's weights are already quantized: remove this option")
         is_plain = self._format is None and target.recurrent is None
         self._is_made_late = is_plain and target.device.type != "cpu"
@@ -123,15 +124,6 @@ class SelfDrafter(Drafter):
 
     def forget(self, request_id: str) -> None:
         self._sampler.forget(request_id)
-
-
-def _is_quantized(target: LoadedModel) -> bool:
-    if target.description is not None:
-        layers = target.description.layers
-        return any(getattr(layer, name).quantized is not None for layer in layers for name in PRODUCTS)
-    head = target.model.get_output_embeddings()
-    others = (module for module in target.model.modules() if module is not head)
-    return any(isinstance(getattr(module, "format", None), CodeFormat) for module in others)
 
 
 def _unpack(model: PreTrainedModel) -> None:

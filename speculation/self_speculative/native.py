@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+import torch
+
 from engine.decoder.native_model import NativeModel
 from engine.decoder.structs import LayerArgs, ModelArgs, WeightsArgs
 from engine.linear.packed import unpacked
@@ -19,7 +21,7 @@ class PartialDescription(NativeModel):
     """`num_rounded` counts the products with rounded weights."""
 
     def __init__(self, whole: NativeModel, kept: Sequence[int], format: CodeFormat | None) -> None:
-        super().__init__()
+        super().__init__(whole.dtype)
         self._whole = whole  # which owns most of the memory
         self.num_rounded = 0
         layers = [self._layer(whole.layers[layer], format) for layer in kept]
@@ -50,10 +52,13 @@ class PartialDescription(NativeModel):
             return whole
         weight = unpacked(self._whole.kept(whole.values))[: whole.outputs]
         rounded = round_to_nearest(weight, format, group)
-        if not fits(rounded):
+        bias = None if whole.bias is None else self._whole.kept(whole.bias)
+        if self.dtype is not torch.bfloat16:  # which the kernel of rounded weights takes
+            args = self.matrix(rounded.dequantized(), bias)
+        elif fits(rounded):
+            args = self.keep_quantized(packed(rounded), bias)
+        else:
             return whole
         self.num_rounded += 1
-        bias = None if whole.bias is None else self._whole.kept(whole.bias)
-        args = self.keep_quantized(packed(rounded), bias)
         args.multipliers = whole.multipliers
         return args

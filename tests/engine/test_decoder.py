@@ -20,6 +20,7 @@ from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.interface import LayerKv
 from engine.decoder.description import Description, unfit
 from engine.decoder.forward import DecoderForward
+from engine.decoder.native_model import DTYPES
 from engine.forward import Forward
 from engine.linear.packed import kernel_fault, pack_linears
 from engine.linear.packed_quantized import pack_quantized_linears
@@ -77,7 +78,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(name: str) -> PreTrainedModel:
+def make_model(name: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     transformers_hook.register()
     torch.manual_seed(3)
     fields = {"model_type": name} | MODELS[name]
@@ -93,7 +94,7 @@ def make_model(name: str) -> PreTrainedModel:
         initializer_range=0.2,
         **fields,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="tandem")
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="tandem")
     for parameter in model.parameters():
         if parameter.ndim == 1:  # norms and biases that matter
             parameter.data += torch.randn_like(parameter) * 0.3
@@ -103,7 +104,7 @@ def make_model(name: str) -> PreTrainedModel:
 def new_backend(model: PreTrainedModel, block_pool: int = 0) -> CpuBackend:
     attention = model.model.layers[0].self_attn
     heads, layers = model.config.num_key_value_heads, model.config.num_hidden_layers
-    pool = torch.zeros(NUM_BLOCKS, layers, 2, BLOCK, heads, attention.head_dim, dtype=torch.bfloat16)
+    pool = torch.zeros(NUM_BLOCKS, layers, 2, BLOCK, heads, attention.head_dim, dtype=model.dtype)
     return CpuBackend([LayerKv.of(layer) for layer in pool.unbind(1)], block_pool)
 
 
@@ -117,8 +118,9 @@ class Both:
         block_pool: int = 0,
         quantization: CodeFormat | None = None,
         quantized_head: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        model = make_model(name)
+        model = make_model(name, dtype)
         if quantization is not None:
             round_linears(model, quantization)
         if quantized_head:
@@ -128,7 +130,7 @@ class Both:
         ours, theirs = new_backend(model, block_pool), new_backend(model, block_pool)
         own = copy.deepcopy(model)
         self.native = DecoderForward(Description(model, POSITIONS), ours, hidden_layers)
-        pack_linears(own)
+        pack_linears(own)  # leaves float32 to torch
         self.modules = Forward(own, theirs, "off", hidden_layers, products="packed", packed=True)
 
     def run(self, batch: list[SequenceRows], logit_rows: list[int]) -> tuple[ForwardOutput, ForwardOutput]:
@@ -202,6 +204,17 @@ def test_logits_are_the_modules(name: str, threads: int, threads_restored: None)
     assert same.count(False) <= len(same) // 4
 
 
+@pytest.mark.parametrize("name", [name for name in MODELS if not most_swaps(MODELS[name])])
+def test_float32_differs_from_the_modules_by_the_order_of_sums(name: str) -> None:
+    both = Both(name, hidden_layers=(1, 3), dtype=torch.float32)
+    for batch, logit_rows in steps():
+        ours, theirs = both.run(batch, logit_rows)
+        assert ours.logits.dtype is torch.float32
+        assert_same(ours.logits, theirs.logits, slack=1e-3)
+        assert ours.hidden is not None and theirs.hidden is not None
+        assert_same(ours.hidden, theirs.hidden, slack=1e-3)
+
+
 @pytest.mark.parametrize("format", list(CodeFormat))
 def test_quantized_layers_give_the_modules_logits(format: CodeFormat) -> None:
     both = Both("qwen2", quantization=format)
@@ -249,8 +262,9 @@ def test_trees_and_first_keys_too() -> None:
     assert_same(ours.logits, theirs.logits)
 
 
-def test_a_rows_bits_do_not_depend_on_the_batch() -> None:
-    both = Both("llama")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rows_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    both = Both("llama", dtype=dtype)
     (prompt, _), *_ = steps(seed=2)
     whole = both.native.run(prompt, list(range(70))).logits
     rows = prompt[0]
@@ -259,8 +273,11 @@ def test_a_rows_bits_do_not_depend_on_the_batch() -> None:
         assert torch.equal(both.native.run([part], list(range(end - start))).logits, whole[start:end])
 
 
-def test_threads_may_change_between_calls_and_change_no_bit(threads_restored: None) -> None:
-    both = Both("llama")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_may_change_between_calls_and_change_no_bit(
+    dtype: torch.dtype, threads_restored: None
+) -> None:
+    both = Both("llama", dtype=dtype)
     found = {}
     for threads in (1, 7, 2, 1, 3):
         torch.set_num_threads(threads)

@@ -543,7 +543,7 @@ def test_two_tenants_share_nothing(make_engine: Callable[..., Engine]) -> None:
 
 @pytest.mark.timeout(600)
 def test_compiled_forward_gives_the_same_tokens(tmp_path: Path) -> None:
-    """Of one layer, which takes half the time: `test_lora` compiles several."""
+    """Of one layer: each takes four CPU seconds."""
     write_tiny_llama(tmp_path, num_layers=1)
     reference = load(tmp_path)
     engine = tiny_engine(
@@ -556,6 +556,31 @@ def test_compiled_forward_gives_the_same_tokens(tmp_path: Path) -> None:
     outputs = run(engine)
     for index, prompt in enumerate(prompts):
         assert tokens(outputs[str(index)]) == greedy(reference, prompt, 8)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_float32_compiles_nothing_where_the_native_decoder_knows_the_model(
+    quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And gives Transformers' tokens."""
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("it compiles"))
+    write_tiny_llama(tmp_path)
+    options = {
+        "max_model_len": MAX_LEN,
+        "kv_cache_memory_bytes": 64 * BLOCK_BYTES,
+        "quantization": quantization,
+    }
+    engine, modules = (tiny_engine(tmp_path, compile=how, **options) for how in ("auto", "off"))
+    assert engine.start_up["forward"] == "native decoder"
+    prompts = [prompt_of(length, length) for length in (1, 5, 33, 150)]
+    for index, prompt in enumerate(prompts):
+        engine.add(ask(str(index), prompt))
+        modules.add(ask(str(index), prompt))
+    outputs, expected = run(engine), run(modules)
+    for index, prompt in enumerate(prompts):
+        assert tokens(outputs[str(index)]) == tokens(expected[str(index)])
+        if quantization is None:
+            assert tokens(outputs[str(index)]) == greedy(load(tmp_path), prompt, 8)
 
 
 def test_a_step_that_did_not_keep_its_lent_cores_tells_nothing_of_costs(make_engine: Callable[..., Engine]):

@@ -89,6 +89,9 @@ MODELS: dict[str, dict[str, Any]] = {
 """What differs from the small model of the type, with which a name begins unless it is told."""
 EXPANDED = [name for name in MODELS if name.startswith("kimi_linear")]
 """With adapters these keep keys and values, which the native decoder leaves to the modules."""
+FLOAT32 = [name for name, fields in MODELS.items() if not {"num_experts", "n_routed_experts"} & {*fields}]
+FLOAT32.remove("granite-experts")
+"""Experts are left to the modules there."""
 CASES = [
     ("qwen3_5_text", None),
     ("qwen3_5_text", "int8"),
@@ -121,14 +124,15 @@ class Model:
     """A runner, and the state slots of its sequences."""
 
     def __init__(
-        self, folder: Path, compile: str, hidden_layers: tuple[int, ...] = (), **options: Any
+        self, folder: Path, compile: str, hidden_layers: tuple[int, ...] = (), **changes: Any
     ) -> None:
-        config = ServeConfig(model=str(folder), dtype="bfloat16", device="cpu", max_model_len=256, **options)
+        options = {"dtype": "bfloat16", "device": "cpu", "max_model_len": 256} | changes
+        config = ServeConfig(model=str(folder), **options)
         loaded = load_model(config)
         assert loaded.recurrent is not None
         layout = loaded.recurrent.state.with_drafts(DRAFTS)
         pool = KVPool(PoolLayout((loaded.kv_group,), BLOCK), NUM_BLOCKS, CPU, None)
-        backend_class, _ = select_backend(CPU, torch.bfloat16, "auto")
+        backend_class, _ = select_backend(CPU, loaded.dtype, "auto")
         backend = backend_over(backend_class, pool.layers(TARGET), pool.groups[TARGET])
         assert isinstance(backend, CpuBackend)
         self.adapters = loaded.adapters
@@ -207,6 +211,21 @@ def test_logits_and_hidden_states_are_the_modules(
         assert_same(found.logits, expected.logits, slack=2, swaps=most_swaps(MODELS[model_type]))
         assert found.hidden is not None and expected.hidden is not None
         assert_same(found.hidden, expected.hidden, slack=2, swaps=most_swaps(MODELS[model_type]))
+
+
+@pytest.mark.parametrize("model_type", FLOAT32)
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_float32_differs_from_the_modules_by_the_order_of_sums(
+    folders: dict[str, Path], model_type: str, quantization: str | None
+) -> None:
+    ours, theirs = (
+        Model(folders[model_type], mode, dtype="float32", quantization=quantization)
+        for mode in ("auto", "off")
+    )
+    assert (ours.runner.choice, theirs.runner.choice[:5]) == ("native decoder", "eager")
+    text = tokens(76)
+    for batch in ([rows_of(text, 0, 70)], [rows_of(text, 70, 76), rows_of(tokens(40, 1), 0, 40, 1)]):
+        assert_same(ours.logits(batch), theirs.logits(batch), slack=1e-3)
 
 
 def bits(model: Model, text: Sequence[int]) -> Tensor:

@@ -110,18 +110,20 @@ def test_merged_and_separate_weights_give_equal_tokens(name: str, folders: dict[
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_compiled_forward_adds_adapters(name: str, folders: dict[str, Path]) -> None:
-    folder = folders[name]
-    engine = make_engine(folder, compile="on")
+def test_a_compiled_forward_adds_adapters(tmp_path: Path) -> None:
+    """Of one layer, which takes a third of the time, with what it would compute as one product."""
+    write_model("llama", tmp_path, num_hidden_layers=1)
+    write_adapter(tmp_path, tmp_path / "one", 1)
+    write_adapter(tmp_path, tmp_path / "other", 2, targets=("q_proj", "v_proj", "down_proj"))
+    engine = make_engine(tmp_path, compile="on")
     assert engine.start_up["forward"].startswith("torch.compile")
     prompt = prompt_of(20)
     for adapter in ("", *SCALES):
         engine.add(ask(adapter or "base", prompt, adapter=named(engine, adapter)))
     outputs = run(engine)
-    assert tokens(outputs["base"]) == greedy(load(folder), prompt, 8)
-    for adapter, scale in SCALES.items():
-        merged = merge(load(folder), folder / adapter, scale)
+    assert tokens(outputs["base"]) == greedy(load(tmp_path), prompt, 8)
+    for adapter in SCALES:
+        merged = merge(load(tmp_path), tmp_path / adapter, SCALES["one"])
         assert tokens(outputs[adapter]) == greedy(merged, prompt, 8)
 
 

@@ -16,6 +16,7 @@ from engine.linear import packed
 from engine.linear.packed import PackedLinear, kernel_fault, pack_linears
 from models.bundled import BUNDLED_MODEL
 from native import build
+from native.openmp import gomp_parallel
 from protocol.outputs import TokenLogprobs
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
@@ -123,6 +124,35 @@ def test_what_is_no_number_stays_so() -> None:
     assert torch.equal(out[0], sound[0])
     assert out[1].isnan().all()
     assert out[2].isinf().all()
+
+
+@pytest.mark.parametrize("out_features", [1, 63, 64, 200])
+@pytest.mark.parametrize("in_features", [1, 64, 65, 512])
+def test_a_product_of_float32_is_the_exact_one_and_its_rows_have_the_same_bits_in_every_batch(
+    in_features: int, out_features: int
+) -> None:
+    torch.manual_seed(in_features + out_features)
+    weight, bias, x = (
+        torch.randn(out_features, in_features),
+        torch.randn(out_features),
+        torch.randn(200, in_features),
+    )
+    kernel, values = packed._kernel(packed._FUNCTIONS[torch.float32]), packed.pack(weight, together=1)
+
+    def multiply(rows: torch.Tensor, bias: torch.Tensor | None, threads: int = 1) -> torch.Tensor:
+        out = torch.empty(len(rows), out_features)
+        added = None if bias is None else bias.data_ptr()
+        sizes = len(rows), in_features, out_features, threads
+        kernel(rows.data_ptr(), values.data_ptr(), added, out.data_ptr(), *sizes, gomp_parallel())
+        return out
+
+    for added in (None, bias):
+        whole = multiply(x, added, threads=2)
+        exact = x.double() @ weight.double().T + (0 if added is None else added.double())
+        scale = x.double().abs() @ weight.double().abs().T + 1
+        assert ((whole.double() - exact).abs() <= scale * 2**-20).all()
+        for rows in (1, 2, 5, 6, 7, 64):
+            assert torch.equal(torch.cat([multiply(some, added) for some in x.split(rows)]), whole), rows
 
 
 def test_only_plain_bfloat16_layers_are_replaced() -> None:

@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.attention import transformers_hook
 from engine.attention.select import select_backend
+from engine.decoder.native_model import DTYPES
 from engine.kv_pool import KVPool
 from engine.kv_rows import CODE_DTYPES
 from engine.latent_attention import absorb
@@ -135,12 +136,13 @@ def test_other_ranks_divide_the_layers_as_the_first_one_does() -> None:
 
 
 @needs_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size"), [(4, 2, 2), (4, 2, 4), (6, 1, 3), (6, 2, 3), (6, 3, 2), (12, 4, 6)]
 )
-def test_the_native_decoder_has_them_too(heads: int, kv_heads: int, size: int) -> None:
+def test_the_native_decoder_has_them_too(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> None:
     changes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": 200}
-    loaded = load("qwen2", torch.bfloat16, "auto", hidden_size=144, vocab_size=330, head_dim=16, **changes)
+    loaded = load("qwen2", dtype, "auto", hidden_size=144, vocab_size=330, head_dim=16, **changes)
     assert loaded.description is not None
     expected, pool = run(loaded, 1)
     logits, shared = run(loaded, size)

@@ -42,8 +42,12 @@ def draft(engine: Engine) -> list[int]:
 
 @pytest.mark.parametrize(
     ("forward", "options"),
-    [("native decoder", {"compile": "auto", "dtype": "bfloat16"}), ("eager", {})],
-    ids=["native", "eager"],
+    [
+        ("native decoder", {"compile": "auto", "dtype": "bfloat16"}),
+        ("native decoder", {"compile": "auto"}),
+        ("eager", {}),
+    ],
+    ids=["native", "native-float32", "eager"],
 )
 def test_what_is_drafted_after_any_tokens_is_as_if_drafted_afresh(
     model: Path, forward: str, options: dict[str, Any]

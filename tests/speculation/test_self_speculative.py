@@ -73,7 +73,7 @@ def config_of(folder: Path, dtype: str = "bfloat16", **options: Any) -> ServeCon
     config = small_config(
         folder,
         dtype=dtype,
-        compile="auto" if folder.name.startswith("llama") and dtype == "bfloat16" else "off",
+        compile="auto" if folder.name.startswith("llama") else "off",
     )
     return msgspec.structs.replace(config, speculative_config=asked, kv_cache_memory_bytes=16 << 20)
 

@@ -1,0 +1,76 @@
+// A tile of float32, with weights of float32.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../attention/cpu_kernel/simd.h"
+#include "product.h"
+#include "row_tiles.h"
+
+namespace {
+
+class Float32 {
+  public:
+    using Input = float;
+    struct Registers {
+        explicit Registers(const ProductOf<float>&) {}
+    };
+
+    const Input* inputs(const ProductOf<float>& p, int64_t row, int64_t) { return p.x + row * p.in_features; }
+
+    // The rows [first, end) of one panel; `x` are the inputs of the first.
+    static void rows_of_panel(const ProductOf<float>& p, const Input* x, int64_t first, int64_t end, int64_t panel) {
+        in_tiles<6>(first, end, [&](auto rows, int64_t row) {
+            tile<rows()>(p, x + (row - first) * p.in_features, row, panel);
+        });
+    }
+
+  private:
+    static constexpr int VECTORS = LANES == 16 ? 4 : 2;  // with the sums of 6 rows they fit into the registers
+    static constexpr int WIDTH = VECTORS * LANES;
+    static constexpr int64_t RUN = WIDTH == PANEL ? 1 << 30 : 64;  // inputs whose weights stay in the first cache
+    static constexpr int64_t FETCHED = 3072;  // in weights: how far ahead is prefetched
+    static constexpr int64_t LINE = 16;       // floats of a cache line
+
+    // Where vectors don't hold a panel's outputs, its parts take turns: memory is read in its order.
+    template <int ROWS> static void tile(const ProductOf<float>& p, const Input* x, int64_t row, int64_t panel) {
+        const int64_t K = p.in_features;
+        float totals[ROWS][PANEL] = {};
+        for (int64_t k = 0; k < K; k += RUN) {
+            const int64_t count = std::min(RUN, K - k);
+            for (int part = 0; part < PANEL; part += WIDTH)
+                add_products<ROWS>(p.weights + (panel * K + k) * PANEL + part, x + k, K, count, totals, part);
+        }
+        put(p, totals[0], row, row + ROWS, panel);
+    }
+
+    // Adds up `count` weights of WIDTH outputs, and as many inputs of each row, which lie `stride` apart.
+    template <int ROWS> static void add_products(
+        const float* w, const Input* x, int64_t stride, int64_t count, float (&totals)[ROWS][PANEL], int part) {
+        Vec sums[ROWS][VECTORS];
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = load(totals[r] + part + v * LANES);
+        for (int64_t k = 0; k < count; k++, w += PANEL) {
+            for (int i = 0; i < WIDTH; i += LINE) __builtin_prefetch(w + FETCHED + i);
+            Vec weights[VECTORS];
+            for (int v = 0; v < VECTORS; v++) weights[v] = load(w + v * LANES);
+            for (int r = 0; r < ROWS; r++)
+                for (int v = 0; v < VECTORS; v++) sums[r][v] += weights[v] * x[r * stride + k];
+        }
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < VECTORS; v++) store(totals[r] + part + v * LANES, sums[r][v]);
+    }
+
+    // Of the rows [row, end); totals are those of the first on.
+    static void put(const ProductOf<float>& p, const float* totals, int64_t row, int64_t end, int64_t panel) {
+        const int64_t first = panel * PANEL, count = std::min<int64_t>(p.out_features - first, PANEL);
+        for (; row < end; row++, totals += PANEL) {
+            float* out = p.out + row * p.out_features + first;
+            for (int64_t n = 0; n < count; n++) out[n] = p.bias ? totals[n] + p.bias[first + n] : totals[n];
+        }
+    }
+};
+
+}  // namespace
