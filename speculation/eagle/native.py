@@ -1,4 +1,4 @@
-"""The head as the native decoder runs it, for bfloat16 on the CPU: a whole draft in one call."""
+"""The head as the native decoder runs it on the CPU: a whole draft in one call."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class _HeadDescription(NativeModel):
         lm_head: nn.Linear | PackedQuantizedLinear,
         draft_ids: Tensor | None,
     ) -> None:
-        super().__init__()
+        super().__init__(embedding.dtype)
         shape, layer = head.shape, head.midlayer
         attention, mlp = layer.self_attn, layer.mlp
         self._layer = LayerArgs(

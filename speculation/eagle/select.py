@@ -9,6 +9,7 @@ from torch import nn
 
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.interface import AttentionBackend
+from engine.decoder.native_model import DTYPES
 from engine.linear.packed import kernel_fault, pack_linears
 from engine.linear.packed_quantized import PackedQuantizedLinear
 from engine.loader import LoadedModel
@@ -29,7 +30,8 @@ def build_head_runner(
     fault = kernel_fault(target.device, target.dtype)
     embedding, lm_head = _tables(loaded, target)
     native = None
-    if config.compile == "auto" and fault is None and isinstance(backend, CpuBackend):
+    runs_natively = kernel_fault(target.device, target.dtype, DTYPES) is None
+    if config.compile == "auto" and runs_natively and isinstance(backend, CpuBackend):
         native = _native(loaded, embedding, lm_head, backend)
     head = PagedHead(loaded.head, embedding, lm_head)
     if fault is None:
