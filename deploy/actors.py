@@ -72,7 +72,7 @@ class WorkerActor:
         watch, waits_for = self._watch, self._template.waits_for
         if watch is not None:
             watch.look()
-            waits_for = f"process {watch.pid} ({watch.state}) to load the model"
+            waits_for = f"process {watch.pid} ({watch.state}) to get its model ready"
         stuck = watch.stopped if watch is not None else ""
         return ActorState(os.getpid(), waits_for, stuck, tuple(self._template.replaced))
 

@@ -19,6 +19,7 @@ from engine.check import check_adapter, check_request
 from engine.embeddings import embeddings
 from engine.kv_pool import Allocate
 from engine.loader import LoadedModel
+from engine.phases import phase
 from engine.prefix_cache import reserve_blocks
 from engine.prefix_room import PrefixRoom, find_room
 from engine.profiling import ProfilingRun
@@ -102,18 +103,21 @@ class Engine:
         """When the latest step ended, if there was more to do."""
         load_s = time.monotonic() - started
         compile_s = self._runner.warm_up()
-        self._sampler.warm_up(loaded.dtype)
-        with ProfilingRun(self.blocks, self._runner, self.max_model_len) as profiling:
-            budget = assembly.token_budget
-            self._times.seed(measure_steps(profiling, self._sampler, config.max_num_seqs, budget))
-            if self._speculator is not None:
-                self._speculator.attach(loaded, self.pool, self._sampler)
-                self._speculator.warm_up(profiling)
+        with phase("warming up by measured steps", "seconds"):
+            self._warm_up(loaded, assembly.token_budget)
         if not config.paged_kv:
             self.blocks.least_blocks = -(-self.max_model_len // config.block_size)
         self.start_up = describe_start(
             config, loaded, self.blocks, self._runner, self.tiers, load_s, compile_s
         )
+
+    def _warm_up(self, loaded: LoadedModel, budget: int) -> None:
+        self._sampler.warm_up(loaded.dtype)
+        with ProfilingRun(self.blocks, self._runner, self.max_model_len) as profiling:
+            self._times.seed(measure_steps(profiling, self._sampler, self.config.max_num_seqs, budget))
+            if self._speculator is not None:
+                self._speculator.attach(loaded, self.pool, self._sampler)
+                self._speculator.warm_up(profiling)
 
     @property
     def runs_on_any_threads(self) -> bool:

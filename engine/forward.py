@@ -21,6 +21,7 @@ from engine.attention import transformers_hook
 from engine.attention.interface import AttentionBackend
 from engine.lora.layers import begin_step, groups_of
 from engine.lora.table import Adapters
+from engine.phases import phase
 from engine.rows import BlockTable, SequenceRows
 from engine.runner import ForwardOutput, LateRows
 from engine.step_inputs import StepInputs, StepShape, step_inputs
@@ -35,6 +36,9 @@ MIN_ROWS = 2
 
 WARM_UP_ROWS = 64
 """Unlike the number of logit rows, or torch.compile would take the two sizes for one."""
+
+LAYER_S = 3
+"""[s] The CPU time that torch.compile takes for a layer, as measured on a Llama of 30 layers."""
 
 ONEDNN_MIN_ROWS = 4
 """oneDNN's matrix kernels take less time for four rows than for one or two."""
@@ -141,6 +145,10 @@ class RowsForward(ABC):
     def _compute(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """What is compiled."""
 
+    def _expected(self) -> str:
+        """The time that compiling takes."""
+        return "about ten seconds"
+
     def warm_up(self) -> float:
         """Compile by running padding rows; returns the seconds it took.
 
@@ -150,7 +158,8 @@ class RowsForward(ABC):
             return 0.0
         start = time.monotonic()
         try:
-            self._execute([], [0, 1], StepShape(WARM_UP_ROWS))
+            with phase("compiling the model", self._expected()):
+                self._execute([], [0, 1], StepShape(WARM_UP_ROWS))
         except torch._dynamo.exc.TorchDynamoException as error:
             if self._mode == "on":
                 raise ConfigError(f"--compile: the model does not compile: {error}") from error
@@ -179,6 +188,12 @@ class Forward(RowsForward):
         self._model = model
         self._hidden_layers = hidden_layers
         self._can_capture = not hidden_layers
+
+    def _expected(self) -> str:
+        layers = self._model.config.get_text_config(decoder=True).num_hidden_layers
+        seconds = 10 + LAYER_S * layers
+        slower = "none with --compile off, which decodes several requests more slowly"
+        return f"about {seconds} s of CPU time for its {layers} layers, and {slower}"
 
     def _call(self, inputs: StepInputs, before: Tensor | None) -> ForwardOutput:
         rows = inputs.token_ids.unsqueeze(0), inputs.positions.unsqueeze(0), inputs.logit_rows

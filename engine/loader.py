@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from engine.linear.packed_quantized import pack_quantized_linears
 from engine.linear.rounding import round_head, round_linears
 from engine.linear.tiles import fault_of_options, fault_of_weights, tile_on_gpu
 from engine.lora.table import Adapters, adaptable
+from engine.phases import phase
 from engine.pool_layout import Group
 from engine.preloaded import take_preloaded
 from engine.probe import probe
@@ -94,7 +96,8 @@ def load_model(config: ServeConfig) -> LoadedModel:
     in_tiles = config.deterministic and device.type == "cuda"
     if in_tiles and (fault := fault_of_options(config, device, dtype)) is not None:
         raise ConfigError(f"--deterministic: {fault}")
-    model = _load_weights(config, hf_config, dtype, device)
+    with phase(f"loading the weights of {config.model_name} ({_size(config)})", "seconds for each GB"):
+        model = _load_weights(config, hf_config, dtype, device)
     if in_tiles and (fault := fault_of_weights(model)) is not None:
         raise ConfigError(f"--deterministic: {fault}")
     has_kernel = kernel_fault(device, dtype) is None
@@ -213,6 +216,14 @@ def _load_hf_config(config: ServeConfig) -> Any:
     method = quantization_config(hf_config)
     refuse_second_quantization(config, None if method is None else str(method.get("quant_method")))
     return hf_config
+
+
+def _size(config: ServeConfig) -> str:
+    """The size of the model's files, where they lie in a folder."""
+    if config.load_format == "dummy" or not Path(config.model).is_dir():
+        return "unknown size"
+    files = [*Path(config.model).glob("*.safetensors")] or [*Path(config.model).glob("*.bin")]
+    return f"{sum(file.stat().st_size for file in files) / 1e9:.2f} GB"
 
 
 def _load_weights(

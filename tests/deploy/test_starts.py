@@ -61,7 +61,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
 
 
 def test_an_actor_that_answers_is_waited_for_up_to_the_time_limit(start: Start) -> None:
-    start.answer = ActorState(PID, "process 7 (running) to load the model")
+    start.answer = ActorState(PID, "process 7 (running) to get its model ready")
     assert start.after(LIMIT_S) is None
     assert LIMIT_S / 3 < start.num_asked < LIMIT_S
     fault = start.after(1)

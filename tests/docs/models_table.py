@@ -34,7 +34,8 @@ In float32 each gives the tokens of `generate` from a prompt in chunks beside an
 in bold do so through a prefill and a decode worker, too (`tests/e2e/test_token_equality.py`). Of those with
 `latents` the pool keeps these instead of all heads' keys and values ([design.md](design.md#kv-pool)).
 Nemotron-H runs natively unless its experts work on latents; models with experts do where no worker has ranks.
-With adapters, for which latents are expanded, Kimi Linear's own modules run.
+With adapters, for which latents are expanded, Kimi Linear's own modules run. In float32 models with experts
+and those with adapters run as the others do, by torch.compile or, with recurrent layers, eagerly.
 
 | type | class | forward in bf16 on a CPU |
 |---|---|---|

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -542,14 +543,17 @@ def test_two_tenants_share_nothing(make_engine: Callable[..., Engine]) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_compiled_forward_gives_the_same_tokens(tmp_path: Path) -> None:
+def test_compiled_forward_gives_the_same_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of one layer: each takes four CPU seconds."""
+    caplog.set_level("INFO", "tandem.engine")
     write_tiny_llama(tmp_path, num_layers=1)
     reference = load(tmp_path)
     engine = tiny_engine(
         tmp_path, max_model_len=MAX_LEN, kv_cache_memory_bytes=64 * BLOCK_BYTES, compile="on"
     )
     assert engine.start_up["forward"].startswith("torch.compile")
+    expected, took = (text for text in caplog.messages if text.startswith("compiling the model"))
+    assert "takes about 13 s of CPU time for its 1 layers" in expected and " took " in took
     prompts = [prompt_of(length, length) for length in (1, 5, 33, 150)]
     for index, prompt in enumerate(prompts):
         engine.add(ask(str(index), prompt))
@@ -560,9 +564,12 @@ def test_compiled_forward_gives_the_same_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_float32_compiles_nothing_where_the_native_decoder_knows_the_model(
-    quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quantization: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """And gives Transformers' tokens."""
+    """It logs what it does at the start, and gives Transformers' tokens."""
     monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("it compiles"))
     write_tiny_llama(tmp_path)
     options = {
@@ -570,7 +577,14 @@ def test_float32_compiles_nothing_where_the_native_decoder_knows_the_model(
         "kv_cache_memory_bytes": 64 * BLOCK_BYTES,
         "quantization": quantization,
     }
-    engine, modules = (tiny_engine(tmp_path, compile=how, **options) for how in ("auto", "off"))
+    caplog.set_level("INFO", "tandem.engine")
+    engine = tiny_engine(tmp_path, compile="auto", **options)
+    assert [text for text in caplog.messages if text.endswith(" ...")] == [
+        f"loading the weights of {tmp_path.name} (0.00 GB), which takes seconds for each GB ...",
+        "warming up by measured steps, which takes seconds ...",
+    ]
+    assert re.search(r"warming up by measured steps took \d+\.\d s", caplog.text)
+    modules = tiny_engine(tmp_path, compile="off", **options)
     assert engine.start_up["forward"] == "native decoder"
     prompts = [prompt_of(length, length) for length in (1, 5, 33, 150)]
     for index, prompt in enumerate(prompts):
