@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api.openapi import Operation
-from router.doctor.snapshots import snapshot
+from router.doctor.samples import sample
 from router.doctor.verdicts import examine
 from router.errors import ApiError
 from router.state import RouterState
@@ -21,9 +21,9 @@ MOST_SECONDS = 60.0
 def doctor_operations(state: RouterState) -> list[Operation]:
     async def doctor(request: Request) -> Response:
         seconds = _seconds(request)
-        before = snapshot(state)
+        before = sample(state)
         await asyncio.sleep(seconds)
-        after = snapshot(state)
+        after = sample(state)
         findings = [msgspec.structs.asdict(finding) for finding in examine(before, after)]
         body = msgspec.json.encode({"seconds": after.at - before.at, "findings": findings})
         return Response(body, media_type="application/json")

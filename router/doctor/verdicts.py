@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from router.doctor.snapshots import ClusterSnapshot, WorkerSnapshot
+from router.doctor.samples import ClusterSample, WorkerSample
 
 Name = Literal["prefill", "decode", "transfer", "router", "kv_room", "queue", "draft", "nothing"]
 
@@ -49,8 +49,8 @@ class Finding(msgspec.Struct, frozen=True):
 class Interval(NamedTuple):
     """What lies between two looks."""
 
-    before: ClusterSnapshot
-    after: ClusterSnapshot
+    before: ClusterSample
+    after: ClusterSample
 
     @property
     def seconds(self) -> float:
@@ -73,8 +73,8 @@ class Interval(NamedTuple):
 
 
 class WorkerSpan(NamedTuple):
-    before: WorkerSnapshot
-    after: WorkerSnapshot
+    before: WorkerSample
+    after: WorkerSample
     seconds: float
 
     def gained(self, counter: str) -> float:
@@ -114,7 +114,7 @@ class WorkerSpan(NamedTuple):
         return self.mean("context_tokens") * min(self.mean("running") / rows, 1.0) if rows else 0.0
 
 
-def examine(before: ClusterSnapshot, after: ClusterSnapshot) -> list[Finding]:
+def examine(before: ClusterSample, after: ClusterSample) -> list[Finding]:
     """All that costs requests time, the most costly first; or that nothing does."""
     interval = Interval(before, after)
     found = [finding for verdict in VERDICTS for finding in verdict(interval) if finding.cost >= LEAST_COST]

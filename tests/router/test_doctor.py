@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from deploy.cli import app
 from protocol.costs import StepCosts
 from protocol.speculation import StepTimeState
-from router.doctor.snapshots import ClusterSnapshot, WorkerSnapshot
+from router.doctor.samples import ClusterSample, WorkerSample
 from router.doctor.verdicts import DRAFT_LOSS, Finding, examine
 from tests.e2e.load import load
 
@@ -28,23 +28,23 @@ DRAFTS = {
     "spec_decode_verify_seconds_total": 0.6,
 }
 """Four requests draft four tokens each, of which a sixteenth is accepted, in steps of 8 ms."""
-PREFILL = WorkerSnapshot(id="prefill-0", role="prefill", tasks=("prefill", "decode"), costs=COSTS)
-DECODE = WorkerSnapshot(id="decode-0", role="decode", tasks=("decode",), costs=COSTS, kv_tokens=10_000)
+PREFILL = WorkerSample(id="prefill-0", role="prefill", tasks=("prefill", "decode"), costs=COSTS)
+DECODE = WorkerSample(id="decode-0", role="decode", tasks=("decode",), costs=COSTS, kv_tokens=10_000)
 
 
 def looks(
-    *workers: tuple[WorkerSnapshot, dict[str, Any]],
+    *workers: tuple[WorkerSample, dict[str, Any]],
     totals: dict[str, float] | None = None,
     before: dict[str, Any] | None = None,
     **after: Any,
-) -> tuple[ClusterSnapshot, ClusterSnapshot]:
+) -> tuple[ClusterSample, ClusterSample]:
     """Two looks: each worker as it was all the time, with what its totals gained meanwhile."""
     pairs = workers or ((PREFILL, {}), (DECODE, {}))
     first = [worker for worker, _ in pairs]
     then = [msgspec.structs.replace(worker, **gained) for worker, gained in pairs]
     return (
-        ClusterSnapshot(at=100.0, workers=first, max_num_seqs=16, **(before or {})),
-        ClusterSnapshot(at=100.0 + SECONDS, workers=then, max_num_seqs=16, totals=totals or {}, **after),
+        ClusterSample(at=100.0, workers=first, max_num_seqs=16, **(before or {})),
+        ClusterSample(at=100.0 + SECONDS, workers=then, max_num_seqs=16, totals=totals or {}, **after),
     )
 
 
@@ -53,7 +53,7 @@ def steps(count: int, seconds: float, tokens: float = 0.0, **counters: float) ->
     return {"steps": count, "counters": counted}
 
 
-def worker(base: WorkerSnapshot, **state: Any) -> WorkerSnapshot:
+def worker(base: WorkerSample, **state: Any) -> WorkerSample:
     return msgspec.structs.replace(base, **state)
 
 
@@ -66,7 +66,7 @@ def transfer_totals(exposed_s: float, prefill_s: float = 0.5, count: float = 10.
     }
 
 
-def names(pair: tuple[ClusterSnapshot, ClusterSnapshot]) -> list[str]:
+def names(pair: tuple[ClusterSample, ClusterSample]) -> list[str]:
     return [finding.name for finding in examine(*pair)]
 
 
@@ -82,7 +82,7 @@ DRAFTING = worker(
 )
 FULL_BATCH = worker(DECODE, running=16, rows=40.0, held=20)
 
-PROVOKED: dict[str, tuple[ClusterSnapshot, ClusterSnapshot]] = {
+PROVOKED: dict[str, tuple[ClusterSample, ClusterSample]] = {
     "prefill": looks((BUSY_PREFILL, steps(40, 1.9, 19_000.0)), (DECODE, steps(40, 0.1))),
     "decode": looks((PREFILL, {}), (BUSY_DECODE, steps(316, 1.9, 316 * 40.0))),
     "transfer": looks(
@@ -101,7 +101,7 @@ LATE = {
     "router_loop_lag_seconds_count": 8.0,
 }
 PAYING = DRAFTS | {'spec_decode_num_accepted_tokens_total{method="ngram"}': 900.0}
-NOT_QUITE: dict[str, tuple[ClusterSnapshot, ClusterSnapshot]] = {
+NOT_QUITE: dict[str, tuple[ClusterSample, ClusterSample]] = {
     "a prefill worker that keeps up": looks((BUSY_PREFILL, steps(40, 1.0, 19_000.0))),
     "a prefill worker with one prompt": looks((worker(PREFILL, prompts=1.0), steps(40, 1.9, 19_000.0))),
     "prompts that wait for blocks": looks(
@@ -122,7 +122,7 @@ NOT_QUITE: dict[str, tuple[ClusterSnapshot, ClusterSnapshot]] = {
     "a full batch that nobody waits for": looks((worker(FULL_BATCH, held=0), steps(400, 1.4))),
     "drafts that pay": looks((DRAFTING, steps(100, 0.9, **PAYING))),
     "an idle server": looks(),
-    "a server without workers": (ClusterSnapshot(at=1.0), ClusterSnapshot(at=2.0)),
+    "a server without workers": (ClusterSample(at=1.0), ClusterSample(at=2.0)),
 }
 
 
@@ -204,13 +204,13 @@ def test_a_worker_that_was_started_anew_is_left_out() -> None:
     old = worker(BUSY_PREFILL, steps=5000)
     pair = looks((old, {"steps": 3}))
     assert names(pair) == ["nothing"]
-    only_new = ClusterSnapshot(at=0.0), pair[1]
+    only_new = ClusterSample(at=0.0), pair[1]
     assert names(only_new) == ["nothing"]
 
 
 def test_looks_can_be_kept() -> None:
     for before, after in PROVOKED.values():
-        kept = msgspec.json.decode(msgspec.json.encode([before, after]), type=list[ClusterSnapshot])
+        kept = msgspec.json.decode(msgspec.json.encode([before, after]), type=list[ClusterSample])
         assert kept == [before, after]
 
 

@@ -15,7 +15,7 @@ from router.registry import Worker
 from router.state import RouterState
 
 
-class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerSample(msgspec.Struct, frozen=True, kw_only=True):
     """Of one worker. `rows` are or will be decoded here, `prompts` await their first token from here; `held`
     are those of both that still wait in the router. `exposed_s` and `sent_bytes` are its transfers', by peer.
     """
@@ -41,27 +41,27 @@ class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     sent_bytes: dict[str, float] = {}
 
 
-class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterSample(msgspec.Struct, frozen=True, kw_only=True):
     """Of the router and all workers, `at` monotonic seconds.
 
     `totals` are the router's metrics by their names, `refused` the requests that it refused, by reason.
     """
 
     at: float
-    workers: list[WorkerSnapshot] = []
+    workers: list[WorkerSample] = []
     live: int = 0
     parked: int = 0
     max_num_seqs: int = 0
     totals: dict[str, float] = {}
     refused: dict[str, float] = {}
 
-    def worker(self, worker_id: str) -> WorkerSnapshot | None:
+    def worker(self, worker_id: str) -> WorkerSample | None:
         return next((worker for worker in self.workers if worker.id == worker_id), None)
 
 
-def snapshot(state: RouterState) -> ClusterSnapshot:
+def sample(state: RouterState) -> ClusterSample:
     totals, refused = _totals(state)
-    return ClusterSnapshot(
+    return ClusterSample(
         at=time.monotonic(),
         workers=[_worker(state, worker) for worker in state.registry.live()],
         live=len(state.journal),
@@ -83,10 +83,10 @@ def _totals(state: RouterState) -> tuple[dict[str, float], dict[str, float]]:
     return dict(totals), refused
 
 
-def _worker(state: RouterState, worker: Worker) -> WorkerSnapshot:
+def _worker(state: RouterState, worker: Worker) -> WorkerSample:
     load, told = worker.load, worker.state
     speculation = told.speculation
-    return WorkerSnapshot(
+    return WorkerSample(
         id=worker.key.worker_id,
         role=worker.role.name,
         tasks=worker.role.tasks,
