@@ -1,4 +1,4 @@
-"""The LoRA adapters that requests may name. All workers of the model have all of them."""
+"""The table of LoRA adapters that requests may name. Every worker of the model has all of them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterTable:
-    """Runs on the event loop alone, but for `find`.
+    """The adapters by name. Only `find` may be called off the event loop.
 
-    The first worker says what `--lora-modules` brought. From then on this table is what holds: a worker that
-    registers is told what it lacks, before any request, and what it has beyond that. Of several routers one
-    at a time changes it, and `tell`s the others.
+    The first worker reports the adapters that `--lora-modules` loaded. From then on this table decides: a
+    worker that registers is told, before it gets any request, to load the adapters that it lacks and to
+    unload the ones that are not in the table. With several routers, one at a time changes the table and
+    calls `tell` to inform the others.
     """
 
     def __init__(self, config: ServeConfig, registry: Registry, send: Send, turns: Turns) -> None:
@@ -35,10 +36,12 @@ class AdapterTable:
         self._send = send
         self._turns = turns
         self.tell: Callable[[str, Adapter | None], None] = lambda name, adapter: None
-        """Called with what a name means from now on; None: nothing."""
+        """Called with a name and the adapter that it means from now on; None if the name means nothing any
+        more.
+        """
         self._named: dict[str, Adapter] | None = None
         self._told: dict[str, Adapter | None] = {}
-        """What was told before the first worker came."""
+        """The changes that other routers reported before the first worker came."""
         self._waiting: dict[tuple[Worker, str], asyncio.Future[AdapterLoaded]] = {}
         self._lock = asyncio.Lock()
 
@@ -52,7 +55,9 @@ class AdapterTable:
         return (self._config.model_name, *self.named)
 
     def find(self, name: str | None) -> Adapter | None:
-        """What a request's `model` means: an adapter, or None for the model itself. Raises `ApiError` 404."""
+        """Return the adapter that a request's `model` names, or None for the model itself. Raises `ApiError`
+        404.
+        """
         if name is None or name == self._config.model_name:
             return None
         adapter = self.named.get(name)
@@ -75,7 +80,11 @@ class AdapterTable:
                 self._tell_to_load(worker, adapter.name, adapter.path, adapter.digest)
 
     def _first_named(self, worker: Worker) -> dict[str, Adapter]:
-        """What others of several routers loaded they have told; what else the worker has they are loading."""
+        """Return the adapters that the first worker reports, with the changes that other routers reported.
+
+        With several routers only the adapters of `--lora-modules` count: the worker's other adapters are
+        still being loaded by another router, which will report them.
+        """
         at_start = self._config.lora_modules or {}
         is_alone = self._config.router_replicas == 1
         own = {each.name: each for each in worker.adapters if is_alone or each.name in at_start}
@@ -90,16 +99,16 @@ class AdapterTable:
             logger.error("worker %s has no adapter %s: %s", message.worker_id, message.name, message.error)
 
     def lost(self, worker: Worker) -> None:
-        """What it was asked for is told its next incarnation."""
+        """Cancel the worker's pending loads. Its next incarnation is told to load them when it registers."""
         for key, waiting in list(self._waiting.items()):
             if key[0] is worker:
                 del self._waiting[key]
                 waiting.cancel()
 
-    # --- what operators ask for -------------------------------------------------------------------
+    # --- operators' requests ----------------------------------------------------------------------
 
     def told(self, name: str, adapter: Adapter | None) -> None:
-        """What a name means from now on, by the router that was asked."""
+        """Apply a change of a name's meaning, made here or reported by another router."""
         if self._named is None:
             self._told[name] = adapter
         elif adapter is None:
@@ -107,12 +116,12 @@ class AdapterTable:
             self._forget(name)
         else:
             self._named[name] = adapter
-            for worker in self._registry:  # those that came meanwhile, too
+            for worker in self._registry:  # includes workers that came in the meantime
                 if not worker.role.holds_draft:
                     self._tell_to_load(worker, name, adapter.path, adapter.digest)
 
     async def load(self, name: str, path: str) -> None:
-        """On every worker, or on none. Raises `ApiError` or `InvalidRequestError`."""
+        """Load the adapter on every worker, or on none. Raises `ApiError` or `InvalidRequestError`."""
         async with self._turn():
             self._check_new(name)
             workers = [each for each in self._registry if each.live and not each.role.holds_draft]
@@ -131,7 +140,7 @@ class AdapterTable:
             self._change(name, Adapter(name=name, path=path, digest=answers[0].digest))
 
     async def unload(self, name: str) -> None:
-        """Requests that have it go on. Raises `ApiError`."""
+        """Unload the adapter. Requests that use it run to their end. Raises `ApiError`."""
         async with self._turn():
             if name not in self.named:
                 raise ApiError(404, f"lora_name: there is no adapter {name!r}", param="lora_name")
@@ -143,7 +152,7 @@ class AdapterTable:
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """Nobody else changes what is loaded. Raises `ApiError`."""
+        """Keep every other change of adapters out, also of other routers. Raises `ApiError`."""
         if not self._config.serves_adapters:
             raise ApiError(400, "adapters are not served: start the server with --enable-lora")
         async with self._lock, self._turns.hold("change of adapters"):
@@ -156,7 +165,9 @@ class AdapterTable:
             raise InvalidRequestError("lora_name", f"at most {MAX_ADAPTERS} adapters, all are loaded")
 
     async def _ask(self, workers: list[Worker], name: str, path: str) -> list[AdapterLoaded]:
-        """The answers of those that live on. Raises `ApiError` where one does not come in time."""
+        """Return the answers of the workers that stay alive. Raises `ApiError` if an answer does not come in
+        time.
+        """
         loop, waiting = asyncio.get_running_loop(), []
         for worker in workers:
             if self._tell_to_load(worker, name, path):

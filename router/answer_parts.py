@@ -1,4 +1,4 @@
-"""One choice's answer as parts: what the parsers find in it, its calls with their ids."""
+"""Splits a choice's answer into parts: content, reasoning, and tool calls with their ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHORT_ID_CHARACTERS = 9
 
 
 class CallStart(NamedTuple):
-    """The answer's call of this `number` begins."""
+    """The beginning of the answer's call with this `number`."""
 
     number: int
     id: str
@@ -22,7 +22,7 @@ class CallStart(NamedTuple):
 
 
 class MoreArguments(NamedTuple):
-    """More of its arguments."""
+    """More text of the arguments of the call with this `number`."""
 
     number: int
     text: str
@@ -32,7 +32,7 @@ AnswerPart: TypeAlias = Content | Reasoning | CallStart | MoreArguments
 
 
 class AnswerParts:
-    """`parsing` None: the answer is nothing but content."""
+    """Finds the parts of one choice's answer. If `parsing` is None, the whole answer is content."""
 
     def __init__(self, parsing: Parsing | None, seed: str) -> None:
         self._parsing = parsing or Parsing()
@@ -41,7 +41,7 @@ class AnswerParts:
         self.num_calls = 0
 
     def push(self, choice: Choice, text: str) -> list[AnswerPart]:
-        """What the choice's new text brings, and its end."""
+        """Return the parts in the choice's new text, and the last parts once the choice is finished."""
         if self._parser is None:
             return [Content(text)] if text else []
         parts = self._parser.push(text)
@@ -63,7 +63,7 @@ class AnswerParts:
             yield MoreArguments(number, part.text)
 
     def _id(self) -> str:
-        """The same for the same call of the same request."""
+        """Return the call's id, which is the same for the same call of the same request."""
         digest = hashlib.blake2b(f"{self._seed}-{self.num_calls}".encode(), digest_size=12).hexdigest()
         tools = self._parsing.tools
         return digest[:SHORT_ID_CHARACTERS] if tools is not None and tools.short_ids else f"call_{digest}"

@@ -1,4 +1,4 @@
-"""Who may use the server, and how much: the keys of --api-key and --api-key-file, with what each has used."""
+"""The API keys of --api-key and --api-key-file, with their limits and their use."""
 
 from __future__ import annotations
 
@@ -22,24 +22,27 @@ MAX_PRIORITY = 2**31 - 1
 
 
 class LeakyBucket:
-    """What was used of an allowance per minute: a bucket that leaks as much in a minute as it holds.
+    """The use of an allowance per minute: a leaky bucket that holds, and leaks, one minute's allowance.
 
-    So a minute's worth can come at once, and after that as much as leaks. What comes may fill it beyond its
-    brim, and then nothing more is taken until that has leaked. Without an allowance it stays empty.
+    A whole minute's allowance can be used at once, and after that as much as leaks. Use may overfill the
+    bucket; then nothing more is admitted until the excess has leaked. Without an allowance the bucket stays
+    empty.
     """
 
     def __init__(self) -> None:
         self._used, self._at = 0.0, time.monotonic()
 
     def wait_s(self, per_minute: int | None, own: float = 0.0) -> float:
-        """How long until it has room, not counting `own` of what was used; 0 now."""
+        """Return the seconds until the bucket has room for one, without `own` of its use; 0 if it has room
+        now.
+        """
         if per_minute is None:
             return 0.0
         self._leak(per_minute)
         return max(0.0, self._used - own + 1 - per_minute) * 60 / per_minute
 
     def fill(self, amount: float, per_minute: int | None) -> None:
-        """A negative `amount` gives back."""
+        """Add use. A negative `amount` returns it."""
         self._leak(per_minute)
         self._used = 0.0 if per_minute is None else max(0.0, self._used + amount)
 
@@ -50,7 +53,7 @@ class LeakyBucket:
 
 
 class ApiKey:
-    """One key with what it has used; `entry` changes when the file does. For the event loop alone."""
+    """One key with its use. `entry` changes when the file does. Runs on the event loop only."""
 
     def __init__(self, entry: KeyEntry, metrics: Metrics) -> None:
         self.entry = entry
@@ -59,12 +62,14 @@ class ApiKey:
         self._requests, self._tokens = LeakyBucket(), LeakyBucket()
 
     def admit(self) -> Admission:
-        """Take one request from the limits. Raises `ApiError` 429 where they have no room."""
+        """Count one request against the limits. Raises `ApiError` 429 if they have no room."""
         self.take_requests(1)
         return Admission(self)
 
     def take_requests(self, number: int, own: int = 0) -> None:
-        """Raises `ApiError` 429. `own` requests of the same HTTP request were taken before."""
+        """Count `number` more requests, of an HTTP request that has counted `own` already. Raises `ApiError`
+        429.
+        """
         most = self.entry.concurrent_requests
         if most is not None and self._running + number > most:
             self._refuse("key_concurrent", f"may have {most} requests under way", 1.0)
@@ -74,12 +79,12 @@ class ApiKey:
         self._requests.fill(number, per_minute)
 
     def check_tokens(self) -> None:
-        """Raises `ApiError` 429 where it may use no token now."""
+        """Raises `ApiError` 429 if the key may use no token now."""
         per_minute = self.entry.tokens_per_minute
         self._check_minute("key_tokens", self._tokens.wait_s(per_minute), per_minute, "tokens")
 
     def add_tokens(self, number: int) -> None:
-        """A negative `number` gives back."""
+        """Count tokens. A negative `number` returns them."""
         self._tokens.fill(number, self.entry.tokens_per_minute)
 
     def end_requests(self, number: int) -> None:
@@ -96,7 +101,7 @@ class ApiKey:
 
 
 class Admission:
-    """One HTTP request that a key was let in with, and what this takes of the key's limits until `end`."""
+    """An admitted HTTP request, and the part of the key's limits that it holds until `end`."""
 
     def __init__(self, key: ApiKey) -> None:
         self.key = key
@@ -105,9 +110,10 @@ class Admission:
         self._generation: Generation | None = None
 
     def reserve(self, generation: Generation) -> None:
-        """Take all its sequences and the most tokens that it can use, and give it the key's priority.
+        """Reserve all sequences and the most tokens that they can use, and set the generation's priority to
+        the key's.
 
-        Raises `ApiError` 429 where the key has no room left; the last request may use more than is left.
+        Raises `ApiError` 429 if the key has no room left; the last request may use more than is left.
         """
         key, entry = self.key, self.key.entry
         key.check_tokens()
@@ -124,7 +130,9 @@ class Admission:
         generation.priority = max(-MAX_PRIORITY, min(entry.priority + own, MAX_PRIORITY))
 
     def end(self) -> None:
-        """Give back what was not used: tokens that did not come, prompts that no worker was sent."""
+        """Return the unused reservation: tokens that did not come, and prompts that were sent to no
+        worker.
+        """
         self.key.end_requests(self._num_requests)
         if self._generation is not None:
             placed = [request for request in self._generation.requests if request.workers]
@@ -133,17 +141,17 @@ class Admission:
 
 
 def _prompt_tokens(requests: Sequence[LiveRequest]) -> int:
-    """The choices of one prompt share it."""
+    """Count each prompt's tokens once, also if several choices share it."""
     prompts = {id(request.choice.prompt): request.choice.prompt for request in requests}
     return sum(len(prompt.token_ids) for prompt in prompts.values())
 
 
 class ApiKeys:
-    """Finds keys by their hash, so that no comparison takes longer for a better guess.
+    """Finds keys by their hash, so that a better guess takes no longer to compare.
 
-    Those of --api-key are called by their place, have no limits, and are operators. The file is read anew
-    when it changes; where it cannot be, that is counted and logged, and the keys stay what they were. Raises
-    `ConfigError`.
+    The keys of --api-key are named by their index, have no limits, and are operators. The file is read again
+    when it changes; if it cannot be read, the failure is counted and logged, and the keys stay as they were.
+    Raises `ConfigError`.
     """
 
     def __init__(self, config: ServeConfig, metrics: Metrics) -> None:
@@ -151,7 +159,7 @@ class ApiKeys:
         self._path = config.api_key_file
         self.are_needed = config.needs_api_key
         self.anonymous = self._made(KeyEntry(name=NO_KEY, sha256="", operator=True))
-        """Who sends a request where no key is needed."""
+        """The key that all requests count against if the server needs none."""
         given = [
             KeyEntry(name=str(index), sha256=hash_of(key), operator=True)
             for index, key in enumerate(config.api_keys)
@@ -167,12 +175,12 @@ class ApiKeys:
                 logger.warning("API keys' limits are those of each of the %d routers", config.router_replicas)
 
     def find(self, authorization: str) -> ApiKey | None:
-        """Whose header this is."""
+        """Return the key of an `authorization` header, None if it is unknown."""
         scheme, _, token = authorization.partition(" ")
         return self._keys.get(hash_of(token.strip())) if scheme.lower() == "bearer" else None
 
     def reload(self) -> None:
-        """Read the file if it has changed. To be called often."""
+        """Read the file if it has changed. Cheap enough to call for each request."""
         now = time.monotonic()
         if self._path is None or now - self._looked_at < RELOAD_INTERVAL_S:
             return
@@ -194,7 +202,7 @@ class ApiKeys:
         return ApiKey(entry, self._metrics)
 
     def _install(self, entries: Iterable[KeyEntry]) -> None:
-        """Who was there before goes on with what it has used."""
+        """Replace the file's keys. A key with a known name keeps its use."""
         known = {key.entry.name: key for key in self._keys.values()}
         keys = dict(self._given)
         for entry in entries:
@@ -204,7 +212,7 @@ class ApiKeys:
         self._keys = keys
 
     def _file_version(self) -> tuple[int, int, int] | None:
-        """What differs once the file was changed, or another one took its place."""
+        """Return values that differ once the file has changed or another file has replaced it."""
         if self._path is None:
             return None
         try:

@@ -1,4 +1,4 @@
-"""The HTTP application: every endpoint, with what its documentation says."""
+"""The HTTP application: all endpoints with their API documentation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STREAM = "JSON, or with `stream` server-sent events"
 
 
 def build_app(state: RouterState) -> Envelope:
-    """All endpoints over the given state."""
+    """Return the application with all endpoints, over the given state."""
 
     def post(path: str, body: type[msgspec.Struct], answer: str, endpoint: Any) -> Operation:
         return Operation(path, endpoint, body.__doc__ or "", answer, body)
@@ -66,7 +66,9 @@ def build_app(state: RouterState) -> Envelope:
     router = Router(routes, redirect_slashes=False)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = router  # makes it raise for unknown paths and methods, instead of answering itself
+        scope["app"] = (
+            router  # makes the router raise for unknown paths and methods instead of answering itself
+        )
         await router(scope, receive, send)
 
     return Envelope(app, state.metrics, state.keys, BrowserGuard(state.config.host))

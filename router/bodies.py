@@ -1,4 +1,4 @@
-"""Reading request bodies: each is bounded in size and time, and all together in memory."""
+"""Reads request bodies. Each is limited in size and time, and all together in memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from router.errors import ApiError
 
 BODY_TIMEOUT_S = 20.0
 MIN_BYTES_PER_S = 64 * 1024
-"""A body gets so much more time as it needs at this rate for what has come of it."""
+"""The time limit grows by the time that the received bytes take at this rate."""
 SMALL_BYTES = 64 * 1024
-"""The most bytes of an operator's body, which is decoded in the event loop."""
+"""The largest body of an operator's request, which is decoded in the event loop."""
 MAX_BODIES = 16
-"""Of the largest size, in memory at once."""
+"""The number of bodies of the largest size that fit in memory at once."""
 
 
 class Bodies:
@@ -28,10 +28,10 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def read(self, request: Request, max_bytes: int | None = None) -> AsyncIterator[bytes]:
-        """The whole body, which counts against the limits until the block ends.
+        """Read the whole body and yield it. It counts against the memory limit until the block ends.
 
-        `max_bytes` is less than usual for one that is decoded in the event loop. Raises `ApiError`: 413 if
-        it is too large, 503 if all bodies together are, 408 if it is late. Raises `ClientDisconnect`.
+        `max_bytes` lowers the limit for a body that is decoded in the event loop. Raises `ApiError`: 413 if
+        the body is too large, 503 if all bodies together are, 408 if it is late. Raises `ClientDisconnect`.
         """
         parts: list[bytes] = []
         try:
@@ -50,7 +50,7 @@ class Bodies:
             raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s, {rate}") from None
 
     async def _read(self, request: Request, parts: list[bytes], most: int, limit: asyncio.Timeout) -> None:
-        """Append what comes to `parts`."""
+        """Append the received chunks to `parts`."""
         if int(request.headers.get("content-length", 0)) > most:
             raise self._too_large(most)
         received = 0

@@ -1,8 +1,8 @@
-"""Keeps web pages of others away from a server that asks for no API key.
+"""Keeps other sites' web pages away from a server that needs no API key.
 
-A page may have its visitor's browser send requests to any address that this can reach, also to loopback.
-Browsers tell whose page it is (`Origin`), and a name that was made to point at loopback shows as `Host` (DNS
-rebinding).
+A page can have its visitor's browser send requests to any address that the browser reaches, also to
+loopback. Browsers name the page's site in `Origin`, and a host name that was made to resolve to loopback
+(DNS rebinding) appears in `Host`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _REMEDY = "or start the server with API keys (--api-key-file)"
 
 
 class BrowserGuard:
-    """`host` is what HTTP listens on."""
+    """Checks requests' `Host` and `Origin` headers. `host` is the address that HTTP listens on."""
 
     def __init__(self, host: str) -> None:
         self._is_loopback = is_loopback(host)
 
     def check(self, method: str, headers: Headers) -> None:
-        """Raises `ApiError` 403."""
+        """Raises `ApiError` 403 if the request may come from another site's page."""
         host = headers.get("host", "")
         if self._is_loopback and not _is_local(host):
             raise ApiError(403, f"Host: {host[:128]!r} is not this host: ask for localhost, {_REMEDY}")
@@ -37,7 +37,9 @@ class BrowserGuard:
 
 
 def _is_local(host: str) -> bool:
-    """Strangers can make a name with a dot point here, but no address, and no name within this network."""
+    """Return whether `host` is an IP address or a local name: strangers can only make a name with a dot
+    resolve to this host.
+    """
     try:
         name = urlsplit(f"//{host}").hostname or ""
         if "." not in name or name.endswith(".localhost"):

@@ -1,7 +1,7 @@
-"""The arguments of calls that are in a conversation, as chat templates take them.
+"""The arguments of a conversation's tool calls, as chat templates take them.
 
-Whatever the server gave out is taken back: a call may have been cut off by its answer's limit, and the
-model's own text need not be JSON.
+Clients send back whatever the server gave out: a call may have been cut off by its answer's limit, and the
+model's own text may not be JSON.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _PIECE = re.compile(
 )
 
 _UNFINISHED = re.compile(r',?\s*(?:"[^"]*"?\s*:?\s*)?[-+.\w]*\Z')
-"""A key, or a key and the beginning of its number."""
+"""Matches a key, or a key and the beginning of its number."""
 
 
 class CallArguments(dict[str, Any]):
-    """A call's arguments: an object to templates that look into it, JSON text to those that write it."""
+    """A call's arguments: a mapping for templates that read it, JSON text for templates that print it."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
@@ -39,7 +39,8 @@ class CallArguments(dict[str, Any]):
 
 
 def call_arguments(text: str, field: str) -> CallArguments:
-    """An object that was cut off is closed; what is no object becomes the only argument, `arguments`.
+    """Parse arguments. An object that was cut off is closed; any other text or value becomes the only
+    argument, `arguments`.
 
     Raises `InvalidRequestError` for a text that is too long.
     """
@@ -59,7 +60,9 @@ def call_arguments(text: str, field: str) -> CallArguments:
 
 
 def _attempts(text: str) -> Iterator[str]:
-    """The text, and where it was cut off what closes it: all of it, or up to its last whole part."""
+    """Yield the text; if it was cut off, also the closed text, and the text closed after its last complete
+    part.
+    """
     yield text
     closers: list[str] = []
     end = whole = len(text)
@@ -82,7 +85,7 @@ def _attempts(text: str) -> Iterator[str]:
 
 
 def _without_surrogates(found: dict[str, Any]) -> CallArguments:
-    """Half of a character, as JSON can escape it, is no text."""
+    """Replace lone surrogates, which JSON escapes can contain but UTF-8 text cannot."""
     written = json.dumps(found, ensure_ascii=False)
     try:
         written.encode()

@@ -1,4 +1,4 @@
-"""Chat messages to a prompt, by the model's Jinja template in a sandbox."""
+"""Renders chat messages as a prompt with the model's Jinja template, in a sandbox."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class _GenerationBlocks(Extension):
-    """`{% generation %}` marks the assistant's part for training; here it changes nothing."""
+    """Accepts `{% generation %}`, which marks the assistant's part for training, and changes nothing."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -61,7 +61,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text. Raises `InvalidRequestError` with the template's own complaint."""
+        """Return the prompt's text. Raises `InvalidRequestError` with the template's own error message."""
         chat = [self.traits.shaped(message) for message in messages]
         if continue_final_message:
             chat[-1]["content"] = _marked(chat[-1]["content"])
@@ -77,7 +77,7 @@ class ChatTemplate:
 
 
 def _marked(content: Content) -> Content:
-    """With a mark at its end."""
+    """Append the mark at which a continued message's prompt is cut."""
     if not isinstance(content, list):
         return (content or "") + _CONTINUE_MARK
     *others, last = content or [{"type": "text", "text": ""}]

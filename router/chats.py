@@ -1,4 +1,4 @@
-"""From a chat's messages and tools to the prompt, and to what is to be found in the answer."""
+"""Turns a chat's messages and tools into a prompt and the parts that its answer may have."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _NO_TEMPLATE = (
 
 
 class Chat(NamedTuple):
-    """`answer` is None where the answer can have nothing but content."""
+    """A chat that was read. `answer` is None if the answer can only be content."""
 
     prompt: str
     answer: ChatAnswer | None
@@ -50,7 +50,7 @@ class Chat(NamedTuple):
 
 
 class Chats:
-    """Chats with one model, which writes calls and reasoning in one way."""
+    """Reads chats with the model, which has one format for tool calls and one for reasoning."""
 
     def __init__(self, config: ServeConfig, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -82,7 +82,7 @@ class Chats:
         return self._tool_template is not None and self._tool_template.traits.shows_tools
 
     def read(self, body: ChatBody) -> Chat:
-        """Raises `InvalidRequestError`."""
+        """Read a chat's body. Raises `InvalidRequestError`."""
         choice = tool_choice(body)
         with_tools = choice.may_call
         messages = plain_messages(body.messages)
@@ -139,9 +139,9 @@ class Chats:
         return template
 
     def _format_of(self, choice: ToolChoice) -> ToolFormat | None:
-        """How the answer's calls are written; None where it has none.
+        """Return the format of the answer's calls, None if the answer has no calls.
 
-        A grammar can have a call written whatever the template shows.
+        If a call is required, a grammar enforces a format even if the template shows none.
         """
         if not choice.may_call or self._tools is not None:
             return self._tools if choice.may_call else None
@@ -158,7 +158,7 @@ class Chats:
 
     @property
     def constant_grammars(self) -> list[AskedGrammar]:
-        """Return grammars that many requests ask for in the same words."""
+        """Return grammars that many requests ask for with the same fields."""
         wanted, structured = ResponseFormat(type="json_object"), StructuredOutputs(json_object=True)
         starts = (None, False, True) if self._is_harmony or self.has_reasoning else (None,)
         requests = [GrammarRequest(wanted, is_open=is_open) for is_open in starts]
@@ -197,7 +197,7 @@ class Chats:
         return Grammar(text, "tools")
 
     def render(self, body: TokenizeBody) -> str:
-        """The prompt alone."""
+        """Return only the prompt."""
         messages, with_tools = plain_messages(body.messages or ()), bool(body.tools)
         return self._render(self._chosen(with_tools), body, messages, with_tools)
 
@@ -232,7 +232,7 @@ def _source(template: ChatTemplate | None) -> str:
 
 
 def _constrained_calls(body: ChatBody, choice: ToolChoice, several: bool) -> Calls | None:
-    """None where the answer may call nothing, or anything."""
+    """Return the constraint on the answer's calls, None if calls are forbidden or unconstrained."""
     tools = body.tools or []
     if not choice.must_call and not any(tool.function.strict for tool in tools):
         return None

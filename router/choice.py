@@ -1,4 +1,4 @@
-"""One choice of an answer: tokens in, text out, cut at stop strings."""
+"""One choice of an answer: receives tokens, returns text, stops at stop strings."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from router.stop_strings import StopStringMatcher
 
 
 class Echo(msgspec.Struct, frozen=True):
-    """A prompt's text as an answer begins with it, and where each of its tokens begins in that text."""
+    """A prompt's text, which the answer begins with, and the offset of each of its tokens in the text."""
 
     text: str
     offsets: list[int]
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A prompt as sent to the engine. `echo` is there where the answer begins with it."""
+    """A prompt as sent to the engine. `echo` is set if the answer begins with the prompt."""
 
     token_ids: list[int]
     echo: Echo | None = None
     chains: dict[CacheFormat, HashedBlocks] = msgspec.field(default_factory=dict)
 
     def blocks(self, cache: CacheFormat, cache_salt: str, adapter: Adapter | None) -> HashedBlocks:
-        """Its full blocks in a format; hashed once, as all its requests have one salt and one adapter."""
+        """Return the prompt's full blocks in a cache format. They are hashed once: all requests of a prompt
+        have the same salt and adapter.
+        """
         chain = self.chains.get(cache)
         if chain is None:
             root = cache.root(cache_salt, adapter.digest if adapter is not None else "")
@@ -41,14 +43,18 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True):
-    """A piece of a text, and whether its tokens are accepted drafts: text is of the token that ends it."""
+    """A piece of text, and whether its tokens are accepted drafts. Text belongs to the token that completes
+    it.
+    """
 
     text: str
     drafted: bool
 
 
 class ChoiceDelta(msgspec.Struct):
-    """What came in since the last look. `offsets` are the tokens' places in the choice's uncut text."""
+    """A choice's output since the previous call. `offsets` are the tokens' offsets in the choice's uncut
+    text.
+    """
 
     text: str = ""
     spans: Sequence[Span] = ()
@@ -59,12 +65,12 @@ class ChoiceDelta(msgspec.Struct):
 
 @dataclass(eq=False, slots=True)
 class Choice:
-    """State of one sequence's text. `finish_reason` is set once it is complete.
+    """The text of one sequence. `finish_reason` is set once it is complete.
 
-    `stop` strings do not count within the first `min_tokens` tokens, and no token counts that comes after the
-    one which completes a stop string. The text begins at character `offset`. Of the `drafted_tokens` that
-    were verified for it, `accepted_tokens` are among its tokens; with `keep_spans` it tells which text is
-    theirs.
+    `stop` strings are ignored within the first `min_tokens` tokens, and tokens after the one that completes
+    a stop string are dropped. The text begins at character `offset`. `accepted_tokens` of the
+    `drafted_tokens` that were verified are part of the answer; with `keep_spans` each delta marks their
+    text.
     """
 
     index: int
@@ -86,7 +92,7 @@ class Choice:
     has_news: bool = False
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     embedding: bytes | None = None
-    """The prompt's, where that is asked for."""
+    """The prompt's embedding, if the request asks for it."""
     _matcher: StopStringMatcher | None = field(init=False)
     _length: int = field(init=False)
     _token_ids: list[int] = field(default_factory=list)
@@ -94,14 +100,14 @@ class Choice:
     _offsets: list[int] = field(default_factory=list)
     _pieces: list[str] = field(default_factory=list)
     _drafted: list[bool] = field(default_factory=list)
-    """With `keep_spans`, of each piece."""
+    """With `keep_spans`, whether each piece is of an accepted draft."""
 
     def __post_init__(self, stop: Sequence[str], offset: int) -> None:
         self._matcher = StopStringMatcher(stop, self.include_stop) if stop else None
         self._length = offset
 
     def push(self, output: TokenOutput) -> None:
-        """Take one step's tokens. The accepted ones come first."""
+        """Append one step's tokens, the accepted drafts first."""
         token_ids: Sequence[int] = output.token_ids
         num_before = self.num_tokens
         if output.cached_tokens is not None and self.num_tokens == 0:
@@ -132,12 +138,12 @@ class Choice:
         self.has_news = True
 
     def fail(self) -> None:
-        """It gets no more tokens, and what has come is not the whole answer."""
+        """End the choice, incomplete, with the finish reason "error"."""
         if self.finish_reason is None:
             self.push(TokenOutput(request_id="", token_ids=[], finish_reason="error"))
 
     def take_delta(self) -> ChoiceDelta:
-        """What is new since the last call."""
+        """Return the output since the previous call."""
         delta = ChoiceDelta()
         if self.keep_spans:
             delta.spans = _spans(self._pieces, self._drafted)
@@ -149,7 +155,7 @@ class Choice:
         return delta
 
     def take_text(self) -> str:
-        """The same where only the text is asked for."""
+        """Return only the text since the previous call."""
         text = "".join(self._pieces)
         self._pieces.clear()
         self.has_news = False
@@ -180,7 +186,7 @@ class Choice:
 
 
 def _spans(pieces: Sequence[str], drafted: Sequence[bool]) -> list[Span]:
-    """As few as can be; none is empty."""
+    """Join neighboring pieces of one kind into spans, none of them empty."""
     texts = [(is_drafted, text) for is_drafted, text in zip(drafted, pieces, strict=True) if text]
     return [
         Span("".join(text for _, text in group), is_drafted)

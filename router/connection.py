@@ -1,4 +1,4 @@
-"""uvicorn's HTTP connection, with limits on what a client may hold without asking for anything."""
+"""uvicorn's HTTP connection, with limits on the connections, bytes and time that a client may hold."""
 
 from __future__ import annotations
 
@@ -20,22 +20,27 @@ MAX_CONNECTIONS = 8192
 MAX_HEADERS = 128
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 10.0
-"""From a connection's start, or from the first byte of its next request, to the end of the headers."""
+"""The time from a connection's start, or from the first byte of its next request, to the end of the headers.
+"""
 UNREAD_TIMEOUT_S = 20.0
-"""In which a client has to read some 48 KiB of an answer that waits for it."""
+"""The time in which a client must read the 48 KiB or so of its answer that are buffered."""
 DISCARD_S = 2.0
-"""A client that still sends after its answer has so long to read it, and again as long as more comes."""
+"""The time that a client which still sends after its answer has to read it, and again as long as it keeps
+sending.
+"""
 MAX_DISCARD_S = 30.0
 LOG_INTERVAL_S = 10.0
 DIRECT_WRITER = "tandem.direct_writer"
-"""In the state of a request's scope."""
+"""The key of the direct writer in the state of a request's scope."""
 
 
 class Connections:
-    """All connections of a server. `idle` are those that wait for a request's headers, oldest first."""
+    """All connections of a server. `idle` holds the connections that wait for a request's headers, oldest
+    first.
+    """
 
     def __init__(self, limit: int, on_end: Callable[[ConnectionEnd], None]) -> None:
-        """`on_end` counts those that are ended for what their clients did."""
+        """Initialize. `on_end` counts connections that the server ends because of their clients' behavior."""
         self.limit = limit
         self.on_end = on_end
         self.idle: dict[HttpConnection, None] = {}
@@ -43,7 +48,7 @@ class Connections:
         self._next_log = 0.0
 
     def close_oldest_idle(self) -> bool:
-        """Make room for one more connection; False when every other one has a request."""
+        """Make room for one more connection. Return False if every other one has a request."""
         if time.monotonic() >= self._next_log:
             logger.warning(
                 "%d HTTP connections are open, the limit: the one idle longest is closed", self.limit
@@ -59,7 +64,9 @@ class Connections:
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit of open files as far as needed; returns how many connections may be open."""
+    """Raise the soft limit of open files as far as needed. Return the number of connections that may be
+    open.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = 2 * MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, 2 * MAX_CONNECTIONS)
     if soft != resource.RLIM_INFINITY and soft < limit:
@@ -68,8 +75,8 @@ def raise_file_limit() -> int:
 
 
 class Outbox:
-    """Chunks of many streams, written one after the other once the last of a step is made: Python's code and
-    the kernel's would drive each other out of the caches.
+    """Chunks of many streams, written together once all chunks of a step are made. Writing each at once
+    would make Python's code and the kernel's evict each other from the CPU caches.
     """
 
     def __init__(self) -> None:
@@ -88,7 +95,9 @@ class Outbox:
 
 
 class DirectWriter:
-    """Writes to an answer that has begun, without an ASGI message; `is_ready` while its client reads."""
+    """Writes to an answer that has begun, without an ASGI message. `is_ready` is true while the client
+    reads.
+    """
 
     __slots__ = ("_outbox", "_transport", "is_ready")
 
@@ -97,13 +106,15 @@ class DirectWriter:
         self.is_ready = True
 
     def write(self, body: bytes) -> None:
-        """One chunk, which is not empty. It goes out before what the answer's task, woken later, sends."""
+        """Write one chunk, which must not be empty. It is sent before anything that the answer's task, which
+        wakes later, sends.
+        """
         self._outbox.put(self._transport, b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class AnswerTransport:
-    """The transport that uvicorn writes an answer to; it calls `close` once the connection's last answer is
-    written.
+    """The transport that uvicorn writes an answer to. uvicorn calls `close` once the connection's last
+    answer is written.
     """
 
     __slots__ = ("close", "is_closing", "write")
@@ -113,10 +124,10 @@ class AnswerTransport:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One client. It is refused with OpenAI's error shape, also for what is no HTTP.
+    """One client's connection. Errors have OpenAI's shape, also for data that is not HTTP.
 
-    An answer that comes before the request's body is complete is the connection's last: a client that waits
-    for `100 Continue` may leave the body out.
+    An answer that is sent before the request's body is complete is the connection's last one: a client that
+    waits for `100 Continue` may leave the body out.
     """
 
     def __init__(self, *, connections: Connections, **uvicorn: Any) -> None:
@@ -133,7 +144,8 @@ class HttpConnection(HttpToolsProtocol):
         self._direct: DirectWriter
         self._answers: AnswerTransport
         self._running: RequestResponseCycle | None = None
-        """The request that is answered now; `cycle` is the newest, which may wait for its turn."""
+        """The request that is being answered; `cycle` is the newest one, which may still wait for its turn.
+        """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -233,7 +245,7 @@ class HttpConnection(HttpToolsProtocol):
         self._head_bytes += num_bytes
         if self._head_bytes > MAX_HEAD_BYTES or len(self.headers) >= MAX_HEADERS:
             self._refusal = _too_large()
-            raise self._refusal  # the parser stops and `send_400_response` is called
+            raise self._refusal  # the parser stops and calls `send_400_response`
 
     def _await_head(self) -> None:
         self._deadline = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
@@ -247,7 +259,9 @@ class HttpConnection(HttpToolsProtocol):
         self._refuse(ApiError(408, f"the headers did not come within {HEAD_TIMEOUT_S:g} s"), "late_head")
 
     def _is_not_read(self) -> None:
-        """Its request ends as for a client that is gone, instead of holding its answer for ever."""
+        """Abort the connection. The request ends as if the client had gone, instead of holding its answer
+        forever.
+        """
         self._all.on_end("unread")
         self.transport.abort()
 
@@ -264,7 +278,9 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: ApiError, end: ConnectionEnd | None = None) -> None:
-        """Answer and close. An answer that has begun, or an earlier request's, breaks off instead."""
+        """Answer with the error and close. If this or an earlier request's answer has begun, abort
+        instead.
+        """
         self._discards = True
         if end is not None:
             self._all.on_end(end)
@@ -279,18 +295,20 @@ class HttpConnection(HttpToolsProtocol):
         headers = (b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close")
         head = STATUS_LINE[error.status] + b"\r\n".join(headers)
         self.transport.write(head + b"\r\n\r\n" + body)
-        if self._has_request:  # its handler is told that the client is gone
+        if self._has_request:  # tells the request's handler that the client is gone
             self.cycle.disconnected = self.cycle.response_complete = True
             self.cycle.message_event.set()
         self._discard(DISCARD_S)
 
     @property
     def _is_in_body(self) -> bool:
-        """Whether the one request that has no answer yet is still being received."""
+        """Whether the only request without an answer is still being received."""
         return self.cycle.more_body and not self.cycle.response_started and not self.pipeline
 
     def _discard(self, seconds: float) -> None:
-        """Read on for a while and close then: a client that cannot send on may not get to see its answer."""
+        """Read and discard for a while, then close: a client that cannot finish sending may never read its
+        answer.
+        """
         self._discards = True
         if self.transport.can_write_eof():  # TLS cannot
             self.transport.write_eof()
@@ -307,7 +325,9 @@ class HttpConnection(HttpToolsProtocol):
 
 
 def _end_without_chunks(cycle: RequestResponseCycle) -> None:
-    """HTTP/1.0 knows no chunks: where the length is not known, the connection's end ends the answer."""
+    """Send answers of unknown length without chunks, which HTTP/1.0 lacks: the connection's end ends the
+    answer.
+    """
     send, has_length = cycle.send, False
 
     async def send_unchunked(message: Any) -> None:

@@ -1,4 +1,4 @@
-"""The latest placements, and how well their predictions did."""
+"""The latest placement decisions, and the accuracy of their predictions."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from router.placement.decision import PlacementDecision, tpot_seconds
 from router.placement.interface import Placement, RequestFacts
 
 MAX_DECISIONS = 1000
-"""Some hundred kilobytes."""
+"""Takes some hundred kilobytes."""
 
 
 class DecisionLog:
-    """Belongs to the event loop."""
+    """The latest decisions. Runs on the event loop only."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._decisions: deque[PlacementDecision] = deque(maxlen=MAX_DECISIONS)
 
     def latest(self, count: int) -> list[PlacementDecision]:
-        """The newest first."""
+        """Return up to `count` decisions, the newest first."""
         return list(self._decisions)[::-1][:count]
 
     def placed(self, request: LiveRequest, facts: RequestFacts, placement: Placement) -> None:
@@ -29,7 +29,7 @@ class DecisionLog:
         self._decisions.append(request.decision)
 
     def answered(self, request: LiveRequest, now: float) -> None:
-        """The placement's first token has come."""
+        """Record that the placement's first token has come."""
         decision = request.decision
         if decision is not None:
             decision.observed_ttft_s = now - decision.placed_at

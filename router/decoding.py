@@ -1,4 +1,6 @@
-"""JSON to a typed request body. What does not fit becomes an `ApiError` 400 that names the field."""
+"""Decodes JSON into typed request bodies. Anything that does not fit becomes an `ApiError` 400 that names
+the field.
+"""
 
 from __future__ import annotations
 
@@ -46,17 +48,17 @@ _AT = re.compile(r" - at (`key` in )?`\$\.?(.*?)`$")
 
 
 def decode_body(raw: bytes, body_type: type[T]) -> T:
-    """Raises `ApiError`, also for what is no JSON."""
+    """Decode a body. Raises `ApiError`, also for text that is not JSON."""
     return _decoded(raw, body_type, "")
 
 
 def decode_field(raw: Raw | bytes, field: str, kind: Any) -> Any:
-    """Decode a field that was kept as JSON text; None when it was not given or is null."""
+    """Decode a field that was kept as JSON text. Return None if it was not given or is null."""
     return _decoded(bytes(raw) or b"null", kind | None, field)
 
 
 def decode_object(raw: Raw | bytes, field: str, max_bytes: int = MAX_RAW_BYTES) -> dict[str, Any] | None:
-    """The same for a free-form object, whose size is bounded."""
+    """Decode a field with a free-form object of at most `max_bytes` of JSON."""
     if len(bytes(raw)) > max_bytes:
         raise InvalidRequestError(field, f"at most {max_bytes} bytes of JSON")
     fields: dict[str, Any] | None = decode_field(raw, field, dict[str, Any])
@@ -64,7 +66,7 @@ def decode_object(raw: Raw | bytes, field: str, max_bytes: int = MAX_RAW_BYTES) 
 
 
 def refuse_unsupported(body: msgspec.Struct, at: str = "") -> None:
-    """Raises `InvalidRequestError` for the first field that asks for what this server can't do."""
+    """Raises `InvalidRequestError` for the first field that asks for an unsupported feature."""
     for name in _unsupported(type(body)):
         raw = bytes(getattr(body, name))
         if raw and not _is_harmless(name, raw, body):
@@ -114,7 +116,9 @@ def _syntax_error(raw: bytes, error: Exception, field: str) -> ApiError:
 
 
 def _non_finite_field(raw: bytes) -> str | None:
-    """Python's own parser takes NaN and Infinity, so it can tell which field has one."""
+    """Return the name of a field with NaN or Infinity, which Python's own parser accepts; None if there is
+    none.
+    """
     try:
         body = json.loads(raw) if len(raw) <= MAX_RAW_BYTES else None
         fields = body.items() if isinstance(body, dict) else ()

@@ -1,4 +1,4 @@
-"""What requests ask of each role, in counters that an autoscaler compares from one time to the next."""
+"""The demand that requests put on each role, as counters that an autoscaler compares over time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from router.registry import Worker
 
 
 class RoleDemand(msgspec.Struct):
-    """Counters of a role's requests since its router's start, which only rise.
+    """Counters of a role's requests since the router's start. They only rise.
 
-    `prompts` were to be computed there, in `prompt_s` seconds of a worker with nothing else to do; the sum of
-    their squares is `prompt_s2`. Of `judged` first tokens and answers `missed` came later than their SLO
-    asks, or were refused for that.
+    `prompts` were assigned to the role for prefill; they take `prompt_s` seconds of an otherwise idle
+    worker, and `prompt_s2` is the sum of their squares. `judged` counts first tokens and finished answers
+    that have an SLO, and refusals; `missed` counts the ones that were later than their SLO or refused
+    because of it.
     """
 
     prompts: int = 0
@@ -28,7 +29,7 @@ class RoleDemand(msgspec.Struct):
     missed: int = 0
 
     def __sub__(self, other: RoleDemand) -> RoleDemand:
-        """Never below 0: the counters of a router that is started anew begin there."""
+        """Subtract, never below 0: the counters of a restarted router begin at 0."""
         return self._with(other, -1)
 
     def __add__(self, other: RoleDemand) -> RoleDemand:
@@ -40,7 +41,7 @@ class RoleDemand(msgspec.Struct):
 
 
 Demand = Mapping[str, RoleDemand]
-"""By the roles' names."""
+"""Demand by role name."""
 
 
 def sum_of(demands: Iterable[Demand]) -> dict[str, RoleDemand]:
@@ -52,7 +53,9 @@ def sum_of(demands: Iterable[Demand]) -> dict[str, RoleDemand]:
 
 
 class PromptToCompute(Protocol):
-    """A live request, or a simulated one: so many tokens, of which its worker had to compute some."""
+    """A live or simulated request of `num_prefill_tokens`, of which its worker has to compute
+    `num_uncached`.
+    """
 
     num_uncached: int
 
@@ -61,7 +64,7 @@ class PromptToCompute(Protocol):
 
 
 def alone_s(request: PromptToCompute, worker: Worker) -> float:
-    """To compute the prompt on a worker with nothing else to do."""
+    """Return the seconds that a worker with nothing else to do takes to compute the prompt."""
     costs, tokens = worker.load.costs, max(request.num_uncached, 1)
     chunk = max(costs.chunk_tokens, 1)
     before = request.num_prefill_tokens - request.num_uncached
@@ -69,13 +72,13 @@ def alone_s(request: PromptToCompute, worker: Worker) -> float:
 
 
 class DemandMeter:
-    """Counts what the requests of one router, or of a simulation, ask of the roles."""
+    """Counts the demand that one router's or a simulation's requests put on the roles."""
 
     def __init__(self) -> None:
         self.demand: dict[str, RoleDemand] = {}
 
     def placed(self, request: PromptToCompute, worker: Worker) -> None:
-        """The worker is to compute its prompt."""
+        """Count a prompt that the worker has to compute."""
         seconds = alone_s(request, worker)
         counted = self._of(worker.role.name)
         counted.prompts += 1
@@ -83,12 +86,14 @@ class DemandMeter:
         counted.prompt_s2 += seconds * seconds
 
     def answered(self, request: PromptToCompute, worker: Worker, ttft_s: float, slo_s: float) -> None:
-        """The worker has brought its first token. A prompt that is too long for its SLO tells nothing."""
+        """Judge the first token, which this worker sent. A prompt that is too long for its SLO is not
+        judged.
+        """
         if alone_s(request, worker) <= slo_s:
             self._judge(worker, ttft_s, slo_s)
 
     def finished(self, worker: Worker, tpot_s: float, slo_s: float) -> None:
-        """The worker has brought its other tokens."""
+        """Judge the other tokens of a finished answer, which this worker sent."""
         self._judge(worker, tpot_s, slo_s)
 
     def _judge(self, worker: Worker, seconds: float, slo_s: float) -> None:
@@ -98,7 +103,7 @@ class DemandMeter:
             counted.missed += seconds > slo_s
 
     def refused(self, refusal: Refusal, workers: Iterable[Worker]) -> None:
-        """A request would have missed its SLO as these workers are too few."""
+        """Count a request that was refused because these workers are too few for its SLO."""
         if refusal.missed is None or not refusal.waiting_helps:
             return
         purposes = {worker.role.purpose: worker.role.name for worker in workers}

@@ -1,7 +1,8 @@
-"""Token ids to text, one token at a time, never half a character.
+"""Turns token ids into text, one token at a time, and never returns half a character.
 
-Byte-level and SentencePiece-like decoders map each token to bytes on its own, so a table and an incremental
-UTF-8 decoder do the work; any other decoder is asked again for the last few tokens.
+Byte-level and SentencePiece-like decoders map each token to bytes independently, so a table and an
+incremental UTF-8 decoder suffice. For any other decoder the last few tokens are decoded again with each new
+one.
 """
 
 from __future__ import annotations
@@ -23,22 +24,24 @@ _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 class Detokenizer(Protocol):
     def push(self, token_id: int) -> str:
-        """The text that this token completes; may be empty."""
+        """Return the text that this token completes; may be empty."""
 
     def flush(self) -> str:
-        """What is left at the end, an unfinished character as U+FFFD."""
+        """Return the rest at the end, an unfinished character as U+FFFD."""
 
 
 @dataclass(frozen=True)
 class PieceDecoding:
-    """How one token's string becomes bytes, and how many spaces a text loses at its start."""
+    """The function that turns a token's string into bytes, and the number of spaces that a text loses at its
+    start.
+    """
 
     to_bytes: Callable[[str], bytes]
     leading_spaces: int = 0
 
 
 def piece_decoding(decoder: Mapping[str, Any] | None) -> PieceDecoding | None:
-    """Read a `tokenizer.json` decoder; None when its tokens don't decode one by one."""
+    """Read a `tokenizer.json` decoder. Return None if it does not decode token by token."""
     if decoder is None:
         return None
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -84,7 +87,9 @@ def _replacing(replacements: Sequence[tuple[str, str]], byte_fallback: bool) -> 
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's map of characters to bytes: printable ones stand for themselves, the rest are shifted up."""
+    """Return GPT-2's map of characters to bytes: printable ones stand for themselves, the rest are shifted
+    up.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     shifted = (byte for byte in range(256) if byte not in set(printable))
@@ -103,7 +108,7 @@ def _byte_level_bytes(token: str) -> bytes:
 
 
 class TokenBytes(dict[int, bytes]):
-    """Token id to its bytes, filled as ids come up. Ids that the tokenizer doesn't know have none."""
+    """Maps token ids to their bytes, filled on demand. Ids that the tokenizer does not know have no bytes."""
 
     def __init__(self, tokenizer: FastTokenizer, decoding: PieceDecoding, skip: frozenset[int]) -> None:
         super().__init__()
@@ -118,7 +123,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 class TokenTexts(dict[int, str | None]):
-    """Token id to its text; None where its bytes are no whole characters."""
+    """Maps token ids to their text; None if a token's bytes are not whole characters."""
 
     def __init__(self, table: TokenBytes) -> None:
         super().__init__()
@@ -133,7 +138,9 @@ class TokenTexts(dict[int, str | None]):
 
 
 class BytesDetokenizer:
-    """For decoders that work token by token. `context`: the tokens before the first one pushed."""
+    """Detokenizes for decoders that work token by token. `context` holds the tokens before the first pushed
+    one.
+    """
 
     __slots__ = ("_decoder", "_is_between", "_strip", "_texts")
 
@@ -141,7 +148,7 @@ class BytesDetokenizer:
         self._texts = texts
         self._decoder = _utf8_decoder("replace")
         self._is_between = True
-        """No character is unfinished."""
+        """Whether the last character is complete."""
         for token_id in context[-MAX_CHARACTER_BYTES:]:
             self._decode(token_id)
         self._strip = leading_spaces
@@ -167,7 +174,9 @@ class BytesDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other decoder: the last few tokens' text with the new one, less that without it."""
+    """Detokenizes for any other decoder: decodes the last few tokens with and without the new one, and
+    returns the difference.
+    """
 
     MAX_HELD_TOKENS = 32
 

@@ -1,4 +1,4 @@
-"""Starts and ends requests, hands the workers' tokens to them, and places them anew when a worker fails."""
+"""Starts and ends requests, passes the workers' tokens to them, and places them again when a worker fails."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from router.request_log import RequestLog, ids
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
-"""Placements of a request that may end without a token from the worker that was lost.
+"""The placements of a request that may end without a token from the lost worker.
 
-The request itself may be what kills workers, so it must not be tried for ever. A worker that had brought a
-token does not count, and once a decode worker brings one the earlier deaths are forgotten: requests outlive
-any number of deaths as long as they get on. Nor does one that fell silent count: it was stopped as a whole,
-as heartbeats have a thread of their own, which no request holds up.
+The request itself may be what kills workers, so it must not be retried forever. A placement whose worker had
+sent a token does not count, and once a decode worker sends one, the failures are reset: a request survives
+any number of deaths as long as it makes progress. Nor does a worker count that fell silent: then its whole
+process was stopped, since heartbeats have their own thread, which no request can block.
 """
 MAX_REDIRECTS = 3
-"""After so many decode workers that did not take a request its prefill worker decodes it."""
+"""After this many decode workers failed to take over a request, its prefill worker decodes it."""
 
 SEQUENCES_PER_TURN = 32
-"""Sequences of one HTTP request that are placed in a turn of the event loop."""
+"""The sequences of one HTTP request that are placed per turn of the event loop."""
 
 Cause = ErrorKind | Literal["drain", "thinking"]
 _REPLACEABLE = ("worker_lost", "transfer")
 
 
 class Dispatcher:
-    """Runs on the event loop alone."""
+    """Dispatches all requests. Runs on the event loop only."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class Dispatcher:
         self._log = RequestLog(config.enable_log_requests)
 
     async def start(self, generation: Generation) -> None:
-        """Send all its sequences off, or none and raise `ApiError` when there is no room or no worker.
+        """Place all its sequences, or none and raise `ApiError` if there is no room or no worker.
 
-        Other requests have their turn after some of them; it may be over before all are sent.
+        Other requests get a turn after every few sequences; the request may end before all are placed.
         """
         generation.started = time.monotonic()
         gives_way = self._gives_way(generation)
@@ -81,9 +81,10 @@ class Dispatcher:
         generation.timeout = asyncio.get_running_loop().call_later(left, self._timed_out, generation)
 
     def _gives_way(self, newcomer: Generation) -> list[Generation]:
-        """Who is shed for it: the least urgent without an answer, as many as exceed the bound of the queue.
+        """Return the generations to shed for a newcomer: the least urgent ones without an answer, as many as
+        the queue's limit is exceeded by.
 
-        Raises `ApiError` where too few are less urgent than the newcomer.
+        Raises `ApiError` if too few are less urgent than the newcomer.
         """
         excess = len(self._journal) + len(newcomer.requests) - self._config.max_queued_requests
         shed: list[Generation] = []
@@ -109,7 +110,7 @@ class Dispatcher:
         raise error
 
     def send_waiting(self) -> None:
-        """Send what waits and has room now."""
+        """Send the waiting requests that have room now."""
         if self._placer.num_parked:
             self.resume_parked()
         for request in self._placer.ahead.send_waiting():
@@ -117,13 +118,13 @@ class Dispatcher:
             self._place_again_or_fail(request, "worker_lost", reason, counts=False)
 
     def resume_parked(self) -> None:
-        """Place the requests that waited for a worker. Those that no worker will come for fail."""
+        """Place the requests that waited for a worker. Fail the ones that no worker will come for."""
         while (left := self._placer.resume()) is not None:
             request, refusal = left
             self.fail(request.generation, unavailable(refusal.reason))
 
     def cancel(self, generation: Generation) -> None:
-        """The client is gone, or has its answer."""
+        """End a generation whose client is gone or has its answer."""
         self.fail(generation, client_gone())
         self.send_waiting()
 
@@ -144,7 +145,9 @@ class Dispatcher:
             self.fail(request.generation, error)
 
     def worker_lost(self, worker: Worker, reason: str) -> None:
-        """Place its requests anew. Prompts that were to be handed over to it go to another decode worker."""
+        """Place the lost worker's requests again. Prompts that were to be handed off to it go to another
+        decode worker.
+        """
         message = f"worker {worker.key.worker_id} was lost: {reason}"
         was_stopped = worker.silence_s > self._config.worker_timeout and not worker.is_stalled
         for request in self._journal:
@@ -155,11 +158,11 @@ class Dispatcher:
                 self._place_again_or_fail(request, "worker_lost", message, counts=had_it and not was_stopped)
 
     def lost(self, request: LiveRequest, worker: Worker, reason: str) -> None:
-        """Place a request anew that `worker` should have and does not."""
+        """Place a request again that `worker` should have and does not."""
         self._place_again_or_fail(request, "worker_lost", reason, counts=worker is not request.answered_by)
 
     def handover_failed(self, message: HandoverFailed) -> None:
-        """A prefill worker has a prompt on its hands that its decode worker did not take."""
+        """Handle a prefill worker's report that the decode worker did not take over a prompt."""
         worker = self._registry.current(message.worker_id, message.incarnation)
         request = self._journal.get(message.request_id)
         if worker is None:
@@ -173,14 +176,15 @@ class Dispatcher:
             may_ask_again = message.error_kind == "transfer" and not message.manifest_sent
             self.redirect(request, message.error_kind, message.reason, may_ask_again)
         elif worker is request.prefilled_by:
-            # Its tokens came before this news: it had begun, and has been told to give the request up.
+            # The decode worker's tokens came before this report: it had begun, and the prefill worker has
+            # told it to give the request up.
             self._send(worker, Abort(request_ids=[message.request_id]))
             self._place_again_or_fail(request, "transfer", message.reason)
         else:
             self._metrics.dropped("not_the_holder")
 
     def step(self, message: StepOutput) -> None:
-        """Hand one step's tokens to their requests."""
+        """Pass one step's tokens to their requests."""
         worker = self._registry.current(message.worker_id, message.incarnation)
         if worker is None:
             self._metrics.dropped("stale_incarnation")
@@ -210,7 +214,7 @@ class Dispatcher:
         self.send_waiting()
 
     def _handle_or_fail(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> int:
-        """Returns how many tokens the answer gained."""
+        """Return the number of tokens that the answer gained."""
         if request.is_early(worker):
             request.early.append(output)
             return 0
@@ -287,7 +291,9 @@ class Dispatcher:
     def _place_again_or_fail(
         self, request: LiveRequest, kind: ErrorKind, reason: str, *, counts: bool = True
     ) -> None:
-        """The journal has all that another worker needs: the prompt, and the tokens emitted so far."""
+        """Place the request again, or fail it. The journal has all that another worker needs: the prompt and
+        the tokens emitted so far.
+        """
         if request.generation.is_over:
             return
         request.failures += counts
@@ -306,7 +312,9 @@ class Dispatcher:
         return request.end(model.eos_token_ids if model is not None else ())
 
     def _resume_after_thinking(self, request: LiveRequest, worker: Worker, now: float) -> None:
-        """Its worker has other tokens than those that were written into the answer."""
+        """Place the request again: its worker has other tokens than the end of thinking that the answer
+        got.
+        """
         if (end := self._end_of(request)) is not None:
             self._placer.abort([request])
             self._handle(request, worker, end, now)
@@ -314,7 +322,7 @@ class Dispatcher:
             self.place_again(request, "thinking", "its thinking was ended")
 
     def place_again(self, request: LiveRequest, cause: Cause, reason: str) -> None:
-        """Give a request to other workers, with the tokens that it has; fail it where there is none."""
+        """Assign a request, with its tokens so far, to other workers. Fail it if there is none."""
         self._placer.withdraw([request])
         refusal = self._placer.place(request)
         if refusal is not None:
@@ -341,9 +349,9 @@ class Dispatcher:
         reason: str,
         may_ask_again: bool = False,
     ) -> None:
-        """Name another decode worker to the prefill worker, which keeps what it has computed.
+        """Name another decode worker to the prefill worker, which keeps the KV that it has computed.
 
-        Where there is none, the prefill worker decodes the request itself.
+        If there is none, the prefill worker decodes the request itself.
         """
         if request in self._placer.ahead:
             self.place_again(request, kind, reason)
@@ -377,7 +385,9 @@ class Dispatcher:
             self._metrics.redirected(kind)
 
     def _next_decode(self, request: LiveRequest, prefill: Worker, again: Worker | None) -> Worker:
-        """Who is to decode it: another decode worker, the only one once more (`again`), or `prefill`."""
+        """Return the worker that decodes it next: another decode worker, the only one once more (`again`),
+        or `prefill`.
+        """
         if request.redirects >= MAX_REDIRECTS:
             return prefill
         decodes = [worker for worker in self._registry.live() if worker.role.purpose == "decode"]
@@ -403,7 +413,7 @@ def _is_decoded_by(request: LiveRequest, incarnation: str) -> bool:
 
 
 def _complaint(request: LiveRequest, output: TokenOutput) -> str | None:
-    """What is wrong with a worker's output, where its type can't say it."""
+    """Return the reason why a worker's output is invalid, as far as its type cannot express it; else None."""
     num_tokens = len(output.token_ids)
     if len(request.output_token_ids) + num_tokens > request.sampling.max_tokens:
         return "sent more tokens than were asked for"

@@ -1,4 +1,4 @@
-"""What is learned of requests that are alike, on one decode worker: what drafts bring, by who makes them."""
+"""Measured draft gains of similar requests on one decode worker, by the worker that makes the drafts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from router.placement.drafts.trials import Trials
 
 
 class ExpectedTokens(NamedTuple):
-    """Of one of `rows` requests, which had `num_tokens` at `since`: `per_s` more a second, uncorrected."""
+    """The expected output of one of `rows` requests that had `num_tokens` at time `since`: `per_s` more
+    tokens a second, before correction.
+    """
 
     maker: DraftMaker
     rows: float
@@ -24,9 +26,9 @@ class ExpectedTokens(NamedTuple):
 
 
 class DraftKind:
-    """Requests of one decode worker and class that ask for the same. All draft with `maker` if that pays.
+    """Requests of one decode worker and class with the same settings. All draft with `maker` if that pays.
 
-    `tried` is told of each trial that begins.
+    `tried` is called with each trial that begins.
     """
 
     def __init__(self, tried: Callable[[DraftSite], None] = lambda where: None) -> None:
@@ -36,7 +38,7 @@ class DraftKind:
         self.maker: DraftMaker | None = None
 
     def decide(self, facts: DraftFacts, prospects: Prospects) -> DraftDecision:
-        """DraftSite a request drafts, or all of them for a trial that begins."""
+        """Decide where a request drafts, or where all of them draft for a trial that begins."""
         facts = replace(facts, others=self.maker)
         decision = decide(facts, prospects)
         self.maker = decision.place.maker
@@ -49,9 +51,11 @@ class DraftKind:
     def note(
         self, expected: ExpectedTokens, answered_at: float, num_tokens: int, rows: float, now: float
     ) -> None:
-        """The request, which has answered since then, has `num_tokens` by now, beside as many as `rows` says.
+        """Learn from a request that first answered at `answered_at` and has `num_tokens` now, in a batch of
+        `rows`.
 
-        Nothing is learned while requests come or go: one of 16 that was planned as the only one brings few.
+        Nothing is learned while requests come or go: one of 16 that was planned as the only one gains few
+        tokens.
         """
         seconds = now - max(expected.since, answered_at)
         if seconds <= 0:
@@ -63,7 +67,7 @@ class DraftKind:
 
 
 def expect(option: DraftOption, rows: float, since: float, num_tokens: int) -> ExpectedTokens:
-    """Of one of so many requests that drafts as `option` says."""
+    """Return the expected output of one of `rows` requests that draft as `option` says."""
     rows = max(rows, 1.0)
     return ExpectedTokens(
         option.place.maker, rows, option.rate / (option.correction * rows), since, num_tokens

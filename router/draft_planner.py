@@ -1,4 +1,6 @@
-"""Plans where each request's drafts are made, and plans anew as load moves and draft workers come and go."""
+"""Plans where each request's drafts are made, and plans again as load changes and draft workers come and
+go.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +35,18 @@ from router.registry import Registry, Worker
 logger = logging.getLogger(__name__)
 
 SWEEP_S = 0.005
-"""After so long a sweep stops, and the next one goes on where it did."""
+"""The time after which a sweep stops; the next one continues there."""
 CANDIDATES = 2
-"""Draft workers that are compared with the one that like requests use, the least loaded ones."""
+"""The number of least loaded draft workers that are compared with the one that similar requests use."""
 
 Cause = Literal["load", "lost"]
 _Key = tuple[Worker, RequestSpeculation | None, RequestClass]
 
 
 class DraftPlanner:
-    """Runs on the event loop alone. `tokens_left` is what a request is expected to bring yet."""
+    """Plans drafts. Runs on the event loop only. `tokens_left` returns the tokens that a request is expected
+    to generate yet.
+    """
 
     def __init__(
         self,
@@ -64,12 +68,12 @@ class DraftPlanner:
         self._prospects: dict[_Key, tuple[object, Prospects]] = {}
         self._kinds: defaultdict[_Key, DraftKind] = defaultdict(lambda: DraftKind(metrics.draft_tried))
         self._drafting: Counter[tuple[Worker, Worker]] = Counter()
-        """Requests that the first worker decodes and the second drafts for."""
+        """The number of requests that the first worker decodes and the second drafts for."""
         self._next = 0
-        """Place in the journal from which the next sweep goes on."""
+        """The place in the journal where the next sweep continues."""
 
     def plan(self, request: LiveRequest) -> None:
-        """It was assigned to workers, and is not with them yet."""
+        """Plan a request that was assigned to workers but not sent to them yet."""
         asked = request.generation.speculation
         if self._deployed is None and (asked is None or asked.method is None):
             return
@@ -79,7 +83,7 @@ class DraftPlanner:
         self._metrics.draft_planned(decision.place.where)
 
     def sweep(self) -> None:
-        """Look at running requests again. To be called a few times a second."""
+        """Reconsider running requests. To be called a few times a second."""
         self._prospects.clear()
         requests, began = list(self._journal), time.monotonic()
         first = self._next if self._next < len(requests) else 0
@@ -91,7 +95,9 @@ class DraftPlanner:
             self._reconsider(request)
 
     def leave(self, worker: Worker) -> None:
-        """It was lost or is to go. If it is a draft worker, its requests draft elsewhere."""
+        """Stop using a worker that was lost or is about to leave. Requests that draft on it draft
+        elsewhere.
+        """
         for key in [key for key in self._kinds if key[0] is worker]:
             del self._kinds[key]
         for request in self._journal if worker.role.purpose == "draft" else ():
@@ -99,7 +105,7 @@ class DraftPlanner:
                 self._reconsider(request)
 
     def lost(self, worker: Worker) -> None:
-        """Its process is gone, or silent. Draft workers free what they have for it."""
+        """Handle a worker that died or fell silent. Draft workers free what they hold for it."""
         self.leave(worker)
         if worker.role.holds_draft:
             return
@@ -130,7 +136,7 @@ class DraftPlanner:
             incarnation=decode.key.incarnation, request_id=request.request_id, plan=request.draft_plan
         )
         if not self._send(decode, message):
-            return  # it is about to be lost, with all that it runs
+            return  # the worker is about to be lost, with all that it runs
         request.drafts.num_replans += 1
         self._metrics.draft_replanned(cause)
         if logger.isEnabledFor(logging.DEBUG):
@@ -144,7 +150,7 @@ class DraftPlanner:
             )
 
     def _follow(self, request: LiveRequest, decode: Worker) -> None:
-        """It may have been handed over to another decode worker than it was planned for."""
+        """Follow a request that was handed off to another decode worker than the planned one."""
         pair = request.drafts_by
         if pair is not None and pair[0] is not decode:
             self._count(pair, -1, -request.num_tokens_given)
@@ -174,7 +180,7 @@ class DraftPlanner:
         request.expected = expect(option, rows, since, num_tokens)
 
     def _learn(self, request: LiveRequest, now: float) -> None:
-        """Learn from what it brought since the latest look."""
+        """Learn from the tokens that the request got since the last call."""
         expected, request.expected = request.expected, None
         if expected is not None and request.has_answered:
             rows, num_tokens = self._target(request.assigned["decode"]).rows, len(request.output_token_ids)
@@ -190,7 +196,7 @@ class DraftPlanner:
         request.drafts.begin_period(decision, decode.key.worker_id, request.draft_counts)
 
     def end(self, request: LiveRequest) -> None:
-        """It drafts no more, or elsewhere from now on."""
+        """End the request's current draft period: it drafts no more, or elsewhere."""
         self._learn(request, request.last_token_time)
         pair, request.drafts_by = request.drafts_by, None
         if pair is not None:
@@ -211,10 +217,10 @@ class DraftPlanner:
         drafter.outstanding_context += tokens
         self._registry.changed(drafter)
 
-    # --- what is known ----------------------------------------------------------------------------
+    # --- estimates --------------------------------------------------------------------------------
 
     def _prospects_of(self, request: LiveRequest, seen: SeenRates) -> Prospects:
-        """Those of requests like this one, reckoned once in a sweep unless the load changes."""
+        """Return the prospects of requests like this one, computed once per sweep unless the load changes."""
         decode, asked, request_class = key = _key(request)
         target, drafters = self._target(decode), self._drafters(decode, request)
         load = target.rows, [(each.worker_id, each.others) for each in drafters]
@@ -266,7 +272,7 @@ def _key(request: LiveRequest) -> _Key:
 
 
 def _forced(decision: DraftDecision, where: DraftSite) -> DraftDecision:
-    """As the operator says, as far as that can be."""
+    """Return the best option at the place that the operator demands, if there is one."""
     options = [option for option in decision.options if option.place.where == where]
     if not options:
         return decision

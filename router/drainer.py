@@ -1,8 +1,8 @@
-"""Empties workers that are to leave: what they run goes on elsewhere, with its KV.
+"""Moves all requests, with their KV, from workers that are about to leave to other workers.
 
-A request that decodes is moved in two steps. While it still runs, its new worker fetches the KV of all full
-blocks into the prefix cache. Then it is placed there anew, and the few tokens that were generated meanwhile
-are computed again: the client waits for that alone.
+A decoding request moves in two steps. While it still runs, its new worker fetches the KV of all full blocks
+into the prefix cache. Then the request is placed there, and the few tokens that were generated in the
+meantime are computed again: only that makes the client wait.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class NextLife(NamedTuple):
-    """What a worker is to be after it was drained."""
+    """The role and the incarnation that a worker gets after it was drained."""
 
     role: RoleSpec
     incarnation: str
@@ -39,7 +39,7 @@ class NextLife(NamedTuple):
 
 @dataclass
 class DrainReport:
-    """What became of the requests of workers that have left, and how long that took."""
+    """The number of requests by their outcome at workers that have left, and the time that draining took."""
 
     moved: int = 0
     redirected: int = 0
@@ -47,7 +47,7 @@ class DrainReport:
     seconds: float = 0.0
 
     def add(self, drained: DrainReport) -> None:
-        """Count the requests of one more worker."""
+        """Add the counts of one more worker."""
         self.moved += drained.moved
         self.redirected += drained.redirected
         self.placed_again += drained.placed_again
@@ -55,7 +55,9 @@ class DrainReport:
 
 @dataclass(eq=False)
 class Drain:
-    """A worker that is to leave, or to go on in another role. `moves` are the requests being prefetched."""
+    """A worker that is about to leave or to change its role. `moves` holds the requests that are being
+    prefetched.
+    """
 
     worker: Worker
     began: float
@@ -63,7 +65,8 @@ class Drain:
     done: asyncio.Future[DrainReport]
     moves: dict[str, tuple[LiveRequest, Worker]] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
-    """Requests that no worker could prefetch: they end where they are, or are placed anew at the deadline."""
+    """Requests that no worker could prefetch. They end on this worker, or are placed again at the deadline.
+    """
     report: DrainReport = field(default_factory=DrainReport)
 
 
@@ -72,12 +75,12 @@ async def _spare_any(worker_id: str, for_good: bool) -> str:
 
 
 class Drainer:
-    """Runs on the event loop alone.
+    """Drains workers. Runs on the event loop only.
 
-    `let_go(worker_id, for_good)` asks the launcher, as all routers do, why a worker can't be spared; "": it
-    can, and is not started anew, or gets another role or a new process. `renew(worker_id, role, incarnation)`
-    tells it that the worker has that role. Other routers learn from the worker that it leaves; each takes its
-    own requests away.
+    `let_go(worker_id, for_good)` asks the launcher, as all routers do, for the reason why a worker cannot be
+    spared; if the reason is empty, the worker can leave: for good, or to get another role or a new process.
+    `renew(worker_id, role, incarnation)` tells the launcher the worker's new role. Other routers learn from
+    the worker that it leaves; each moves its own requests.
     """
 
     def __init__(
@@ -101,10 +104,10 @@ class Drainer:
         self.let_go: Callable[[str, bool], Awaitable[str]] = _spare_any
         self.renew: Callable[[str, str, str], None] = lambda worker_id, role, incarnation: None
 
-    # --- what operators and workers ask for -------------------------------------------------------
+    # --- requests of operators and workers --------------------------------------------------------
 
     async def drain(self, worker_id: str) -> asyncio.Future[DrainReport]:
-        """Have the worker leave for good. Raises `ApiError`, with nothing changed."""
+        """Drain a worker that leaves for good. Raises `ApiError`, with nothing changed."""
         worker = self._to_be_drained(worker_id)
         if worker not in self._drains:
             await self._ask_for(worker, for_good=True)
@@ -120,7 +123,7 @@ class Drainer:
         return worker
 
     async def change_role(self, worker_id: str, role: RoleSpec) -> asyncio.Future[DrainReport]:
-        """Have the worker go on in another role. Raises `ApiError`, with nothing changed."""
+        """Drain a worker and change its role. Raises `ApiError`, with nothing changed."""
         worker = self._to_be_changed(worker_id, role)
         await self._ask_for(worker, for_good=False)
         worker = self._to_be_changed(worker_id, role)
@@ -132,8 +135,8 @@ class Drainer:
         return self._start(worker, life).done
 
     async def restart(self, worker_id: str) -> asyncio.Future[DrainReport]:
-        """Have the worker's process end, and the launcher start it anew. Raises `ApiError`, with nothing
-        changed.
+        """Drain a worker; then its process ends and the launcher starts a new one. Raises `ApiError`, with
+        nothing changed.
         """
         worker = self._not_leaving(worker_id)
         await self._ask_for(worker, for_good=False)
@@ -158,7 +161,7 @@ class Drainer:
         return worker
 
     def leaving(self, message: Leaving) -> None:
-        """A worker was told to leave, by whoever may do that: nobody is asked whether it can be spared."""
+        """Drain a worker that was already told to leave, whether or not it can be spared."""
         worker = self._registry.current(message.worker_id, message.incarnation)
         role = ROLES.get(message.role or "")
         if worker is None:
@@ -176,9 +179,10 @@ class Drainer:
         return known[worker_id]
 
     async def _ask_for(self, worker: Worker, for_good: bool) -> None:
-        """Without a decode worker nothing runs; without a prefill worker the decode workers do all of it.
+        """Ask for the permission to drain the worker. Raises `ApiError` if it cannot be spared.
 
-        The launcher is asked too: another router may be about to drain the others.
+        Without a decode worker nothing runs; without a prefill worker the decode workers compute the
+        prompts. The launcher is asked too, since another router may be about to drain the other workers.
         """
         others = [other for other in self._registry.live() if other is not worker]
         if any(other.role.purpose == "decode" for other in others):
@@ -202,22 +206,22 @@ class Drainer:
             self._advance(drain)
         return drain
 
-    # --- what goes on meanwhile -------------------------------------------------------------------
+    # --- progress ---------------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Look what every worker that is to leave still has. To be called a few times a second."""
+        """Advance all drains. To be called a few times a second."""
         for drain in list(self._drains.values()):
             self._advance(drain)
 
     def prefetched(self, message: Prefetched) -> None:
-        """A worker has the KV of a request that another one runs, or as much of it as was to be had."""
+        """Move a request whose new worker has fetched its KV, or as much of it as was available."""
         for drain in list(self._drains.values()):
             move = drain.moves.pop(message.request_id, None)
             if move is None:
                 continue
             request, target = move
             if self._journal.get(message.request_id) is not request or drain.worker not in request.holders:
-                return  # it has ended meanwhile
+                return  # it has ended in the meantime
             if message.complete and target in self._registry.live():
                 self._move(drain, request, target)
             else:
@@ -226,7 +230,9 @@ class Drainer:
             return
 
     def lost(self, worker: Worker) -> None:
-        """It died. What it was to take is looked at anew; its own requests are placed anew by others."""
+        """Handle a worker's death. Moves to it are reconsidered; the dispatcher places its own requests
+        again.
+        """
         for drain in list(self._drains.values()):
             for request_id in [id for id, (_, target) in drain.moves.items() if target is worker]:
                 del drain.moves[request_id]
@@ -235,7 +241,7 @@ class Drainer:
             drain.done.set_exception(
                 ApiError(502, f"worker {worker.key.worker_id} was lost as it was drained")
             )
-            drain.done.exception()  # nobody may be waiting
+            drain.done.exception()  # marks the error as seen: the future may have no waiter
 
     def _advance(self, drain: Drain) -> None:
         worker = drain.worker
@@ -247,7 +253,7 @@ class Drainer:
             self._finish(drain)
 
     def _take_away(self, drain: Drain, request: LiveRequest, is_late: bool) -> None:
-        """Begin to do so, or leave the request there for now."""
+        """Begin to move the request, or leave it there for now."""
         worker = drain.worker
         decodes = worker is request.assigned.get("decode")
         if request in self._placer.ahead:

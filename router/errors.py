@@ -1,4 +1,4 @@
-"""Errors as the API reports them: OpenAI's shape, with the right status."""
+"""The API's errors: OpenAI's shape, with the right status."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _KIND_STATUS: dict[ErrorKind, int] = {
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
-    """What went wrong."""
+    """An error: its message, type, field and code."""
 
     message: str
     type: str
@@ -53,13 +53,13 @@ class ErrorDetail(msgspec.Struct, kw_only=True):
 
 
 class ErrorBody(msgspec.Struct):
-    """The body of every answer other than 200."""
+    """The body of every answer with a status other than 200."""
 
     error: ErrorDetail
 
 
 class ApiError(TandemError):
-    """An answer other than 200. `param` is the request's field that it is about."""
+    """An answer with a status other than 200. `param` is the request's field that caused it."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class ApiError(TandemError):
 
 
 def _cut(text: str) -> str:
-    """Clients choose parts of messages: names, fields, what a template says."""
+    """Shorten a message: clients determine parts of it, such as names, fields and a template's error."""
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
 
 
@@ -106,22 +106,22 @@ def _code(status: int) -> str:
 
 
 def client_gone() -> ApiError:
-    """Nobody sees it; the status is counted."""
+    """Return the error of a request whose client has gone: it is not sent, but its status is counted."""
     return ApiError(499, "the client closed the connection", code="abort")
 
 
 def unavailable(reason: str) -> ApiError:
-    """No worker can take the request now, but soon one may."""
+    """Return the error for a request that no worker can take now but one may take soon."""
     return ApiError(503, reason, retry_after_s=1.0)
 
 
 def not_placed(refusal: Refusal) -> ApiError:
-    """429 where another time is better, 503 where no worker can do it."""
+    """Return 429 if a retry may succeed, 503 if no worker can serve the request."""
     status = 429 if refusal.waiting_helps else 503
     return ApiError(status, refusal.reason, code=refusal.missed, retry_after_s=refusal.retry_after_s)
 
 
 def failed_generation(kind: ErrorKind, message: str) -> ApiError:
-    """The answer for a request that a worker or the router gave up."""
+    """Return the error for a request that a worker or the router gave up."""
     retry_after_s = 1.0 if kind == "overloaded" else None
     return ApiError(_KIND_STATUS[kind], message, code=kind, retry_after_s=retry_after_s)

@@ -1,8 +1,8 @@
-"""Requests that wait for one worker: by priority, and fairly among API keys within one.
+"""The queue of requests that wait for one worker: by priority, and within a priority fair among API keys.
 
-Deficit round robin (Shreedhar and Varghese, 1995): the keys whose requests wait take turns. With each turn a
-key may spend `QUANTUM` tokens more, and its next request goes once that covers the request's cost. What a key
-saves is gone when it waits for nothing any more, so idle time earns nothing.
+Deficit round robin (Shreedhar and Varghese, 1995): the keys with waiting requests take turns. Each turn lets
+a key spend `QUANTUM` tokens more, and its next request goes once the saved tokens cover the request's cost.
+A key loses its saved tokens when nothing of it waits any more, so idle time earns nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Item = TypeVar("Item", bound=Hashable)
 
 @dataclass(eq=False)
 class _Flow(Generic[Item]):
-    """What waits of one key and one priority, with its cost, the oldest first."""
+    """The waiting items of one key and one priority with their costs, the oldest first."""
 
     costs: dict[Item, float] = field(default_factory=dict)
     total: float = 0.0
@@ -32,21 +32,21 @@ class _Flow(Generic[Item]):
 
     @property
     def missing(self) -> float:
-        """For its oldest to go."""
+        """The tokens that the key must still save for its oldest item."""
         return self.costs[self.oldest] - self.deficit
 
 
 class FairQueue(Generic[Item]):
-    """`sent(key)` is the cost of what a key has at the worker.
+    """Items that wait for one worker. `sent(key)` returns the cost of the key's items that the worker has.
 
-    A key that begins to wait owes what it has there beyond the one that has least. So who filled the worker
-    while nobody else was there does not keep it, whatever it sends.
+    A key that begins to wait owes the cost that it has at the worker beyond the key that has least. So a key
+    that filled the worker while no other key waited does not keep it, whatever it sends.
     """
 
     def __init__(self, sent: Callable[[str], float]) -> None:
         self._sent = sent
         self._turns: dict[int, dict[str, _Flow[Item]]] = {}
-        """By priority, then by key: whose turn it is comes first."""
+        """By priority, then by key; the first key has the turn."""
         self._places: dict[Item, tuple[int, str]] = {}
 
     def __len__(self) -> int:
@@ -56,7 +56,7 @@ class FairQueue(Generic[Item]):
         return item in self._places
 
     def add(self, item: Item, key: str, priority: int, cost: float) -> None:
-        """`cost` stays what it is now. A lower `priority` comes first."""
+        """Add an item. Its `cost` is fixed. A lower `priority` comes first."""
         flows = self._turns.setdefault(priority, {})
         if key not in flows:
             self._start(flows, key)
@@ -65,7 +65,7 @@ class FairQueue(Generic[Item]):
         self._places[item] = priority, key
 
     def remove(self, item: Item) -> None:
-        """It waits no longer, and costs its key nothing."""
+        """Remove an item at no cost to its key."""
         priority, key = self._places.pop(item)
         flows = self._turns[priority]
         flows[key].total -= flows[key].costs.pop(item)
@@ -75,10 +75,10 @@ class FairQueue(Generic[Item]):
             del self._turns[priority]
 
     def head(self) -> Item:
-        """Whose turn it is. It keeps its turn until it is taken or removed."""
+        """Return the item whose turn it is. It keeps its turn until `pop` or `remove`."""
         flows = self._turns[min(self._turns)]
         turns = math.ceil(min(flow.missing for flow in flows.values()) / QUANTUM)
-        for flow in flows.values():  # turns in which nobody could go
+        for flow in flows.values():  # the turns in which no key could go
             flow.deficit += max(turns - 1, 0) * QUANTUM
         while True:
             key, flow = next(iter(flows.items()))
@@ -88,14 +88,14 @@ class FairQueue(Generic[Item]):
             flows[key] = flows.pop(key)
 
     def pop(self, item: Item) -> None:
-        """It goes: its key pays."""
+        """Remove the item that goes, and charge its cost to its key."""
         priority, key = self._places[item]
         flow = self._turns[priority][key]
         flow.deficit -= flow.costs[item]
         self.remove(item)
 
     def overtaken(self, key: str, priority: int, cost: float) -> float:
-        """How many of those that wait a new request would come before."""
+        """Return the expected number of waiting items that a new one would go before."""
         count = 0.0
         for level, flows in self._turns.items():
             before = cost + (flows[key].total if key in flows else 0.0)
@@ -107,7 +107,9 @@ class FairQueue(Generic[Item]):
         return count
 
     def _start(self, flows: dict[str, _Flow[Item]], key: str) -> None:
-        """While a key was alone it took nothing from others: what it saved or owes begins anew."""
+        """Start a key's queue. A key that waited alone took nothing from others, so its savings or debt are
+        reset.
+        """
         owned = {other: self._sent(other) for other in (key, *flows)}
         least = min(owned.values())
         flows[key] = _Flow(deficit=least - owned[key])

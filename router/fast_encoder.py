@@ -1,7 +1,7 @@
-"""Texts to token ids by `fastokens`, which takes a tenth of the time of `tokenizers`.
+"""Encodes texts with `fastokens`, which takes a tenth of the time of `tokenizers`.
 
-It serves the tokenizers whose ids were compared at every code point and by fuzz: byte-level BPE with one of
-the patterns below (`tests/router/test_fast_encoder.py`). All others stay with `tokenizers`.
+It serves the tokenizers whose ids were compared at every code point and by fuzzing: byte-level BPE with one
+of the patterns below (`tests/router/test_fast_encoder.py`). All others stay with `tokenizers`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tokenizers import Tokenizer as FastTokenizer
 logger = logging.getLogger(__name__)
 
 Encode = Callable[[str, bool], list[int]]
-"""A text, and whether special tokens are added, to its token ids."""
+"""Encodes a text; the flag says whether special tokens are added."""
 
 UNSURE = "\u180e"
-"""A space to one regex library and none to the other."""
+"""A space for one regex library and not for the other."""
 
 _TIKTOKEN = (
     r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{%s}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -38,14 +38,14 @@ PATTERNS = {
         r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 }
-"""By the model that brought them. GPT-2's is in `tokenizers` itself."""
+"""By the model that introduced them. `tokenizers` itself has GPT-2's."""
 
 MAX_PROBES = 4096
 PROBE_TOKENS = 64
 
 
 def fast_encode(tokenizer: FastTokenizer) -> Encode | None:
-    """None where the ids may differ. It releases the GIL."""
+    """Return an encoder that releases the GIL, None if its ids may differ."""
     source = tokenizer.to_str()
     if not _is_known(json.loads(source)):
         return None
@@ -95,7 +95,7 @@ def _splits_as_known(pre_tokenizer: Mapping[str, Any] | None) -> bool:
 
 
 def _probes(tokenizer: FastTokenizer) -> Iterator[str]:
-    """Texts of this very vocabulary: its tokens, evenly chosen, some at a time."""
+    """Yield texts of this vocabulary: evenly chosen tokens, `PROBE_TOKENS` at a time."""
     size = tokenizer.get_vocab_size()
     token_ids = iter(range(0, size, -(-size // MAX_PROBES)))
     while some := list(islice(token_ids, PROBE_TOKENS)):

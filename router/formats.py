@@ -1,4 +1,4 @@
-"""Answers as JSON: whole ones, and the chunks of a stream. The parts that don't change are encoded once."""
+"""Answers as JSON: whole ones, and the chunks of a stream. The constant parts are encoded once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class AskedOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def only_text(self) -> bool:
-        """Whether most of a stream's chunks have nothing but text."""
+        """Whether most chunks of a stream contain only text."""
         return not (self.keep_details or self.return_timing or self.continuous_usage)
 
 
@@ -53,10 +53,10 @@ class OutputOptions(AskedOutput, frozen=True, kw_only=True):
 
 
 def usage(choices: Sequence[Choice], only_prompt: bool = False) -> dict[str, Any]:
-    """Each prompt counts once, however many choices it has.
+    """Return the answer's usage. Each prompt counts once, however many choices it has.
 
-    As in OpenAI's, predictions that were rejected are told beside the completion's tokens; here they are no
-    part of those.
+    As in OpenAI's API, rejected predictions are reported next to the completion's tokens; here they are not
+    part of them.
     """
     firsts = list({id(choice.prompt): choice for choice in reversed(choices)}.values())
     prompt_tokens = sum(len(choice.prompt.token_ids) for choice in firsts)
@@ -76,33 +76,33 @@ def usage(choices: Sequence[Choice], only_prompt: bool = False) -> dict[str, Any
 
 
 class AnswerWriter(abc.ABC):
-    """Writes what comes of one request."""
+    """Writes one request's answer."""
 
     @abc.abstractmethod
     def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
-        """The whole answer."""
+        """Return the whole answer."""
 
     def failed(self, choices: Sequence[Choice], error: ApiError) -> bytes:
-        """Why there is none."""
+        """Return the body of an answer that failed."""
         return error.body()
 
     async def keep(self) -> None:  # noqa: B027
-        """Store what later requests may ask for. The client sees the answer's end after it."""
+        """Store the data that later requests may ask for, before the client sees the answer's end."""
 
 
 class StreamedAnswer(AnswerWriter):
-    """Also as server-sent events."""
+    """An answer that can also be sent as server-sent events."""
 
     @abc.abstractmethod
     def chunk(self, choice: Choice) -> bytes:
-        """Events for what is new of one choice."""
+        """Return events for one choice's new output."""
 
     @abc.abstractmethod
     def last_chunk(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
-        """What follows when all choices are complete."""
+        """Return the last events, after all choices are complete."""
 
     def failure(self, error: ApiError) -> bytes:
-        """What follows where a stream that has begun fails."""
+        """Return the last event of a stream that fails after it has begun."""
         return b"data: " + error.body() + b"\n\n"
 
 
@@ -114,13 +114,13 @@ class AnswerFormat(StreamedAnswer):
     id_prefix: str
     before_text: bytes
     after_text: bytes
-    """Of a choice in a stream that has nothing but text."""
+    """A choice's JSON before and after its text, in a chunk that contains only text."""
 
     def __init__(self, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions) -> None:
         self._tokenizer = tokenizer
         self._options = options
         self._begun: dict[int, bytes] = {}
-        """Of choices that have begun what a chunk has before its text, if it has nothing else."""
+        """The start of a text-only chunk for each choice that has begun; empty if chunks contain more."""
         self._head = {
             "id": self.id_prefix + request_id,
             "object": self.stream_object if options.stream else self.whole_object,
@@ -142,7 +142,7 @@ class AnswerFormat(StreamedAnswer):
 
     @abc.abstractmethod
     def _full_chunk(self, choice: Choice, delta: ChoiceDelta, first: bool) -> bytes:
-        """The same with all fields that the choice has now."""
+        """Return a chunk with all fields that the choice has now."""
 
     def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
         fields = self._whole(choices)
@@ -151,7 +151,7 @@ class AnswerFormat(StreamedAnswer):
         return _json({**self._head, **fields})
 
     def failed(self, choices: Sequence[Choice], error: ApiError) -> bytes:
-        """And what came of it, which is no whole answer: its `finish_reason` is "error"."""
+        """Return the error with the incomplete answer, whose `finish_reason` is "error"."""
         head = {**self._head, "object": self.whole_object}
         return _json({**head, **self._whole(choices), "error": error.detail})
 
@@ -167,7 +167,7 @@ class AnswerFormat(StreamedAnswer):
 
     @abc.abstractmethod
     def _whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """The whole answer's fields."""
+        """Return the whole answer's fields."""
 
     def _event(self, choice: Choice, body: bytes, extras: dict[str, Any] | None = None) -> bytes:
         if not self._options.continuous_usage and not extras:
@@ -178,7 +178,7 @@ class AnswerFormat(StreamedAnswer):
         return self._chunk_start + body + b"]," + _json(fields)[1:] + b"\n\n"
 
     def _common(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
-        """Fields that both APIs' choices have."""
+        """Return the fields that choices of both APIs have."""
         fields: dict[str, Any] = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         if self._options.return_token_ids:
             fields["token_ids"] = delta.token_ids
@@ -187,7 +187,9 @@ class AnswerFormat(StreamedAnswer):
         return fields
 
     def _of_prompt(self, choice: Choice) -> dict[str, Any]:
-        """vLLM's extras about the prompt; completions have them in each choice, chats beside the choices."""
+        """Return vLLM's extra fields about the prompt. Completions have them in each choice, chats at the
+        top level.
+        """
         fields: dict[str, Any] = {}
         if self._options.return_token_ids:
             fields["prompt_token_ids"] = choice.prompt.token_ids
@@ -198,7 +200,7 @@ class AnswerFormat(StreamedAnswer):
 
 
 class CompletionFormat(AnswerFormat):
-    """`/v1/completions`."""
+    """The format of `/v1/completions`."""
 
     stream_object = whole_object = "text_completion"
     id_prefix = "cmpl-"
@@ -233,7 +235,7 @@ class CompletionFormat(AnswerFormat):
 
 
 class ChatFormat(AnswerFormat):
-    """`/v1/chat/completions`."""
+    """The format of `/v1/chat/completions`."""
 
     stream_object = "chat.completion.chunk"
     whole_object = "chat.completion"
@@ -259,7 +261,7 @@ class ChatFormat(AnswerFormat):
         return events + self._event(choice, _json(body))
 
     def _role(self, choice: Choice) -> bytes:
-        """A choice's first event."""
+        """Return a choice's first event."""
         role = {
             "index": choice.index,
             "delta": {"role": "assistant", "content": ""},

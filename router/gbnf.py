@@ -1,7 +1,7 @@
 """Grammars in GBNF, llama.cpp's notation.
 
-llguidance converts them to Lark but takes over literals and classes of characters as they are spelled, which
-means something else to Lark and to its regular expressions. So these are spelled for both first.
+llguidance converts them to Lark but copies literals and character classes as they are spelled, which Lark
+and its regular expressions read differently. So they are first respelled to mean the same in both.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from router.regexes import class_of
 
 _RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _PART = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|\.', re.DOTALL)
-"""One without its end goes on to the text's, or each mark that opens one would be looked for again."""
+"""A literal or class without its end extends to the end of the text; otherwise the search would restart at
+each opening mark.
+"""
 _CHARACTER = re.compile(r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|\\?.", re.DOTALL)
 _ESCAPED = {"\\n": "\n", "\\r": "\r", "\\t": "\t", "\\\\": "\\", '\\"': '"', "\\[": "[", "\\]": "]"}
 _ANY = f"[\\x00-{chr(0x10FFFF)}]"
 
 
 def is_gbnf(text: str) -> bool:
-    """Lark's rules have one colon."""
+    """Whether the text is GBNF. Lark's rules have one colon."""
     return _RULE.search(text) is not None
 
 
 def lark_from_gbnf(text: str) -> str:
-    """Raises `ValueError`."""
+    """Convert GBNF to Lark. Raises `ValueError`."""
     try:
         return gbnf_to_lark(_PART.sub(_respelled, text))
-    except Exception as error:  # of no common type
+    except Exception as error:  # the errors have no common type
         raise ValueError(str(error)) from error
 
 

@@ -1,4 +1,4 @@
-"""Has grammars compiled by the preprocessor, before a worker gets them, and remembers what came of it."""
+"""Has the preprocessor compile grammars before workers get them, and remembers the outcomes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router.preprocessing.wire import GRAMMAR, TaskCall
 logger = logging.getLogger(__name__)
 
 COMPILE_CPU_S = 2.0
-"""From a request's fields to a grammar that has been compiled once."""
+"""The limit of CPU time from a request's fields to a grammar that has been compiled once."""
 MAX_KNOWN_BYTES = 64 * 1024 * 1024
 """The most bytes of remembered grammars and errors; the least recently used are dropped."""
 
@@ -31,7 +31,7 @@ Outcome = str | InvalidRequestError
 
 
 class GrammarCompiler:
-    """Compiles what requests ask for, each only once. What comes to the limit is not remembered."""
+    """Compiles requested grammars, each only once. A grammar that reaches the CPU limit is not remembered."""
 
     def __init__(self, preprocessor: Preprocessor) -> None:
         self._preprocessor = preprocessor
@@ -40,7 +40,7 @@ class GrammarCompiler:
         self._known_bytes = 0
 
     async def prepare(self, grammars: Iterable[AskedGrammar]) -> None:
-        """Compile some that are always remembered, so that they are never late."""
+        """Compile grammars that are always remembered, so that requests for them never wait."""
         for asked in grammars:
             while (key := _key(asked)) not in self._prepared:
                 try:
@@ -50,9 +50,9 @@ class GrammarCompiler:
                     await asyncio.sleep(RETRY_S)
 
     async def compile(self, asked: AskedGrammar) -> str:
-        """The grammar as llguidance reads it.
+        """Return the grammar as llguidance reads it.
 
-        Raises `InvalidRequestError`, and an `ApiError` 503 where the server is too busy to tell.
+        Raises `InvalidRequestError`, and `ApiError` 503 if the server is too busy to decide.
         """
         key = _key(asked)
         outcome = self._prepared.get(key) or self._known.get(key)

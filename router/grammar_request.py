@@ -1,4 +1,4 @@
-"""A request's constraints on its answer, as data, before a grammar is made of them."""
+"""A request's constraints on its answer, as data from which a grammar is made later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from router.openai_types import GenerationBody, ResponseFormat, StructuredOutput
 
 
 class Calls(msgspec.Struct, frozen=True):
-    """Calls of `tools`, or of the one by this `name`, whose arguments satisfy their schemas."""
+    """Constrains calls to `tools`, or to the one with this `name`, with arguments that satisfy their
+    schemas.
+    """
 
     tools: list[Tool]
     must_call: bool
@@ -27,7 +29,9 @@ class AskedGrammar(msgspec.Struct, frozen=True):
 
 
 class GrammarRequest(msgspec.Struct, frozen=True):
-    """`is_open`: whether the prompt has begun the thinking that may come first; None: none may come."""
+    """The constraints on one answer. `is_open`: whether the prompt has begun the thinking that may come
+    first; None: the answer has no thinking.
+    """
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -36,7 +40,7 @@ class GrammarRequest(msgspec.Struct, frozen=True):
 
     @property
     def field(self) -> str:
-        """Which of the request's asks for it."""
+        """Return the client's field that asks for the grammar."""
         if self.structured_outputs is not None:
             return "structured_outputs"
         return "tools" if self.response_format is None else "response_format"
@@ -48,7 +52,7 @@ class GrammarRequest(msgspec.Struct, frozen=True):
 def grammar_request(
     body: GenerationBody, calls: Calls | None = None, is_open: bool | None = None
 ) -> GrammarRequest | None:
-    """None where the answer may be any text."""
+    """Return the constraints on the answer, None if any text is allowed."""
     wanted = body.response_format
     if wanted is not None and wanted.type == "text":
         wanted = None
@@ -65,7 +69,7 @@ def asked_grammar(
 
 
 def _given(value: Any) -> Any:
-    """Without fields that were not given: an empty `Raw` is no JSON."""
+    """Drop the fields that were not given: an empty `Raw` is not JSON."""
     if isinstance(value, list):
         return [_given(each) for each in value]
     if not isinstance(value, msgspec.Struct):

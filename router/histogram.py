@@ -1,4 +1,4 @@
-"""A histogram of one thread's values. Prometheus' own takes three locks for each."""
+"""A histogram for one thread. Prometheus' own takes three locks for each value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from prometheus_client.utils import floatToGoString
 
 
 class LoopHistogram(Collector):
-    """Observed and read by the event loop alone. `bounds` rise; the last bucket has no bound."""
+    """A histogram that is observed and read on the event loop only. `bounds` rise; the last bucket has no
+    bound.
+    """
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], model_name: str) -> None:
         self._name, self._text, self._model_name = name, text, model_name

@@ -1,4 +1,4 @@
-"""The journal: every live request, with all that is needed to run it elsewhere."""
+"""The journal: every live request, with all that is needed to run it on another worker."""
 
 from __future__ import annotations
 
@@ -29,21 +29,23 @@ from router.thinking import ThinkingBudget
 from router.times import RequestTimes
 
 LiveStage = Literal["queue", "prefill", "transfer", "decode"]
-"""No worker has it; its first token is to come; its decode worker has yet to take it over; it is decoded."""
+""""queue": no worker has the request; "prefill": its first token has not come; "transfer": its decode worker
+has not taken it over; "decode": it is being decoded.
+"""
 LIVE_STAGES: tuple[LiveStage, ...] = get_args(LiveStage)
 
 NO_KEY = "0"
-"""The name of the API key where none is needed."""
+"""The API key's name if the server needs none."""
 
 
 @dataclass(eq=False, slots=True)
 class LiveRequest:
-    """One sequence: its prompt, the tokens emitted so far, and who works on it.
+    """One sequence: its prompt, the tokens emitted so far, and the workers that it is assigned to.
 
-    `request_id` is what the workers know it by; the journal gives it a new one for each placement, so that a
-    late token of an earlier placement is never taken for one of the current. `failed` names the incarnations
-    that did not do their part of this request, `failures` counts the placements that ended without a token
-    for that reason since a decode worker last brought one.
+    The workers know it by `request_id`; the journal gives it a new one for each placement, so that a late
+    token of an earlier placement is never taken for one of the current placement. `failed` holds the
+    incarnations that failed to do their part of this request; `failures` counts the placements that ended
+    without a token because of that since a decode worker last sent one.
     """
 
     generation: Generation
@@ -54,54 +56,58 @@ class LiveRequest:
     redirects: int = 0
     failed: set[str] = field(default_factory=set)
     assigned: dict[Task, Worker] = field(default_factory=dict)
-    """Who does which task, in the order of the tasks; nobody while the request is parked."""
+    """The worker for each task, in the order of the tasks; empty while the request is parked."""
     answered_by: Worker | None = None
-    """Who sent the current placement's newest token."""
+    """The worker that sent the current placement's newest token."""
     is_handed_over: bool = False
-    """Its prefill worker has nothing of it any more."""
+    """Whether the prefill worker has freed everything of the request."""
     waits_at: Worker | None = None
-    """Who is to bring the current placement's first token, and computes `num_uncached` tokens for it."""
+    """The worker from which the current placement's first token is due. It computes `num_uncached` tokens
+    for it.
+    """
     num_uncached: int = 0
     num_computed_by_decode: int = 0
-    """Of these, those that the worker computes which decodes it."""
+    """The part of `num_uncached` that the decode worker computes."""
     decision: PlacementDecision | None = None
-    """The current placement."""
+    """The current placement's decision."""
     drafts: DraftHistory = field(default_factory=DraftHistory)
     drafts_by: tuple[Worker, Worker] | None = None
-    """Who decodes it and the draft worker that drafts for it, which was given so many tokens to read."""
+    """The decode worker and the draft worker that drafts for it, which was given `num_tokens_given` tokens
+    to read.
+    """
     num_tokens_given: int = 0
     expected: ExpectedTokens | None = None
-    """What it is to bring where it drafts, from the router's latest look at it on."""
+    """The expected output with its current drafts, since the router's latest look at it."""
     prefix: str | None = None
-    """Whom its first worker is to fetch the beginning of the prompt from."""
+    """The id of the worker from which the first worker fetches the beginning of the prompt."""
     cost: float = 0.0
-    """What it takes of its API key's share: uncached prompt tokens and expected output, as it came."""
+    """The charge to its API key's share: uncached prompt tokens plus expected output, at arrival."""
     charged: Worker | None = None
-    """Where that counts, from when it was sent there."""
+    """The worker at which the cost counts, from when the request was sent there."""
     prefilled_by: Worker | None = None
-    """Whose prefix cache has the prompt, or will have it."""
+    """The worker whose prefix cache has the prompt, or will have it."""
     output_token_ids: list[int] = field(default_factory=list)
     num_emitted_before: int = 0
-    """Tokens of earlier placements."""
+    """The number of tokens from earlier placements."""
     early: list[TokenOutput] = field(default_factory=list)
-    """Outputs of the decode worker that overtook the prefill worker's token on their way here."""
+    """Outputs of the decode worker that arrived before the prefill worker's token."""
     workers: Mapping[Task, str] = field(default_factory=dict)
-    """Who is or was to do which task, by their ids."""
+    """The id of the worker for each task, also after the request has left it."""
     times: RequestTimes = field(default_factory=RequestTimes)
     timing: RequestTiming = field(default_factory=RequestTiming)
-    """What the workers said of the current placement."""
+    """The current placement's times as the workers report them."""
     first_token_time: float = 0.0
     last_token_time: float = 0.0
     asked_at: float = 0.0
-    """When its worker was last asked for it, for lack of news."""
+    """The time when its worker was last asked about it, for lack of news."""
 
     @property
     def token_ids(self) -> list[int]:
-        """The prompt, and the answer as far as it has come."""
+        """The prompt and the answer so far."""
         return self.choice.prompt.token_ids + self.output_token_ids
 
     def block_keys(self, cache: CacheFormat) -> list[int]:
-        """The index' keys of its full blocks in a format; of the answer too, where that has begun."""
+        """Return the index's keys of the full blocks in a cache format, including the answer so far."""
         chain = self.choice.prompt.blocks(cache, self.generation.cache_salt, self.generation.adapter)
         if not self.output_token_ids:
             return chain.keys
@@ -123,7 +129,7 @@ class LiveRequest:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """What the current placement computes before its first token, if nothing of it is cached."""
+        """The tokens that the current placement computes before its first token if nothing is cached."""
         return len(self.choice.prompt.token_ids) + self.num_emitted_before
 
     @property
@@ -135,7 +141,7 @@ class LiveRequest:
 
     @property
     def draft_plan(self) -> DraftPlan | None:
-        """What its decode worker is told; None leaves it to that."""
+        """The plan for its decode worker; None leaves drafting to the worker."""
         place = self.drafts.place
         if place is None:
             return None
@@ -143,14 +149,16 @@ class LiveRequest:
         return DraftPlan(method=place.method, max_tokens=place.max_tokens, at=at)
 
     def past_budget(self, output: TokenOutput) -> TokenOutput | None:
-        """What it gets instead of `output` where its thinking is to end; else None."""
+        """Return the output that replaces `output` because the thinking budget is used up; None if it is
+        not.
+        """
         thinking = self.generation.thinking
         if thinking is None:
             return None
         return thinking.exceeded(self.output_token_ids, output, self.sampling.max_tokens)
 
     def start_placement(self) -> None:
-        """It begins anew at other workers, with the tokens that it has."""
+        """Start a placement on other workers, with the tokens so far."""
         self.num_emitted_before = len(self.output_token_ids)
         self.times.start_placement()
         self.timing = RequestTiming()
@@ -159,7 +167,7 @@ class LiveRequest:
         self.early.clear()
 
     def note(self, timing: RequestTiming) -> None:
-        """A prefill worker tells of its part, then a decode worker of the hand-off."""
+        """Merge reported times: the prefill worker reports its part, then the decode worker the hand-off."""
         if timing.transfer is not None:
             timing = msgspec.structs.replace(
                 self.timing, transfer=timing.transfer, decode_queue_s=timing.decode_queue_s
@@ -167,20 +175,20 @@ class LiveRequest:
         self.timing = timing
 
     def is_early(self, worker: Worker) -> bool:
-        """Whether what `worker` sends comes after a token that the prefill worker has yet to bring."""
+        """Whether outputs of `worker` belong after a token that the prefill worker has not sent yet."""
         if "prefill" not in self.assigned or self.has_answered:
             return False
         return worker is self.assigned["decode"]
 
     @property
     def keeper(self) -> Worker:
-        """Who has it, or has its end on the way, unless a message got lost."""
+        """The worker that has the request or has already sent its end, unless a message got lost."""
         prefill = None if self.is_handed_over else self.assigned.get("prefill")
         return prefill or self.assigned["decode"]
 
     @property
     def heard_at(self) -> float:
-        """When it was sent to its worker, or its newest token came."""
+        """The time when the request was sent to its worker or its newest token came."""
         return max(self.times.placed_at, self.last_token_time)
 
     @property
@@ -189,7 +197,9 @@ class LiveRequest:
         return list(self.assigned.values())
 
     def end(self, eos_token_ids: Sequence[int]) -> TokenOutput | None:
-        """What its last worker would have said, if the tokens emitted so far already end it."""
+        """Return the output with which the last worker would have ended it, if its tokens so far already end
+        it.
+        """
         reason: FinishReason | None = None
         stop_token_id = None
         last = self.output_token_ids[-1] if self.output_token_ids else None
@@ -243,11 +253,11 @@ class Generation:
     ) -> None:
         self.session, self.split = session, split
         self.http_id = ""
-        """What the client calls the request."""
+        """The HTTP request's id."""
         self.key = NO_KEY
-        """The name of the API key that it came with."""
+        """The name of the API key that the request came with."""
         self.slo_ttft_s = self.slo_tpot_s = inf
-        """What the client asks for."""
+        """The SLOs that the client asks for."""
         self.arrival = self.started = arrival
         self.deadline = arrival + timeout_s
         self.priority = priority
@@ -265,7 +275,7 @@ class Generation:
         self._write: Callable[[], bool] | None = None
 
     def constrain(self, grammar: str) -> None:
-        """Every answer is to be of the grammar. Raises `InvalidRequestError`."""
+        """Constrain every answer to the grammar. Raises `InvalidRequestError`."""
         for request in self.requests:
             request.sampling = msgspec.structs.replace(request.sampling, grammar=grammar)
             check_grammar(request.sampling)
@@ -276,11 +286,11 @@ class Generation:
 
     @property
     def has_answered(self) -> bool:
-        """Whether a token of it has come."""
+        """Whether a token of any sequence has come."""
         return any(request.output_token_ids for request in self.requests)
 
     def notify(self) -> None:
-        """There is something new for the handler. It is not woken where that can be written at once."""
+        """Tell the handler of new output. It is not woken if the output can be written at once."""
         if self._has_news:
             return
         if self._write is not None and self._write():
@@ -290,9 +300,9 @@ class Generation:
             self._waiter.set_result(None)
 
     async def wait(self, write: Callable[[], bool] | None = None) -> None:
-        """Until something new came since the last call, that `write` did not deal with while this waits.
+        """Wait for output that came since the last call and that `write` has not written during the wait.
 
-        There is one handler, so one future serves.
+        There is one handler, so one future is enough.
         """
         if not self._has_news:
             self._waiter, self._write = asyncio.get_running_loop().create_future(), write
@@ -304,7 +314,9 @@ class Generation:
 
 
 class Journal:
-    """Live requests by the id that the workers know; `router` is the incarnation whose requests they are."""
+    """Live requests by the ids that the workers know. `router` is the incarnation of the router that owns
+    them.
+    """
 
     def __init__(self, router: str) -> None:
         self._router = router
@@ -317,7 +329,7 @@ class Journal:
         return iter(list(self._requests.values()))
 
     def add(self, request: LiveRequest) -> None:
-        """Under a new id."""
+        """Add a request with a new id."""
         request.request_id = new_request_id(self._router)
         self._requests[request.request_id] = request
 
@@ -325,11 +337,13 @@ class Journal:
         return self._requests.get(request_id)
 
     def remove(self, request: LiveRequest) -> bool:
-        """False when it was not there."""
+        """Remove a request. Return False if it was not in the journal."""
         return self._requests.pop(request.request_id, None) is not None
 
     def less_urgent(self, priority: int) -> list[Generation]:
-        """Those without an answer that are less urgent, the least urgent first, then the youngest."""
+        """Return the generations without an answer that are less urgent, the least urgent first, then the
+        youngest.
+        """
         others = {each.generation: None for each in self if each.generation.priority > priority}
         waiting = [generation for generation in others if not generation.has_answered]
         return sorted(waiting, key=lambda each: (-each.priority, -each.arrival))

@@ -1,8 +1,8 @@
-"""JSON schemas as grammars.
+"""Converts JSON schemas to grammars.
 
-llguidance computes with doubles and 64-bit integers, compares names of properties as they are spelled, and
-takes 29 February in any year. So a schema is narrowed where its grammar would be too wide, and refused where
-nothing narrower can be said.
+llguidance computes with doubles and 64-bit integers, compares property names as they are spelled, and
+accepts 29 February in any year. So a schema is narrowed where its grammar would be too wide, and refused
+where it cannot be narrowed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from protocol.errors import InvalidRequestError
 from router.regexes import ends_in_escape, from_ecma
 
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As Python's `json.dumps` writes them, so that most of a text is certain."""
+"""The separators of Python's `json.dumps`, so that most of the white space is determined."""
 _DATA = ("default", "examples", "const", "enum")
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _APPLICATORS = ("allOf", "anyOf", "oneOf", "$ref")
 
@@ -30,20 +30,20 @@ _BOUNDS = (
     ("maximum", -1, "minimum"),
     ("exclusiveMaximum", -1, "minimum"),
 )
-"""Each with its direction, and the bound on the other side."""
+"""Each bound with its direction and the opposite bound."""
 
 _EXACT = 2**53
-"""A double holds each integer up to here."""
+"""The largest integer up to which doubles represent every integer."""
 _LARGEST = 922_337_203_685_477 * 10**4
-"""Below 2**63, and so are the double and the digits that llguidance makes of it."""
+"""Below 2**63, and so are the double and the digits that llguidance derives from it."""
 _FAR = 10**18
 _GRAIN = 10**4
 """Wider than the gaps between doubles below 2**63."""
 _SMALLEST = 1e-30
 _MAX_MULTIPLE = 2**32 // 10
-"""llguidance takes remainders of ten times it in 32 bits."""
+"""llguidance computes remainders of ten times this number in 32 bits."""
 _LONG_ESCAPE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-"""Characters that JSON writes with `\\u` alone."""
+"""Characters that JSON can only write as `\\u` escapes."""
 
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _DAY = (
@@ -55,15 +55,17 @@ _DATE = f"(?:{_YEAR}-{_DAY}|(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)-02-29)"
 _HOUR = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = rf"{_HOUR}:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-]{_HOUR})"
 _FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[tT]{_TIME}$"}
-"""llguidance's have leap days and leap seconds that never were. Python has no year 0 and no leap seconds."""
+"""Patterns that replace llguidance's, which accept leap days and leap seconds that never were. Python has no
+year 0 and no leap seconds.
+"""
 
 
 def schema_grammar(
     schema: Mapping[str, Any], field: str, *, lenient: bool = False, whitespace_pattern: str | None = None
 ) -> str:
-    """A grammar of the JSON that satisfies the schema.
+    """Return a grammar of the JSON that satisfies the schema.
 
-    Raises `InvalidRequestError` for a keyword that cannot be kept to; a lenient grammar does without it.
+    Raises `InvalidRequestError` for a keyword that cannot be enforced; a lenient grammar ignores it.
     """
     spaces = _SPACES if whitespace_pattern is None else {"whitespace_pattern": whitespace_pattern}
     narrow = narrow_schema(schema, field, {**spaces, "lenient": lenient})
@@ -71,7 +73,7 @@ def schema_grammar(
 
 
 def narrow_schema(schema: Mapping[str, Any], field: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """One that llguidance keeps to exactly, with options for it."""
+    """Return a narrower schema that llguidance enforces exactly, with options for it."""
     try:
         narrowed = _Narrowed(schema, field, bool(options.get("lenient")))
     except RecursionError as error:
@@ -85,10 +87,10 @@ def narrow_schema(schema: Mapping[str, Any], field: str, options: Mapping[str, A
 
 
 class _Narrowed:
-    """A schema that llguidance keeps to exactly.
+    """A schema that llguidance enforces exactly.
 
-    `one_spelling`: each string is to be written in one way, without `\\u`. Otherwise a further property might
-    have a name that the schema has, spelled differently, and another property's schema.
+    With `one_spelling` each string must be written without `\\u`. Otherwise an additional property could
+    spell a name of the schema differently and so evade that property's schema.
     """
 
     def __init__(self, schema: Mapping[str, Any], field: str, lenient: bool) -> None:
@@ -148,7 +150,7 @@ class _Narrowed:
                     break
 
     def _narrow_bounds(self, node: dict[str, Any], path: str) -> None:
-        """llguidance needs both where one is far from 0."""
+        """Narrow the bounds. llguidance needs both bounds if one is far from 0."""
         needed = {}
         for key, sign, other in _BOUNDS:
             value = node.get(key)
@@ -185,7 +187,9 @@ class _Narrowed:
             self._cannot(node, "multipleOf", path, f"{value} has too many digits to be kept to exactly")
 
     def _check_multiples(self) -> None:
-        """Refuse multiples that overflow: those of schemas that apply together are multiplied, in 32 bits."""
+        """Refuse multiples that overflow: llguidance multiplies those of schemas that apply together, in 32
+        bits.
+        """
         found = {(digits, places) for _, _, digits, places in self._multiples}
         most = max((places for _, places in found), default=0)
         product = math.prod(digits * 10 ** (most - places) for digits, places in found)
@@ -219,7 +223,7 @@ def _narrow_format(node: dict[str, Any]) -> None:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """The numbers and strings in it."""
+    """Yield the numbers and strings in a value."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
@@ -234,14 +238,16 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def _is_exact(number: int | float) -> bool:
-    """Whether llguidance writes it as it is: as a double, then as an integer of 64 bits if it was one."""
+    """Whether llguidance preserves the number: it reads it as a double, then as a 64-bit integer if it was
+    one.
+    """
     if abs(number) <= _EXACT or isinstance(number, float):
         return abs(number) <= _EXACT and _as_read(number) == number
     return abs(number) < 2**63 and min(int(float(number)), 2**63 - 1) == number
 
 
 def _as_read(number: int | float) -> int | float:
-    """The double that llguidance takes a double's text for: its reader of JSON rounds twice."""
+    """Return the double that llguidance reads from a double's text: its JSON parser rounds twice."""
     if isinstance(number, int):
         return number
     sign, digits, exponent = Decimal(repr(number)).as_tuple()

@@ -1,6 +1,8 @@
-"""The file of API keys: a line of JSON for each, with its hash and what it may use. The keys are not in it.
+"""The file of API keys: one line of JSON per key, with its hash and its limits. The file does not contain
+the keys.
 
-A key is 256 random bits, so that a plain SHA-256 of it tells nothing and is fast enough for each request.
+A key is 256 random bits, so a plain SHA-256 reveals nothing of it and is fast enough to compute for each
+request.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ PREFIX = "tandem-"
 
 
 class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One key. Limits that are not given are none; all are those of each router.
+    """One key. A limit that is not given does not apply; all limits are per router.
 
-    `priority` is that of its requests, the lowest first; what they ask for themselves can only make them less
-    urgent. An `operator` may ask for any urgency, look at the cluster and drain workers.
+    `priority` is the priority of its requests, where the lowest goes first; requests can only ask for less
+    urgency themselves. An `operator` may ask for any urgency, inspect the cluster and drain workers.
     """
 
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z][A-Za-z0-9._-]{0,63}\Z")]
@@ -51,7 +53,7 @@ def hash_of(key: str) -> str:
 
 
 def read_key_file(path: str) -> list[KeyEntry]:
-    """Raises `ConfigError` with the line that is wrong, and where others can read the file."""
+    """Read all entries. Raises `ConfigError` with the invalid line, and if other users can read the file."""
     try:
         lines = read_private(path, FLAG).decode().splitlines()
     except UnicodeDecodeError as error:
@@ -82,9 +84,10 @@ def _check_unique(values: Sequence[str], field: str, path: str) -> None:
 
 
 def add_key(path: str, **fields: str | int | bool | None) -> str:
-    """Make a key, append its entry to the file, which may be new, and return the key: it is nowhere else.
+    """Make a key, append its entry to the file, which may be new, and return the key, which is stored
+    nowhere.
 
-    Raises `ConfigError`, also for a name that is taken.
+    Raises `ConfigError`, also for a name that exists already.
     """
     key = PREFIX + secrets.token_urlsafe(32)
     given = {name: value for name, value in fields.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Takes the workers' KV events into the index, each once and in order, and asks for those that got lost."""
+"""Applies the workers' KV events to the index, each once and in order, and asks for lost events again."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from router.registry import Registry, Worker
 logger = logging.getLogger(__name__)
 
 LATE_S = 1.0
-"""How long events may take that a heartbeat has announced, over another line. Then they are lost."""
+"""The time that events announced by a heartbeat may take, since they use another connection. Then they count
+as lost.
+"""
 
 REPLAY_INTERVAL_S = 1.0
-"""After which a replay that has not come is asked for once more."""
+"""The time after which a missing replay is requested again."""
 
 SWEEP_S = 0.002
-"""Of each sweep of the registry's: an event loop hardly feels it."""
+"""The duration of one sweep, short enough not to delay the event loop."""
 
 
 @dataclass(eq=False)
 class _Source:
-    """One incarnation of a worker. `announced` is how many batches it had sent at the oldest heartbeat whose
-    batches have not all come, or else at the last one.
+    """One incarnation of a worker. `announced` is the number of batches it had sent at the oldest heartbeat
+    whose batches have not all come, or else at the latest heartbeat.
     """
 
     worker: Worker
@@ -46,22 +48,22 @@ class _Source:
 
 
 class KvFeed:
-    """Belongs to the event loop."""
+    """Tracks the KV blocks that workers hold. Runs on the event loop only."""
 
     def __init__(
         self, registry: Registry, metrics: Metrics, send: Callable[[Worker, msgspec.Struct], bool]
     ) -> None:
         self.index: KvIndex[str] = KvIndex()
-        """Of worker ids."""
+        """The blocks of each worker, by its id."""
         self._registry = registry
         self._metrics = metrics
         self._send = send
         self._sources: dict[str, _Source] = {}
         self.formats: Collection[CacheFormat] = ()
-        """How the workers identify blocks: mostly there is one."""
+        """The formats of the workers' block identities; usually one."""
 
     def cached_tokens(self, request: LiveRequest) -> dict[str, int]:
-        """How many leading tokens of a request each worker has in its pool, by their ids."""
+        """Return the number of leading tokens of a request that each worker has in its pool, by worker id."""
         found: dict[str, int] = {}
         for cache in self.formats:
             keys = request.block_keys(cache)
@@ -77,7 +79,9 @@ class KvFeed:
     # --- events -------------------------------------------------------------------------------------
 
     def register(self, worker: Worker) -> None:
-        """It has registered, perhaps not for the first time. Nothing is known yet of a new incarnation."""
+        """Track a worker that has registered, perhaps not for the first time. A new incarnation starts
+        without blocks.
+        """
         known = self._sources.get(worker.key.worker_id)
         if known is not None and known.worker is worker:
             return
@@ -88,7 +92,9 @@ class KvFeed:
         self._collect_formats()
 
     def receive(self, message: KvEvents) -> None:
-        """Those that are not from a current incarnation, came before, or come too early, are dropped."""
+        """Apply events. Drop them if they are not from a current incarnation, came before, or come too
+        early.
+        """
         source = self._source(message.worker_id, message.incarnation)
         if source is None:
             self._metrics.kv_events_dropped("unknown_worker")
@@ -106,7 +112,9 @@ class KvFeed:
                 self._apply(source, change)
 
     def check(self, state: WorkerState, now: float) -> None:
-        """Heartbeats may overtake the events that they count, several where this process was late to read."""
+        """Check for lost events. Heartbeats may overtake the events that they count, and several may be read
+        late.
+        """
         source = self._source(state.worker_id, state.incarnation)
         if source is None:
             return
@@ -116,7 +124,7 @@ class KvFeed:
             self._ask(source)
 
     def sweep(self) -> None:
-        """Forget what is known of workers that are gone, a little at a time."""
+        """Forget the blocks of workers that are gone, a part at each call."""
         gone = [source for source in self._sources.values() if not self._is_current(source.worker)]
         for source in gone:
             self._forget(source)

@@ -1,9 +1,9 @@
-"""Which worker holds which block, and in which tier: what the workers' KV events tell, in little memory.
+"""Which workers hold which blocks, and in which tier, as the workers' KV events report, in little memory.
 
-A block has one entry, however many workers hold it: a key of 60 bits, so that two of a million times a
-million blocks might be taken for one another, and the set of its holders as an integer with four bits for
-each worker, one of them for each tier. Equal sets are one object. The entries are spread over many small
-dictionaries, since a large one stands still for a third of a second when it grows.
+A block has one entry, however many workers hold it. The key has 60 bits, so two of a million times a million
+blocks might be confused. The value is the set of its holders, an integer with four bits per worker, one bit
+per tier. Equal sets share one object. The entries are spread over many small dictionaries, since a large one
+blocks for a third of a second when it grows.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ KEY_BITS = (1 << 60) - 1
 """Integers below this take 32 bytes, larger ones 48."""
 NUM_SHARDS = 4096
 MAX_SHARED_SETS = 2**16
-"""Beyond so many different sets equal ones may be kept twice."""
+"""The most different sets that are shared; with more, equal sets may be stored twice."""
 
 _SLOT_BITS = 4
 _ALL_TIERS = (1 << _SLOT_BITS) - 1
 _IS_SET = bytes(digit != ord("0") for digit in range(256))
-"""Of a hexadecimal digit: one for each slot, as it happens."""
+"""Whether each hexadecimal digit is not 0. One digit is exactly one slot."""
 _FEW = 16
 
 Name = TypeVar("Name", bound=Hashable)
 
 
 def block_keys(identities: bytes) -> list[int]:
-    """The index' keys of blocks whose identities follow one another."""
+    """Return the index's keys of consecutive block identities."""
     words = struct.unpack(f"<{len(identities) // IDENTITY_BYTES * 2}Q", identities)
     return [word & KEY_BITS for word in words[::2]]
 
 
 class KvIndex(Generic[Name]):
-    """Belongs to one thread. A holder has a slot, a small number; `Name` is what its owner calls it."""
+    """Maps blocks to their holders. For one thread. A holder has a slot, a small number, and a `Name`."""
 
     def __init__(self) -> None:
         self._shards: list[dict[int, int]] = [{} for _ in range(NUM_SHARDS)]
@@ -49,19 +49,19 @@ class KvIndex(Generic[Name]):
         """The lowest bit of each slot in use."""
         self._shared: dict[int, int] = {}
         self._dead = 0
-        """All bits of the slots that were removed and whose entries are still there."""
+        """All bits of removed slots whose entries are not swept yet."""
         self._sweeping = 0
-        """Those of them that the present round through the shards is about."""
+        """The bits of `_dead` that the current round through the shards removes."""
         self._next_shard = 0
 
     def __len__(self) -> int:
-        """Number of blocks, with those of removed holders that are yet to be swept."""
+        """Return the number of blocks, including those of removed holders that are not swept yet."""
         return sum(map(len, self._shards))
 
     # --- holders ------------------------------------------------------------------------------------
 
     def add_holder(self, name: Name) -> int:
-        """A slot for a holder that has nothing yet."""
+        """Return a slot for a holder that has no blocks yet."""
         if self._free:
             slot = self._free.pop()
         else:
@@ -72,7 +72,7 @@ class KvIndex(Generic[Name]):
         return slot
 
     def remove_holder(self, slot: int) -> None:
-        """At once its blocks are found no more; `sweep` frees their memory."""
+        """Remove a holder. Its blocks are no longer found; `sweep` frees their memory."""
         self._live ^= 1 << slot * _SLOT_BITS
         self._dead |= _ALL_TIERS << slot * _SLOT_BITS
 
@@ -89,7 +89,7 @@ class KvIndex(Generic[Name]):
                 shard[key] = self._share(holders | bit)
 
     def evict(self, slot: int, medium: Medium, keys: Sequence[int]) -> None:
-        """Blocks that it is not known to have are ignored."""
+        """Remove blocks of a holder. Blocks that it is not known to have are ignored."""
         shards, bit = self._shards, self._bit(slot, medium)
         for key in keys:
             shard = shards[key % NUM_SHARDS]
@@ -100,10 +100,12 @@ class KvIndex(Generic[Name]):
                 shard[key] = self._share(holders ^ bit)
 
     def find(self, keys: Sequence[int], lowest: Medium = Medium.GPU) -> dict[Name, int]:
-        """How many leading blocks of a prompt each holder has, in the tiers down to `lowest`.
+        """Return the number of leading blocks of a prompt that each holder has, in the tiers down to
+        `lowest`.
 
-        Whoever has a block is taken to have those before it, back to the last one that was looked at: a pool
-        evicts the end of a prefix first. So a prompt takes few look-ups, which the processor's caches miss.
+        A holder of a block is assumed to have the blocks before it, back to the previous one that was looked
+        up: a pool evicts the end of a prefix first. So a prompt needs few look-ups, which miss the CPU's
+        caches.
         """
         found: dict[Name, int] = {}
         if not keys:
@@ -123,7 +125,9 @@ class KvIndex(Generic[Name]):
         return found
 
     def find_ends(self, keys: Sequence[int]) -> dict[Name, int]:
-        """The same of holders that tell of some blocks alone, each of which stands for all before it."""
+        """Return the leading blocks for holders that report only some blocks, each of which stands for all
+        before it.
+        """
         found: dict[Name, int] = {}
         seen = 0
         for end in range(len(keys), 0, -1):
@@ -134,10 +138,12 @@ class KvIndex(Generic[Name]):
         return found
 
     def find_windows(self, keys: Sequence[int], window: Window) -> dict[Name, int]:
-        """The same of holders that need no more of a prefix than what a row behind it reads."""
+        """Return the leading blocks for holders that need only the window of a prefix that the next token
+        reads.
+        """
         found: dict[Name, int] = {}
         ends: dict[int, int] = {}
-        """Where the blocks end that follow each other; by the lowest bit of who has them."""
+        """The end of the current run of consecutive blocks, by its holder's lowest bit."""
         seen = 0
         for place in range(len(keys) - 1, -1, -1):
             holders = self._holders(keys[place], Medium.GPU) & ~seen
@@ -152,14 +158,14 @@ class KvIndex(Generic[Name]):
         return found
 
     def _holders(self, key: int, lowest: Medium) -> int:
-        """The lowest bit of each slot that has the block."""
+        """Return the lowest bit of each slot that has the block."""
         tiers = holders = self._shards[key % NUM_SHARDS].get(key, 0)
         for tier in range(1, lowest + 1):
             holders |= tiers >> tier
         return holders & self._live
 
     def _note(self, found: dict[Name, int], holders: int, num_blocks: int) -> None:
-        """`holders` are lowest bits of slots."""
+        """Set `num_blocks` for the holders, given as lowest bits of their slots."""
         names = self._names
         if holders.bit_count() > _FEW:
             found.update(dict.fromkeys(compress(names, _flags(holders)), num_blocks))
@@ -181,11 +187,13 @@ class KvIndex(Generic[Name]):
 
     @property
     def is_dirty(self) -> bool:
-        """Whether there are blocks of removed holders to be swept."""
+        """Whether blocks of removed holders remain to be swept."""
         return bool(self._dead)
 
     def sweep(self, seconds: float) -> None:
-        """Forget blocks of removed holders, for about so long; their slots are free after a whole round."""
+        """Forget blocks of removed holders for about `seconds`. Their slots are free after a complete
+        round.
+        """
         deadline = time.perf_counter() + seconds
         while self._dead and time.perf_counter() < deadline:
             if self._next_shard == 0:
@@ -219,5 +227,5 @@ def _lowest_bits(holders: int) -> Iterator[int]:
 
 
 def _flags(bits: int) -> bytes:
-    """For each slot, whether it has any bit."""
+    """Return whether each slot has any bit."""
     return f"{bits:x}"[::-1].encode().translate(_IS_SET)

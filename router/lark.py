@@ -1,4 +1,4 @@
-"""Grammars in llguidance's dialect of Lark, in the JSON that it reads grammars of any notation from."""
+"""Grammars in llguidance's dialect of Lark, in the JSON format in which llguidance reads all grammars."""
 
 from __future__ import annotations
 
@@ -18,23 +18,27 @@ _SCHEMA_MARK = re.compile(
 
 
 def lark_grammar(*lines: str, others: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Rules with a `start`. They name the `others` with an `@`."""
+    """Return a grammar of rules with a `start`. The rules refer to `others` with an `@`."""
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *others]}, ensure_ascii=False)
 
 
 def named(name: str, grammar: str) -> list[dict[str, Any]]:
-    """A grammar and what it names itself, as `others` of one that calls it by this name."""
+    """Return a grammar and the grammars that it refers to, as `others` of one that refers to it by this
+    name.
+    """
     first, *others = json.loads(grammar)["grammars"]
     return [{**first, "name": name}, *others]
 
 
 def quoted(text: str) -> str:
-    """A literal. Its escapes are JSON's, but unlike a string of JSON it cannot have U+007F as it is."""
+    """Return a literal. Its escapes are JSON's, but unlike a JSON string it cannot contain U+007F
+    unescaped.
+    """
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def with_narrow_schemas(lark: str, field: str) -> str:
-    """Each JSON schema in it becomes one that llguidance keeps to. Raises `InvalidRequestError`."""
+    """Replace each JSON schema with one that llguidance enforces exactly. Raises `InvalidRequestError`."""
     pieces, done, at = [], 0, 0
     while (match := _SCHEMA_MARK.search(lark, at)) is not None:
         at = match.end()
@@ -43,7 +47,7 @@ def with_narrow_schemas(lark: str, field: str) -> str:
         try:
             schema, end = json.JSONDecoder().raw_decode(lark, at)
         except (ValueError, RecursionError):
-            continue  # llguidance tells why
+            continue  # llguidance reports the error
         if isinstance(schema, dict):
             pieces += [lark[done:at], json.dumps(narrow_schema(schema, field, {}), ensure_ascii=False)]
             done = at = end
@@ -51,7 +55,7 @@ def with_narrow_schemas(lark: str, field: str) -> str:
 
 
 class Spelling:
-    """How a grammar spells a text: added tokens by their ids, as their texts stand for other tokens."""
+    """Spells a text in a grammar: added tokens by their ids, since their texts would match other tokens."""
 
     def __init__(self, markers: Collection[str], token_id: Callable[[str], int | None]) -> None:
         found = {text: token_id(text) for text in sorted(markers, key=len, reverse=True)}
@@ -69,7 +73,7 @@ class Spelling:
         return f"({' | '.join(map(self, texts))})"
 
     def rule_up_to(self, name: str, texts: Sequence[str]) -> str:
-        """A rule for any text and the first of `texts` in it."""
+        """Return a rule for any text up to and including the first of `texts`."""
         is_lazy = not any(text.startswith(tuple(self._ids)) for text in texts)
         return f"{name}{'[lazy]' if is_lazy else ''}: TEXT {self.any_of(texts)}"
 

@@ -1,4 +1,4 @@
-"""What this router has given to each worker and not got back, counted at once."""
+"""The load that this router has put on each worker, updated at once."""
 
 from __future__ import annotations
 
@@ -26,14 +26,18 @@ class CountedRequest(Protocol):
 
 
 class Loads:
-    """Each of a request's shares is taken once and given back once, whatever becomes of it."""
+    """Counts requests at their workers. Each part of a request's load is added once and removed once,
+    however the request ends.
+    """
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._order = itertools.count(1)
 
     def assign(self, request: CountedRequest, num_uncached: int) -> None:
-        """It was assigned: its first worker has so many tokens to compute before the first one comes."""
+        """Count an assigned request: its first worker has `num_uncached` tokens to compute before the first
+        one comes.
+        """
         first, decode = request.holders[0], request.assigned["decode"]
         request.waits_at, request.num_uncached = first, num_uncached
         request.num_computed_by_decode = num_uncached if first is decode else 0
@@ -46,7 +50,7 @@ class Loads:
             self._registry.changed(worker)
 
     def answered(self, request: CountedRequest) -> None:
-        """Its first token has come."""
+        """Count the first token, which has come."""
         first, request.waits_at = request.waits_at, None
         if first is not None:
             first.outstanding_prompts -= 1
@@ -54,13 +58,13 @@ class Loads:
             self._registry.changed(first)
 
     def leave_prefill(self, request: CountedRequest) -> None:
-        """Its decode worker has it."""
+        """Remove the request from its prefill worker: the decode worker has it."""
         prefill = request.assigned.pop("prefill")
         prefill.outstanding_requests -= 1
         self._registry.changed(prefill)
 
     def move_decode(self, request: CountedRequest, target: Worker) -> None:
-        """Another worker decodes it, maybe the one that has its prompt."""
+        """Move the request to another decode worker, which may be its prefill worker."""
         failed, prefill = request.assigned["decode"], request.assigned["prefill"]
         self._give_row_back(request)
         self._take_row(request, target)
@@ -75,7 +79,7 @@ class Loads:
             self._registry.changed(worker)
 
     def release(self, request: CountedRequest) -> None:
-        """Nobody works on it any more."""
+        """Remove the request from all its workers."""
         self.answered(request)
         if request.assigned:
             self._give_row_back(request)

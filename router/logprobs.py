@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of the two APIs."""
+"""Log-probabilities in the formats of the two APIs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.choice import Choice, ChoiceDelta
 from router.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON can't say."""
+"""Stands for minus infinity, which JSON cannot express."""
 
 
 def finite(logprob: float) -> float:
@@ -18,7 +18,7 @@ def finite(logprob: float) -> float:
 
 
 def token_name(tokenizer: Tokenizer, token_id: int, prefix: str = "bytes:") -> str:
-    """The token's text, or its bytes spelled out when they are no text on their own."""
+    """Return the token's text, or its bytes spelled out if they are not text on their own."""
     raw = tokenizer.token_bytes(token_id)
     try:
         return raw.decode()
@@ -29,7 +29,7 @@ def token_name(tokenizer: Tokenizer, token_id: int, prefix: str = "bytes:") -> s
 def completion_logprobs(
     tokenizer: Tokenizer, choice: Choice, delta: ChoiceDelta, num_top: int, echo: bool
 ) -> dict[str, Any]:
-    """The `logprobs` of a completion, those of the prompt in front when it is echoed with this delta.
+    """Return the `logprobs` of a completion, after those of the prompt if this delta echoes it.
 
     The alternatives at a position include the token itself.
     """
@@ -59,7 +59,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(tokenizer: Tokenizer, delta: ChoiceDelta, num_top: int) -> dict[str, Any]:
-    """The `logprobs` of a chat choice."""
+    """Return the `logprobs` of a chat choice."""
     content = []
     for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=True):
         item = _chat_token(tokenizer, token_id, entry.logprob)
@@ -73,7 +73,9 @@ def chat_logprobs(tokenizer: Tokenizer, delta: ChoiceDelta, num_top: int) -> dic
 def prompt_logprobs(
     tokenizer: Tokenizer, choice: Choice, num_top: int
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's `prompt_logprobs`: for each prompt token the alternatives and itself, by token id."""
+    """Return vLLM's `prompt_logprobs`: for each prompt token the alternatives and the token itself, by token
+    id.
+    """
     answer: list[dict[str, dict[str, Any]] | None] = []
     for token_id, entry in zip(choice.prompt.token_ids, choice.prompt_logprobs, strict=False):
         if entry is None:

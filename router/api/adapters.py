@@ -16,8 +16,8 @@ from router.bodies import SMALL_BYTES
 from router.decoding import decode_body
 from router.state import RouterState
 
-_Name = Annotated[AdapterName, Meta(description="What requests call it by.")]
-_Path = Annotated[AdapterPath, Meta(description="Its folder, the same on each worker's host.")]
+_Name = Annotated[AdapterName, Meta(description="The name that requests use for it.")]
+_Path = Annotated[AdapterPath, Meta(description="Its folder, with the same path on each worker's host.")]
 
 
 class LoadAdapterBody(msgspec.Struct):
@@ -28,13 +28,13 @@ class LoadAdapterBody(msgspec.Struct):
 
 
 class UnloadAdapterBody(msgspec.Struct):
-    """Take no more requests for a LoRA adapter. Those that have it end with it."""
+    """Accept no more requests for a LoRA adapter. Requests that use it run to their end."""
 
     lora_name: _Name
 
 
 def adapter_operations(state: RouterState) -> list[Operation]:
-    """A client that goes away changes nothing about what it asked for."""
+    """Return the adapters' endpoints. A client that goes away does not cancel its request."""
 
     async def load(request: Request) -> Response:
         async with state.bodies.read(request, SMALL_BYTES) as raw:

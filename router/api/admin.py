@@ -1,4 +1,4 @@
-"""Models, health, version, metrics, workers."""
+"""Endpoints for models, health, version, metrics and workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router.state import RouterState
 
 
 def admin_operations(state: RouterState) -> list[Operation]:
-    """Everything that tells of the server's state."""
+    """Return the endpoints that report the server's state."""
 
     async def models(request: Request) -> Response:
         cards = [_model_card(state), *(_model_card(state, each) for each in state.adapters.named.values())]

@@ -1,4 +1,4 @@
-"""`GET /doctor`: what keeps requests waiting now, and what to change."""
+"""`GET /doctor`: reports the bottlenecks that keep requests waiting, and how to remove them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def doctor_operations(state: RouterState) -> list[Operation]:
         Operation(
             "/doctor",
             doctor,
-            "What keeps requests waiting now, and what to change: the most costly first.",
+            "The bottlenecks that keep requests waiting now, and how to remove them, the most costly first.",
             f"`findings`, after `seconds` of watching (a parameter: {DEFAULT_SECONDS:g} unless given)",
         )
     ]

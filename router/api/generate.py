@@ -45,12 +45,12 @@ _STREAM_START = {
 
 
 class Turn(Protocol):
-    """One request: how its body is read and its answer written."""
+    """One HTTP request: reads its body and writes its answer."""
 
     async def prepare(self, raw: bytes, model: ServedModel) -> Prepared: ...
 
     def renamed(self, error: InvalidRequestError) -> InvalidRequestError:
-        """An error about the answer's grammar, with the request's own field."""
+        """Return an error about the answer's grammar with the name of the request's own field."""
 
     def answer(
         self, prepared: Prepared, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions
@@ -58,7 +58,7 @@ class Turn(Protocol):
 
 
 class PlainTurn:
-    """One that has nothing of its own."""
+    """A request that needs no state of its own."""
 
     def __init__(
         self,
@@ -78,14 +78,16 @@ class PlainTurn:
 
 
 class GenerateEndpoint:
-    """An ASGI app: `begin` makes a turn of each request's scope."""
+    """An ASGI app. `begin` makes a turn from each request's scope."""
 
     def __init__(self, state: RouterState, begin: Callable[[Scope], Turn]) -> None:
         self._state = state
         self._begin = begin
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises `ApiError` when it fails before the answer began. A client that goes away ends it."""
+        """Serve a request. Raises `ApiError` if it fails before the answer began. A client that goes away
+        ends it.
+        """
         arrival = time.monotonic()
         state, turn = self._state, self._begin(scope)
         admission: Admission = scope[ADMISSION]
@@ -147,7 +149,7 @@ class GenerateEndpoint:
 
 
 def _session(headers: Headers) -> str:
-    """What the client calls the conversation: its requests go to the same workers, as far as these can."""
+    """Return the client's name of the conversation, whose requests go to the same workers if possible."""
     session = headers.get(SESSION_HEADER, "")
     if len(session) > MAX_SESSION_CHARS:
         limit = f"at most {MAX_SESSION_CHARS} characters, got {len(session)}"
@@ -166,7 +168,9 @@ def _wants_timing(headers: Headers) -> bool:
 
 
 def _slo(headers: Headers, header: str, default_s: float | None) -> float:
-    """[s] What the client asks for; infinite if nobody does."""
+    """Return the SLO in seconds that the client asks for, or the server's default; infinite if there is
+    none.
+    """
     given = headers.get(header)
     if given is None:
         return inf if default_s is None else default_s
@@ -186,7 +190,7 @@ def _direct_writer(scope: Scope) -> DirectWriter | None:
 
 
 async def _disconnected(receive: Receive) -> None:
-    """Returns when the client is gone, or the answer is complete. The body must have been read."""
+    """Return when the client is gone or the answer is complete. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -194,7 +198,9 @@ async def _disconnected(receive: Receive) -> None:
 def _writer(
     generation: Generation, answer: StreamedAnswer, direct: DirectWriter
 ) -> Callable[[], bool] | None:
-    """Writes a single choice's events as its tokens come, without a task, while the client reads."""
+    """Return a function that writes a single choice's events as its tokens come, without a task, while the
+    client reads; None if there are several choices.
+    """
     choice, *others = generation.choices
 
     def write() -> bool:
@@ -210,7 +216,7 @@ def _writer(
 async def _stream(
     send: Send, generation: Generation, answer: StreamedAnswer, with_timing: bool, direct: DirectWriter | None
 ) -> None:
-    """Server-sent events, from the first news on. `send` waits while the client doesn't read."""
+    """Send the answer as server-sent events. `send` waits while the client does not read."""
     await send(dict(_STREAM_START))
     write = None if direct is None else _writer(generation, answer, direct)
     while True:

@@ -1,4 +1,4 @@
-"""`/openapi.json`: every endpoint, and every field of the typed request bodies."""
+"""`/openapi.json`: describes every endpoint and every field of the typed request bodies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REF = "#/components/schemas/{name}"
 
 
 class Operation(NamedTuple):
-    """One endpoint, for routing and for its description. `answer` says what a 200 holds."""
+    """One endpoint, with its description. `answer` describes the body of a 200."""
 
     path: str
     endpoint: Any
@@ -33,7 +33,7 @@ class Operation(NamedTuple):
 
 
 def openapi(operations: Sequence[Operation], has_keys: bool) -> dict[str, Any]:
-    """The document, by OpenAPI 3.1."""
+    """Return the OpenAPI 3.1 document."""
     bodies = [each.body for each in operations if each.body is not None]
     _, schemas = msgspec.json.schema_components([*bodies, ErrorBody], ref_template=_REF)
     paths: dict[str, Any] = {}
@@ -60,7 +60,7 @@ def _described(operation: Operation, path: str, has_keys: bool) -> dict[str, Any
         "summary": operation.summary,
         "responses": {
             "200": {"description": operation.answer},
-            "default": {"description": "What went wrong", "content": _json_of(ErrorBody)},
+            "default": {"description": "The error", "content": _json_of(ErrorBody)},
         },
     }
     names = re.findall(r"\{(\w+)\}", path)

@@ -1,4 +1,6 @@
-"""What operators do with workers: `POST /scale`, `/restart`, `/workers/{id}/drain` and `/role`."""
+"""Endpoints with which operators manage workers: `POST /scale`, `/restart`, `/workers/{id}/drain` and
+`/role`.
+"""
 
 from __future__ import annotations
 
@@ -39,15 +41,17 @@ RESTARTED = (
 
 
 class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Have a worker's requests go on elsewhere, with their KV; then it leaves, and is not started anew."""
+    """Move a worker's requests, with their KV, to other workers; then it leaves, and is not started again."""
 
 
 class RestartBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Have every worker's process end and begin anew, one after the other, while requests go on elsewhere."""
+    """Restart every worker's process, one after the other, while its requests go on elsewhere."""
 
 
 class RoleBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Have a worker's requests go on elsewhere; then it serves in another role, with its weights and pool."""
+    """Move a worker's requests to other workers; then it serves in another role, with its weights and
+    pool.
+    """
 
     role: Annotated[str, Meta(description="`prefill` or `decode`, not `draft`, which is another model.")]
 
@@ -56,7 +60,7 @@ _Number = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_WO
 
 
 class ScaleBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Have so many workers of each role; requests of those that leave go on elsewhere."""
+    """Set the number of workers of each role; requests of the ones that leave go on elsewhere."""
 
     prefill: Annotated[_Number | None, Meta(description="Prefill workers.")] = None
     decode: Annotated[_Number | None, Meta(description="Decode workers.")] = None
@@ -64,7 +68,9 @@ class ScaleBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def worker_operations(state: RouterState) -> list[Operation]:
-    """They answer when the worker is empty; a client that goes away changes nothing about that."""
+    """Return the endpoints. They answer when the worker is empty; a client that goes away does not cancel
+    its request.
+    """
 
     async def drain(request: Request) -> Response:
         async with state.bodies.read(request, SMALL_BYTES) as raw:

@@ -1,4 +1,4 @@
-"""`/` with what it loads, `/docs` and `/openapi.json`. The pages load nothing from elsewhere."""
+"""`/` with its scripts and styles, `/docs` and `/openapi.json`. The pages load nothing from other sites."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ _INDEX_POLICY = f"{_ALONE}; script-src 'self'; style-src 'self'; connect-src 'se
 def page_operations(
     config: ServeConfig, has_chat: bool, description: Callable[[], dict[str, Any]]
 ) -> list[Operation]:
-    """`description` is the OpenAPI document of all operations, these among them."""
+    """Return the pages' endpoints. `description` returns the OpenAPI document of all operations, including
+    these.
+    """
     model = config.model_name
 
     async def index(request: Request) -> Response:
@@ -56,10 +58,10 @@ def page_operations(
         return JSONResponse(description())
 
     return [
+        Operation("/", index, "A playground and a live view of the cluster; or links.", "HTML, or JSON"),
         Operation(
-            "/", index, "A playground and the live cluster; what this is and where to look.", "HTML, or JSON"
+            "/page/{name}", part, "A script, style or icon of the page at `/`.", "JavaScript, CSS or SVG"
         ),
-        Operation("/page/{name}", part, "What the page at `/` loads.", "JavaScript, CSS or SVG"),
         Operation("/docs", docs, "This API, for people.", "HTML"),
         Operation("/openapi.json", document, "This API, for programs.", "OpenAPI 3.1"),
     ]
@@ -72,7 +74,7 @@ def _page(template: str, policy: str, variables: dict[str, Any]) -> Response:
 
 @cache
 def _parts() -> dict[str, bytes]:
-    """By their names; nothing else of the folder can be asked for."""
+    """Return the page's files by their names; no other file of the folder is served."""
     return {path.name: path.read_bytes() for path in _FOLDER.iterdir() if path.suffix in _PARTS}
 
 
@@ -86,12 +88,12 @@ def _templates() -> jinja2.Environment:
 
 
 def _code(text: str) -> Markup:
-    """`word` as code."""
+    """Convert text in backticks to HTML code elements."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _kind(schema: dict[str, Any]) -> Markup:
-    """A field's type in words, with links to described ones."""
+    """Return a field's type in words, with links to described types."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return Markup('<a href="#{0}">{0}</a>').format(name)
@@ -104,7 +106,7 @@ def _kind(schema: dict[str, Any]) -> Markup:
 
 
 def _limits(schema: dict[str, Any]) -> str:
-    """A field's bounds in words."""
+    """Return a field's bounds in words."""
     found = {}
     for part in (schema, *schema.get("anyOf", ())):
         found.update({name: part[name] for name in part if name.startswith(("min", "max", "exclusive"))})

@@ -1,4 +1,4 @@
-"""How the router sees its workers and its requests, and what it made of that."""
+"""Endpoints that show the workers and requests as the router sees them, and its decisions."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def placement_operations(state: RouterState) -> list[Operation]:
             "/cluster",
             cluster,
             "The workers as placement sees them: load, KV, measured costs and links.",
-            "`placement`, `workers`, `awaited` (ids of those that are being started), `links`, `drafts` (how "
+            "`placement`, `workers`, `awaited` (ids of workers that are being started), `links`, `drafts` (how "
             "many requests of each decode worker draft where)",
         ),
         Operation(
@@ -104,7 +104,9 @@ def _worker(worker: Worker) -> dict[str, Any]:
 
 
 def _states(counters: Mapping[str, float]) -> dict[str, float] | None:
-    """Of recurrent layers, kept for prompts that go on from them; None where there are no such layers."""
+    """Return the states of recurrent layers that are kept for later prompts; None if there are no such
+    layers.
+    """
     if "kept_states" not in counters:
         return None
     return {
@@ -131,7 +133,7 @@ def _request(request: LiveRequest, now: float) -> dict[str, Any]:
 
 
 def _drafter(request: LiveRequest) -> str | None:
-    """Which worker drafts for it."""
+    """Return the id of the worker that drafts for the request."""
     period = request.drafts.current
     if period is None or period.decision.place.method is None:
         return None
@@ -148,7 +150,7 @@ def _drafts(requests: Iterable[LiveRequest]) -> list[dict[str, Any]]:
 
 
 def _links(worker: Worker) -> list[dict[str, Any]]:
-    """Its wires in use."""
+    """Return the worker's connections in use."""
     return [
         {
             "from": worker.key.worker_id,

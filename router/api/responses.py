@@ -1,4 +1,4 @@
-"""`/v1/responses`: generate one, look at it again, delete it."""
+"""Endpoints of `/v1/responses`: generate a response, get it again, delete it."""
 
 from __future__ import annotations
 

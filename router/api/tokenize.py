@@ -11,7 +11,7 @@ from router.state import RouterState
 
 
 def converter(state: RouterState, task: str) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint whose answer the task makes of the body."""
+    """Return an endpoint that answers with the task's result."""
 
     async def convert(request: Request) -> Response:
         async with state.bodies.read(request) as raw:

@@ -1,1 +1,3 @@
-"""What keeps requests waiting now, and what to change: verdicts from two looks at the cluster."""
+"""Finds the bottlenecks that keep requests waiting, and how to remove them, from two samples of the
+cluster.
+"""

@@ -1,4 +1,4 @@
-"""A look at the cluster: totals and loads at one moment, as the router has them."""
+"""Samples of the cluster: totals and loads at one moment, as the router knows them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from router.state import RouterState
 
 
 class WorkerSample(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one worker. `rows` are or will be decoded here, `prompts` await their first token from here; `held`
-    are those of both that still wait in the router. `exposed_s` and `sent_bytes` are its transfers', by peer.
+    """One worker's values. `rows` are decoded here now or later, `prompts` await their first token from
+    here, and `held` requests of both kinds still wait in the router. `exposed_s` and `sent_bytes` are its KV
+    transfers', by peer.
     """
 
     id: str
@@ -42,9 +43,9 @@ class WorkerSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterSample(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the router and all workers, `at` monotonic seconds.
+    """The values of the router and all workers at `at` monotonic seconds.
 
-    `totals` are the router's metrics by their names, `refused` the requests that it refused, by reason.
+    `totals` holds the router's metrics by name, `refused` the number of refused requests by reason.
     """
 
     at: float
@@ -73,7 +74,7 @@ def sample(state: RouterState) -> ClusterSample:
 
 
 def _totals(state: RouterState) -> tuple[dict[str, float], dict[str, float]]:
-    """The router's own metrics, each summed over its labels."""
+    """Return the router's own metrics, each summed over its labels, and the refused requests by reason."""
     totals: defaultdict[str, float] = defaultdict(float)
     refused: dict[str, float] = {}
     for name, labels, value in state.metrics.own_samples():
@@ -110,7 +111,7 @@ def _worker(state: RouterState, worker: Worker) -> WorkerSample:
 
 
 def _by_peer(worker: Worker, weights: Mapping[str, float]) -> dict[str, float]:
-    """Weighted sums of a worker's `kv_transfer_NAME_total`."""
+    """Return weighted sums of a worker's `kv_transfer_NAME_total` counters, by peer."""
     sums: defaultdict[str, float] = defaultdict(float)
     for pair in worker.state.pairs:
         for name, weight in weights.items():

@@ -1,6 +1,6 @@
-"""The verdicts: each is a pure function of two looks at the cluster, and says what it found, or nothing.
+"""The doctor's verdicts: pure functions of two samples of the cluster that yield findings.
 
-What a finding costs is given in requests: how many of them lose their time to it at any moment, on average.
+The cost of a finding is a number of requests: the average number that it delays at any moment.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from router.doctor.samples import ClusterSample, WorkerSample
 Name = Literal["prefill", "decode", "transfer", "router", "kv_room", "queue", "draft", "nothing"]
 
 BUSY = 0.8
-"""Share of the time with something to do from which a worker's speed is what matters."""
+"""The busy share of the time from which a worker's speed is the bottleneck."""
 WAITING_PROMPTS = 1.5
-"""More than one that is computed and now and then another."""
+"""More than one prompt that is being computed and occasionally another."""
 SLOWED = 1.5
-"""Times as long as alone that a step takes which decodes a batch."""
+"""The factor by which a batch's decode step must be slower than a single request's."""
 EXPOSED_SHARE = 0.2
-"""Of the time from a prompt's beginning to its decoding, for which its blocks are awaited."""
+"""The share of the time from a prompt's start to its decoding that is spent waiting for its blocks."""
 EXPOSED_S = 0.02
-"""Less is the hand-off's messages and the end of a step."""
+"""Less is the hand-off's messages and the rest of a step."""
 ROUTER_BUSY = 0.7
-"""Share of one core."""
+"""A share of one core."""
 ROUTER_LAG_S = 0.02
 DRAFT_LOSS = 0.03
-"""Less is noise of what was measured."""
+"""Less is measurement noise."""
 MORE_PREFILL = "add prefill workers (--prefill-replicas)"
 MORE_DECODE = "add decode workers (--decode-replicas)"
 LEAST_COST = 0.05
-"""Requests: one in twenty at any moment."""
+"""In requests: one in twenty at any moment."""
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """A bottleneck: what it costs, at which worker if it is one's, its figures, and what to change."""
+    """A bottleneck: its cost, its worker if it concerns one, its figures, and the remedy."""
 
     name: Name
     cost: float
@@ -47,7 +47,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Interval(NamedTuple):
-    """What lies between two looks."""
+    """The time between two samples."""
 
     before: ClusterSample
     after: ClusterSample
@@ -57,11 +57,11 @@ class Interval(NamedTuple):
         return max(self.after.at - self.before.at, 1e-9)
 
     def total(self, name: str) -> float:
-        """What a total of the router's has gained."""
+        """Return the increase of one of the router's totals."""
         return max(self.after.totals.get(name, 0.0) - self.before.totals.get(name, 0.0), 0.0)
 
     def mean_s(self, histogram: str) -> float:
-        """Of what a histogram of seconds has got."""
+        """Return the mean of the values that a histogram of seconds got."""
         count = self.total(f"{histogram}_count")
         return self.total(f"{histogram}_sum") / count if count else 0.0
 
@@ -78,22 +78,22 @@ class WorkerSpan(NamedTuple):
     seconds: float
 
     def gained(self, counter: str) -> float:
-        """The same for one of the worker's counters, summed over its labels."""
+        """Return the increase of one of the worker's counters, summed over its labels."""
         return max(_sum(self.after.counters, counter) - _sum(self.before.counters, counter), 0.0)
 
     def mean(self, name: str) -> float:
-        """Of a load."""
+        """Return the mean of a load."""
         return float((getattr(self.before, name) + getattr(self.after, name)) / 2)
 
     @property
     def busy(self) -> float:
-        """Share of the time in which it did not wait for something to do."""
+        """The share of the time in which the worker had something to do."""
         spent_s = self.gained("engine_seconds_total") + self.gained("loop_seconds_total")
         return min(spent_s / self.seconds, 1.0)
 
     @property
     def blocked(self) -> float:
-        """Share of the time in which a request waited there for blocks."""
+        """The share of the time in which a request waited there for blocks."""
         return min(self.gained("kv_room_wait_seconds_total") / self.seconds, 1.0)
 
     @property
@@ -102,7 +102,9 @@ class WorkerSpan(NamedTuple):
 
     @property
     def decode_share(self) -> float:
-        """Of its time in steps, by its cost model: what they would have taken without prompts."""
+        """The share of the time in steps that they would have taken without prompts, by the worker's cost
+        model.
+        """
         if self.after.tasks[0] == "prefill" and self.mean("rows") == 0:
             return 0.0
         steps_s = self.num_steps * self.after.costs.decode_s(self.mean("running"), self.running_context)
@@ -115,7 +117,7 @@ class WorkerSpan(NamedTuple):
 
 
 def examine(before: ClusterSample, after: ClusterSample) -> list[Finding]:
-    """All that costs requests time, the most costly first; or that nothing does."""
+    """Return all bottlenecks, the most costly first, or a finding that there is none."""
     interval = Interval(before, after)
     found = [finding for verdict in VERDICTS for finding in verdict(interval) if finding.cost >= LEAST_COST]
     if not found:
@@ -125,7 +127,7 @@ def examine(before: ClusterSample, after: ClusterSample) -> list[Finding]:
 
 
 def prefill(interval: Interval) -> Iterator[Finding]:
-    """Prompts wait for others to be computed."""
+    """Find workers at which prompts wait for others to be computed."""
     for worker in interval.workers():
         prompts, share = worker.mean("prompts"), 1 - worker.decode_share
         wants_room = worker.blocked > 0.5
@@ -144,8 +146,8 @@ def prefill(interval: Interval) -> Iterator[Finding]:
 
 
 def decode(interval: Interval) -> Iterator[Finding]:
-    """Requests wait for tokens of each other. Both times are the cost model's, so that what else slows a step
-    (drafts, a busy core) does not count as the batch's.
+    """Find workers whose batches slow each request down. Both step times are the cost model's, so that other
+    causes of slow steps (drafts, a busy core) are not attributed to the batch.
     """
     for worker in interval.workers():
         running, costs, share = worker.mean("running"), worker.after.costs, worker.decode_share
@@ -168,7 +170,7 @@ def decode(interval: Interval) -> Iterator[Finding]:
 
 
 def transfer(interval: Interval) -> Iterator[Finding]:
-    """Blocks are still on their way when the prompt is computed."""
+    """Find blocks that are still being sent when the prompt is computed."""
     exposed_s = interval.mean_s("request_kv_transfer_exposed_time_seconds")
     prefill_s = interval.mean_s("request_prefill_time_seconds")
     whole_s = exposed_s + prefill_s
@@ -202,7 +204,7 @@ def transfer(interval: Interval) -> Iterator[Finding]:
 
 
 def router(interval: Interval) -> Iterator[Finding]:
-    """Messages wait for the router's event loop."""
+    """Find messages that wait for the router's event loop."""
     busy = (
         interval.total("router_cpu_seconds_total") + interval.total("router_core_wait_seconds_total")
     ) / interval.seconds
@@ -223,7 +225,7 @@ def router(interval: Interval) -> Iterator[Finding]:
 
 
 def kv_room(interval: Interval) -> Iterator[Finding]:
-    """Requests wait for blocks, or lose theirs."""
+    """Find requests that wait for blocks or lose theirs."""
     for worker in interval.workers():
         after = worker.after
         reserved_s = worker.gained("reservation_wait_seconds_total")
@@ -260,7 +262,7 @@ _REFUSALS = {
 
 
 def queue(interval: Interval) -> Iterator[Finding]:
-    """Requests are refused, or wait for a worker or for a place in a batch."""
+    """Find requests that are refused, or wait for a worker or for a place in a batch."""
     request_s = interval.mean_s("e2e_request_latency_seconds") or 1.0
     before, after = interval.before, interval.after
     for reason, count in after.refused.items():
@@ -285,7 +287,7 @@ def queue(interval: Interval) -> Iterator[Finding]:
 
 
 def draft(interval: Interval) -> Iterator[Finding]:
-    """Steps that verify drafts bring less than plain steps would in the same time."""
+    """Find steps that verify drafts and gain fewer tokens than plain steps would in the same time."""
     for worker in interval.workers():
         steps = worker.gained('spec_decode_steps_total{drafts="yes"}')
         drafts = worker.gained("spec_decode_num_drafts_total")
@@ -314,7 +316,9 @@ def draft(interval: Interval) -> Iterator[Finding]:
 
 
 def _plain_step_s(worker: WorkerSpan, rows: float) -> float:
-    """[s] Of a step without drafts that decodes so many requests: as measured, or else as fitted."""
+    """Return the seconds of a step without drafts that decodes `rows` requests: as measured, or else as
+    fitted.
+    """
     table = worker.after.step_time
     if table.drafted and table.drafted[0] == 0 and table.sequences:
         index = min(range(len(table.sequences)), key=lambda i: abs(table.sequences[i] - rows))
@@ -324,7 +328,7 @@ def _plain_step_s(worker: WorkerSpan, rows: float) -> float:
 
 
 def _sum(counters: dict[str, float], name: str) -> float:
-    """Of a counter, over the labels that are not given: workers name them `name` or `name{label="value"}`."""
+    """Sum a counter over its labels. Workers name counters `name` or `name{label="value"}`."""
     return sum(value for key, value in counters.items() if key == name or key.startswith(name + "{"))
 
 

@@ -1,1 +1,1 @@
-"""From an answer's text to its reasoning, its content and its tool calls, while it comes."""
+"""Splits an answer's text, as it comes, into reasoning, content and tool calls."""

@@ -1,7 +1,7 @@
 """An answer's text as it comes, and the parts that parsers find in it.
 
-A parser is a generator that reads from top to bottom like a grammar and yields where it needs more text.
-What it decides depends on the text alone, so the parts are the same however that was split.
+A parser is a generator that reads the text from start to end like a grammar and yields when it needs more
+text. Its decisions depend only on the text, so the parts are the same however the text was split.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ Parse: TypeAlias = Generator[None, None, T]
 
 
 class Content(msgspec.Struct, frozen=True):
-    """What the client is told."""
+    """Text for the client."""
 
     text: str
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """What the model thinks before it."""
+    """The model's thinking before the content."""
 
     text: str
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A function is called; its arguments follow."""
+    """The beginning of a call; its arguments follow."""
 
     name: str
 
 
 class Arguments(msgspec.Struct, frozen=True):
-    """More of the arguments, as JSON text, of the call that began last."""
+    """More of the latest call's arguments, as JSON text."""
 
     text: str
 
@@ -46,7 +46,7 @@ Part: TypeAlias = Content | Reasoning | Call | Arguments
 
 
 class _Trimmed:
-    """Text without white space at its start, and at its end unless more follows."""
+    """Removes white space at a text's start, and at its end unless more text follows."""
 
     def __init__(self, keeps_start: bool) -> None:
         self._has_begun = keeps_start
@@ -64,7 +64,7 @@ class _Trimmed:
         return body
 
     def start_section(self) -> None:
-        """What comes stands apart from what was."""
+        """Separate the text that follows from the text so far by a line break."""
         self._has_begun, self._held = False, "" if self._is_first else "\n"
 
     def keep_start(self) -> None:
@@ -75,18 +75,20 @@ class _Trimmed:
 
 
 class AnswerText:
-    """What parsers read from and write to. Nothing that they have read or left is lost or told twice."""
+    """The text that parsers read, and the parts that they write. No text is lost or written twice."""
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
         self._begun: int | None = None
-        """Where something began that becomes content should it prove not to be what it looked like."""
+        """The start of a part that becomes content if it turns out not to be a call."""
         self._may_be_text = False
         self._has_called = False
         self._content, self._reasoning = _Trimmed(True), _Trimmed(False)
         self.is_over = self.is_cut = False
-        """No more text comes; `is_cut`: not because the model had ended."""
+        """`is_over`: no more text comes; `is_cut`: because a limit cut the answer off before the model had
+        ended.
+        """
         self.parts: list[Part] = []
 
     def push(self, text: str) -> None:
@@ -99,13 +101,13 @@ class AnswerText:
     # --- reading --------------------------------------------------------------------------------------
 
     def peek(self) -> Parse[str]:
-        """The next character; none at the end."""
+        """Return the next character without reading it, empty at the end."""
         while self._at == len(self._text) and not self.is_over:
             yield
         return self._text[self._at : self._at + 1]
 
     def read(self, number: int) -> Parse[str]:
-        """So many characters; fewer at the end."""
+        """Read `number` characters; fewer at the end."""
         while len(self._text) - self._at < number and not self.is_over:
             yield
         taken = self._text[self._at : self._at + number]
@@ -113,7 +115,9 @@ class AnswerText:
         return taken
 
     def run(self, pattern: re.Pattern[str], write: Callable[[str], object]) -> Parse[None]:
-        """All characters that `pattern` matches, which tells it of each on its own."""
+        """Read and write all characters that `pattern` matches. It must match each character
+        independently.
+        """
         while (yield from self.peek()) and (match := pattern.match(self._text, self._at)):
             self._at = match.end()
             write(match[0])
@@ -122,7 +126,7 @@ class AnswerText:
         yield from self.run(_SPACE, _forget)
 
     def accept(self, *words: str) -> Parse[str]:
-        """Read the one of `words` that comes next; empty where none does."""
+        """Read whichever of `words` comes next and return it; empty if none does."""
         while True:
             rest = self._text[self._at : self._at + max(map(len, words))]
             for word in words:
@@ -136,9 +140,9 @@ class AnswerText:
             yield
 
     def until(self, *markers: str, write: Callable[[str], object] | None = None) -> Parse[str]:
-        """Read up to the first of `markers`, which is returned; empty where none comes.
+        """Read up to the first of `markers` and return it; empty if none comes.
 
-        What is before it is written as content, or by `write`, as soon as it can be no part of a marker.
+        The text before it is written as content, or by `write`, as soon as it cannot be part of a marker.
         """
         write = write or self.content
         while True:
@@ -158,7 +162,7 @@ class AnswerText:
             yield
 
     def _is_cut_mark(self, rest: str, marks: Sequence[str]) -> bool:
-        """Whether the answer was cut off within one of `marks`; a single character may as well be text."""
+        """Whether the answer was cut off within one of `marks`. A single character may as well be text."""
         is_long = len(rest) > 1 and not rest[0].isalnum()
         may_be = self.is_cut and bool(rest) and (is_long or self._has_called)
         return may_be and any(mark.startswith(rest) for mark in marks)
@@ -168,7 +172,7 @@ class AnswerText:
     def begin_part(self, marker: str = "", *, may_be_text: bool = False) -> None:
         """Begin a part that may become a call, with the `marker` that was read last.
 
-        `may_be_text`: it may as well be text where it is cut off, unless a marker follows.
+        `may_be_text`: if it is cut off, it may as well be text, unless a marker follows.
         """
         if self._begun is None:
             self._begun, self._may_be_text = self._at - len(marker), may_be_text
@@ -176,9 +180,10 @@ class AnswerText:
             self._may_be_text = False
 
     def give_up(self) -> None:
-        """It did not: all that was read since is content, but for the beginning of a call that was cut off.
+        """End the part that did not become a call: its text is content, except for the beginning of a call
+        that was cut off.
 
-        Nothing is where the call was told already.
+        Does nothing if the call was already written.
         """
         if self._begun is None:
             return
@@ -197,13 +202,13 @@ class AnswerText:
             self.parts.append(Reasoning(body))
 
     def commit(self) -> None:
-        """What has begun is what it looked like. Further content and reasoning stand apart."""
+        """Confirm the part that has begun. Further content and reasoning are separated from earlier ones."""
         self._begun = None
         self._content.start_section()
         self._reasoning.start_section()
 
     def keep_space(self) -> None:
-        """The content that comes is told with the white space that it begins with."""
+        """Keep the white space with which the following content begins."""
         self._content.keep_start()
 
     def call(self, name: str) -> None:
@@ -216,7 +221,7 @@ class AnswerText:
             self.parts.append(Arguments(text))
 
     def finish(self) -> None:
-        """The parser is through with the whole text."""
+        """Write the rest, after the parser has read the whole text."""
         self.give_up()
         if rest := self._content.end():
             self.parts.append(Content(rest))
@@ -227,4 +232,4 @@ _SPACE = re.compile(r"[ \t\r\n]+")
 
 
 def _forget(text: str) -> None:
-    """What is read and told nobody."""
+    """Discard text that is read but not written."""

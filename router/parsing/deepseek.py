@@ -1,4 +1,4 @@
-"""Calls between marks, of V3 and R1 with the arguments in a block of Markdown, of V3.1 without: DeepSeek."""
+"""DeepSeek's calls between marks. V3 and R1 write the arguments in a Markdown block, V3.1 without one."""
 
 from __future__ import annotations
 

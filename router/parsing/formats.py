@@ -1,4 +1,4 @@
-"""How a model writes tool calls and reasoning: by name, or by what its chat template has."""
+"""The formats in which models write tool calls and reasoning, found by name or by the chat template."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from router.parsing.reasoning import GRANITE, HARMONY, MISTRAL, THINK, Marks
 
 
 class ToolFormat(msgspec.Struct, frozen=True):
-    """`signs`: texts of which one is in the templates of models that use it."""
+    """A format of tool calls. The templates of models that use it contain one of `signs`."""
 
     signs: tuple[str, ...]
     parse: Callable[[AnswerText, Collection[str]], Parse[None]] | None
     """None: the whole answer is in Harmony."""
     markers: tuple[str, ...] = ()
-    """What may be special tokens, and is needed all the same."""
+    """Texts that the parser needs, even if they are special tokens."""
     forms: tuple[tuple[str, CallForm], ...] = ()
-    """How a grammar has calls written: the first whose sign is in the template."""
+    """The forms in which a grammar has calls written. The first one whose sign is in the template applies.
+    """
     short_ids: bool = False
-    """The template takes ids of nine letters and digits only."""
+    """The template accepts only ids of nine letters and digits."""
 
     @property
     def is_harmony(self) -> bool:
@@ -34,7 +35,7 @@ class ToolFormat(msgspec.Struct, frozen=True):
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True):
-    """The same for reasoning."""
+    """A format of reasoning. The templates of models that use it contain one of `signs`."""
 
     signs: tuple[str, ...]
     marks: Marks
@@ -81,13 +82,13 @@ MARKERS = frozenset(
         *(mark for each in REASONING_FORMATS.values() for mark in each.marks.open + each.marks.close),
     ]
 )
-"""What grammars must spell by tokens where it is one."""
+"""Texts that grammars must spell as one token if the tokenizer has one for them."""
 _OTHER_CALLS = ("<function=",)
-"""Signs of formats that look like one of these and are not."""
+"""Signs of formats that look like one of these but differ."""
 
 
 def tool_format(name: str, template: str) -> ToolFormat | None:
-    """By its name; `auto`: by the chat template."""
+    """Return the format with this name; `auto`: the format that the chat template shows."""
     if name != "auto":
         return TOOL_FORMATS.get(name)
     if any(sign in template for sign in _OTHER_CALLS):
@@ -106,24 +107,24 @@ def _has(template: str, signs: tuple[str, ...]) -> bool:
 
 
 class Parsing(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be found in an answer. `tools`: how calls are written, where any function was offered."""
+    """The parts that an answer may have. `tools` is the format of calls, if any function was offered."""
 
     tools: ToolFormat | None = None
     known: frozenset[str] = frozenset()
-    """The functions that were offered."""
+    """The offered functions."""
     one_call: bool = False
-    """Further calls are left out."""
+    """Only the first call is kept."""
     is_harmony: bool = False
     marks: Marks | None = None
-    """Of reasoning."""
+    """The marks around the reasoning."""
     is_open: bool = False
     """The prompt ends within the reasoning."""
     is_exact: bool = False
-    """The content is of a grammar, to its last space."""
+    """The content matches a grammar and keeps all its white space."""
 
     @property
     def markers(self) -> frozenset[str]:
-        """What parsers must see, though it may be special tokens."""
+        """The texts that parsers must see, even if they are special tokens."""
         markers = {*(self.tools.markers if self.tools is not None else ())}
         if self.is_harmony:
             markers.update(_HARMONY)
@@ -143,7 +144,7 @@ class Parsing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerParser:
-    """Of one choice."""
+    """Finds the parts of one choice's answer."""
 
     def __init__(self, parsing: Parsing) -> None:
         self._answer = AnswerText()
@@ -151,14 +152,14 @@ class AnswerParser:
         next(self._steps, None)
 
     def push(self, text: str) -> list[Part]:
-        """What the text brings."""
+        """Return the parts that the text completes."""
         if text:
             self._answer.push(text)
             next(self._steps, None)
         return self._taken()
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
-        """Return the parts that the text's end decides; `is_cut`: the model had not ended."""
+        """Return the parts that the text's end completes. `is_cut`: the model had not ended."""
         self._answer.is_over, self._answer.is_cut = True, is_cut
         next(self._steps, None)
         self._answer.finish()

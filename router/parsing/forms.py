@@ -1,4 +1,4 @@
-"""How models write calls, for grammars that have them written so."""
+"""The forms in which grammars have models write calls."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from router.parsing import deepseek, granite, harmony, hermes, mistral
 
 
 class CallForm(msgspec.Struct, frozen=True):
-    """A block is `open`, calls with `separator` between them, and `close`; a call is `begin` with its name,
-    arguments, and `end`. Without a separator a block has one call, and blocks follow each other with
-    `between`.
+    """The spelling of calls. A block is `open`, calls with `separator` between them, and `close`. A call is
+    `begin` with its name, then its arguments, then `end`. Without a separator a block has one call, and
+    blocks are joined by `between`.
     """
 
     trigger: str
-    """What a block begins with and no text has; empty: a block is the whole answer."""
+    """The text with which a block begins and which no other text contains; empty: a block is the whole
+    answer.
+    """
     open: str
     begin: str
     end: str
@@ -48,4 +50,4 @@ DEEPSEEK_PLAIN = CallForm(
 HARMONY = CallForm(
     harmony.CHANNEL, "commentary to=functions.", f"%s {harmony.CONSTRAIN}json{harmony.MESSAGE}", ""
 )
-"""Ends with the answer: the mark behind a call is a token that ends it."""
+"""Ends with the answer: the mark after a call is a token that ends it."""

@@ -1,4 +1,4 @@
-"""`<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`: Granite 3."""
+"""Granite 3's calls: `<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`."""
 
 from __future__ import annotations
 

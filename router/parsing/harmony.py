@@ -1,4 +1,4 @@
-"""Messages with a channel each, for reasoning, content and calls alike: Harmony, of gpt-oss."""
+"""Harmony, gpt-oss' format: messages with a channel each for reasoning, content and calls."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _FUNCTION = re.compile(r"to=functions\.([\w.\-]+)")
 
 
 def parse(answer: AnswerText, has_tools: bool, is_exact: bool) -> Parse[None]:
-    """The prompt ends within the first message's head, before its channel.
+    """Parse an answer. The prompt ends within the first message's head, before its channel.
 
-    Content keeps its white space where it `is_exact`.
+    If the answer `is_exact`, content keeps its white space.
     """
     may_be_text = True
     while (yield from answer.peek()):

@@ -1,4 +1,4 @@
-"""`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen, Granite 4."""
+"""The calls of Hermes, Qwen and Granite 4: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
 
 from __future__ import annotations
 

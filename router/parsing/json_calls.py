@@ -1,4 +1,6 @@
-"""Tool calls as JSON objects with a name and arguments, whose text is passed on as it comes."""
+"""Parses tool calls that are JSON objects with a name and arguments, and passes the arguments' text on as it
+comes.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ _WORD = re.compile(r"[\w.\-]+")
 
 
 def calls(answer: AnswerText, known: Collection[str] | None = None, separator: str = ",") -> Parse[bool]:
-    """One call, several, or a list of them. False where the text is none: then it is content.
+    """Parse one call, several, or a list of them. Return False if the text is no call: then it is content.
 
-    With `known` a call of another function is none.
+    With `known`, a call of any other function does not count as a call.
     """
     yield from answer.skip_space()
     is_list = yield from answer.accept("[")
@@ -36,7 +38,7 @@ def calls(answer: AnswerText, known: Collection[str] | None = None, separator: s
 
 
 def _call(answer: AnswerText, known: Collection[str] | None) -> Parse[bool]:
-    """An object with `name`, and `arguments` or `parameters`, in any order."""
+    """Parse an object with `name`, and `arguments` or `parameters`, in any order."""
     if not (yield from answer.accept("{")):
         return False
     name, early, has_begun = "", "", False
@@ -75,9 +77,9 @@ def _call(answer: AnswerText, known: Collection[str] | None) -> Parse[bool]:
 
 
 def arguments(answer: AnswerText, write: Callable[[str], object]) -> Parse[bool]:
-    """A JSON value, passed on as it is; where it is a string that has the JSON, what that says.
+    """Write a JSON value as it is spelled; if it is a string that contains JSON, write the string's value.
 
-    False where it is cut off.
+    Return False if it is cut off.
     """
     if (yield from answer.peek()) != '"':
         return (yield from _value(answer, write))
@@ -87,7 +89,7 @@ def arguments(answer: AnswerText, write: Callable[[str], object]) -> Parse[bool]
 
 
 def named(answer: AnswerText, name: str) -> Parse[bool]:
-    """The arguments of a call whose name was told before them; False where no object comes."""
+    """Parse the arguments of a call whose name came before them. Return False if no object comes."""
     yield from answer.skip_space()
     if not name or (yield from answer.peek()) != "{":
         answer.give_up()
@@ -97,14 +99,14 @@ def named(answer: AnswerText, name: str) -> Parse[bool]:
 
 
 def word(answer: AnswerText) -> Parse[str]:
-    """A function's name, or an id."""
+    """Read a function's name, or an id."""
     texts: list[str] = []
     yield from answer.run(_WORD, texts.append)
     return "".join(texts)
 
 
 def _value(answer: AnswerText, write: Callable[[str], object]) -> Parse[bool]:
-    """Any value. Brackets are counted, not compared."""
+    """Write any value as it is spelled. Brackets are counted, not matched."""
     depth = 0
     while next_ := (yield from answer.peek()):
         if next_ == '"':
@@ -129,7 +131,7 @@ def _value(answer: AnswerText, write: Callable[[str], object]) -> Parse[bool]:
 
 
 def _quoted(answer: AnswerText, write: Callable[[str], object]) -> Parse[bool]:
-    """A string as it is spelled."""
+    """Write a string as it is spelled."""
     write((yield from answer.read(1)))
     while True:
         yield from answer.run(_IN_STRING, write)
@@ -143,7 +145,7 @@ def _quoted(answer: AnswerText, write: Callable[[str], object]) -> Parse[bool]:
 
 
 def _string(answer: AnswerText) -> Parse[str | None]:
-    """What a string says; None where there is none."""
+    """Return a string's value, None if no string comes."""
     if (yield from answer.peek()) != '"':
         return None
     spelled: list[str] = []

@@ -1,6 +1,6 @@
-"""`{"name": ..., "parameters": {...}}` in place of an answer, or after `<|python_tag|>`: Llama 3.
+"""Llama 3's calls: `{"name": ..., "parameters": {...}}` instead of an answer, or after `<|python_tag|>`.
 
-Nothing else tells such an object from one that is the answer, so it must name a function that was offered.
+Such an object may as well be the answer itself, so it is a call only if it names an offered function.
 """
 
 from __future__ import annotations

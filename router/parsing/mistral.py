@@ -1,4 +1,6 @@
-"""`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, later `[TOOL_CALLS]name[ARGS]{...}`: Mistral."""
+"""Mistral's calls: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, later
+`[TOOL_CALLS]name[ARGS]{...}`.
+"""
 
 from __future__ import annotations
 

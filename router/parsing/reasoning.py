@@ -1,4 +1,4 @@
-"""Reasoning between marks, before the answer. The prompt may end with the first mark."""
+"""Parses reasoning between marks, before the answer. The prompt may end with the first mark."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from router.parsing.answer import AnswerText, Parse
 
 
 class Marks(msgspec.Struct, frozen=True):
-    """Each pair's parts in several spellings."""
+    """The marks around reasoning, each in several spellings."""
 
     open: tuple[str, ...]
     close: tuple[str, ...]
     end: str
-    """Text that ends the thinking for a model that does not: a closing mark and the gap."""
+    """The text that ends the thinking of a model that does not stop: a closing mark and the gap."""
     gap: str = ""
-    """Text between the closing mark and an answer that has a grammar."""
+    """The text between the closing mark and an answer that has a grammar."""
     lead: str = ""
-    """What then comes before an answer that is no call."""
+    """The text after the gap, before an answer that is not a call."""
 
     def parse(self, answer: AnswerText, is_open: bool, is_exact: bool) -> Parse[None]:
-        """The content after it keeps its white space where it `is_exact`: then the gap alone is left out."""
+        """Parse the reasoning. If the answer `is_exact`, the content after it keeps its white space, except
+        for the gap.
+        """
         answer.begin_part(may_be_text=True)
         yield from answer.skip_space()
         if not (yield from answer.accept(*self.open)) and not is_open:
@@ -34,7 +36,7 @@ class Marks(msgspec.Struct, frozen=True):
             answer.keep_space()
 
     def are_open_in(self, text: str, is_open: bool) -> bool:
-        """Whether an answer that begins so still thinks."""
+        """Whether an answer that begins with `text` is still thinking."""
         begins = is_open or text.lstrip().startswith(self.open)
         return begins and not any(mark in text for mark in self.close)
 
@@ -60,5 +62,5 @@ HARMONY = Marks(
     "",
     f"{harmony.CHANNEL}final{harmony.MESSAGE}",
 )
-"""Its answers have a parser of their own; these are for those who must know when it has thought."""
+"""Harmony has its own parser; these marks are for code that must know when the thinking ends."""
 MISTRAL = Marks(("[THINK]",), ("[/THINK]",), "[/THINK]")

@@ -1,1 +1,1 @@
-"""`/v1/embeddings` and `/score`: texts as vectors, and how near two of them are."""
+"""`/v1/embeddings` and `/score`: vectors of texts, and the similarity of two texts."""

@@ -1,4 +1,4 @@
-"""What `/v1/embeddings` and `/score` take, as OpenAI and vLLM define them."""
+"""The bodies of `/v1/embeddings` and `/score`, as OpenAI and vLLM define them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EmbeddingBody(PoolingBody, kw_only=True):
 
 
 class ScoreBody(PoolingBody, kw_only=True):
-    """Tell how near texts are: the cosine of the angle between their vectors."""
+    """Compare texts: the cosine of the angle between their vectors."""
 
-    text_1: Annotated[Texts, _doc("One for all of `text_2`, or as many.")]
+    text_1: Annotated[Texts, _doc("One text for all of `text_2`, or as many texts.")]
     text_2: Annotated[Texts, _doc("One or several.")]

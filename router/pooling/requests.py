@@ -1,4 +1,4 @@
-"""Requests for embeddings and scores: their texts, and what is told of them."""
+"""Reads requests for embeddings and scores, and writes their answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from router.tokenizer import Tokenizer
 
 
 class PoolingAnswer(AnswerWriter, ABC):
-    """Writes the answer to one request."""
+    """Writes one request's answer."""
 
     def __init__(
         self, prepared: Prepared, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions
@@ -46,11 +46,11 @@ class PoolingAnswer(AnswerWriter, ABC):
 
     @abstractmethod
     def _data(self, vectors: Sequence[bytes]) -> list[dict[str, Any]]:
-        """Of the texts' vectors."""
+        """Return the answer's `data` for the texts' vectors."""
 
 
 class EmbeddingAnswer(PoolingAnswer):
-    """`/v1/embeddings`."""
+    """The answer of `/v1/embeddings`."""
 
     def _data(self, vectors: Sequence[bytes]) -> list[dict[str, Any]]:
         as_base64 = self._prepared.as_base64
@@ -65,7 +65,7 @@ class EmbeddingAnswer(PoolingAnswer):
 
 
 class ScoreAnswer(PoolingAnswer):
-    """`/score`."""
+    """The answer of `/score`."""
 
     def _data(self, vectors: Sequence[bytes]) -> list[dict[str, Any]]:
         values = [_values(vector) for vector in vectors]
@@ -79,7 +79,7 @@ class ScoreAnswer(PoolingAnswer):
 
 
 def read_embeddings(reader: RequestReader, raw: bytes, model: ServedModel) -> Prepared:
-    """Raises `ApiError` or `InvalidRequestError`."""
+    """Read a request for embeddings. Raises `ApiError` or `InvalidRequestError`."""
     body = decode_body(raw, EmbeddingBody)
     refuse_unsupported(body)
     if body.encoding_format not in (None, "float", "base64"):
@@ -91,7 +91,7 @@ def read_embeddings(reader: RequestReader, raw: bytes, model: ServedModel) -> Pr
 
 
 def read_score(reader: RequestReader, raw: bytes, model: ServedModel) -> Prepared:
-    """Raises `ApiError` or `InvalidRequestError`."""
+    """Read a request for scores. Raises `ApiError` or `InvalidRequestError`."""
     body = decode_body(raw, ScoreBody)
     first, second = ([given] if isinstance(given, str) else given for given in (body.text_1, body.text_2))
     if len(first) not in (1, len(second)):

@@ -1,1 +1,1 @@
-"""The preprocessor: a process in which the router works on what clients send, under a limit of CPU time."""
+"""The preprocessor: a process in which the router processes clients' input with a limit of CPU time."""

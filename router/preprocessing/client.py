@@ -1,4 +1,4 @@
-"""The router's side of the preprocessor: starts it, asks it, replaces it when it ends or is stuck."""
+"""The router's side of the preprocessor: starts it, sends it tasks, replaces it when it ends or is stuck."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ from router.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 4
-"""Tasks that run at a time."""
+"""The number of tasks that run at a time."""
 MIN_DEADLINE_S = 16.0
-"""From when a task is asked for to its answer, beside twice the CPU time that it may take."""
+"""The time from a task's request to its answer, in addition to twice its limit of CPU time."""
 START_TIMEOUT_S = 60.0
 ACCEPT_TIMEOUT_S = 5.0
-"""In which the preprocessor accepts a task, once it has started."""
+"""The time in which the preprocessor must accept a task, once it has started."""
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGABRT, signal.SIGFPE)
-"""Signals that a library's own fault brings."""
+"""Signals that a fault of a library itself causes."""
 
 Failure = Literal["cpu_limit", "crashed", "late", "ended", "stuck"]
 
 
 class CpuLimitError(TandemError):
-    """A task has taken all the CPU time that it may."""
+    """A task has used all the CPU time that it may."""
 
 
 class CrashError(TandemError):
-    """A library has crashed in a task, and would again."""
+    """A library has crashed in a task, and would crash again."""
 
 
 class Preprocessor:
-    """Runs tasks in a process that the first one starts. `failed` counts those without an answer."""
+    """Runs tasks in a process that the first task starts. `failed` counts tasks without an answer."""
 
     def __init__(
         self, config: ServeConfig, tokenizer: Tokenizer, failed: Callable[[Failure], None] = lambda _: None
@@ -108,7 +108,7 @@ class Preprocessor:
 
     @cached_property
     def _setup(self) -> IO[bytes]:
-        """A file with the `Setup`, which has megabytes."""
+        """A file with the `Setup`, which takes megabytes."""
         tokenizer = self._tokenizer
         setup = Setup(self._config, tokenizer.as_json(), tokenizer.settings())
         file = tempfile.TemporaryFile()  # noqa: SIM115
@@ -128,7 +128,7 @@ class _NoAnswerError(Exception):
 
 
 class _Process:
-    """`router.preprocessing.process`, from its start on. It is killed where it does not accept a task."""
+    """A running `router.preprocessing.process`. It is killed if it does not accept a task."""
 
     def __init__(self, setup: int) -> None:
         self._control, theirs = socket.socketpair()
@@ -150,20 +150,22 @@ class _Process:
         return self._process.poll() is not None
 
     def close(self) -> None:
-        """Kill it with its children, and wait for its end."""
+        """Kill the process with its children, and wait for its end."""
         self._control.close()
         if not self.has_ended:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     async def ask(self, header: bytes, argument: bytes) -> bytes:
-        """The result. A caller that gives up ends the task. Raises `_NoAnswerError` and as `run`."""
+        """Return the task's result. Cancelling the call ends the task. Raises `_NoAnswerError`, and as `run`
+        does.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             ours.setblocking(False)
             try:
                 socket.send_fds(self._control, [ACCEPTED], [theirs.fileno()])
-            except OSError:  # it has ended, or takes nothing
+            except OSError:  # it has ended, or accepts nothing
                 ours.close()
                 await asyncio.to_thread(self.close)
                 raise _NoAnswerError("ended") from None

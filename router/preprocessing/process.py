@@ -1,8 +1,8 @@
-"""`python -m router.preprocessing.process`: the preprocessor, which a `Preprocessor` of the router starts.
+"""`python -m router.preprocessing.process`: the preprocessor, which the router's `Preprocessor` starts.
 
-No library's own limits bound all that it does, and a thread that is in a library cannot be ended. So tasks
-run in child processes, which the kernel ends at their limit of CPU time. The parent has loaded the
-tokenizers, and forks a child in milliseconds.
+No library limits all that it does, and a thread inside a library cannot be ended. So tasks run in child
+processes, which the kernel ends at their limit of CPU time. The parent has the tokenizers loaded, and forks
+a child in milliseconds.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from router.preprocessing.wire import (
 )
 
 DONE, LEAVING = b"d", b"l"
-"""A child's task is over, and it takes another one, or ends."""
+"""A child's answers after a task: it accepts another one, or it ends."""
 LIGHT_S = 0.25
-"""CPU time of a task after which a child may go on; others leave too much memory taken."""
+"""The CPU time of a task after which a child may go on. After longer tasks a child holds too much memory."""
 
 
 class Parent:
-    """Gives each task to an idle child, or to a new one. The router limits how many there are at once.
+    """Gives each task to an idle child, or to a new one. The router limits the number of tasks at once.
 
-    A task whose connection the router closes is ended with its child.
+    If the router closes a task's connection, the task is ended with its child.
     """
 
     def __init__(self, control: socket.socket, tasks: Tasks) -> None:
@@ -54,12 +54,12 @@ class Parent:
         self._children: dict[int, _Child] = {}
         """By the file descriptors of their channels."""
         self._busy: dict[int, _Child] = {}
-        """By those of their tasks' connections."""
+        """By the file descriptors of their tasks' connections."""
 
     def serve(self) -> None:
-        """Until the router closes its end."""
+        """Run tasks until the router closes its end."""
         while True:
-            # what is closed comes before what is opened, as descriptors have their numbers again
+            # handle closed descriptors before opening new ones, which reuse their numbers
             events = [descriptor for descriptor, _ in self._poll.poll()]
             for child in [self._children[each] for each in events if each in self._children]:
                 self._hear(child)
@@ -75,9 +75,9 @@ class Parent:
         child = next(idle, None) or self._fork()
         child.connection = connection
         self._busy[connection.fileno()] = child
-        self._poll.register(connection, 0)  # tells when the other end is closed
+        self._poll.register(connection, 0)  # reports when the other end is closed
         _send(connection, ACCEPTED, socket.MSG_DONTWAIT)
-        with contextlib.suppress(OSError):  # it has died, as `_hear` will find
+        with contextlib.suppress(OSError):  # it has died, as `_hear` will notice
             socket.send_fds(child.channel, [DONE], [connection.fileno()])
 
     def _fork(self) -> _Child:
@@ -112,14 +112,14 @@ class Parent:
         child.channel.close()
 
     def _abandon(self, connection: int) -> None:
-        """The router has closed it, which it also does once it has the answer."""
+        """End the task: the router has closed its connection, which it also does once it has the answer."""
         child = self._busy[connection]
         if not _is_readable(child.channel):
             self._poll.unregister(connection)
             os.kill(child.pid, signal.SIGKILL)
 
     def _release(self, child: _Child) -> None:
-        """Its task is over."""
+        """Mark the child's task as ended."""
         connection, child.connection = child.connection, None
         if connection is not None:
             del self._busy[connection.fileno()]
@@ -140,7 +140,9 @@ class Parent:
 
 
 class _Child:
-    """`connection` is that of its task, if it has one; `stays` is false once it is about to end."""
+    """A child process. `connection` is its task's, if it has one; `stays` is false once it is about to
+    end.
+    """
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid = pid
@@ -150,7 +152,7 @@ class _Child:
 
 
 def _serve_tasks(channel: socket.socket, tasks: Tasks) -> None:
-    """A child's life."""
+    """Run tasks in a child until its channel is closed."""
     while (connection := _received(channel)) is not None:
         with connection:
             header, argument = _framed(connection), _framed(connection)
@@ -182,7 +184,7 @@ def _answer(tasks: Tasks, call: TaskCall, argument: bytes) -> bytes:
 
 
 def _received(channel: socket.socket) -> socket.socket | None:
-    """The next connection; None where the other end is closed."""
+    """Return the next connection, None if the other end is closed."""
     _, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
     return socket.socket(fileno=descriptors[0]) if descriptors else None
 
@@ -198,7 +200,7 @@ def _is_readable(channel: socket.socket) -> bool:
 
 
 def _framed(connection: socket.socket) -> bytes | None:
-    """None where the connection ends before."""
+    """Read a frame. Return None if the connection ends within it."""
     length = _read(connection, LENGTH.size)
     return None if length is None else _read(connection, *LENGTH.unpack(length))
 
@@ -220,7 +222,9 @@ def _send(connection: socket.socket, data: bytes, flags: int = 0) -> None:
 
 
 def main(control: int, setup: int) -> None:
-    logging.basicConfig(level=logging.ERROR)  # the router has warned of what the model lacks
+    logging.basicConfig(
+        level=logging.ERROR
+    )  # the router has already warned of everything that the model lacks
     text = os.pread(setup, os.fstat(setup).st_size, 0)
     os.close(setup)
     tasks = Tasks(msgspec.msgpack.decode(text, type=Setup))

@@ -1,4 +1,4 @@
-"""How to read the bodies of all endpoints that clients use, by the names of the tasks."""
+"""Maps the tasks' names to the functions that read request bodies, for all client endpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.served import ServedModel
 from router.tokenizer import Tokenizer
 
 Reading = Prepared | EarlierResponse | bytes
-"""Bytes are an answer."""
+"""Bytes are a complete answer."""
 
 MAIN_FIELDS = {
     "completion": "prompt",
@@ -30,7 +30,7 @@ MAIN_FIELDS = {
 
 
 class BodyReader:
-    """Reads bodies, wherever it runs. Raises `ApiError` or `InvalidRequestError`, which name the field."""
+    """Reads bodies, in any process. Raises `ApiError` or `InvalidRequestError`, which name the field."""
 
     def __init__(self, config: ServeConfig, tokenizer: Tokenizer, chats: Chats) -> None:
         reader = RequestReader(config, tokenizer, chats)

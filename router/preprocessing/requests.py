@@ -1,4 +1,4 @@
-"""From bodies to requests that can start: small bodies in the event loop, others in the preprocessor."""
+"""Turns bodies into requests that can start: small bodies in the event loop, others in the preprocessor."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from router.request_builder import Built, RequestBuilder
 from router.served import ServedModel
 
 INLINE_BYTES = 2048
-"""Larger bodies are read by the preprocessor, so that they don't hold up other requests' tokens."""
+"""The preprocessor reads larger bodies, so that they do not delay other requests' tokens."""
 FAST_INLINE_BYTES = 12 * 1024
-"""The same with `fastokens`: up to there it takes no longer than the way to another process and back."""
+"""The limit with `fastokens`: up to it, reading takes no longer than the way to another process and back."""
 INLINE_OBJECTS = 48
 """JSON objects, such as messages: a chat template may compare each with each."""
 INLINE_TOKENS = 8192
 """The most tokens of prompts whose blocks are hashed in the event loop."""
 INLINE_SEQUENCES = 64
-"""Choices that are made there."""
+"""The most choices that are built in the event loop."""
 READ_CPU_S = 10.0
 READ_CPU_S_PER_MB = 5.0
-"""A slow tokenizer takes less."""
+"""Even a slow tokenizer takes less."""
 
 _decode = msgspec.msgpack.Decoder(Prepared | EarlierResponse).decode
 
 
 class RequestPreparer:
-    """Raises `ApiError` or `InvalidRequestError`, which name the field."""
+    """Prepares requests. Raises `ApiError` or `InvalidRequestError`, which name the field."""
 
     def __init__(
         self, reader: BodyReader, builder: RequestBuilder, preprocessor: Preprocessor, is_fast: bool
@@ -71,7 +71,7 @@ class RequestPreparer:
     async def prepare_response(
         self, raw: bytes, model: ServedModel, earlier: bytes | None
     ) -> Prepared | EarlierResponse:
-        """The same of `/v1/responses`, with the items of an earlier one."""
+        """Prepare a request of `/v1/responses`, with the items of an earlier response."""
         prepared = await self._read("response", raw, model, earlier)
         assert not isinstance(prepared, bytes)
         return prepared

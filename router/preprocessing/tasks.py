@@ -20,7 +20,7 @@ from router.tokenizer import Tokenizer
 
 MAX_REASON = 400
 STACK_BYTES = 1024 * 1024
-"""The smallest that threads of other processes have is twice as large."""
+"""Half of the smallest stack that threads of other processes have."""
 
 
 class Tasks:
@@ -31,7 +31,7 @@ class Tasks:
         self._chats = Chats(setup.config, self._tokenizer)
         self._vocabulary: LLTokenizer | None = None
         self._problem = ""
-        """Why the tokenizer can serve no grammar."""
+        """The reason why the tokenizer supports no grammar."""
         try:
             self._vocabulary = LLTokenizer(self._tokenizer.as_json())
         except ValueError as error:
@@ -52,7 +52,7 @@ class Tasks:
         return msgspec.msgpack.encode(reading)
 
     def _grammar(self, argument: bytes) -> bytes:
-        """The text of the grammar that a `GrammarRequest` asks for, which has been compiled once."""
+        """Return the text of the grammar that a `GrammarRequest` asks for, after compiling it once."""
         grammar = self._chats.grammar(msgspec.json.decode(argument, type=GrammarRequest))
         text = grammar.text.encode()
         if len(text) > MAX_GRAMMAR_BYTES:
@@ -65,9 +65,9 @@ class Tasks:
 
 
 def compile_problem(vocabulary: LLTokenizer, grammar: Grammar) -> str:
-    """Why it can't be served; empty where it can.
+    """Return the reason why the grammar cannot be served; empty if it can.
 
-    It is compiled with less stack than any worker has, so that it crashes here or nowhere.
+    It is compiled with less stack than any worker has, so a crash happens here or nowhere.
     """
     stack, most = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, most))

@@ -1,8 +1,8 @@
-"""Messages between the router and the preprocessor, on one connection for each task.
+"""Messages between the router and the preprocessor, on one connection per task.
 
-The router sends a `TaskCall` and the task's argument, each after its length. The answer is a byte
-`ACCEPTED`, a byte that tells how the task ended, and its outcome: a result or a `TaskError` after its length,
-or the number of a signal. Then the connection ends.
+The router sends a `TaskCall` and the task's argument, each preceded by its length. The answer is a byte
+`ACCEPTED`, a byte for how the task ended, and its outcome: a result or a `TaskError`, preceded by its
+length, or the number of a signal. Then the connection ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ACCEPTED = b"."
 RESULT, REFUSED, DIED = b"+", b"-", b"!"
 
 GRAMMAR = "grammar"
-"""The task that compiles; the others read bodies."""
+"""The task that compiles a grammar; the other tasks read bodies."""
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -38,13 +38,13 @@ def framed(content: bytes) -> bytes:
 
 
 def content_of(frame: bytes) -> bytes | None:
-    """None where it was cut off, or something was added."""
+    """Return a frame's content, None if it was cut off or has extra bytes."""
     content = frame[LENGTH.size :]
     return content if LENGTH.pack(len(content)) == frame[: LENGTH.size] else None
 
 
 class TaskCall(msgspec.Struct, frozen=True, array_like=True):
-    """The name of a task, the CPU time that it may take, and what else it has to know than its argument."""
+    """A task's name, its limit of CPU time, and the facts that it needs in addition to its argument."""
 
     task: str
     cpu_s: float
@@ -59,7 +59,7 @@ class ReadingDetails(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TaskError(msgspec.Struct, frozen=True, array_like=True):
-    """An `InvalidRequestError` where `status` is 0, else an `ApiError`."""
+    """An `InvalidRequestError` if `status` is 0, else an `ApiError`."""
 
     status: int
     message: str

@@ -1,4 +1,4 @@
-// Requests to this server, with the API key of this tab, and its errors in words.
+// Sends requests to this server with this tab's API key, and turns its errors into words.
 
 const KEY = "tandem.key";
 
@@ -7,7 +7,7 @@ export const key = {
   set: (text) => (text ? sessionStorage.setItem(KEY, text) : sessionStorage.removeItem(KEY)),
 };
 
-/** `status` 0: no answer came. */
+/** An error answer; `status` is 0 if no answer came. */
 export class ApiError extends Error {
   constructor(message, status = 0) {
     super(message);
@@ -15,7 +15,7 @@ export class ApiError extends Error {
   }
 }
 
-/** A GET, or with a `body` a POST. Throws `ApiError`; an abort of `signal` goes through as it is. */
+/** Send a GET, or with a `body` a POST. Throws `ApiError`, and an abort of `signal` unchanged. */
 export async function request(path, { body, signal } = {}) {
   const headers = {};
   if (key.get()) headers.authorization = `Bearer ${key.get()}`;
@@ -48,7 +48,7 @@ async function refusal(response) {
   return new ApiError(`${said} (${status})${again}`, status);
 }
 
-/** The events of a stream, as they come. Throws `ApiError` for an error event, or if it ends too early. */
+/** Yield a stream's events as they come. Throws `ApiError` for an error event, or if the stream ends too early. */
 export async function* events(response) {
   const decoder = new TextDecoder();
   let rest = "";

@@ -1,4 +1,4 @@
-// The latest placements and their reckoning, in sentences.
+// Shows the latest placements and their predicted costs, in sentences.
 
 import { byId, html } from "./dom.js";
 import { count, percent, plural, route, seconds, times } from "./words.js";
@@ -33,7 +33,7 @@ export function showDecisions(decisions) {
   if (!decisions.length) list.replaceChildren(html("li", { class: "quiet" }, "None yet."));
 }
 
-/** It stays as it is, so that what is opened stays open; only the outcome comes later. */
+/** Add an item. It is not replaced later, so that an opened comparison stays open; only its outcome changes. */
 function newItem(decision, list) {
   if (!items.size) list.replaceChildren();
   const result = html("span");
@@ -79,19 +79,19 @@ const mainParts = (parts) =>
   Object.entries(parts).filter(([, value]) => value > 0).sort(([, one], [, other]) => other - one).slice(0, 3)
     .map(([name, value]) => `${PARTS[name] ?? name} ${seconds(value)}`).join(", ") || "nothing";
 
-/** Who drafts now, and what the other places would bring. */
+/** Tell which worker drafts, and the expected rate of the alternatives. */
 function drafting({ drafts }) {
   if (!drafts) return "";
   const { chosen, alternatives, replans } = drafts;
   const rate = (option) => count(option.predicted.tokens_per_s);
   const others = alternatives.map((option) => `${rate(option)} if ${drafter(option)}`);
-  const moved = replans ? ` Planned anew ${plural(replans, "time")}.` : "";
+  const moved = replans ? ` Planned again ${plural(replans, "time")}.` : "";
   const instead = others.length ? ` (${others.join(", ")})` : "";
   return `Drafts: ${drafter(chosen)}, for ${rate(chosen)} tokens/s${instead}.${moved}`;
 }
 
 const drafter = ({ where: place, worker, method, max_tokens: most }) =>
-  place === "none" ? "nobody drafts" : `${worker} drafts up to ${plural(most, "token")} by ${method}`;
+  place === "none" ? "no worker drafts" : `${worker} drafts up to ${plural(most, "token")} by ${method}`;
 
 function outcome({ observed, chosen }) {
   if (observed.ttft_s === null) return "It has no token yet.";

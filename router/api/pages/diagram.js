@@ -1,4 +1,4 @@
-// The cluster as a drawing: router, workers in a column for each role, and what flows between them.
+// Draws the cluster: the router, a column of workers for each role, and the traffic between them.
 
 import { byId, svg } from "./dom.js";
 import { bytes, count } from "./words.js";
@@ -27,7 +27,7 @@ export function drawDiagram(seen) {
   if (left) picture.append(svg("text", { class: "small", x: 0, y: height - 4 }, `${count(left)} more in the table`));
 }
 
-/** Prefill, decode, and one for each further role where there is room; else those stand below decode. */
+/** Return a column for each role; without room for more than two, further roles stand below decode. */
 function columnsOf(workers, width) {
   const roles = [...new Set(workers.map((worker) => worker.role))];
   const room = Math.floor((width - 60) / (NODE.narrow + 24));
@@ -40,12 +40,12 @@ function columnsOf(workers, width) {
   return columns;
 }
 
-/** Those that are shown of many. */
+/** Return the workers that a column shows: the busiest ones. */
 const busiest = (members) =>
   members.length <= MAX_IN_COLUMN ? members
     : [...members].sort((one, other) => (other.running ?? 0) - (one.running ?? 0)).slice(0, MAX_IN_COLUMN);
 
-/** Fills `nodes`; returns the height. */
+/** Fill `nodes` and return the height. */
 function layOut({ stages }, columns, width) {
   const most = Math.max(1, ...columns.map((column) => column.length));
   const body = most * (NODE.height + NODE.gap) - NODE.gap;
@@ -84,7 +84,7 @@ function node(worker) {
   return group;
 }
 
-/** Every line there is, with the number of requests on it now. */
+/** Return all lines, with the number of requests on each now. */
 function flowsOf({ workers, links, requests }) {
   const flows = new Map();
   const add = (from, to, stage, number) => {
@@ -111,7 +111,7 @@ function line({ from, to, stage, number }) {
   return svg("path", { class: number ? `busy ${stage}` : "", d: track(from, to), "stroke-width": width });
 }
 
-/** From the right of one node to the left of the other; past a column it runs below. */
+/** Return a path from one node's right side to the other's left side, below any column in between. */
 function track(from, to) {
   const [one, other] = [nodes.get(from), nodes.get(to)];
   const begin = [one.x + one.width, one.y + NODE.height / 2];
@@ -124,7 +124,7 @@ function track(from, to) {
   return `${curve(begin, [left, lane])} L${right},${lane} ${curve([right, lane], end).replace(/^M\S+/, "")}`;
 }
 
-/** Between two of one column. */
+/** Return a path between two nodes of one column. */
 const aside = (begin, end) => `M${begin} C${begin[0] + 18},${begin[1]} ${end[0] + 18},${end[1]} ${end}`;
 
 function curve(begin, end) {
@@ -132,7 +132,7 @@ function curve(begin, end) {
   return `M${begin} C${begin[0] + bend},${begin[1]} ${end[0] - bend},${end[1]} ${end}`;
 }
 
-/** On the lines, where these are few and long enough; the list below has all. */
+/** Return labels for the lines if these are few and long enough; the list below the diagram has all. */
 function labels(links) {
   const shown = links.filter(({ from, to }) => nodes.has(from) && nodes.has(to));
   if (shown.length > MAX_LABELS) return [];
@@ -146,7 +146,7 @@ function labels(links) {
   });
 }
 
-/** One for each new placement: from the router to who begins, and on to who decodes. */
+/** Send a dot for each new placement from the router to the prefill worker, and on to the decode worker. */
 export function sendDots({ fresh }) {
   if (stillness.matches || document.hidden) return;
   const sent = fresh.slice(-MAX_DOTS);

@@ -1,4 +1,4 @@
-// Elements from plain values. Strings only ever become text, so nothing that a server says becomes markup.
+// Makes elements from plain values. Strings only become text, so a server's strings never become markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -16,7 +16,7 @@ function filled(element, attributes, children) {
   return element;
 }
 
-/** Show a message where one is due, and nothing where `text` is empty. */
+/** Show a message, or hide it if `text` is empty. */
 export function tell(element, text) {
   if (element.textContent !== text) element.textContent = text;
   element.hidden = !text;

@@ -1,4 +1,4 @@
-// The live view: looks at the server once a second while the page can be seen, and hands on what it sees.
+// The live view: polls the server once a second while the page is visible, and updates all parts.
 
 import { get } from "./api.js";
 import { drawDiagram, sendDots } from "./diagram.js";
@@ -25,14 +25,14 @@ export function startLive(noKey) {
   look();
 }
 
-/** Now, and from now on. */
+/** Poll now, and from now on repeatedly. */
 export async function look() {
   clearTimeout(timer);
   if (isLooking) return;
   isLooking = true;
   try {
     const paths = ["/cluster", "/workers", "/requests?limit=1000", `/decisions?limit=${DECISIONS}`];
-    show(watch.take(...(await Promise.all(paths.map(get)))));
+    show(watch.update(...(await Promise.all(paths.map(get)))));
     failures = 0;
     hasSeen = true;
     fail("");

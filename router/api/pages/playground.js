@@ -1,4 +1,4 @@
-// The playground: asks, streams the answer with its drafted text tinted, and shows where the time went.
+// The playground: sends a prompt, streams the answer with its drafted text tinted, and shows its stages' times.
 
 import { events, request } from "./api.js";
 import { byId, html, tell } from "./dom.js";
@@ -16,7 +16,7 @@ const WRITING = "The answer is being written …";
 
 /** The messages of the chat so far. */
 let chat = [];
-/** Ends the answer under way; null while there is none. */
+/** Aborts the running request; null if none runs. */
 let running = null;
 
 export function startPlayground(onNoKey) {
@@ -41,7 +41,7 @@ export function startPlayground(onNoKey) {
   byId("clear").addEventListener("click", clear);
 }
 
-/** Without a chat template there is nothing to choose. */
+/** Whether a chat is chosen. Without a chat template there is no choice. */
 const isChat = () => form.elements.kind?.value === "chat";
 
 function changeKind() {
@@ -71,7 +71,7 @@ function clear() {
   tell(byId("problem"), "");
 }
 
-/** `further` are fields that the form has not. */
+/** Send the form's request, with `further` fields that the form does not have. */
 async function ask(onNoKey, further = {}) {
   const text = prompt.value;
   const talk = isChat();
@@ -129,7 +129,7 @@ function end(stop) {
   if ([WAITING, WRITING].includes(byId("facts").textContent)) byId("facts").textContent = "";
 }
 
-/** Fields that are left empty are left to the server. Throws for a schema that is not JSON. */
+/** Return the request's fields; the server decides the empty ones. Throws for a schema that is not JSON. */
 function parameters() {
   const { max_tokens, temperature, top_p, seed, stop, schema, drafts } = form.elements;
   const fields = {
@@ -146,7 +146,7 @@ function parameters() {
   return fields;
 }
 
-/** Where the answer's text goes. A completion stands alone behind its prompt, a chat's turns below each other. */
+/** Return the element for the answer's text. A completion follows its prompt, a chat's turns stand below each other. */
 function newAnswer(talk, text) {
   const answer = html("span", { class: "answer" });
   const given = html("span", { class: "given" }, text);
@@ -156,7 +156,7 @@ function newAnswer(talk, text) {
   return answer;
 }
 
-/** Nothing came of it, and what was asked is still in the form. */
+/** Remove an answer that got no text. Its prompt is still in the form. */
 function withdraw(article) {
   if (isChat()) article.previousElementSibling?.remove();
   article.remove();

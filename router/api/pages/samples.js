@@ -1,4 +1,4 @@
-// What the sample buttons ask for: a prompt worth splitting, an edit that drafts well, JSON of a schema.
+// The sample buttons' requests: a prompt worth splitting, an edit that drafts well, JSON of a schema.
 
 const LONG = `"""A store of readings, each of a sensor at a time, kept in a file of lines."""
 
@@ -126,12 +126,12 @@ const SETTINGS = {
   additionalProperties: false,
 };
 
-/** `about` says what there is to see; `fields` are further ones of the request. */
+/** `about` explains the sample; `fields` returns additional fields of the request. */
 export const SAMPLES = {
   long: {
     prompt: LONG,
     max_tokens: 128,
-    fields: () => ({ disaggregate: true, cache_salt: String(Math.random()) }), // computed anew each time
+    fields: () => ({ disaggregate: true, cache_salt: String(Math.random()) }), // computed each time
     about: "The request asks to be split: one worker computes the prompt, another decodes. Without that the "
       + "server takes what costs least; the latest placements compare.",
   },

@@ -1,11 +1,11 @@
-// Changes of the number of workers by --autoscale, in sentences.
+// Shows --autoscale's changes of the number of workers, in sentences.
 
 import { byId, html } from "./dom.js";
 import { plural } from "./words.js";
 
 const SHOWN = 5;
 
-/** Nothing is shown where nothing scales by itself. */
+/** Show the latest changes; hide the section if there are none. */
 export function showScaling(events) {
   byId("scaling-part").hidden = !events.length;
   byId("scaling").replaceChildren(...events.slice(0, SHOWN).map(item));

@@ -1,9 +1,9 @@
-// Where an answer's time went: a row for each stage, its bars laid out in time, from its timing record.
+// Shows an answer's times: a row for each stage, with bars along the time axis, from its timing record.
 
 import { html } from "./dom.js";
 import { count, percent, seconds } from "./words.js";
 
-/** `timing` is the record of `"return_timing": true`, of an answer with one choice. */
+/** Return the table of a timing record (`"return_timing": true`) of an answer with one choice. */
 export function stagesTable(timing) {
   const total = timing.total_s;
   const rows = rowsOf(timing).map(({ name, kind, bars, told, point }) =>
@@ -23,7 +23,7 @@ function barOf([begin, length], total, kind, point) {
   return bar;
 }
 
-/** A bar is [begin, length], in seconds from the request's arrival. */
+/** Return the rows. A bar is [begin, length], in seconds from the request's arrival. */
 function rowsOf(timing) {
   const [choice] = timing.choices;
   const { transfer } = choice;
@@ -51,7 +51,7 @@ function rowsOf(timing) {
   return rows;
 }
 
-/** Not a time: the share of the answer's tokens that were drafted. */
+/** Return a row whose bar is no time but the share of the answer's tokens that were drafted. */
 function draftsRow({ accepted_tokens: accepted, drafted_tokens: drafted, tokens, total_s: total }) {
   if (!drafted) return { name: "Drafts", bars: [], told: "none" };
   const bars = [[0, (accepted / Math.max(tokens, 1)) * total]];

@@ -1,4 +1,4 @@
-// What the server's answers mean from one look to the next: who is gone, how fast workers are, what is new.
+// Compares the server's successive answers: lost workers, workers' speeds, new placements.
 
 const REMEMBERED_MS = 10_000;
 
@@ -8,8 +8,8 @@ export class Watch {
   #known = new Map();
   #decided = null;
 
-  /** From the answers of `/cluster`, `/workers`, `/requests` and `/decisions`. */
-  take(cluster, { workers }, requests, { decisions, scaling }) {
+  /** Return the state to show, from the answers of `/cluster`, `/workers`, `/requests` and `/decisions`. */
+  update(cluster, { workers }, requests, { decisions, scaling }) {
     const now = performance.now();
     const costs = new Map(cluster.workers.map((worker) => [worker.id, worker.costs]));
     const present = workers.map((worker) => this.#see(worker, costs.get(worker.id) ?? {}, now));
@@ -36,7 +36,7 @@ export class Watch {
     return { ...worker, costs, state: worker.lifecycle, speed, running };
   }
 
-  /** Those that are being started, and those that were there a moment ago. */
+  /** Return workers that are being started, and workers that were there a moment ago. */
   #away(present, awaited, now) {
     const found = awaited.filter((id) => !present.has(id)).map((id) => ({ id, state: "returning" }));
     for (const [id, { at }] of this.#known) {
@@ -47,7 +47,7 @@ export class Watch {
     return found.map((worker) => ({ ...worker, role: this.#known.get(worker.id)?.role ?? roleOf(worker.id) }));
   }
 
-  /** The placements since the last look, the oldest first. */
+  /** Return the placements since the last update, the oldest first. */
   #fresh(decisions) {
     const before = this.#decided;
     this.#decided = new Set(decisions.map((decision) => decision.request_id));
@@ -63,7 +63,7 @@ function byRole(one, other) {
     || one.id.localeCompare(other.id, "en", { numeric: true });
 }
 
-/** Every pair's transport, with its speed once something has moved. */
+/** Return each pair's transport, with its speed once it has moved data. */
 function linksOf(cluster, workers) {
   const links = new Map();
   const add = (from, to, facts) => {

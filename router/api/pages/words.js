@@ -1,4 +1,4 @@
-// Figures as people read them.
+// Formats figures for people.
 
 const number = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
@@ -11,7 +11,7 @@ export const percent = (share) => `${whole.format(share * 100)} %`;
 
 export const plural = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
 
-/** From microseconds to minutes. */
+/** Format a duration from microseconds to minutes. */
 export function seconds(value) {
   if (value >= 1) return `${number.format(value)} s`;
   return value >= 1e-3 ? `${number.format(value * 1e3)} ms` : `${number.format(value * 1e6)} µs`;
@@ -23,5 +23,5 @@ export function bytes(value) {
   return `${number.format(value / 1000 ** power)} ${units[power]}`;
 }
 
-/** "prefill-0 → decode-1", or the only worker there is. */
+/** Return "prefill-0 → decode-1", or the only worker. */
 export const route = (workers) => [workers.prefill, workers.decode].filter(Boolean).join(" → ");

@@ -1,4 +1,4 @@
-// The workers, their links and the requests under way, in words and figures.
+// Shows the workers, their links and the running requests, in words and figures.
 
 import { byId, html } from "./dom.js";
 import { bytes, count, percent, plural, seconds } from "./words.js";
@@ -33,7 +33,7 @@ function room(worker) {
   return [percent(worker.kv_usage), note(`${percent(cached)} cached`)];
 }
 
-/** What it computes now, and what its measured costs say of its work. */
+/** Return the worker's current rate, and its speed by its measured costs. */
 function speed({ speed: now, role, costs }) {
   const chunk = costs.step_s + costs.chunk_s + PROMPT * (costs.token_s + (costs.attention_s * PROMPT) / 2);
   const step = costs.step_s + costs.row_s;
@@ -41,7 +41,7 @@ function speed({ speed: now, role, costs }) {
   return [now >= 1 ? `${count(now)} tokens/s` : "idle", note(can)];
 }
 
-/** Since the worker began: by source, how much was accepted, and what it drafted for others. */
+/** Return the drafts since the worker's start: acceptance by source, and drafts for other workers. */
 function drafts({ counters, speculation }) {
   const found = Object.entries(counters).flatMap(([name, drafted]) => {
     const method = name.match(/^spec_decode_num_draft_tokens_total\{method="(.*)"\}$/)?.[1];
@@ -74,7 +74,7 @@ function link({ from, to, transport, bytes_per_s: speed, moved, refused }) {
   return html("li", {}, `${from} → ${to}: ${transport}, ${facts}`, why ? note(why) : null);
 }
 
-/** For the diagram: "2 requests, 340 tokens/s". */
+/** Return the diagram's line about a worker: its requests, or its state if it is not ready. */
 export const atWork = (worker) =>
   worker.counters === undefined ? worker.state
     : worker.state !== "ready" ? worker.state
