@@ -25,6 +25,7 @@ PACKAGES = (
     "prefill_worker",
     "protocol",
     "quantization",
+    "router",
     "tests/bench",
     "training",
     "worker",

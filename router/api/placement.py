@@ -63,8 +63,8 @@ def placement_operations(state: RouterState) -> list[Operation]:
             "/cluster",
             cluster,
             "The workers as placement sees them: load, KV, measured costs and links.",
-            "`placement`, `workers`, `awaited` (ids of workers that are being started), `links`, `drafts` (how "
-            "many requests of each decode worker draft where)",
+            "`placement`, `workers`, `awaited` (ids of workers that are being started), `links`, `drafts` "
+            "(the number of requests by decode worker and by drafting worker)",
         ),
         Operation(
             "/requests",
