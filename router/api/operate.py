@@ -49,9 +49,7 @@ class RestartBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RoleBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Move a worker's requests to other workers; then it serves in another role, with its weights and
-    pool.
-    """
+    """Move a worker's requests elsewhere; then it serves in another role, with its weights and pool."""
 
     role: Annotated[str, Meta(description="`prefill` or `decode`, not `draft`, which is another model.")]
 
