@@ -1,8 +1,11 @@
-"""Random packs for the attention tests: sequences of (query_len, context_len) over scattered blocks."""
+"""Random packs for the attention tests: sequences of (query_len, context_len) over scattered blocks, trees of
+query rows in them, and a float64 reference.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +16,13 @@ from engine.kv_rows import KvRows
 from engine.pool_layout import Segment
 
 LAYERS = 3
+Masks = list[int]
+"""Of each query row of a sequence, the rows that it sees."""
+
+# Chunks, chains, decode rows and trees: within a tile, over two, over two splits, and from key 0 on.
+CHAINS = [(80, 200), (5, 33), (1, 40), (70, 70)]
+TREES = [(24, 300), (64, 130), (40, 530), (10, 10), (2, 700), (1, 65)]
+CHAINS_AND_TREES = [pair for both in zip(CHAINS, TREES, strict=False) for pair in both] + TREES[len(CHAINS) :]
 
 
 @dataclass
@@ -153,3 +163,82 @@ def run(
     attention.begin_step(pack.metadata)
     new = (pack.query, pack.key, pack.value)
     return attention.forward(layer, *new, scale=scale, sliding_window=window, softcap=softcap, sinks=sinks)
+
+
+def tree_masks(num_rows: int, seed: int) -> Masks:
+    """A random tree: each row sees its parent's rows and itself."""
+    rng = random.Random(seed)
+    masks = [1]
+    for row in range(1, num_rows):
+        masks.append(masks[rng.randrange(max(0, row - 9), row)] | 1 << row)
+    return masks
+
+
+def chain_masks(num_rows: int) -> Masks:
+    return [(2 << row) - 1 for row in range(num_rows)]
+
+
+def mixed_masks(lengths: list[tuple[int, int]]) -> list[Masks | None]:
+    """None for the chains among `CHAINS_AND_TREES`."""
+    return [None if pair in CHAINS else tree_masks(pair[0], seed) for seed, pair in enumerate(lengths)]
+
+
+def with_masks(pack: Pack, masks: list[Masks | None], earlier: int = 0) -> Pack:
+    """`masks` are those of the query rows; the trees begin `earlier` keys before these."""
+    flat: Masks = []
+    for (query_len, _), of_sequence in zip(pack.lengths, masks, strict=True):
+        flat += of_sequence or [0] * query_len
+    flat += [0] * (len(pack.metadata.slot_mapping) - len(flat))
+    visible = torch.tensor([mask - (mask >> 63 << 64) for mask in flat], dtype=torch.int64)
+    starts = [
+        -1 if of_sequence is None else context_len - query_len - earlier
+        for (query_len, context_len), of_sequence in zip(pack.lengths, masks, strict=True)
+    ]
+    tree_start = torch.tensor(starts, dtype=torch.int32)
+    return replace(pack, metadata=replace(pack.metadata, visible=visible, tree_start=tree_start))
+
+
+def with_first_keys(pack: Pack, first_keys: list[int]) -> Pack:
+    first_key = torch.tensor(first_keys, dtype=torch.int32)
+    return replace(pack, metadata=replace(pack.metadata, first_key=first_key))
+
+
+def decoded(pack: Pack) -> Pack:
+    """With the keys and values that its rows decode to, not rounded to the pack's dtype."""
+    exact = KvRows(torch.float32, pack.rows.quantization)
+    keys, values = ([exact.decode(exact.encode(rows)) for rows in side] for side in (pack.keys, pack.values))
+    return replace(pack, keys=keys, values=values)
+
+
+def reference(
+    pack: Pack,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    *,
+    sinks: Tensor | None = None,
+    masks: list[Masks | None] | None = None,
+    first_keys: list[int] | None = None,
+) -> Tensor:
+    """Row by row in float64, from the contexts that the pack was made of."""
+    out = torch.zeros((*pack.query.shape[:2], pack.value.shape[2]), dtype=torch.float64)
+    group = pack.query.shape[1] // pack.key.shape[1]
+    row = 0
+    for s, (query_len, context_len) in enumerate(pack.lengths):
+        base, first_key = context_len - query_len, first_keys[s] if first_keys else 0
+        of_rows = (masks and masks[s]) or chain_masks(query_len)
+        places = [*range(base), *(base + mask.bit_count() - 1 for mask in of_rows)]
+        k = pack.keys[s].double().repeat_interleave(group, dim=1)
+        v = pack.values[s].double().repeat_interleave(group, dim=1)
+        for mask in of_rows:
+            own = base + mask.bit_count() - 1
+            seen = [*range(base), *(base + i for i in range(query_len) if mask >> i & 1)]
+            seen = [key for key in seen if key >= first_key and (not window or places[key] > own - window)]
+            scores = torch.einsum("hd,khd->hk", pack.query[row].double(), k[seen]) * scale
+            if softcap:
+                scores = torch.tanh(scores / softcap) * softcap
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
+            out[row] = torch.einsum("hk,khd->hd", scores.softmax(-1)[:, : len(seen)], v[seen])
+            row += 1
+    return out

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from tests.engine.quick_starts import quick_starts  # noqa: F401
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @pytest.fixture
@@ -13,3 +18,21 @@ def threads_restored() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama, which no test changes."""
+    from tests.worker.tiny_model import write_tiny_llama
+
+    folder = tmp_path_factory.mktemp("llama")
+    write_tiny_llama(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> PreTrainedModel:
+    """The model in `folder`, as Transformers runs it."""
+    from tests.worker.tiny_model import load
+
+    return load(folder)

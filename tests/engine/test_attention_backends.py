@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.attention.interface import LayerKv
 from engine.attention.select import available_backends, select_backend
-from tests.engine.attention_packs import Pack, empty_layer, make_pack, run
+from engine.kv_rows import CODE_DTYPES
+from tests.engine.attention_packs import (
+    CHAINS_AND_TREES,
+    Masks,
+    Pack,
+    decoded,
+    describe,
+    make_pack,
+    mixed_masks,
+    reference,
+    run,
+    tree_masks,
+    with_first_keys,
+    with_masks,
+)
+from tests.engine.interpreted.cases import Case, Options, Sequence, Shape, Step
 
 BACKENDS = available_backends(torch.device("cpu"))
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-
-
-def reference(
-    pack: Pack, scale: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Row by row in float64, from the context that the pack was made of."""
-    out = torch.zeros((*pack.query.shape[:2], pack.value.shape[2]), dtype=torch.float64)
-    group = pack.query.shape[1] // pack.key.shape[1]
-    row = 0
-    for (query_len, context_len), keys, values in zip(pack.lengths, pack.keys, pack.values, strict=True):
-        k = keys.double().repeat_interleave(group, dim=1)
-        v = values.double().repeat_interleave(group, dim=1)
-        for position in range(context_len - query_len, context_len):
-            first = max(0, position - window + 1) if window else 0
-            scores = torch.einsum("hd,khd->hk", pack.query[row].double(), k[first : position + 1]) * scale
-            if softcap:
-                scores = torch.tanh(scores / softcap) * softcap
-            weights = scores.softmax(-1)
-            if sinks is not None:
-                weights = torch.cat([scores, sinks.double()[:, None]], dim=1).softmax(-1)[:, :-1]
-            out[row] = torch.einsum("hk,khd->hd", weights, v[first : position + 1])
-            row += 1
-    return out
+CODED_TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 3e-2}
+CODED = [(dtype, name) for dtype in TOLERANCE for name in CODE_DTYPES]
 
 
 def check(
@@ -43,94 +41,173 @@ def check(
     pack: Pack,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    *,
+    sinks: Tensor | None = None,
+    masks: list[Masks | None] | None = None,
+    first_keys: list[int] | None = None,
 ) -> None:
-    scale = pack.query.shape[-1] ** -0.5 * 2
+    """Coded rows count as the values that they decode to."""
+    tolerance = (CODED_TOLERANCE if pack.rows.coded else TOLERANCE)[pack.rows.dtype]
+    scale = 0.125 if pack.rows.coded else pack.query.shape[-1] ** -0.5 * 2
     out = run(backend, pack, scale=scale, window=window, softcap=softcap, sinks=sinks)
-    expected = reference(pack, scale, window, softcap, sinks)
-    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[out.dtype], rtol=TOLERANCE[out.dtype])
+    known = decoded(pack) if pack.rows.coded else pack
+    expected = reference(known, scale, window, softcap, sinks=sinks, masks=masks, first_keys=first_keys)
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
 DECODE = [(1, 1), (1, 15), (1, 16), (1, 17), (1, 300)]
 MIXED = [(1, 40), (5, 33), (64, 64), (33, 200), (1, 1), (17, 17), (3, 90)]
+backends = pytest.mark.parametrize("backend", BACKENDS)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+trees_too = pytest.mark.parametrize("trees", [False, True])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("lengths", [DECODE, MIXED], ids=["decode", "mixed"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_matches_the_reference(backend: str, lengths: list[tuple[int, int]], dtype: torch.dtype) -> None:
-    check(backend, make_pack(lengths, dtype=dtype))
+def packed(trees: bool, **options: Any) -> tuple[Pack, list[Masks | None] | None]:
+    """`MIXED`, or chains and trees with their masks."""
+    if not trees:
+        return make_pack(MIXED, **options), None
+    masks = mixed_masks(CHAINS_AND_TREES)
+    return with_masks(make_pack(CHAINS_AND_TREES, **options), masks), masks
 
 
+@dtypes
+@backends
+def test_matches_the_reference(backend: str, dtype: torch.dtype) -> None:
+    check(backend, make_pack(DECODE, dtype=dtype))
+    for trees in (False, True):
+        pack, masks = packed(trees, dtype=dtype)
+        check(backend, pack, masks=masks)
+
+
+@trees_too
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 6), (6, 2), (7, 1), (12, 1), (20, 1)])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_any_ratio_of_heads(backend: str, heads: int, kv_heads: int) -> None:
-    check(backend, make_pack(MIXED, heads=heads, kv_heads=kv_heads))
+@backends
+def test_any_ratio_of_heads(backend: str, heads: int, kv_heads: int, trees: bool) -> None:
+    pack, masks = packed(trees, heads=heads, kv_heads=kv_heads)
+    check(backend, pack, masks=masks)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@dtypes
 @pytest.mark.parametrize("head_dim", [8, 16, 24, 32, 40, 64, 72, 80, 96, 120, 128, 192, 256, 288])
-@pytest.mark.parametrize("backend", BACKENDS)
+@backends
 def test_any_head_dim(backend: str, head_dim: int, dtype: torch.dtype) -> None:
     check(backend, make_pack([(1, 50), (20, 70)], head_dim=head_dim, dtype=dtype))
 
 
+@trees_too
 @pytest.mark.parametrize("block_size", [1, 5, 8, 16, 32, 64])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_any_block_size(backend: str, block_size: int) -> None:
-    check(backend, make_pack(MIXED, block_size=block_size))
+@backends
+def test_any_block_size(backend: str, block_size: int, trees: bool) -> None:
+    pack, masks = packed(trees, block_size=block_size, head_dim=40)
+    check(backend, pack, masks=masks)
 
 
-@pytest.mark.parametrize("window", [1, 7, 16, 50, 1000])
+@trees_too
+@pytest.mark.parametrize("window", [None, 1, 3, 7, 16, 50, 600])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_window_and_soft_cap(backend: str, window: int, softcap: float | None) -> None:
-    check(backend, make_pack(MIXED), window, softcap)
+@backends
+def test_window_and_soft_cap(backend: str, window: int | None, softcap: float | None, trees: bool) -> None:
+    """In a tree, windows go by depth."""
+    pack, masks = packed(trees)
+    check(backend, pack, window, softcap, masks=masks)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_soft_cap_alone(backend: str) -> None:
-    check(backend, make_pack(MIXED), softcap=3.0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("window", [None, 1, 50])
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("backend", BACKENDS)
+@dtypes
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (None, 5.0), (50, 5.0)])
+@backends
 def test_sinks(backend: str, softcap: float | None, window: int | None, dtype: torch.dtype) -> None:
     """From one without weight to one with nearly all of it, which would overflow as an exponential."""
     sinks = torch.tensor([-torch.inf, -1.0, 3.0, 200.0]).to(dtype)
-    check(backend, make_pack([*MIXED, (3, 1100)], dtype=dtype), window, softcap, sinks)
+    check(backend, make_pack([*MIXED, (3, 1100)], dtype=dtype), window, softcap, sinks=sinks)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("dtype", "quantization"), CODED, ids=str)
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 128])
+@backends
+def test_coded_rows(backend: str, head_dim: int, dtype: torch.dtype, quantization: str) -> None:
+    coded: dict[str, Any] = {"dtype": dtype, "quantization": quantization}
+    pack = make_pack([*MIXED, (1, 700)], head_dim=head_dim, **coded)
+    check(backend, pack)
+    check(backend, pack, 50, 5.0)
+    if head_dim == 64:
+        pack, masks = packed(trees=True, **coded)
+        check(backend, pack, masks=masks)
+
+
+@backends
+def test_masks_that_no_tree_has(backend: str) -> None:
+    rng = random.Random(0)
+    masks: list[Masks | None] = [[rng.getrandbits(row) | 1 << row for row in range(64)]]
+    check(backend, with_masks(make_pack([(64, 200)]), masks), masks=masks)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (9, 4.0)])
+@backends
+def test_a_tree_that_grows_by_a_few_rows_or_one_at_a_time(
+    backend: str, window: int | None, softcap: float | None
+) -> None:
+    """The last rows alone, over the keys that an earlier forward left, give what they give among all."""
+    masks = tree_masks(40, 1)
+    pack = with_masks(make_pack([(40, 530)]), [masks])
+    whole = run(backend, pack, window=window, softcap=softcap)
+    slots = pack.metadata.slot_mapping
+    for first in (33, 39):
+        lengths = [(40 - first, 530)]
+        last = replace(
+            pack,
+            lengths=lengths,
+            metadata=describe(lengths, pack.metadata.block_table, slots[first:]),
+            query=pack.query[first:],
+            key=pack.key[first:],
+            value=pack.value[first:],
+        )
+        found = run(backend, with_masks(last, [masks[first:]], first), window=window, softcap=softcap)
+        torch.testing.assert_close(found, whole[first:])
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (9, None), (None, 4.0)])
+@trees_too
+@backends
+def test_no_row_sees_keys_before_the_first(
+    backend: str, trees: bool, window: int | None, softcap: float | None
+) -> None:
+    lengths = [(1, 40), (1, 700), (5, 33), (24, 300), (30, 1300), (80, 81), (3, 90), (7, 7)]
+    first_keys = [1, 600, 28, 1, 1270, 1, 0, 0]
+    masks = [tree_masks(q, q) if trees and q < 64 else None for q, _ in lengths]
+    pack = with_first_keys(make_pack(lengths), first_keys)
+    pack = with_masks(pack, masks) if trees else pack
+    check(backend, pack, window, softcap, masks=masks, first_keys=first_keys)
+
+
+@backends
 def test_long_context(backend: str) -> None:
     check(backend, make_pack([(1, 3000), (40, 1500), (2, 2049)], heads=4, kv_heads=2))
     check(backend, make_pack([(1, 3000), (40, 1500)], heads=4, kv_heads=2), window=700)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@backends
 def test_scores_of_any_size(backend: str) -> None:
     """Scores whose exponentials overflow float32 unless the maximum is taken off."""
     pack = make_pack(MIXED)
     pack.query *= 100
     out = run(backend, pack, scale=1.0)
-    torch.testing.assert_close(out.double(), reference(pack, 1.0, None, None), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(out.double(), reference(pack, 1.0), atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_padding_rows_write_nothing_and_give_zeros(backend: str) -> None:
-    plain, padded = make_pack(MIXED), make_pack(MIXED, padding=9)
+@trees_too
+@backends
+def test_padding_rows_write_nothing_and_give_zeros(backend: str, trees: bool) -> None:
+    (plain, _), (padded, _) = packed(trees), packed(trees, padding=9)
     before = padded.pool.nan_to_num(9.0)
     out = run(backend, padded)
-    assert torch.equal(out[: plain.query.shape[0]], run(backend, plain))
-    assert not out[plain.query.shape[0] :].any()
+    assert torch.equal(out[:-9], run(backend, plain))
+    assert not out[-9:].any()
     changed = (padded.pool.nan_to_num(9.0) != before).flatten(4).any(-1)[:, 1, 0].nonzero()
     slots = changed[:, 0] * padded.block_size + changed[:, 1]
     assert set(slots.tolist()) == set(padded.metadata.slot_mapping.tolist()) - {-1}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@backends
 def test_other_layers_stay_untouched(backend: str) -> None:
     pack = make_pack([(4, 10)])
     before = pack.pool.nan_to_num(9.0)
@@ -139,8 +216,8 @@ def test_other_layers_stay_untouched(backend: str) -> None:
     assert torch.equal(after[:, [0, 2]], before[:, [0, 2]])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
+@dtypes
+@backends
 def test_layers_with_shapes_of_their_own(backend: str, dtype: torch.dtype) -> None:
     """Layers of one step that differ in heads and head_dim give the bits that each gives in a pool alone."""
     shapes = [(4, 2, 64), (8, 2, 128), (8, 4, 128), (4, 2, 24), (4, 2, 64)]
@@ -164,73 +241,47 @@ def test_layers_with_shapes_of_their_own(backend: str, dtype: torch.dtype) -> No
         assert torch.equal(layers[layer].nan_to_num(9.0), pack.pool[:, 1].nan_to_num(9.0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(24, 16), (16, 40), (192, 128), (40, 33)])
-@pytest.mark.parametrize("backend", BACKENDS)
+@dtypes
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "values_in_keys"),
+    [(24, 16, False), (16, 40, False), (192, 128, False), (40, 33, False), (40, 24, True), (576, 512, True)],
+)
+@backends
 def test_values_of_another_size_than_keys(
-    backend: str, key_dim: int, value_dim: int, dtype: torch.dtype
+    backend: str, key_dim: int, value_dim: int, values_in_keys: bool, dtype: torch.dtype
 ) -> None:
-    pack, layer = with_values_of(value_dim, make_pack(MIXED, head_dim=key_dim, dtype=dtype, padding=2))
-    sinks, scale = torch.tensor([-1.0, 3.0, 0.5, 1.0]), key_dim**-0.5
-    out = attend(backend, pack, layer, scale, sinks)
-    expected = reference(pack, scale, 50, None, sinks)
-    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    """They may lie in the keys: then values that are handed over are not read."""
+    shape = Shape(dtype, "none", 1, 5, key_dim, value_dim, values_in_keys=values_in_keys)
+    sequences = tuple(Sequence(*lengths, seed) for seed, lengths in enumerate(MIXED))
+    step = Step.of(Case(shape, Options(1.0, 50, sinks=not values_in_keys), sequences, padding=2))
+    if values_in_keys:
+        query, key, value = step.new
+        step = replace(step, new=(query, key, torch.full_like(value, torch.nan)))
+    query, keys, values = zip(*(each.numbers(shape) for each in sequences), strict=True)
+    rows = torch.cat([each[-count:] for each, (count, _) in zip(query, MIXED, strict=True)])
+    first = {"key": keys[0], "value": values[0]}
+    pack: Any = SimpleNamespace(lengths=MIXED, keys=keys, values=values, query=rows, **first)
+    expected = reference(pack, key_dim**-0.5, 50, sinks=step.sinks)
+    out = step.run(select_backend(torch.device("cpu"), dtype, backend)[0])
+    torch.testing.assert_close(out[:-2].double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert not out[-2:].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(40, 24), (576, 512)])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_values_that_lie_in_the_keys(backend: str, key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
-    """Values that are handed over are not read."""
-    keyed = make_pack(MIXED, heads=5, kv_heads=1, head_dim=key_dim, dtype=dtype, padding=2)
-    keys, scale = keyed.layers[1].keys, key_dim**-0.5
-    unread = torch.full_like(keyed.value[..., :value_dim], torch.nan)
-    pack = replace(keyed, values=[each[..., :value_dim] for each in keyed.keys], value=unread)
-    out = attend(backend, pack, LayerKv(keys, keys[..., :value_dim]), scale, None)
-    expected = reference(pack, scale, 50, None, None)
-    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("quantization", ["int8_row_scales", "fp8_row_scales"])
+@pytest.mark.parametrize("quantization", CODE_DTYPES)
 def test_coded_values_of_another_size_than_keys(quantization: str) -> None:
-    """Both backends read the same bytes. Weights and queries of int8 are rounded, too."""
-    outs = []
-    for backend in BACKENDS:
-        keyed = make_pack(MIXED, head_dim=24, quantization=quantization)
-        pack, layer = with_values_of(40, keyed)
-        outs.append((attend(backend, pack, layer, 0.2, None), layer))
-    for out, layer in outs[1:]:
-        torch.testing.assert_close(out, outs[0][0], atol=1e-3, rtol=1e-3)
-        for ours, theirs in zip(layer, outs[0][1], strict=True):
+    """Both backends write the same bytes."""
+    shape = Shape(torch.float32, quantization, key_dim=24, value_dim=40)
+    sequences = tuple(Sequence(*lengths, seed) for seed, lengths in enumerate(MIXED))
+    steps = [Step.of(Case(shape, Options(1.0, 50), sequences)) for _ in BACKENDS]
+    classes = [select_backend(torch.device("cpu"), torch.float32, name)[0] for name in BACKENDS]
+    outs = [step.run(each) for step, each in zip(steps, classes, strict=True)]
+    for step, out in zip(steps, outs, strict=True):
+        torch.testing.assert_close(out, outs[0], atol=1e-3, rtol=1e-3)
+        for ours, theirs in zip(step.layer, steps[0].layer, strict=True):
             torch.testing.assert_close(ours, theirs, atol=0, rtol=0, equal_nan=True)
 
 
-def with_values_of(value_dim: int, keyed: Pack) -> tuple[Pack, LayerKv]:
-    """The pack with values of another size, and its layer in a pool where these lie behind the keys."""
-    padding = len(keyed.query) - sum(q for q, _ in keyed.lengths)
-    options = {"dtype": keyed.rows.dtype, "quantization": keyed.rows.quantization, "padding": padding}
-    valued = make_pack(keyed.lengths, head_dim=value_dim, **options)  # type: ignore[arg-type]
-    sides = keyed.layers[1].sides[0], valued.layers[1].sides[1]
-    dims = keyed.key.shape[2], value_dim
-    layer = empty_layer(keyed.rows, keyed.key.shape[1], dims, len(keyed.pool), keyed.block_size)
-    for there, side in zip(layer.sides, sides, strict=True):
-        there.values.copy_(side.values)
-        if there.scales is not None and side.scales is not None:
-            there.scales.copy_(side.scales)
-    return replace(keyed, values=valued.values, value=valued.value), layer
-
-
-def attend(
-    backend: str, pack: Pack, layer: LayerKv, scale: float, sinks: torch.Tensor | None
-) -> torch.Tensor:
-    cls, _ = select_backend(layer.keys.device, pack.rows.dtype, backend)
-    attention = cls([layer], rows=pack.rows)
-    attention.begin_step(pack.metadata)
-    new = pack.query, pack.key, pack.value
-    return attention.forward(0, *new, scale=scale, sliding_window=50, softcap=None, sinks=sinks)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
+@backends
 def test_strided_inputs(backend: str) -> None:
     """Rows as a fused projection or a transposed rotary embedding leave them."""
     plain, strided = make_pack(MIXED), make_pack(MIXED)
@@ -242,7 +293,7 @@ def test_strided_inputs(backend: str) -> None:
     assert torch.equal(run(backend, strided), run(backend, plain))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@backends
 def test_last_dimension_that_is_not_contiguous(backend: str) -> None:
     plain, strided = make_pack(MIXED), make_pack(MIXED)
     strided.query = strided.query.permute(2, 0, 1).contiguous().permute(1, 2, 0)

@@ -1,104 +1,164 @@
-"""A row's bits depend neither on the rest of the pack, nor on the threads, nor on the chunks."""
+"""A row's bits depend on what it sees alone: not on the rest of the pack, threads, chunks or its tree."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.select import available_backends
-from tests.engine.attention_packs import Pack, describe, make_pack, run
+from engine.kv_rows import CODE_DTYPES
+from tests.engine.attention_packs import (
+    CHAINS_AND_TREES,
+    Masks,
+    Pack,
+    chain_masks,
+    describe,
+    make_pack,
+    mixed_masks,
+    run,
+    tree_masks,
+    with_first_keys,
+    with_masks,
+)
 
 pytestmark = pytest.mark.skipif(
     "cpu" not in available_backends(torch.device("cpu")), reason="the CPU kernel needs a C++ compiler"
 )
 CROWD = [(1, 1300), (1, 40), (9, 700), (80, 600), (64, 64), (1, 513), (5, 512), (1, 2)]
-SETTINGS = [(None, None), (100, None), (700, 4.0)]
-DTYPES = [torch.float32, torch.bfloat16]
+SINKS = torch.tensor([0.5, -3.0, 4.0, 0.0])
+BF16 = torch.bfloat16
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "float32": ({}, {}),
+    "float32 in a window": ({}, {"window": 100}),
+    "float32 in a large window": ({"heads": 5, "kv_heads": 1}, {"window": 700, "softcap": 4.0}),
+    "float32, a key head each": ({"heads": 3, "kv_heads": 3}, {"window": 5}),
+    "float32 with sinks": ({}, {"sinks": SINKS}),
+    "bfloat16": ({"dtype": BF16}, {}),
+    "bfloat16 in a window": ({"dtype": BF16, "heads": 5, "kv_heads": 1}, {"window": 100, "softcap": 4.0}),
+    "bfloat16 in a small window": ({"dtype": BF16}, {"window": 5}),
+    "bfloat16, a key head each": ({"dtype": BF16, "heads": 3, "kv_heads": 3}, {"window": 700}),
+    "int8 with sinks": ({"quantization": "int8_row_scales"}, {"sinks": SINKS}),
+    **{
+        f"{name} of {dtype}": ({"dtype": dtype, "quantization": name, **shape}, {"window": 700})
+        for name in CODE_DTYPES
+        for dtype, shape in (
+            (torch.float32, {"heads": 7, "kv_heads": 1}),
+            (torch.float32, {"heads": 6, "head_dim": 128}),
+            (BF16, {"heads": 7, "kv_heads": 1}),
+            (BF16, {"heads": 6, "head_dim": 128}),
+        )
+    },
+}
+"""The options of packs, and of attention."""
+variants = pytest.mark.parametrize(("options", "attention"), VARIANTS.values(), ids=VARIANTS)
 
 
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize(("window", "softcap"), SETTINGS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_alone_and_in_a_crowd(dtype: torch.dtype, window: int | None, softcap: float | None) -> None:
-    torch.set_num_threads(1)
-    together = run("cpu", make_pack(CROWD, dtype=dtype), window=window, softcap=softcap)
-    row = 0
-    for s, lengths in enumerate(CROWD):
-        alone = run("cpu", make_pack([lengths], dtype=dtype, first_seed=s), window=window, softcap=softcap)
-        assert torch.equal(together[row : row + lengths[0]], alone), lengths
-        row += lengths[0]
-
-
-@pytest.mark.parametrize(("window", "softcap"), SETTINGS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (5, 1)], ids=str)
-def test_any_number_of_threads(
-    heads: tuple[int, int], dtype: torch.dtype, window: int | None, softcap: float | None
+@variants
+@pytest.mark.parametrize("trees", [False, True])
+def test_alone_in_a_crowd_and_on_any_number_of_threads(
+    trees: bool, options: dict[str, Any], attention: dict[str, Any], threads_restored: None
 ) -> None:
-    results = []
+    lengths = CHAINS_AND_TREES if trees else CROWD
+    masks = mixed_masks(lengths) if trees else [None] * len(lengths)
+
+    def out(sequences: slice) -> Tensor:
+        pack = make_pack(lengths[sequences], first_seed=sequences.start, **options)
+        return run("cpu", with_masks(pack, masks[sequences]) if trees else pack, **attention)
+
+    together = []
     for count in (1, 2, 5):
         torch.set_num_threads(count)
-        pack = make_pack(CROWD, heads=heads[0], kv_heads=heads[1], dtype=dtype)
-        results.append(run("cpu", pack, window=window, softcap=softcap))
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
-
-
-@pytest.mark.parametrize(("window", "softcap"), SETTINGS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("chunk", [1, 16, 100])
-def test_prefill_whole_in_chunks_or_row_by_row(
-    chunk: int, dtype: torch.dtype, window: int | None, softcap: float | None
-) -> None:
-    torch.set_num_threads(1)
-    length = 600
-    whole = make_pack([(length, length)], dtype=dtype)
-    expected = run("cpu", whole, window=window, softcap=softcap)
-    chunked = make_pack([(length, length)], dtype=dtype)
-    assert torch.equal(run_in_chunks(chunked, chunk, window, softcap), expected)
-
-
-def run_in_chunks(
-    pack: Pack, chunk: int, window: int | None, softcap: float | None, sinks: Tensor | None = None
-) -> Tensor:
-    backend = CpuBackend(pack.layers, rows=pack.rows)
-    length, table, slots = pack.lengths[0][1], pack.metadata.block_table, pack.metadata.slot_mapping
-    parts = []
-    for begin in range(0, length, chunk):
-        rows = slice(begin, min(begin + chunk, length))
-        backend.begin_step(describe([(rows.stop - begin, rows.stop)], table, slots[rows]))
-        new = (pack.query[rows], pack.key[rows], pack.value[rows])
-        options = {"scale": 0.125, "sliding_window": window, "softcap": softcap, "sinks": sinks}
-        parts.append(backend.forward(1, *new, **options))  # type: ignore[arg-type]
-    return torch.cat(parts)
-
-
-@pytest.mark.parametrize("quantization", ["none", "int8_row_scales"])
-def test_sinks(quantization: str) -> None:
-    """Alone, in a crowd, with splits shared by threads, in chunks."""
-    sinks = torch.tensor([0.5, -3.0, 4.0, 0.0])
-    together = []
-    for count in (1, 5):
-        torch.set_num_threads(count)
-        together.append(run("cpu", make_pack(CROWD, quantization=quantization), sinks=sinks))
-    assert torch.equal(*together)
-    assert not torch.equal(together[0], run("cpu", make_pack(CROWD, quantization=quantization)))
+        together.append(out(slice(0, len(lengths))))
+    assert torch.equal(together[0], together[1])
+    assert torch.equal(together[0], together[2])
     row = 0
-    for s, lengths in enumerate(CROWD):
-        alone = run("cpu", make_pack([lengths], first_seed=s, quantization=quantization), sinks=sinks)
-        assert torch.equal(together[0][row : row + lengths[0]], alone), lengths
-        row += lengths[0]
-    whole = make_pack([(600, 600)], quantization=quantization)
-    expected = run("cpu", whole, sinks=sinks)
-    chunked = make_pack([(600, 600)], quantization=quantization)
-    assert torch.equal(run_in_chunks(chunked, 100, None, None, sinks), expected)
+    for s, (query_len, _) in enumerate(lengths):
+        assert torch.equal(together[0][row : row + query_len], out(slice(s, s + 1))), lengths[s]
+        row += query_len
+
+
+@variants
+def test_prefill_whole_in_chunks_or_row_by_row(options: dict[str, Any], attention: dict[str, Any]) -> None:
+    """The bytes in the pool are the same, too. Few rows read codes where they lie, many read packed ones."""
+    whole = make_pack([(600, 600)], **options)
+    expected = run("cpu", whole, **attention)
+    for size in (1, 16, 100):
+        chunked = make_pack([(600, 600)], **options)
+        parts = [
+            run("cpu", rows_of(chunked, at, min(at + size, 600)), **attention) for at in range(0, 600, size)
+        ]
+        assert torch.equal(torch.cat(parts), expected)
+        assert torch.equal(chunked.pool.nan_to_num(9.0), whole.pool.nan_to_num(9.0))
+        torch.testing.assert_close(chunked.scales, whole.scales, atol=0, rtol=0, equal_nan=True)
+
+
+def rows_of(pack: Pack, first: int, last: int) -> Pack:
+    """These query rows of a pack of one sequence, as a chain after the keys before them."""
+    (query_len, context_len), rows = pack.lengths[0], slice(first, last)
+    lengths = [(last - first, context_len - query_len + last)]
+    metadata = describe(lengths, pack.metadata.block_table, pack.metadata.slot_mapping[rows])
+    new = {"query": pack.query[rows], "key": pack.key[rows], "value": pack.value[rows]}
+    return replace(pack, lengths=lengths, metadata=metadata, **new)
+
+
+@variants
+def test_a_chain_written_as_masks(options: dict[str, Any], attention: dict[str, Any]) -> None:
+    lengths = [(1, 40), (5, 33), (64, 64), (40, 530), (2, 1300), (80, 200)]
+    masks = [chain_masks(q) if q <= 64 else None for q, _ in lengths]
+    plain = run("cpu", make_pack(lengths, **options), **attention)
+    assert torch.equal(run("cpu", with_masks(make_pack(lengths, **options), masks), **attention), plain)
+
+
+BASES = [0, 1, 30, 63, 64, 100, 470, 511]
+PATHS = [(base, name) for i, base in enumerate(BASES) for name in [*VARIANTS][i % 3 :: 3]]
+
+
+@pytest.mark.parametrize(("base", "variant"), PATHS)
+def test_a_path_has_the_bits_of_a_chain(base: int, variant: str) -> None:
+    """Wherever its keys lie, also in the next tile or split. Each base has a third of the variants."""
+    options, attention = VARIANTS[variant]
+    masks = tree_masks(60, base)
+    tree = with_masks(make_pack([(60, base + 60)], **options), [masks])
+    out = run("cpu", tree, **attention)
+    for row in range(0, 60, 7):
+        path = [base + place for place in range(60) if masks[row] >> place & 1]
+        chain = chain_of(tree, [*range(base), *path], len(path), options)
+        assert torch.equal(run("cpu", chain, **attention)[-1], out[row]), row
+
+
+def chain_of(pack: Pack, places: list[int], query_len: int, options: dict[str, Any]) -> Pack:
+    """A chain of these keys of a pack of one sequence, the last of them with their queries."""
+    (full_query_len, context_len), key, value = pack.lengths[0], pack.keys[0][places], pack.values[0][places]
+    chain = make_pack([(query_len, len(places))], **options)
+    slots = torch.arange(len(places) - query_len)
+    blocks = chain.metadata.block_table[0, slots // chain.block_size].long()
+    chain.put(blocks * chain.block_size + slots % chain.block_size, key[:-query_len], value[:-query_len])
+    rows = [place - (context_len - full_query_len) for place in places[-query_len:]]
+    return replace(chain, query=pack.query[rows], key=key[-query_len:], value=value[-query_len:])
+
+
+@pytest.mark.parametrize(
+    ("masks", "earlier"),
+    [
+        pytest.param([1, 1, 5], 0, id="a row that does not see itself"),
+        pytest.param([3, 3, 7], 0, id="a row that sees a later one"),
+        pytest.param([1, 0, 5], 0, id="a row that sees nothing"),
+        pytest.param([*chain_masks(64), 1], 0, id="too many rows"),
+        pytest.param([1 << 62, 1 << 63, 1 << 63], -1, id="a start after the first query row"),
+        pytest.param([1 << 62, 1 << 63, 1 << 63], 62, id="a start more than 64 keys before the last"),
+    ],
+)
+def test_masks_out_of_range_are_refused(masks: Masks, earlier: int) -> None:
+    field = "" if earlier else "visible "
+    with pytest.raises(ValueError, match=f"{field}is out of range"):
+        run("cpu", with_masks(make_pack([(len(masks), 90)]), [masks], earlier))
+
+
+@pytest.mark.parametrize("first_key", [-1, 88])
+def test_first_keys_out_of_range_are_refused(first_key: int) -> None:
+    with pytest.raises(ValueError, match="first_key is out of range"):
+        run("cpu", with_first_keys(make_pack([(3, 90)]), [first_key]))

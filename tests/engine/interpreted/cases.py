@@ -33,6 +33,17 @@ class Sequence:
             paths.append(paths[rng.randrange(max(0, row - 5), row)] | 1 << row)
         return paths[self.earlier :]
 
+    def numbers(self, shape: Shape) -> list[Tensor]:
+        """Queries, keys and values of all its tokens."""
+        generator = torch.Generator().manual_seed(self.seed)
+        heads = shape.kv_heads * shape.group, shape.kv_heads, shape.kv_heads
+        dims = shape.key_dim, shape.key_dim, shape.value_dim
+        query, key, value = (
+            torch.randn(self.context_len, head, dim, generator=generator).to(shape.dtype)
+            for head, dim in zip(heads, dims, strict=True)
+        )
+        return [query, key, key[..., : shape.value_dim] if shape.values_in_keys else value]
+
     def first_seen(self, window: int | None) -> int:
         """No row sees keys before this one."""
         first_row = self.context_len - self.query_len - self.earlier
@@ -155,7 +166,7 @@ class Step:
         for each, count, row in zip(case.sequences, counts, table, strict=True):
             row[:count] = blocks[taken : taken + count]
             taken += count
-            numbers = _numbers(shape, each)
+            numbers = each.numbers(shape)
             place = torch.arange(each.context_len)
             slot = row[place // size].long() * size + place % size
             old = slot[: -each.query_len]
@@ -229,18 +240,6 @@ def _moved(layer: LayerKv, device: torch.device) -> list[Any]:
         whole = side.as_strided((side.untyped_storage().nbytes() // side.itemsize,), (1,), 0)
         moved.append(whole.to(device).as_strided(side.shape, side.stride(), side.storage_offset()))
     return moved
-
-
-def _numbers(shape: Shape, sequence: Sequence) -> list[Tensor]:
-    """Queries, keys and values of all its tokens."""
-    generator = torch.Generator().manual_seed(sequence.seed)
-    heads = shape.kv_heads * shape.group, shape.kv_heads, shape.kv_heads
-    dims = shape.key_dim, shape.key_dim, shape.value_dim
-    query, key, value = (
-        torch.randn(sequence.context_len, head, dim, generator=generator).to(shape.dtype)
-        for head, dim in zip(heads, dims, strict=True)
-    )
-    return [query, key, key[..., : shape.value_dim] if shape.values_in_keys else value]
 
 
 def _metadata(case: Case, table: Tensor, slots: Tensor) -> AttentionMetadata:
