@@ -1,76 +1,148 @@
-"""Models whose layers all attend within a sliding window keep no blocks behind it, and give equal tokens."""
+"""Models with sliding windows keep no blocks before the window in the tables of layers that have one, and
+give equal tokens.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.block_manager import BlockManager
 from engine.engine import Engine
+from engine.kv_pool import KVPool
+from engine.pool_layout import TARGET, Group, LayerShape, PoolLayout
+from engine.rows import BlockTable
 from engine.sequence_blocks import SequenceBlocks
 from protocol.errors import ConfigError
 from protocol.outputs import TokenOutput
 from protocol.speculation import SpeculativeConfig
 from protocol.window import TILE, Window
 from speculation.speculator import speculate
-from tests.e2e.architectures import SLIDING_WINDOW, write_model
+from tests.e2e.architectures import SLIDING_WINDOW, config_of, write_model
 from tests.engine.fake_pool import FakePool
 from tests.engine.test_engine import ask, assert_empty, prompt_of, run, tiny_engine, tokens
-from tests.engine.windowed import ask_crowds, blocks_from_disk, cached, num_used, poisoned_run
 from tests.speculation import scripted
 from tests.worker.tiny_model import VOCAB_SIZE, assert_greedy, greedy, load
+from training.heads.contract import HeadOptions, Target
+from training.heads.eagle import build_eagle3
 
 BUDGET = 40
-BLOCK_BYTES = 3 * 2 * 16 * 2 * 16 * 4
-"""Of 16 tokens."""
+WINDOW = Window(SLIDING_WINDOW, 16)
+BLOCK_BYTES = {"mistral": 3 * 2 * 16 * 2 * 16 * 4, "gemma2": 2 * 16 * 2 * 16 * 4}
+"""All three layers of Mistral are in one table, and those of Gemma 2, of which one sees all, in three."""
+WINDOWS = {"mistral": [WINDOW], "gemma2": [None, WINDOW, WINDOW]}
+BOUNDS: dict[str, dict[str, int]] = {
+    "mistral": {"num_blocks": 64},
+    "gemma2": {"num_blocks": 120, "max_model_len": 400},
+}
+TIGHT: dict[str, dict[str, int]] = {
+    "mistral": {"num_blocks": 19},
+    "gemma2": {"num_blocks": 54, "max_model_len": 290},
+}
+"""Room for little more than one sequence."""
+
+
+@pytest.fixture(scope="module", params=BLOCK_BYTES)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def only(kind: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("kind", [kind], indirect=True)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_model("mistral", folder)
+def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(kind)
+    write_model(kind, folder)
     return folder
 
 
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> PreTrainedModel:
-    return load(folder)
-
-
 @pytest.fixture
-def make_engine(folder: Path) -> Callable[..., Engine]:
-    def make(num_blocks: int = 64, **options: Any) -> Engine:
-        bounds = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 6}
-        return tiny_engine(folder, **bounds | {"kv_cache_memory_bytes": num_blocks * BLOCK_BYTES} | options)
+def make_engine(kind: str, folder: Path) -> Callable[..., Engine]:
+    def make(**options: Any) -> Engine:
+        bounds = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 6} | BOUNDS[kind] | options
+        room = bounds.pop("num_blocks") * BLOCK_BYTES[kind]
+        host_room = bounds.pop("host_blocks", 0) * BLOCK_BYTES[kind] / 2**30
+        return tiny_engine(folder, kv_cache_memory_bytes=room, kv_offloading_size=host_room, **bounds)
 
     return make
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
-@pytest.mark.parametrize("block_size", [8, 16, 32, 128])
-def test_a_sequence_has_the_blocks_of_its_window(
-    make_engine: Callable[..., Engine], reference: PreTrainedModel, block_size: int, backend: str
+def drafting(engine: Engine, model: Path | None = None, **options: Any) -> Engine:
+    """One like `engine` that drafts."""
+    asked = SpeculativeConfig(model=None if model is None else str(model), **options)
+    changed = msgspec.structs.replace(engine.config, speculative_config=asked)
+    return Engine(changed, speculate=speculate)
+
+
+def poisoned_run(engine: Engine, *others: str) -> tuple[list[TokenOutput], int]:
+    """Free blocks hold NaN in each step, in `others` of the pool's segments too. Return all outputs, and the
+    most blocks that were used.
+    """
+    outputs: list[TokenOutput] = []
+    most = 0
+    while engine.has_work():
+        for name in (TARGET, *others):
+            engine.pool.segment(name)[engine.blocks.block_pools[0]._free] = torch.nan
+        outputs += engine.step().outputs
+        most = max(most, engine.blocks.num_blocks - sum(engine.blocks.available))
+    return outputs, most
+
+
+def cached(output: list[TokenOutput]) -> int | None:
+    return output[0].cached_tokens
+
+
+def count(outputs: list[TokenOutput], what: str) -> int:
+    """How many tokens were `drafted` or `accepted`."""
+    return sum(getattr(output, f"{what}_tokens") for output in outputs)
+
+
+def test_rows_that_are_all_padding_have_all_tables() -> None:
+    """As where a forward is compiled or captured."""
+    assert BlockTable(16, num_tables=3).of([]).shape == (3, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "block_size", "backend"),
+    [
+        ("mistral", 8, "torch"),
+        ("mistral", 16, "cpu"),
+        ("mistral", 32, "torch"),
+        ("mistral", 128, "cpu"),
+        ("gemma2", 16, "cpu"),
+        ("gemma2", 16, "torch"),
+    ],
+    indirect=["kind"],
+)
+def test_a_sequence_has_the_blocks_of_its_windows(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel, kind: str, block_size: int, backend: str
 ) -> None:
     engine = make_engine(enable_prefix_caching=False, block_size=block_size, attention_backend=backend)
+    num_whole = WINDOWS[kind].count(None)
+    num_tables = len(engine.blocks.tables)
+    assert num_tables == len(WINDOWS[kind])
     prompt = prompt_of(300)
     engine.add(ask("a", prompt, 100))
     outputs, most = poisoned_run(engine)
-    assert_greedy(reference, prompt, tokens(outputs["a"]), 100)
-    assert most * block_size <= Window(SLIDING_WINDOW, block_size).span(BUDGET) + block_size
-    assert most * block_size < 300
+    assert_greedy(reference, prompt, tokens(outputs), 100)
+    whole, part = -(-400 // block_size), Window(SLIDING_WINDOW, block_size).span(BUDGET) // block_size + 1
+    assert num_whole * whole <= most <= num_whole * whole + (num_tables - num_whole) * part
+    assert most < 0.7 * num_tables * whole
     assert_empty(engine)
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_drafts_never_need_a_block_that_is_gone(
-    make_engine: Callable[..., Engine], reference: PreTrainedModel, shape: str
+    make_engine: Callable[..., Engine], reference: PreTrainedModel, kind: str, shape: str
 ) -> None:
     prompts = {str(length): prompt_of(length) for length in (3, 70, 200)}
     answers = {name: greedy(reference, prompt, 100) for name, prompt in prompts.items()}
@@ -78,20 +150,21 @@ def test_drafts_never_need_a_block_that_is_gone(
     drafter = scripted.ScriptedDrafter(make_script(answers, 0.7, VOCAB_SIZE))
     plain = make_engine(enable_prefix_caching=False)
     engine = scripted.engine_with(plain.config, drafter, 24 if shape == "tree" else 8)
-    assert engine.blocks.has_windows
+    assert [table.window for table in engine.blocks.tables] == WINDOWS[kind]
     for name, prompt in prompts.items():
         engine.add(ask(name, prompt, 100))
     outputs, _ = poisoned_run(engine)
-    assert {name: tokens(parts) for name, parts in outputs.items()} == answers
-    assert sum(part.accepted_tokens for parts in outputs.values() for part in parts) > 50
+    for name, answer in answers.items():
+        assert tokens([output for output in outputs if output.request_id == name]) == answer
+    assert count(outputs, "accepted") > 50
     assert_empty(engine)
 
 
+@only("mistral")
 def test_a_pool_need_not_hold_a_whole_sequence(
     make_engine: Callable[..., Engine], reference: PreTrainedModel
 ) -> None:
-    window = Window(SLIDING_WINDOW, 16)
-    span = (window.span() + window.span(BUDGET)) // 16
+    span = (WINDOW.span() + WINDOW.span(BUDGET)) // 16
     with pytest.raises(ConfigError, match=r"holds 256 tokens, fewer than the window and step of a sequence"):
         make_engine(num_blocks=span)
     engine = make_engine(num_blocks=span + 1)
@@ -105,82 +178,107 @@ def test_a_pool_need_not_hold_a_whole_sequence(
     assert_empty(engine)
 
 
-def test_a_prefix_is_found_by_the_blocks_of_its_window(
-    make_engine: Callable[..., Engine], reference: PreTrainedModel
+def test_a_prefix_counts_as_far_as_all_tables_have_it(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel, kind: str
 ) -> None:
-    engine = make_engine(num_blocks=17)
-    prompt = prompt_of(350)
+    """Blocks before a window are the first to go."""
+    engine = make_engine(num_blocks={"mistral": 17, "gemma2": 60}[kind])
+    prompt, other = prompt_of(350), prompt_of(64, 2)
     engine.add(ask("first", prompt, 20))
-    answer = tokens(run(engine)["first"])
-    conversation = prompt + answer + prompt_of(7, 1)
-    assert len(conversation) > engine.blocks.num_blocks * 16, "so the first blocks are gone"
-    engine.add(ask("second", conversation))
-    outputs = run(engine)["second"]
-    assert cached(outputs) == 368 and tokens(outputs) == greedy(reference, conversation, 8)
-    shorter = prompt[:100]
-    engine.add(ask("shorter", shorter))
-    outputs = run(engine)["shorter"]
-    assert cached(outputs) == 0 and tokens(outputs) == greedy(reference, shorter, 8)
-    whole = prompt_of(64, 2)
-    for found in (0, 63):
-        engine.add(ask("whole", whole))
-        outputs = run(engine)["whole"]
-        assert cached(outputs) == found and tokens(outputs) == greedy(reference, whole, 8)
+    conversation = prompt + tokens(run(engine)["first"]) + prompt_of(7, 1)
+    asked = [(conversation, 368), (prompt[:40], 0), (prompt, 336), (other, 0), (other, 63)]
+    for text, found in asked:
+        engine.add(ask("again", text))
+        outputs = run(engine)["again"]
+        assert cached(outputs) == found and tokens(outputs) == greedy(reference, text, 8)
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("host_blocks", [0, 40])
+@pytest.mark.parametrize("has_host", [False, True])
 def test_evicted_and_preempted_prompts_get_the_same_tokens(
-    make_engine: Callable[..., Engine], reference: PreTrainedModel, host_blocks: int
+    make_engine: Callable[..., Engine], reference: PreTrainedModel, kind: str, has_host: bool
 ) -> None:
-    engine = make_engine(num_blocks=19, kv_offloading_size=host_blocks * BLOCK_BYTES / 2**30)
-    ask_crowds(engine, reference, seed=1, turns=8, least=1, max_tokens=60)
+    """Three to six requests at once, whose prompts begin alike: they evict and preempt each other."""
+    turns, max_tokens, host_blocks = (8, 60, 40) if kind == "mistral" else (3, 30, 150)
+    engine = make_engine(**TIGHT[kind], host_blocks=host_blocks * has_host)
+    rng = random.Random(2)
+    texts = [prompt_of(220, seed) for seed in range(3)]
+    for turn in range(turns):
+        prompts = {
+            f"{turn}-{index}": rng.choice(texts)[: rng.choice([10, 30, rng.randint(100, 220)])]
+            + prompt_of(rng.randint(1, 20), turn)
+            for index in range(rng.randint(3, 6))
+        }
+        for name, prompt in prompts.items():
+            engine.add(ask(name, prompt, max_tokens))
+        outputs = run(engine)
+        for name, prompt in prompts.items():
+            assert_greedy(reference, prompt, tokens(outputs[name]), max_tokens)
+        assert_empty(engine)
+    stats = engine.stats()
+    assert stats.num_preemptions > 0 and stats.prefix_hit_tokens > 0
+    assert engine.tiers is None or engine.tiers.counters.hit_blocks > 0
     engine.close()
 
 
 def test_a_prompt_comes_back_from_the_disk(
-    make_engine: Callable[..., Engine], reference: PreTrainedModel, tmp_path: Path
+    make_engine: Callable[..., Engine], reference: PreTrainedModel, kind: str, tmp_path: Path
 ) -> None:
-    options = {
-        "num_blocks": 17,
-        "kv_offloading_size": 32 * BLOCK_BYTES / 2**30,
-        "kv_disk_path": str(tmp_path),
-        "kv_disk_size": 200 * BLOCK_BYTES / 2**30,
-    }
-    needed = 15 - Window(SLIDING_WINDOW, 16).first_place(240)
-    assert blocks_from_disk(partial(make_engine, **options), reference) == needed
+    """Others have driven it out of the pool and the host's memory of an engine before this one."""
+    host_blocks, disk_blocks = (32, 200) if kind == "mistral" else (96, 600)
+    disk = {"kv_disk_path": str(tmp_path), "kv_disk_size": disk_blocks * BLOCK_BYTES[kind] / 2**30}
+    before, prompt = make_engine(**TIGHT[kind], host_blocks=host_blocks, **disk), prompt_of(250)
+    for index in range(4):
+        before.add(ask("r", prompt if index == 0 else prompt_of(200, index)))
+        run(before)
+    before.close()
+    after = make_engine(**TIGHT[kind], host_blocks=host_blocks, **disk)
+    after.add(ask("r", prompt))
+    outputs = run(after)["r"]
+    assert cached(outputs) == 240 and tokens(outputs) == greedy(reference, prompt, 8)
+    assert after.tiers is not None
+    counters = after.tiers.totals()
+    after.close()
+    needed = sum(15 - (0 if window is None else window.first_place(240)) for window in WINDOWS[kind])
+    assert counters["kv_host_hit_blocks_total"] == counters["kv_disk_hit_blocks_total"] == needed
 
 
 @pytest.mark.parametrize("num_found", [0, 150, 250])
-def test_a_hand_off_is_of_the_window(
-    make_engine: Callable[..., Engine], reference: PreTrainedModel, num_found: int
+def test_a_hand_off_brings_the_windows_of_their_layers(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel, kind: str, num_found: int
 ) -> None:
+    """What the decode worker has of layers that see all counts, though it lacks a window."""
     prompt = prompt_of(250)
-    prefill, decode = make_engine(num_blocks=17), make_engine(num_blocks=24)
+    prefill, decode = make_engine(**TIGHT[kind]), make_engine(num_blocks=60)
     if num_found:
         decode.add(ask("before", prompt[:num_found]))
         run(decode)
     hits = decode.stats().prefix_hit_tokens
-    prefill.add(ask("a", prompt, 60), prefill_only=True)
+    prefill.add(ask("a", prompt, 40), prefill_only=True)
     first = tokens(run(prefill)["a"])
-    reservation = decode.reserve(ask("a", prompt, 60))
+    reservation = decode.reserve(ask("a", prompt, 40))
     assert reservation is not None
-    needed = Window(SLIDING_WINDOW, 16).first_place(250) * 16
-    assert reservation.covered == (240 if num_found == 250 else needed)
-    num_hit = 240 if num_found == 250 else 0
-    assert (reservation.num_cached, decode.stats().prefix_hit_tokens - hits) == (num_hit, num_hit)
-    missing = slice(reservation.covered // 16, None)
-    source, target = prefill.computed("a")[0].blocks, reservation.sequence_blocks.extents()[0].blocks
-    assert len(source) == len(target) == 16
-    decode.pool.segment("target")[decode.blocks.block_pools[0]._free] = torch.nan
-    decode.pool.block_pools[0][target[missing]] = prefill.pool.block_pools[0][source[missing]]
+    found = num_found // 16 * 16 if kind == "gemma2" or num_found == 250 else 0
+    place = WINDOW.first_place(250)
+    assert reservation.covered == (max(found, 16 * place) if kind == "mistral" else found)
+    assert (reservation.num_cached, decode.stats().prefix_hit_tokens - hits) == (found, found)
+    firsts = prefill.firsts(250, reservation.covered)
+    left = max(place, found // 16)
+    assert firsts == ([left] if kind == "mistral" else [found // 16, left, left])
+    assert reservation.first_tokens == [16 * place for place in firsts]
+    decode.pool.segment(TARGET)[decode.blocks.block_pools[0]._free] = torch.nan
+    targets = reservation.sequence_blocks.extents(firsts)
+    for source, target in zip(prefill.computed("a", firsts), targets, strict=True):
+        assert len(source.blocks) == len(target.blocks)
+        decode.pool.block_pools[0][target.blocks] = prefill.pool.block_pools[0][source.blocks]
     decode.activate(reservation, first[0], len(prompt))
-    assert_greedy(reference, prompt, first + tokens(run(decode)["a"]), 60)
+    assert_greedy(reference, prompt, first + tokens(run(decode)["a"]), 40)
     prefill.abort("a")
     assert_empty(prefill)
     assert_empty(decode)
 
 
+@only("mistral")
 def test_a_prompt_to_be_handed_over_never_lacks_its_blocks(make_engine: Callable[..., Engine]) -> None:
     """It is never preempted, so what it needs to its end is its own from the start, though others come."""
     engine = make_engine(num_blocks=21, max_num_batched_tokens=BUDGET)
@@ -207,6 +305,7 @@ def test_the_first_place_is_that_of_the_first_tile_that_is_read(position: int, b
     assert position - place * block_size < window.span()
 
 
+@only("mistral")
 @pytest.mark.parametrize("tree", [False, True])
 def test_a_draft_that_sees_no_more_lets_go_of_the_same_blocks(
     make_engine: Callable[..., Engine], reference: PreTrainedModel, folder: Path, tree: bool
@@ -214,31 +313,20 @@ def test_a_draft_that_sees_no_more_lets_go_of_the_same_blocks(
     """It has the target's weights, and reads a prompt only once it drafts: it begins at the window. All that
     it drafts from a window later on is right.
     """
-    asked = SpeculativeConfig(
-        method="draft_model", model=str(folder), num_speculative_tokens=6 if tree else 4, tree=tree
-    )
     plain = make_engine(num_blocks=120, enable_prefix_caching=False)
-    engine = Engine(msgspec.structs.replace(plain.config, speculative_config=asked), speculate=speculate)
-    [table] = engine.blocks.tables
-    assert table.window == Window(SLIDING_WINDOW, 16)
+    engine = drafting(plain, folder, method="draft_model", num_speculative_tokens=6 if tree else 4, tree=tree)
+    assert [table.window for table in engine.blocks.tables] == [WINDOW]
     prompt = prompt_of(250)
     engine.add(ask("a", prompt, 150))
-    parts: list[TokenOutput] = []
-    most = 0
-    while engine.has_work():
-        for name in ("target", "draft"):
-            engine.pool.segment(name)[engine.blocks.block_pools[0]._free] = torch.nan
-        parts += engine.step().outputs
-        most = max(most, num_used(engine))
+    parts, most = poisoned_run(engine, "draft")
     assert_greedy(reference, prompt, tokens(parts), 150)
-    assert most <= Window(SLIDING_WINDOW, 16).span(BUDGET) // 16 + 1
+    assert most <= WINDOW.span(BUDGET) // 16 + 1
     late = parts[len(parts) // 2 :]
-    accepted, drafted = (sum(getattr(p, f"{name}_tokens") for p in late) for name in ("accepted", "drafted"))
-    assert accepted > (0.3 if tree else 0.95) * drafted > 10
+    assert count(late, "accepted") > (0.3 if tree else 0.95) * count(late, "drafted") > 10
     assert_empty(engine)
 
 
-def test_what_is_behind_the_window_counts_as_drafted() -> None:
+def test_tokens_before_the_window_count_as_drafted() -> None:
     blocks = BlockManager(FakePool(16, 40), windows=[Window(24, 16)], most_rows=64)  # type: ignore[arg-type]
     held = SequenceBlocks(blocks, b"r" * 16)
     held.grow(0, 300, 64)
@@ -250,22 +338,164 @@ def test_what_is_behind_the_window_counts_as_drafted() -> None:
     assert sum(blocks.block_pools[0].drafted) == 2
 
 
+@only("gemma2")
+def test_a_draft_of_the_models_own_layers_reads_their_tables(
+    make_engine: Callable[..., Engine], folder: Path, tmp_path: Path
+) -> None:
+    """The layer that it skips changes nothing here, so all that it drafts is right."""
+    model = load(folder)
+    for linear in (model.model.layers[0].self_attn.o_proj, model.model.layers[0].mlp.down_proj):
+        linear.weight.data.zero_()
+    model.save_pretrained(tmp_path)
+    plain = make_engine(model=str(tmp_path))
+    engine = drafting(plain, method="self_speculative", num_speculative_tokens=4, skip_layers=[0])
+    assert len(engine.blocks.tables) == 3
+    prompt = prompt_of(120)
+    engine.add(ask("a", prompt, 40))
+    outputs, _ = poisoned_run(engine)
+    assert_greedy(model, prompt, tokens(outputs), 40)
+    assert count(outputs, "drafted") == count(outputs, "accepted") > 20
+
+
+@only("gemma2")
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_a_draft_lies_with_the_layers_that_see_all(
+    make_engine: Callable[..., Engine], tmp_path: Path, method: str
+) -> None:
+    """Two tables of two layers each; the draft has one. It begins after a prefix without its KV, too."""
+    model = AutoModelForCausalLM.from_config(config_of("gemma2", num_hidden_layers=4), dtype=torch.float32)
+    model.save_pretrained(tmp_path / "target")
+    if method == "eagle":
+        few = torch.zeros(model.config.vocab_size).index_fill(0, torch.arange(3, 40), 1)
+        build_eagle3(Target("tiny", model, few), HeadOptions(draft_vocab_size=37)).save(tmp_path / "draft")
+    else:
+        small = config_of("llama", num_hidden_layers=1)
+        AutoModelForCausalLM.from_config(small, dtype=torch.float32).save_pretrained(tmp_path / "draft")
+    plain = make_engine(num_blocks=500, model=str(tmp_path / "target"))
+    engine = drafting(plain, tmp_path / "draft", method=method, num_speculative_tokens=4)
+    assert [table.window for table in engine.blocks.tables] == [None, WINDOW]
+    assert "2 keep the last 24 and 2 keep all, in 2 tables of 2 layers" in engine.start_up["kv_pool"]
+    engine.add(ask("before", prompt_of(200), 1))
+    run(engine)
+    prompt = prompt_of(200) + prompt_of(60, 1)
+    engine.add(ask("a", prompt, 100))
+    outputs, most = poisoned_run(engine)
+    assert cached(outputs) == 192
+    assert_greedy(load(tmp_path / "target"), prompt, tokens(outputs), 100)
+    assert count(outputs, "drafted") > 50
+    assert most <= 23 + WINDOW.span(BUDGET) // 16 + 1 < 2 * 23
+    assert_empty(engine)
+
+
+@only("mistral")
 def test_a_draft_that_sees_more_keeps_all(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
     write_model("llama", tmp_path)
-    asked = SpeculativeConfig(method="draft_model", model=str(tmp_path), num_speculative_tokens=2)
-    config = msgspec.structs.replace(make_engine(max_model_len=200).config, speculative_config=asked)
-    engine = Engine(config, speculate=speculate)
+    engine = drafting(make_engine(max_model_len=200), tmp_path, method="draft_model")
     assert not engine.blocks.has_windows
     assert "though some do not see it: a draft sees more of a sequence" in engine.start_up["kv_pool"]
 
 
-def test_who_keeps_all(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
-    """Models that our decoders run and that have a layer that sees all, sequences that are no longer than the
-    window, whole reservations.
+@only("mistral")
+def test_engines_that_keep_all(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
+    """Of models that our decoders run and that have a layer that sees all; with sequences no longer than the
+    window; with whole reservations.
     """
     write_model("qwen2", tmp_path)
     assert not make_engine(model=str(tmp_path), max_model_len=256).blocks.has_windows
     assert not make_engine(max_model_len=SLIDING_WINDOW, num_blocks=64).blocks.has_windows
     [table] = make_engine(max_model_len=SLIDING_WINDOW + 1).blocks.tables
-    assert table.window == Window(SLIDING_WINDOW, 16)
+    assert table.window == WINDOW
     assert not make_engine(max_model_len=128, paged_kv=False).blocks.has_windows
+
+
+FULL, SLIDING = 0, 24
+LIKE = LayerShape(2, 8, 8)
+
+
+def divided(sights: list[int], layers: list[LayerShape | int] | None = None) -> Group:
+    return Group.of_layers(TARGET, layers or [LIKE] * len(sights), torch.float32, sights)
+
+
+def test_layers_of_the_rarer_sight_fill_a_table() -> None:
+    group = divided([SLIDING, SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL]).in_tables(100)
+    assert group.windows == (FULL, SLIDING, SLIDING, SLIDING)
+    places = [(place.table, place.index) for place in group.layers]
+    assert places == [(1, 0), (1, 1), (0, 0), (2, 0), (2, 1), (3, 0), (0, 1)]
+    assert group.segments[0].num_layers == 2
+    assert group.num_values == 8 * LIKE.num_values  # one place of a table stays empty
+    assert group.describe(16) != divided([FULL] * 2).describe(16)
+
+
+def test_layers_of_several_shapes_lie_in_rows() -> None:
+    """As in Gemma 4 31B: five of twice the size within a window for each that sees all."""
+    layers = ([LayerShape(16, 256, 256)] * 5 + [LayerShape(4, 512, 512)]) * 10
+    whole = Group.of_layers(TARGET, layers, torch.float32, ([1024] * 5 + [FULL]) * 10)
+    group = whole.in_tables(4096)
+    assert group.windows == (FULL, *[1024] * 10)
+    assert group.num_values == whole.num_values
+    for one in (whole.in_tables(4096, rows=False), whole.stored_as("int8_row_scales").in_tables(4096)):
+        assert one.windows == (0,)
+    many = divided([SLIDING] * 40 + [FULL] * 4, [LIKE] * 40 + [LayerShape(1, 8, 8)] * 4)
+    assert many.in_tables(100).windows == (FULL, *[SLIDING] * 10)  # rows of half as many values would need 21
+
+
+def test_parts_of_rows_do_not_overlap() -> None:
+    layers = [LIKE, LayerShape(1, 8, 24), LIKE, LIKE, LIKE, LayerShape(1, 8, 24)]
+    group = divided([SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL], layers).in_tables(100)
+    assert group.windows == (FULL, SLIDING, SLIDING)
+    pool = KVPool(PoolLayout((group,), 4), 3, torch.device("cpu"), None)
+    for number, (place, kv) in enumerate(zip(group.layers, pool.layers(TARGET), strict=True)):
+        kv.keys[place.table], kv.values[place.table] = number, -number
+    for number, (place, kv) in enumerate(zip(group.layers, pool.layers(TARGET), strict=True)):
+        shape = layers[number]
+        assert kv.keys.shape[1:] == (4, shape.num_kv_heads, shape.key_dim)
+        assert kv.values.shape[1:] == (4, shape.num_kv_heads, shape.value_dim)
+        assert (kv.keys[place.table] == number).all() and (kv.values[place.table] == -number).all()
+
+
+@only("gemma2")
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("model_type", ["gemma4_text", "mimo_v2_flash"])
+def test_models_with_layers_of_several_shapes_keep_their_windows(
+    make_engine: Callable[..., Engine], tmp_path: Path, model_type: str, backend: str
+) -> None:
+    write_model(model_type, tmp_path)
+    engine = make_engine(num_blocks=200, model=str(tmp_path), attention_backend=backend)
+    windows = [table.window for table in engine.blocks.tables]
+    assert None in windows and WINDOW in windows
+    whole = make_engine(model=str(tmp_path), kv_wire_dtype="int8")
+    assert len(whole.blocks.tables) == 1 and "kept or sent in codes" in whole.start_up["kv_pool"]
+    prompt = prompt_of(250)
+    answers = {"a": greedy(load(tmp_path), prompt, 60)}
+    drafter = scripted.ScriptedDrafter(scripted.tree(answers, 0.7, 320))
+    for each in (engine, scripted.engine_with(engine.config, drafter, 8)):
+        each.add(ask("a", prompt, 60))
+        outputs, most = poisoned_run(each)
+        assert tokens(outputs) == answers["a"]
+        assert most < 20 * len(windows)
+        assert_empty(each)
+
+
+@pytest.mark.parametrize(
+    ("sights", "layers", "why"),
+    [
+        ([SLIDING, FULL], [LIKE, LayerShape(1, 8, 4)], "layers have KV of several shapes that do not divide"),
+        ([SLIDING, FULL], [LIKE, 0], "layers that share their KV see unlike parts of it"),
+        ([SLIDING] * 6 + [FULL] * 5, None, "11 layers of which 5 are unlike the others"),
+        ([SLIDING] * 16 + [FULL], None, "17 layers of which 1 are unlike the others"),
+    ],
+)
+def test_layers_that_do_not_divide_keep_all(sights: list[int], layers: Any, why: str) -> None:
+    group = divided(sights, layers)
+    assert group.fault(100).startswith(why)
+    assert group.in_tables(100) == group
+    assert not group.fault(SLIDING) and group.in_tables(SLIDING).windows == (0,)
+
+
+@only("gemma2")
+def test_the_start_tells_what_is_kept(make_engine: Callable[..., Engine], folder: Path) -> None:
+    plain = make_engine(max_model_len=200)
+    assert "2 keep the last 24 and 1 keep all, in 3 tables of 1 layers" in plain.start_up["kv_pool"]
+    engine = drafting(plain, folder, method="draft_model")
+    assert "some do not see it: a draft's KV would leave 50% of 3 tables empty" in engine.start_up["kv_pool"]
+    assert [table.window for table in engine.blocks.tables] == [None]
