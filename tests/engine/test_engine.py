@@ -20,22 +20,11 @@ from protocol.errors import ConfigError, InvalidRequestError
 from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
-from tests.worker.tiny_model import VOCAB_SIZE, assert_greedy, greedy, load, write_tiny_llama
+from tests.worker.tiny_model import VOCAB_SIZE, greedy, load, write_tiny_llama
 
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
 MAX_LEN = 256
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_tiny_llama(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> PreTrainedModel:
-    return load(folder)
+FIFTY_TOKENS_IN_9_MS = StepCosts(step_s=1e-3, row_s=0.0, context_s=0.0, token_s=9e-3 / 50, attention_s=0.0)
 
 
 def tiny_engine(folder: Path, **options: Any) -> Engine:
@@ -171,12 +160,22 @@ def test_nobody_waits_for_what_cannot_be_shared(make_engine: Callable[..., Engin
     assert uncached.step().num_tokens == 80
 
 
-def take_over(decode: Engine, request: EngineRequest, first: int, blocks: list[int], source: Engine) -> None:
-    """`decode` gets the prompt's KV from `source`, where it lies in these blocks."""
-    reservation = decode.reserve(request)
+def hand_over(
+    source: Engine, target: Engine, request: EngineRequest, foreign_format: str = "", **how: Any
+) -> tuple[list[int], int]:
+    """`target` takes over a prompt that `source` computes. Return the first token, and how many tokens of the
+    prompt `target` had.
+    """
+    source.add(request, prefill_only=True)
+    first = tokens(run(source)[request.request_id])
+    reservation = target.reserve(request, foreign_format)
     assert reservation is not None
-    decode.pool.block_pools[0][reservation.sequence_blocks.blocks[0]] = source.pool.block_pools[0][blocks]
-    decode.activate(reservation, first, len(request.prompt_token_ids))
+    missing = slice(reservation.covered // 16, None)
+    sent = source.computed(request.request_id)[0].blocks[missing]
+    received = reservation.sequence_blocks.blocks[0][missing]
+    target.pool.block_pools[0][received] = source.pool.block_pools[0][sent]
+    target.activate(reservation, first[0], len(request.prompt_token_ids), **how)
+    return first, reservation.covered
 
 
 @pytest.mark.parametrize(("num_blocks", "preempts"), [(64, False), (20, True)])
@@ -186,15 +185,10 @@ def test_what_is_handed_over_waits_for_a_row(
     """Its blocks are there already. If they run out, it gives its own before those that run."""
     prefill, decode = make_engine(), make_engine(num_blocks, max_num_seqs=2, enable_prefix_caching=False)
     prompts = {name: prompt_of(62, seed) for seed, name in enumerate("abcde")}
-    firsts = {}
-    for name, prompt in prompts.items():
-        prefill.add(ask(name, prompt), prefill_only=True)
-        firsts[name] = tokens(run(prefill)[name])
-        blocks = prefill.computed(name)[0].blocks
-        take_over(decode, ask(name, prompt, max_tokens=20), firsts[name][0], blocks, prefill)
+    asked = {name: ask(name, prompt, max_tokens=20) for name, prompt in prompts.items()}
+    answers = {name: hand_over(prefill, decode, each)[0] for name, each in asked.items()} | {"whole": []}
     decode.add(ask("whole", prompts["a"], max_tokens=20))
     order: list[str] = []
-    answers = {name: list(first) for name, first in firsts.items()} | {"whole": []}
     while decode.has_work():
         outputs = decode.step().outputs
         assert decode.stats().num_running <= 2 and len(outputs) <= 2
@@ -223,8 +217,7 @@ def test_a_prompt_beside_decoding_keeps_within_the_budget(
     make_engine: Callable[..., Engine], reference: PreTrainedModel
 ) -> None:
     engine = make_engine(max_num_batched_tokens=512, itl_budget=0.01)
-    costs = StepCosts(step_s=1e-3, row_s=0.0, context_s=0.0, token_s=9e-3 / 50, attention_s=0.0)
-    engine._times.latest = costs
+    engine._times.latest = FIFTY_TOKENS_IN_9_MS
     engine.add(ask("alone", prompt_of(200)))
     assert engine.step().num_tokens == 200
     engine.add(ask("long", prompt_of(240, seed=1)))
@@ -236,8 +229,7 @@ def test_a_prompt_beside_decoding_keeps_within_the_budget(
 
 def test_a_prompt_keeps_within_the_slo_of_who_decodes_beside_it(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(max_num_batched_tokens=512, itl_budget=0.01)
-    costs = StepCosts(step_s=1e-3, row_s=0.0, context_s=0.0, token_s=9e-3 / 50, attention_s=0.0)
-    engine._times.latest = costs
+    engine._times.latest = FIFTY_TOKENS_IN_9_MS
     engine.add(ask("strict", prompt_of(20), max_tokens=3, slo_tpot_s=0.0055))
     engine.add(ask("lax", prompt_of(20, seed=1), slo_tpot_s=0.1))
     engine.step()
@@ -261,19 +253,6 @@ def test_a_deadline_ends_a_request_with_an_error(make_engine: Callable[..., Engi
     assert outputs["late"][0].error_kind == "timeout"
     assert outputs["late"][0].finish_reason == "error"
     assert len(tokens(outputs["fine"])) == 8
-    assert_empty(engine)
-
-
-def test_preemption_keeps_the_tokens(make_engine: Callable[..., Engine], reference: PreTrainedModel) -> None:
-    engine = make_engine(num_blocks=20)
-    prompts = [prompt_of(30, seed) for seed in range(6)]
-    for index, prompt in enumerate(prompts):
-        engine.add(ask(str(index), prompt, max_tokens=60))
-    outputs = run(engine)
-    assert engine.stats().num_preemptions > 0
-    for index, prompt in enumerate(prompts):
-        assert_greedy(reference, prompt, tokens(outputs[str(index)]), 60)
-        assert [output.position for output in outputs[str(index)]] == [*range(60)]
     assert_empty(engine)
 
 
@@ -368,15 +347,8 @@ def test_a_reservation_is_activated_or_freed(
 ) -> None:
     prompt = prompt_of(40)
     prefill, decode = make_engine(), make_engine()
-    prefill.add(ask("a", prompt), prefill_only=True)
-    first = tokens(run(prefill)["a"])
-    reservation = decode.reserve(ask("a", prompt))
-    assert reservation is not None
-    assert reservation.covered == 0
-    source = prefill.computed("a")[0].blocks
-    decode.pool.block_pools[0][reservation.sequence_blocks.blocks[0]] = prefill.pool.block_pools[0][source]
-    decode.activate(reservation, first[0], len(prompt))
-    assert first + tokens(run(decode)["a"]) == greedy(reference, prompt, 8)
+    first, covered = hand_over(prefill, decode, ask("a", prompt))
+    assert covered == 0 and first + tokens(run(decode)["a"]) == greedy(reference, prompt, 8)
     again = decode.reserve(ask("b", prompt))
     assert again is not None
     assert again.covered == 32
@@ -411,48 +383,25 @@ def test_a_handed_over_prompt_may_lack_its_last_tokens(
     assert_empty(decode)
 
 
-def hand_over(source: Engine, target: Engine, name: str, prompt: list[int], **how: Any) -> int:
-    """Returns how many blocks `target` had. `how` are the options of `reserve` and `activate`."""
-    source.add(ask(name, prompt), prefill_only=True)
-    first = tokens(run(source)[name])
-    reservation = target.reserve(ask(name, prompt), how.pop("foreign_format", ""))
-    assert reservation is not None
-    missing = slice(reservation.covered // 16, None)
-    blocks = source.computed(name)[0].blocks[missing]
-    target.pool.block_pools[0][reservation.sequence_blocks.blocks[0][missing]] = source.pool.block_pools[0][
-        blocks
-    ]
-    target.activate(reservation, first[0], len(prompt), **how)
-    run(target)
-    return reservation.covered // 16
+INT8, FP8 = ({"foreign_format": f"float32/{name}"} for name in ("int8", "fp8"))
 
 
-def cached_tokens(engine: Engine, name: str, prompt: list[int]) -> int | None:
-    engine.add(ask(name, prompt))
-    return run(engine)[name][0].cached_tokens
-
-
-def test_blocks_of_a_foreign_format_are_shared_among_themselves_alone(
-    make_engine: Callable[..., Engine],
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [(INT8, 0), (INT8, 32), (FP8, 0), ({}, 0), ({}, 32)],
+        [({"shareable": False}, 0), ({}, 0), ({}, 32)],
+    ],
+    ids=["foreign formats", "other content than was said"],
+)
+def test_blocks_are_shared_with_those_of_their_format_alone(
+    make_engine: Callable[..., Engine], turns: list[tuple[dict[str, Any], int]]
 ) -> None:
     prompt, prefill, decode = prompt_of(40), make_engine(), make_engine()
-    assert hand_over(prefill, decode, "a", prompt, foreign_format="float32/int8") == 0
-    assert hand_over(prefill, decode, "b", prompt, foreign_format="float32/int8") == 2
-    assert hand_over(prefill, decode, "c", prompt, foreign_format="float32/fp8") == 0
-    assert cached_tokens(decode, "d", prompt) == 0
-    assert hand_over(prefill, decode, "e", prompt) == 2
-    assert_empty(decode)
-
-
-def test_blocks_that_hold_something_else_than_was_said_are_not_shared(
-    make_engine: Callable[..., Engine],
-) -> None:
-    prompt, prefill, decode = prompt_of(40), make_engine(), make_engine()
-    assert hand_over(prefill, decode, "a", prompt, shareable=False) == 0
-    assert_empty(decode)
-    assert decode.blocks.num_cached == 0
-    assert hand_over(prefill, decode, "b", prompt) == 0
-    assert cached_tokens(decode, "c", prompt) == 32
+    for number, (how, found) in enumerate(turns):
+        assert hand_over(prefill, decode, ask(str(number), prompt), **how)[1] == found
+        run(decode)
+        assert_empty(decode)
 
 
 def test_a_request_may_fill_the_context_and_no_more(make_engine: Callable[..., Engine]) -> None:
@@ -530,16 +479,6 @@ def test_a_request_without_a_possible_token_fails_alone(
     assert [output.error_kind for output in outputs["impossible"]] == ["internal"]
     assert tokens(outputs["fine"]) == greedy(reference, prompt_of(20), 8)
     assert_empty(engine)
-
-
-def test_two_tenants_share_nothing(make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine()
-    engine.add(ask("a", prompt_of(64), cache_salt="one"))
-    run(engine)
-    engine.add(ask("b", prompt_of(64), cache_salt="two"))
-    assert run(engine)["b"][0].cached_tokens == 0
-    engine.add(ask("c", prompt_of(64), cache_salt="one"))
-    assert run(engine)["c"][0].cached_tokens == 63
 
 
 @pytest.mark.timeout(600)

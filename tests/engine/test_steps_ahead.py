@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,41 +16,58 @@ from torch import Tensor
 from engine.engine import Engine
 from engine.scheduler import ScheduledStep
 from protocol.config import ServeConfig
+from protocol.ids import BlockIdentity
 from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
+from tests.e2e.architectures import write_model
 from tests.engine.late_device import LateDevice, put_on_late_device
-from tests.worker.tiny_model import VOCAB_SIZE, write_tiny_llama
+from tests.engine.test_engine import prompt_of, tokens
+from tests.engine.test_recurrent import needs_hooks
+from tests.worker.tiny_model import VOCAB_SIZE
 from worker.setup import build_engine
 
-BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_tiny_llama(folder)
-    return folder
-
+HYBRIDS = ["qwen3_5_text", "nemotron_h", "kimi_linear", "jamba", "lfm2"]
+"""With gated delta nets, Mamba2, Kimi delta attention, Mamba, and convolutions alone."""
 
 MakeEngine = Callable[..., tuple[Engine, LateDevice]]
 
 
+@pytest.fixture(scope="module")
+def folder_of(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def made(model_type: str) -> Path:
+        if model_type == "llama":
+            return folder
+        hybrid = tmp_path_factory.mktemp(model_type)
+        write_model(model_type, hybrid)
+        return hybrid
+
+    return made
+
+
 @pytest.fixture
-def make_engine(folder: Path) -> MakeEngine:
-    def make(ahead: bool = True, num_blocks: int = 64, **options: Any) -> tuple[Engine, LateDevice]:
-        config = ServeConfig(
-            model=str(folder),
-            dtype="float32",
-            device="cpu",
-            compile="off",
-            max_model_len=128,
-            max_num_batched_tokens=48,
-            itl_budget=0.0,  # chunks as long on a slow host
-            kv_cache_memory_bytes=num_blocks * BLOCK_BYTES,
-            **{"max_num_seqs": 4} | options,
-        )
-        engine, _ = build_engine(config)
+def make_engine(folder_of: Callable[[str], Path]) -> MakeEngine:
+    def make(
+        ahead: bool = True, num_blocks: int = 64, model_type: str = "llama", **options: Any
+    ) -> tuple[Engine, LateDevice]:
+        """With room for `num_blocks` blocks in addition to the state slots and one kept state."""
+        config: dict[str, Any] = {
+            "model": str(folder_of(model_type)),
+            "dtype": "float32",
+            "device": "cpu",
+            "compile": "off",
+            "max_model_len": 144,
+            "max_num_batched_tokens": 48,
+            "max_num_seqs": 4,
+            "itl_budget": 0.0,  # chunks as long on a slow host
+            "kv_cache_memory_bytes": 2**23,
+        } | options
+        pool = build_engine(ServeConfig(**config))[0].pool
+        room = (num_blocks + pool.state_blocks) * pool.block_pools[0].shape[1]
+        if pool.state_slots is not None:
+            room += config["max_num_seqs"] * pool.state_slots.layout.state_slot_bytes
+        engine, _ = build_engine(ServeConfig(**config | {"kv_cache_memory_bytes": room}))
         return engine, put_on_late_device(engine, ahead=ahead)
 
     return make
@@ -58,11 +76,6 @@ def make_engine(folder: Path) -> MakeEngine:
 def request(name: str, prompt: list[int], max_tokens: int, **sampling: Any) -> EngineRequest:
     params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "ignore_eos": True} | sampling)
     return EngineRequest(request_id=name, prompt_token_ids=prompt, sampling=params)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, VOCAB_SIZE) for _ in range(length)]
 
 
 @dataclass
@@ -114,10 +127,6 @@ def play(engine: Engine, script: Script) -> dict[str, list[TokenOutput]]:
     raise AssertionError("it does not end")
 
 
-def tokens(outputs: list[TokenOutput]) -> list[int]:
-    return [token for output in outputs for token in output.token_ids]
-
-
 def facts(outputs: list[TokenOutput]) -> Any:
     ends = [(output.finish_reason, output.stop_token_id) for output in outputs]
     scored = [each.rank for output in outputs for each in output.logprobs or []]
@@ -127,31 +136,89 @@ def facts(outputs: list[TokenOutput]) -> Any:
 def assert_empty(engine: Engine) -> None:
     assert sum(engine.blocks.available) == engine.blocks.num_blocks
     assert not engine._sequences and not engine.has_work()
+    if engine.pool.state_slots is not None:
+        assert sorted(engine.pool.state_slots._free) == list(range(engine.config.max_num_seqs))
 
 
-@pytest.mark.parametrize(
-    ("num_blocks", "longest_answer"), [(64, 28), (10, 80)], ids=["room for all", "preemption"]
-)
-@pytest.mark.parametrize("seed", range(3))
-def test_tokens_are_those_of_one_step_after_another(
-    make_engine: MakeEngine, seed: int, num_blocks: int, longest_answer: int
+def second_turns(script: Script, answers: dict[str, list[TokenOutput]]) -> Script:
+    """Each conversation goes on from its first answer."""
+    turns = Script()
+    for step, arrivals in script.arrivals.items():
+        for asked in arrivals:
+            text = [*asked.prompt_token_ids, *tokens(answers[asked.request_id]), 5, 6, 7]
+            turns.arrivals.setdefault(step, []).append(request(f"{asked.request_id} again", text, 8))
+    return turns
+
+
+def kept_states(engine: Engine) -> dict[BlockIdentity, Tensor]:
+    """The bytes of each kept state, if the model has any."""
+    if engine.pool.state_slots is None:
+        return {}
+    block_pool, memory = engine.blocks.block_pools[0], engine.pool.block_pools[0]
+    count = engine.pool.state_slots.layout.state_bytes
+    return {
+        identity: memory[kept.blocks].flatten()[:count].view(torch.float32)
+        for identity, kept in block_pool._states.items()
+    }
+
+
+ROOMY, TIGHT = 400, 10
+CASES = [("llama", seed, num_blocks) for seed in range(3) for num_blocks in (ROOMY, TIGHT)]
+CASES += [(model_type, seed, ROOMY) for seed, model_type in enumerate(HYBRIDS)]
+CASES += [(model_type, seed, TIGHT) for seed, model_type in enumerate(HYBRIDS[:2])]
+
+
+@needs_hooks
+@pytest.mark.parametrize(("model_type", "seed", "num_blocks"), CASES)
+def test_tokens_and_states_are_those_of_one_step_after_another(
+    make_engine: MakeEngine, model_type: str, seed: int, num_blocks: int
 ) -> None:
-    script = random_script(seed, longest_answer)
-    (engine, device), (ahead, late) = (make_engine(each, num_blocks) for each in (False, True))
-    expected = {name: facts(outputs) for name, outputs in play(engine, script).items()}
-    committed = watch_committed(ahead)
-    assert {name: facts(outputs) for name, outputs in play(ahead, script).items()} == expected
-    committed()
-    for each in (engine, ahead):
-        assert_empty(each)
+    script = random_script(seed, 28 if num_blocks == ROOMY else 80)
+    (engine, device), (ahead, late) = (make_engine(each, num_blocks, model_type) for each in (False, True))
+    check_published = watch_published(ahead) if model_type == "llama" else lambda: None
+    first_states: dict[BlockIdentity, Tensor] = {}
+    for _ in range(2):
+        answers = play(engine, script)
+        expected = {name: facts(outputs) for name, outputs in answers.items()}
+        assert {name: facts(outputs) for name, outputs in play(ahead, script).items()} == expected
+        check_published()
+        for each, its in ((engine, device), (ahead, late)):
+            its.finish()
+            assert_empty(each)
+            assert each.stats().prefix_hit_tokens > 0
+        script, first_states = second_turns(script, answers), first_states or kept_states(ahead)
     assert num_launched_ahead(device) == 0
-    assert num_launched_ahead(late) > 10
-    assert (ahead.stats().num_preemptions > 0) == (num_blocks == 10)
+    assert num_launched_ahead(late) > 0.2 * late.num_steps
+    assert (ahead.stats().num_preemptions > 0) == (num_blocks == TIGHT)
+    theirs, ours = kept_states(engine), kept_states(ahead)
+    shared = theirs.keys() & ours.keys()
+    if num_blocks == ROOMY and model_type != "llama":
+        assert len(shared) > 0.9 * max(len(theirs), len(ours)) > 10
+        assert all(torch.equal(ours[identity], state) for identity, state in first_states.items())
+    for identity in shared:
+        torch.testing.assert_close(ours[identity], theirs[identity], atol=1e-4, rtol=1e-4)
 
 
-def watch_committed(engine: Engine) -> Callable[[], None]:
+@needs_hooks
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_alone_a_sequence_has_the_same_bits(make_engine: MakeEngine, model_type: str) -> None:
+    """In each step there are as many rows as without. It is stopped before, at and after grid points."""
+    (engine, device), (ahead, late) = (make_engine(each, ROOMY, model_type) for each in (False, True))
+    for length in (18, 19, 20, 35):
+        script = Script({0: [request("a", prompt_of(30, 5), 60)]}, {"a": length})
+        found = [facts(play(each, script)["a"]) for each in (engine, ahead)]
+        assert found[0] == found[1]
+    device.finish()
+    late.finish()
+    theirs, ours = kept_states(engine), kept_states(ahead)
+    assert theirs.keys() == ours.keys() and len(ours) == 4
+    assert all(torch.equal(theirs[identity], ours[identity]) for identity in theirs)
+
+
+def watch_published(engine: Engine) -> Callable[[], None]:
     """What is published are tokens of prompts and answers alone, and their KV is that of these tokens."""
     log, known = engine.blocks.watch(), []
+    texts: dict[BlockIdentity, list[list[int]]] = {b"": [[]]}
     forget = engine._sequences.forget
 
     def remember(sequence: Any) -> None:
@@ -161,7 +228,6 @@ def watch_committed(engine: Engine) -> Callable[[], None]:
     engine._sequences.forget = remember  # type: ignore[method-assign]
 
     def check() -> None:
-        texts = {b"": [[]]}
         stored = [event for event in log.take() if event.kind == "stored"]
         assert stored
         for event in stored:
@@ -199,7 +265,7 @@ def test_the_next_step_is_laid_out_and_launched_while_one_runs(make_engine: Make
 
 
 def test_a_crowd_that_waits_for_rows_or_room_does_not_hold_it_up(make_engine: MakeEngine) -> None:
-    for options in ({"max_num_seqs": 2}, {"num_blocks": 9}):
+    for options in ({"max_num_seqs": 2}, {"num_blocks": 9, "max_model_len": 128}):
         engine, device = make_engine(**options)
         for number in range(6):
             engine.add(request(str(number), prompt_of(33, number), 30))
@@ -262,7 +328,7 @@ def run(engine: Engine) -> list[int]:
 @pytest.mark.parametrize("ends", ["by a stop token", "by an abort", "by its time limit"])
 def test_what_a_late_row_writes_harms_nobody(make_engine: MakeEngine, ends: str) -> None:
     """Blocks that another worker fills meanwhile are others."""
-    engine, device = make_engine(num_blocks=9)
+    engine, device = make_engine(num_blocks=9, max_model_len=128)
     engine.add(request("a", prompt_of(20), 60))
     engine.step()
     engine.step()
