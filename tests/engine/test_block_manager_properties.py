@@ -258,9 +258,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 
 TestBlockManagerAgainstModel = BlockManagerMachine.TestCase
-TestBlockManagerAgainstModel.settings = settings(
+STATEFUL = settings(
     max_examples=50,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+TestBlockManagerAgainstModel.settings = STATEFUL

@@ -56,23 +56,16 @@ def step_until_preempted(scheduler: Scheduler) -> None:
     raise AssertionError("the blocks do not run out")
 
 
-@pytest.mark.parametrize("priorities", [(0, 0), (0, 1), (-1, 0)])
-def test_who_would_run_last_is_preempted(priorities: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("priorities", "goes"), [((0, 0), 1), ((0, 1), 1), ((-1, 0), 1), ((5, 0), 0)])
+def test_the_one_that_would_run_last_is_preempted(priorities: tuple[int, int], goes: int) -> None:
+    """The younger one, or an older one of less priority."""
     scheduler = make_scheduler(num_blocks=7)
-    old = add(scheduler, 0, 8, priority=priorities[0])
-    young = add(scheduler, 1, 8, priority=priorities[1])
-    young.prompt_logprobs.append(None)
+    both = [add(scheduler, order, 8, priority=priority) for order, priority in enumerate(priorities)]
+    gone, stays = both[goes], both[1 - goes]
+    gone.prompt_logprobs.append(None)
     step_until_preempted(scheduler)
-    assert scheduler.running == [old] and scheduler.waiting == [young]
-    assert young.sequence_blocks is None and young.num_computed == 0 and not young.prompt_logprobs
-
-
-def test_an_older_one_of_less_priority_is_preempted() -> None:
-    scheduler = make_scheduler(num_blocks=7)
-    unimportant = add(scheduler, 0, 8, priority=5)
-    important = add(scheduler, 1, 8)
-    step_until_preempted(scheduler)
-    assert scheduler.running == [important] and scheduler.waiting == [unimportant]
+    assert scheduler.running == [stays] and scheduler.waiting == [gone]
+    assert gone.sequence_blocks is None and gone.num_computed == 0 and not gone.prompt_logprobs
 
 
 def test_a_prompt_that_is_handed_over_is_never_preempted() -> None:

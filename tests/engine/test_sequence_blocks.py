@@ -1,4 +1,4 @@
-"""What a sequence holds where its KV lies in two block pools of the pool."""
+"""The blocks of a sequence, also of one whose KV lies in two block pools."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from engine.sequence_blocks import SequenceBlocks
 from protocol.handoff import Extent
 from protocol.ids import block_identities, root_identity
 from protocol.kv_events import Medium
+from tests.engine.cached_prefix import cached_prefix
 from tests.engine.fake_pool import FakePool
 
 SIZE = 4
@@ -27,6 +28,36 @@ def started(manager: BlockManager, token_ids: list[int]) -> tuple[SequenceBlocks
     held, covered = find_prefix(manager, token_ids, ROOT)
     held.grow(covered, len(token_ids))
     return held, covered
+
+
+def test_new_blocks_are_adjacent_where_they_can_be() -> None:
+    manager = BlockManager(FakePool(SIZE, 16))
+    first, _ = started(manager, [0] * 20)
+    first.free()
+    assert started(manager, [0] * 40)[0].blocks[0] == list(range(10))
+
+
+@pytest.mark.parametrize("is_drafted", [True, False])
+def test_a_copied_block_holds_the_draft_kv_that_its_source_holds(is_drafted: bool) -> None:
+    """A block that had draft KV before may be the target."""
+    pool = FakePool(SIZE, 4)
+    manager = BlockManager(pool)
+    first, _ = started(manager, TOKENS[:8])
+    first.publish(TOKENS, 8)
+    if is_drafted:
+        first.mark_drafted(8)
+    second, _ = started(manager, TOKENS[:8])
+    assert len(pool.copies) == 1
+    assert second.num_drafted == (8 if is_drafted else 0)
+
+
+def test_without_prefix_caching_nothing_is_kept() -> None:
+    manager = BlockManager(FakePool(SIZE, 4), enable_prefix_caching=False)
+    held, _ = started(manager, TOKENS[:8])
+    held.publish(TOKENS, 8)
+    assert cached_prefix(manager, TOKENS, ROOT) == 0
+    held.free()
+    assert (manager.num_free, manager.num_cached) == (4, 0)
 
 
 def test_room_is_taken_in_every_block_pool_or_in_none() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
@@ -13,6 +12,7 @@ from engine.tiers.host import HostTier
 from protocol.ids import BlockIdentity, child_identity
 from tests.engine.test_block_manager_properties import (
     ROOTS,
+    STATEFUL,
     BlockManagerMachine,
     ModelBlock,
     ModelTable,
@@ -126,9 +126,4 @@ class HostTierMachine(BlockManagerMachine):
 
 
 TestBlockManagerOverHostTier = HostTierMachine.TestCase
-TestBlockManagerOverHostTier.settings = settings(
-    max_examples=50,
-    stateful_step_count=50,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+TestBlockManagerOverHostTier.settings = STATEFUL
