@@ -20,11 +20,9 @@ from engine.cuda.decoder import CudaDecoder
 from engine.cuda.modules import Modules
 from engine.cuda.products import TiledLinear, tile_linears
 from engine.cuda.runner import CudaRunner
-from engine.download import Downloader
 from engine.forward import Forward
 from engine.hybrid_forward import HybridForward
 from engine.kv_pool import KVPool
-from engine.late_tokens import LateTokens
 from engine.linear.rounding import round_linears
 from engine.loader import LoadedModel
 from engine.lora.layers import attach, begin_step
@@ -230,21 +228,6 @@ def test_adapters_stand_beside_quantized_weights(adapter: Path) -> None:
         logits_of(runner, batch, [0])  # its KV is that of the adapter again
 
 
-def test_graphs_read_the_adapter_that_a_row_has_now(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one that is dropped, none is left; another one comes in its place."""
-    ours, other = Side(adapter, monkeypatch, replays=True), adapter.parent / "another"
-    write_adapter(adapter.parent, other, 3)
-    before = logits_of(ours.runner, [adapted(0, 5)], [0])
-    ours.adapters.unload("one")
-    ours.adapters.release(1)
-    slot = ours.adapters.acquire(ours.adapters.load("another", str(other)))
-    batch = [replace(chain(3, 0, 5), adapter=slot)]
-    found = logits_of(ours.runner, batch, [0])
-    assert ours.num_replays == 2 and not torch.allclose(found, before, atol=1e-2)
-    expected = Side(other, monkeypatch)
-    assert torch.equal(found, logits_of(expected.runner, [adapted(0, 5)], [0]))
-
-
 def test_rows_of_a_slot_of_nothing_are_those_without_adapters(
     decoder: str, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,18 +259,6 @@ def test_a_model_with_recurrent_layers(model_type: str, tmp_path: Path) -> None:
     assert sum(graph.num_replays for graph in graphs.graphs) == 3 and len(graphs.graphs) == 2
     plain = [replace(rows, adapter=0) for rows in batch]
     assert not torch.allclose(eager.logits(plain)[1], expected[1], atol=1e-3)
-
-
-def test_tokens_that_only_the_device_knows(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = Side(adapter, monkeypatch)
-    for batch in ([chain(0, 10, 2), chain(1, 40, 0)], [chain(0, 10, 2), adapted(0, 0)]):
-        known = [replace(rows, token_ids=[[3, 7, 9][place] for place in rows.token_ids]) for rows in batch]
-        expected = logits_of(ours.runner, known, [0, 1])
-        found, _ = ours.runner.run_ahead(batch, [0, 1], torch.tensor([3, 7, 9]))
-        assert torch.equal(found, expected)
-        named = [replace(rows, token_ids=[~place for place in rows.token_ids]) for rows in batch]
-        late = LateTokens(torch.tensor([3, 7, 9]), Downloader(CPU))
-        assert torch.equal(ours.runner.run_late(named, [0, 1], late).logits, expected)
 
 
 def test_no_weight_is_there_twice(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:

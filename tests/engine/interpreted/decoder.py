@@ -14,6 +14,7 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
 )
@@ -65,6 +66,15 @@ def without_a_gpu() -> Iterator[None]:
         yield
 
 
+def made(config: Any) -> PreTrainedModel:
+    transformers_hook.register()
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation=transformers_hook.NAME
+    )
+    return model.eval().requires_grad_(False)
+
+
 def pool_of(head_dim: int, quantization: str) -> KVPool:
     group = Group.uniform(TARGET, Segment(2, 1, head_dim, torch.float32))
     if quantization != "none":
@@ -77,15 +87,10 @@ CASES = [*((name, "none") for name in CONFIGS), ("qwen3", "int8_row_scales")]
 
 @pytest.mark.parametrize(("name", "quantization"), CASES)
 def test_it_is_what_transformers_computes(name: str, quantization: str) -> None:
-    transformers_hook.register()
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(
-        CONFIGS[name], dtype=torch.float32, attn_implementation=transformers_hook.NAME
-    ).eval()
+    model = made(CONFIGS[name])
     for parameter in model.parameters():
         if parameter.ndim == 1:  # norms and biases
             parameter.data += 0.1 * torch.randn_like(parameter)
-    model.requires_grad_(False)
     outputs: list[list[Any]] = []
     pools = [pool_of(model.model.layers[0].self_attn.head_dim, quantization) for _ in range(2)]
     backends = [TritonBackend(p.layers(TARGET), rows=p.groups[TARGET].rows) for p in pools]
@@ -105,13 +110,7 @@ def test_it_is_what_transformers_computes(name: str, quantization: str) -> None:
 
 @pytest.mark.parametrize("format", [None, CodeFormat.INT4], ids=str)
 def test_products_in_tiles(format: CodeFormat | None) -> None:
-    transformers_hook.register()
-    torch.manual_seed(1)
-    shape = SHAPE | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
-    model = AutoModelForCausalLM.from_config(
-        Qwen3Config(**shape), dtype=torch.float32, attn_implementation=transformers_hook.NAME
-    ).eval()
-    model.requires_grad_(False)
+    model = made(Qwen3Config(**SHAPE | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}))
     if format is not None:
         round_linears(model, format)
     backends = [TritonBackend(pool_of(32, "none").layers(TARGET)) for _ in range(2)]
@@ -134,13 +133,7 @@ def test_granite_is_left_to_its_modules() -> None:
 
 
 def test_padding_rows_write_nowhere() -> None:
-    transformers_hook.register()
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(
-        CONFIGS["qwen3"], dtype=torch.float32, attn_implementation=transformers_hook.NAME
-    ).eval()
-    model.requires_grad_(False)
-    results = []
+    model, results = made(CONFIGS["qwen3"]), []
     for least in (StepShape(), StepShape(rows=8, logits=4, sequences=6, rows_each=4, blocks=4)):
         pool = pool_of(16, "none")
         backend = TritonBackend(pool.layers(TARGET))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ from engine.late_trees import LateTrees
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.rows import SequenceRows
 from engine.runner import ForwardOutput, Runner
-from tests.engine.interpreted.recorder import RecordedGraph, RecordedGraphs, pageable_memory
+from tests.engine.interpreted.recorder import RecordedGraphs, pageable_memory
 
 CPU = torch.device("cpu")
 BLOCK, NUM_BLOCKS = 16, 32
@@ -236,45 +235,3 @@ def test_trees() -> None:
         rows = sum(len(each.token_ids) for each in batch)
         same(eager, replayed, batch, list(range(rows)))
     assert sum(graph.num_replays for graph in graphs.graphs) == 3
-
-
-def test_padding_writes_nowhere_and_changes_no_row() -> None:
-    """The bits of a step alone, without padding, and in the largest bucket."""
-    model = made_model()
-    batch, logit_rows = [chain(0, 30, 3), chain(1, 61, 7)], [0, 1]
-    tight = Side(model, Buckets([2], [1], [6], trees=False), None, hidden=False)
-    wide = Side(model, Buckets([3], [2], [6], trees=False), RecordedGraphs(), hidden=False)
-    expected, found = tight.run(batch, logit_rows), wide.run(batch, logit_rows)
-    torch.testing.assert_close(found.logits, expected.logits, atol=1e-5, rtol=1e-5)  # torch's products
-    torch.testing.assert_close(
-        wide.pool.block_pools[0].view(torch.float32), tight.pool.block_pools[0].view(torch.float32)
-    )
-    untouched = torch.ones(NUM_BLOCKS, dtype=torch.bool)
-    untouched[[1, 9]] = False
-    assert torch.equal(wide.pool.block_pools[0][untouched], tight.pool.block_pools[0][untouched])
-
-
-ALIKE: list[list[tuple[list[SequenceRows], list[int]]]] = [
-    [([chain(0, 10, 3)], [0]), ([chain(1, 31, 5)], [0])],
-    [([chain(0, 12, 6), chain(2, 90, 7)], [0, 1]), ([chain(1, 40, 1), chain(2, 5, 1), chain(3, 0, 4)], [2])],
-    [([chain(1, 42, 1, 2)], [0, 1]), ([chain(0, 80, 3, 4)], [1])],
-]
-
-
-@pytest.mark.parametrize("steps", ALIKE)
-def test_all_steps_of_a_bucket_launch_the_same(steps: list[tuple[list[SequenceRows], list[int]]]) -> None:
-    """The same kernels with the same constants, over memory at the same addresses: so none depends on what
-    the host alone knows, and none reads what was made for one step.
-    """
-    side = Side(made_model(), BUCKETS, None, hidden=True)
-    runner: Any = side.runner
-    side.run(*steps[0])  # what is made once is there
-    recorded = []
-    shapes = set()
-    for batch, logit_rows in steps:
-        shapes.add(BUCKETS.shape_of(batch, len(logit_rows), BLOCK))
-        recorded.append(RecordedGraph())
-        with torch.inference_mode():
-            inputs = runner._inputs(batch, logit_rows, *shapes)
-            recorded[-1].capture(partial(runner._forward, inputs))
-    assert recorded[0].listed == recorded[1].listed

@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -36,7 +36,7 @@ from engine.runner import Runner
 from engine.step_inputs import StepShape
 from protocol.config import ServeConfig
 from tests.e2e.architectures import write_model
-from tests.engine.interpreted.recorder import RecordedGraph, RecordedGraphs, pageable_memory
+from tests.engine.interpreted.recorder import RecordedGraphs, pageable_memory
 
 CPU = torch.device("cpu")
 BLOCK, NUM_BLOCKS, NUM_SEATS, DRAFTS = 16, 18, 3, 8
@@ -103,14 +103,6 @@ class Side:
     def logits(self, batch: list[SequenceRows]) -> Tensor:
         """Of all rows."""
         return self.runner.run(batch, list(range(num_rows(batch)))).logits.clone()
-
-    def recorded(self, batch: list[SequenceRows], buckets: Buckets) -> list[Any]:
-        """What the step launches."""
-        graph, wanted = RecordedGraph(), list(range(num_rows(batch)))
-        with torch.inference_mode():
-            inputs = self.cuda._inputs(batch, wanted, shape_of(buckets, batch))
-            graph.capture(partial(self.cuda._forward, inputs))
-        return graph.listed
 
     @property
     def memory(self) -> list[Tensor]:
@@ -205,27 +197,6 @@ def test_a_replay_is_what_the_step_computes_when_it_is_launched(
         assert sum(graph.num_replays for graph in graphs.graphs) - before == replays
         shape, hidden = shape_of(buckets, batch), replayed.cuda._kept[1]
         assert hidden is not None and (shape is None or hidden[: shape.rows].isfinite().all())
-
-
-ALIKE: list[tuple[Buckets, list[list[SequenceRows]]]] = [
-    (CHAINS, [[rows_of(0, 13, 1)], [rows_of(2, 0, 1), rows_of(1, 30, 1), rows_of(0, 14, 1)]]),
-    (CHAINS, [[rows_of(0, 13, 2, certain=14)], [rows_of(0, 14, 4, certain=15), rows_of(1, 30, 4)]]),
-    (TREES, [[rows_of(1, 30, 3, certain=31)], [tree(1, 31), tree(0, 14)]]),
-]
-
-
-@pytest.mark.parametrize("model_type", MODELS)
-@pytest.mark.parametrize(("buckets", "steps"), ALIKE, ids=["decode rows", "drafts", "trees"])
-def test_all_steps_of_a_bucket_launch_the_same(
-    model_type: str, buckets: Buckets, steps: list[list[SequenceRows]]
-) -> None:
-    """Few sequences and many, that cross grid points and do not."""
-    side = Side(model_type, buckets)
-    for shape in buckets:
-        side.cuda._inputs([], [], shape)
-    first, second = (side.recorded(batch, buckets) for batch in steps)
-    assert {"convolve", "attend", "keep"} <= {name for name, _ in first}
-    assert first == second
 
 
 @pytest.mark.parametrize("model_type", MODELS)

@@ -1,4 +1,4 @@
-"""A CUDA graph on the CPU: lists what a step launches, with its addresses and constants, and launches that
+"""A CUDA graph on the CPU: keeps what a step launches, with its addresses and constants, and launches that
 again on the same memory, Triton's kernels in the interpreter.
 """
 
@@ -52,10 +52,6 @@ class RecordedGraph:
     def __init__(self) -> None:
         self._launches: list[Callable[[], object]] = []
         self._made: list[Tensor] = []
-        self.listed: list[tuple[str, list[Any]]] = []
-        """Of each launch, the name and what it is given: constants as they are, memory that was there before
-        by its address, and other memory by its number.
-        """
         self.num_replays = 0
 
     def capture(self, work: Callable[[], object]) -> None:
@@ -63,7 +59,6 @@ class RecordedGraph:
 
         def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
             self._launches.append(lambda: run(kernel, *args, grid=grid, warmup=False, **kwargs))
-            self._list(kernel.__name__, (grid, args, kwargs))
 
         with pytest.MonkeyPatch.context() as patch, _Operators(self):
             patch.setattr(InterpretedFunction, "run", record)
@@ -86,20 +81,7 @@ class RecordedGraph:
         if name not in _EMPTY:
             again = partial(func, *args, **kwargs)
             self._launches.append(again if writes else lambda: result.copy_(again()))
-            self._list(name, (args, kwargs))
         return result
-
-    def _list(self, name: str, given: Any) -> None:
-        own = {made.untyped_storage().data_ptr(): number for number, made in enumerate(self._made)}
-        described: list[Any] = []
-        for each in tree_flatten(given)[0]:
-            if isinstance(each, Tensor):
-                storage = each.untyped_storage().data_ptr()
-                where: Any = ("made", own[storage]) if storage in own else each.data_ptr()
-                described.append((where, each.shape, each.stride(), each.storage_offset()))
-            else:
-                described.append(each)
-        self.listed.append((name, described))
 
 
 def _addresses(given: Any) -> set[int]:

@@ -4,6 +4,7 @@ token. `test_interpreted_kernels.py` runs it in a process of its own.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Iterable, Iterator
@@ -14,13 +15,13 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from engine.sampler import Sampler, SamplingRow, gumbel_noise, stream_keys
+from engine.sampler import Sampler, SamplingRow
 from engine.sampler.triton_kernel import chooser
 from engine.sampler.triton_kernel.chooser import TritonSampler
 from tests.engine.interpreted.sampling_cases import EDITS, Case, cases
 from tests.engine.sampler_reference import make_row
 from tests.engine.test_grammars import Fixed, masked_rows
-from tests.engine.test_sampler_native import FILTERS, make_rows
+from tests.engine.test_sampler_native import FILTERS, equal_scores, exact_nuclei, make_rows
 
 CPU = torch.device("cpu")
 few = settings(max_examples=6, deadline=None, database=None)
@@ -137,40 +138,17 @@ def test_a_forbidden_logit_may_be_nan() -> None:
 
 
 def test_among_equal_scores_the_lowest_id_wins() -> None:
-    num_equal = 0
-    for seed in range(60):
-        noise = gumbel_noise(stream_keys(torch.tensor([seed]), torch.tensor([3])), torch.arange(200))
-        logits = torch.full((1, 200), -1000.0)
-        logits[0, 150] = 0.0
-        logits[0, 3] = noise[150] - noise[3]
-        if logits[0, 3] <= 0 and logits[0, 3] + noise[3] == noise[150]:
-            num_equal += 1
-            assert choose(logits, [make_row(seed=seed)])[0] == [3]
-    assert num_equal > 5
-    greedy = make_row(temperature=0.0)
-    assert choose(torch.zeros(1, 200), [greedy])[0] == [0]
+    found = [choose(logits, [row])[0] for row, logits in equal_scores(150, 3)]
+    assert found == [[3]] * len(found) and len(found) > 5
+    assert choose(torch.zeros(1, 200), [make_row(temperature=0.0)])[0] == [0]
 
 
 def test_a_nucleus_ends_where_it_has_just_top_p() -> None:
-    """The likeliest token alone has exactly `top_p`: the next one stays outside."""
-    num_exact = 0
-    for step in range(50):
-        logits = torch.tensor([[0.0, -0.1 - step / 16, -90.0]])
-        share = math.exp(float(logits[0, 1]))
-        total = 1 + share
-        if total - share != 1 or 1 / total * total != 1:
-            continue  # rounded
-        num_exact += 1
-        rows = [
-            make_row(seed=seed, top_k=2, top_p=top_p)
-            for top_p in (1 / total, 1 / total * (1 + 1e-14))
-            for seed in range(4)
-        ]
+    """The next token stays outside."""
+    for logits, *bounds in itertools.islice(exact_nuclei(-0.1), 2):
+        rows = [make_row(seed=seed, top_k=2, top_p=top_p) for top_p in bounds for seed in range(4)]
         found, _ = choose(logits.expand(len(rows), -1).contiguous(), rows)
         assert found[:4] == [0] * 4
-        if num_exact == 2:
-            return
-    raise AssertionError("no such logits")
 
 
 def test_distributions_and_drafts() -> None:

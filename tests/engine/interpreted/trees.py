@@ -183,41 +183,6 @@ def drafts_of(nodes: Tensor, max_nodes: Sequence[int]) -> list[Draft]:
     return drafts
 
 
-@pytest.mark.parametrize("num_tables", [1, 2])
-def test_a_level_lies_where_the_host_would_lay_it(num_tables: int) -> None:
-    """Of three trees, one of which has no row in it."""
-    blocks = [[[9, 2, 5], [3, 7, 8]], [[1, 4], [6, 0]], [[10, 11], [12, 13]]]
-    tables = [each[:num_tables] for each in blocks]
-    known = [
-        SequenceRows([7, 8], 10, tables[0], [0b1011, 0b10101], 7),
-        SequenceRows([9], 7, tables[2], [0b111], 5),
-    ]
-    unknown = [
-        SequenceRows([0] * 2, end - 2, its, [1] * 2, root)
-        for its, end, root in zip(tables, (12, 1, 9), (7, 0, 5), strict=True)
-    ]
-    state = State.of(3, 4, 2, CPU)
-    state.runs.copy_(torch.tensor([[4, 2], [0, 0], [2, 1]]))
-    state.nodes[0, 0, 2:], state.nodes[2, 0, 2:] = torch.tensor([[7, 8], [0b1011, 0b10101]])
-    state.nodes[0, 2, 1], state.nodes[2, 2, 1] = 9, 0b111
-    level = Level(state, num_rows=2, num_before=2, depth=2, block_size=BLOCK)
-    found, expected = (
-        step_inputs(batch, [0] * 6, upload_to(CPU), BlockTable(BLOCK, num_tables=num_tables), StepShape())
-        for batch in (unknown, known)
-    )
-    level.fill_rows(found)
-    ours, theirs = found.attention, expected.attention
-    assert found.token_ids[:3].tolist() == [7, 8, 9]
-    assert found.positions[:3].tolist() == expected.positions.tolist() == [9, 9, 7]
-    assert ours.visible is not None and torch.equal(ours.visible[:3], theirs.visible)
-    assert torch.equal(ours.slot_mapping[..., :3], theirs.slot_mapping)
-    assert (ours.slot_mapping[..., 3:] == -1).all()
-    assert ours.query_start.tolist() == [0, 2, 2, 3]
-    assert ours.context_len.tolist() == [theirs.context_len[0], 1, theirs.context_len[1]]
-    assert found.logit_rows.tolist() == [0, 1, 1, 1, 2, 2]
-    assert ours.max_context_len >= theirs.max_context_len
-
-
 def test_rows_of_many_trees() -> None:
     """They lie one after another, and so do the hidden states of what they follow."""
     count, width = 150, 3
