@@ -22,20 +22,18 @@ from engine.decoder.description import Description, unfit
 from engine.decoder.forward import DecoderForward
 from engine.decoder.native_model import DTYPES
 from engine.forward import Forward
-from engine.linear.packed import kernel_fault, pack_linears
+from engine.linear.packed import pack_linears
 from engine.linear.packed_quantized import pack_quantized_linears
 from engine.linear.quantized import QuantizedLinear
 from engine.linear.rounding import round_head, round_linears, round_to_nearest
 from engine.quantization.weight import CodeFormat
 from engine.rows import RowArrays, SequenceRows
 from engine.runner import ForwardOutput
+from tests.engine.kernels import needs_kernel
 
-CPU = torch.device("cpu")
 BLOCK, NUM_BLOCKS, POSITIONS = 16, 24, 256
 
-pytestmark = pytest.mark.skipif(
-    kernel_fault(CPU, torch.bfloat16) is not None, reason=str(kernel_fault(CPU, torch.bfloat16))
-)
+pytestmark = needs_kernel
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": False},
@@ -215,21 +213,24 @@ def test_float32_differs_from_the_modules_by_the_order_of_sums(name: str) -> Non
         assert_same(ours.hidden, theirs.hidden, slack=1e-3)
 
 
-@pytest.mark.parametrize("format", list(CodeFormat))
-def test_quantized_layers_give_the_modules_logits(format: CodeFormat) -> None:
-    both = Both("qwen2", quantization=format)
-    for batch, logit_rows in steps():
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(("qwen2", {"quantization": format}) for format in CodeFormat),
+        ("llama", {"quantized_head": True}),
+        ("llama-biases", {"quantized_head": True}),
+        *(("qwen3", {"hidden_layers": layers}) for layers in ((0,), (3,), (2, 0), (1, 2, 3))),
+    ],
+)
+def test_quantized_layers_and_heads_and_hidden_states_too(name: str, options: dict[str, Any]) -> None:
+    """The head of `llama-biases` has its embeddings' weights."""
+    both = Both(name, **options)
+    for batch, logit_rows in steps(seed=1):
         ours, theirs = both.run(batch, logit_rows)
         assert_same(ours.logits, theirs.logits)
-
-
-@pytest.mark.parametrize("name", ["llama", "llama-biases"])
-def test_a_quantized_head_gives_the_modules_logits(name: str) -> None:
-    """The second model has its embeddings' weights in its head."""
-    both = Both(name, quantized_head=True)
-    for batch, logit_rows in steps():
-        ours, theirs = both.run(batch, logit_rows)
-        assert_same(ours.logits, theirs.logits)
+        if "hidden_layers" in options:
+            assert ours.hidden is not None and theirs.hidden is not None
+            assert_same(ours.hidden, theirs.hidden)
 
 
 def test_layers_of_one_input_that_are_quantized_in_several_ways_are_left_to_the_modules() -> None:
@@ -239,16 +240,6 @@ def test_layers_of_one_input_that_are_quantized_in_several_ways_are_left_to_the_
     attention.k_proj = QuantizedLinear(round_to_nearest(torch.randn(32, 64), CodeFormat.INT8, 64))
     pack_quantized_linears(model)
     assert unfit(model) == "layer 1 has products of one input that are quantized in several ways"
-
-
-@pytest.mark.parametrize("layers", [(0,), (3,), (2, 0), (1, 2, 3)])
-def test_hidden_states_are_the_modules(layers: tuple[int, ...]) -> None:
-    both = Both("qwen3", layers)
-    for batch, logit_rows in steps(seed=1):
-        ours, theirs = both.run(batch, logit_rows)
-        assert ours.hidden is not None
-        assert theirs.hidden is not None
-        assert_same(ours.hidden, theirs.hidden)
 
 
 def test_trees_and_first_keys_too() -> None:

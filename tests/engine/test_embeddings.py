@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 
 from engine.engine import Engine
-from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
-from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
-from tests.worker.tiny_model import VOCAB_SIZE, load, write_tiny_llama
+from tests.engine.test_engine import run, tiny_engine
+from tests.worker.tiny_model import VOCAB_SIZE, load
 
 LONG = [1 + (7 * place) % (VOCAB_SIZE - 1) for place in range(150)]
 PROMPTS = [LONG, LONG[:33], [5], [*LONG[:96], 9]]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_tiny_llama(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -38,31 +29,13 @@ def expected(folder: Path) -> list[np.ndarray]:
 
 
 def make(folder: Path, **options: object) -> Engine:
-    config = ServeConfig(
-        model=str(folder),
-        device="cpu",
-        dtype="float32",
-        compile="off",
-        max_model_len=256,
-        max_num_batched_tokens=64,
-        max_num_seqs=8,
-        kv_cache_memory_bytes=1 << 20,
-        enable_embeddings=True,
-    )
-    return Engine(msgspec.structs.replace(config, **options))
+    settings = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 20}
+    return tiny_engine(folder, **{**settings, "enable_embeddings": True, **options})
 
 
 def request(name: str, prompt: list[int], embeds: bool = True) -> EngineRequest:
     params = SamplingParams(max_tokens=1 if embeds else 40, temperature=0.0, ignore_eos=True, embeds=embeds)
     return EngineRequest(request_id=name, prompt_token_ids=prompt, sampling=params)
-
-
-def run(engine: Engine) -> dict[str, list[TokenOutput]]:
-    outputs: dict[str, list[TokenOutput]] = {}
-    while engine.has_work():
-        for output in engine.step().outputs:
-            outputs.setdefault(output.request_id, []).append(output)
-    return outputs
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel, Qwen3MoeConfig
 
 from engine.linear.experts import Experts, join_experts, pack_experts, split_experts
-from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import pack_quantized_linears
 from engine.linear.quantized import QuantizedLinear
 from engine.linear.rounding import round_layers
 from engine.linear.routed import RoutedLinear, RoutedQuantizedLinear
 from engine.quantization.weight import CodeFormat
+from tests.engine.kernels import needs_kernel
 
-CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(
-    kernel_fault(CPU, torch.bfloat16) is not None, reason="this machine has no such kernel"
-)
+pytestmark = needs_kernel
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 QWEN = Qwen3MoeConfig(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,235 +77,9 @@ def runner_of(decoder: CudaDecoder, backend: TritonBackend) -> CudaRunner:
     return CudaRunner(decoder, backend, GPU, "", Buckets.of(ServeConfig(), 1024))
 
 
-DECODE = [SequenceRows([5], 20, [[1, 2]]), SequenceRows([5], 30, [[3, 4]])]
-TREES = [SequenceRows([5, 6, 7], 20, [[1, 2]], [1, 3, 5]), SequenceRows([5, 6, 7], 25, [[3, 4]], [1, 3, 5])]
-
-HYBRID = [
-    [SequenceRows([5], 20, [[1, 2]]), SequenceRows([5], 30, [[3, 4]], state_slot=1)],
-    [
-        SequenceRows([5, 6, 7], 20, [[1, 2]], [1, 3, 5], certain=21),
-        SequenceRows([5], 31, [[3, 4]], state_slot=1),
-    ],
-]
-
-
-@pytest.mark.parametrize(("batch", "logits"), [(DECODE, 2), (TREES, 6)], ids=["decode rows", "trees"])
-def test_a_forward_of_the_models_own_modules(batch: list[SequenceRows], logits: int) -> None:
-    with absent_gpu() as gpu:
-        runner = Forward(qwen3(), TritonBackend(pool_of().layers(TARGET)), "off", products="")
-        for _ in range(2):
-            gpu.clear()
-            assert len(runner.run(batch, list(range(logits))).logits) == logits
-            gpu.num_done = gpu.num_queued  # whoever reads the tokens has waited for them
-    assert not gpu.waits, "\n".join(gpu.waits)
-    assert gpu.launches["attend"] == LAYERS
-
-
-def hybrid() -> LoadedModel:
-    config = config_of("qwen3_5_text")
-    transformers_hook.register()
-    with GPU:
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=transformers_hook.NAME
-        ).eval()
-    layer = RecurrentLayer(2 * 2 * 16 + 4 * 8, config.linear_conv_kernel_dim, 4, 2, 16, 8)
-    state = StateLayout((layer, layer), torch.bfloat16).with_drafts(8)
-    group = Group.uniform(TARGET, Segment(3, 2, 16, torch.bfloat16))
-    hooks = hook(model)
-    assert hooks is not None
-    return LoadedModel(model, GPU, torch.bfloat16, group, 320, 64, [], "", recurrent=Recurrent(hooks, state))
-
-
-def hybrid_pool(loaded: LoadedModel) -> KVPool:
-    assert loaded.recurrent is not None
-    return KVPool(PoolLayout((loaded.kv_group,), 16, loaded.recurrent.state, 3), 64, GPU, None)
-
-
-@needs_hooks
-def test_a_model_with_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt, decode rows and a tree, of which some is accepted."""
-    loaded = hybrid()
-    monkeypatch.setattr(native, "triton_fault", lambda device: None)
-    with absent_gpu() as gpu:
-        pool = hybrid_pool(loaded)
-        assert pool.state_slots is not None
-        backend = TritonBackend(pool.layers(TARGET))
-        runner = HybridForward(loaded, backend, pool.state_slots, products="", packed=False)
-        assert runner.choice == "eager, recurrent layers by triton operators"
-        for _ in range(2):
-            gpu.clear()
-            for batch in ([SequenceRows([5] * 40, 0, [[1, 2, 3]], state_slot=2)], *HYBRID):
-                assert len(runner.run(batch, [0, 1]).logits) == 2
-            pool.state_slots.move(0, 21, [1])
-            gpu.num_done = gpu.num_queued
-    assert not gpu.waits, "\n".join(gpu.waits)
-    assert gpu.launches["convolve"] == gpu.launches["attend"] - 3 == gpu.launches["keep"] == 6
-
-
-@needs_hooks
-@pytest.mark.parametrize("adapter", [0, 1])
-def test_steps_of_a_model_with_recurrent_layers_are_captured(
-    adapter: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Decode rows are one launch, and so are drafts to verify; a prompt is launched kernel by kernel."""
-    loaded = hybrid()
-    monkeypatch.setattr(select_forward, "select_backend", lambda *_: (TritonBackend, ""))
-    config = ServeConfig(
-        max_num_seqs=2, speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=2)
-    )
-    drafts = [SequenceRows([5, 6, 7], 31, [[1, 2, 3]], certain=32)]
-    prompt = [SequenceRows([5] * 40, 1, [[1, 2, 3]])]
-    adapters = adapters_of(loaded.model) if adapter else None
-    with absent_gpu() as gpu:
-        monkeypatch.setattr(cuda_runner, "CudaGraphs", lambda device: CountedGraphs(gpu))
-        pool = hybrid_pool(loaded)
-        served = replace(loaded, adapters=adapters)
-        runner = select_forward.runner_of_one_process(config, served, pool, ())
-        runner.warm_up()
-        count = 12 if adapter else 6
-        name = "the model's own modules, recurrent layers by triton operators"
-        assert runner.choice == f"{name}, {count} graphs"
-        for batch in (HYBRID[0], drafts, prompt):
-            gpu.clear()
-            runner.run([replace(rows, adapter=adapter) for rows in batch], [0, 1])
-            gpu.num_done = gpu.num_queued
-            assert not gpu.waits, "\n".join(gpu.waits)
-            if batch is prompt:
-                assert gpu.launches["convolve"] == gpu.launches["keep"] == 2 and not gpu.launches["graph"]
-                assert (gpu.launches["expand"] > 0) == (adapter > 0)
-            else:
-                assert gpu.launches == {"graph": 1}
-
-
-@pytest.mark.parametrize(("batch", "logits"), [(DECODE, 2), (TREES, 6)], ids=["decode rows", "trees"])
-def test_the_cuda_decoder(batch: list[SequenceRows], logits: int) -> None:
-    with absent_gpu() as gpu:
-        backend = TritonBackend(pool_of().layers(TARGET))
-        runner = runner_of(CudaDecoder(qwen3(), backend, 64), backend)
-        for _ in range(2):
-            gpu.clear()
-            assert len(runner.run(batch, list(range(logits))).logits) == logits
-            gpu.num_done = gpu.num_queued
-    assert not gpu.waits, "\n".join(gpu.waits)
-
-
-def test_which_models_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = pool_of()
-    loaded = LoadedModel(qwen3(), GPU, torch.bfloat16, pool.groups[TARGET], 512, 64, [], "")
-    monkeypatch.setattr(select_forward, "select_backend", lambda *_: (TritonBackend, ""))
-
-    monkeypatch.setattr(cuda_runner, "CudaGraphs", lambda device: CountedGraphs(AbsentGpu()))
-
-    def runner(**options: Any) -> Runner:
-        return select_forward.runner_of_one_process(ServeConfig(**options), loaded, pool, ())
-
-    with absent_gpu():
-        graphed, eager = (runner(max_num_seqs=2, enforce_eager=eager) for eager in (False, True))
-        assert graphed.warm_up() > 0.0
-        assert eager.warm_up() == 0.0
-        attention = TritonBackend(pool.layers(TARGET))
-        drafting = select_forward.runner_of_drafts(ServeConfig(max_num_seqs=2), loaded, attention)
-        assert drafting.warm_up() > 0.0
-    assert drafting.choice == "CUDA decoder, 4 graphs"
-    assert graphed.choice == "CUDA decoder, 2 graphs"
-    assert eager.choice == "CUDA decoder, eager"
-    assert isinstance(runner(compile="off"), Forward)
-    loaded.model.config.hidden_act = "gelu"
-    with absent_gpu() as gpu:
-        monkeypatch.setattr(cuda_runner, "CudaGraphs", lambda device: CountedGraphs(gpu))
-        modules = runner(max_num_seqs=2)
-        modules.warm_up()
-        assert modules.choice == "the model's own modules, 2 graphs"
-        loaded.model.model.norm.register_forward_hook(lambda module, args, out: out * out.max().item())
-        modules = runner(max_num_seqs=2)
-        modules.warm_up()
-    assert modules.choice.startswith("the model's own modules, eager (not to be captured: /engine/forward.py")
-
-
-def test_a_server_with_adapters_launches_as_much_for_who_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The replay of a graph, after what the decoder launches for a step that none takes."""
-    monkeypatch.setattr(select_forward, "select_backend", lambda *_: (TritonBackend, ""))
-    config, prompt = ServeConfig(max_num_seqs=2), [SequenceRows([5] * 20, 0, [[1, 2]])]
-    launches: list[dict[str, int]] = []
-    for has_adapters in (False, True):
-        with absent_gpu() as gpu:
-            graphs = CountedGraphs(gpu)
-            monkeypatch.setattr(cuda_runner, "CudaGraphs", lambda device, graphs=graphs: graphs)
-            model, pool = qwen3(), pool_of()
-            linears = adaptable(model)
-            adapters = Adapters(linears, GPU, torch.bfloat16, 64) if has_adapters else None
-            group = pool.groups[TARGET]
-            loaded = LoadedModel(model, GPU, torch.bfloat16, group, 512, 64, [], "", adapters=adapters)
-            runner = select_forward.runner_of_one_process(config, loaded, pool, ())
-            assert isinstance(runner, AheadRunner)
-            runner.warm_up()
-            gpu.clear()
-            runner.run(prompt, [19])
-            assert not gpu.launches["graph"] and gpu.launches["rotate"] == LAYERS
-            runner.run_ahead(DECODE, [0, 1], torch.empty(2, dtype=torch.int64, device=GPU))
-            assert gpu.launches["graph"] == 1
-            assert not gpu.waits, "\n".join(gpu.waits)
-            launches.append(dict(gpu.launches))
-    assert launches[0] == launches[1]
-
-
-def adapters_of(model: PreTrainedModel) -> Adapters:
-    """With one in slot 1."""
-    adapters = Adapters(adaptable(model), GPU, torch.bfloat16, 64)
-    table = torch.empty((len(adapters.linears), 3), dtype=torch.int64, device=GPU)
-    adapters._weights[1] = Weights({}, "", "", table)
-    return adapters
-
-
-@pytest.mark.parametrize("decoder", ["CUDA decoder", "the model's own modules"])
-def test_a_step_with_adapters_is_one_launch(decoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With drafts to verify, too; in a prompt they are two more launches for each product."""
-    monkeypatch.setattr(select_forward, "select_backend", lambda *_: (TritonBackend, ""))
-    if decoder != "CUDA decoder":
-        monkeypatch.setattr(cuda_runner, "fits", lambda model: False)
-    config = ServeConfig(
-        max_num_seqs=2, speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=2)
-    )
-    decode = [replace(DECODE[0], adapter=1), DECODE[1]]
-    drafts = [SequenceRows([5, 6, 7], 20, [[1, 2]], adapter=1)]
-    prompt = [SequenceRows([5] * 20, 0, [[1, 2]], adapter=1)]
-    with absent_gpu() as gpu:
-        monkeypatch.setattr(cuda_runner, "CudaGraphs", lambda device: CountedGraphs(gpu))
-        model, pool = qwen3(), pool_of()
-        group, adapters = pool.groups[TARGET], adapters_of(model)
-        loaded = LoadedModel(model, GPU, torch.bfloat16, group, 512, 64, [], "", adapters=adapters)
-        runner = select_forward.runner_of_one_process(config, loaded, pool, ())
-        assert isinstance(runner, AheadRunner)
-        runner.warm_up()
-        assert runner.choice == f"{decoder}, 12 graphs"
-        for batch in (decode, drafts, prompt):
-            gpu.clear()
-            runner.run(batch, [0, 1])
-            assert not gpu.waits, "\n".join(gpu.waits)
-            assert gpu.uploads == 1
-            products = 4 if decoder == "CUDA decoder" else 7
-            if batch is prompt:
-                assert gpu.launches["shrink"] == gpu.launches["expand"] == products * LAYERS
-            else:
-                assert gpu.launches == {"graph": 1}
-        gpu.clear()
-        runner.run_ahead(decode, [0, 1], torch.empty(2, dtype=torch.int64, device=GPU))
-        assert gpu.launches["graph"] == 1 and not gpu.launches["shrink"]
-        assert not gpu.waits, "\n".join(gpu.waits)
-
-
-def test_launches_of_64_decode_rows_in_36_layers() -> None:
-    rows = [SequenceRows([5], 1000, [[1] * 63])] * 64
-    with absent_gpu() as gpu:
-        backend = TritonBackend(pool_of(36).layers(TARGET))
-        runner = runner_of(CudaDecoder(qwen3(36), backend, 1024), backend)
-        runner.run(rows, list(range(64)))
-        gpu.clear()
-        runner.run(rows, list(range(64)))
-    assert gpu.launches["attend"] == gpu.launches["merge"] == gpu.launches["rotate"] == 36
-    assert gpu.launches["add_norm"] == 2 * 36 + 1
-    assert gpu.launches["linear"] == 4 * 36 + 1
-    assert sum(gpu.launches.values()) == 10 * 36 + 5, gpu.launches
+def loaded_of(model: PreTrainedModel, pool: KVPool, adapters: Adapters | None = None) -> LoadedModel:
+    group = pool.groups[TARGET]
+    return LoadedModel(model, GPU, torch.bfloat16, group, 512, 64, [], "", adapters=adapters)
 
 
 class CountedGraphs:
@@ -332,50 +106,240 @@ class CountedGraphs:
         self._gpu.launch("graph")
 
 
-@pytest.mark.parametrize(("modules", "num_layers"), [(False, 36), (True, LAYERS)])
-def test_a_step_that_was_captured_is_one_launch(modules: bool, num_layers: int) -> None:
-    rows = [SequenceRows([5], 1000, [[1] * 63])] * 60
-    with absent_gpu() as gpu:
-        backend, graphs = TritonBackend(pool_of(num_layers).layers(TARGET)), CountedGraphs(gpu)
-        buckets = Buckets([16, 64], [1], [64], trees=False)
-        model = qwen3(num_layers)
-        decoder: Decoder = Modules(model, backend) if modules else CudaDecoder(model, backend, 1024)
-        runner = CudaRunner(decoder, backend, GPU, "", buckets, graphs)
-        assert runner.choice == f"{decoder.name}, eager"
-        runner.warm_up()
-        assert runner.choice == f"{decoder.name}, 2 graphs"
-        gpu.clear()
-        output = runner.run(rows, list(range(60)))
-    assert gpu.launches == {"graph": 1}
-    assert not gpu.waits, "\n".join(gpu.waits)
-    assert output.logits.shape == (60, 512)
-
-
-def test_the_next_step_is_launched_behind_one_that_nobody_waited_for() -> None:
-    with absent_gpu() as gpu:
-        pool = pool_of()
-        backend = TritonBackend(pool.layers(TARGET))
-        runner = runner_of(CudaDecoder(qwen3(), backend, 64), backend)
-        assert launches_behind(gpu, runner, 512, BlockManager(pool), 2) == [{"attend": LAYERS}] * 2
-
-
-@needs_hooks
-def test_the_next_step_of_a_model_with_recurrent_layers_is_launched_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Across a grid point, and beside copies of states that are kept."""
-    loaded = hybrid()
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[AbsentGpu]:
+    """Its graphs are counted. Nothing in the test is on a GPU that is there."""
     monkeypatch.setattr(select_forward, "select_backend", lambda *_: (TritonBackend, ""))
     with absent_gpu() as gpu:
         monkeypatch.setattr(cuda_runner, "CudaGraphs", lambda device: CountedGraphs(gpu))
-        pool = hybrid_pool(loaded)
-        assert pool.state_slots is not None
+        yield gpu
+
+
+def check_run(gpu: AbsentGpu, runner: Runner, batch: Sequence[SequenceRows], num_logits: int = 2) -> None:
+    """Run a step, in which the host must not wait. Who reads the tokens has waited for them afterwards."""
+    gpu.clear()
+    assert len(runner.run(batch, [*range(num_logits)]).logits) == num_logits
+    gpu.num_done = gpu.num_queued
+    assert not gpu.waits, "\n".join(gpu.waits)
+
+
+DECODE = [SequenceRows([5], 20, [[1, 2]]), SequenceRows([5], 30, [[3, 4]])]
+TREES = [SequenceRows([5, 6, 7], 20, [[1, 2]], [1, 3, 5]), SequenceRows([5, 6, 7], 25, [[3, 4]], [1, 3, 5])]
+DRAFTING = ServeConfig(
+    max_num_seqs=2, speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=2)
+)
+HYBRID = [
+    [SequenceRows([5], 20, [[1, 2]]), SequenceRows([5], 30, [[3, 4]], state_slot=1)],
+    [
+        SequenceRows([5, 6, 7], 20, [[1, 2]], [1, 3, 5], certain=21),
+        SequenceRows([5], 31, [[3, 4]], state_slot=1),
+    ],
+]
+
+
+@pytest.mark.parametrize(("batch", "num_logits"), [(DECODE, 2), (TREES, 6)], ids=["decode rows", "trees"])
+@pytest.mark.parametrize("kind", ["modules", "CUDA decoder"])
+def test_a_forward(gpu: AbsentGpu, kind: str, batch: list[SequenceRows], num_logits: int) -> None:
+    backend = TritonBackend(pool_of().layers(TARGET))
+    if kind == "modules":
+        runner: Runner = Forward(qwen3(), backend, "off", products="")
+    else:
+        runner = runner_of(CudaDecoder(qwen3(), backend, 64), backend)
+    runner.run(batch, [*range(num_logits)])  # what is made once is made
+    gpu.num_done = gpu.num_queued
+    check_run(gpu, runner, batch, num_logits)
+    assert gpu.launches["attend"] == LAYERS
+
+
+def hybrid() -> LoadedModel:
+    config = config_of("qwen3_5_text")
+    transformers_hook.register()
+    with GPU:
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=transformers_hook.NAME
+        ).eval()
+    layer = RecurrentLayer(2 * 2 * 16 + 4 * 8, config.linear_conv_kernel_dim, 4, 2, 16, 8)
+    state = StateLayout((layer, layer), torch.bfloat16).with_drafts(8)
+    group = Group.uniform(TARGET, Segment(3, 2, 16, torch.bfloat16))
+    hooks = hook(model)
+    assert hooks is not None
+    return LoadedModel(model, GPU, torch.bfloat16, group, 320, 64, [], "", recurrent=Recurrent(hooks, state))
+
+
+def hybrid_pool(loaded: LoadedModel) -> KVPool:
+    assert loaded.recurrent is not None
+    return KVPool(PoolLayout((loaded.kv_group,), 16, loaded.recurrent.state, 3), 64, GPU, None)
+
+
+@needs_hooks
+def test_a_model_with_recurrent_layers(gpu: AbsentGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt, decode rows and a tree, of which some is accepted."""
+    loaded = hybrid()
+    monkeypatch.setattr(native, "triton_fault", lambda device: None)
+    pool = hybrid_pool(loaded)
+    assert pool.state_slots is not None
+    backend = TritonBackend(pool.layers(TARGET))
+    runner = HybridForward(loaded, backend, pool.state_slots, products="", packed=False)
+    assert runner.choice == "eager, recurrent layers by triton operators"
+    for _ in range(2):
+        gpu.clear()
+        for batch in ([SequenceRows([5] * 40, 0, [[1, 2, 3]], state_slot=2)], *HYBRID):
+            assert len(runner.run(batch, [0, 1]).logits) == 2
+        pool.state_slots.move(0, 21, [1])
+        gpu.num_done = gpu.num_queued
+    assert not gpu.waits, "\n".join(gpu.waits)
+    assert gpu.launches["convolve"] == gpu.launches["attend"] - 3 == gpu.launches["keep"] == 6
+
+
+@needs_hooks
+@pytest.mark.parametrize("adapter", [0, 1])
+def test_steps_of_a_model_with_recurrent_layers_are_captured(gpu: AbsentGpu, adapter: int) -> None:
+    """Decode rows are one launch, and so are drafts to verify; a prompt is launched kernel by kernel."""
+    loaded = hybrid()
+    served = replace(loaded, adapters=adapters_of(loaded.model) if adapter else None)
+    runner = select_forward.runner_of_one_process(DRAFTING, served, hybrid_pool(loaded), ())
+    runner.warm_up()
+    name = "the model's own modules, recurrent layers by triton operators"
+    assert runner.choice == f"{name}, {12 if adapter else 6} graphs"
+    drafts = [SequenceRows([5, 6, 7], 31, [[1, 2, 3]], certain=32)]
+    prompt = [SequenceRows([5] * 40, 1, [[1, 2, 3]])]
+    for batch in (HYBRID[0], drafts, prompt):
+        check_run(gpu, runner, [replace(rows, adapter=adapter) for rows in batch])
+        if batch is prompt:
+            assert gpu.launches["convolve"] == gpu.launches["keep"] == 2 and not gpu.launches["graph"]
+            assert (gpu.launches["expand"] > 0) == (adapter > 0)
+        else:
+            assert gpu.launches == {"graph": 1}
+
+
+def test_which_models_it_runs(gpu: AbsentGpu) -> None:
+    pool = pool_of()
+    loaded = loaded_of(qwen3(), pool)
+
+    def choice(**options: Any) -> str:
+        runner = select_forward.runner_of_one_process(
+            ServeConfig(max_num_seqs=2, **options), loaded, pool, ()
+        )
+        assert (runner.warm_up() > 0.0) == (not options.get("enforce_eager"))
+        return runner.choice
+
+    assert choice() == "CUDA decoder, 2 graphs"
+    assert choice(enforce_eager=True) == "CUDA decoder, eager"
+    attention = TritonBackend(pool.layers(TARGET))
+    drafting = select_forward.runner_of_drafts(ServeConfig(max_num_seqs=2), loaded, attention)
+    assert drafting.warm_up() > 0.0 and drafting.choice == "CUDA decoder, 4 graphs"
+    uncompiled = select_forward.runner_of_one_process(ServeConfig(compile="off"), loaded, pool, ())
+    assert isinstance(uncompiled, Forward)
+    loaded.model.config.hidden_act = "gelu"
+    assert choice() == "the model's own modules, 2 graphs"
+    loaded.model.model.norm.register_forward_hook(lambda module, args, out: out * out.max().item())
+    assert choice().startswith("the model's own modules, eager (not to be captured: /engine/forward.py")
+
+
+def test_a_server_with_adapters_launches_as_much_for_who_has_none(gpu: AbsentGpu) -> None:
+    """The replay of a graph, after what the decoder launches for a step that none takes."""
+    launches: list[dict[str, int]] = []
+    for has_adapters in (False, True):
+        model, pool = qwen3(), pool_of()
+        adapters = Adapters(adaptable(model), GPU, torch.bfloat16, 64) if has_adapters else None
+        loaded = loaded_of(model, pool, adapters)
         runner = select_forward.runner_of_one_process(ServeConfig(max_num_seqs=2), loaded, pool, ())
+        assert isinstance(runner, AheadRunner)
         runner.warm_up()
-        blocks = BlockManager(pool)
-        slot_allocator = StateSlotAllocator(pool.state_slots, blocks)
-        assert launches_behind(gpu, runner, 320, blocks, 18, slot_allocator) == [{"graph": 1}] * 18
-        assert blocks.block_pools[0].num_states == 2
+        gpu.clear()
+        runner.run([SequenceRows([5] * 20, 0, [[1, 2]])], [19])
+        assert not gpu.launches["graph"] and gpu.launches["rotate"] == LAYERS
+        runner.run_ahead(DECODE, [0, 1], torch.empty(2, dtype=torch.int64, device=GPU))
+        assert gpu.launches["graph"] == 1
+        assert not gpu.waits, "\n".join(gpu.waits)
+        launches.append(dict(gpu.launches))
+    assert launches[0] == launches[1]
+
+
+def adapters_of(model: PreTrainedModel) -> Adapters:
+    """With one in slot 1."""
+    adapters = Adapters(adaptable(model), GPU, torch.bfloat16, 64)
+    table = torch.empty((len(adapters.linears), 3), dtype=torch.int64, device=GPU)
+    adapters._weights[1] = Weights({}, "", "", table)
+    return adapters
+
+
+@pytest.mark.parametrize("decoder", ["CUDA decoder", "the model's own modules"])
+def test_a_step_with_adapters_is_one_launch(
+    gpu: AbsentGpu, decoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With drafts to verify, too; in a prompt they are two more launches for each product."""
+    if decoder != "CUDA decoder":
+        monkeypatch.setattr(cuda_runner, "fits", lambda model: False)
+    model, pool = qwen3(), pool_of()
+    loaded = loaded_of(model, pool, adapters_of(model))
+    runner = select_forward.runner_of_one_process(DRAFTING, loaded, pool, ())
+    assert isinstance(runner, AheadRunner)
+    runner.warm_up()
+    assert runner.choice == f"{decoder}, 12 graphs"
+    decode = [replace(DECODE[0], adapter=1), DECODE[1]]
+    drafts = [SequenceRows([5, 6, 7], 20, [[1, 2]], adapter=1)]
+    prompt = [SequenceRows([5] * 20, 0, [[1, 2]], adapter=1)]
+    products = 4 if decoder == "CUDA decoder" else 7
+    for batch in (decode, drafts, prompt):
+        check_run(gpu, runner, batch)
+        assert gpu.uploads == 1
+        if batch is prompt:
+            assert gpu.launches["shrink"] == gpu.launches["expand"] == products * LAYERS
+        else:
+            assert gpu.launches == {"graph": 1}
+    gpu.clear()
+    runner.run_ahead(decode, [0, 1], torch.empty(2, dtype=torch.int64, device=GPU))
+    assert gpu.launches["graph"] == 1 and not gpu.launches["shrink"]
+    assert not gpu.waits, "\n".join(gpu.waits)
+
+
+def test_launches_of_64_decode_rows_in_36_layers(gpu: AbsentGpu) -> None:
+    rows = [SequenceRows([5], 1000, [[1] * 63])] * 64
+    backend = TritonBackend(pool_of(36).layers(TARGET))
+    runner = runner_of(CudaDecoder(qwen3(36), backend, 1024), backend)
+    runner.run(rows, list(range(64)))
+    gpu.clear()
+    runner.run(rows, list(range(64)))
+    assert gpu.launches["attend"] == gpu.launches["merge"] == gpu.launches["rotate"] == 36
+    assert gpu.launches["add_norm"] == 2 * 36 + 1
+    assert gpu.launches["linear"] == 4 * 36 + 1
+    assert sum(gpu.launches.values()) == 10 * 36 + 5, gpu.launches
+
+
+@pytest.mark.parametrize(("modules", "num_layers"), [(False, 36), (True, LAYERS)])
+def test_a_step_that_was_captured_is_one_launch(gpu: AbsentGpu, modules: bool, num_layers: int) -> None:
+    backend, graphs = TritonBackend(pool_of(num_layers).layers(TARGET)), CountedGraphs(gpu)
+    buckets = Buckets([16, 64], [1], [64], trees=False)
+    model = qwen3(num_layers)
+    decoder: Decoder = Modules(model, backend) if modules else CudaDecoder(model, backend, 1024)
+    runner = CudaRunner(decoder, backend, GPU, "", buckets, graphs)
+    assert runner.choice == f"{decoder.name}, eager"
+    runner.warm_up()
+    assert runner.choice == f"{decoder.name}, 2 graphs"
+    check_run(gpu, runner, [SequenceRows([5], 1000, [[1] * 63])] * 60, 60)
+    assert gpu.launches == {"graph": 1}
+
+
+def test_the_next_step_is_launched_behind_one_that_nobody_waited_for(gpu: AbsentGpu) -> None:
+    pool = pool_of()
+    backend = TritonBackend(pool.layers(TARGET))
+    runner = runner_of(CudaDecoder(qwen3(), backend, 64), backend)
+    assert launches_behind(gpu, runner, 512, BlockManager(pool), 2) == [{"attend": LAYERS}] * 2
+
+
+@needs_hooks
+def test_the_next_step_of_a_model_with_recurrent_layers_is_launched_so(gpu: AbsentGpu) -> None:
+    """Across a grid point, and with copies of states that are kept."""
+    loaded = hybrid()
+    pool = hybrid_pool(loaded)
+    assert pool.state_slots is not None
+    runner = select_forward.runner_of_one_process(ServeConfig(max_num_seqs=2), loaded, pool, ())
+    runner.warm_up()
+    blocks = BlockManager(pool)
+    slot_allocator = StateSlotAllocator(pool.state_slots, blocks)
+    assert launches_behind(gpu, runner, 320, blocks, 18, slot_allocator) == [{"graph": 1}] * 18
+    assert blocks.block_pools[0].num_states == 2
 
 
 def launches_behind(
@@ -418,62 +382,58 @@ def launches_behind(
     return launches
 
 
-def test_pinned_memory_is_left_alone_while_it_is_copied() -> None:
-    with absent_gpu() as gpu:
-        upload = Uploader(GPU)
-        for _ in range(3):
-            gpu.launch("a step before the copy")
-            upload([np.zeros(4)])
-        used = [each.buffer.data_ptr() for each in upload._pinned]
-        assert len(set(used)) == 3
-        gpu.num_done = gpu.num_queued
-        for _ in range(2):
-            upload([np.zeros(3)])
-        assert [each.buffer.data_ptr() for each in upload._pinned] == [used[2], *used[:2]]
+def test_pinned_memory_is_left_alone_while_it_is_copied(gpu: AbsentGpu) -> None:
+    upload = Uploader(GPU)
+    for _ in range(3):
+        gpu.launch("a step before the copy")
+        upload([np.zeros(4)])
+    used = [each.buffer.data_ptr() for each in upload._pinned]
+    assert len(set(used)) == 3
+    gpu.num_done = gpu.num_queued
+    for _ in range(2):
+        upload([np.zeros(3)])
+    assert [each.buffer.data_ptr() for each in upload._pinned] == [used[2], *used[:2]]
     assert not gpu.waits
 
 
-def test_uploads_of_any_sizes_lie_where_their_tensors_do() -> None:
+def test_uploads_of_any_sizes_lie_where_their_tensors_do(gpu: AbsentGpu) -> None:
     short, long = np.arange(3), np.arange(40, dtype=np.int32).reshape(5, 8).T
-    with absent_gpu():
-        upload = Uploader(GPU)
-        for arrays in ([short, short], [short.astype(np.float64), short], [short, long], [short, short]):
-            tensors = upload(arrays)
-            uploaded = upload._pinned[-1].bytes
-            for array, tensor in zip(arrays, tensors, strict=True):
-                assert (tensor.dtype, tensor.shape) == (torch.from_numpy(array).dtype, array.shape)
-                start = tensor.storage_offset() * array.itemsize
-                assert start % 16 == 0 and tensor.is_contiguous()
-                assert uploaded[start : start + array.nbytes].tobytes() == array.tobytes()
-            assert tensors[1].storage_offset() * arrays[1].itemsize >= arrays[0].nbytes
+    upload = Uploader(GPU)
+    for arrays in ([short, short], [short.astype(np.float64), short], [short, long], [short, short]):
+        tensors = upload(arrays)
+        uploaded = upload._pinned[-1].bytes
+        for array, tensor in zip(arrays, tensors, strict=True):
+            assert (tensor.dtype, tensor.shape) == (torch.from_numpy(array).dtype, array.shape)
+            start = tensor.storage_offset() * array.itemsize
+            assert start % 16 == 0 and tensor.is_contiguous()
+            assert uploaded[start : start + array.nbytes].tobytes() == array.tobytes()
+        assert tensors[1].storage_offset() * arrays[1].itemsize >= arrays[0].nbytes
 
 
-def test_the_kv_of_an_accepted_path_moves_without_a_wait() -> None:
-    with absent_gpu() as gpu:
-        pool = pool_of()
-        for _ in range(2):  # the first one makes what is made once
-            gpu.launch("a step before")
-            gpu.clear()
-            pool.move_tokens([[1, 2]], 14, [1, 3])
+def test_the_kv_of_an_accepted_path_moves_without_a_wait(gpu: AbsentGpu) -> None:
+    pool = pool_of()
+    for _ in range(2):  # the first one makes what is made once
+        gpu.launch("a step before")
+        gpu.clear()
+        pool.move_tokens([[1, 2]], 14, [1, 3])
     assert gpu.launches["index"] == gpu.launches["index_put_"] == 1
     assert not gpu.waits, "\n".join(gpu.waits)
 
 
-def test_what_waits_is_named() -> None:
-    with absent_gpu() as gpu:
-        values = torch.empty(4, device=GPU)
-        flags = values > 0
-        for wait in (
-            lambda: values.tolist(),
-            lambda: values[0].item(),
-            lambda: flags.nonzero(),
-            lambda: values[flags],
-            lambda: values[[1, 2]],
-            lambda: torch.tensor([1.0], device=GPU),
-            lambda: torch.zeros(4).to(GPU),
-            lambda: values.copy_(torch.zeros(4), non_blocking=True),
-        ):
-            gpu.clear()
-            wait()
-            ((line, count),) = gpu.waits.items()
-            assert count == 1 and "test_host_waits.py" in line
+def test_what_waits_is_named(gpu: AbsentGpu) -> None:
+    values = torch.empty(4, device=GPU)
+    flags = values > 0
+    for wait in (
+        lambda: values.tolist(),
+        lambda: values[0].item(),
+        lambda: flags.nonzero(),
+        lambda: values[flags],
+        lambda: values[[1, 2]],
+        lambda: torch.tensor([1.0], device=GPU),
+        lambda: torch.zeros(4).to(GPU),
+        lambda: values.copy_(torch.zeros(4), non_blocking=True),
+    ):
+        gpu.clear()
+        wait()
+        ((line, count),) = gpu.waits.items()
+        assert count == 1 and "test_host_waits.py" in line

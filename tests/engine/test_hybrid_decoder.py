@@ -18,7 +18,6 @@ from engine.attention.select import select_backend
 from engine.attention.tables import backend_over
 from engine.decoder.description import unfit
 from engine.kv_pool import KVPool
-from engine.linear.packed import kernel_fault
 from engine.loader import load_model
 from engine.pool_layout import TARGET, PoolLayout
 from engine.recurrent.layout import GRID, RecurrentLayer, StateLayout
@@ -31,13 +30,12 @@ from protocol.adapters import Adapter
 from protocol.config import ServeConfig
 from tests.e2e.architectures import VOCAB_SIZE, config_of, write_model
 from tests.engine.adapter_files import write_adapter
+from tests.engine.kernels import CPU, needs_kernel
 from tests.engine.test_decoder import assert_same, most_swaps
 from tests.engine.test_recurrent import needs_hooks
 
-CPU = torch.device("cpu")
 BLOCK, NUM_BLOCKS, DRAFTS = 16, 24, 32
 LAYOUT = StateLayout((RecurrentLayer(8, 4),), torch.bfloat16)
-FAULT = kernel_fault(CPU, torch.bfloat16)
 _FEW = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 MULTIPLIED: dict[str, Any] = {
     "embedding_multiplier": 3.0,
@@ -92,32 +90,11 @@ EXPANDED = [name for name in MODELS if name.startswith("kimi_linear")]
 FLOAT32 = [name for name, fields in MODELS.items() if not {"num_experts", "n_routed_experts"} & {*fields}]
 FLOAT32.remove("granite-experts")
 """Experts are left to the modules there."""
-CASES = [
-    ("qwen3_5_text", None),
-    ("qwen3_5_text", "int8"),
-    ("qwen3_5_text", "int4"),
-    ("qwen3_next", None),
-    ("qwen3_next", "int4"),
-    ("lfm2", None),
-    ("bamba", None),
-    ("granitemoehybrid", None),
-    ("granite-experts", None),
-    ("lfm2_moe", None),
-    ("nemotron_h", None),
-    ("nemotron-experts", None),
-    ("kimi_linear", None),
-    ("kimi_linear", "int8"),
-    ("kimi_linear", "int4"),
-    ("kimi_linear-whole_queries", None),
-    ("falcon_h1", None),
-    ("falcon_h1", "int8"),
-    ("falcon_h1", "int4"),
-    ("falcon_h1-normed", None),
-    ("falcon_h1-normed-first", None),
-]
+CASES = [(name, None) for name in MODELS]
+CASES += [("qwen3_5_text", "int8"), ("qwen3_next", "int4"), ("kimi_linear", "int4"), ("falcon_h1", "int8")]
 """With the format of quantized weights, whose products do not depend on what mixes rows."""
 
-pytestmark = [needs_hooks, pytest.mark.skipif(FAULT is not None, reason=str(FAULT))]
+pytestmark = [needs_hooks, needs_kernel]
 
 
 class Model:
@@ -190,10 +167,12 @@ def rows_of(
 
 
 @pytest.mark.parametrize(("model_type", "quantization"), CASES)
-def test_logits_and_hidden_states_are_the_modules(
+def test_logits_hidden_states_and_what_is_kept_are_the_modules(
     folders: dict[str, Path], model_type: str, quantization: str | None
 ) -> None:
-    """In chunks, beside another text, with drafts of which none is right, and as a tree."""
+    """In chunks, with another text, with drafts of which none is right, and as a tree. States and KV lie
+    where the modules keep them, as a worker may go on from another's.
+    """
     folder, layers = folders[model_type], (1, 3)
     ours, theirs = (Model(folder, mode, layers, quantization=quantization) for mode in ("auto", "off"))
     assert (ours.runner.choice, theirs.runner.choice[:5]) == ("native decoder", "eager")
@@ -205,12 +184,17 @@ def test_logits_and_hidden_states_are_the_modules(
         [rows_of(one, 71, 76, certain=73), rows_of(other, 40, 41, 1)],
         [SequenceRows([5, 6, 7, 8], 73, [list(range(8))], masks=masks, certain=74)],
     ]
+    swaps = most_swaps(MODELS[model_type])
     for batch in batches:
         wanted = [0, sum(len(rows.token_ids) for rows in batch) - 1]
         found, expected = (model.runner.run(batch, wanted) for model in (ours, theirs))
-        assert_same(found.logits, expected.logits, slack=2, swaps=most_swaps(MODELS[model_type]))
+        assert_same(found.logits, expected.logits, slack=2, swaps=swaps)
         assert found.hidden is not None and expected.hidden is not None
-        assert_same(found.hidden, expected.hidden, slack=2, swaps=most_swaps(MODELS[model_type]))
+        assert_same(found.hidden, expected.hidden, slack=2, swaps=swaps)
+        if batch is batches[0] and quantization is None:
+            for kept, like in zip(ours.kept(), theirs.kept(), strict=True):
+                assert like.any()
+                assert_same(kept, like, slack=2, swaps=swaps)
 
 
 @pytest.mark.parametrize("model_type", FLOAT32)
@@ -266,17 +250,6 @@ def test_drafts_get_the_bits_of_certain_rows_and_leave_nothing_behind(native: Mo
     )
     assert torch.equal(native.logits([tree])[[0, 2, 4]], whole[31:34])
     assert torch.equal(native.logits([rows_of(text, 32, 60)]), whole[32:60])
-
-
-@pytest.mark.parametrize("model_type", MODELS)
-def test_states_and_kv_are_the_modules(folders: dict[str, Path], model_type: str) -> None:
-    """In state slots and blocks of the same layout: a worker may go on from another one's."""
-    ours, theirs = (Model(folders[model_type], mode) for mode in ("auto", "off"))
-    for model in (ours, theirs):
-        model.logits([rows_of(tokens(40), 0, 40)])
-    for found, expected in zip(ours.kept(), theirs.kept(), strict=True):
-        assert expected.any()
-        assert_same(found, expected, slack=2, swaps=most_swaps(MODELS[model_type]))
 
 
 @pytest.mark.parametrize("model_type", [name for name in MODELS if name not in EXPANDED])

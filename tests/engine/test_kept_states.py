@@ -1,4 +1,4 @@
-"""States of recurrent layers that are kept with the prefixes behind which they are."""
+"""Engines of models with recurrent layers, whose states are kept with the prefixes that they follow."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from engine.block_pool import OutOfBlocksError
 from engine.engine import Engine
 from engine.prefix_cache import find_prefix, hold_blocks
 from engine.sequence_blocks import SequenceBlocks
+from kvtransfer.blocks.layout import conversion_problem
+from protocol.errors import ConfigError
 from protocol.ids import BlockIdentity, block_identities
 from protocol.kv_events import Medium
+from protocol.outputs import TokenOutput
 from tests.e2e.architectures import write_model
 from tests.engine.fake_pool import FakePool
 from tests.engine.listener import Listener
 from tests.engine.test_engine import ask, prompt_of, run, tiny_engine, tokens
-from tests.engine.test_recurrent import assert_empty, needs_hooks
+from tests.engine.test_recurrent import assert_empty, needs_hooks, room_of
 from tests.tiers.seeds import seeds
-from tests.worker.tiny_model import greedy, load, write_tiny_llama
+from tests.worker.tiny_model import greedy, write_tiny_llama
 
 ROOT = b"r" * 16
 SIZE, STATE_BLOCKS = 4, 3
@@ -34,11 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hybrid")
     write_model("qwen3_5_text", folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> PreTrainedModel:
-    return load(folder)
 
 
 def engine_of(folder: Path, **options: Any) -> Engine:
@@ -113,10 +111,8 @@ def test_prompts_that_arrive_together_share_what_the_first_computes(
 def test_evicted_and_preempted_prompts_get_the_same_tokens(
     make_engine: Callable[..., Engine], reference: PreTrainedModel
 ) -> None:
-    roomy = make_engine().pool
-    assert roomy.state_slots is not None
-    blocks = 18 + roomy.state_blocks
-    room = 6 * roomy.state_slots.layout.state_slot_bytes + blocks * roomy.block_pools[0].shape[1]
+    roomy = make_engine()
+    room = room_of(roomy, 18 + roomy.pool.state_blocks)
     asked = Asker(make_engine(kv_cache_memory_bytes=room), reference)
     rng = random.Random(1)
     texts = [prompt_of(75, seed) for seed in range(3)]
@@ -136,11 +132,9 @@ def test_a_hit_fits_where_its_prompt_just_fitted(
     make_engine: Callable[..., Engine], reference: PreTrainedModel
 ) -> None:
     """The state that it goes on from gives room to the one that it hands over."""
-    roomy = make_engine(max_model_len=128).pool
-    assert roomy.state_slots is not None
-    blocks = 128 // 16 + 1 + roomy.state_blocks
-    room = 6 * roomy.state_slots.layout.state_slot_bytes + blocks * roomy.block_pools[0].shape[1]
-    engine = make_engine(max_model_len=128, kv_cache_memory_bytes=room)
+    roomy = make_engine(max_model_len=128)
+    blocks = 128 // 16 + 1 + roomy.pool.state_blocks
+    engine = make_engine(max_model_len=128, kv_cache_memory_bytes=room_of(roomy, blocks))
     assert engine.blocks.num_blocks == blocks
     prompt, found = prompt_of(127), []
     for name in ("first", "again"):
@@ -157,13 +151,11 @@ def test_what_the_pool_evicts_comes_back_with_its_state(
     make_engine: Callable[..., Engine], reference: PreTrainedModel, tmp_path: Path
 ) -> None:
     """From the host memory, and after a restart from the disk."""
-    roomy = make_engine(max_model_len=128).pool
-    assert roomy.state_slots is not None
-    block_bytes = roomy.block_pools[0].shape[1]
-    blocks = 128 // 16 + 1 + roomy.state_blocks
+    roomy = make_engine(max_model_len=128)
+    block_bytes = roomy.pool.block_pools[0].shape[1]
     options = {
         "max_model_len": 128,
-        "kv_cache_memory_bytes": 6 * roomy.state_slots.layout.state_slot_bytes + blocks * block_bytes,
+        "kv_cache_memory_bytes": room_of(roomy, 128 // 16 + 1 + roomy.pool.state_blocks),
         "kv_offloading_size": 60 * block_bytes / 2**30,
         "kv_disk_path": str(tmp_path),
         "kv_disk_size": 400 * block_bytes / 2**30,
@@ -185,13 +177,11 @@ def test_what_the_pool_evicts_comes_back_with_its_state(
 def test_random_prompts_over_small_tiers_get_the_same_tokens(
     make_engine: Callable[..., Engine], reference: PreTrainedModel
 ) -> None:
-    roomy = make_engine(max_model_len=128).pool
-    assert roomy.state_slots is not None
-    block_bytes = roomy.block_pools[0].shape[1]
+    roomy = make_engine(max_model_len=128)
     engine = make_engine(
         max_model_len=128,
-        kv_cache_memory_bytes=6 * roomy.state_slots.layout.state_slot_bytes + 14 * block_bytes,
-        kv_offloading_size=13 * block_bytes / 2**30,
+        kv_cache_memory_bytes=room_of(roomy, 14),
+        kv_offloading_size=13 * roomy.pool.block_pools[0].shape[1] / 2**30,
     )
     asked, rng, hits = Asker(engine, reference), random.Random(2), 0
     texts = [prompt_of(100, seed) for seed in range(2)]
@@ -231,19 +221,14 @@ def test_in_a_small_pool_states_that_chats_have_gone_on_from_make_room(
     """Before those that other chats will go on from. The rates are 0.39 and 0.63; where states are not passed
     over as the next one is kept, or as a prompt begins from them, 0.29 and 0.57.
     """
-    roomy = engine_of(folder).pool
-    assert roomy.state_slots is not None
-    room = 6 * roomy.state_slots.layout.state_slot_bytes + num_blocks * roomy.block_pools[0].shape[1]
+    room = room_of(engine_of(folder), num_blocks)
     assert chat(engine_of(folder, kv_cache_memory_bytes=room), chats=4, turns=4) > least
 
 
 @needs_hooks
 def test_kept_states_are_counted(make_engine: Callable[..., Engine], reference: PreTrainedModel) -> None:
-    roomy = make_engine().pool
-    assert roomy.state_slots is not None
-    blocks = 18 + 2 * roomy.state_blocks
-    room = 6 * roomy.state_slots.layout.state_slot_bytes + blocks * roomy.block_pools[0].shape[1]
-    engine = make_engine(kv_cache_memory_bytes=room)
+    roomy = make_engine()
+    engine = make_engine(kv_cache_memory_bytes=room_of(roomy, 18 + 2 * roomy.pool.state_blocks))
     asked, block_pool = Asker(engine, reference), engine.blocks.block_pools[0]
     prompt = prompt_of(70)
     assert [asked(prompt), asked(prompt)] == [0, 64]
@@ -272,6 +257,77 @@ def test_without_prefix_caching_no_state_is_kept(
     assert asked.engine.blocks.num_free == asked.engine.blocks.num_blocks
 
 
+@needs_hooks
+def test_a_prompt_that_nobody_took_over_goes_on_here(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel
+) -> None:
+    engine = make_engine()
+    prompts = {"short": prompt_of(9), "long": prompt_of(70, 1)}
+    outputs: dict[str, list[TokenOutput]] = {name: [] for name in prompts}
+    for name, prompt in prompts.items():
+        engine.add(ask(name, prompt, 12), prefill_only=True)
+    while engine.has_work():
+        for output in engine.step().outputs:
+            outputs[output.request_id].append(output)
+    for index in range(6):  # take the state slots that they have left
+        engine.add(ask(f"other-{index}", prompt_of(40, 2 + index)), prefill_only=index == 0)
+    run(engine)
+    engine.abort("other-0")
+    for name in prompts:
+        engine.resume(name)
+    for name, found in run(engine).items():
+        outputs[name] += found
+    for name, prompt in prompts.items():
+        assert tokens(outputs[name]) == greedy(reference, prompt, 12)
+    assert_empty(engine)
+
+
+@needs_hooks
+@pytest.mark.parametrize("compile", ["auto", "off"])
+def test_bfloat16_gives_the_same_bits_in_any_chunks_and_company(
+    make_engine: Callable[..., Engine], compile: str
+) -> None:
+    def served(budget: int, num_mates: int) -> list[TokenOutput]:
+        engine = make_engine(dtype="bfloat16", max_num_batched_tokens=budget, compile=compile)
+        engine.add(ask("a", prompt_of(75), 12, sampling={"logprobs": 3}))
+        for mate in range(num_mates):
+            engine.add(ask(f"mate-{mate}", prompt_of(11 * mate + 5, mate + 1), 20))
+        return run(engine)["a"]
+
+    def facts(outputs: list[TokenOutput]) -> list[Any]:
+        return [(output.token_ids, output.logprobs) for output in outputs]
+
+    alone = facts(served(128, 0))
+    assert facts(served(7, 0)) == alone
+    assert facts(served(33, 5)) == alone
+
+
+@needs_hooks
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"compile": "on"}, "--compile: on: not supported for a model with recurrent layers"),
+        ({"kv_wire_dtype": "int8"}, "--kv-wire-dtype: not supported"),
+        ({"block_size": 24}, "--block-size: 24: .* every 16 tokens"),
+        ({"max_num_seqs": 4000}, r"--max-num-seqs: 4000 sequences' states.*; \d+ fit"),
+    ],
+)
+def test_what_cannot_be_served_is_named(
+    make_engine: Callable[..., Engine], options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        make_engine(**options)
+
+
+@needs_hooks
+def test_a_state_goes_to_equal_pools_alone(make_engine: Callable[..., Engine]) -> None:
+    ours = make_engine().segments
+    assert conversion_problem(ours, ours) is None
+    for other in (make_engine(block_size=32), make_engine(dtype="bfloat16")):
+        problem = conversion_problem(other.segments, ours)
+        assert problem is not None and "blocks beside a state are not converted" in problem[1]
+
+
 class Machine:
     """Random use of a block manager, with what each block holds: a prefix's tokens, or part of its state."""
 
@@ -282,6 +338,8 @@ class Machine:
         self.block_pool = self.manager.block_pools[0]
         self.content: dict[int, object] = {}
         self.live: list[tuple[SequenceBlocks, list[int]]] = []
+        self.known: dict[BlockIdentity, list[BlockIdentity]] = {}
+        """The identities before each."""
         self.log, self.listener = self.manager.watch(), Listener()
 
     def step(self) -> None:
@@ -307,6 +365,7 @@ class Machine:
             held.free()
             return
         identities = list(block_identities(ROOT, token_ids, SIZE))
+        self.known |= {identity: identities[:place] for place, identity in enumerate(identities)}
         for place, identity in enumerate(identities[covered // SIZE :], covered // SIZE):
             self.write(held.blocks[0][place], identity)
         held.publish(token_ids, len(token_ids))
@@ -353,7 +412,10 @@ class Machine:
         for held, _ in self.live:
             self.check_held(held)
         self.listener.hear(self.log.take())
-        assert self.listener.held == {(Medium.GPU, identity) for identity in self.block_pool.published()}
+        published = self.block_pool.published()
+        assert self.listener.held == {(Medium.GPU, identity) for identity in published}
+        for identity in published:  # whoever hears of a state may go on after it, however old it is
+            assert all(self.block_pool.find(each) is not None for each in self.known[identity])
 
 
 @pytest.mark.parametrize("seed", seeds(12))
@@ -391,18 +453,3 @@ def test_states_that_were_passed_go_first_and_those_of_many_last() -> None:
         while (kept(chat), kept(third)) == before:
             crowd.grow(0, (len(crowd.blocks[0]) + 1) * SIZE)
         assert (kept(chat), kept(third)) == (chats_states, thirds_states)
-
-
-@pytest.mark.parametrize("seed", seeds(4))
-def test_what_is_told_is_there(seed: int) -> None:
-    """Whoever hears of a state may go on behind it, however old it is."""
-    machine = Machine(seed)
-    known: dict[BlockIdentity, list[int]] = {}
-    for _ in range(400):
-        machine.step()
-        for _, token_ids in machine.live:
-            for place, identity in enumerate(block_identities(ROOT, token_ids, SIZE), 1):
-                known[identity] = token_ids[: place * SIZE]
-        for identity in machine.block_pool.published():
-            before = block_identities(ROOT, known[identity], SIZE)
-            assert all(machine.block_pool.find(each) is not None for each in before)

@@ -19,8 +19,8 @@ from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
 from speculation.speculator import speculate
-from tests.engine.test_tiers_engine import prompt_of, run, tokens, written
-from tests.worker.tiny_model import write_tiny_llama
+from tests.engine.test_engine import prompt_of, run, tokens
+from tests.engine.test_tiers_engine import written
 
 Make = Callable[..., Engine]
 NUM_TOKENS = 24
@@ -28,13 +28,6 @@ PROMPTS = [prompt_of(length, seed) for seed, length in enumerate((200, 37, 64, 9
 CODED = pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
 ALLOWED = [5, 6, 7, 8]
 """Few, so that the tiny model repeats itself, and drafts are accepted."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_tiny_llama(folder)
-    return folder
 
 
 @pytest.fixture

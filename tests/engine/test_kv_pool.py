@@ -146,10 +146,10 @@ PER_TOKEN = Segment(8, 4, 32, torch.bfloat16)
 """4 KiB of KV a token."""
 
 
-def blocks_for(device: str = "cpu", max_model_len: int = 1024, **options: Any) -> int:
+def blocks_for(device: str = "cpu", max_model_len: int = 1024, kept_free: int = 0, **options: Any) -> int:
     config = ServeConfig(model="none", **options)
     layout = PoolLayout((Group.uniform(TARGET, PER_TOKEN),), config.block_size)
-    return pool_blocks(config, layout, torch.device(device), max_model_len)
+    return pool_blocks(config, layout, torch.device(device), max_model_len, kept_free=kept_free)
 
 
 def test_two_workers_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,10 +166,23 @@ def test_two_workers_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pools[0] == pools[1] == 20 * GIB
 
 
-def test_a_gpu_pool_is_never_larger_than_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * GIB, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 16 * GIB)
-    assert blocks_for("cuda", gpu_memory_utilization=0.9) * 16 * 4096 == 5 * GIB
+@pytest.mark.parametrize(
+    ("free", "reserved", "utilization", "kept_free", "expected"),
+    [(5, 16, 0.9, 0, 5), (60, 10, 0.5, 2, 28)],
+    ids=["no more than is free", "room for steps stays"],
+)
+def test_a_gpu_pool(
+    free: int,
+    reserved: int,
+    utilization: float,
+    kept_free: int,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved * GIB)
+    options = {"gpu_memory_utilization": utilization, "kept_free": kept_free * GIB}
+    assert blocks_for("cuda", **options) * 16 * 4096 == expected * GIB
 
 
 @pytest.mark.parametrize(
@@ -193,12 +206,3 @@ def test_a_cpu_pool_fits_the_model_and_the_machine(
     with caplog.at_level("DEBUG", "tandem.engine"):
         assert blocks_for(max_model_len=max_model_len, max_num_seqs=8) == nbytes // (16 * 4096)
     assert why in caplog.text
-
-
-def test_a_gpu_keeps_room_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 * GIB)
-    layout = PoolLayout((Group.uniform(TARGET, PER_TOKEN),), 16)
-    config = ServeConfig(model="none", gpu_memory_utilization=0.5)
-    num_blocks = pool_blocks(config, layout, torch.device("cuda"), 1024, kept_free=2 * GIB)
-    assert num_blocks * layout.block_bytes == 28 * GIB

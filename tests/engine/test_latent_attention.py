@@ -16,7 +16,6 @@ from engine.attention.select import select_backend
 from engine.engine import Engine
 from engine.kv_pool import KVPool
 from engine.latent_attention import Absorbed, PackedHeadProducts, expansion_reason
-from engine.linear.packed import kernel_fault
 from engine.loader import load_model
 from engine.pool_layout import TARGET, PoolLayout
 from engine.rows import SequenceRows
@@ -24,14 +23,12 @@ from engine.select_forward import build_runner
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from tests.docs.tiny_shapes import tiny_config
+from tests.engine.kernels import CPU, needs_kernel
 from tests.engine.test_engine import ask, prompt_of, run, tiny_engine, tokens
 from tests.worker.tiny_model import greedy, load
 
 LATENT = 16 + 8
 """Values of a token and layer; expanded, they are four heads' keys of 24 and values of 16."""
-CPU = torch.device("cpu")
-NO_KERNEL = kernel_fault(CPU, torch.bfloat16)
-needs_kernel = pytest.mark.skipif(NO_KERNEL is not None, reason=str(NO_KERNEL))
 
 
 def write(folder: Path, model_type: str = "deepseek_v2") -> Path:

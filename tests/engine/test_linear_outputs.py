@@ -9,16 +9,14 @@ import torch
 from torch import nn
 
 from engine.linear.outputs import linear_of, with_outputs
-from engine.linear.packed import PackedLinear, kernel_fault
+from engine.linear.packed import PackedLinear
 from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight
 from engine.linear.quantized import QuantizedLinear
 from engine.quantization.weight import CodeFormat
+from tests.engine.kernels import needs_kernel
 from tests.engine.quantized_weights import make_weight
 
 OUTPUTS, INPUTS = 150, 64
-NEEDS_KERNEL = pytest.mark.skipif(
-    kernel_fault(torch.device("cpu"), torch.bfloat16) is not None, reason="this machine has no such kernel"
-)
 
 
 def plain(bias: torch.Tensor | None) -> nn.Linear:
@@ -41,7 +39,7 @@ LAYERS: dict[str, Callable[[torch.Tensor | None], nn.Module]] = {
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[NEEDS_KERNEL] if kind.startswith("packed") else []) for kind in LAYERS]
+    "kind", [pytest.param(kind, marks=[needs_kernel] if kind.startswith("packed") else []) for kind in LAYERS]
 )
 def test_chosen_outputs(kind: str, bias: bool) -> None:
     whole = LAYERS[kind](torch.randn(OUTPUTS).bfloat16() if bias else None)
@@ -53,7 +51,7 @@ def test_chosen_outputs(kind: str, bias: bool) -> None:
         assert torch.equal(part(x), whole(x)[:, outputs]), "the same kernel, the same bits"
 
 
-@NEEDS_KERNEL
+@needs_kernel
 def test_a_scaled_weight_gives_scaled_products() -> None:
     weight = PackedWeight.of(quantized(None).quantized)
     x = torch.randn(5, INPUTS).bfloat16()

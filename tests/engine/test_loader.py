@@ -45,30 +45,27 @@ def test_missing_folder_names_the_flag(tmp_path: Path) -> None:
         load_model(config_for(tmp_path / "nowhere"))
 
 
-def test_max_model_len_beyond_the_model_names_the_flag(tmp_path: Path) -> None:
-    write_tiny_llama(tmp_path)
+def test_max_model_len_beyond_the_model_names_the_flag(folder: Path) -> None:
     with pytest.raises(ConfigError, match="--max-model-len: 2000 exceeds the model's 1024"):
-        load_model(config_for(tmp_path, max_model_len=2000))
+        load_model(config_for(folder, max_model_len=2000))
 
 
-def test_dummy_weights_are_equal_in_every_process(tmp_path: Path) -> None:
-    write_tiny_llama(tmp_path)
+def test_dummy_weights_are_equal_in_every_process(folder: Path) -> None:
     torch.manual_seed(1)
-    first = load_model(config_for(tmp_path))
+    first = load_model(config_for(folder))
     torch.manual_seed(2)
-    second = load_model(config_for(tmp_path))
+    second = load_model(config_for(folder))
     for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
         assert torch.equal(one, other)
 
 
-def test_facts_of_a_model(tmp_path: Path) -> None:
-    write_tiny_llama(tmp_path)
-    loaded = load_model(config_for(tmp_path, load_format="auto"))
+def test_facts_of_a_model(folder: Path) -> None:
+    loaded = load_model(config_for(folder, load_format="auto"))
     kv = Group.uniform("target", Segment(2, 2, 16, loaded.dtype))
     assert loaded.kv_group == dataclasses.replace(kv, sights=(0, 0))
     assert loaded.max_model_len == 1024
     assert loaded.eos_token_ids == [0]
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == loaded.vocab_size
+    assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == loaded.vocab_size
 
 
 def test_weights_are_held_for_the_same_files_and_configuration_alone(tmp_path: Path) -> None:
@@ -76,12 +73,8 @@ def test_weights_are_held_for_the_same_files_and_configuration_alone(tmp_path: P
     config = config_for(tmp_path)
     loaded = load_model(config)
     try:
-        for other in (
-            {"dtype": "bfloat16"},
-            {"load_format": "auto"},
-            {"compile": "on"},
-            {"max_model_len": 64},
-        ):
+        changes = {"dtype": "bfloat16", "load_format": "auto", "compile": "on", "max_model_len": 64}
+        for other in ({name: value} for name, value in changes.items()):
             keep_preloaded([(config, loaded)])
             assert not is_preloaded(msgspec.structs.replace(config, **other))
         assert load_model(config) is loaded
@@ -96,10 +89,9 @@ def test_weights_are_held_for_the_same_files_and_configuration_alone(tmp_path: P
         keep_preloaded([])
 
 
-def test_an_engine_takes_a_model_that_was_packed_before(tmp_path: Path) -> None:
+def test_an_engine_takes_a_model_that_was_packed_before(folder: Path) -> None:
     """As a worker does that was forked. What tells weights apart can no longer be read off packed ones."""
-    write_tiny_llama(tmp_path)
-    config = config_for(tmp_path, dtype="bfloat16", load_format="auto", kv_cache_memory_bytes=2**24)
+    config = config_for(folder, dtype="bfloat16", load_format="auto", kv_cache_memory_bytes=2**24)
     keep_preloaded([(config, load_packed(config))])
     try:
         assert Engine(config).weights == load_model(config).weights
@@ -107,31 +99,23 @@ def test_an_engine_takes_a_model_that_was_packed_before(tmp_path: Path) -> None:
         keep_preloaded([])
 
 
-def test_deterministic_needs_triton_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused before any weight is read."""
-    write_tiny_llama(tmp_path)
-    monkeypatch.setattr(loader, "choose_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(loader, "_load_weights", lambda *_: pytest.fail("it reads the weights"))
-    with pytest.raises(ConfigError, match="--deterministic: the triton kernel found no cuda device"):
-        load_model(config_for(tmp_path, dtype="bfloat16", deterministic=True))
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
+        ({"dtype": "bfloat16"}, "the triton kernel found no cuda device"),
         ({"enable_lora": True, "compile": "off"}, "with --compile off torch's operators add adapters"),
         ({"enable_lora": True}, "the triton kernel found no cuda device"),
         ({"attention_backend": "torch"}, "with --attention-backend torch sums depend on the batch"),
     ],
 )
-def test_deterministic_is_refused_beside_what_torch_sums(
-    tmp_path: Path, options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+def test_deterministic_is_refused_where_torch_would_sum(
+    folder: Path, options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_tiny_llama(tmp_path)
+    """On a GPU, before any weight is read."""
     monkeypatch.setattr(loader, "choose_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(loader, "_load_weights", lambda *_: pytest.fail("it reads the weights"))
     with pytest.raises(ConfigError, match=f"--deterministic: {reason}"):
-        load_model(config_for(tmp_path, deterministic=True, **options))
+        load_model(config_for(folder, deterministic=True, **options))
 
 
 def test_deterministic_is_refused_for_a_model_whose_products_torch_keeps(

@@ -9,13 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from engine.engine import Engine
-from engine.linear.packed import kernel_fault
 from engine.lora.config import AdapterError
 from engine.lora.files import Product
 from engine.lora.layers import AdaptedRows, attach, begin_step
@@ -23,16 +21,14 @@ from engine.lora.packed import pack
 from engine.lora.table import Adapters, Weights
 from engine.rows import SequenceRows
 from protocol.adapters import Adapter
-from protocol.config import ServeConfig
 from protocol.errors import ConfigError, InvalidRequestError
 from tests.e2e.architectures import write_model
 from tests.engine.adapter_files import merge, read, write, write_adapter
-from tests.engine.test_engine import ask, assert_empty, prompt_of, run, tokens
+from tests.engine.kernels import needs_kernel
+from tests.engine.test_engine import ask, assert_empty, prompt_of, run, tiny_engine, tokens
 from tests.worker.tiny_model import greedy, load
 
 MODELS = ("llama", "gpt2")
-NO_KERNEL = kernel_fault(torch.device("cpu"), torch.bfloat16)
-needs_kernel = pytest.mark.skipif(NO_KERNEL is not None, reason=str(NO_KERNEL))
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +63,11 @@ SCALES: dict[str, Callable[[str], float]] = {
 
 
 def make_engine(folder: Path, **options: Any) -> Engine:
-    config = ServeConfig(
-        model=str(folder),
-        dtype="float32",
-        device="cpu",
-        compile="off",
-        max_model_len=256,
-        max_num_seqs=8,
-        kv_cache_memory_bytes=2**22,
-        lora_modules={name: str(folder / name) for name in SCALES},
+    bounds = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 512}
+    adapters = {name: str(folder / name) for name in SCALES}
+    return tiny_engine(
+        folder, **{**bounds, "kv_cache_memory_bytes": 2**22, "lora_modules": adapters, **options}
     )
-    return Engine(msgspec.structs.replace(config, **options))
 
 
 def adapters_of(engine: Engine) -> Adapters:
@@ -140,32 +130,26 @@ def logits_of(engine: Engine, batch: list[SequenceRows]) -> list[Tensor]:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("name", "compile"), [("llama", "auto"), ("llama", "off"), ("gpt2", "off")])
 def test_a_row_has_the_same_bits_alone_and_in_a_crowd(
-    name: str, compile: str, threads: int, folders: dict[str, Path]
+    name: str, compile: str, threads: int, folders: dict[str, Path], threads_restored: None
 ) -> None:
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        engine = make_engine(folders[name], dtype="bfloat16", compile=compile)
-        assert (engine.start_up["forward"] == "native decoder") == (compile == "auto")
-        one, other = (adapters_of(engine).acquire(named(engine, adapter)) for adapter in SCALES)
-        slots = [0, one, other, one, one, 0, one, one, other]
-        lengths = [1, 1, 7, 1, 33, 5, 1, 1, 2]
-        batch = [
-            SequenceRows(
-                prompt_of(length, index), 0, [[4 * index, 4 * index + 1, 4 * index + 2]], adapter=slot
-            )
-            for index, (slot, length) in enumerate(zip(slots, lengths, strict=True))
-        ]
-        crowd = logits_of(engine, batch)
-        for rows, found in zip(batch, crowd, strict=True):
-            (alone,) = logits_of(engine, [rows])
-            assert torch.equal(alone, found)
-        for rows, found in zip(batch, crowd, strict=True):
-            if rows.adapter:
-                (plain,) = logits_of(engine, [SequenceRows(rows.token_ids, 0, rows.tables)])
-                assert not torch.equal(plain, found)
-    finally:
-        torch.set_num_threads(before)
+    engine = make_engine(folders[name], dtype="bfloat16", compile=compile)
+    assert (engine.start_up["forward"] == "native decoder") == (compile == "auto")
+    one, other = (adapters_of(engine).acquire(named(engine, adapter)) for adapter in SCALES)
+    slots = [0, one, other, one, one, 0, one, one, other]
+    lengths = [1, 1, 7, 1, 33, 5, 1, 1, 2]
+    batch = [
+        SequenceRows(prompt_of(length, index), 0, [[4 * index, 4 * index + 1, 4 * index + 2]], adapter=slot)
+        for index, (slot, length) in enumerate(zip(slots, lengths, strict=True))
+    ]
+    crowd = logits_of(engine, batch)
+    for rows, found in zip(batch, crowd, strict=True):
+        (alone,) = logits_of(engine, [rows])
+        assert torch.equal(alone, found)
+    for rows, found in zip(batch, crowd, strict=True):
+        if rows.adapter:
+            (plain,) = logits_of(engine, [SequenceRows(rows.token_ids, 0, rows.tables)])
+            assert not torch.equal(plain, found)
 
 
 @needs_kernel
@@ -211,11 +195,9 @@ def test_adapters_stand_beside_quantized_weights(format: str, folders: dict[str,
 
 
 @pytest.mark.parametrize("strides", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_kernel)])
 def test_layers_of_any_width_get_their_products(dtype: torch.dtype, strides: bool) -> None:
     """Also where no whole vectors fit, and rows of the outputs lie apart."""
-    if dtype is torch.bfloat16 and NO_KERNEL is not None:
-        pytest.skip(NO_KERNEL)
     generator = torch.Generator().manual_seed(5)
     for inputs, outputs, rank in ((7, 5, 4), (64, 96, 8), (50, 150, 12), (4096, 4096, 16)):
         x = torch.randn(1, 6, inputs, generator=generator).to(dtype)
@@ -354,60 +336,42 @@ def test_what_a_configuration_asks_for_in_vain_is_named(
     assert_refused(table, write(tmp_path, config | {field: value}, tensors), message)
 
 
-def rank_of_8(tensors: dict[str, Tensor]) -> None:
-    tensors[f"{LAYER}.lora_A.weight"] = torch.zeros(8, 64)
-
-
-def another_width(tensors: dict[str, Tensor]) -> None:
-    tensors[f"{LAYER}.lora_B.weight"] = torch.zeros(128, 4)
-
-
-def integers(tensors: dict[str, Tensor]) -> None:
-    tensors[f"{LAYER}.lora_A.weight"] = torch.zeros(4, 64, dtype=torch.int8)
-
-
-def one_side(tensors: dict[str, Tensor]) -> None:
-    del tensors[f"{LAYER}.lora_B.weight"]
-
-
-def of_the_head(tensors: dict[str, Tensor]) -> None:
-    tensors["base_model.model.lm_head.lora_A.weight"] = torch.zeros(4, 64)
-
-
-def of_a_layer_too_many(tensors: dict[str, Tensor]) -> None:
-    tensors["base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight"] = torch.zeros(4, 64)
-
-
-def a_bias(tensors: dict[str, Tensor]) -> None:
-    tensors[f"{LAYER}.lora_B.bias"] = torch.zeros(64)
-
-
-def nothing(tensors: dict[str, Tensor]) -> None:
-    tensors.clear()
-
-
-TENSORS = {
-    rank_of_8: rf"{LAYER}.lora_A.weight: must have the shape \[4, 64\], got \[8, 64\]",
-    another_width: rf"{LAYER}.lora_B.weight: must have the shape \[64, 4\], got \[128, 4\]",
-    integers: f"{LAYER}.lora_A.weight: the dtype must be one of float32, bfloat16, float16, got int8",
-    one_side: f"{LAYER}.lora_B.weight: is missing",
-    of_the_head: "lm_head.lora_A.weight: the model has no such linear layer",
-    of_a_layer_too_many: "layers.9.self_attn.q_proj.lora_A.weight: the model has no such linear layer",
-    a_bias: f"{LAYER}.lora_B.bias: not supported",
-    nothing: "adapter_model.safetensors: has no tensor",
+A, B = (f"{LAYER}.lora_{side}.weight" for side in "AB")
+OTHERS = "base_model.model"
+TENSORS: dict[str, tuple[dict[str, Tensor | None], str]] = {
+    "a rank of 8": ({A: torch.zeros(8, 64)}, rf"{A}: must have the shape \[4, 64\], got \[8, 64\]"),
+    "another width": ({B: torch.zeros(128, 4)}, rf"{B}: must have the shape \[64, 4\], got \[128, 4\]"),
+    "integers": (
+        {A: torch.zeros(4, 64, dtype=torch.int8)},
+        f"{A}: the dtype must be one of float32, bfloat16, float16, got int8",
+    ),
+    "one side": ({B: None}, f"{B}: is missing"),
+    "of the head": (
+        {f"{OTHERS}.lm_head.lora_A.weight": torch.zeros(4, 64)},
+        "lm_head.lora_A.weight: the model has no such linear layer",
+    ),
+    "of a layer too many": (
+        {f"{OTHERS}.model.layers.9.self_attn.q_proj.lora_A.weight": torch.zeros(4, 64)},
+        "layers.9.self_attn.q_proj.lora_A.weight: the model has no such linear layer",
+    ),
+    "a bias": ({f"{LAYER}.lora_B.bias": torch.zeros(64)}, f"{LAYER}.lora_B.bias: not supported"),
 }
 
 
 @pytest.mark.parametrize("change", TENSORS)
 def test_a_tensor_that_does_not_fit_is_named(
-    change: Callable[[dict[str, Tensor]], None],
-    table: Adapters,
-    folders: dict[str, Path],
-    tmp_path: Path,
+    change: str, table: Adapters, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     config, tensors = read(folders["llama"] / "one")
-    change(tensors)
-    assert_refused(table, write(tmp_path, config, tensors), TENSORS[change])
+    changes, message = TENSORS[change]
+    changed = {name: tensor for name, tensor in (tensors | changes).items() if tensor is not None}
+    assert_refused(table, write(tmp_path, config, changed), message)
+
+
+def test_files_without_a_tensor_are_named(table: Adapters, folders: dict[str, Path], tmp_path: Path) -> None:
+    config, _ = read(folders["llama"] / "one")
+    folder = write(tmp_path, config, {})
+    assert_refused(table, folder, "adapter_model.safetensors: has no tensor")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from engine.sampler.mask_thread import MaskThread
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from tests.engine.sampler_reference import make_row
-from tests.engine.test_engine import tiny_engine
+from tests.engine.test_engine import run, tiny_engine, tokens
 
 MODEL = Path(__file__).parents[2] / "models" / "tandem-code-10m"
 LIST = 'start: "[" item ("," item)* "] is a list of words"\nitem: /[a-z]{1,6}/'
@@ -163,13 +163,9 @@ def engine() -> Engine:
 
 
 def answers(engine: Engine, requests: Sequence[EngineRequest]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
     for request in requests:
         engine.add(request)
-    while engine.has_work():
-        for output in engine.step().outputs:
-            found.setdefault(output.request_id, []).extend(output.token_ids)
-    return found
+    return {name: tokens(outputs) for name, outputs in run(engine).items()}
 
 
 def requests() -> list[EngineRequest]:
@@ -186,7 +182,7 @@ def requests() -> list[EngineRequest]:
 def test_masks_are_computed_beside_the_forward(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a thread of their own, begun before the forward, and in no other."""
     fill, begun, threads = Matcher.fill, threading.Event(), []
-    run: Callable[..., ForwardOutput] = engine._runner.run
+    run_forward: Callable[..., ForwardOutput] = engine._runner.run
 
     def noted(matcher: Matcher, *arguments: Any) -> None:
         threads.append(threading.current_thread())
@@ -196,7 +192,7 @@ def test_masks_are_computed_beside_the_forward(engine: Engine, monkeypatch: pyte
     def forward(*arguments: Any, **options: Any) -> ForwardOutput:
         assert begun.wait(10)
         begun.clear()
-        return run(*arguments, **options)
+        return run_forward(*arguments, **options)
 
     monkeypatch.setattr(Matcher, "fill", noted)
     monkeypatch.setattr(engine._runner, "run", forward)
@@ -208,7 +204,7 @@ def test_tokens_are_those_without_the_thread(engine: Engine, monkeypatch: pytest
     """Where sequences are preempted, and one that asks for it is aborted on the way."""
     with monkeypatch.context() as patch:
         patch.setattr(engine._sampler, "expect", lambda rows: None)
-        alone = {name: tokens for each in requests() for name, tokens in answers(engine, [each]).items()}
+        alone = {name: answer for each in requests() for name, answer in answers(engine, [each]).items()}
     assert engine.stats().num_preemptions == 0
     assert answers(engine, requests()) == alone
     assert engine.stats().num_preemptions > 0

@@ -10,21 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from deploy.config import load_config
-from engine.engine import Engine
 from engine.linear import packed
 from engine.linear.packed import PackedLinear, kernel_fault, pack_linears
-from models.bundled import BUNDLED_MODEL
 from native import build
 from native.openmp import gomp_parallel
-from protocol.outputs import TokenLogprobs
-from protocol.requests import EngineRequest
-from protocol.sampling import SamplingParams
+from tests.engine.kernels import CPU, needs_kernel
 
-CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(
-    kernel_fault(CPU, torch.bfloat16) is not None, reason="this machine has no such kernel"
-)
+pytestmark = needs_kernel
 
 
 KERNELS = ["tandem_linear", "tandem_linear_in_pairs", "tandem_linear_in_floats"]
@@ -44,17 +36,8 @@ def emulated(name: str) -> Any:
     return function
 
 
-@pytest.fixture(params=KERNELS)
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way to multiply that the CPU has, also where a faster one would be chosen."""
-    if request.param == "tandem_linear_in_pairs" and not HAS_PAIRS:
-        pytest.skip("this CPU can't multiply pairs of bfloat16")
-    chosen = packed._kernel(request.param)
-    monkeypatch.setattr(packed, "_kernel", lambda: chosen)
-
-
 @pytest.fixture(params=[*KERNELS, "emulated tandem_linear", "emulated tandem_linear_in_pairs"])
-def any_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every way to multiply, on any CPU: the first takes AMX only where there is AMX."""
     *how, name = request.param.split()
     if name == "tandem_linear_in_pairs" and not (how or HAS_PAIRS):
@@ -69,7 +52,7 @@ def layers(in_features: int, out_features: int, bias: bool = True) -> tuple[nn.L
     return linear, PackedLinear(linear)
 
 
-@pytest.mark.usefixtures("any_kernel")
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("out_features", [1, 15, 16, 63, 64, 65, 200])
 @pytest.mark.parametrize("in_features", [2, 34, 512])
 def test_a_product_is_the_exact_one_rounded(in_features: int, out_features: int) -> None:
@@ -85,24 +68,22 @@ def test_a_product_is_the_exact_one_rounded(in_features: int, out_features: int)
             assert (error <= exact.abs() * 2**-8 + scale * 2**-20).all(), (rows, bias)
 
 
-@pytest.mark.usefixtures("any_kernel")
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_rows_bits_depend_neither_on_its_batch_nor_on_the_threads(threads: int) -> None:
+def test_a_rows_bits_depend_neither_on_its_batch_nor_on_the_threads(
+    threads: int, threads_restored: None
+) -> None:
     _, ours = layers(256, 300)
     x = torch.randn(400, 256).bfloat16()
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = torch.cat([ours(row) for row in x.split(1)])
-        torch.set_num_threads(threads)
-        for rows in (2, 3, 5, 6, 7, 11, 16, 17, 40, 192, 193, 400):
-            together = torch.cat([ours(some) for some in x.split(rows)])
-            assert torch.equal(together, alone), rows
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(1)
+    alone = torch.cat([ours(row) for row in x.split(1)])
+    torch.set_num_threads(threads)
+    for rows in (2, 3, 5, 6, 7, 11, 16, 17, 40, 192, 193, 400):
+        together = torch.cat([ours(some) for some in x.split(rows)])
+        assert torch.equal(together, alone), rows
 
 
-@pytest.mark.usefixtures("any_kernel")
+@pytest.mark.usefixtures("kernel")
 def test_inputs_of_any_layout_and_batch_shape() -> None:
     _, ours = layers(64, 32)
     x = torch.randn(64, 3, 5).bfloat16()
@@ -114,7 +95,7 @@ def test_inputs_of_any_layout_and_batch_shape() -> None:
             ours(wrong)
 
 
-@pytest.mark.usefixtures("any_kernel")
+@pytest.mark.usefixtures("kernel")
 def test_what_is_no_number_stays_so() -> None:
     _, ours = layers(64, 80)
     x = torch.randn(3, 64).bfloat16()
@@ -183,38 +164,3 @@ def test_what_multiplies_instead_is_told(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert "false" in (kernel_fault(CPU, torch.bfloat16) or "")
     finally:
         packed._kernel.cache_clear()
-
-
-def logprobs(engine: Engine, requests: list[EngineRequest]) -> dict[str, list[TokenLogprobs]]:
-    for request in requests:
-        engine.add(request)
-    found: dict[str, list[TokenLogprobs]] = {request.request_id: [] for request in requests}
-    while engine.has_work():
-        for output in engine.step().outputs:
-            found[output.request_id] += output.logprobs or []
-    return found
-
-
-@pytest.mark.usefixtures("kernel")
-def test_a_whole_model_gives_the_same_bits_alone_and_in_a_crowd() -> None:
-    """In bfloat16, through prefill chunks of different cuts and batches that grow and shrink."""
-    flags = {"model": str(BUNDLED_MODEL), "dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20}
-    config = load_config(
-        flags | {"compile": "off", "max_num_batched_tokens": 96, "max_num_seqs": 64}, environ={}
-    )
-    engine = Engine(config)
-    requests = [
-        EngineRequest(
-            request_id=f"r{index}",
-            prompt_token_ids=[(index * 131 + place * 17) % 4000 + 5 for place in range(20 + 23 * index)],
-            sampling=SamplingParams(
-                max_tokens=12 + index, ignore_eos=True, temperature=0.8, seed=index, logprobs=3
-            ),
-            cache_salt=f"{index}",
-        )
-        for index in range(8)
-    ]
-    crowd = logprobs(engine, requests)
-    for request in requests[::3]:
-        engine = Engine(load_config(flags | {"compile": "off"}, environ={}))
-        assert logprobs(engine, [request])[request.request_id] == crowd[request.request_id]

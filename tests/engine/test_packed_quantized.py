@@ -14,18 +14,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.linear import packed, packed_quantized
+from engine.linear import packed_quantized
 from engine.linear.packed import PackedLinear
 from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight, fits, pack_quantized_linears
 from engine.linear.quantized import QuantizedLinear
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 from native import build
+from tests.engine.kernels import needs_kernel
 from tests.engine.quantized_weights import make_weight
-from tests.engine.test_packed_linear import CPU, EMULATED, EMULATING, HAS_PAIRS
+from tests.engine.test_packed_linear import EMULATED, EMULATING, HAS_PAIRS
 
-pytestmark = pytest.mark.skipif(
-    packed.kernel_fault(CPU, torch.bfloat16) is not None, reason="this machine has no such kernel"
-)
+pytestmark = needs_kernel
 
 KERNELS = ["", "_in_pairs", "_in_floats", " emulated", "_in_pairs emulated"]
 """All ways to multiply, on any CPU: the first takes AMX only where there is AMX."""
@@ -79,9 +78,17 @@ def layer(kind: str, inputs: int, outputs: int, bias: bool) -> tuple[QuantizedLi
     return linear, PackedQuantizedLinear(PackedWeight.of(weight), linear.bias)
 
 
+SHAPES = [(64, 65), (192, 16), (384, 130)]
+PRODUCTS = [
+    (kernel, kind, *SHAPES[(i + j) % len(SHAPES)])
+    for i, kernel in enumerate(KERNELS)
+    for j, kind in enumerate(WEIGHTS)
+]
+"""Each kernel with each kind, and both with each shape."""
+
+
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("kind", WEIGHTS)
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 65), (192, 16), (384, 130)])
+@pytest.mark.parametrize(("kernel", "kind", "inputs", "outputs"), PRODUCTS, indirect=["kernel"])
 def test_a_product_is_that_of_the_dequantized_weight(kind: str, inputs: int, outputs: int) -> None:
     check_product(kind, inputs, outputs)
 
@@ -132,9 +139,16 @@ def test_rounded_rows_have_the_bits_of_the_definition(inputs: int, outputs: int)
         assert torch.equal(ours(x), (sums.float() * units * scales.T).bfloat16()), rows
 
 
+GROUPS = [32, 128, 4096]
+RUNS = [
+    (kernel, kind, GROUPS[(i + j) % len(GROUPS)])
+    for i, kernel in enumerate(KERNELS)
+    for j, kind in enumerate(ROUNDING)
+]
+
+
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("kind", ROUNDING)
-@pytest.mark.parametrize("input_group", [32, 128, 4096])
+@pytest.mark.parametrize(("kernel", "kind", "input_group"), RUNS, indirect=["kernel"])
 def test_rounded_runs_have_the_integers_of_the_definition(kind: str, input_group: int) -> None:
     """All scales and units are powers of two, so that float32 is exact."""
     inputs, outputs = 384, 70
@@ -178,21 +192,17 @@ def test_the_largest_sum_fits() -> None:
     assert y.item() == torch.tensor(-128.0 * 127 * inputs).bfloat16()
 
 
-@pytest.mark.usefixtures("kernel")
+@pytest.mark.usefixtures("kernel", "threads_restored")
 @pytest.mark.parametrize(("kernel", "kind"), BATCHED, indirect=["kernel"])
 def test_a_rows_bits_depend_neither_on_its_batch_nor_on_the_threads(kind: str) -> None:
     _, ours = layer(kind, 256, 150, bias=True)
     x = torch.randn(240, 256).bfloat16()
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = torch.cat([ours(row) for row in x[:40].split(1)])
-        torch.set_num_threads(2)
-        for rows in range(2, 41):  # of each number of rows, each place is taken by a row
-            assert torch.equal(ours(x[40 - rows : 40]), alone[40 - rows :]), rows
-        assert torch.equal(ours(x)[:40], alone)
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(1)
+    alone = torch.cat([ours(row) for row in x[:40].split(1)])
+    torch.set_num_threads(2)
+    for rows in range(2, 41):  # of each number of rows, each place is taken by a row
+        assert torch.equal(ours(x[40 - rows : 40]), alone[40 - rows :]), rows
+    assert torch.equal(ours(x)[:40], alone)
 
 
 @pytest.mark.usefixtures("kernel")

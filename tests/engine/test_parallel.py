@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,8 @@ from engine.attention import transformers_hook
 from engine.attention.select import select_backend
 from engine.decoder.native_model import DTYPES
 from engine.kv_pool import KVPool
-from engine.kv_rows import CODE_DTYPES
 from engine.latent_attention import absorb
-from engine.linear.packed import PackedLinear, kernel_fault, pack, packed_rows
+from engine.linear.packed import PackedLinear, pack, packed_rows
 from engine.linear.packed_quantized import pack_quantized_linears
 from engine.linear.rounding import round_head, round_linears
 from engine.loader import LoadedModel
@@ -33,7 +31,6 @@ from engine.lora.files import read_adapter
 from engine.lora.table import adaptable
 from engine.parallel import follower, group
 from engine.parallel.group import Columns, LostRankError, Ranks
-from engine.parallel.heads import own_heads
 from engine.parallel.layers import model_share
 from engine.parallel.messages import RunStep, encode
 from engine.parallel.runner import ShareRunner
@@ -48,13 +45,11 @@ from protocol.requests import EngineRequest
 from tests.e2e.architectures import ARCHITECTURES, VOCAB_SIZE, config_of, write_model
 from tests.engine import parallel_child
 from tests.engine.adapter_files import write_adapter
+from tests.engine.kernels import CPU, needs_kernel
 from tests.worker.harness import request, tiny_config
 
 ANSWER_S = 60.0
 BLOCK_SIZE = 16
-CPU = torch.device("cpu")
-NO_KERNEL = kernel_fault(CPU, torch.bfloat16)
-needs_kernel = pytest.mark.skipif(NO_KERNEL is not None, reason=str(NO_KERNEL))
 
 
 def steps() -> list[tuple[list[SequenceRows], list[int]]]:
@@ -79,6 +74,7 @@ def load(
     compile: str = "off",
     quantization: CodeFormat | None = None,
     in_ranks: bool = False,
+    kv_codes: str = "none",
     **changes: Any,
 ) -> LoadedModel:
     """A random model, packed."""
@@ -94,6 +90,8 @@ def load(
         pack_quantized_linears(model)
     absorb(model)
     kv_group = probe(model, dtype, model.config.num_hidden_layers).kv
+    if kv_codes != "none":
+        kv_group = kv_group.stored_as(kv_codes)
     vocab_size = model.config.vocab_size
     loaded = LoadedModel(model, CPU, dtype, kv_group, vocab_size, 512, [], "weights", in_ranks=in_ranks)
     return pack_model(loaded, compile, select_backend(CPU, dtype)[0])
@@ -116,12 +114,44 @@ def run(loaded: LoadedModel, size: int) -> tuple[list[Tensor], Tensor]:
     return [step[0].logits for step in outputs], pool.block_pools[0]
 
 
+def qwen2(heads: int = 6, kv_heads: int = 2, **options: Any) -> dict[str, Any]:
+    """A shape that the native decoder runs, and shares among ranks."""
+    shape = {"vocab_size": 330, "head_dim": 16, "hidden_size": 144, "intermediate_size": 200}
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return {"model_type": "qwen2", "compile": "auto"} | shape | heads_of | options
+
+
+def int_weights(format: CodeFormat, compile: str) -> dict[str, Any]:
+    return qwen2(quantization=format, compile=compile, intermediate_size=224, hidden_size=96)
+
+
+SHARED: dict[str, tuple[dict[str, Any], list[int]]] = {
+    **{name: ({"model_type": name}, [2, 4]) for name in ARCHITECTURES},
+    **{
+        f"{heads} heads, {kv_heads} of keys, {dtype}": (qwen2(heads, kv_heads, dtype=dtype), sizes)
+        for heads, kv_heads, sizes in ((4, 2, [2, 4]), (6, 1, [3]), (6, 2, [3]), (6, 3, [2]), (12, 4, [6]))
+        for dtype in DTYPES
+    },
+    "int8 KV": (qwen2(kv_codes="int8_row_scales"), [2, 3]),
+    "fp8 KV": (qwen2(kv_codes="fp8_row_scales"), [2, 3]),
+    "int8 weights, modules": (int_weights(CodeFormat.INT8, "off"), [3]),
+    "int8 weights, native decoder": (int_weights(CodeFormat.INT8, "auto"), [3]),
+    "int4 weights, modules": (int_weights(CodeFormat.INT4, "off"), [3]),
+    "int4 weights, native decoder": (int_weights(CodeFormat.INT4, "auto"), [3]),
+    "experts in ranks": ({"model_type": "mixtral", "compile": "auto", "in_ranks": True}, [2]),
+}
+"""Options of `load`, and numbers of ranks, 4 of which are more than the KV heads of most."""
+
+
 @needs_kernel
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_ranks_have_the_bits_of_one_process(model_type: str) -> None:
-    loaded = load(model_type, torch.bfloat16)
+@pytest.mark.parametrize("case", SHARED)
+def test_ranks_have_the_bits_of_one_process(case: str) -> None:
+    options, sizes = SHARED[case]
+    loaded = load(**{"dtype": torch.bfloat16} | options)
+    is_native = options.get("compile") == "auto" and "in_ranks" not in options
+    assert (loaded.description is not None) == is_native
     expected, pool = run(loaded, 1)
-    for size in (2, 4):  # 4 are more than the KV heads of most
+    for size in sizes:
         logits, shared = run(loaded, size)
         assert all(map(torch.equal, logits, expected)), f"{size} ranks"
         assert torch.equal(shared, pool), f"{size} ranks write the same KV"
@@ -136,61 +166,9 @@ def test_other_ranks_divide_the_layers_as_the_first_one_does() -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "size"), [(4, 2, 2), (4, 2, 4), (6, 1, 3), (6, 2, 3), (6, 3, 2), (12, 4, 6)]
-)
-def test_the_native_decoder_has_them_too(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> None:
-    changes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": 200}
-    loaded = load("qwen2", dtype, "auto", hidden_size=144, vocab_size=330, head_dim=16, **changes)
-    assert loaded.description is not None
-    expected, pool = run(loaded, 1)
-    logits, shared = run(loaded, size)
-    assert all(map(torch.equal, logits, expected))
-    assert torch.equal(shared, pool)
-
-
-@needs_kernel
-def test_experts_are_shared_by_the_modules() -> None:
-    """So a worker of one rank beside one of several leaves its experts to these, too."""
+def test_one_rank_next_to_several_leaves_experts_to_the_modules() -> None:
     assert load("mixtral", torch.bfloat16, "auto").description is not None
-    loaded = load("mixtral", torch.bfloat16, "auto", in_ranks=True)
-    assert loaded.description is None
-    expected, pool = run(loaded, 1)
-    logits, shared = run(loaded, 2)
-    assert all(map(torch.equal, logits, expected))
-    assert torch.equal(shared, pool)
-
-
-@needs_kernel
-@pytest.mark.parametrize("quantization", CODE_DTYPES)
-def test_coded_kv_is_shared_too(quantization: str) -> None:
-    changes = {"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 200}
-    loaded = load("qwen2", torch.bfloat16, "auto", hidden_size=144, vocab_size=330, head_dim=16, **changes)
-    loaded = replace(loaded, kv_group=loaded.kv_group.stored_as(quantization))
-    expected, pool = run(loaded, 1)
-    for size in (2, 3):  # 3 are more than the KV heads
-        logits, shared = run(loaded, size)
-        assert all(map(torch.equal, logits, expected))
-        assert torch.equal(shared, pool)
-
-
-@needs_kernel
-@pytest.mark.parametrize("compile", ["off", "auto"])
-@pytest.mark.parametrize("format", [CodeFormat.INT8, CodeFormat.INT4])
-def test_quantized_weights_are_shared_too(format: CodeFormat, compile: str) -> None:
-    changes = {
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "intermediate_size": 224,
-        "hidden_size": 96,
-    }
-    loaded = load("qwen2", torch.bfloat16, compile, format, vocab_size=330, head_dim=16, **changes)
-    assert (loaded.description is not None) == (compile == "auto")
-    expected, pool = run(loaded, 1)
-    logits, shared = run(loaded, 3)
-    assert all(map(torch.equal, logits, expected))
-    assert torch.equal(shared, pool)
+    assert load("mixtral", torch.bfloat16, "auto", in_ranks=True).description is None
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
@@ -198,18 +176,6 @@ def test_in_float32_they_differ_by_rounding(model_type: str) -> None:
     loaded = load(model_type, torch.float32)
     for logits, expected in zip(run(loaded, 4)[0], run(loaded, 1)[0], strict=True):
         assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("queries", "keys", "size"), [(12, 4, 2), (12, 4, 3), (12, 4, 6), (12, 4, 12), (4, 4, 4), (8, 1, 4)]
-)
-def test_heads_are_shared_whole(queries: int, keys: int, size: int) -> None:
-    heads = [own_heads(queries, keys, Ranks(size, rank)) for rank in range(size)]
-    assert [query for own in heads for query in own.queries] == list(range(queries)), "each once"
-    for own in heads:
-        each = len(own.queries) // len(own.keys)
-        read = [query * keys // queries for query in own.queries]
-        assert read == [key for key in own.keys for _ in range(each)]
 
 
 def test_layers_are_shared_in_whole_panels_if_there_are_enough() -> None:
@@ -373,14 +339,6 @@ def test_rows_of_packed_weights() -> None:
     panels = packed_rows(packed, [range(64, 192)])
     assert torch.equal(panels, pack(weight[64:]))
     assert panels.data_ptr() == packed[1:].data_ptr(), "whole panels are not copied"
-
-
-@needs_kernel
-def test_a_packed_layer_with_some_of_its_outputs() -> None:
-    linear = nn.Linear(32, 96, dtype=torch.bfloat16)
-    x = torch.randn(3, 32, dtype=torch.bfloat16)
-    whole = PackedLinear(linear)
-    assert torch.equal(whole.rows(range(48, 96))(x), whole(x)[:, 48:])
 
 
 @needs_kernel

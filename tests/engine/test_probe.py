@@ -17,11 +17,9 @@ from engine.pool_layout import Group, LayerPlace, LayerShape, Segment
 from engine.probe import probe
 from tests.e2e.architectures import ARCHITECTURES, config_of
 
-DTYPES = [torch.float32, torch.bfloat16]
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 LAYERS = [LayerShape(2, 16, 16)] * 3
 
-UNLIKE = ("gemma3n_text", "gemma4_text", "mimo_v2_flash", "deepseek_v3")
-"""Not all of their layers have KV of the common shape."""
 FALCON_H1 = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32}
 
 
@@ -37,40 +35,39 @@ def check(model: PreTrainedModel) -> Group:
     return probe(model, model.dtype, model.config.num_hidden_layers).kv
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("model_type", [each for each in ARCHITECTURES if each not in UNLIKE])
-def test_accepts_what_is_served_right(model_type: str, dtype: torch.dtype) -> None:
+def planes(layers: int, heads: int, *dims: int) -> list[tuple[int, int, int, int]]:
+    """Segments of keys and of values, apart."""
+    return [(layers, heads, dim, 1) for dim in dims]
+
+
+SEGMENTS: dict[str, list[tuple[int, int, int, int]]] = {
+    "gemma3n_text": [(3, 2, 16, 2)],
+    "gemma4_text": [(1, 2, 16, 2), (1, 2, 32, 2)],
+    "mimo_v2_flash": [*planes(1, 1, 24, 16), *planes(2, 2, 24, 16)],
+    "deepseek_v3": planes(3, 4, 24, 16),
+    "gpt2": [(3, 4, 16, 2)],
+    "gpt_neox": [(3, 4, 16, 2)],
+    "opt": [(3, 4, 16, 2)],
+}
+"""Layers, KV heads, dimensions and planes, where they are not (3, 2, 16, 2)."""
+PLACES = {"gemma3n_text": [(0, 0), (0, 1), (0, 2), (0, 1)], "gemma4_text": [(0, 0), (1, 0)] * 2}
+"""The segment and index of each layer, where layers share their KV."""
+
+
+@dtypes
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_accepts_models_that_are_served_right(model_type: str, dtype: torch.dtype) -> None:
     group = check(build(model_type, dtype))
-    heads = 4 if model_type in ("gpt2", "gpt_neox", "opt") else 2
-    assert group.segments == (Segment(3, heads, 16, dtype),)
+    expected = [
+        Segment(layers, heads, dim, dtype, num_planes=num_planes)
+        for layers, heads, dim, num_planes in SEGMENTS.get(model_type, [(3, 2, 16, 2)])
+    ]
+    assert [*group.segments] == expected
+    if model_type in PLACES:
+        assert [(place.segment, place.index) for place in group.layers] == PLACES[model_type]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_accepts_layers_that_share_their_keys(dtype: torch.dtype) -> None:
-    group = check(build("gemma3n_text", dtype))
-    assert group.segments == (Segment(3, 2, 16, dtype),)
-    assert [place.index for place in group.layers] == [0, 1, 2, 1]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_accepts_layers_of_unlike_shapes(dtype: torch.dtype) -> None:
-    """Two of four share their KV, too."""
-    group = check(build("gemma4_text", dtype))
-    assert group.segments == (Segment(1, 2, 16, dtype), Segment(1, 2, 32, dtype))
-    assert [(place.segment, place.index) for place in group.layers] == [(0, 0), (1, 0)] * 2
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_accepts_values_of_another_size_than_keys(dtype: torch.dtype) -> None:
-    group = check(build("mimo_v2_flash", dtype))
-    full = [Segment(1, 1, dim, dtype, num_planes=1) for dim in (24, 16)]
-    sliding = [Segment(2, 2, dim, dtype, num_planes=1) for dim in (24, 16)]
-    assert group.segments == (*full, *sliding)
-    model = build("deepseek_v3", dtype)
-    assert check(model).segments == tuple(Segment(3, 4, dim, dtype, num_planes=1) for dim in (24, 16))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@dtypes
 def test_accepts_latents_of_which_keys_and_values_are_made(dtype: torch.dtype) -> None:
     model = build("deepseek_v3", dtype)
     absorb(model)
@@ -86,7 +83,7 @@ def test_refuses_latents_that_are_absorbed_wrong(monkeypatch: pytest.MonkeyPatch
         check(model)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@dtypes
 def test_refuses_recurrent_state_beside_attention(dtype: torch.dtype) -> None:
     """In bfloat16 the leak is smaller than rounding errors."""
     with pytest.raises(UnsupportedModelError, match="falcon_h1: tokens influence each other outside"):
@@ -100,7 +97,7 @@ def test_refuses_what_leaks_by_its_logits_too(monkeypatch: pytest.MonkeyPatch) -
         check(model)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@dtypes
 def test_refuses_a_convolution_over_keys(dtype: torch.dtype) -> None:
     """Logits do not show it while attention is off."""
     model = build("llama", dtype)
@@ -110,7 +107,7 @@ def test_refuses_a_convolution_over_keys(dtype: torch.dtype) -> None:
         check(model)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@dtypes
 def test_refuses_positions_by_row(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a model is right only for a whole text alone."""
     model = build("llama", dtype)

@@ -88,15 +88,6 @@ def test_rows_of_all_filters_together(vocab_size: int, dtype: torch.dtype) -> No
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", FILTERS)
-def test_rows_of_one_filter(name: str) -> None:
-    torch.manual_seed(1)
-    rows = make_rows(150, random.Random(name), [name])
-    found, _ = choose_both_ways(3 * torch.randn(len(rows), 700), rows)
-    assert len(set(found)) > 20
-
-
-@needs_compiler
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("vocab_size", [1, 2, 17, 128, 130, 1000, 4096])
 def test_drafts_are_drawn_alike(vocab_size: int, dtype: torch.dtype) -> None:
@@ -154,43 +145,51 @@ def test_equal_values(num_values: int, dtype: torch.dtype) -> None:
         choose_both_ways(logits, rows)
 
 
-@needs_compiler
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("first_wins", [True, False])
-def test_among_equal_scores_the_lowest_id_wins(first_wins: bool, temperature: float) -> None:
-    """One of the two has the greater logit, the other as much more noise."""
-    one, other = (3, 150) if first_wins else (150, 3)
-    num_equal = 0
+def equal_scores(one: int, other: int, temperature: float = 1.0) -> Iterator[tuple[SamplingRow, Tensor]]:
+    """Rows in which two of 200 tokens share the highest score: `one` has the greater logit, `other` as much
+    more noise.
+    """
     for seed in range(100):
         noise = gumbel_noise(stream_keys(torch.tensor([seed]), torch.tensor([3])), torch.arange(200))
         logits = torch.full((1, 200), -1000.0)
         logits[0, one] = 0.0
         logits[0, other] = temperature * (noise[one] - noise[other])
         if logits[0, other] <= 0 and logits[0, other] / temperature + noise[other] == noise[one]:
-            num_equal += 1
-            assert choose_both_ways(logits, [make_row(seed=seed, temperature=temperature)])[0] == [3]
-    assert num_equal > 10
+            yield make_row(seed=seed, temperature=temperature), logits
+
+
+@needs_compiler
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("one", "other"), [(3, 150), (150, 3)])
+def test_among_equal_scores_the_lowest_id_wins(one: int, other: int, temperature: float) -> None:
+    found = [choose_both_ways(logits, [row])[0] for row, logits in equal_scores(one, other, temperature)]
+    assert found == [[3]] * len(found) and len(found) > 10
+
+
+def exact_nuclei(second: float) -> Iterator[tuple[Tensor, float, float]]:
+    """Logits of three tokens, a `top_p` that the likeliest has exactly of what top-k 2 left, and one just
+    above that. The second logit is `second` and less.
+    """
+    for step in range(50):
+        logits = torch.tensor([[0.0, second - step / 16, -90.0]])
+        share = math.exp(float(logits[0, 1]))
+        total = 1 + share
+        if total - share == 1 and 1 / total * total == 1:  # else it is rounded
+            yield logits, 1 / total, 1 / total * (1 + 1e-14)
 
 
 @pytest.mark.parametrize("way", ["torch", pytest.param("native", marks=needs_compiler)])
 def test_a_nucleus_ends_where_it_has_just_top_p(way: str) -> None:
-    """The likeliest token alone has exactly `top_p` of what top-k left: the next one stays outside."""
+    """The next token stays outside."""
     sampler = Sampler(3, "cpu", [])
     if way == "torch":
         sampler._native = None
-    num_exact = 0
-    for step in range(50):
-        logits = torch.tensor([[0.0, -7.0 - step / 16, -20.0]])
-        share = math.exp(float(logits[0, 1]))
-        total = 1 + share
-        if total - share != 1 or 1 / total * total != 1:
-            continue  # rounded
-        num_exact += 1
-        for top_p, size in ((1 / total, 1), (1 / total * (1 + 1e-14), 2)):
-            row = make_row("r", top_k=2, top_p=top_p)
-            _, distributions = sampler.draw_drafts(logits, [row], [0])
+    nuclei = list(exact_nuclei(-7.0))
+    for logits, *bounds in nuclei:
+        for top_p, size in zip(bounds, (1, 2), strict=True):
+            _, distributions = sampler.draw_drafts(logits, [make_row("r", top_k=2, top_p=top_p)], [0])
             assert int((distributions > 0).sum()) == size
-    assert num_exact > 10
+    assert len(nuclei) > 10
 
 
 @needs_compiler
@@ -263,17 +262,9 @@ def test_a_batch_of_which_only_the_edits_were_read_gives_its_probabilities() -> 
     assert torch.equal(sampler.probabilities(logits, rows), fresh.probabilities(logits, rows))
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @needs_compiler
-@pytest.mark.usefixtures("two_threads")
-def test_many_rows_on_several_threads() -> None:
+def test_many_rows_on_several_threads(threads_restored: None) -> None:
+    torch.set_num_threads(2)
     torch.manual_seed(10)
     rows = make_rows(70, random.Random(10))
     choose_both_ways(3 * torch.randn(len(rows), 4096).bfloat16(), rows)

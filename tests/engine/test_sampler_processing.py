@@ -84,13 +84,6 @@ def test_counts_follow_the_output_through_growth_jumps_and_rewinds():
         assert dict(zip(token_ids.tolist(), numbers.tolist(), strict=True)) == expected
 
 
-def test_counts_notice_another_output_of_the_same_length():
-    counts = TokenCounts([])
-    counts.follow([1, 2, 3])
-    counts.follow([1, 5, 3])
-    assert dict(zip(*(entry.tolist() for entry in counts.entries()), strict=True)) == {1: 1, 5: 1, 3: 1}
-
-
 def test_forgotten_requests_leave_nothing():
     penalties = Penalties()
     logits = torch.zeros(1, VOCAB_SIZE)
@@ -100,9 +93,3 @@ def test_forgotten_requests_leave_nothing():
     fresh = penalized(penalties, logits, [make_row("a", [], [8], presence_penalty=1.0)])
     assert fresh[0, 7] == 0 and fresh[0, 8] == -1
     assert len(penalties._counts) == 1
-
-
-def test_presence_once_and_frequency_for_each():
-    row = make_row("a", [1, 1], [2, 3, 3, 3], presence_penalty=0.5, frequency_penalty=0.25)
-    values = penalized(Penalties(), torch.zeros(1, VOCAB_SIZE), [row])
-    assert values[0, :5].tolist() == [0.0, 0.0, -0.75, -1.25, 0.0]

@@ -9,40 +9,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.engine import Engine
 from engine.tiers import host as host_module
-from engine.tiers.slot_file import SlotFile
-from protocol.config import ServeConfig
 from protocol.errors import ConfigError
-from protocol.ids import BlockIdentity
 from protocol.outputs import TokenOutput
-from protocol.requests import EngineRequest
-from protocol.sampling import SamplingParams
-from tests.engine.tiers_parts import eventually
+from tests.engine.test_engine import BLOCK_BYTES, MAX_LEN, ask, prompt_of, run, tiny_engine, tokens
+from tests.engine.test_engine import assert_empty as assert_pool_empty
+from tests.engine.tiers_parts import StuckFile, eventually
 from tests.tiers.seeds import seeds
-from tests.worker.tiny_model import VOCAB_SIZE, assert_greedy, greedy, load, write_tiny_llama
+from tests.worker.tiny_model import assert_greedy, greedy
 
-BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
 GIB = 2**30
-MAX_LEN = 256
 LENGTHS = (240, 100, 161, 48, 200, 130)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_tiny_llama(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> PreTrainedModel:
-    return load(folder)
 
 
 @pytest.fixture
@@ -50,20 +32,13 @@ def make_engine(folder: Path) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
     def make(num_blocks: int = 17, host_blocks: int = 0, disk: Path | None = None, **options: Any) -> Engine:
-        config = ServeConfig(
-            model=str(folder),
-            dtype="float32",
-            device="cpu",
-            compile="off",
-            max_model_len=MAX_LEN,
-            max_num_batched_tokens=64,
-            max_num_seqs=8,
-            kv_cache_memory_bytes=num_blocks * BLOCK_BYTES,
-            kv_offloading_size=host_blocks * BLOCK_BYTES / GIB,
-            kv_disk_path=None if disk is None else str(disk),
-            kv_disk_size=0.0 if disk is None else 400 * BLOCK_BYTES / GIB,
-        )
-        engines.append(Engine(msgspec.structs.replace(config, **options)))
+        room = {
+            "kv_cache_memory_bytes": num_blocks * BLOCK_BYTES,
+            "kv_offloading_size": host_blocks * BLOCK_BYTES / GIB,
+            "kv_disk_path": None if disk is None else str(disk),
+            "kv_disk_size": 0.0 if disk is None else 400 * BLOCK_BYTES / GIB,
+        }
+        engines.append(tiny_engine(folder, **{"max_model_len": MAX_LEN, "max_num_seqs": 8} | room | options))
         return engines[-1]
 
     yield make
@@ -71,30 +46,7 @@ def make_engine(folder: Path) -> Iterator[Callable[..., Engine]]:
         engine.close()
 
 
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, VOCAB_SIZE) for _ in range(length)]
-
-
 PROMPTS = [prompt_of(length, seed) for seed, length in enumerate(LENGTHS)]
-
-
-def ask(name: str, prompt: list[int], max_tokens: int = 8, **fields: Any) -> EngineRequest:
-    sampling = {"temperature": 0.0, "ignore_eos": True} | fields.pop("sampling", {})
-    params = SamplingParams(max_tokens=max_tokens, **sampling)
-    return EngineRequest(request_id=name, prompt_token_ids=prompt, sampling=params, **fields)
-
-
-def run(engine: Engine) -> dict[str, list[TokenOutput]]:
-    outputs: dict[str, list[TokenOutput]] = {}
-    while engine.has_work():
-        for output in engine.step().outputs:
-            outputs.setdefault(output.request_id, []).append(output)
-    return outputs
-
-
-def tokens(outputs: list[TokenOutput]) -> list[int]:
-    return [token for output in outputs for token in output.token_ids]
 
 
 def serve(engine: Engine, prompt: list[int], **fields: Any) -> tuple[list[int], int]:
@@ -119,8 +71,7 @@ def written(engine: Engine) -> None:
 
 
 def assert_empty(engine: Engine) -> None:
-    assert sum(engine.blocks.available) == engine.blocks.num_blocks
-    assert engine.blocks.num_free + engine.blocks.num_cached == engine.blocks.num_blocks
+    assert_pool_empty(engine)
     tiers = engine.tiers
     if tiers is not None:
         written(engine)
@@ -149,37 +100,6 @@ def test_prompts_come_back_from_the_host(
     assert_empty(tiered)
 
 
-def test_seeded_tokens_do_not_depend_on_the_tiers(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
-    roomy = make_engine(num_blocks=200)
-    small = [make_engine(host_blocks=40), make_engine(host_blocks=40, disk=tmp_path)]
-    for turn in range(2):
-        for index, prompt in enumerate(PROMPTS):
-            sampling = {"temperature": 1.0, "seed": index + 10 * turn, "top_p": 0.9, "presence_penalty": 0.3}
-            expected = serve(roomy, prompt, sampling=sampling)[0]
-            for engine in small:
-                assert serve(engine, prompt, sampling=sampling)[0] == expected
-    assert small[0].counters()["kv_host_hit_blocks_total"] > 0
-    assert small[1].counters()["kv_disk_hit_blocks_total"] > 0
-    for engine in small:
-        assert_empty(engine)
-
-
-def test_a_prompt_found_whole_runs_one_token(
-    make_engine: Callable[..., Engine], reference: PreTrainedModel
-) -> None:
-    engine = make_engine(host_blocks=80)
-    prompt = prompt_of(64, seed=9)
-    for evicting in (PROMPTS[0], PROMPTS[4]):
-        serve(engine, prompt)
-        serve(engine, evicting)
-    engine.add(ask("again", prompt))
-    first = engine.step()
-    assert first.num_tokens == 1
-    assert first.outputs[0].cached_tokens == 63
-    assert tokens(first.outputs + run(engine)["again"]) == greedy(reference, prompt, 8)
-    assert_empty(engine)
-
-
 def test_preempted_sequences_get_their_blocks_back(
     make_engine: Callable[..., Engine], reference: PreTrainedModel
 ) -> None:
@@ -198,6 +118,7 @@ def test_preempted_sequences_get_their_blocks_back(
         assert engine.stats().num_preemptions > 0
         for index, prompt in enumerate(prompts):
             assert_greedy(reference, prompt, tokens(outputs[str(index)]), 60)
+            assert [output.position for output in outputs[str(index)]] == [*range(60)]
         computed.append(num_tokens)
         assert_empty(engine)
     assert computed[1] < computed[0]
@@ -312,37 +233,6 @@ def test_a_model_trained_again_finds_nothing_of_the_old_one(
     assert serve(new, PROMPTS[0])[1] == 0
 
 
-def test_damaged_files_cost_no_token(
-    make_engine: Callable[..., Engine], reference: PreTrainedModel, tmp_path: Path
-) -> None:
-    engine = make_engine(host_blocks=24, disk=tmp_path)
-    for prompt in PROMPTS:
-        written(engine)
-        serve(engine, prompt)
-    engine.close()
-    blocks = tmp_path / "worker-0" / "blocks"
-    raw = bytearray(blocks.read_bytes())
-    for place in range(0, len(raw), 3 * BLOCK_BYTES):
-        raw[place + 77] ^= 1
-    blocks.write_bytes(raw[: len(raw) - BLOCK_BYTES // 2])
-    again = make_engine(host_blocks=24, disk=tmp_path)
-    for _ in range(2):
-        for prompt in PROMPTS:
-            assert serve(again, prompt)[0] == greedy(reference, prompt, 8)
-    assert again.counters()["kv_disk_corrupt_blocks_total"] > 1
-    assert_empty(again)
-
-
-class StuckFile(SlotFile):
-    """Its reads take as long as the test wants."""
-
-    go: threading.Event
-
-    def read(self, slot: int, identity: BlockIdentity, into: memoryview) -> None:
-        assert self.go.wait(30)
-        super().read(slot, identity, into)
-
-
 @pytest.fixture
 def stuck_engine(
     make_engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -350,12 +240,14 @@ def stuck_engine(
     """Its first prompts are on a disk that does not answer until `StuckFile.go`."""
     monkeypatch.setattr(StuckFile, "go", threading.Event(), raising=False)
     monkeypatch.setattr("engine.tiers.build.SlotFile", StuckFile)
+    StuckFile.go.set()
     # Twice the blocks of a prompt: the host drops none, however slowly the disk takes them.
     engine = make_engine(num_blocks=34, host_blocks=48, disk=tmp_path)
     for prompt in [*PROMPTS, *(prompt_of(240, seed) for seed in range(70, 78))]:
         serve(engine, prompt)
         written(engine)
     assert engine.counters()["kv_disk_dropped_blocks_total"] == 0
+    StuckFile.go.clear()
     yield engine
     StuckFile.go.set()
 
@@ -382,19 +274,6 @@ def test_others_run_while_a_prompt_comes_from_the_disk(
     assert tokens(outputs) == greedy(reference, PROMPTS[0], 8)
     assert outputs[0].cached_tokens is not None and outputs[0].cached_tokens >= 10 * 16
     assert engine.counters()["kv_disk_fetch_timeouts_total"] == 0
-    assert_empty(engine)
-
-
-def test_a_disk_that_does_not_answer_is_not_waited_for(
-    stuck_engine: Engine, reference: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_module, "FETCH_TIMEOUT_S", 0.05)
-    engine = stuck_engine
-    engine.add(ask("from disk", PROMPTS[0]))
-    outputs = run(engine)["from disk"]
-    assert tokens(outputs) == greedy(reference, PROMPTS[0], 8)
-    assert engine.counters()["kv_disk_fetch_timeouts_total"] == 1
-    StuckFile.go.set()
     assert_empty(engine)
 
 

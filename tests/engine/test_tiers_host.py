@@ -12,11 +12,10 @@ from engine.cache_events import CacheLog
 from engine.tiers import host as host_module
 from engine.tiers.disk import DiskTier
 from engine.tiers.host import DiskFetch, Evicted, HostTier
-from engine.tiers.slot_file import SlotFile
-from protocol.ids import BlockIdentity
 from tests.engine.listener import Listener, held_below
 from tests.engine.tiers_parts import (
     PlainMemory,
+    StuckFile,
     content_of,
     eventually,
     identity_of,
@@ -189,20 +188,6 @@ def test_a_host_without_room_is_refused(make_rig) -> None:
         HostTier(PlainMemory(0, BLOCK_BYTES))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="needs 4 slots"):
         HostTier(PlainMemory(3, BLOCK_BYTES), make_rig().disk)  # type: ignore[arg-type]
-
-
-class StuckFile(SlotFile):
-    """A disk that takes as long as the test wants."""
-
-    go: threading.Event
-
-    def write(self, slot: int, identity: BlockIdentity, age: int, data: memoryview) -> None:
-        assert self.go.wait(30)
-        super().write(slot, identity, age, data)
-
-    def read(self, slot: int, identity: BlockIdentity, into: memoryview) -> None:
-        assert self.go.wait(30)
-        super().read(slot, identity, into)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from engine.tiers import slot_file
 from engine.tiers.folder import check_free_space, claim_folder
-from engine.tiers.slot_file import ENTRY_BYTES, CorruptBlockError, SlotFile
+from engine.tiers.slot_file import ENTRY_BYTES, CorruptBlockError
 from protocol.errors import ConfigError
 from tests.engine.tiers_parts import check_blocks, content_of, identity_of, open_file, write_blocks
 
@@ -37,9 +37,10 @@ def start_child(
     )
 
 
-def close_all(*files: SlotFile) -> None:
-    for file in files:
-        file.close()
+def write_eight(folder: Path) -> None:
+    file = open_file(folder, BLOCK_BYTES, 8)
+    write_blocks(file, range(8))
+    file.close()
 
 
 def test_blocks_are_found_again_in_the_order_of_their_writing(tmp_path: Path) -> None:
@@ -79,9 +80,7 @@ def test_the_newer_of_two_equal_blocks_stays(tmp_path: Path) -> None:
 
 
 def test_a_smaller_capacity_gives_the_room_back(tmp_path: Path) -> None:
-    file = open_file(tmp_path, BLOCK_BYTES, 8)
-    write_blocks(file, range(8))
-    file.close()
+    write_eight(tmp_path)
     smaller = open_file(tmp_path, BLOCK_BYTES, 3)
     assert check_blocks(smaller) == 3
     assert (tmp_path / "worker-0" / "blocks").stat().st_size == 3 * BLOCK_BYTES
@@ -98,9 +97,7 @@ def test_a_smaller_capacity_gives_the_room_back(tmp_path: Path) -> None:
 def test_another_models_files_are_emptied(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, block_bytes: int, model: bytes
 ) -> None:
-    file = open_file(tmp_path, BLOCK_BYTES, 8)
-    write_blocks(file, range(8))
-    file.close()
+    write_eight(tmp_path)
     other = open_file(tmp_path, block_bytes, 8, model)
     assert other.stored == []
     assert (other.num_foreign, other.num_corrupt) == (1, 0)
@@ -146,9 +143,7 @@ def test_no_damage_is_served(
     tmp_path_factory: pytest.TempPathFactory, damages: list[tuple[str, str, int]]
 ) -> None:
     folder = tmp_path_factory.mktemp("damaged")
-    file = open_file(folder, BLOCK_BYTES, 8)
-    write_blocks(file, range(8))
-    file.close()
+    write_eight(folder)
     for name, kind, seed in damages:
         inflict(folder / "worker-0" / name, kind, seed)
     damaged = open_file(folder, BLOCK_BYTES, 8)
@@ -167,9 +162,7 @@ def test_no_damage_is_served(
 
 
 def test_a_flipped_bit_is_found_and_a_cut_is_counted(tmp_path: Path) -> None:
-    file = open_file(tmp_path, BLOCK_BYTES, 8)
-    write_blocks(file, range(8))
-    file.close()
+    write_eight(tmp_path)
     blocks = tmp_path / "worker-0" / "blocks"
     raw = bytearray(blocks.read_bytes())
     raw[2 * BLOCK_BYTES + 17] ^= 4
@@ -183,9 +176,7 @@ def test_a_flipped_bit_is_found_and_a_cut_is_counted(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_in_an_entry_drops_the_block(tmp_path: Path) -> None:
-    file = open_file(tmp_path, BLOCK_BYTES, 8)
-    write_blocks(file, range(8))
-    file.close()
+    write_eight(tmp_path)
     index = tmp_path / "worker-0" / "index"
     for slot in range(8):
         raw = bytearray(index.read_bytes())

@@ -8,13 +8,19 @@ import pytest
 
 from engine.block_manager import BlockManager
 from engine.block_pool import OutOfBlocksError
-from engine.engine import Engine
 from engine.prefix_cache import find_prefix, reserve_blocks
-from protocol.config import ServeConfig
 from protocol.ids import root_identity
 from tests.engine.fake_pool import FakePool
-from tests.engine.test_engine import BLOCK_BYTES, MAX_LEN, ask, assert_empty, prompt_of, run, tokens
-from tests.worker.tiny_model import write_tiny_llama
+from tests.engine.test_engine import (
+    BLOCK_BYTES,
+    MAX_LEN,
+    ask,
+    assert_empty,
+    prompt_of,
+    run,
+    tiny_engine,
+    tokens,
+)
 
 SIZE = 4
 LEAST = 5
@@ -68,22 +74,13 @@ def test_too_few_blocks_for_the_longest_sequence_change_nothing() -> None:
     assert reserve_blocks(manager, [1], ROOT) is None
 
 
-def test_requests_wait_for_room_that_pages_would_leave(tmp_path: Path) -> None:
-    write_tiny_llama(tmp_path)
+def test_requests_wait_for_room_that_pages_would_leave(folder: Path) -> None:
     prompts = {name: prompt_of(20, seed) for seed, name in enumerate("abcd")}
     answers, most = {}, {}
     for paged in (True, False):
-        config = ServeConfig(
-            model=str(tmp_path),
-            dtype="float32",
-            device="cpu",
-            compile="off",
-            max_model_len=MAX_LEN,
-            max_num_seqs=8,
-            kv_cache_memory_bytes=2 * (MAX_LEN // 16 + 4) * BLOCK_BYTES,
-            paged_kv=paged,
-        )
-        engine = Engine(config)
+        room = 2 * (MAX_LEN // 16 + 4) * BLOCK_BYTES
+        options = {"max_model_len": MAX_LEN, "max_num_seqs": 8, "kv_cache_memory_bytes": room}
+        engine = tiny_engine(folder, paged_kv=paged, **options)
         for name, prompt in prompts.items():
             engine.add(ask(name, prompt, max_tokens=20))
         engine.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +61,20 @@ class PlainMemory:
 
     def buffer(self, slot: int) -> memoryview:
         return memoryview(self.slots[slot])
+
+
+class StuckFile(SlotFile):
+    """A disk that takes as long as the test wants: until `go`."""
+
+    go: threading.Event
+
+    def write(self, slot: int, identity: BlockIdentity, age: int, data: memoryview) -> None:
+        assert self.go.wait(30)
+        super().write(slot, identity, age, data)
+
+    def read(self, slot: int, identity: BlockIdentity, into: memoryview) -> None:
+        assert self.go.wait(30)
+        super().read(slot, identity, into)
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:

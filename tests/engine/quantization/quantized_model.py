@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from engine.linear.routed import RoutedQuantizedLinear
 from engine.quantization.awq import Awq
 from engine.quantization.checkpoint import Layout, fp8_layout, int8_layout
 from engine.quantization.compressed_tensors import CompressedTensors, Scheme
@@ -166,3 +167,14 @@ def permuted(weight: QuantizedWeight) -> QuantizedWeight:
     # Within a group, inputs are in their order, as a reader of `g_idx` finds them.
     order = order.unflatten(0, (-1, weight.group_size)).sort(dim=1).values.flatten()
     return QuantizedWeight(weight.format, weight.codes, weight.scales, weight.zeros, order)
+
+
+def check_experts(model: nn.Module, exact: nn.Module) -> None:
+    """The model's experts stay quantized, and give about what those of `exact` give in float32."""
+    x, chosen = torch.randn(5, 64).bfloat16(), torch.tensor([[0, 1], [1, 3], [2, 0], [3, 2], [1, 0]])
+    weights = torch.rand(5, 2).bfloat16()
+    for layer, like in zip(model.model.layers, exact.model.layers, strict=True):
+        own = layer.mlp.experts
+        assert isinstance(own.first, RoutedQuantizedLinear) and isinstance(own.second, RoutedQuantizedLinear)
+        expected = like.mlp.experts(x.float(), chosen, weights.float())
+        assert (own(x, chosen, weights) - expected).abs().max() < 0.02 * expected.abs().max()

@@ -46,14 +46,8 @@ def test_writes_what_it_reads(name: str) -> None:
     written = layout.write(weight)
     again = layout.read(replace(layer, tensors=written))
     assert again.dequantized().equal(weight.dequantized())
-    for suffix in written.keys() & {
-        "qweight",
-        "qzeros",
-        "g_idx",
-        "scales",
-        "weight_packed",
-        "weight_zero_point",
-    }:
+    stored = {"qweight", "qzeros", "g_idx", "scales", "weight_packed", "weight_zero_point"}
+    for suffix in written.keys() & stored:
         assert written[suffix].equal(layer.tensors[suffix]), suffix
 
 
@@ -127,21 +121,11 @@ def with_first(value: float) -> Any:
         ("gptq_v1_desc_act", "g_idx", torch.zeros_like, "layer.g_idx: has 64 inputs in group 0, not 32"),
         ("gptq_v1_desc_act", "g_idx", None, "layer.g_idx: is missing"),
         ("gptq_v1_int8", "qzeros", with_first(0), "layer.qzeros: has zero points of 8 bits other than 128"),
-        (
-            "packed_int4",
-            "weight_shape",
-            lambda t: t + 1,
-            r"layer.weight_shape: is \[33, 65\], not \[32, 64\]",
-        ),
+        ("packed_int4", "weight_shape", lambda t: t + 1, r"weight_shape: is \[33, 65\], not \[32, 64\]"),
         ("packed_int4_asymmetric", "weight_zero_point", None, "layer.weight_zero_point: is missing"),
         ("int8", "weight_scale", None, "layer.weight_scale: is missing"),
         ("fp8_channel", "weight", with_first(torch.nan), "layer.weight: has values that are NaN"),
-        (
-            "fp8_blocks",
-            "weight_scale_inv",
-            lambda t: t[:1],
-            r"weight_scale_inv: has shape \[1, 2\], not \[2, 2\]",
-        ),
+        ("fp8_blocks", "weight_scale_inv", lambda t: t[:1], r"_inv: has shape \[1, 2\], not \[2, 2\]"),
         ("mxfp4", "weight_scale", with_first(255), "layer.weight_scale: has scales that are NaN"),
     ],
 )
@@ -192,10 +176,7 @@ def group(**weights: Any) -> dict[str, Any]:
     [
         ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes', not one of awq, gptq"),
         ({"quant_method": "awq", "bits": 3, "group_size": 128}, "bits is 3, not one of 4"),
-        (
-            {"quant_method": "awq", "bits": 4, "group_size": 48},
-            "group_size is 48, not one of 32, 64, 128, -1",
-        ),
+        ({"quant_method": "awq", "bits": 4, "group_size": 48}, "group_size is 48, not one of 32, 64, 128"),
         ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}, "version is 'gemv'"),
         ({"quant_method": "gptq", "bits": 2, "group_size": 128}, "bits is 2, not one of 4, 8"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"}, "'marlin'"),

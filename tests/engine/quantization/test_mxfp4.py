@@ -15,11 +15,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.attention import transformers_hook
 from engine.errors import UnsupportedModelError
-from engine.linear.packed import kernel_fault
-from engine.linear.routed import RoutedQuantizedLinear
 from engine.loader import load_model
 from protocol.config import ServeConfig
 from tests.e2e.architectures import config_of
+from tests.engine.kernels import needs_kernel
+from tests.engine.quantization.quantized_model import check_experts
 
 TOKENS = torch.tensor([[5, 9, 250, 3, 77, 8]])
 
@@ -52,20 +52,11 @@ def load(folder: Path, dtype: Any = "float32") -> torch.nn.Module:
     return load_model(ServeConfig(model=str(folder), device="cpu", dtype=dtype)).model
 
 
-@pytest.mark.skipif(
-    kernel_fault(torch.device("cpu"), torch.bfloat16) is not None, reason="this machine has no such kernel"
-)
+@needs_kernel
 def test_experts_stay_so_where_our_kernel_multiplies(tmp_path: Path) -> None:
     write(tmp_path)
     model, exact = load(tmp_path, "bfloat16"), load(tmp_path)
-    for layer, own in zip(exact.model.layers, model.model.layers, strict=True):
-        assert isinstance(own.mlp.experts.first, RoutedQuantizedLinear)
-        assert isinstance(own.mlp.experts.second, RoutedQuantizedLinear)
-        x, chosen = torch.randn(5, 64).bfloat16(), torch.tensor([[0, 1], [1, 3], [2, 0], [3, 2], [1, 0]])
-        weights = torch.rand(5, 2).bfloat16()
-        expected = layer.mlp.experts(x.float(), chosen, weights.float())
-        error = (own.mlp.experts(x, chosen, weights) - expected).abs().max()
-        assert error < 0.02 * expected.abs().max()
+    check_experts(model, exact)
 
 
 def test_weights_are_those_that_transformers_makes_of_them(tmp_path: Path) -> None:

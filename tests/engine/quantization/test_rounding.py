@@ -10,17 +10,15 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import PackedQuantizedLinear
 from engine.linear.rounding import group_size, round_head, round_to_nearest
 from engine.loader import load_model
 from engine.quantization.weight import E2M1_VALUES, CodeFormat
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
+from tests.engine.kernels import needs_kernel
 from tests.engine.quantization.quantized_model import write_quantized
 from tests.worker.tiny_model import write_tiny_llama
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(("format", "group"), [(CodeFormat.INT8, 256), (CodeFormat.INT4, 64)])
@@ -94,7 +92,7 @@ def config(folder: Path, quantization: str | None, dtype: str = "bfloat16") -> S
     return ServeConfig(model=str(folder), device="cpu", dtype=dtype, quantization=quantization)  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(kernel_fault(CPU, torch.bfloat16) is not None, reason="this machine has no such kernel")
+@needs_kernel
 def test_a_model_is_rounded_at_load_but_for_its_head(tmp_path: Path) -> None:
     write_tiny_llama(tmp_path)
     plain, int8, fp8 = (load_model(config(tmp_path, each)) for each in (None, "int8", "fp8"))
@@ -110,7 +108,7 @@ def write_plain(folder: Path, **shape: object) -> None:
     AutoConfig.for_model("llama", vocab_size=300, **sizes, **shape).save_pretrained(folder)
 
 
-@pytest.mark.skipif(kernel_fault(CPU, torch.bfloat16) is not None, reason="this machine has no such kernel")
+@needs_kernel
 @pytest.mark.parametrize("quantization", [None, "int4"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_head_alone_is_rounded_to_int8(tmp_path: Path, tied: bool, quantization: str | None) -> None:
