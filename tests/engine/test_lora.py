@@ -100,6 +100,7 @@ def test_merged_and_separate_weights_give_equal_tokens(name: str, folders: dict[
     assert_empty(engine)
 
 
+@pytest.mark.timeout(600)
 def test_a_compiled_forward_adds_adapters(tmp_path: Path) -> None:
     """Of one layer, which takes a third of the time, with what it would compute as one product."""
     write_model("llama", tmp_path, num_hidden_layers=1)
