@@ -1,143 +1,44 @@
 """`tandem bench`: measure a server, or compare several."""
 
-import importlib
-import json
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Callable
 
 import typer
-from rich.console import Console
 
-from bench import compare as comparison
+from bench.compare import main as compare
 from bench.five.command import five
+from bench.goodput import main as goodput
 from bench.gpu.command import gpu
+from bench.kills import main as kills
+from bench.mixed_load import main as mixed_load
 from bench.peers.setup import main as setup
+from bench.placement import main as placement
 from bench.quantize.command import quantize
-from bench.quantize.peers import main as quantize_peers
-from bench.roofline import main as roofline
-from bench.serve.client import ServerTarget
-from bench.serve.load import Load
-from bench.serve.report import ProgressBar, print_result, write_json
-from bench.serve.runner import run_load
-from bench.serve.statistics import parse_objectives
-from bench.shapes.command import shapes
+from bench.serve.command import serve
+from bench.shapes.write import main as shapes
+from bench.soak import main as soak
 from bench.speculate.command import speculate
 from bench.transfer.command import transfer
 
 app = typer.Typer(help="Measure servers that speak the OpenAI API.", no_args_is_help=True)
 
-
-def _option(text: str, **limits: Any) -> Any:
-    return typer.Option(help=text, **limits)
-
-
-@app.callback()
-def bench() -> None:
-    """Measure servers that speak the OpenAI API."""
-
-
-@app.command()
-def serve(
-    model: Annotated[str, _option("model name to ask for")],
-    base_url: Annotated[str, _option("server to drive")] = "http://127.0.0.1:8000",
-    num_prompts: Annotated[int | None, _option("requests to send; 100, or all of a file", min=1)] = None,
-    random_input_len: Annotated[int, _option("tokens per synthetic prompt", min=1)] = 256,
-    random_output_len: Annotated[int, _option("tokens to ask for", min=1)] = 128,
-    random_prefix_len: Annotated[int, _option("further tokens, the same in all prompts", min=0)] = 0,
-    random_range_ratio: Annotated[float, _option("spread of the lengths, 0 to below 1")] = 0.0,
-    vocab_size: Annotated[int, _option("synthetic token ids stay below this")] = 4096,
-    prompt_file: Annotated[Path | None, _option("JSONL: prompt, max_tokens", exists=True)] = None,
-    trace: Annotated[Path | None, _option("JSONL trace in Mooncake's form", exists=True)] = None,
-    trace_scale_lengths: Annotated[float, _option("factor on the trace's lengths")] = 1.0,
-    trace_speedup: Annotated[float, _option("replay the trace this much faster")] = 1.0,
-    max_input_len: Annotated[int | None, _option("cut the trace's prompts to this", min=1)] = None,
-    max_output_len: Annotated[int | None, _option("cut the trace's outputs to this", min=1)] = None,
-    request_rate: Annotated[float | None, _option("requests/s; a trace's own times, or all at once")] = None,
-    burstiness: Annotated[float, _option("1: Poisson arrivals; below 1: burstier")] = 1.0,
-    max_concurrency: Annotated[int | None, _option("most requests at once", min=1)] = None,
-    num_warmups: Annotated[int, _option("requests sent before measuring", min=0)] = 1,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="generate the full length")] = False,
-    temperature: Annotated[float, _option("0 is greedy", min=0.0)] = 0.0,
-    chat: Annotated[bool, typer.Option("--chat", help="use /v1/chat/completions (text prompts)")] = False,
-    extra_body: Annotated[str, _option("JSON object added to each request")] = "{}",
-    api_key: Annotated[str | None, _option("bearer token", envvar="OPENAI_API_KEY")] = None,
-    timeout: Annotated[float, _option("seconds allowed for one request", min=0.1)] = 600.0,
-    goodput: Annotated[list[str] | None, _option("objectives in seconds: ttft:0.2,tpot:0.05")] = None,
-    seed: Annotated[int, _option("seed of prompts and arrivals", min=0, max=2**31)] = 0,
-    output_json: Annotated[Path | None, _option("write the figures here")] = None,
-    progress: Annotated[bool, _option("show a progress bar")] = True,
-) -> None:
-    """Send a load and print latencies, throughput and errors.
-
-    The load is synthetic (random token ids) unless --prompt-file or --trace is given.
-    """
-    settings: dict[str, Any] = dict(locals())
-    console = Console()
-    load = Load(**{name: settings[name] for name in Load.__dataclass_fields__})
-    try:
-        requests = load.requests()
-        objectives = parse_objectives(goodput or [])
-        target = ServerTarget(
-            base_url, model, chat, ignore_eos, temperature, api_key, timeout, _json_object(extra_body)
-        )
-        target.endpoint(), target.body(requests[0])  # fails early if no request can be made from the options
-        warmups = load.warmups(num_warmups, requests[0])
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    try:
-        with ProgressBar(console, len(requests), progress) as bar:
-            result = run_load(target, requests, max_concurrency, objectives, warmups, bar.on_done)
-    except RuntimeError as error:
-        console.print(f"[red]{error}[/red]", highlight=False)
-        raise typer.Exit(1) from error
-    print_result(console, result)
-    if output_json is not None:
-        write_json(output_json, result, {k: v for k, v in settings.items() if k != "api_key"})
-    if result.summary.failed == len(requests):
-        raise typer.Exit(1)
-
-
-app.command("compare")(comparison.main)
-app.command("five")(five)
-app.command("gpu")(gpu)
-app.command("quantize")(quantize)
-app.command("quantize-peers")(quantize_peers)
-app.command("roofline")(roofline)
-app.command("setup")(setup)
-app.command("shapes")(shapes)
-app.command("speculate")(speculate)
-app.command("transfer")(transfer)
-
-_PROGRAMS = {
-    "goodput": "Measure requests a second within the SLO over the rate of a trace, of several systems.",
-    "host-step": "Time the host's part of a decode step on a GPU, without one.",
-    "kills": "Kill and freeze workers under load, and compare all tokens with a run without that.",
-    "mixed-load": "Measure how long prompts stall other streams, on several servers.",
-    "placement": "Measure the router's index of prefix caches.",
-    "soak": "Run an operator's day in minutes, and check answers and memory.",
+COMMANDS: dict[str, Callable[..., None]] = {
+    "serve": serve,
+    "compare": compare,
+    "goodput": goodput,
+    "mixed-load": mixed_load,
+    "speculate": speculate,
+    "five": five,
+    "quantize": quantize,
+    "transfer": transfer,
+    "placement": placement,
+    "gpu": gpu,
+    "kills": kills,
+    "soak": soak,
+    "setup": setup,
+    "shapes": shapes,
 }
-"""Commands that pass options on to `tandem serve` or parse their own options. A module is imported when its
-command runs.
-"""
+FORWARDING = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""`kills` and `soak` pass further options on to `tandem serve`."""
 
-
-def _register(name: str, text: str) -> None:
-    settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
-    @app.command(name, help=text, context_settings=settings)
-    def run(context: typer.Context) -> None:
-        importlib.import_module(f"bench.{name.replace('-', '_')}").main(context.args)
-
-
-for _name, _text in _PROGRAMS.items():
-    _register(_name, _text)
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"--extra-body is no JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"--extra-body must be a JSON object, got {text}")
-    return value
+for name, command in COMMANDS.items():
+    app.command(name, context_settings=FORWARDING if name in ("kills", "soak") else None)(command)

@@ -1,43 +1,36 @@
-"""Measures how many requests per second several systems answer within the SLO as a trace speeds up.
+"""`tandem bench goodput`: requests per second that systems answer within the SLO as a trace speeds up.
 
-    tandem bench goodput --model FOLDER --trace TRACE --system tandem --system vllm-tamed \
-        --scale-lengths 0.03 --speedups 1,2,4,8,16 --seconds 10 --slo-ttft 0.5 --slo-tpot 0.02
-
-Systems are given as for `tandem bench compare`; they take turns, round by round. In its turn a system starts,
-replays a few seconds of the trace unmeasured, then the first `--seconds` of it at each speed. Each replay has
-different tokens, which share prefixes as the trace's do, so no cache answers from an earlier replay. Goodput
-is the number of requests that met both objectives, divided by the seconds in which requests came. "Kept" is
-the goodput at the highest speed of at least twice the best speed, divided by the best goodput.
+In its turn a system replays a few seconds of the trace unmeasured, then the first `--seconds` of it at each
+speed. Each replay has different tokens, which share prefixes as the trace's do, so no cache answers from an
+earlier replay. Goodput is the number of requests that met both objectives, divided by the seconds in which
+requests came. "Kept" is the goodput at the highest speed of at least twice the best speed, divided by the
+best goodput.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import shlex
 import statistics
-import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
-from rich.console import Console
+import typer
 from rich.table import Table
 
-from bench.compare import slug, vocab_size_of
-from bench.peers.process import RunningSystem
-from bench.peers.setup import DEFAULT_ENV_DIR
-from bench.peers.systems import Setting, System, parse_system
-from bench.record import write_results
-from bench.serve import trace
+from bench import turns
+from bench.options import parsed
+from bench.peers.systems import System, SystemSettings, labels_of, vocab_size_of
+from bench.report import RESULTS, command_line, publish, show, terminal_table
 from bench.serve.client import Client, Record, ServerTarget
 from bench.serve.runner import drive, run_on_fast_loop
-from bench.serve.statistics import latencies
-from bench.serve.workload import LoadRequest
+from bench.serve.statistics import latencies, meets
+from bench.serve.workload import LoadRequest, from_trace
 from planner.trace import TraceFit, TraceLine, read_trace
 
 WARMUP_SECONDS = 4.0
-START_TIMEOUT_S = 300.0
 COLLAPSE = 0.25
 """A system whose goodput falls below this share of its best one gets no higher speed in that turn."""
 REFUSALS = ("HTTP 429", "HTTP 503")
@@ -68,7 +61,7 @@ def judge(records: Sequence[Record], seconds: float, slo_ttft: float, slo_tpot: 
     answered = [latencies(record) for record in records if not record.error]
     late_ttft = sum(each["ttft"] > slo_ttft for each in answered)
     late_tpot = sum(each["tpot"] > slo_tpot for each in answered)
-    good = sum(each["ttft"] <= slo_ttft and each["tpot"] <= slo_tpot for each in answered)
+    good = sum(meets(each, {"ttft": slo_ttft, "tpot": slo_tpot}) for each in answered)
     refused = sum(record.error in REFUSALS for record in records)
     return {
         "offered": len(records) / seconds,
@@ -80,50 +73,52 @@ def judge(records: Sequence[Record], seconds: float, slo_ttft: float, slo_tpot: 
     }
 
 
+@dataclass
 class Replays:
     """Replays of one trace, each with different tokens."""
 
-    def __init__(self, lines: Sequence[TraceLine], options: argparse.Namespace, vocab_size: int) -> None:
-        self._lines, self._options, self._vocab_size = lines, options, vocab_size
-        self._seeds = itertools.count(options.seed)
+    lines: Sequence[TraceLine]
+    vocab_size: int
+    scale_lengths: float
+    max_input_len: int | None
+    speedups: Sequence[float]
+    seconds: float
+    slo_ttft: float
+    slo_tpot: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._seeds = itertools.count(self.seed)
 
     def requests(self, speedup: float, seconds: float) -> list[LoadRequest]:
-        options = self._options
-        fit = TraceFit(options.scale_lengths, options.max_input_len, None, speedup)
-        made = trace.to_requests(self._lines, fit, self._vocab_size, next(self._seeds))
-        return first_seconds(made, seconds)
+        fit = TraceFit(self.scale_lengths, self.max_input_len, None, speedup)
+        return first_seconds(from_trace(self.lines, fit, self.vocab_size, next(self._seeds)), seconds)
 
-    def run(self, system: System, number: int, logs: Path) -> Iterator[Goodput]:
-        """Run one system's turn."""
-        options = self._options
+    def measure(self, system: System, number: int) -> Iterator[Goodput]:
+        """Measure one system at rising speeds until it collapses."""
         client = Client(ServerTarget(system.base_url, system.model, ignore_eos=True))
-        with RunningSystem(system.commands, logs / f"{number}-{slug(system.label)}", START_TIMEOUT_S):
-            run_on_fast_loop(drive(client, self.requests(options.speedups[0], WARMUP_SECONDS)))
-            most = 0.0
-            for speedup in options.speedups:
-                records = run_on_fast_loop(drive(client, self.requests(speedup, options.seconds)))
-                found = judge(records, options.seconds, options.slo_ttft, options.slo_tpot)
-                yield Goodput(system.label, number, speedup, **found)
-                most = max(most, found["goodput"])
-                if found["goodput"] < COLLAPSE * most:
-                    return
+        run_on_fast_loop(drive(client, self.requests(self.speedups[0], WARMUP_SECONDS)))
+        most = 0.0
+        for speedup in self.speedups:
+            records = run_on_fast_loop(drive(client, self.requests(speedup, self.seconds)))
+            found = judge(records, self.seconds, self.slo_ttft, self.slo_tpot)
+            yield Goodput(system.label, number, speedup, **found)
+            most = max(most, found["goodput"])
+            if found["goodput"] < COLLAPSE * most:
+                return
 
 
 def as_table(found: Sequence[Goodput]) -> Table:
     """Return a table of the medians over the rounds."""
-    table = Table(title="requests/s within the SLO, medians over the rounds", title_justify="left")
-    for column in ("system", "speed", "offered", "goodput", "refused", "late TTFT", "late TPOT", "failed"):
-        table.add_column(column, justify="left" if column == "system" else "right")
+    rows = []
     for system, speedup in dict.fromkeys((each.system, each.speedup) for each in found):
         rounds = [each for each in found if (each.system, each.speedup) == (system, speedup)]
-
-        def median(field: str, rounds: Sequence[Goodput] = rounds) -> float:
-            return statistics.median(getattr(each, field) for each in rounds)
-
-        rates = [f"{median(field):.2f}" for field in ("offered", "goodput", "refused")]
-        shares = [f"{median(field):.0%}" for field in ("late_ttft", "late_tpot")]
-        table.add_row(system, f"{speedup:g}", *rates, *shares, f"{median('failed'):.2f}")
-    return table
+        fields = ("offered", "goodput", "refused", "failed", "late_ttft", "late_tpot")
+        medians = [statistics.median(getattr(each, field) for each in rounds) for field in fields]
+        rates, shares = [f"{rate:.2f}" for rate in medians[:4]], [f"{share:.0%}" for share in medians[4:]]
+        rows.append((system, f"{speedup:g}", *rates, *shares))
+    head = ("system", "speed", "offered", "goodput", "refused", "failed", "late TTFT", "late TPOT")
+    return terminal_table("requests/s within the SLO, medians over the rounds", head, rows)
 
 
 class Best(msgspec.Struct, frozen=True):
@@ -160,53 +155,32 @@ def describe(bests: Sequence[Best]) -> str:
     return "\n".join(lines)
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "tandem bench goodput", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--model", type=Path, required=True, help="local model folder")
-    parser.add_argument("--trace", type=Path, required=True, help="JSONL in Mooncake's form")
-    parser.add_argument("--system", action="append", required=True, help="[label=]name [flags], or a URL")
-    parser.add_argument("--scale-lengths", type=float, default=0.03)
-    parser.add_argument("--max-input-len", type=int, default=3900, help="longer prompts are cut")
-    parser.add_argument("--speedups", type=_speedups, default=[1.0, 2.0, 4.0, 8.0, 16.0], help="ascending")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each replay")
-    parser.add_argument("--slo-ttft", type=float, default=0.5)
-    parser.add_argument("--slo-tpot", type=float, default=0.02)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the first replay's tokens; later ones count up"
-    )
-    parser.add_argument("--env-dir", type=Path, default=DEFAULT_ENV_DIR, help="the peers' environments")
-    parser.add_argument("--output", type=Path, help="folder for the figures")
-    options = parser.parse_args(arguments)
-    if options.seconds <= 0 or options.rounds < 1:
-        parser.error("--seconds must be above 0, --rounds at least 1")
-    return options
-
-
-def _speedups(text: str) -> list[float]:
-    speedups = [float(part) for part in text.split(",")]
-    if speedups != sorted(speedups) or speedups[0] <= 0:
-        raise argparse.ArgumentTypeError(f"not ascending, or not above 0: {text}")
-    return speedups
-
-
-def main(arguments: Sequence[str]) -> None:
-    options = parse(arguments)
-    setting = Setting(options.model.resolve(), options.env_dir.expanduser().resolve(), max_model_len=4096)
-    replays = Replays(read_trace(options.trace), options, vocab_size_of(options.model))
-    found: list[Goodput] = []
-    console = Console(width=110)
-    with tempfile.TemporaryDirectory() as logs:
-        for number in range(options.rounds):
-            for spec in options.system:
-                for each in replays.run(parse_system(spec, setting), number, Path(logs)):
-                    console.print(each, soft_wrap=True)
-                    found.append(each)
-    console.print(as_table(found))
-    print(describe(best(found)))
-    if options.output is not None:
-        command = shlex.join(["tandem", "bench", "goodput", *arguments])
-        content = {"best": msgspec.to_builtins(best(found)), "replays": msgspec.to_builtins(found)}
-        write_results(options.output, command, content)
+def main(
+    model: turns.ModelOption,
+    trace: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="JSONL in Mooncake's form")],
+    system: turns.SystemOption,
+    scale_lengths: Annotated[float, typer.Option(min=1e-6, help="factor on the trace's lengths")] = 0.03,
+    max_input_len: Annotated[int, typer.Option(min=1, help="longer prompts are cut")] = 3900,
+    speedups: Annotated[str, typer.Option(help="of the trace, ascending, comma-separated")] = "1,2,4,8,16",
+    seconds: Annotated[float, typer.Option(min=0.1, help="of each replay")] = 10.0,
+    slo_ttft: Annotated[float, typer.Option(min=0.0, help="seconds to the first token")] = 0.5,
+    slo_tpot: Annotated[float, typer.Option(min=0.0, help="seconds for each further token")] = 0.02,
+    rounds: turns.RoundsOption = 1,
+    seed: Annotated[int, typer.Option(min=0, help="of the first replay's tokens; later ones count up")] = 0,
+    env_dir: turns.EnvDirOption = turns.ENV_DIR,
+    output: Annotated[Path, typer.Option(help="folder for the figures")] = RESULTS / "goodput",
+) -> None:
+    """Measure requests a second within the SLO over the rate of a trace, of several systems in turns."""
+    command = command_line("tandem bench goodput", main, dict(locals()))
+    speeds = parsed("--speedups", speedups, float)
+    if speeds != sorted(speeds) or speeds[0] <= 0:
+        raise typer.BadParameter(f"--speedups: not ascending, or not above 0: {speedups}")
+    setting = SystemSettings(model.resolve(), env_dir.expanduser().resolve(), max_model_len=4096)
+    labels_of(system, setting)
+    slo = {"slo_ttft": slo_ttft, "slo_tpot": slo_tpot}
+    lines, vocab_size = read_trace(trace), vocab_size_of(model)
+    replays = Replays(lines, vocab_size, scale_lengths, max_input_len, speeds, seconds, **slo, seed=seed)
+    found = turns.take_turns(system, setting, rounds, replays.measure)
+    content = {"best": msgspec.to_builtins(best(found)), "replays": msgspec.to_builtins(found)}
+    publish(output, command, content, as_table(found))
+    show(describe(best(found)))

@@ -1,6 +1,5 @@
-"""Checks that requests survive the death or freeze of workers with the same tokens, and measures the pauses.
-
-    tandem bench kills [--requests 600] [--seconds 120] [--every 4] [options of tandem serve]
+"""`tandem bench kills`: checks that requests survive the death or freeze of workers with the same tokens, and
+measures the pauses.
 
 The bundled model serves streams from 2 prefill and 3 decode workers. At even intervals a random worker is
 killed, or frozen for good; with --router-replicas sometimes a router is killed. Then the same requests run
@@ -11,7 +10,6 @@ events of a stream (or before its first) during which a fault came, by kind of f
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -19,15 +17,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import numpy as np
+import typer
 
-from bench.own_server import serving
+from bench.servers import serving
 
 WORKERS = ["--prefill-replicas", "2", "--decode-replicas", "3"]
 KINDS = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
@@ -36,22 +34,6 @@ RESTART_S = 60.0
 CONCURRENCY = 32
 STALE_S = 2.0
 """For this long after a router's death a client may still use its connection to it."""
-
-
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        "tandem bench kills", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--requests", type=int, default=600)
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--every", type=float, default=4.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--router-replicas", type=int, default=1)
-    options, serve_options = parser.parse_known_args(arguments)
-    replicas = options.router_replicas
-    with serving([*WORKERS, "--router-replicas", str(replicas), *serve_options]) as http:
-        storm = Storm(http, replicas, random.Random(options.seed))
-        print(json.dumps(storm.measure(options.requests, options.seconds, options.every)))
 
 
 @dataclass
@@ -241,3 +223,20 @@ class Storm:
 def total(http: httpx.Client, name: str) -> float:
     lines = http.get("/metrics").text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{"))
+
+
+def main(
+    context: typer.Context,
+    requests: Annotated[int, typer.Option(min=1)] = 600,
+    seconds: Annotated[float, typer.Option(min=1.0, help="in which the requests come")] = 120.0,
+    every: Annotated[float, typer.Option(min=0.1, help="seconds from one fault to the next")] = 4.0,
+    seed: Annotated[int, typer.Option(help="of the faults")] = 0,
+    router_replicas: Annotated[int, typer.Option(min=1)] = 1,
+) -> None:
+    """Kill and freeze workers under load, and compare all tokens with a run without faults. Further options
+    are those of `tandem serve`.
+    """
+    options = [*WORKERS, "--router-replicas", str(router_replicas), *context.args]
+    with serving(options) as http:
+        storm = Storm(http, router_replicas, random.Random(seed))
+        print(json.dumps(storm.measure(requests, seconds, every)))

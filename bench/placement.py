@@ -1,6 +1,4 @@
-"""The cost of the router's view of the prefix caches.
-
-    tandem bench placement [--entries 10000000] [--workers 256,1024,4096] [--prompt-blocks 512]
+"""`tandem bench placement`: the cost of the router's index of the workers' prefix caches.
 
 For each number of workers a separate process fills an index with prompts that two random workers hold, a
 prefill and a decode worker, and a preamble that all workers hold. Then it looks up prompts that two workers
@@ -10,15 +8,17 @@ neither it nor its entries are in the processor's caches.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
-import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
-from protocol.ids import block_identities
+import psutil
+import typer
+
+from bench.options import counts
 from protocol.kv_events import CacheFormat, Medium
 from router.kv_index import KvIndex, block_keys
 from router.prompt_blocks import hash_blocks
@@ -40,7 +40,7 @@ class Filled:
         self.num_prompts = entries // length
         self.preamble = _keys("preamble", PREAMBLE_BLOCKS)
         self.index: KvIndex[str] = KvIndex()
-        before = _resident_bytes()
+        before = psutil.Process().memory_info().rss
         slots = [self.index.add_holder(f"worker {worker}") for worker in range(workers)]
         took = []
         for slot in slots:
@@ -51,7 +51,7 @@ class Filled:
                 began = time.perf_counter()
                 self.index.store(slot, Medium.GPU, keys)
                 took.append(time.perf_counter() - began)
-        self.bytes = _resident_bytes() - before
+        self.bytes = psutil.Process().memory_info().rss - before
         self.store_s, self.longest_store_s = sum(took) / len(took) / length, max(took)
 
     def held(self, number: int) -> list[int]:
@@ -86,18 +86,14 @@ class Filled:
         return removed, max(sweeps), sum(sweeps)
 
 
-def _resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def _measure(entries: int, workers: int, length: int) -> None:
     filled = Filled(entries, workers, length)
-    blocks = len(filled.index)
-    print(f"{workers} workers, {blocks:,} blocks: {_resident_bytes() / 2**30:.2f} GiB resident,", end=" ")
-    print(f"{filled.bytes / blocks:.0f} bytes per block")
-    print(f"  store: {filled.store_s * 1e9:.0f} ns per block,", end=" ")
-    print(f"the longest batch of {length} {filled.longest_store_s * 1e3:.1f} ms")
+    blocks, resident = len(filled.index), psutil.Process().memory_info().rss
+    print(
+        f"{workers} workers, {blocks:,} blocks: {resident / 2**30:.2f} GiB resident, "
+        f"{filled.bytes / blocks:.0f} bytes per block\n  store: {filled.store_s * 1e9:.0f} ns per block, "
+        f"the longest batch of {length} {filled.longest_store_s * 1e3:.1f} ms"
+    )
     for name, prompt in (
         ("at two workers", filled.held),
         ("nowhere", filled.unknown),
@@ -106,40 +102,34 @@ def _measure(entries: int, workers: int, length: int) -> None:
         seconds = filled.lookup_s(prompt)
         print(f"  look-up of {length} blocks, {name}: {seconds * 1e6:.1f} us, {1 / seconds:,.0f} per second")
     removed, longest, total = filled.remove_s()
-    print(
-        f"  removal of a worker: {removed * 1e6:.0f} us, then sweeps of at most {longest * 1e3:.1f} ms,",
-        end=" ",
-    )
-    print(f"{total:.1f} s in all")
+    sweeps = f"then sweeps of at most {longest * 1e3:.1f} ms, {total:.1f} s in all"
+    print(f"  removal of a worker: {removed * 1e6:.0f} us, {sweeps}")
 
 
 def _measure_hashing(length: int) -> None:
-    cache = CacheFormat(model="m", kv_format="f", block_size=BLOCK_SIZE)
+    root = CacheFormat(model="m", kv_format="f", block_size=BLOCK_SIZE).root()
     token_ids = random.Random(0).choices(range(100_000), k=length * BLOCK_SIZE)
-    for name, hash_all in (
-        ("identities", lambda: list(block_identities(cache.root(), token_ids, BLOCK_SIZE))),
-        ("identities and keys", lambda: hash_blocks(cache.root(), token_ids, BLOCK_SIZE)),
-    ):
-        times = []
-        for _ in range(200):
-            began = time.perf_counter()
-            hash_all()
-            times.append(time.perf_counter() - began)
-        print(f"{name} of {len(token_ids)} tokens: {statistics.median(times) * 1e6:.0f} us, once per prompt")
+    times = []
+    for _ in range(200):
+        began = time.perf_counter()
+        hash_blocks(root, token_ids, BLOCK_SIZE)
+        times.append(time.perf_counter() - began)
+    print(f"hashing {len(token_ids)} tokens: {statistics.median(times) * 1e6:.0f} us, once per prompt")
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        "tandem bench placement", description="What the router's view of the prefix caches costs."
-    )
-    parser.add_argument("--entries", type=int, default=10_000_000, help="blocks in the index")
-    parser.add_argument("--workers", default="256,1024,4096", help="numbers of workers")
-    parser.add_argument("--prompt-blocks", type=int, default=512, help="blocks of a prompt, at least 65")
-    options = parser.parse_args(arguments)
-    _measure_hashing(options.prompt_blocks)
-    for workers in map(int, options.workers.split(",")):
-        process = multiprocessing.Process(
-            target=_measure, args=(options.entries, workers, options.prompt_blocks)
-        )
+def main(
+    entries: Annotated[int, typer.Option(min=1, help="blocks in the index")] = 10_000_000,
+    workers: Annotated[str, typer.Option(help="numbers of workers, comma-separated")] = "256,1024,4096",
+    prompt_blocks: Annotated[int, typer.Option(min=PREAMBLE_BLOCKS + 1, help="blocks of a prompt")] = 512,
+) -> None:
+    """Measure the router's index of prefix caches: memory, look-ups, removals."""
+    counted = counts("--workers", workers, most=65536)
+    if entries < prompt_blocks:
+        raise typer.BadParameter(f"--entries: must be at least --prompt-blocks, {prompt_blocks}")
+    _measure_hashing(prompt_blocks)
+    for number in counted:
+        process = multiprocessing.Process(target=_measure, args=(entries, number, prompt_blocks))
         process.start()
         process.join()
+        if process.exitcode:
+            raise typer.Exit(1)

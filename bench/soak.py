@@ -1,7 +1,5 @@
-"""Checks that a server keeps giving right answers, without memory growth, through an operator's day in
-minutes.
-
-    tandem bench soak [--rate 24] [--seconds 600] [--streams 1000] [options of tandem serve]
+"""`tandem bench soak`: checks that a server keeps giving right answers, without memory growth, through an
+operator's day in minutes.
 
 The bundled model serves short completions at an even rate, while again and again a worker is killed, a
 decode worker changes its role and back, all workers restart in turn, and a decode worker is added and one
@@ -13,7 +11,6 @@ Last, `--streams` streams are held open at once.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -22,14 +19,15 @@ import signal
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import httpx
 import psutil
+import typer
 
-from bench.own_server import serving
+from bench.servers import serving
 
 DECODE_WORKERS = 2
 WORKERS = ["--prefill-replicas", "2", "--decode-replicas", str(DECODE_WORKERS)]
@@ -39,19 +37,6 @@ SHORT, LONG = 24, 48
 EVENT_PAUSE_S = 5.0
 SAMPLE_S = 1.0
 MIB = 2**20
-
-
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        "tandem bench soak", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--rate", type=float, default=24.0)
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--streams", type=int, default=1000)
-    options, serve_options = parser.parse_known_args(arguments)
-    with serving([*WORKERS, *serve_options]) as http:
-        soak = Soak(str(http.base_url))
-        print(json.dumps(asyncio.run(soak.measure(options.rate, options.seconds, options.streams))))
 
 
 def body(kind: int, tokens: int) -> dict[str, object]:
@@ -216,3 +201,17 @@ class Soak:
                 percent = 100.0 * (later[-1] / later[0] - 1)
                 growth[process] = f"{percent:+.1f} % to {later[-1] / MIB:.0f} MiB"
         return growth
+
+
+def main(
+    context: typer.Context,
+    rate: Annotated[float, typer.Option(min=0.1, help="requests a second")] = 24.0,
+    seconds: Annotated[float, typer.Option(min=6.0)] = 600.0,
+    streams: Annotated[int, typer.Option(min=0, help="held open at once in the end")] = 1000,
+) -> None:
+    """Run an operator's day in minutes, and check answers and memory. Further options are those of `tandem
+    serve`.
+    """
+    with serving([*WORKERS, *context.args]) as http:
+        soak = Soak(str(http.base_url))
+        print(json.dumps(asyncio.run(soak.measure(rate, seconds, streams))))

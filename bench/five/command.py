@@ -10,23 +10,13 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from bench.five.experiment import Experiment, PlannedRun, runs_of
-from bench.five.factors import FACTORS, chosen, parse_factors
-from bench.five.figures import finding
+from bench.five.factors import FACTORS
 from bench.five.measure import CellOutcome, ExperimentSetting, Objective, measure_cell
-from bench.five.report import as_markdown, plot
 from bench.five.workloads import WORKLOADS
-from bench.record import RESULTS, command_line
+from bench.options import chosen
+from bench.report import RESULTS, command_line, publish, show
 from models.bundled import BUNDLED_MODEL
 from protocol.errors import ConfigError
 from protocol.speculation import parse_speculative_config
@@ -56,43 +46,32 @@ def five(
     Stop it when you like: the same command goes on with the missing cells. The tables have every workload
     whose cells are all in the folder.
     """
-    settings = dict(locals())
-    console = Console()
-    setting = ExperimentSetting(
-        model=model,
-        max_model_len=max_model_len,
-        kv_mib=kv_mib,
-        speculative_config=speculative_config,
-        objective=Objective(slo_ttft, slo_tpot, attainment),
-        seconds=seconds,
-        probes=probes,
-    )
+    command = command_line("tandem bench five", five, dict(locals()))
+    from bench.five.figures import finding  # SciPy is in the extra `bench`
+    from bench.five.report import as_markdown
+
+    names, on = chosen("--workload", workload, list(WORKLOADS)), chosen("--factors", factors, FACTORS)
+    objective = Objective(slo_ttft, slo_tpot, attainment)
+    setting = ExperimentSetting(model, max_model_len, kv_mib, speculative_config, objective, seconds, probes)
     try:
-        names, on = chosen(workload, list(WORKLOADS), "--workload"), parse_factors(factors)
         _check(setting, names)
         experiment = Experiment(output, setting)
         texts = held_out(model)
     except (ConfigError, ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
-    command = command_line("tandem bench five", five, settings)
-    runs = runs_of(names, on, repeats, seed)
-    failed = _measure(experiment, runs, setting, command, texts, console)
+    failed = _measure(experiment, runs_of(names, on, repeats, seed), setting, command, texts)
     if failed:
-        console.print(f"[red]failed: {'; '.join(failed)}[/red]; run it again for these", highlight=False)
+        show(f"failed: {'; '.join(failed)}; run it again for these")
         raise typer.Exit(1)
     complete = {name: experiment.complete(name, on) for name in WORKLOADS}
-    mine = list(chain.from_iterable(complete.values()))
     try:
         findings = [finding(name, on, found, price) for name, found in complete.items() if found]
     except ValueError as error:
-        console.print(f"[red]{error}[/red]", highlight=False)
+        show(error)
         raise typer.Exit(1) from error
-    experiment.write(command, {"price": price, "findings": msgspec.to_builtins(findings)})
-    text = as_markdown(command, setting, price, findings, mine)
-    (output / "README.md").write_text(text)
-    plot(findings, output / "effects.svg")
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
-    console.print(f"written to {output}", highlight=False, soft_wrap=True)
+    content = experiment.content() | {"price": price, "findings": msgspec.to_builtins(findings)}
+    text = as_markdown(command, setting, price, findings, list(chain.from_iterable(complete.values())))
+    publish(output, command, content, text)
 
 
 def _check(setting: ExperimentSetting, workloads: Sequence[str]) -> None:
@@ -103,9 +82,8 @@ def _check(setting: ExperimentSetting, workloads: Sequence[str]) -> None:
     for name in workloads:
         needed = WORKLOADS[name].prompt + WORKLOADS[name].output
         if needed > setting.max_model_len:
-            raise ValueError(
-                f"--max-model-len: requests of {name} have {needed} tokens, got {setting.max_model_len}"
-            )
+            has = f"requests of {name} have {needed} tokens"
+            raise ValueError(f"--max-model-len: {has}, got {setting.max_model_len}")
 
 
 def held_out(model: str) -> list[list[int]]:
@@ -123,40 +101,18 @@ def _measure(
     setting: ExperimentSetting,
     command: str,
     texts: Sequence[Sequence[int]],
-    console: Console,
 ) -> list[str]:
     """Measure the missing runs. Return the titles of the runs that failed."""
     failed = []
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with (
-        tempfile.TemporaryDirectory() as logs,
-        Progress(
-            *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
-        ) as progress,
-    ):
-        task = progress.add_task("cells", total=len(runs))
-        progress.advance(task, len(runs) - len(experiment.missing(runs)))
+    with tempfile.TemporaryDirectory() as logs:
 
         def one(run: PlannedRun) -> CellOutcome:
-            progress.update(task, description=run.title)
-            return measure_cell(
-                setting, WORKLOADS[run.workload], run.cell, run.repeat, texts, Path(logs) / run.title
-            )
+            traffic, folder = WORKLOADS[run.workload], Path(logs) / run.title
+            return measure_cell(setting, traffic, run.cell, run.repeat, texts, folder)
 
-        for run, outcome in experiment.measure(runs, command, one):
-            progress.advance(task)
+        missing = len(experiment.missing(runs))
+        for number, (run, outcome) in enumerate(experiment.measure(runs, command, one), 1):
             if isinstance(outcome, RuntimeError):
                 failed.append(run.title)
-                console.print(f"[red]{run.title}[/red]: {outcome}", highlight=False, soft_wrap=True)
-            else:
-                console.print(_line(run, outcome), highlight=False, soft_wrap=True)
+            show(f"{number} of {missing}: {run.title}: {outcome}")
     return failed
-
-
-def _line(run: PlannedRun, outcome: CellOutcome) -> str:
-    found = f"{outcome.best.goodput:.1f} requests/s" if outcome.best is not None else "no rate"
-    light = outcome.light
-    return (
-        f"{run.title}: {found} in {len(outcome.trials)} probes, "
-        f"TTFT {light.ttft_s * 1e3:.1f} ms, TPOT {light.tpot_s * 1e3:.2f} ms"
-    )

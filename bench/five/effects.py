@@ -22,11 +22,11 @@ from itertools import combinations
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
+
+from bench.five.factors import TechniqueSet, cells_of, name_of
 
 CONFIDENCE = 0.95
-
-Cell = frozenset[str]
-"""The set of factors that are on."""
 
 
 class Effect(msgspec.Struct, frozen=True):
@@ -45,12 +45,7 @@ class Effect(msgspec.Struct, frozen=True):
         return self.low is not None and self.high is not None and not self.low <= 1 <= self.high
 
 
-def cells_of(factors: Sequence[str]) -> list[Cell]:
-    """Return all 2^k cells, from all factors off to all on."""
-    return [frozenset(chosen) for size in range(len(factors) + 1) for chosen in combinations(factors, size)]
-
-
-def effects(factors: Sequence[str], values: Mapping[Cell, Sequence[float]]) -> list[Effect]:
+def effects(factors: Sequence[str], values: Mapping[TechniqueSet, Sequence[float]]) -> list[Effect]:
     """Return the main effects, then the interactions of two factors.
 
     `values` has a figure above 0 for each repeat of each cell. Raises ValueError that names a cell without
@@ -66,7 +61,7 @@ def effects(factors: Sequence[str], values: Mapping[Cell, Sequence[float]]) -> l
         contrasts[one, other] = signs[one] * signs[other] * 4 / len(cells)
     means = logs.mean(axis=1)
     variance, freedom = _error(logs, means, list(contrasts.values()))
-    quantile = student_quantile((1 + CONFIDENCE) / 2, freedom) if freedom else 0.0
+    quantile = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) if freedom else 0.0
     found = []
     for involved, contrast in contrasts.items():
         estimate = float(contrast @ means)
@@ -78,13 +73,15 @@ def effects(factors: Sequence[str], values: Mapping[Cell, Sequence[float]]) -> l
     return found
 
 
-def all_against_none(factors: Sequence[str], values: Mapping[Cell, Sequence[float]]) -> float:
+def all_against_none(factors: Sequence[str], values: Mapping[TechniqueSet, Sequence[float]]) -> float:
     """Return the figure with all factors on divided by the figure with all factors off."""
     on, off = _logs([frozenset(factors), frozenset()], values).mean(axis=1)
     return math.exp(on - off)
 
 
-def _logs(cells: Sequence[Cell], values: Mapping[Cell, Sequence[float]]) -> NDArray[np.float64]:
+def _logs(
+    cells: Sequence[TechniqueSet], values: Mapping[TechniqueSet, Sequence[float]]
+) -> NDArray[np.float64]:
     """Return the logarithms of the values, [cells, repeats]."""
     repeats = len(values.get(cells[0], ()))
     for cell in cells:
@@ -96,10 +93,6 @@ def _logs(cells: Sequence[Cell], values: Mapping[Cell, Sequence[float]]) -> NDAr
         if not all(0 < figure < math.inf for figure in figures):
             raise ValueError(f"cell {name_of(cell)}: figures must be above 0 and finite, got {list(figures)}")
     return np.log(np.array([list(values[cell]) for cell in cells], dtype=np.float64))
-
-
-def name_of(cell: Cell) -> str:
-    return "+".join(sorted(cell)) or "none"
 
 
 def _error(
@@ -116,25 +109,3 @@ def _error(
         left = means - sum(direction * (direction @ means) for direction in directions)
         freedom = count - len(directions)
     return (float((left**2).sum()) / freedom, freedom) if freedom > 0 else (0.0, 0)
-
-
-def student_quantile(probability: float, freedom: int) -> float:
-    """Return the quantile of Student's t for a probability above one half, by bisection of its integral."""
-    low, high = 0.0, 1e4
-    while high - low > 1e-9 * (1 + high):
-        middle = (low + high) / 2
-        low, high = (
-            (middle, high) if _student_above_zero(middle, freedom) < probability - 0.5 else (low, middle)
-        )
-    return high
-
-
-def _student_above_zero(limit: float, freedom: int) -> float:
-    """Return P(0 < t < limit). With t = sqrt(freedom) tan(a) the density is cos(a)**(freedom - 1), smooth."""
-    angles, width = np.linspace(0, math.atan(limit / math.sqrt(freedom)), 2001, retstep=True)
-    density = np.cos(angles) ** (freedom - 1)
-    simpson = (
-        float(width) / 3 * (density[0] + density[-1] + 4 * density[1::2].sum() + 2 * density[2:-1:2].sum())
-    )
-    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
-    return float(scale * simpson)

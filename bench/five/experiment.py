@@ -13,16 +13,16 @@ from typing import Any
 
 import msgspec
 
-from bench.five.effects import Cell, cells_of, name_of
+from bench.five.factors import TechniqueSet, cells_of, name_of
 from bench.five.measure import CellOutcome, ExperimentSetting
-from bench.record import write_results
+from bench.report import write_results
 
 
 class PlannedRun(msgspec.Struct, frozen=True):
     """One measurement to make."""
 
     workload: str
-    cell: Cell
+    cell: TechniqueSet
     repeat: int
 
     @property
@@ -91,13 +91,12 @@ class Experiment:
                 yield run, error
                 continue
             self.outcomes.append(outcome)
-            self.write(command, {})
+            write_results(self._folder, command, self.content())
             yield run, outcome
 
-    def write(self, command: str, further: dict[str, Any]) -> None:
-        content = {
+    def content(self) -> dict[str, Any]:
+        return {
             "setting": msgspec.to_builtins(self._setting),
             "outcomes": msgspec.to_builtins(self.outcomes),
             "load_average": os.getloadavg(),
         }
-        write_results(self._folder, command, content | further)

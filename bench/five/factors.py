@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 
-from bench.five.effects import Cell
+TechniqueSet = frozenset[str]
+"""The techniques that are on in a cell."""
+
 
 FACTORS = ("disaggregation", "speculation", "paging", "sharing", "quantization")
-TITLES = {
-    "disaggregation": "disaggregation",
-    "speculation": "speculation",
-    "paging": "paged KV",
-    "sharing": "prefix sharing",
-    "quantization": "quantization",
-}
+TITLES = {"paging": "paged KV", "sharing": "prefix sharing"}
 WORKERS = 2
 """Workers of every cell: one prefill and one decode worker, or two that do both."""
 
 
-def serve_options(cell: Cell, speculative_config: str) -> list[str]:
+def serve_options(cell: TechniqueSet, speculative_config: str) -> list[str]:
     """Return the options of a server with the cell's techniques on and all others off."""
     pair = ["--prefill-replicas", "1", "--decode-replicas", "1"]
     both = ["--no-disaggregation", "--decode-replicas", str(WORKERS)]
@@ -34,19 +31,10 @@ def serve_options(cell: Cell, speculative_config: str) -> list[str]:
     return options
 
 
-def parse_factors(text: str) -> list[str]:
-    """Return the factors in the order of `FACTORS`. Raises ValueError that names the option, the value and
-    the choices.
-    """
-    return chosen(text, FACTORS, "--factors")
+def cells_of(factors: Sequence[str]) -> list[TechniqueSet]:
+    """Return all 2^k cells, from all factors off to all on."""
+    return [frozenset(chosen) for size in range(len(factors) + 1) for chosen in combinations(factors, size)]
 
 
-def chosen(text: str, known: Sequence[str], flag: str) -> list[str]:
-    """Return the comma-separated names in the order of `known`. Raises ValueError if a name is not in
-    `known`.
-    """
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in known:
-            raise ValueError(f"{flag}: {name!r} is none of {', '.join(known)}")
-    return [name for name in known if name in names]
+def name_of(cell: TechniqueSet) -> str:
+    return "+".join(sorted(cell)) or "none"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
 
 import msgspec
 
-from bench.five.effects import Effect, all_against_none, cells_of, effects
+from bench.five.effects import Effect, all_against_none, effects
+from bench.five.factors import cells_of
 from bench.five.measure import CellOutcome
 from bench.five.workloads import WORKLOADS
 
@@ -33,49 +33,25 @@ class WorkloadFinding(msgspec.Struct, frozen=True):
     floored: list[str]
 
 
-class Repeated(Protocol):
-    """The outcome of a cell in one repeat."""
-
-    @property
-    def cell(self) -> list[str]: ...
-
-    @property
-    def repeat(self) -> int: ...
-
-
-T = TypeVar("T", bound=Repeated)
-
-Column = tuple[str, str, Callable[[T], float]]
-"""Name and unit of a figure, and a function that reads it from an outcome."""
-
-
 def finding(
     workload: str, factors: Sequence[str], outcomes: Sequence[CellOutcome], price: float
 ) -> WorkloadFinding:
     """Compute the finding of a workload. Raises ValueError that names a cell which lacks a repeat."""
-    mine = [outcome for outcome in outcomes if outcome.workload == workload]
-    load = WORKLOADS[workload]
-    columns: list[Column[CellOutcome]] = [
+    mine = sorted((each for each in outcomes if each.workload == workload), key=lambda each: each.repeat)
+    columns: list[tuple[str, str, Callable[[CellOutcome], float]]] = [
         ("goodput", "requests/s", lambda outcome: outcome.goodput),
         ("TTFT", "s", lambda outcome: outcome.light.ttft_s),
         ("TPOT", "s", lambda outcome: outcome.light.tpot_s),
         ("memory", "bytes", lambda outcome: float(outcome.memory_bytes)),
-        ("cost", "a million tokens", lambda outcome: outcome.cost(load, price)),
+        ("cost", "a million tokens", lambda outcome: outcome.cost(WORKLOADS[workload], price)),
     ]
-    floored = ["+".join(outcome.cell) or "none" for outcome in mine if outcome.best is None]
-    repeats = max(outcome.repeat for outcome in mine) + 1
-    return WorkloadFinding(workload, list(factors), repeats, figures_of(factors, mine, columns), floored)
-
-
-def figures_of(
-    factors: Sequence[str], outcomes: Sequence[T], columns: Sequence[Column[T]]
-) -> list[FigureEffects]:
-    """Compute the effects on each column. Raises ValueError that names a cell which lacks a repeat."""
-    ordered, found = sorted(outcomes, key=lambda outcome: outcome.repeat), []
+    figures = []
     for name, unit, value in columns:
         values = {
-            cell: [value(outcome) for outcome in ordered if frozenset(outcome.cell) == cell]
+            cell: [value(outcome) for outcome in mine if frozenset(outcome.cell) == cell]
             for cell in cells_of(factors)
         }
-        found.append(FigureEffects(name, unit, effects(factors, values), all_against_none(factors, values)))
-    return found
+        found, all_on = effects(factors, values), all_against_none(factors, values)
+        figures.append(FigureEffects(name, unit, found, all_on))
+    floored = ["+".join(outcome.cell) or "none" for outcome in mine if outcome.best is None]
+    return WorkloadFinding(workload, list(factors), mine[-1].repeat + 1, figures, floored)

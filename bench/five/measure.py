@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,19 +10,15 @@ import msgspec
 import psutil
 
 from bench.cost import cost_per_million
-from bench.five.effects import Cell
-from bench.five.factors import WORKERS, serve_options
+from bench.five.factors import WORKERS, TechniqueSet, serve_options
 from bench.five.search import NoRateError, highest
-from bench.five.workloads import Prompts, Workload
-from bench.peers.ports import HOST, free_port
-from bench.peers.process import Command, RunningSystem
-from bench.record import REPO
+from bench.five.workloads import Prompts, Traffic
 from bench.serve.client import Client, Record, ServerTarget
 from bench.serve.runner import drive, run_on_fast_loop
-from bench.serve.statistics import latencies
+from bench.serve.statistics import latencies, meets
+from bench.servers import running, tandem_command
 
 SERVED_NAME = "model"
-START_TIMEOUT_S = 300.0
 WARMUP_S = 2.0
 SLACK_S = 0.5
 """Added to the latest time at which a request can still be within the SLO."""
@@ -85,7 +80,12 @@ class CellOutcome(msgspec.Struct, frozen=True):
         """[requests/s] If no rate met the objective: the lowest rate that was tried, an upper bound."""
         return self.best.goodput if self.best is not None else min(trial.rate for trial in self.trials)
 
-    def cost(self, workload: Workload, price: float) -> float:
+    def __str__(self) -> str:
+        found = f"{self.best.goodput:.1f} requests/s" if self.best is not None else "no rate"
+        latencies = f"TTFT {self.light.ttft_s * 1e3:.1f} ms, TPOT {self.light.tpot_s * 1e3:.2f} ms"
+        return f"{found} in {len(self.trials)} probes, {latencies}"
+
+    def cost(self, workload: Traffic, price: float) -> float:
         """Return the cost of a million output tokens of requests within the SLO."""
         return cost_per_million(price, WORKERS, self.goodput * workload.output)
 
@@ -98,7 +98,7 @@ class MeasuredServer:
     """A running server, driven by loads of one workload."""
 
     def __init__(
-        self, base_url: str, setting: ExperimentSetting, workload: Workload, prompts: Prompts
+        self, base_url: str, setting: ExperimentSetting, workload: Traffic, prompts: Prompts
     ) -> None:
         objective = setting.objective
         latest = objective.ttft_s + (workload.output - 1) * objective.tpot_s + SLACK_S
@@ -139,10 +139,8 @@ class MeasuredServer:
         return self._judge(run_on_fast_loop(drive(self._client, load)), len(load), rate)
 
     def _is_good(self, record: Record) -> bool:
-        if record.error:
-            return False
-        taken = latencies(record)
-        return taken["ttft"] <= self._objective.ttft_s and taken["tpot"] <= self._objective.tpot_s
+        limits = {"ttft": self._objective.ttft_s, "tpot": self._objective.tpot_s}
+        return not record.error and meets(latencies(record), limits)
 
     def _judge(self, records: Sequence[Record], sent: int, rate: float) -> Trial:
         """Compute the trial's figures. Requests without a record count as not good."""
@@ -160,35 +158,29 @@ class MeasuredServer:
 
 def measure_cell(
     setting: ExperimentSetting,
-    workload: Workload,
-    cell: Cell,
+    workload: Traffic,
+    cell: TechniqueSet,
     repeat: int,
     texts: Sequence[Sequence[int]],
     logs: Path,
 ) -> CellOutcome:
     """Measure one cell. Raises RuntimeError if the server does not start or does not answer."""
-    command = serve_command(setting, cell)
-    base_url = command.ready_url.removesuffix("/ready")
-    with RunningSystem([command], logs, START_TIMEOUT_S) as running:
-        server = MeasuredServer(base_url, setting, workload, Prompts(texts, workload, seed=repeat))
+    command = tandem_command(
+        *("--model", setting.model, "--served-model-name", SERVED_NAME),
+        *("--max-model-len", str(setting.max_model_len)),
+        *("--kv-cache-memory-bytes", str(setting.kv_mib << 20)),
+        *serve_options(cell, setting.speculative_config),
+    )
+    with running([command], logs) as [process]:
+        server = MeasuredServer(command.base_url, setting, workload, Prompts(texts, workload, seed=repeat))
         server.warm_up(workload.first_rate)
         light = server.measure(workload.light_rate)
         try:
             _, best = highest(workload.first_rate, setting.probes, server.search)
         except NoRateError:
             best = None
-        memory = sum(map(resident_bytes, running.pids))
+        memory = resident_bytes(process.pid)
     return CellOutcome(workload.name, sorted(cell), repeat, server.trials, best, light, memory)
-
-
-def serve_command(setting: ExperimentSetting, cell: Cell) -> Command:
-    port = free_port()
-    argv = [sys.executable, "-m", "deploy", "serve", "--model", setting.model]
-    argv += ["--served-model-name", SERVED_NAME, "--host", HOST, "--port", str(port)]
-    argv += ["--max-model-len", str(setting.max_model_len)]
-    argv += ["--kv-cache-memory-bytes", str(setting.kv_mib << 20)]
-    argv += serve_options(cell, setting.speculative_config)
-    return Command("tandem", argv, f"http://{HOST}:{port}/ready", {"PYTHONPATH": str(REPO)})
 
 
 def resident_bytes(pid: int) -> int:

@@ -14,7 +14,7 @@ LEAST_REQUESTS = 16
 """The fewest requests of a probe: a share of fewer requests says little."""
 
 
-class Workload(msgspec.Struct, frozen=True):
+class Traffic(msgspec.Struct, frozen=True):
     """Lengths in tokens of the prefix that all prompts share, of a prompt's own part, and of an answer. The
     search begins at `first_rate` [requests/s]; latencies are compared at `light_rate`.
     """
@@ -34,9 +34,9 @@ class Workload(msgspec.Struct, frozen=True):
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("chat", 512, 64, 64, 16.0, 4.0),
-        Workload("long-prompts", 0, 768, 16, 8.0, 2.0),
-        Workload("long-answers", 0, 48, 256, 8.0, 2.0),
+        Traffic("chat", 512, 64, 64, 16.0, 4.0),
+        Traffic("long-prompts", 0, 768, 16, 8.0, 2.0),
+        Traffic("long-answers", 0, 48, 256, 8.0, 2.0),
     )
 }
 
@@ -44,7 +44,7 @@ WORKLOADS = {
 class Prompts:
     """Windows of one long text, each at a different place: only the shared prefix is the same in all."""
 
-    def __init__(self, texts: Sequence[Sequence[int]], workload: Workload, seed: int) -> None:
+    def __init__(self, texts: Sequence[Sequence[int]], workload: Traffic, seed: int) -> None:
         """Raises ValueError if the text is too short for different prompts."""
         self._tokens = list(chain.from_iterable(texts))
         self._workload = workload

@@ -41,10 +41,6 @@ def time_of(work: Callable[[], object], device: torch.device) -> Taken:
     return Taken(*(statistics.median(side) for side in zip(*taken, strict=True)))
 
 
-def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    return time_of(work, device).device_s
-
-
 def launches_of(work: Callable[[], object], device: torch.device) -> int | None:
     """Count the launches that `work` makes on the device; None if they cannot be counted."""
     if device.type != "cuda":

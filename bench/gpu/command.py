@@ -6,12 +6,12 @@ import logging
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from bench.record import RESULTS, command_line, write_results
+from bench.options import counts
+from bench.report import RESULTS, command_line, publish, show
 
 NO_GPU = 2
 """The exit status if there is no GPU to measure."""
@@ -30,9 +30,8 @@ def gpu(
     output: Annotated[Path, typer.Option(help="folder for the tables and the JSON")] = RESULTS / "gpu",
 ) -> None:
     """Measure decoding, verification and prefill on this host's GPU against its roofline."""
-    settings: dict[str, Any] = dict(locals())
+    command = command_line("tandem bench gpu", gpu, dict(locals()))
     logging.basicConfig(level="ERROR")
-    console = Console()
     import torch
 
     from bench.gpu.measure import GpuPlan, measure
@@ -43,14 +42,14 @@ def gpu(
     if size not in SHAPES:
         raise typer.BadParameter(f"--size: {size!r} is none of {', '.join(SHAPES)}")
     plan = GpuPlan(
-        batches=_numbers("--batch", batch, 1024),
-        drafted=[0, *_numbers("--num-tokens", num_tokens, 63)],
-        chunks=_numbers("--chunk", chunk, 32768),
+        batches=counts("--batch", batch, 1024),
+        drafted=[0, *counts("--num-tokens", num_tokens, 63)],
+        chunks=counts("--chunk", chunk, 32768),
         context=context,
         acceptance=acceptance,
     )
     if lack := missing():
-        console.print(f"tandem bench gpu: {lack}", highlight=False, soft_wrap=True)
+        show(f"tandem bench gpu: {lack}")
         raise typer.Exit(NO_GPU)
     device = torch.device("cuda", torch.cuda.current_device())
     needed = SHAPES[size].nbytes(plan.num_tokens) + _WORKING_BYTES
@@ -71,18 +70,4 @@ def gpu(
         "plan": asdict(plan),
         "results": asdict(results),
     }
-    write_results(output, command_line("tandem bench gpu", gpu, settings), figures)
-    (output / "README.md").write_text(text)
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
-    console.print(f"written to {output}", highlight=False, soft_wrap=True)
-
-
-def _numbers(flag: str, text: str, most: int) -> list[int]:
-    """Parse distinct numbers in [1, most]."""
-    try:
-        numbers = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        raise typer.BadParameter(f"{flag}: {text!r} is no list of numbers") from None
-    if not 1 <= numbers[0] <= numbers[-1] <= most:
-        raise typer.BadParameter(f"{flag}: {text!r} is not within 1 and {most}")
-    return numbers
+    publish(output, command, figures, text)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from bench.gpu.measure import GpuPlan, Measured, Results, speedup
 from bench.gpu.roofs import Roofs
+from bench.report import markdown_table
 
 
 def as_markdown(size: str, roofs: Roofs, reached: Roofs, plan: GpuPlan, results: Results) -> str:
@@ -47,15 +46,18 @@ forward without CUDA graphs.
 
 `step ms`: of the engine, with scheduling and sampling.
 
-{_table(("requests", *both, "eager ms", "step ms"), decode)}
+{markdown_table(("requests", *both, "eager ms", "step ms"), decode)}
+
 ## Verifying K drafted tokens
 
 `speedup` over K = 0, if each token is accepted with a chance of {plan.acceptance:g} and drafts cost nothing.
 
-{_table(("requests", "K", *both, "eager ms", "speedup"), sweep)}
+{markdown_table(("requests", "K", *both, "eager ms", "speedup"), sweep)}
+
 ## Prompts
 
-{_table(("tokens", *both, "tokens/s"), prefill)}"""
+{markdown_table(("tokens", *both, "tokens/s"), prefill)}
+"""
 
 
 def _rates(roofs: Roofs) -> str:
@@ -72,8 +74,3 @@ def _roofline(each: Measured, roofs: Roofs) -> tuple[object, ...]:
         f"{each.host_s * 1e3:.3f}",
         "-" if each.launches is None else each.launches,
     )
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(map(str, cells))} |\n" for cells in lines)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.gpu.clock import seconds_of
+from bench.gpu.clock import time_of
 
 _COPIED_BYTES = 1 << 30
 _PRODUCT_SIZE = 8192
@@ -66,7 +66,7 @@ def measured(
     """Measure the rates of a large copy and a large product, which are somewhat below the device's peak."""
     source = torch.zeros(copied_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy_s = seconds_of(lambda: target.copy_(source), device)
+    copy_s = time_of(lambda: target.copy_(source), device).device_s
     matrix = torch.randn(size, size, device=device).bfloat16()
-    product_s = seconds_of(lambda: matrix @ matrix, device)
+    product_s = time_of(lambda: matrix @ matrix, device).device_s
     return Roofs(name, 2 * copied_bytes / copy_s, 2 * size**3 / product_s, "a copy and a product, measured")

@@ -1,4 +1,4 @@
-"""llama.cpp as a peer: its build, the conversion of a model folder to GGUF, its benchmark and its server.
+"""llama.cpp as a peer: its build, the conversion of a model folder to GGUF, and its server.
 
 `python -m bench.peers.llama_cpp --home H --model FOLDER --type q8_0 -- FLAGS` converts the model, then runs
 llama-server.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import typer
 GGUF_TYPES = ("bf16", "q8_0", "q4_0")
 
 _PACKAGE = "llama-cpp-python"
-_TARGETS = ("llama-bench", "llama-server", "llama-quantize")
+_TARGETS = ("llama-server", "llama-quantize")
 _FLAGS = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_UI=OFF")
 
 # GCC 12 assumes that ldtilecfg reads 8 bytes and drops the stores to the other 56: the first product then
@@ -103,27 +102,6 @@ class LlamaCpp:
                 subprocess.run([self.tool("llama-quantize"), plain, partial, type], check=True)
                 partial.rename(made)
         return made
-
-    def speed(self, gguf: Path, threads: int, prompt: int, output: int) -> tuple[float, float]:
-        """Return the tokens per second of one prompt's prefill, and of decoding, as llama-bench measures
-        them.
-        """
-        command = [
-            str(self.tool("llama-bench")),
-            "-m",
-            str(gguf),
-            "-t",
-            str(threads),
-            "-r",
-            "1",
-            "-o",
-            "json",
-        ]
-        command += ["-p", str(prompt), "-n", str(output)]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        tests = json.loads(done.stdout)
-        prefill = next(test["avg_ts"] for test in tests if test["n_prompt"])
-        return prefill, next(test["avg_ts"] for test in tests if test["n_gen"])
 
 
 def serve(

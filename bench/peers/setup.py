@@ -66,12 +66,8 @@ def install_vllm(environment: Environment) -> None:
     (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}+cpu\n")
 
 
-def build_llama_cpp(environment: Environment) -> None:
-    """Build llama.cpp for this machine. Needs a C++ compiler, CMake and Ninja."""
-    LlamaCpp(environment.path).install()
-
-
-_INSTALLERS = {"vllm": install_vllm, "llama.cpp": build_llama_cpp}
+_INSTALLERS = {"vllm": install_vllm, "llama.cpp": lambda environment: LlamaCpp(environment.path).install()}
+"""The build of llama.cpp needs a C++ compiler, CMake and Ninja."""
 
 
 def main(

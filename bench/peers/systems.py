@@ -13,17 +13,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import typer
+
 from bench.peers.llama_cpp import LlamaCpp
-from bench.peers.ports import HOST, free_port
-from bench.peers.process import Command
-from bench.record import REPO
+from bench.report import REPO
+from bench.servers import HOST, Command, free_port, tandem_command
 
 SERVED_NAME = "model"
 _HERE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class SystemSettings:
     """Settings shared by all systems of a comparison."""
 
     model: Path
@@ -44,7 +45,8 @@ class System:
     commands: tuple[Command, ...] = ()
 
 
-Builder = Callable[[Setting, Sequence[str]], tuple[str, list[Command]]]
+Builder = Callable[[SystemSettings, Sequence[str]], list[Command]]
+"""Returns the commands of a system with further flags for its servers; the last one's URL is the system's."""
 
 
 def _url(port: int) -> str:
@@ -52,20 +54,23 @@ def _url(port: int) -> str:
 
 
 def _tandem(*fixed: str) -> Builder:
-    def build(setting: Setting, extra: Sequence[str]) -> tuple[str, list[Command]]:
-        port = free_port()
-        argv = [sys.executable, "-m", "deploy", "serve", "--model", str(setting.model)]
-        argv += ["--served-model-name", SERVED_NAME, "--host", HOST, "--port", str(port)]
-        argv += ["--max-model-len", str(setting.max_model_len), "--max-num-seqs", str(setting.max_num_seqs)]
-        argv += ["--kv-cache-memory-bytes", str(setting.kv_gib << 30), "--dtype", "bfloat16"]
-        env = {"PYTHONPATH": str(REPO)}
-        return _url(port), [Command("tandem", [*argv, *fixed, *extra], f"{_url(port)}/ready", env)]
+    def build(setting: SystemSettings, extra: Sequence[str]) -> list[Command]:
+        options = ["--model", str(setting.model), "--served-model-name", SERVED_NAME]
+        options += ["--max-model-len", str(setting.max_model_len)]
+        options += ["--max-num-seqs", str(setting.max_num_seqs)]
+        options += ["--kv-cache-memory-bytes", str(setting.kv_gib << 30), "--dtype", "bfloat16"]
+        return [tandem_command(*options, *fixed, *extra)]
 
     return build
 
 
 def _vllm_command(
-    setting: Setting, name: str, port: int, extra: Sequence[str], env: dict[str, str], launcher: Sequence[str]
+    setting: SystemSettings,
+    name: str,
+    port: int,
+    extra: Sequence[str],
+    env: dict[str, str],
+    launcher: Sequence[str],
 ) -> Command:
     python = setting.env_dir / "vllm" / "bin" / "python"
     argv = [str(python), *launcher, "--model", str(setting.model), "--served-model-name", SERVED_NAME]
@@ -83,7 +88,7 @@ def _vllm_command(
 _VLLM_SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 
 
-def _vllm_threads(setting: Setting, threads: int) -> dict[str, str]:
+def _vllm_threads(setting: SystemSettings, threads: int) -> dict[str, str]:
     """Return an environment in which vLLM's server runs `threads` threads, bound to no core, with the OpenMP
     library that its manual advises.
 
@@ -101,10 +106,10 @@ def _vllm_threads(setting: Setting, threads: int) -> dict[str, str]:
 def _vllm(tamed: bool) -> Builder:
     """Return a builder of one server. Tamed, it uses all threads."""
 
-    def build(setting: Setting, extra: Sequence[str]) -> tuple[str, list[Command]]:
+    def build(setting: SystemSettings, extra: Sequence[str]) -> list[Command]:
         port = free_port()
         env = _vllm_threads(setting, setting.threads) if tamed else {}
-        return _url(port), [_vllm_command(setting, "vllm", port, extra, env, _VLLM_SERVER)]
+        return [_vllm_command(setting, "vllm", port, extra, env, _VLLM_SERVER)]
 
     return build
 
@@ -116,7 +121,7 @@ def _vllm_disaggregated(tamed: bool) -> Builder:
     threads without being bound to cores; as shipped both bind to the same core.
     """
 
-    def build(setting: Setting, extra: Sequence[str]) -> tuple[str, list[Command]]:
+    def build(setting: SystemSettings, extra: Sequence[str]) -> list[Command]:
         launcher = (str(_HERE / "vllm_tamed.py"),) if tamed else _VLLM_SERVER
         env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST}
         if tamed:
@@ -133,7 +138,7 @@ def _vllm_disaggregated(tamed: bool) -> Builder:
         argv = [sys.executable, "-m", "bench.peers.vllm_proxy", "--host", HOST, "--port", str(port)]
         argv += ["--prefill", _url(ports[0]), "--decode", _url(ports[1])]
         proxy = Command("vllm-proxy", argv, f"{_url(port)}/health", {"PYTHONPATH": str(REPO)})
-        return _url(port), [*commands, proxy]
+        return [*commands, proxy]
 
     return build
 
@@ -143,7 +148,7 @@ def _llama_cpp(type: str) -> Builder:
     request.
     """
 
-    def build(setting: Setting, extra: Sequence[str]) -> tuple[str, list[Command]]:
+    def build(setting: SystemSettings, extra: Sequence[str]) -> list[Command]:
         port = free_port()
         llama = LlamaCpp(setting.env_dir / "llama.cpp")
         llama.check_installed()
@@ -158,7 +163,7 @@ def _llama_cpp(type: str) -> Builder:
             "--no-kv-unified",
         ]
         argv += ["--ctx-size", str(setting.max_num_seqs * setting.max_model_len), *extra]
-        return _url(port), [Command("llama.cpp", argv, f"{_url(port)}/health", {"PYTHONPATH": str(REPO)})]
+        return [Command("llama.cpp", argv, f"{_url(port)}/health", {"PYTHONPATH": str(REPO)})]
 
     return build
 
@@ -176,8 +181,22 @@ SYSTEMS: dict[str, Builder] = {
 }
 
 
-def parse_system(spec: str, setting: Setting) -> System:
-    """Parse a spec. Raises ValueError if the system is unknown or its environment is missing."""
+def labels_of(specs: Sequence[str], setting: SystemSettings) -> list[str]:
+    """Return the systems' labels. Raises BadParameter if a spec is wrong, or two systems have one label."""
+    try:
+        labels = [parse_system(spec, setting).label for spec in specs]
+    except ValueError as error:
+        raise typer.BadParameter(f"--system: {error}") from error
+    for label in labels:
+        if labels.count(label) > 1:
+            raise typer.BadParameter(f"--system: two are labelled {label!r}; name one as in other={label}")
+    return labels
+
+
+def parse_system(spec: str, setting: SystemSettings) -> System:
+    """Parse a spec and reserve its ports. Raises ValueError if the system is unknown or its environment is
+    missing.
+    """
     words = shlex.split(spec)
     if not words:
         raise ValueError("a system's spec is empty")
@@ -186,8 +205,13 @@ def parse_system(spec: str, setting: Setting) -> System:
         return System(label or name, name, words[1] if len(words) > 1 else SERVED_NAME)
     if name not in SYSTEMS:
         raise ValueError(f"unknown system {name!r}; known: {', '.join(SYSTEMS)}, or a URL")
-    base_url, commands = SYSTEMS[name](setting, words[1:])
+    commands = SYSTEMS[name](setting, words[1:])
     for command in commands:
         if not os.access(command.argv[0], os.X_OK):
             raise ValueError(f"{command.argv[0]} is missing: run `tandem bench setup`")
-    return System(label or spec, base_url, SERVED_NAME, tuple(commands))
+    return System(label or spec, commands[-1].base_url, SERVED_NAME, tuple(commands))
+
+
+def vocab_size_of(model: Path) -> int:
+    """Return the vocabulary size from a model folder's configuration."""
+    return int(json.loads((model / "config.json").read_text())["vocab_size"])

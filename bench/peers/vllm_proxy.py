@@ -14,8 +14,10 @@ from typing import Annotated, Any
 import typer
 
 from bench.peers.http_server import LAST_CHUNK, ReceivedRequest, chunk, head, read_request
-from bench.serve.http import MAX_HEAD_BYTES, Endpoint, HttpError, exchange
+from bench.serve.http import Endpoint, HttpError, exchange
 from bench.serve.runner import run_on_fast_loop
+
+MAX_HEAD_BYTES = 64 * 1024
 
 # Fields that the prefill server must not get: it generates one token and does not stream.
 _DECODE_ONLY = ("stream", "stream_options", "min_tokens", "max_completion_tokens")

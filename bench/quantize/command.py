@@ -7,17 +7,14 @@ import logging
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from bench.quantize.cells import HEAD, KV_FORMATS, PLAIN, ROUNDED, parse_cells, parse_checkpoints
-from bench.record import RESULTS, command_line, made_by, write_results
+from bench.options import counts
+from bench.quantize.formats import HEAD, KV_FORMATS, PLAIN, ROUNDED, parse_checkpoints, parse_pairs
+from bench.report import RESULTS, command_line, made_by, publish
 from models.bundled import BUNDLED_MODEL, bundled_path, is_bundled_model
-
-if TYPE_CHECKING:
-    from bench.quantize.compare import Row
 
 _WEIGHTS = ",".join([PLAIN, *ROUNDED])
 
@@ -41,17 +38,17 @@ def quantize(
     rounds: Annotated[int, typer.Option(min=1, help="that the medians are of")] = 5,
     texts: Annotated[int, typer.Option(min=0, help="held-out texts to measure quality on; 0: none")] = 40,
     threads: Annotated[int, typer.Option(min=1, help="for the forward")] = os.cpu_count() or 1,
-    output: Annotated[Path, typer.Option(help="folder for table, figure and JSON")] = RESULTS / "quantize",
+    output: Annotated[Path, typer.Option(help="folder for the table and the JSON")] = RESULTS / "quantize",
 ) -> None:
     """Time a model with weights and KV in each format, and measure the bundled one's predictions."""
-    settings: dict[str, Any] = dict(locals())
+    command = command_line("tandem bench quantize", quantize, dict(locals()))
     logging.basicConfig(level="ERROR")
-    from bench.shapes import SHAPES, write_shape
+    from bench.shapes.write import SHAPES, write_shape
 
+    concurrencies = counts("--concurrency", concurrency, most=64)
     try:
         checkpoints = parse_checkpoints(checkpoint)
-        cells = parse_cells(format, kv, checkpoints)
-        concurrencies = _numbers(concurrency)
+        pairs = parse_pairs(format, kv, checkpoints)
         if model is None and shape not in SHAPES:
             raise ValueError(f"--shape: {shape!r} is not one of {', '.join(SHAPES)}")
         if checkpoints and texts and not is_bundled_model(bundled_path(model or shape)):
@@ -63,49 +60,27 @@ def quantize(
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from bench.quantize.compare import SpeedLoad, compare
+    from bench.quantize.compare import compare
+    from bench.quantize.report import as_markdown
+    from bench.quantize.speed import SpeedLoad
 
     torch.set_num_threads(threads)
     disable_progress_bar()
-    load = SpeedLoad(prompt_len, context, output_len, concurrencies, rounds)
+    lengths = SpeedLoad(prompt_len, context, output_len, concurrencies, rounds)
     with tempfile.TemporaryDirectory() as made:
         if model is None:
             write_shape(shape, Path(made))
-        rows = compare(cells, checkpoints, Path(bundled_path(model) if model else made), load, texts)
-    title = f"{Path(model).name if model else shape}, {threads} threads"
-    _write(output, command_line("tandem bench quantize", quantize, settings), title, threads, rows)
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(each) for each in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--concurrency: {text!r} is not numbers with commas") from None
-    if min(numbers) < 1 or max(numbers) > 64:
-        raise ValueError(f"--concurrency: {text} is not within 1 to 64")
-    return numbers
-
-
-def _write(output: Path, command: str, title: str, threads: int, rows: list[Row]) -> None:
-    from bench.quantize.report import as_markdown, plot
-
-    qualities = {row.cell.name: row.quality for row in rows if row.quality is not None}
-    write_results(
-        output,
-        command,
-        {
-            "shape": title.split(",")[0],
-            "threads": threads,
-            "weight_bytes": {row.cell.name: row.weight_bytes for row in rows},
-            "kv_token_bytes": {row.cell.name: row.kv_token_bytes for row in rows},
-            "memory_bytes": {row.cell.name: row.memory for row in rows},
-            "tokens_per_second": {row.cell.name: dataclasses.asdict(row.speed) for row in rows},
-            "quality": {name: dataclasses.asdict(each) for name, each in qualities.items()},
-        },
-    )
-    plot(rows, output / "formats.svg")
-    text = as_markdown(title, rows, "formats.svg")
-    (output / "README.md").write_text(f"{text}\n{made_by(command)}\n")
-    console = Console()
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
-    console.print(f"written to {output}", highlight=False, soft_wrap=True)
+        rows = compare(pairs, checkpoints, Path(bundled_path(model) if model else made), lengths, texts)
+    name = Path(model).name if model else shape
+    qualities = {row.formats.name: row.quality for row in rows if row.quality is not None}
+    content = {
+        "shape": name,
+        "threads": threads,
+        "weight_bytes": {row.formats.name: row.weight_bytes for row in rows},
+        "kv_token_bytes": {row.formats.name: row.kv_token_bytes for row in rows},
+        "memory_bytes": {row.formats.name: row.memory for row in rows},
+        "tokens_per_second": {row.formats.name: dataclasses.asdict(row.speed) for row in rows},
+        "quality": {name: dataclasses.asdict(each) for name, each in qualities.items()},
+    }
+    text = as_markdown(f"{name}, {threads} threads", rows)
+    publish(output, command, content, f"{text}\n{made_by(command)}\n")

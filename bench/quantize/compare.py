@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 from transformers import AutoConfig
 
 from bench.quantize import quality, speed
-from bench.quantize.cells import Cell
+from bench.quantize.formats import FormatPair
 from engine.engine import Engine
 from models.bundled import BUNDLED_MODEL, is_bundled_model
 from protocol.config import ServeConfig
@@ -19,32 +18,10 @@ _TEXT_TOKENS = 1024
 """The most tokens of a held-out text."""
 
 
-@dataclass(frozen=True)
-class SpeedLoad:
-    """Lengths of prompts and answers, numbers of concurrent requests, and rounds to take medians over
-    (`speed.measure`).
-    """
-
-    prompt: int
-    context: int
-    output: int
-    concurrencies: Sequence[int]
-    rounds: int
-
-    @property
-    def longest(self) -> int:
-        return max(self.prompt, self.context) + self.output
-
-    @property
-    def tokens(self) -> int:
-        """Return the tokens of all requests at the highest concurrency."""
-        return max(self.concurrencies) * (self.context + self.output)
-
-
 class Row(msgspec.Struct, frozen=True):
-    """Figures of a cell. `memory` is the bytes of the weights and of the KV at the highest concurrency."""
+    """Figures of a pair of formats. `memory` is the bytes of weights and KV at the highest concurrency."""
 
-    cell: Cell
+    formats: FormatPair
     weight_bytes: int
     kv_token_bytes: int
     memory: int
@@ -53,33 +30,35 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def compare(
-    cells: Sequence[Cell], checkpoints: Mapping[str, Path], model: Path, load: SpeedLoad, texts: int
+    pairs: Sequence[FormatPair],
+    checkpoints: Mapping[str, Path],
+    model: Path,
+    lengths: speed.SpeedLoad,
+    texts: int,
 ) -> list[Row]:
-    """Measure each cell, the plain one first. The bundled model predicts `texts` held-out texts."""
+    """Measure each pair, the plain one first. The bundled model predicts `texts` held-out texts."""
     is_bundled = is_bundled_model(str(model))
-    longest = max(load.longest, _TEXT_TOKENS if is_bundled else 0)
-    config = _config(model, longest, load.tokens, max(load.concurrencies))
-    made = {cell: speed.make_engine(cell.applied(config, checkpoints)) for cell in cells}
-    engines = {cell.name: engine for cell, (engine, _) in made.items()}
-    speeds = speed.measure(
-        engines, load.concurrencies, load.prompt, load.output, load.rounds, context=load.context
-    )
+    longest = max(lengths.longest, _TEXT_TOKENS if is_bundled else 0)
+    config = _config(model, longest, lengths.tokens, max(lengths.concurrencies))
+    made = {pair: speed.make_engine(pair.applied(config, checkpoints)) for pair in pairs}
+    engines = {pair.name: engine for pair, (engine, _) in made.items()}
+    speeds = speed.measure(engines, lengths)
     qualities: dict[str, quality.Quality] = {}
     if texts:
-        predicting = engines if is_bundled else _bundled(cells)
-        qualities = quality.measure(predicting, cells[0].name, quality.held_out(texts))
+        predicting = engines if is_bundled else _bundled(pairs)
+        qualities = quality.measure(predicting, pairs[0].name, quality.held_out(texts))
     rows = []
-    for cell, (engine, weight_bytes) in made.items():
+    for pair, (engine, weight_bytes) in made.items():
         token_bytes = engine.pool.token_bytes
-        memory = weight_bytes + token_bytes * load.tokens
-        found = qualities.get(cell.name)
-        rows.append(Row(cell, weight_bytes, token_bytes, memory, speeds[cell.name], found))
+        memory = weight_bytes + token_bytes * lengths.tokens
+        found = qualities.get(pair.name)
+        rows.append(Row(pair, weight_bytes, token_bytes, memory, speeds[pair.name], found))
     return rows
 
 
-def _bundled(cells: Sequence[Cell]) -> dict[str, Engine]:
+def _bundled(pairs: Sequence[FormatPair]) -> dict[str, Engine]:
     config = _config(BUNDLED_MODEL, _TEXT_TOKENS, _TEXT_TOKENS, 1)
-    return {cell.name: Engine(cell.applied(config, {})) for cell in cells}
+    return {pair.name: Engine(pair.applied(config, {})) for pair in pairs}
 
 
 def _config(model: Path, longest: int, tokens: int, requests: int) -> ServeConfig:

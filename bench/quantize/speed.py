@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from bench.turns import in_round
 from engine.engine import Engine
 from engine.loader import LoadedModel
 from engine.preloaded import keep_preloaded
@@ -16,8 +17,25 @@ from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 
-PROMPT = 16
-"""Tokens of the prompts of requests whose decoding is timed."""
+
+@dataclass(frozen=True)
+class SpeedLoad:
+    """Lengths of prompts and answers, numbers of concurrent requests, and rounds to take medians over."""
+
+    prompt: int
+    context: int
+    output: int
+    concurrencies: Sequence[int]
+    rounds: int
+
+    @property
+    def longest(self) -> int:
+        return max(self.prompt, self.context) + self.output
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of all requests at the highest concurrency."""
+        return max(self.concurrencies) * (self.context + self.output)
 
 
 @dataclass(frozen=True)
@@ -45,32 +63,25 @@ def weight_bytes(loaded: LoadedModel) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
-def measure(
-    engines: Mapping[str, Engine],
-    concurrencies: Sequence[int],
-    prompt: int,
-    output: int,
-    rounds: int,
-    context: int = PROMPT,
-) -> dict[str, Speed]:
-    """Return the medians over rounds, by engine name. Prompts have `prompt` tokens for timed prefills and
-    `context` tokens for timed decodes; answers have `output` tokens.
-    """
+def measure(engines: Mapping[str, Engine], lengths: SpeedLoad) -> dict[str, Speed]:
+    """Return the medians over rounds, by engine name. The engines take turns."""
     prefills: dict[str, list[float]] = defaultdict(list)
     decodes: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for number in range(rounds):
-        for name, engine in engines.items():
+    for number in range(lengths.rounds):
+        order = in_round(list(engines.items()), number)
+        for name, engine in order:
             started = time.perf_counter()
-            answer(engine, f"{number}", 1, prompt, 1)
-            prefills[name].append(prompt / (time.perf_counter() - started))
-        for concurrency in concurrencies:
-            for name, engine in engines.items():
-                seconds = answer(engine, f"{number}-{concurrency}", concurrency, context, output)
-                decodes[name, concurrency].append((output - 1) * concurrency / seconds)
+            answer(engine, f"{number}", 1, lengths.prompt, 1)
+            prefills[name].append(lengths.prompt / (time.perf_counter() - started))
+        for concurrency in lengths.concurrencies:
+            for name, engine in order:
+                load = f"{number}-{concurrency}"
+                seconds = answer(engine, load, concurrency, lengths.context, lengths.output)
+                decodes[name, concurrency].append((lengths.output - 1) * concurrency / seconds)
     return {
         name: Speed(
             statistics.median(prefills[name]),
-            {each: statistics.median(decodes[name, each]) for each in concurrencies},
+            {each: statistics.median(decodes[name, each]) for each in lengths.concurrencies},
         )
         for name in engines
     }

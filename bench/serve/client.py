@@ -19,7 +19,6 @@ class CompletionDelta(msgspec.Struct):
 
 class CompletionChoice(msgspec.Struct):
     text: str | None = None
-    token_ids: list[int] | None = None
     delta: CompletionDelta | None = None
     finish_reason: str | None = None
 
@@ -34,15 +33,9 @@ class CompletionChoice(msgspec.Struct):
         return bool(self.text) or self.finish_reason is None
 
 
-class CompletionDetails(msgspec.Struct):
-    accepted_prediction_tokens: int | None = None
-    rejected_prediction_tokens: int | None = None
-
-
 class Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    completion_tokens_details: CompletionDetails | None = None
 
 
 class CompletionEvent(msgspec.Struct):
@@ -57,8 +50,7 @@ class CompletionEvent(msgspec.Struct):
 class Record:
     """The outcome of one request. Times are seconds on the load generator's monotonic clock.
 
-    Speculation's tokens and the token ids are set if the server returns them. `error` is empty for a request
-    that completed, else the kind of failure; `detail` says more.
+    `error` is empty for a request that completed, else the kind of failure; `detail` says more.
     """
 
     start: float = 0.0
@@ -66,9 +58,6 @@ class Record:
     token_times: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
     output_tokens: int = 0
-    accepted_tokens: int = 0
-    rejected_tokens: int = 0
-    token_ids: list[int] = field(default_factory=list)
     error: str = ""
     detail: str = ""
 
@@ -141,13 +130,8 @@ class EventStream:
         if piece.usage is not None:
             record.prompt_tokens = piece.usage.prompt_tokens
             record.output_tokens = piece.usage.completion_tokens
-            if piece.usage.completion_tokens_details is not None:
-                record.accepted_tokens = piece.usage.completion_tokens_details.accepted_prediction_tokens or 0
-                record.rejected_tokens = piece.usage.completion_tokens_details.rejected_prediction_tokens or 0
         if any(choice.finish_reason is not None for choice in piece.choices):
             self.finished, self.finished_at = True, now
-        for choice in piece.choices:
-            record.token_ids += choice.token_ids or ()
         if any(choice.bears_tokens() for choice in piece.choices):
             record.token_times.append(now)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import cast
 from urllib.parse import urlsplit
 
-MAX_HEAD_BYTES = 64 * 1024
+import httptools
 
 # Called with the response's status and a piece of its body.
 BodyHandler = Callable[[int, bytes], None]
@@ -53,56 +53,20 @@ class Endpoint:
         return f"{method} {self.path} HTTP/1.1\r\n{head}\r\n".encode() + body
 
 
-class ChunkedBody:
-    """Incremental decoder of the chunked transfer coding (RFC 9112, section 7.1)."""
-
-    def __init__(self) -> None:
-        self._buffer = b""
-        self.finished = False
-
-    def feed(self, data: bytes) -> bytes:
-        """Decode bytes from the wire. Return the payload bytes that are complete so far."""
-        buffer = self._buffer + data if self._buffer else data
-        payload = []
-        position = 0
-        while not self.finished:
-            line_end = buffer.find(b"\r\n", position)
-            if line_end < 0:
-                break
-            size = self._size(buffer[position:line_end])
-            start, end = line_end + 2, line_end + 2 + size
-            if len(buffer) < end + 2:
-                break
-            if size:
-                payload.append(buffer[start:end])
-            self.finished = size == 0
-            position = end + 2
-        self._buffer = buffer[position:]
-        return b"".join(payload)
-
-    @staticmethod
-    def _size(line: bytes) -> int:
-        try:
-            return int(line.split(b";", 1)[0], 16)
-        except ValueError:
-            raise HttpError(f"bad chunk size {line[:32]!r}") from None
-
-
 class Exchange(asyncio.Protocol):
     """Sends one request and passes each piece of the response's body to `on_body` as it arrives.
 
     `done` resolves to the status once the body is complete; it fails with HttpError if the response is cut
-    short.
+    short. The public methods below `connection_lost` are those that the parser calls.
     """
 
     def __init__(self, request: bytes, on_body: BodyHandler) -> None:
-        self.status = 0
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._request = request
-        self._on_body = on_body
-        self._head = b""
-        self._chunked: ChunkedBody | None = None
-        self._remaining: int | None = None
+        self._request, self._pass_on = request, on_body
+        self._parser = httptools.HttpResponseParser(self)
+        self._status = 0
+        self._pieces: list[bytes] = []
+        self._tells_its_end = self._is_complete = False
         self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -110,65 +74,47 @@ class Exchange(asyncio.Protocol):
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
+        if self.done.done():
+            return
         try:
-            if not self.status:
-                rest = self._read_head(data)
-                if rest is None:
-                    return
-                data = rest
-            self._read_body(data)
+            self._parser.feed_data(data)
+            if self._pieces:
+                body, self._pieces = b"".join(self._pieces), []
+                self._pass_on(self._status, body)
+        except httptools.HttpParserError as error:
+            self._finish(HttpError(f"not an HTTP/1.1 response: {error}"))
         except Exception as error:
             self._finish(error)
+        else:
+            if self._is_complete:
+                self._finish(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self.status and self._chunked is None and self._remaining is None and exc is None:
+        if self._status and not self._tells_its_end and exc is None:
             self._finish(None)  # a body without a length ends with its connection
         else:
             self._finish(HttpError(f"connection closed early{f': {exc}' if exc else ''}"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._tells_its_end |= name.lower() in (b"content-length", b"transfer-encoding")
+
+    def on_headers_complete(self) -> None:
+        self._status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        self._pieces.append(body)
+
+    def on_message_complete(self) -> None:
+        self._is_complete = True
 
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()
 
-    def _read_head(self, data: bytes) -> bytes | None:
-        self._head += data
-        end = self._head.find(b"\r\n\r\n")
-        if end < 0:
-            if len(self._head) > MAX_HEAD_BYTES:
-                raise HttpError(f"response head is longer than {MAX_HEAD_BYTES} bytes")
-            return None
-        status_line, *lines = self._head[:end].decode("latin-1").split("\r\n")
-        version, _, rest = status_line.partition(" ")
-        if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
-            raise HttpError(f"not an HTTP/1.1 response: {status_line[:64]!r}")
-        pairs = (line.partition(":") for line in lines)
-        fields = {name.strip().lower(): value.strip() for name, _, value in pairs}
-        if fields.get("transfer-encoding", "").lower() == "chunked":
-            self._chunked = ChunkedBody()
-        elif "content-length" in fields:
-            self._remaining = int(fields["content-length"])
-        self.status = int(rest[:3])
-        return self._head[end + 4 :]
-
-    def _read_body(self, data: bytes) -> None:
-        if self._chunked is not None:
-            payload = self._chunked.feed(data)
-            if payload:
-                self._on_body(self.status, payload)
-            if self._chunked.finished:
-                self._finish(None)
-            return
-        if data:
-            self._on_body(self.status, data)
-        if self._remaining is not None:
-            self._remaining -= len(data)
-            if self._remaining <= 0:
-                self._finish(None)
-
     def _finish(self, error: Exception | None) -> None:
         if not self.done.done():
             if error is None:
-                self.done.set_result(self.status)
+                self.done.set_result(self._status)
             else:
                 self.done.set_exception(error)
         self.close()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.serve import trace, workload
+from bench.serve import workload
 from bench.serve.workload import LoadRequest
 from planner.trace import TraceFit, read_trace
 
@@ -13,7 +13,7 @@ DEFAULT_NUM_PROMPTS = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadOptions:
     """The load to send. Field names are the flags of `tandem bench serve`.
 
     Prompts are random token ids, unless `prompt_file` or `trace` is given. `num_prompts` of None means 100
@@ -52,7 +52,7 @@ class Load:
                 self.trace_scale_lengths, self.max_input_len, self.max_output_len, self.trace_speedup
             )
             lines = read_trace(self.trace, self.num_prompts)
-            return trace.to_requests(lines, fit, self.vocab_size, self.seed)
+            return workload.from_trace(lines, fit, self.vocab_size, self.seed)
         if self.prompt_file is not None:
             return workload.from_prompt_file(self.prompt_file, self.random_output_len, self.num_prompts)
         return workload.synthetic(

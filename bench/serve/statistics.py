@@ -68,6 +68,11 @@ def latencies(record: Record) -> dict[str, float]:
     }
 
 
+def meets(taken: Mapping[str, float], objectives: Mapping[str, float]) -> bool:
+    """Return whether the latencies of a request are within every objective."""
+    return all(taken[name] <= limit for name, limit in objectives.items())
+
+
 def parse_objectives(specs: Sequence[str]) -> dict[str, float]:
     """Parse `--goodput` values such as `ttft:0.2` (seconds), separated by spaces or commas."""
     objectives = {}
@@ -96,8 +101,7 @@ def summarize(records: Sequence[Record], objectives: Mapping[str, float] | None 
     input_tokens = sum(record.prompt_tokens for record in completed)
     goodput = None
     if objectives:
-        good = sum(all(t[name] <= limit for name, limit in objectives.items()) for t in taken)
-        goodput = good * per_second
+        goodput = sum(meets(each, objectives) for each in taken) * per_second
     return Summary(
         completed=len(completed),
         failed=len(records) - len(completed),

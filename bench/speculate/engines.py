@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from bench.speculate.measurement import Measurement, TimedAnswer, summarize
+from bench.speculate.measurement import CaseMeasurement, TimedAnswer, summarize
 from bench.speculate.plan import Case, Drafting, NumTokens
 from engine.engine import Engine
 from protocol.config import ServeConfig
@@ -45,18 +45,15 @@ class Engines:
     def max_prompt_len(self) -> int:
         return self._plain.max_model_len - self._output_len
 
-    def run(self, cases: Sequence[Case], number: int, prompts: Sequence[list[int]]) -> list[Measurement]:
+    def run(self, cases: Sequence[Case], number: int, prompts: Sequence[list[int]]) -> list[CaseMeasurement]:
         """Run the cases in turns. Raises RuntimeError if a request fails."""
-        runs = [
-            EngineRun(self._engine(case), self._requests(case, prompts), case.block.concurrency)
-            for case in cases
-        ]
+        runs = [EngineRun(self._engine(case), self._requests(case, prompts), case) for case in cases]
         gc.collect()
         gc.freeze()  # as a worker does once it is ready
         running = runs
         while running:
             running = [run for run in running if run.take_turn(_TURN_SECONDS)][::-1]
-        return [run.measurement(case, number) for case, run in zip(cases, runs, strict=True)]
+        return [run.measurement(number) for run in runs]
 
     def close(self) -> None:
         for engine in (self._plain, *self._drafting.values()):
@@ -98,14 +95,14 @@ class Engines:
 
 
 class EngineRun:
-    """Keeps `concurrency` requests running until all are done, on a clock that stops while other runs have
-    their turn.
+    """Keeps as many requests running as the case says, on a clock that stops while other runs have their
+    turn.
     """
 
-    def __init__(self, engine: Engine, requests: Sequence[EngineRequest], concurrency: int) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, requests: Sequence[EngineRequest], case: Case) -> None:
+        self._engine, self._case = engine, case
         self._waiting = list(reversed(requests))
-        self._concurrency = concurrency
+        self._concurrency = case.block.concurrency
         self._running: dict[str, TimedAnswer] = {}
         self._answers: list[TimedAnswer] = []
         self._now = 0.0
@@ -148,14 +145,10 @@ class EngineRun:
         if is_full:
             self._full_steps.append(seconds)
 
-    def measurement(self, case: Case, number: int) -> Measurement:
-        return summarize(
-            case,
-            number,
-            self._answers,
-            draft_s=_draft_seconds(self._engine) - self._drafted_before,
-            step_s=statistics.fmean(self._full_steps) if self._full_steps else None,
-        )
+    def measurement(self, number: int) -> CaseMeasurement:
+        draft_s = _draft_seconds(self._engine) - self._drafted_before
+        step_s = statistics.fmean(self._full_steps) if self._full_steps else None
+        return summarize(self._case, number, self._answers, draft_s, step_s)
 
 
 def _draft_seconds(engine: Engine) -> float:

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from bench.cost import cost_per_million
-from bench.speculate.measurement import Measurement
+from bench.speculate.measurement import CaseMeasurement
 from bench.speculate.plan import Block, Case, NumTokens
+from bench.turns import known_median
 
 
 class CaseFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,8 +21,9 @@ class CaseFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     `acceptance` is accepted / drafted, `tau` is 1 + accepted / draft rounds; both are None if nothing was
     drafted. `per_forward` is a request's tokens per forward after its first, forwards without a draft
-    included. `predicted` is S = tau / (v + K c) from the measured steps: per_forward * T(B, 0) / T(B, K).
-    `same` says whether every round's tokens equal the baseline's; `cost` is for a million output tokens.
+    included. `step_s` is the time of a step in which all requests decode. `predicted` is S = tau / (v + K c)
+    from the measured steps: per_forward * T(B, 0) / T(B, K). `same` says whether every round's tokens equal
+    the baseline's; `cost` is for a million output tokens.
     """
 
     case: Case
@@ -36,13 +38,14 @@ class CaseFigures(msgspec.Struct, frozen=True, kw_only=True):
     tau: float | None
     draft_share: float | None
     predicted: float | None
+    step_s: float | None
     same: bool
     cost: float
 
 
-def figures_of(measurements: Iterable[Measurement], price: float) -> list[CaseFigures]:
+def figures_of(measurements: Iterable[CaseMeasurement], price: float) -> list[CaseFigures]:
     """Return the figures in the order of the measurements; `price` is the price of a worker-hour."""
-    by_case: dict[Case, list[Measurement]] = defaultdict(list)
+    by_case: dict[Case, list[CaseMeasurement]] = defaultdict(list)
     for measurement in measurements:
         by_case[measurement.case].append(measurement)
     figures = []
@@ -52,7 +55,11 @@ def figures_of(measurements: Iterable[Measurement], price: float) -> list[CaseFi
     return figures
 
 
-def _figure(case: Case, pairs: Sequence[tuple[Measurement, Measurement]], price: float) -> CaseFigures:
+Pairs = Sequence[tuple[CaseMeasurement, CaseMeasurement]]
+"""A case and its baseline in each round."""
+
+
+def _figure(case: Case, pairs: Pairs, price: float) -> CaseFigures:
     mine = [each for each, _ in pairs]
     drafted, accepted = sum(each.drafted for each in mine), sum(each.accepted for each in mine)
     rounds = sum(each.draft_rounds for each in mine)
@@ -68,22 +75,18 @@ def _figure(case: Case, pairs: Sequence[tuple[Measurement, Measurement]], price:
         per_forward=sum(each.step_tokens for each in mine) / sum(each.steps for each in mine),
         acceptance=accepted / drafted if drafted else None,
         tau=1 + accepted / rounds if rounds else None,
-        draft_share=_median([each.draft_s and each.draft_s / each.seconds for each in mine]),
-        predicted=_median([_predicted(each, base) for each, base in pairs]),
+        draft_share=known_median([each.draft_s and each.draft_s / each.seconds for each in mine]),
+        predicted=known_median([_predicted(each, base) for each, base in pairs]),
+        step_s=known_median(each.step_s for each in mine),
         same=all(each.digest == base.digest for each, base in pairs),
         cost=cost_per_million(price, 1, throughput),
     )
 
 
-def _predicted(mine: Measurement, base: Measurement) -> float | None:
+def _predicted(mine: CaseMeasurement, base: CaseMeasurement) -> float | None:
     if mine.step_s is None or base.step_s is None:
         return None
     return mine.step_tokens / mine.steps * base.step_s / mine.step_s
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
 
 
 class SpeculationVerdict(msgspec.Struct, frozen=True, kw_only=True):

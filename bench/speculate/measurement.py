@@ -1,4 +1,4 @@
-"""Measurements of one case in one round, by engines or a server."""
+"""Measurements of one case in one round."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TimedAnswer:
     accepted: int = 0
 
 
-class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+class CaseMeasurement(msgspec.Struct, frozen=True, kw_only=True):
     """Totals over a case's requests; `ttft` and `tpot` are medians over them, in seconds.
 
     `steps` is the number of forwards for a request's tokens after its first, summed over the requests.
@@ -69,8 +69,8 @@ def summarize(
     answers: Sequence[TimedAnswer],
     draft_s: float | None = None,
     step_s: float | None = None,
-) -> Measurement:
-    return Measurement(
+) -> CaseMeasurement:
+    return CaseMeasurement(
         case=case,
         round=number,
         seconds=max(answer.last for answer in answers) - min(answer.start for answer in answers),

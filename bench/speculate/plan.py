@@ -7,7 +7,8 @@ from typing import Literal
 
 import msgspec
 
-from bench.speculate.workload import Workload
+from bench.speculate.workload import WorkloadName
+from bench.turns import in_round
 from deploy.config import speculative_config
 from protocol.errors import ConfigError
 from protocol.speculation import METHODS, SpeculativeConfig
@@ -40,7 +41,7 @@ def parse_num_tokens(text: str) -> NumTokens:
 class Block(msgspec.Struct, frozen=True):
     """Cases to compare with each other: one load, one way to speculate."""
 
-    workload: Workload
+    workload: WorkloadName
     temperature: float
     concurrency: int
     drafting: str
@@ -59,7 +60,7 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class SpeculationPlan(msgspec.Struct, frozen=True, kw_only=True):
-    workloads: Sequence[Workload]
+    workloads: Sequence[WorkloadName]
     temperatures: Sequence[float]
     concurrencies: Sequence[int]
     draftings: Sequence[Drafting]
@@ -77,10 +78,10 @@ class SpeculationPlan(msgspec.Struct, frozen=True, kw_only=True):
             for concurrency in self.concurrencies
         ]
 
-    def cases(self, block: Block, number: int) -> list[Case]:
+    def cases(self, block: Block, number: int) -> Sequence[Case]:
         """Return the baseline and every K, in reverse in every second round, so that a drift cancels out."""
-        order = [Case(block, None), *(Case(block, num_tokens) for num_tokens in self.num_tokens)]
-        return order if number % 2 == 0 else order[::-1]
+        cases = [Case(block, None), *(Case(block, num_tokens) for num_tokens in self.num_tokens)]
+        return in_round(cases, number)
 
     def chosen(self, prompts: Sequence[list[int]], concurrency: int, number: int) -> list[list[int]]:
         """Return a round's prompts: the same for all cases of a concurrency, and no prompt twice."""

@@ -1,18 +1,19 @@
-"""Formats the figures as tables for people and as JSON."""
+"""Formats the figures as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
-from bench.record import made_by
+from bench.report import made_by, markdown_table
 from bench.speculate.figures import CaseFigures, SpeculationVerdict
-from bench.speculate.measurement import Measurement
 
+_VERDICTS = (
+    *("workload", "T", "method", "best K (speedup) at each concurrency", "no gain from", "auto's worst"),
+    *("auto / best fixed, worst", "tax of K = 0, worst"),
+)
 _COLUMNS = (
-    *("concurrency", "method", "K", "tok/s", "speedup", "predicted", "TPOT, ms", "speedup"),
+    *("concurrency", "method", "K", "tok/s", "speedup", "predicted", "step, ms", "TPOT, ms", "speedup"),
     *("TTFT, ms", "tokens/forward", "tau", "accepted", "draft share", "cost", "same tokens"),
 )
 
@@ -34,20 +35,13 @@ def as_markdown(
         "per forward count a request's forwards with and without drafts, tau only those with. The cost is",
         f"that of a million output tokens at {settings['price']:g} per worker-hour.",
         "",
-        "![speedup over K](over-k.svg)",
-        "![speedup over concurrency](over-concurrency.svg)",
-        "",
         "## What pays",
         "",
-        "| workload | T | method | best K (speedup) at each concurrency | no gain from | auto's worst "
-        "| auto / best fixed, worst | tax of K = 0, worst |",
-        "|---|--:|---|---|--:|--:|--:|--:|",
-        *(_verdict_row(verdict) for verdict in verdicts),
+        markdown_table(_VERDICTS, map(_verdict_row, verdicts), texts=4),
     ]
     for workload, temperature in dict.fromkeys(_load(figure) for figure in figures):
-        lines += ["", f"## {workload}, temperature {temperature:g}", ""]
-        lines += ["| " + " | ".join(_COLUMNS) + " |", "|--:|---|" + "--:|" * (len(_COLUMNS) - 2)]
-        lines += [_row(figure) for figure in figures if _load(figure) == (workload, temperature)]
+        rows = [_row(figure) for figure in figures if _load(figure) == (workload, temperature)]
+        lines += ["", f"## {workload}, temperature {temperature:g}", "", markdown_table(_COLUMNS, rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -55,24 +49,24 @@ def _load(figure: CaseFigures) -> tuple[str, float]:
     return figure.case.block.workload, figure.case.block.temperature
 
 
-def _verdict_row(verdict: SpeculationVerdict) -> str:
+def _verdict_row(verdict: SpeculationVerdict) -> list[str]:
     block = verdict.block
     best = ", ".join(f"{c}: {k} ({speedup:.2f})" for c, (k, speedup) in verdict.best.items())
     crossover = "-" if verdict.crossover is None else f"{verdict.crossover:.0f}"
     cells = [block.workload, f"{block.temperature:g}", block.drafting, best or "-", crossover]
-    cells += [_number(verdict.auto_worst), _number(verdict.auto_of_best), _percent(verdict.tax)]
-    return "| " + " | ".join(cells) + " |"
+    return [*cells, _number(verdict.auto_worst), _number(verdict.auto_of_best), _percent(verdict.tax)]
 
 
-def _row(figure: CaseFigures) -> str:
+def _row(figure: CaseFigures) -> list[str]:
     case = figure.case
-    cells = [
+    return [
         str(case.block.concurrency),
         case.block.drafting,
         "off" if case.num_tokens is None else str(case.num_tokens),
         f"{figure.throughput:.1f}",
         _number(figure.speedup),
         _number(figure.predicted),
+        _number(figure.step_s and figure.step_s * 1e3),
         f"{figure.tpot * 1e3:.2f}",
         _number(figure.decode_speedup),
         f"{figure.ttft * 1e3:.1f}",
@@ -83,7 +77,6 @@ def _row(figure: CaseFigures) -> str:
         f"{figure.cost:.3g}",
         "yes" if figure.same else "no",
     ]
-    return "| " + " | ".join(cells) + " |"
 
 
 def _number(value: float | None) -> str:
@@ -92,18 +85,3 @@ def _number(value: float | None) -> str:
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
-
-
-def contents(
-    settings: dict[str, Any],
-    measurements: Sequence[Measurement],
-    figures: Sequence[CaseFigures],
-    verdicts: Sequence[SpeculationVerdict],
-) -> dict[str, Any]:
-    """Return all measurements, figures and verdicts as JSON content."""
-    return {
-        "settings": settings,
-        "verdicts": msgspec.to_builtins(verdicts, str_keys=True),
-        "figures": msgspec.to_builtins(figures),
-        "measurements": msgspec.to_builtins(measurements),
-    }

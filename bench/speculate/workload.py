@@ -7,14 +7,15 @@ import keyword
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Literal
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Literal
 
 from models.bundled import BUNDLED_FOLDER
 
-Workload = Literal["completion", "edit"]
-WORKLOADS: tuple[Workload, ...] = ("completion", "edit")
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WorkloadName = Literal["completion", "edit"]
+WORKLOADS: tuple[WorkloadName, ...] = ("completion", "edit")
 HELD_OUT = BUNDLED_FOLDER / "heldout_prompts.jsonl"
 
 EDITED_LINES = 24
@@ -27,7 +28,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{3,}")
 
 
 def load_prompts(
-    workload: Workload, tokenizer: PreTrainedTokenizerBase, max_tokens: int, path: Path = HELD_OUT
+    workload: WorkloadName, tokenizer: PreTrainedTokenizerBase, max_tokens: int, path: Path = HELD_OUT
 ) -> list[list[int]]:
     """Return the token ids of each prompt, at most its last `max_tokens`."""
     entries = [json.loads(line) for line in path.read_text().splitlines()]

@@ -15,21 +15,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import torch
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from bench.transfer.figures import Figure
+from bench.transfer.row import TransferRow
 from engine.engine import Engine
 from kvtransfer.blocks.convert import Converter
-from kvtransfer.blocks.layout import BlockLayout, block_bytes, tokens_in_blocks
+from kvtransfer.blocks.layout import block_bytes, tokens_in_blocks
 from kvtransfer.blocks.quantize import Quantizer
-from models.bundled import BUNDLED_MODEL
+from models.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 
-HELD_OUT = BUNDLED_MODEL.parent / "heldout_prompts.jsonl"
 NEW_TOKENS = 64
 
 
@@ -73,7 +71,7 @@ class Handoffs:
         self.pool = memoryview(self.engine.pool.block_pools[0].flatten().numpy())
         self.block_bytes = block_bytes(self.segments)
         tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
-        lines = HELD_OUT.read_text("utf-8").splitlines()
+        lines = (BUNDLED_FOLDER / "heldout_prompts.jsonl").read_text("utf-8").splitlines()
         prompts = [tokenizer(json.loads(line)["prompt"]).input_ids for line in lines]
         self.prompts = [self.prefill(f"prefill-{index}", ids) for index, ids in enumerate(prompts)]
         self.unchanged = self.continue_with([prompt.blocks for prompt in self.prompts])
@@ -102,9 +100,8 @@ class Handoffs:
             assert reservation is not None and reservation.covered == 0
             size = self.block_bytes
             for position, block in enumerate(reservation.sequence_blocks.blocks[0]):
-                self.pool[block * size : (block + 1) * size] = content[
-                    position * size : (position + 1) * size
-                ]
+                begin = position * size
+                self.pool[block * size : (block + 1) * size] = content[begin : begin + size]
             self.engine.activate(reservation, prompt.first_token, len(prompt.token_ids))
             continuations[name] = Continuation([prompt.first_token], [math.inf])
         while self.engine.has_work():
@@ -124,21 +121,6 @@ class Handoffs:
         converter.place(memoryview(wire), prompt.positions, prompt.positions, 0, len(prompt.token_ids))
         return back
 
-    def relative_error(self, blocks: list[bytearray]) -> list[float]:
-        """Return the root mean square error of K and of V, divided by the root mean square of the values."""
-        layout = BlockLayout(self.segments)
-        error, power = torch.zeros(2), torch.zeros(2)
-        for prompt, content in zip(self.prompts, blocks, strict=True):
-            before, after = (
-                layout.segments[0].values(layout.blocks(memoryview(buffer))).float()
-                for buffer in (prompt.blocks, content)
-            )
-            planes = before.movedim(1, 0).unflatten(0, (-1, 2)).flatten(2, 3)[:, :, : len(prompt.token_ids)]
-            got = after.movedim(1, 0).unflatten(0, (-1, 2)).flatten(2, 3)[:, :, : len(prompt.token_ids)]
-            error += (got - planes).pow(2).sum((0, 2, 3, 4))
-            power += planes.pow(2).sum((0, 2, 3, 4))
-        return (error / power).sqrt().tolist()
-
 
 @dataclass
 class Agreement:
@@ -147,14 +129,6 @@ class Agreement:
     continuations: float
     decisions: float
     margins: np.ndarray
-
-    def __str__(self) -> str:
-        median, largest = (np.median(self.margins), self.margins.max()) if len(self.margins) else (0, 0)
-        return (
-            f"{self.continuations:.3f} of the continuations of {NEW_TOKENS} tokens agree, "
-            f"{self.decisions:.5f} of the decisions; "
-            f"margin of the others: median {median:.3f}, largest {largest:.3f}"
-        )
 
 
 def agreement(reference: list[Continuation], other: list[Continuation]) -> Agreement:
@@ -169,23 +143,23 @@ def agreement(reference: list[Continuation], other: list[Continuation]) -> Agree
     return Agreement((count - len(margins)) / count, 1 - len(margins) / decisions, np.array(margins))
 
 
-def int8(repeats: int) -> Iterator[Figure]:
+def int8(repeats: int) -> Iterator[TransferRow]:
     """Measure int8 on the wire once, because every run gives the same figures."""
     for dtype in ("bfloat16", "float32"):
         model = Handoffs(dtype)  # type: ignore[arg-type]
         if dtype == "bfloat16":
             share = block_bytes(Quantizer(model.segments, "int8").wire) / model.block_bytes
-            yield Figure(what="int8 on the wire, bytes", value=share, at_most=0.53, baseline="bfloat16")
+            yield TransferRow(what="int8 on the wire, bytes", value=share, at_most=0.53, baseline="bfloat16")
         blocks = [model.through_the_wire(prompt, "int8") for prompt in model.prompts]
         agreed = agreement(model.unchanged, model.continue_with(blocks))
-        yield Figure(
+        yield TransferRow(
             what=f"int8 on the wire, {dtype}: {NEW_TOKENS}-token greedy continuations that agree wholly",
             value=agreed.continuations,
             at_least=0.98,
             ours=f"{len(model.prompts)} prompts",
             baseline="unchanged KV",
         )
-        yield Figure(
+        yield TransferRow(
             what=f"int8 on the wire, {dtype}: greedy decisions that agree",
             value=agreed.decisions,
             ours=f"where one differs, the margin was at most {agreed.margins.max(initial=0):.3f} nats",

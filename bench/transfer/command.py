@@ -2,52 +2,60 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import msgspec
 import typer
-from rich.console import Console
 
-from bench.record import RESULTS
+from bench.options import chosen
+from bench.report import RESULTS, command_line, publish, show, terminal_table
+from bench.transfer.row import TransferRow
 
-if TYPE_CHECKING:
-    from bench.transfer.figures import Figure
+ROWS = {
+    "shm": "raw",
+    "tcp": "raw",
+    "tls": "raw",
+    "ucx": "nixl",
+    "object_store": "object_store",
+    "idle": "idle",
+    "int8": "accuracy",
+}
+"""The module of each row's function: not every row needs NIXL, Ray or the engine."""
 
-ROWS = ("shm", "tcp", "tls", "ucx", "object_store", "idle", "int8", "link")
-DEFAULT_ROWS = ",".join(name for name in ROWS if name != "link")
+
+def measure(name: str, repeats: int) -> Iterator[TransferRow]:
+    function = getattr(importlib.import_module(f"bench.transfer.{ROWS[name]}"), name)
+    yield from function(repeats)
 
 
 def transfer(
-    rows: Annotated[str, typer.Option(help=f"comma-separated: {', '.join(ROWS)}, or all")] = DEFAULT_ROWS,
+    rows: Annotated[str, typer.Option(help="comma-separated")] = ",".join(ROWS),
     repeats: Annotated[int, typer.Option(min=1, help="rounds that the medians are of")] = 5,
     output: Annotated[Path, typer.Option(help="folder for the results")] = RESULTS / "transfer",
 ) -> None:
-    """Measure KV transfers against the machine's own limits, as ratios within the same run.
+    """Measure KV transfers against the machine's own limits, as ratios within the same run."""
+    command = command_line("tandem bench transfer", transfer, dict(locals()))
+    names = chosen("--rows", rows, list(ROWS))
 
-    `link` makes two hosts of network namespaces: it needs root, and iperf3.
-    """
-    from bench.transfer.figures import as_table, write_figures
-    from bench.transfer.rows import MEASURES
-
-    chosen = list(ROWS) if rows == "all" else [name.strip() for name in rows.split(",")]
-    unknown = [name for name in chosen if name not in ROWS]
-    if unknown:
-        raise typer.BadParameter(f"--rows: {', '.join(unknown)} is none of all, {', '.join(ROWS)}")
     logging.basicConfig(level="ERROR")
-    console = Console()
-    figures: list[Figure] = []
-    failed = False
-    for name in chosen:
+    found, failed = [], False
+    for name in names:
         try:
-            for figure in MEASURES[name](repeats):
-                console.print(str(figure), highlight=False, soft_wrap=True)
-                figures.append(figure)
+            for row in measure(name, repeats):
+                show(row)
+                found.append(row)
         except (RuntimeError, ImportError) as error:
             failed = True
-            console.print(f"[red]{name}[/red]: {error}", highlight=False, soft_wrap=True)
-    console.print(as_table(figures))
-    write_figures(output, f"tandem bench transfer --rows {','.join(chosen)} --repeats {repeats}", figures)
-    console.print(f"written to {output}", highlight=False, soft_wrap=True)
+            show(f"{name}: {error}")
+    table = terminal_table(
+        "KV transfer; medians, baselines measured in the same run",
+        ("what", "value", "target", ""),
+        [(row.what, f"{row.value:.3g}{row.unit}", row.target, row.verdict) for row in found],
+    )
+    publish(output, command, {"figures": msgspec.to_builtins(found)}, table)
     if failed:
         raise typer.Exit(1)

@@ -6,15 +6,15 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
-from bench.transfer.figures import Figure
 from bench.transfer.raw import SMALL_BLOCK
+from bench.transfer.row import TransferRow
 from bench.transfer.sides import Pair
 
 IDLE_S = 10.0
 TRANSPORTS = ("shm", "ucx", "tcp")
 
 
-def idle(repeats: int) -> Iterator[Figure]:
+def idle(repeats: int) -> Iterator[TransferRow]:
     """Measure once, over ten seconds: all pairs at the same time, with the processes of each pair counted
     separately.
     """
@@ -29,7 +29,7 @@ def idle(repeats: int) -> Iterator[Figure]:
         used = {name: pair.cpu_seconds() - before[name] for name, pair in pairs.items()}
         seconds = time.monotonic() - started
     for name, cpu_seconds in used.items():
-        yield Figure(
+        yield TransferRow(
             what=f"idle pair over {name}, both processes",
             value=cpu_seconds / seconds * 100,
             unit=" %",

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.transfer.figures import Figure, ratio_figure
 from bench.transfer.process import ProcessObject
 from bench.transfer.raw import MODEL_BLOCK, SMALL_BLOCK, TOTAL_BYTES
+from bench.transfer.row import TransferRow, ratio_row
 from bench.transfer.sides import Pair, ReceivingSide, SendingSide, Side, scattered
 from kvtransfer.transports.ucx.agent import ENGINE_CONFIG
 from kvtransfer.transports.ucx.bindings import bindings
@@ -122,7 +122,7 @@ class NixlPair(Pair):
         return self.move("ucx", self._order).seconds
 
 
-def ucx(repeats: int) -> Iterator[Figure]:
+def ucx(repeats: int) -> Iterator[TransferRow]:
     for tls in TLS:
         for block_bytes in (MODEL_BLOCK, SMALL_BLOCK):
             with NixlPair(tls, block_bytes) as pair:
@@ -133,4 +133,4 @@ def ucx(repeats: int) -> Iterator[Figure]:
             best = min(columns, key=lambda way: sorted(row[columns[way]] for row in rounds)[repeats // 2])
             compared = [(row[columns[best]], row[2]) for row in rounds]
             what = f"ucx, UCX_TLS={tls}, blocks of {size}"
-            yield ratio_figure(what, compared, nbytes, 0.9, f"NIXL's {best}")
+            yield ratio_row(what, compared, nbytes, 0.9, f"NIXL's {best}")

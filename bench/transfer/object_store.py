@@ -9,9 +9,9 @@ from typing import Any
 
 import ray
 
-from bench.transfer.figures import Figure
 from bench.transfer.process import RemoteObject
 from bench.transfer.raw import MODEL_BLOCK, measure
+from bench.transfer.row import TransferRow
 from bench.transfer.sides import Pair
 from deploy.actors import CONCURRENCY, OBJECTS
 from deploy.cleanup import PrivateDirectory
@@ -47,9 +47,7 @@ class SideActor(CarrierActor):
 
 
 class ActorObject(RemoteObject):
-    """An object in a Ray actor, otherwise like `Remote`. `make` gets `TransportOptions` with the actor's
-    carrier.
-    """
+    """An object in a Ray actor. `make` gets `TransportOptions` with the actor's carrier."""
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
         self._actor = start_actor(SideActor, "side")
@@ -66,7 +64,7 @@ class ActorObject(RemoteObject):
         ray.kill(self._actor)
 
 
-def object_store(repeats: int) -> Iterator[Figure]:
+def object_store(repeats: int) -> Iterator[TransferRow]:
     with running_ray():
         targets: dict[int, float | None] = {MODEL_BLOCK: None}
         yield from measure("object_store", Pair.raw_stream, "raw stream", targets, repeats, ActorObject)

@@ -9,7 +9,6 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any, Self
 
 _JOIN_S = 10.0
@@ -38,9 +37,7 @@ class RemoteObject(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

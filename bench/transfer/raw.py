@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.transfer.certificates import Authority
-from bench.transfer.figures import Figure, ratio_figure
 from bench.transfer.process import ProcessObject, RemoteObject
+from bench.transfer.row import TransferRow, ratio_row
 from bench.transfer.sides import Pair, scattered
 from kvtransfer.transports.registry import TransportOptions
 
@@ -26,7 +26,7 @@ def measure(
     repeats: int,
     start: Callable[..., RemoteObject] = ProcessObject,
     name: str = "",
-) -> Iterator[Figure]:
+) -> Iterator[TransferRow]:
     """Yield a figure for each block size in `targets`. `start` starts the pair's sides; `name` is the row's
     name.
     """
@@ -36,18 +36,18 @@ def measure(
             rounds = [(raw(pair), pair.move(transport, order).seconds) for _ in range(repeats + 1)]
         nbytes = pair.num_blocks * block_bytes
         size = f"blocks of {block_bytes / 1024:.0f} KiB"
-        yield ratio_figure(f"{name or transport}, {size}", rounds[1:], nbytes, at_least, what)
+        yield ratio_row(f"{name or transport}, {size}", rounds[1:], nbytes, at_least, what)
 
 
-def shm(repeats: int) -> Iterator[Figure]:
+def shm(repeats: int) -> Iterator[TransferRow]:
     return measure("shm", Pair.memcpy, "memcpy", {MODEL_BLOCK: 0.85, SMALL_BLOCK: None}, repeats)
 
 
-def tcp(repeats: int) -> Iterator[Figure]:
+def tcp(repeats: int) -> Iterator[TransferRow]:
     return measure("tcp", Pair.raw_stream, "raw stream", {MODEL_BLOCK: 0.9, SMALL_BLOCK: 0.9}, repeats)
 
 
-def tls(repeats: int) -> Iterator[Figure]:
+def tls(repeats: int) -> Iterator[TransferRow]:
     with tempfile.TemporaryDirectory() as folder:
         options = TransportOptions(tls=Authority(Path(folder) / "authority").issue("worker"))
 

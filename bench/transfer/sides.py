@@ -21,10 +21,10 @@ from kvtransfer import Completed, Failed, PoolMemory, Receiver, RegisteredPool, 
 from kvtransfer.blocks.memory import map_peer_pool
 from kvtransfer.transports.registry import TransportOptions, open_transports
 from kvtransfer.transports.tcp import TcpTransport
-from protocol.handoff import Extent, SegmentInfo
+from protocol.handoff import Extent
 from protocol.peers import PeerAddress
 
-KEY = bytes(32)
+HOST, KEY = "127.0.0.1", bytes(32)
 CHUNK_BYTES = 4 * 1024 * 1024
 
 
@@ -45,17 +45,12 @@ class Side:
         num_blocks: int,
         name: str,
         options: TransportOptions = TransportOptions(),
-        segments: tuple[SegmentInfo, ...] = (),
-        host: str = "127.0.0.1",
     ) -> None:
-        torch.set_num_threads(
-            max(1, (os.cpu_count() or 1) // 2)
-        )  # half of the cores, like one of two workers on a host
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))  # like one of two workers on a host
         self.name = name
-        self.host = host
         self.memory = PoolMemory(block_bytes * num_blocks)
         np.frombuffer(self.memory.buffer, dtype=np.uint8).fill(1)  # touches every page
-        self.pool = RegisteredPool(self.memory.buffer, block_bytes, num_blocks, segments, self.memory.fd)
+        self.pool = RegisteredPool(self.memory.buffer, block_bytes, num_blocks, (), self.memory.fd)
         self.address = address_of(self.memory.buffer)
         self.transports = open_transports(list(transports), self.pool, name, options)
         self.stream = socket.socket()
@@ -79,10 +74,10 @@ class ReceivingSide(Side):
             worker_id=self.name,
             incarnation=self.name,
             transports=self.transports,
-            host=self.host,
+            host=HOST,
             on_event=lambda: None,
         )
-        self._listener, self._raw_address = TcpTransport().listen(self.host)
+        self._listener, self._raw_address = TcpTransport().listen(HOST)
 
     def close(self) -> None:
         self.receiver.close()
@@ -182,7 +177,6 @@ class Pair:
         transports: Sequence[str],
         block_bytes: int,
         num_blocks: int,
-        receiver_blocks: int | None = None,
         receiving: type[ReceivingSide] = ReceivingSide,
         sending: type[SendingSide] = SendingSide,
         start: Callable[..., RemoteObject] = ProcessObject,
@@ -190,10 +184,9 @@ class Pair:
         self.num_blocks = num_blocks
         self._num_leases = 0
         with ExitStack() as stack:
-            sizes = {receiving: receiver_blocks or num_blocks, sending: num_blocks}
             self.receiver, self.sender = (
-                stack.enter_context(start(side, transports, block_bytes, size, side.__name__))
-                for side, size in sizes.items()
+                stack.enter_context(start(side, transports, block_bytes, num_blocks, side.__name__))
+                for side in (receiving, sending)
             )
             peer, raw_address = self.receiver.call("meet", *self.sender.call("whereabouts"))
             self.sender.call("meet", peer, raw_address)
@@ -218,21 +211,14 @@ class Pair:
         self.receiver.end()
         return float(seconds)
 
-    def begin(self, transport: str, source: Sequence[int]) -> str:
-        """Begin to push these blocks into the receiver's first blocks. Return the lease id, for `end`."""
+    def move(self, transport: str, source: Sequence[int]) -> Moved:
+        """Push these blocks into the receiver's first blocks."""
         self._num_leases += 1
         lease_id = f"{transport}-{self._num_leases}"
         self.receiver.call("open", lease_id, list(range(len(source))))
-        self.sender.begin("push", transport, lease_id, list(source))
-        return lease_id
-
-    def end(self, lease_id: str) -> Moved:
-        moved: Moved = self.sender.end()
+        moved: Moved = self.sender.call("push", transport, lease_id, list(source))
         self.receiver.call("close_lease", lease_id)
         return moved
-
-    def move(self, transport: str, source: Sequence[int]) -> Moved:
-        return self.end(self.begin(transport, source))
 
     def cpu_seconds(self) -> float:
         """Return the CPU time that both processes have used so far."""

@@ -13,9 +13,10 @@ def bench(context: typer.Context) -> None:
     """Measure a server: `tandem bench serve --help`."""
     try:
         from bench.cli import app as bench_app
+
+        bench_app(args=context.args, prog_name="tandem bench")
     except ModuleNotFoundError as error:
         raise fail(f"bench needs the package {error.name}: pip install 'tandem-serve[bench]'") from error
-    bench_app(args=context.args, prog_name="tandem bench")
 
 
 def plan(

@@ -51,9 +51,9 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     ("arguments", "message"),
     [
         (["--size", "7B"], "--size: '7B' is none of 0.6B"),
-        (["--batch", "1,x"], "--batch: '1,x' is no list of numbers"),
-        (["--num-tokens", "64"], "--num-tokens: '64' is not within 1 and 63"),
-        (["--chunk", "0"], "--chunk: '0' is not within 1 and 32768"),
+        (["--batch", "1,x"], "--batch: '1,x' is no list of whole numbers"),
+        (["--num-tokens", "64"], "--num-tokens: '64' is not within 1 to 63"),
+        (["--chunk", "0"], "--chunk: '0' is not within 1 to 32768"),
     ],
 )
 def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:

@@ -57,8 +57,7 @@ def test_each_format_of_weights_is_compared_with_each_of_kv(tmp_path: Path) -> N
     for name, memory in found["memory_bytes"].items():
         assert memory == found["weight_bytes"][name] + tokens * found["kv_token_bytes"][name]
     table = (tmp_path / "README.md").read_text()
-    assert "| int4+head | int8 |" in table and "](formats.svg)" in table
-    assert "copy, KV int8" in (tmp_path / "formats.svg").read_text()
+    assert "| int4+head | int8 |" in table
 
 
 @pytest.mark.parametrize(
@@ -73,7 +72,7 @@ def test_each_format_of_weights_is_compared_with_each_of_kv(tmp_path: Path) -> N
             "--checkpoint: held-out texts are for --model tandem-code-10m",
         ),
         ("--format", "int8,int3", "'int3' is not one of bf16"),
-        ("--concurrency", "1,x", "is not numbers with commas"),
+        ("--concurrency", "1,x", "is no list of whole numbers"),
         ("--concurrency", "0", "is not within 1 to 64"),
         ("--shape", "llama-70b", "is not one of llama-29m"),
     ],

@@ -3,8 +3,8 @@
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from bench.shapes import SHAPES, write_shape
 from bench.shapes.tokenizer import build_tokenizer
+from bench.shapes.write import SHAPES, write_shape
 
 
 def test_tokenizer_has_the_exact_size_and_round_trips():
@@ -25,7 +25,7 @@ def test_parameter_counts(name, millions):
     import torch
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(SHAPES[name]())
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[name], vocab_size=4096))
     assert model.num_parameters() / 1e6 == pytest.approx(millions, abs=0.1)
 
 

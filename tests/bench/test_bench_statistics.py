@@ -86,15 +86,21 @@ def test_ratios_are_taken_within_rounds():
         for number, base, other in rounds
         for system, tokens in (("base", base), ("other", other))
     ]
-    base, other = compare(measurements)
+    base, other = compare(measurements, "base")
     assert (base.output_throughput, other.output_throughput) == (50.0, 100.0)
     assert base.throughput_ratio is None
     assert other.throughput_ratio == pytest.approx(2.0)
     assert other.ttft_ratio == pytest.approx(0.5)
 
 
+def test_the_first_system_stays_the_base_if_it_missed_the_first_round():
+    measurements = [measurement("other", 0, 300), measurement("other", 1, 300), measurement("base", 1, 100)]
+    other, base = compare(measurements, "base")
+    assert (other.throughput_ratio, base.throughput_ratio) == (pytest.approx(3.0), None)
+
+
 def test_a_round_that_one_system_missed_is_left_out_of_the_ratio():
     measurements = [measurement("base", 0, 100), measurement("other", 0, 300), measurement("other", 1, 10)]
-    _, other = compare(measurements)
+    _, other = compare(measurements, "base")
     assert other.rounds == 2
     assert other.throughput_ratio == pytest.approx(3.0)

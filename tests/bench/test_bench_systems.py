@@ -9,11 +9,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import typer
 
-from bench.peers import ports
-from bench.peers.ports import free_port
-from bench.peers.process import Command, RunningSystem
-from bench.peers.systems import SYSTEMS, Setting, parse_system
+from bench import servers
+from bench.peers.systems import SYSTEMS, SystemSettings, labels_of, parse_system
+from bench.servers import Command, free_port, running
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,7 +41,7 @@ def child_in(folder: Path) -> psutil.Process:
 
 def test_a_system_is_ready_when_entered_and_gone_with_its_children_when_left(tmp_path):
     port = free_port()
-    with RunningSystem([command(SERVER, port)], tmp_path, timeout=30):
+    with running([command(SERVER, port)], tmp_path, timeout=30):
         child = child_in(tmp_path)
         server = child.parent()
         assert server is not None and server.is_running()
@@ -53,8 +53,8 @@ def test_a_bench_that_is_told_to_end_leaves_no_server(tmp_path):
     bench = f"""
 import time
 from pathlib import Path
-from tests.bench.test_bench_systems import SERVER, RunningSystem, command
-with RunningSystem([command(SERVER, {free_port()})], Path({str(tmp_path)!r}), timeout=30):
+from tests.bench.test_bench_systems import SERVER, command, running
+with running([command(SERVER, {free_port()})], Path({str(tmp_path)!r}), timeout=30):
     print("ready", flush=True)
     time.sleep(600)
 """
@@ -73,19 +73,19 @@ def test_a_server_that_ends_is_reported_with_its_log(tmp_path):
     failing = command("import sys; print('no such model'); sys.exit(3)", free_port())
     with (
         pytest.raises(RuntimeError, match=r"server ended with 3:\nno such model"),
-        RunningSystem([failing], tmp_path, timeout=30),
+        running([failing], tmp_path, timeout=30),
     ):
         pytest.fail("entered a system that isn't ready")
 
 
 def test_a_server_that_ends_once_it_is_ready_is_reported_too(tmp_path):
-    with RunningSystem([command(SERVER, free_port())], tmp_path, timeout=30) as running:
-        running.check()
+    with running([command(SERVER, free_port())], tmp_path, timeout=30) as [server]:
+        server.check()
         child_in(tmp_path).kill()
-        os.kill(running.pids[0], signal.SIGKILL)
-        os.waitid(os.P_PID, running.pids[0], os.WEXITED | os.WNOWAIT)
+        os.kill(server.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
         with pytest.raises(RuntimeError, match="server ended with -9"):
-            running.check()
+            server.check()
 
 
 def test_a_server_that_never_answers_is_ended_after_the_timeout(tmp_path):
@@ -93,7 +93,7 @@ def test_a_server_that_never_answers_is_ended_after_the_timeout(tmp_path):
     started = time.monotonic()
     with (
         pytest.raises(RuntimeError, match="in time"),
-        RunningSystem([command(code, free_port())], tmp_path, timeout=1),
+        running([command(code, free_port())], tmp_path, timeout=1),
     ):
         pytest.fail("entered a system that isn't ready")
     assert time.monotonic() - started < 20
@@ -101,11 +101,11 @@ def test_a_server_that_never_answers_is_ended_after_the_timeout(tmp_path):
 
 
 def test_ports_are_given_once_in_all_processes(monkeypatch):
-    monkeypatch.setattr(ports, "_PORTS", range(ports._PORTS.start, ports._PORTS.start + 40))
-    code = "import sys; from bench.peers import ports\n"
-    code += "ports._PORTS = range(int(sys.argv[1]), int(sys.argv[2]))\n"
-    code += "print(*[ports.free_port() for _ in range(10)], flush=True); input()"
-    argv = [sys.executable, "-c", code, str(ports._PORTS.start), str(ports._PORTS.stop)]
+    monkeypatch.setattr(servers, "_PORTS", range(servers._PORTS.start, servers._PORTS.start + 40))
+    code = "import sys; from bench import servers\n"
+    code += "servers._PORTS = range(int(sys.argv[1]), int(sys.argv[2]))\n"
+    code += "print(*[servers.free_port() for _ in range(10)], flush=True); input()"
+    argv = [sys.executable, "-c", code, str(servers._PORTS.start), str(servers._PORTS.stop)]
     others = [
         subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
@@ -120,15 +120,15 @@ def test_ports_are_given_once_in_all_processes(monkeypatch):
 
 
 @pytest.fixture
-def setting(tmp_path: Path) -> Setting:
+def setting(tmp_path: Path) -> SystemSettings:
     folder = tmp_path / "vllm" / "bin"
     folder.mkdir(parents=True)
     os.symlink(sys.executable, folder / "python")
     built = tmp_path / "llama.cpp" / "build" / "bin"
     built.mkdir(parents=True)
-    for tool in ("llama-bench", "llama-server", "llama-quantize"):
+    for tool in ("llama-server", "llama-quantize"):
         (built / tool).touch()
-    return Setting(tmp_path / "model", tmp_path)
+    return SystemSettings(tmp_path / "model", tmp_path)
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -162,8 +162,14 @@ def test_bad_spec(setting, spec, complaint):
         parse_system(spec, setting)
 
 
+def test_systems_with_one_label_are_refused(setting):
+    assert labels_of(["tandem", "other=tandem"], setting) == ["tandem", "other"]
+    with pytest.raises(typer.BadParameter, match="two are labelled 'tandem'"):
+        labels_of(["tandem", "tandem"], setting)
+
+
 def test_missing_environment_is_named(tmp_path):
     with pytest.raises(ValueError, match="tandem bench setup"):
-        parse_system("vllm", Setting(tmp_path, tmp_path))
-    with pytest.raises(ValueError, match=r"llama-bench is missing: run .*tandem bench setup llama.cpp"):
-        parse_system("llama.cpp-q4_0", Setting(tmp_path, tmp_path))
+        parse_system("vllm", SystemSettings(tmp_path, tmp_path))
+    with pytest.raises(ValueError, match=r"llama-server is missing: run .*tandem bench setup llama.cpp"):
+        parse_system("llama.cpp-q4_0", SystemSettings(tmp_path, tmp_path))

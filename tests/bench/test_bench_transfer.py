@@ -9,16 +9,15 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.cli import app
-from bench.transfer import link, raw, rows
-from bench.transfer.figures import Figure, ratio_figure
+from bench.transfer import raw
+from bench.transfer.command import measure
 from bench.transfer.process import ProcessObject, processes
+from bench.transfer.row import TransferRow, ratio_row
 from bench.transfer.sides import Pair, scattered
 
 
 def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
-    figure = ratio_figure(
-        "shm", [(1.0, 2.0), (4.0, 4.0), (9.0, 3.0)], 10**9, at_least=0.85, baseline="memcpy"
-    )
+    figure = ratio_row("shm", [(1.0, 2.0), (4.0, 4.0), (9.0, 3.0)], 10**9, at_least=0.85, baseline="memcpy")
     assert figure.samples == [0.5, 1.0, 3.0]
     assert figure.value == 1.0 and figure.reached
     assert str(figure) == "shm: 1 (target >= 0.85: reached); 0.33 GB/s against memcpy 0.25 GB/s"
@@ -35,7 +34,7 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
     ],
 )
 def test_targets(limits: dict[str, float], reached: bool | None, target: str) -> None:
-    figure = Figure(what="x", value=1.0, unit=" ms", **limits)
+    figure = TransferRow(what="x", value=1.0, unit=" ms", **limits)
     assert (figure.reached, figure.target) == (reached, target)
 
 
@@ -50,7 +49,7 @@ def test_a_pair_moves_its_blocks(transport: str) -> None:
 
 
 def test_the_other_rows_do_without_ray() -> None:
-    code = "import sys, bench.transfer.rows; sys.exit('ray' in sys.modules)"
+    code = "import sys, bench.transfer.raw, bench.transfer.nixl; sys.exit('ray' in sys.modules)"
     forked = processes.Process(target=exec, args=(code, {}))
     forked.start()
     forked.join()
@@ -59,18 +58,9 @@ def test_the_other_rows_do_without_ray() -> None:
 
 def test_the_wires_beyond_move_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw, "TOTAL_BYTES", 8 * 1024 * 1024)
-    figures = [*rows.MEASURES["tls"](1), *rows.MEASURES["object_store"](1)]
+    figures = [*measure("tls", 1), *measure("object_store", 1)]
     assert [figure.what.split(",")[0] for figure in figures] == ["TLS", "object_store"]
     assert all(figure.value > 0 for figure in figures)
-
-
-def test_a_link_between_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    if reason := link.why_not():
-        pytest.skip(reason)
-    monkeypatch.setattr(link, "PROMPT_TOKENS", 32)
-    plain, packed = rows.MEASURES["link"](1)
-    assert "iperf3" in plain.baseline and plain.value > 0
-    assert "with int8" in packed.what and packed.value > 0
 
 
 class Failing:
@@ -94,7 +84,7 @@ def test_rows_and_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     document = json.loads((folder / "results.json").read_text())
-    assert document["command"] == "tandem bench transfer --rows shm,tcp --repeats 1"
+    assert document["command"].startswith("tandem bench transfer --rows shm,tcp --repeats 1 --output ")
     assert [figure["at_least"] for figure in document["figures"]] == [0.85, None, 0.9, 0.9]
     assert all(figure["value"] > 0 and len(figure["samples"]) == 1 for figure in document["figures"])
     assert "blocks of 1792 KiB" in result.output

@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.serve.load import Load
-from bench.serve.trace import to_requests
-from bench.serve.workload import FIRST_ORDINARY_TOKEN, arrivals, from_prompt_file, synthetic
+from bench.serve.load import LoadOptions
+from bench.serve.workload import FIRST_ORDINARY_TOKEN, arrivals, from_prompt_file, from_trace, synthetic
 from planner.trace import TRACE_BLOCK_TOKENS, TraceFit, read_trace
 
 LINES = [
@@ -26,7 +25,7 @@ def trace_file(tmp_path: Path) -> Path:
 
 
 def test_equal_hash_ids_give_equal_tokens(trace_file):
-    first, second, third = to_requests(read_trace(trace_file), TraceFit(), vocab_size=5000, seed=1)
+    first, second, third = from_trace(read_trace(trace_file), TraceFit(), vocab_size=5000, seed=1)
     assert [len(r.prompt) for r in (first, second, third)] == [1100, 1000, 512]
     assert first.prompt[:1000] == second.prompt
     assert third.prompt != first.prompt[:512]
@@ -37,16 +36,16 @@ def test_equal_hash_ids_give_equal_tokens(trace_file):
 
 def test_trace_tokens_depend_on_seed_only(trace_file):
     lines = read_trace(trace_file)
-    one, again = (to_requests(lines, TraceFit(), 5000, seed=1) for _ in range(2))
-    last_alone = to_requests(lines[2:], TraceFit(), 5000, seed=1)
+    one, again = (from_trace(lines, TraceFit(), 5000, seed=1) for _ in range(2))
+    last_alone = from_trace(lines[2:], TraceFit(), 5000, seed=1)
     assert one == again
     assert last_alone[0].prompt == one[2].prompt
-    assert to_requests(lines, TraceFit(), 5000, seed=2)[0].prompt != one[0].prompt
+    assert from_trace(lines, TraceFit(), 5000, seed=2)[0].prompt != one[0].prompt
 
 
 def test_trace_is_scaled_cut_and_sped_up(trace_file):
     fit = TraceFit(scale_lengths=0.125, max_input_len=100, max_output_len=50, speedup=10)
-    first, second, third = to_requests(read_trace(trace_file), fit, vocab_size=5000, seed=1)
+    first, second, third = from_trace(read_trace(trace_file), fit, vocab_size=5000, seed=1)
     assert [len(r.prompt) for r in (first, second, third)] == [100, 100, TRACE_BLOCK_TOKENS // 8]
     assert first.prompt == second.prompt
     assert [r.output_len for r in (first, second, third)] == [1, 50, 1]
@@ -109,15 +108,15 @@ def test_infinite_rate_sends_all_at_once():
 
 
 def test_load_keeps_trace_times_unless_a_rate_is_given(trace_file):
-    kept = Load(trace=trace_file).requests()
-    replaced = Load(trace=trace_file, request_rate=float("inf")).requests()
+    kept = LoadOptions(trace=trace_file).requests()
+    replaced = LoadOptions(trace=trace_file, request_rate=float("inf")).requests()
     assert [r.arrival for r in kept] == [0.0, 1.5, 1.5]
     assert [r.arrival for r in replaced] == [0.0, 0.0, 0.0]
     assert [r.prompt for r in kept] == [r.prompt for r in replaced]
 
 
 def test_warmups_share_no_prefix_with_the_load():
-    load = Load(num_prompts=50)
+    load = LoadOptions(num_prompts=50)
     requests = load.requests()
     warmups = load.warmups(4, requests[0])
     assert {tuple(r.prompt[:4]) for r in warmups}.isdisjoint(tuple(r.prompt[:4]) for r in requests)
@@ -137,9 +136,9 @@ def test_warmups_share_no_prefix_with_the_load():
 def test_bad_options_are_named(trace_file, options, flag):
     trace = trace_file if flag.startswith("--trace") else None
     with pytest.raises(ValueError, match=flag):
-        Load(trace=trace, **options).requests()
+        LoadOptions(trace=trace, **options).requests()
 
 
 def test_prompt_file_and_trace_exclude_each_other(trace_file):
     with pytest.raises(ValueError, match="--prompt-file and --trace"):
-        Load(trace=trace_file, prompt_file=trace_file).requests()
+        LoadOptions(trace=trace_file, prompt_file=trace_file).requests()

@@ -8,13 +8,28 @@ from pathlib import Path
 
 import pytest
 
-from bench.cost import cost_of_request, cost_per_million, decode_tokens_per_s, prefill_tokens_per_s
+from bench.cost import cost_per_million
 from planner.profile import DEFAULT_PROFILE, read_profile
 from protocol.costs import StepCosts
 
 DOCUMENT = Path(__file__).parents[2] / "LLM_SERVING.md"
 PRICE = 3.0
 PROMPT, OUTPUT = 1024, 256
+
+
+def decode_tokens_per_s(costs: StepCosts, rows: float, context: float) -> float:
+    return rows * costs.tokens_per_row / costs.decode_s(rows, rows * context)
+
+
+def prefill_tokens_per_s(costs: StepCosts, length: int) -> float:
+    return length / costs.chunks_s(length, 0, costs.chunk_tokens)
+
+
+def cost_of_request(costs: StepCosts, price: float, prompt: int, output: int, rows: float) -> float:
+    """Return the cost of a request's share of busy workers, prefill and decode, in batches of `rows`."""
+    prefill_s = prompt / prefill_tokens_per_s(costs, prompt)
+    decode_s = output / decode_tokens_per_s(costs, rows, prompt + output / 2)
+    return price / 3600 * (prefill_s + decode_s)
 
 
 def test_a_token_costs_its_share_of_the_workers_time() -> None:

@@ -14,14 +14,14 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.cli import app
-from bench.five.effects import cells_of
 from bench.five.experiment import Experiment, PlannedRun, runs_of
-from bench.five.factors import FACTORS, serve_options
+from bench.five.factors import FACTORS, cells_of, serve_options
 from bench.five.figures import finding
 from bench.five.measure import CellOutcome, ExperimentSetting, MeasuredServer, Objective, Trial
-from bench.five.report import as_markdown, plot
+from bench.five.report import as_markdown
 from bench.five.search import NoRateError, highest
-from bench.five.workloads import LEAST_REQUESTS, WORKLOADS, Prompts, Workload
+from bench.five.workloads import LEAST_REQUESTS, WORKLOADS, Prompts, Traffic
+from bench.report import write_results
 from deploy.config import load_config
 from tests.bench.test_bench_client import DONE, stream, token
 
@@ -92,7 +92,7 @@ async def test_a_rate_is_judged_and_left_once_it_cannot_be_met(start_server) -> 
         await stream(writer, [token("a"), token("b", "length"), DONE], 0.0)
 
     url = await start_server(serve)
-    workload = Workload("few", 0, 16, 2, 40.0, 20.0)
+    workload = Traffic("few", 0, 16, 2, 40.0, 20.0)
     setting = msgspec.structs.replace(SETTING, objective=Objective(0.1, 0.05, 0.9), seconds=0.5)
     server = MeasuredServer(url, setting, workload, Prompts(TEXTS, workload, 0))
     strict = msgspec.structs.replace(setting, objective=Objective(0.1, 0.05, 0.99), seconds=20.0)
@@ -185,7 +185,7 @@ def test_tables_have_the_workloads_and_repeats_that_are_complete(tmp_path: Path)
 
 
 def test_cells_of_another_setting_are_not_mixed(tmp_path: Path) -> None:
-    Experiment(tmp_path, SETTING).write("command", {})
+    write_results(tmp_path, "command", Experiment(tmp_path, SETTING).content())
     with pytest.raises(ValueError, match="was measured with kv_mib 16, now it is 8: choose another folder"):
         Experiment(tmp_path, msgspec.structs.replace(SETTING, kv_mib=8))
     (tmp_path / "results.json").write_text("{}")
@@ -193,7 +193,7 @@ def test_cells_of_another_setting_are_not_mixed(tmp_path: Path) -> None:
         Experiment(tmp_path, SETTING)
 
 
-def test_findings_are_told_as_tables_and_a_figure(tmp_path: Path) -> None:
+def test_findings_are_told_as_tables() -> None:
     factors = ["paging", "sharing"]
     runs = runs_of(["chat"], factors, 2, seed=0)
     outcomes = [
@@ -211,8 +211,6 @@ def test_findings_are_told_as_tables_and_a_figure(tmp_path: Path) -> None:
     assert "| paged KV x prefix sharing |" in text and "No rate met the SLO in: none, none." in text
     both = 4.0 * 1.05
     assert f"| paging+sharing | {both:.2f} | 20.0 | 2.00 | 256 |" in text
-    plot([found], tmp_path / "effects.svg")
-    assert "<svg" in (tmp_path / "effects.svg").read_text()[:2000]
     with pytest.raises(ValueError, match="cell paging has 1 repeats, none 2"):
         finding("chat", factors, [each for each in outcomes if each.cell != ["paging"] or each.repeat], 2.0)
 
@@ -241,7 +239,7 @@ def test_bad_input_is_refused_before_anything_starts(
 
 
 def test_results_say_how_they_were_made(tmp_path: Path) -> None:
-    Experiment(tmp_path, SETTING).write("tandem bench five --seconds 1", {"price": 1.0})
+    write_results(tmp_path, "tandem bench five --seconds 1", Experiment(tmp_path, SETTING).content())
     document = json.loads((tmp_path / "results.json").read_text())
     assert document["command"] == "tandem bench five --seconds 1" and document["machine"]["cores"]
     assert document["setting"]["objective"] == {"ttft_s": 0.5, "tpot_s": 0.02, "attainment": 0.9}

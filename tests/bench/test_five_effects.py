@@ -7,16 +7,16 @@ import random
 from itertools import combinations
 
 import pytest
-from scipy import stats
 
-from bench.five.effects import Cell, Effect, all_against_none, cells_of, effects, student_quantile
+from bench.five.effects import Effect, all_against_none, effects
+from bench.five.factors import TechniqueSet, cells_of
 
 FACTORS = ("a", "b", "c", "d", "e")
 MAIN = {"a": 2.0, "b": 0.5, "c": 1.0, "d": 1.3, "e": 1.0}
 TOGETHER = {("a", "d"): 1.5, ("b", "c"): 0.8}
 
 
-def figure(cell: Cell) -> float:
+def figure(cell: TechniqueSet) -> float:
     """Return the cell's figure, from the factors' mean effects and the ratios by which pairs change each
     other's.
     """
@@ -28,7 +28,7 @@ def figure(cell: Cell) -> float:
     return math.exp(log)
 
 
-def made(repeats: int, spread: float, seed: int = 0) -> dict[Cell, list[float]]:
+def made(repeats: int, spread: float, seed: int = 0) -> dict[TechniqueSet, list[float]]:
     """Return figures with noise, where the machine has another speed in each repeat."""
     rng = random.Random(seed)
     speeds = [math.exp(rng.gauss(0, 0.5)) for _ in range(repeats)]
@@ -94,15 +94,7 @@ def test_all_on_is_held_against_all_off() -> None:
         ({frozenset("b"): [1.0, 0.0]}, r"cell b: figures must be above 0 and finite, got \[1.0, 0.0\]"),
     ],
 )
-def test_a_cell_that_lacks_figures_is_named(changed: dict[Cell, list[float]], complaint: str) -> None:
+def test_a_cell_that_lacks_figures_is_named(changed: dict[TechniqueSet, list[float]], complaint: str) -> None:
     values = {cell: [1.0, 2.0] for cell in cells_of("ab")} | changed
     with pytest.raises(ValueError, match=complaint):
         effects("ab", values)
-
-
-@pytest.mark.parametrize("freedom", [1, 2, 5, 16, 31, 300])
-def test_quantiles_are_students(freedom: int) -> None:
-    for probability in (0.9, 0.975, 0.995):
-        assert student_quantile(probability, freedom) == pytest.approx(
-            stats.t.ppf(probability, freedom), 1e-6
-        )

@@ -4,8 +4,10 @@ import asyncio
 import json
 
 import pytest
+from typer.testing import CliRunner
 
-from bench.goodput import Goodput, Replays, best, describe, first_seconds, judge, parse
+from bench.cli import app
+from bench.goodput import Goodput, Replays, best, describe, first_seconds, judge
 from bench.peers.systems import System
 from bench.serve.client import Record
 from bench.serve.workload import LoadRequest
@@ -51,7 +53,7 @@ def test_the_best_speed_is_that_of_the_medians_and_kept_is_at_twice_the_speed():
     assert "a has 2.00 times that" in describe([ours, theirs])
 
 
-async def test_replays_share_prefixes_but_not_with_each_other(start_server, tmp_path):
+async def test_replays_share_prefixes_but_not_with_each_other(start_server):
     prompts: list[list[int]] = []
 
     async def serve(request, writer):
@@ -59,11 +61,9 @@ async def test_replays_share_prefixes_but_not_with_each_other(start_server, tmp_
         await stream(writer, [token("a"), token("b", "length"), DONE], 0.0)
 
     lines = [TraceLine(1000 * n, 1024, 2, [0, n + 1]) for n in range(4)]
-    speeds = ["--scale-lengths", "0.1", "--speedups", "2,40", "--seconds", "0.1"]
-    options = parse(["--model", ".", "--trace", ".", "--system", "x", *speeds])
     system = System("x", await start_server(serve), "m")
-    replays = Replays(lines, options, 4096)
-    found = await asyncio.to_thread(lambda: list(replays.run(system, 0, tmp_path)))
+    replays = Replays(lines, 4096, 0.1, 3900, [2.0, 40.0], 0.1, 0.5, 0.02)
+    found = await asyncio.to_thread(lambda: list(replays.measure(system, 0)))
     assert [each.offered for each in found] == [10.0, 40.0]
     assert [each.goodput for each in found] == [10.0, 40.0]
     last = sorted(map(tuple, prompts[-4:]))
@@ -71,7 +71,7 @@ async def test_replays_share_prefixes_but_not_with_each_other(start_server, tmp_
     assert last[0][:51] not in {tuple(prompt[:51]) for prompt in prompts[:-4]}
 
 
-async def test_a_system_that_has_collapsed_is_driven_no_harder(start_server, tmp_path):
+async def test_a_system_that_has_collapsed_is_driven_no_harder(start_server):
     served = 0
 
     async def serve(request, writer):
@@ -82,19 +82,23 @@ async def test_a_system_that_has_collapsed_is_driven_no_harder(start_server, tmp
         else:
             await stream(writer, [token("a", "length"), DONE], 0.0)
 
-    speeds = ["--speedups", "1,2,4", "--seconds", "0.1"]
-    options = parse(["--model", ".", "--trace", ".", "--system", "x", *speeds])
-    replays = Replays([TraceLine(0, 40, 1, [0]), TraceLine(10_000, 40, 1, [1])], options, 4096)
+    lines = [TraceLine(0, 40, 1, [0]), TraceLine(10_000, 40, 1, [1])]
+    replays = Replays(lines, 4096, 0.03, 3900, [1.0, 2.0, 4.0], 0.1, 0.5, 0.02)
     system = System("x", await start_server(serve), "m")
-    found = await asyncio.to_thread(lambda: list(replays.run(system, 0, tmp_path)))
+    found = await asyncio.to_thread(lambda: list(replays.measure(system, 0)))
     assert [each.goodput for each in found] == [10.0, 10.0, 0.0]
     served = 1
-    found = await asyncio.to_thread(lambda: list(replays.run(system, 0, tmp_path)))
+    found = await asyncio.to_thread(lambda: list(replays.measure(system, 0)))
     assert [each.goodput for each in found] == [10.0, 0.0]
 
 
-@pytest.mark.parametrize("wrong", [["--speedups", "4,2"], ["--seconds", "0"], ["--rounds", "0"]])
-def test_wrong_options_are_refused(wrong, capsys):
-    with pytest.raises(SystemExit):
-        parse(["--model", ".", "--trace", ".", "--system", "x", *wrong])
-    assert "must be" in (said := capsys.readouterr().err) or "not ascending" in said
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [(["--speedups", "4,2"], "ascending"), (["--seconds", "0"], "seconds"), (["--rounds", "0"], "rounds")],
+)
+def test_wrong_options_are_refused(wrong, complaint, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.touch()
+    fixed = ["goodput", "--model", str(tmp_path), "--trace", str(trace), "--system", "http://127.0.0.1:1"]
+    result = CliRunner().invoke(app, [*fixed, *wrong])
+    assert result.exit_code == 2 and complaint in result.output

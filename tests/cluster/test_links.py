@@ -19,13 +19,13 @@ from transformers import PreTrainedModel
 
 import tests.e2e.serving
 import tests.worker.harness
-from bench import packet_relay
-from bench.network import Network, why_not
 from protocol.config import ServeConfig
 from router.server import RouterServer
 from tests.e2e.conftest import folder, reference
 from tests.e2e.serving import HttpServing
 from tests.e2e.test_failover import BOUND_S, NUM_TOKENS, REQUESTS, SLOW, ask, changes, prompt
+from tests.faults import packet_relay
+from tests.faults.network import Network, why_not
 from tests.faults.test_whole_requests import run_in_network
 from tests.worker.tiny_model import greedy
 

@@ -7,7 +7,7 @@ import random
 import httpx
 
 from bench.kills import Storm
-from bench.own_server import serving
+from bench.servers import serving
 
 FAULTS = ("killed", "frozen", "killed", "killed")
 

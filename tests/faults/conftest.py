@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.network import Network, why_not
 from tests.faults.arena import Arena
+from tests.faults.network import Network, why_not
 from tests.faults.processes import Stock
 
 

@@ -23,7 +23,6 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 import kvtransfer.blocks.extents
-from bench.network import enter
 from kvtransfer import Closed, Completed, Failed, PoolMemory, Progress, Receiver, RegisteredPool, Sender, Sent
 from kvtransfer.blocks.checksum import Mode
 from kvtransfer.transports.registry import TransportOptions, open_transports
@@ -35,6 +34,7 @@ from protocol.peers import PeerAddress
 from tests.faults.carrier import DescriptorCarrier
 from tests.faults.contents import SEGMENTS, Layout, blocks_received, pushed, received
 from tests.faults.leftovers import at_rest, held, more_than
+from tests.faults.network import enter
 from tests.faults.points import RECEIVER_POINTS, SENDER_POINTS, Fault, FaultPoints
 from tests.kvtransfer.ucx_tls import on_this_host
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.network import Network
 from tests.faults.arena import ORPHAN_S, Arena
+from tests.faults.network import Network
 from tests.faults.processes import Child
 
 PROMPT_S = 6.0

@@ -13,7 +13,6 @@ import pytest
 
 import tests.e2e.serving
 import tests.worker.harness
-from bench.network import Network, enter
 from router.server import RouterServer
 from tests.e2e.conftest import folder, reference
 from tests.e2e.serving import HttpServing
@@ -29,6 +28,7 @@ from tests.e2e.test_failover import (
     expected,
     pool,
 )
+from tests.faults.network import Network, enter
 from tests.worker.child import run_child
 
 __all__ = ["expected", "folder", "pool", "reference"]

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from bench.packet_relay import DEVICE
+from tests.faults.packet_relay import DEVICE
 
 _CLONE_NEWNET = 0x40000000
 _FOLDER = Path("/run/netns")
-_CHECKOUT = Path(__file__).resolve().parents[1]
+_CHECKOUT = Path(__file__).resolve().parents[2]
 _RELAYED = "100"
 """The router's routing table to a packet relay."""
 
@@ -105,7 +105,7 @@ class Network:
         The relay ends with the context, or when the yielded function is called, which returns the number of
         dropped packets.
         """
-        program = [sys.executable, "-m", "bench.packet_relay", str(delay_s), str(loss), self._mtu]
+        program = [sys.executable, "-m", "tests.faults.packet_relay", str(delay_s), str(loss), self._mtu]
         relay = subprocess.Popen(
             ["ip", "netns", "exec", self._router, *program],
             cwd=_CHECKOUT,

@@ -1,6 +1,6 @@
 """Delays IP packets and drops some of them, like `netem`, for kernels without it.
 
-    python -m bench.packet_relay DELAY_S LOSS MTU
+    python -m tests.faults.packet_relay DELAY_S LOSS MTU
 
 Makes the TUN device `DEVICE` in its network namespace: packets routed there come back from there. Prints
 "ready" then, and the number of dropped packets when its input ends.

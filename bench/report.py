@@ -1,4 +1,4 @@
-"""Writes results to a folder for each run, with the machine, the commit and the command that made it."""
+"""Tables, and folders of results with the machine, the commit and the command that made them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import os
 import platform
 import shlex
 import subprocess
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
+from rich.console import Console
+from rich.table import Table
 
 REPO = Path(__file__).resolve().parent.parent
 RESULTS = REPO / "bench" / "results"
@@ -77,3 +80,35 @@ def write_results(folder: Path, command: str, content: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     document = {"command": command, "commit": commit(), "machine": machine()} | content
     (folder / "results.json").write_text(json.dumps(document, indent=1, default=str) + "\n")
+
+
+def show(text: object) -> None:
+    """Print a line or a report as it is."""
+    Console().print(str(text), highlight=False, markup=False, soft_wrap=True)
+
+
+def publish(folder: Path, command: str, content: dict[str, Any], report: str | Table) -> None:
+    """Print the report, and write it (`README.md`, if it is text) and the content into `folder`."""
+    write_results(folder, command, content)
+    if isinstance(report, str):
+        (folder / "README.md").write_text(report)
+        show(report)
+    else:
+        Console(width=None if sys.stdout.isatty() else 120).print(report)  # no cell is cut in a file
+    show(f"written to {folder}")
+
+
+def terminal_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table whose first column is aligned left and whose other columns are aligned right."""
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(head):
+        table.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]], texts: int = 1) -> str:
+    """Return a table in Markdown. The first `texts` columns are aligned left, the others right."""
+    rule = ["---" if number < texts else "--:" for number in range(len(head))]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (head, rule, *rows))

@@ -22,7 +22,7 @@ HEAD = "+head"
 
 
 @dataclass(frozen=True)
-class Cell:
+class FormatPair:
     weights: str
     kv: str = PLAIN
 
@@ -32,7 +32,7 @@ class Cell:
 
     @property
     def is_plain(self) -> bool:
-        return self == Cell(PLAIN)
+        return self == FormatPair(PLAIN)
 
     def applied(self, config: ServeConfig, checkpoints: Mapping[str, Path]) -> ServeConfig:
         """Return a plain model's configuration with these formats; `checkpoints` are quantized copies."""
@@ -47,8 +47,8 @@ class Cell:
         return msgspec.structs.replace(config, **changes)
 
 
-def parse_cells(weights: str, kv: str, checkpoints: Mapping[str, Path]) -> list[Cell]:
-    """Parse comma-separated formats. The plain cell, to which the others are compared, comes first. Raises
+def parse_pairs(weights: str, kv: str, checkpoints: Mapping[str, Path]) -> list[FormatPair]:
+    """Parse comma-separated formats. The plain pair, to which the others are compared, comes first. Raises
     ValueError.
     """
     known = [PLAIN, *ROUNDED, *checkpoints]
@@ -60,8 +60,8 @@ def parse_cells(weights: str, kv: str, checkpoints: Mapping[str, Path]) -> list[
     for kind in kinds:
         if kind not in KV_FORMATS:
             raise ValueError(f"--kv: {kind!r} is not one of {','.join(KV_FORMATS)}")
-    cells = [Cell(PLAIN), *(Cell(name, kind) for name in names for kind in kinds)]
-    return list(dict.fromkeys(cells))
+    pairs = [FormatPair(PLAIN), *(FormatPair(name, kind) for name in names for kind in kinds)]
+    return list(dict.fromkeys(pairs))
 
 
 def parse_checkpoints(given: list[str]) -> dict[str, Path]:

@@ -1,18 +1,14 @@
-"""A measured row: its value, its target, and its baseline."""
+"""A row of the results: its value, its target, and its baseline."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import msgspec
-from rich.table import Table
-
-from bench.record import write_results
 
 
-class Figure(msgspec.Struct, frozen=True, kw_only=True):
+class TransferRow(msgspec.Struct, frozen=True, kw_only=True):
     """`value` is in `unit`, by default a ratio. It is the median of `samples`."""
 
     what: str
@@ -45,17 +41,17 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
         text = f"{self.what}: {self.value:.3g}{self.unit}"
         if self.target:
             text += f" (target {self.target}: {self.verdict})"
-        beside = [part for part in (self.ours, self.baseline) if part]
-        return text + (f"; {' against '.join(beside)}" if beside else "")
+        sides = [part for part in (self.ours, self.baseline) if part]
+        return text + (f"; {' against '.join(sides)}" if sides else "")
 
 
-def ratio_figure(
+def ratio_row(
     what: str,
     rounds: Sequence[tuple[float, float]],
     nbytes: int,
     at_least: float | None = None,
     baseline: str = "",
-) -> Figure:
+) -> TransferRow:
     """Return our speed as a share of the baseline's; `rounds` are (its seconds, our seconds) for `nbytes`
     bytes.
 
@@ -65,7 +61,7 @@ def ratio_figure(
     their_rate, our_rate = (
         nbytes / 1e9 / statistics.median(seconds) for seconds in zip(*rounds, strict=True)
     )
-    return Figure(
+    return TransferRow(
         what=what,
         value=statistics.median(ratios),
         at_least=at_least,
@@ -73,16 +69,3 @@ def ratio_figure(
         baseline=f"{baseline} {their_rate:.2f} GB/s".strip(),
         samples=ratios,
     )
-
-
-def as_table(figures: Iterable[Figure]) -> Table:
-    table = Table(title="KV transfer; medians, baselines measured in the same run", title_justify="left")
-    for column in ("what", "value", "target", ""):
-        table.add_column(column, justify="right" if column in ("value", "target") else "left")
-    for figure in figures:
-        table.add_row(figure.what, f"{figure.value:.3g}{figure.unit}", figure.target, figure.verdict)
-    return table
-
-
-def write_figures(folder: Path, command: str, figures: Sequence[Figure]) -> None:
-    write_results(folder, command, {"figures": msgspec.to_builtins(figures)})
