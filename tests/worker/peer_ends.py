@@ -15,7 +15,7 @@ from kvtransfer.sender import Sender
 from kvtransfer.transports.registry import TransportOptions, open_transports
 from messaging.sockets import bind_router, connect_dealer
 from protocol.codec import encode, peer_reply, peer_request
-from protocol.handoff import Extent, HandoffManifest, SamplingState
+from protocol.handoff import Extent, HandoffManifest, SamplingState, SegmentInfo
 from protocol.ids import new_incarnation, token_ids_digest
 from protocol.peers import PeerAddress
 from protocol.requests import EngineRequest
@@ -30,6 +30,34 @@ def until(done: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
     while not done():
         assert time.monotonic() < deadline, "it does not come"
         time.sleep(0.005)
+
+
+def manifest(
+    request: EngineRequest,
+    grant: Reserved,
+    segments: Sequence[SegmentInfo],
+    prefill_worker: str,
+    prefill_incarnation: str,
+    first_token: int,
+) -> HandoffManifest:
+    """A manifest that the decode worker of the grant accepts."""
+    tokens = request.prompt_token_ids
+    return HandoffManifest(
+        request_id=request.request_id,
+        lease_id=grant.lease_id,
+        prefill_worker=prefill_worker,
+        prefill_incarnation=prefill_incarnation,
+        decode_incarnation=grant.incarnation,
+        num_tokens=len(tokens),
+        token_ids_digest=token_ids_digest(tokens),
+        segments=list(segments),
+        state_position=len(tokens),
+        extents=grant.extents,
+        pushed_blocks=len(grant.extents[0].blocks) - grant.covered // grant.block_size,
+        first_token=first_token,
+        first_token_position=len(tokens),
+        sampling=SamplingState(seed=request.sampling.seed, num_output_tokens=1),
+    )
 
 
 class PrefillEnd:
@@ -120,24 +148,9 @@ class PrefillEnd:
     def manifest(
         self, request: EngineRequest, grant: Reserved, token: int, /, **changes: Any
     ) -> HandoffManifest:
-        tokens = request.prompt_token_ids
-        manifest = HandoffManifest(
-            request_id=request.request_id,
-            lease_id=grant.lease_id,
-            prefill_worker=self.name,
-            prefill_incarnation=self.incarnation,
-            decode_incarnation=grant.incarnation,
-            num_tokens=len(tokens),
-            token_ids_digest=token_ids_digest(tokens),
-            segments=self.engine.pool.segments,
-            state_position=len(tokens),
-            extents=grant.extents,
-            pushed_blocks=len(grant.extents[0].blocks) - grant.covered // grant.block_size,
-            first_token=token,
-            first_token_position=len(tokens),
-            sampling=SamplingState(seed=request.sampling.seed, num_output_tokens=1),
-        )
-        return msgspec.structs.replace(manifest, **changes)
+        segments = self.engine.pool.segments
+        right = manifest(request, grant, segments, self.name, self.incarnation, token)
+        return msgspec.structs.replace(right, **changes)
 
     def hand_off(self, request: EngineRequest, grant: Reserved, first_token: int) -> None:
         self.send(Handoff(manifest=self.manifest(request, grant, first_token)))

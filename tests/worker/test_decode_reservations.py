@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ from transformers import PreTrainedModel
 
 from engine.engine import Engine
 from kvtransfer.interface import RegisteredPool, Sent
-from protocol.handoff import Extent
 from protocol.router_to_worker import Abort
-from protocol.worker_to_worker import ANY_LEASE, Handoff, HandoffAck, Reserved, ReserveRefused, Stale
+from protocol.worker_to_worker import ANY_LEASE, HandoffAck, Reserved, ReserveRefused
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 from tests.worker.peer_ends import PrefillEnd, closing
 from tests.worker.tiny_model import VOCAB_SIZE, greedy
@@ -91,21 +89,6 @@ def test_every_order_gives_the_same_tokens(
     peer.engine.abort(req.request_id)
 
 
-def test_hand_off_after_the_take_over_is_acknowledged_again(
-    cluster: Cluster, decode: RunningWorker, peer: PrefillEnd
-) -> None:
-    req = new_request(max_tokens=400)
-    blocks, first_token = peer.prefill(req)
-    grant = peer.reserve(req)
-    peer.push(grant, blocks)
-    for _ in range(2):
-        peer.hand_off(req, grant, first_token)
-        assert peer.receive(HandoffAck).error is None
-    cluster.run(req.request_id)
-    assert len(cluster.tokens(req.request_id)) == 399
-    peer.engine.abort(req.request_id)
-
-
 def test_a_cached_prompt_needs_no_block(
     cluster: Cluster, decode: RunningWorker, peer: PrefillEnd, reference: PreTrainedModel
 ) -> None:
@@ -127,7 +110,7 @@ def test_a_cached_prompt_needs_no_block(
     peer.engine.abort(req.request_id)
 
 
-@pytest.mark.parametrize("how", ["abort", "release", "release any"])
+@pytest.mark.parametrize("how", ["abort", "release"])
 @pytest.mark.parametrize("stage", ["reserved", "data", "handed off", "running"])
 def test_it_can_be_given_up_at_every_stage(
     cluster: Cluster, decode: RunningWorker, peer: PrefillEnd, stage: str, how: str
@@ -143,29 +126,16 @@ def test_it_can_be_given_up_at_every_stage(
         peer.receive(HandoffAck)
         cluster.wait(lambda: len(cluster.outputs[req.request_id]) > 2)
     for _ in range(2):
-        if how == "abort" or (how == "release any" and stage == "running"):
+        if how == "abort":
             cluster.send("decode-0", Abort(request_ids=[req.request_id]))
         else:
-            peer.release(req, grant.lease_id if how == "release" else ANY_LEASE)
+            peer.release(req, grant.lease_id)
     cluster.wait_empty(decode)
     if stage != "running":
         peer.push(grant, blocks, 3 if stage == "data" else 0)
         peer.push_failed(grant)
     assert not cluster.finished(req.request_id)
     peer.engine.abort(req.request_id)
-
-
-def test_messages_for_another_incarnation_change_nothing(
-    cluster: Cluster, decode: RunningWorker, peer: PrefillEnd
-) -> None:
-    req = new_request()
-    peer.send(peer.reserve_message(req, incarnation="0" * 16))
-    assert peer.receive(Stale).incarnation == decode.address.incarnation
-    grant = peer.reserve(req)
-    peer.send(Handoff(manifest=peer.manifest(req, grant, 5, decode_incarnation="0" * 16)))
-    assert peer.receive(Stale).request_id == req.request_id
-    assert peer.reserve(req) == grant
-    cluster.wait(lambda: decode.counter("stale_messages_total") == 2)
 
 
 @pytest.mark.parametrize("field", ["segments", "dtype", "layers", "shape", "quantization"])
@@ -184,58 +154,6 @@ def test_other_segments_are_refused_by_name(peer: PrefillEnd, field: str) -> Non
     refused = peer.receive(ReserveRefused)
     assert refused.error_kind == "transfer"
     assert refused.reason.startswith(f"{field}: ")
-
-
-def test_a_manifest_that_does_not_fit_is_refused_by_name(
-    cluster: Cluster, decode: RunningWorker, peer: PrefillEnd
-) -> None:
-    """`test_decode_stages.py` has all fields."""
-    req = new_request()
-    grant = peer.reserve(req)
-    peer.send(Handoff(manifest=peer.manifest(req, grant, 5, prefill_incarnation="0" * 16)))
-    ack = peer.receive(HandoffAck)
-    assert ack.field == "prefill_incarnation"
-    assert "prefill_incarnation" in (ack.error or "")
-    cluster.wait_empty(decode)
-
-
-def test_a_hand_off_of_an_unknown_lease_is_refused(peer: PrefillEnd) -> None:
-    req = new_request()
-    grant = Reserved(
-        request_id=req.request_id,
-        lease_id="none",
-        incarnation=peer.decode.incarnation,
-        block_size=16,
-        extents=[Extent(0, [1, 2, 3, 4])],
-        covered=0,
-    )
-    peer.hand_off(req, grant, 5)
-    assert "lease" in (peer.receive(HandoffAck).error or "")
-
-
-def test_a_lease_without_progress_expires(cluster: Cluster, decode: RunningWorker, peer: PrefillEnd) -> None:
-    req = new_request()
-    blocks, _ = peer.prefill(req)
-    grant = peer.reserve(req, ttl_s=0.6)
-    peer.push(grant, blocks, 0, 1)
-    ack = peer.receive(HandoffAck)
-    assert "no progress" in (ack.error or "")
-    cluster.wait_empty(decode)
-    assert decode.counter("reservations_expired_total") == 1
-    peer.push(grant, blocks, 1)
-    peer.push_failed(grant)
-    peer.engine.abort(req.request_id)
-
-
-def test_asking_again_renews_a_lease(cluster: Cluster, decode: RunningWorker, peer: PrefillEnd) -> None:
-    req = new_request()
-    grant = peer.reserve(req, ttl_s=0.8)
-    until = time.monotonic() + 2.0
-    while time.monotonic() < until:
-        assert peer.silent(0.2)
-        assert peer.reserve(req) == grant
-    cluster.refresh(decode)
-    assert decode.counter("reservations_expired_total") == 0
 
 
 def test_reservations_wait_in_line(

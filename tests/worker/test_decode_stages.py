@@ -25,8 +25,7 @@ from decode_worker.request import DecodeRequest, DecodeStage
 from engine.engine import Engine
 from kvtransfer.interface import Failed, Progress
 from protocol.codec import encode, peer_request
-from protocol.handoff import DraftState, Extent, HandoffManifest, SamplingState, SegmentInfo
-from protocol.ids import token_ids_digest
+from protocol.handoff import DraftState, Extent, HandoffManifest, SegmentInfo
 from protocol.requests import EngineRequest
 from protocol.router_to_worker import Abort
 from protocol.speculation import SpeculativeConfig
@@ -42,6 +41,7 @@ from protocol.worker_to_worker import (
     Stale,
 )
 from tests.worker.light_loop import OURS, STALE, LightLoop, ask, small_engine
+from tests.worker.peer_ends import manifest
 from tests.worker.stages import check_transition, walk
 from tests.worker.tiny_model import VOCAB_SIZE
 
@@ -99,23 +99,7 @@ def missing(grant: Reserved) -> int:
 
 def manifest_of(engine: Engine, grant: Reserved, worker: str) -> HandoffManifest:
     request = prompt_request(grant.request_id)
-    tokens = request.prompt_token_ids
-    return HandoffManifest(
-        request_id=grant.request_id,
-        lease_id=grant.lease_id,
-        prefill_worker=worker,
-        prefill_incarnation=WORKERS[worker],
-        decode_incarnation=grant.incarnation,
-        num_tokens=len(tokens),
-        token_ids_digest=token_ids_digest(tokens),
-        segments=engine.pool.segments,
-        state_position=len(tokens),
-        extents=grant.extents,
-        pushed_blocks=missing(grant),
-        first_token=7,
-        first_token_position=len(tokens),
-        sampling=SamplingState(seed=request.sampling.seed, num_output_tokens=1),
-    )
+    return manifest(request, grant, engine.pool.segments, worker, WORKERS[worker], first_token=7)
 
 
 class DecodeStages(RuleBasedStateMachine):
@@ -352,16 +336,21 @@ def test_an_aborted_requests_blocks_wait_for_the_last_write(light: LightLoop, en
 def test_what_arrives_renews_the_lease(light: LightLoop, engine: Engine) -> None:
     grant = reserve(light)
     request = light.table.get("short")
-    reserved_until = request.deadline
+    deadlines = [request.deadline]
+    assert reserve(light) == grant
+    deadlines.append(request.deadline)
     light.receiver.tell(Progress(grant.lease_id, 1, complete=False))
     light.deliver()
-    pushed_until = request.deadline
+    deadlines.append(request.deadline)
     assert hand_off(light, manifest_of(engine, grant, "prefill-0")) is None
-    assert reserved_until < pushed_until < request.deadline
-    light.loop.expire(pushed_until)
+    deadlines.append(request.deadline)
+    assert deadlines == sorted(set(deadlines))
+    light.loop.expire(deadlines[-2])
     assert light.table.get("short") is request
-    light.loop.expire(request.deadline)
+    light.loop.expire(deadlines[-1])
     assert not light.requests
+    ack = light.inbox.replies[-1][1]
+    assert isinstance(ack, HandoffAck) and "no progress" in (ack.error or "")
     assert light.loop.counters["reservations_expired_total"] == 1
     [pair] = light.loop.parts.pairs.snapshot({})
     assert (pair.peer, pair.counters) == ("prefill-0", {"kv_transfer_leases_expired_total": 1})
@@ -402,10 +391,16 @@ def test_a_request_that_is_aborted_before_its_first_step_is_forgotten(
     assert not light.requests and not light.loop._unstepped
 
 
-def test_a_manifest_of_another_incarnation_is_stale(light: LightLoop, engine: Engine) -> None:
-    manifest = manifest_of(engine, reserve(light), "prefill-0")
-    assert isinstance(hand_off(light, msgspec.structs.replace(manifest, decode_incarnation=STALE)), Stale)
+def test_messages_for_another_incarnation_are_stale(light: LightLoop, engine: Engine) -> None:
+    stale = Stale(request_id="short", incarnation=OURS)
+    message = reserve_message(engine, "short", "prefill-0", STALE)
+    light.loop.on_peer_request(identity_of("prefill-0"), message)
+    assert light.inbox.replies == [(identity_of("prefill-0"), stale)]
+    assert not light.requests
+    right = manifest_of(engine, reserve(light), "prefill-0")
+    assert hand_off(light, msgspec.structs.replace(right, decode_incarnation=STALE)) == stale
     assert light.table.get("short").manifest is None
+    assert light.loop.counters["stale_messages_total"] == 2
 
 
 def test_a_running_request_is_not_reserved_for_another_prefill_worker(light: LightLoop) -> None:

@@ -68,15 +68,6 @@ def test_nearly_full_pools_on_both_sides_bring_all_through(
     assert decode.counter("reservations_refused_total") == 0
 
 
-def test_the_decode_worker_computes_nothing_of_a_prompt(cluster: Cluster, model_folder: Path) -> None:
-    prefill, decode = cluster.start_pair(tiny_config(model_folder))
-    cluster.generate(prefill, request("r", prompt(200)), decode.address)
-    cluster.run("r")
-    cluster.wait_empty(prefill, decode)
-    assert prefill.counter("computed_tokens_total") == 200
-    assert decode.counter("computed_tokens_total") == 11
-
-
 def test_a_pool_that_does_not_fit_is_an_error_that_names_what(
     cluster: Cluster, model_folder: Path, source: tuple[Engine, RegisteredPool]
 ) -> None:

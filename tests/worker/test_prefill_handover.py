@@ -13,18 +13,11 @@ import pytest
 
 from kvtransfer.blocks.memory import PoolMemory
 from kvtransfer.interface import Progress, RegisteredPool
-from protocol.handoff import Extent, SegmentInfo
-from protocol.peers import PeerAddress
-from protocol.router_to_worker import Generate
+from protocol.handoff import SegmentInfo
 from protocol.worker_to_worker import (
-    ANY_LEASE,
     Handoff,
     HandoffAck,
-    Release,
     Reserve,
-    Reserved,
-    ReserveRefused,
-    Stale,
 )
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 from tests.worker.peer_ends import DecodeEnd, closing
@@ -62,28 +55,6 @@ def start(
     req = request(name, prompt(length), **more)
     cluster.generate(prefill, req, peer.address)
     return req
-
-
-def assert_failed(cluster: Cluster, prefill: RunningWorker, name: str, kind: str) -> str:
-    cluster.run(name)
-    error = cluster.error(name)
-    assert error.error_kind == kind
-    cluster.wait_empty(prefill)
-    return error.error or ""
-
-
-def assert_goes_on(
-    cluster: Cluster, prefill: RunningWorker, name: str, kind: str, *, manifest_sent: bool = False
-) -> str:
-    """The router is asked for another decode worker; told that there is none, the worker decodes itself."""
-    failure = cluster.handover_failed(name)
-    assert failure.error_kind == kind
-    assert failure.manifest_sent == manifest_sent
-    cluster.redirect(prefill, name, None)
-    cluster.run(name)
-    assert len(cluster.tokens(name)) == 12
-    cluster.wait_empty(prefill)
-    return failure.reason
 
 
 def test_the_first_token_waits_for_no_transfer(
@@ -135,117 +106,6 @@ def test_nothing_is_reserved_before_the_request_is_taken_up(
     assert peer.receive(Reserve).request.request_id == "r"
 
 
-def test_a_silent_decode_worker_is_given_up(
-    cluster: Cluster, prefill: RunningWorker, peer: DecodeEnd
-) -> None:
-    started = time.monotonic()
-    start(cluster, prefill, peer)
-    assert "--handoff-timeout" in assert_goes_on(cluster, prefill, "r", "timeout")
-    assert time.monotonic() - started < HANDOFF_TIMEOUT_S + 2
-    peer.receive(Reserve)
-    assert peer.receive(Release).lease_id == ANY_LEASE
-    assert prefill.counter("handoffs_expired_total") == 1
-
-
-def test_an_unreachable_decode_worker_is_given_up(cluster: Cluster, prefill: RunningWorker) -> None:
-    nowhere = PeerAddress(worker_id="decode-x", incarnation="0" * 16, control="tcp://127.0.0.1:9")
-    cluster.generate(prefill, request("r", prompt(50)), nowhere)
-    assert "no common transport" in assert_goes_on(cluster, prefill, "r", "transfer")
-
-
-def test_a_missing_acknowledgement_is_given_up(
-    cluster: Cluster, prefill: RunningWorker, peer: DecodeEnd
-) -> None:
-    start(cluster, prefill, peer)
-    peer.reply(peer.grant(peer.receive(Reserve).request))
-    peer.receive(Handoff)
-    assert_goes_on(cluster, prefill, "r", "timeout", manifest_sent=True)
-    assert peer.receive(Release).lease_id == "lease"
-
-
-def reserved(**changes: Any) -> Reserved:
-    return Reserved(request_id="r", lease_id="l", incarnation="0" * 16, block_size=16, **changes)
-
-
-@pytest.mark.parametrize(
-    ("answer", "kind", "text"),
-    [
-        (ReserveRefused(request_id="r", error_kind="overloaded", reason="full up"), "overloaded", "full up"),
-        (Stale(request_id="r", incarnation="0" * 16), "worker_lost", "restarted"),
-        (
-            reserved(extents=[Extent(0, [1, 2])], covered=0),
-            "transfer",
-            "[(0, 2)]",
-        ),
-        (
-            reserved(extents=[Extent(0, [1, 2, 3, 4]), Extent(1, [1])], covered=0),
-            "transfer",
-            "(1, 1)",
-        ),
-        (
-            reserved(extents=[Extent(0, [1, 2, 3, 4])], covered=80),
-            "transfer",
-            "80 tokens covered",
-        ),
-    ],
-    ids=["refused", "stale", "too few blocks", "unknown block pool", "too many cached"],
-)
-def test_bad_answers_fail_the_hand_off(
-    cluster: Cluster, prefill: RunningWorker, peer: DecodeEnd, answer: Any, kind: str, text: str
-) -> None:
-    start(cluster, prefill, peer)
-    peer.receive(Reserve)
-    peer.reply(answer)
-    assert text in assert_goes_on(cluster, prefill, "r", kind)
-
-
-def test_what_no_worker_takes_fails_the_request(
-    cluster: Cluster, prefill: RunningWorker, peer: DecodeEnd
-) -> None:
-    start(cluster, prefill, peer)
-    peer.receive(Reserve)
-    peer.reply(ReserveRefused(request_id="r", error_kind="invalid", reason="too long"))
-    assert "too long" in assert_failed(cluster, prefill, "r", "invalid")
-    assert not cluster.failed_handovers["r"]
-
-
-def test_a_refused_manifest_fails_the_hand_off(
-    cluster: Cluster, prefill: RunningWorker, peer: DecodeEnd
-) -> None:
-    start(cluster, prefill, peer)
-    peer.reply(peer.grant(peer.receive(Reserve).request))
-    peer.receive(Handoff)
-    peer.reply(HandoffAck(request_id="r", lease_id="other"))
-    peer.reply(HandoffAck(request_id="r", lease_id="lease", error="it does not fit", field="num_tokens"))
-    assert "it does not fit" in assert_goes_on(cluster, prefill, "r", "transfer", manifest_sent=True)
-    cluster.wait(lambda: prefill.counter("stale_messages_total") == 1)
-
-
-def test_a_lost_connection_fails_the_hand_off_at_once(
-    cluster: Cluster, model_folder: Path, peer: DecodeEnd
-) -> None:
-    config = tiny_config(model_folder, handoff_timeout=60.0)
-    prefill = cluster.start("prefill", "prefill-0", config, fault="slow:0.05")
-    start(cluster, prefill, peer, length=900)
-    peer.reply(peer.grant(peer.receive(Reserve).request))
-    cluster.wait(lambda: any(isinstance(event, Progress) for event in peer.receiver.poll()))
-    peer.receiver.close()
-    assert_goes_on(cluster, prefill, "r", "transfer")
-
-
-def test_an_answer_after_an_abort_is_released(
-    cluster: Cluster, prefill: RunningWorker, peer: DecodeEnd
-) -> None:
-    start(cluster, prefill, peer)
-    reserve = peer.receive(Reserve)
-    cluster.abort("r")
-    assert peer.receive(Release).lease_id == ANY_LEASE
-    cluster.wait_empty(prefill)
-    peer.reply(peer.grant(reserve.request))
-    assert peer.receive(Release).lease_id == "lease"
-    assert not cluster.finished("r")
-
-
 def test_a_long_prompt_renews_its_lease(cluster: Cluster, model_folder: Path, peer: DecodeEnd) -> None:
     """The worker's own patience must not end while it is the engine that takes its time."""
     config = tiny_config(model_folder, handoff_timeout=0.8)
@@ -265,18 +125,6 @@ def test_a_long_prompt_renews_its_lease(cluster: Cluster, model_folder: Path, pe
     peer.reply(HandoffAck(request_id="r", lease_id="lease"))
     cluster.wait_empty(prefill)
     assert not cluster.finished("r")
-
-
-def test_a_request_sent_twice_runs_once(cluster: Cluster, prefill: RunningWorker, peer: DecodeEnd) -> None:
-    req = start(cluster, prefill, peer)
-    incarnation = prefill.address.incarnation
-    cluster.send("prefill-0", Generate(incarnation=incarnation, request=req, decode=peer.address))
-    peer.receive(Reserve)
-    assert peer.silent(0.2)
-    cluster.wait(lambda: prefill.counter("duplicate_messages_total") == 1)
-    cluster.wait(lambda: prefill.state.num_running == 0 and bool(cluster.outputs["r"]))
-    cluster.refresh(prefill)
-    assert len(cluster.outputs["r"]) == 1
 
 
 def test_waiting_for_room_costs_no_core(cluster: Cluster, model_folder: Path, peer: DecodeEnd) -> None:

@@ -66,36 +66,6 @@ def test_another_decode_worker_gets_the_same_blocks(
     assert prefill.counter("handoffs_redirected_total") == 1
 
 
-def test_a_restarted_decode_worker_is_told_by_its_answer(
-    cluster: Cluster, prefill: RunningWorker, decode: RunningWorker, reference: PreTrainedModel
-) -> None:
-    old = msgspec.structs.replace(decode.address, incarnation="0" * 16)
-    cluster.generate(prefill, request("r", prompt(70)), old)
-    assert cluster.handover_failed("r").error_kind == "worker_lost"
-    cluster.redirect(prefill, "r", decode.address)
-    cluster.run("r")
-    assert cluster.tokens("r") == greedy(reference, prompt(70), NUM_TOKENS)
-    assert computed(cluster, prefill) == 70
-    cluster.wait_empty(prefill, decode)
-
-
-def test_a_redirect_in_the_middle_of_the_prefill(
-    cluster: Cluster, model_folder: Path, decode: RunningWorker, reference: PreTrainedModel
-) -> None:
-    """The failure does not stop the prefill, and what is computed by then is pushed to the other."""
-    prefill = cluster.start("prefill", "prefill-0", tiny_config(model_folder), fault="slow:0.05")
-    cluster.generate(prefill, request("r", prompt(640)), NOWHERE)
-    cluster.handover_failed("r")
-    cluster.wait(lambda: prefill.counter("computed_tokens_total") > 100)
-    cluster.redirect(prefill, "r", decode.address)
-    cluster.wait(lambda: decode.counter("reservations_total") == 1)
-    assert not cluster.outputs["r"]
-    cluster.run("r")
-    assert cluster.tokens("r") == greedy(reference, prompt(640), NUM_TOKENS)
-    assert computed(cluster, prefill) == 640
-    cluster.wait_empty(prefill, decode)
-
-
 @pytest.mark.parametrize("sampling", [{}, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("stage", ["prefill", "held"])
 def test_without_a_decode_worker_it_is_decoded_where_its_prompt_is(
@@ -166,26 +136,6 @@ def test_a_redirect_takes_the_request_back(
     assert not cluster.failed_handovers["r"]
 
 
-def test_a_full_decode_worker_is_left_for_another(
-    cluster: Cluster, model_folder: Path, decode: RunningWorker, reference: PreTrainedModel
-) -> None:
-    config = tiny_config(model_folder, max_model_len=256, handoff_timeout=1.0)
-    small = msgspec.structs.replace(config, kv_cache_memory_bytes=17 * 16 * 512)
-    prefill = cluster.start("prefill", "prefill-0", config)
-    full = cluster.start("decode", "decode-0", small, fault="slow:0.2")
-    cluster.generate(full, request("busy", prompt(200), max_tokens=40))
-    cluster.wait(lambda: full.used_blocks > 0)
-    cluster.generate(prefill, request("r", prompt(150)), full.address)
-    assert cluster.handover_failed("r").error_kind in ("overloaded", "timeout")
-    cluster.redirect(prefill, "r", decode.address)
-    cluster.run("r")
-    assert cluster.tokens("r") == greedy(reference, prompt(150), NUM_TOKENS)
-    assert computed(cluster, prefill) == 150
-    assert not cluster.finished("busy"), "it was full all the time"
-    cluster.abort("busy")
-    cluster.wait_empty(prefill, decode, full)
-
-
 def test_without_an_answer_it_fails_in_time(cluster: Cluster, model_folder: Path) -> None:
     prefill = cluster.start("prefill", "prefill-0", tiny_config(model_folder, handoff_timeout=1.0))
     started = time.monotonic()
@@ -196,20 +146,6 @@ def test_without_an_answer_it_fails_in_time(cluster: Cluster, model_folder: Path
     assert error.error_kind == "transfer", "the news got lost, so the router is to place it anew"
     assert "--handoff-timeout" in (error.error or "") and "decode-x" in (error.error or "")
     cluster.wait_empty(prefill)
-
-
-def test_an_abort_ends_the_wait(cluster: Cluster, prefill: RunningWorker, decode: RunningWorker) -> None:
-    cluster.generate(prefill, request("r", prompt(50)), NOWHERE)
-    cluster.handover_failed("r")
-    cluster.refresh(prefill)
-    assert prefill.used_blocks == 4
-    cluster.abort("r")
-    cluster.wait_empty(prefill)
-    cluster.redirect(prefill, "r", decode.address)
-    cluster.wait(lambda: cluster.finished("r"))
-    assert cluster.error("r").error_kind == "worker_lost"
-    cluster.refresh(decode)
-    assert decode.counter("reservations_total") == 0
 
 
 def test_what_was_handed_over_is_not_held(

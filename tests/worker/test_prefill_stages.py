@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -22,8 +23,10 @@ from kvtransfer.interface import Completed, Failed, Sent
 from prefill_worker.loop import PrefillLoop
 from prefill_worker.request import PrefillRequest, PrefillStage
 from protocol.handoff import Extent
+from protocol.peers import PeerAddress
 from protocol.requests import EngineRequest
 from protocol.router_to_worker import Abort, Redirect
+from protocol.worker_to_router import HandoverFailed
 from protocol.worker_to_worker import (
     ANY_LEASE,
     Handoff,
@@ -280,28 +283,63 @@ def test_blocks_are_asked_for_before_the_prompt_is_computed(
     assert asked == [[Reserve]]
 
 
+def begin(light: LightLoop, name: str = "short", granted: bool = False) -> None:
+    """Compute the prompt for the first decode worker, which grants blocks if `granted`."""
+    light.generate(prompt_request(name), DECODES[0])
+    light.step()
+    if granted:
+        light.loop.on_peer_reply(DECODES[0], grant(name, "lease"))
+
+
+def acknowledge(light: LightLoop, name: str = "short", lease_id: str = "lease", **error: str) -> None:
+    light.loop.on_peer_reply(DECODES[0], HandoffAck(request_id=name, lease_id=lease_id, **error))
+    light.flush()
+
+
+def releases(light: LightLoop) -> list[tuple[PeerAddress, str]]:
+    """The decode workers and leases that were told to end."""
+    return [(peer, message.lease_id) for peer, message in light.peers.sent if isinstance(message, Release)]
+
+
+def assert_goes_on(light: LightLoop, kind: str, text: str, *, manifest_sent: bool = False) -> None:
+    """The router is asked for another decode worker; told that there is none, the worker decodes itself."""
+    [failure] = light.router.messages
+    assert isinstance(failure, HandoverFailed)
+    assert (failure.error_kind, failure.manifest_sent) == (kind, manifest_sent)
+    assert text in failure.reason and failure.decode_incarnation == DECODES[0].incarnation
+    light.hear(Redirect(incarnation=OURS, request_id="short", decode=None))
+    light.run()
+    assert sum(len(output.token_ids) for output in light.router.outputs) == 4
+    assert not light.requests and sum(light.engine.blocks.available) == NUM_BLOCKS
+
+
 def test_blocks_stay_until_the_wire_has_acknowledged_them(light: LightLoop, engine: Engine) -> None:
     """The decode worker's acknowledgement may be faster than the wire's."""
-    light.generate(prompt_request("short"), DECODES[0])
-    light.step()
-    light.loop.on_peer_reply(DECODES[0], grant("short", "lease"))
-    light.loop.on_peer_reply(DECODES[0], HandoffAck(request_id="short", lease_id="lease"))
+    begin(light, granted=True)
+    acknowledge(light)
     assert sum(engine.blocks.available) == NUM_BLOCKS - 2
     assert not light.loop.knows("short"), "it runs elsewhere"
     light.sender.tell(completed("lease"))
     light.deliver()
     assert sum(engine.blocks.available) == NUM_BLOCKS
-    assert not any(isinstance(message, Release) for _, message in light.peers.sent)
+    assert not releases(light)
 
 
 def test_a_request_that_settles_may_be_placed_here_again(light: LightLoop) -> None:
-    light.generate(prompt_request("short"), DECODES[0])
-    light.step()
-    light.loop.on_peer_reply(DECODES[0], grant("short", "lease"))
-    light.loop.on_peer_reply(DECODES[0], HandoffAck(request_id="short", lease_id="lease"))
+    begin(light, granted=True)
+    acknowledge(light)
     light.generate(prompt_request("short"))
     light.run()
     assert [output.error for output in light.router.outputs if output.finish_reason is not None] == [None]
+
+
+def test_a_request_sent_twice_runs_once(light: LightLoop) -> None:
+    begin(light)
+    light.generate(prompt_request("short"), DECODES[0])
+    light.run()
+    assert [type(message) for _, message in light.peers.sent] == [Reserve]
+    assert light.loop.counters["duplicate_messages_total"] == 1
+    assert len(light.router.outputs) == 1
 
 
 def test_a_message_for_another_incarnation_changes_nothing(light: LightLoop) -> None:
@@ -315,14 +353,11 @@ def test_a_message_for_another_incarnation_changes_nothing(light: LightLoop) -> 
     assert light.loop.counters["stale_messages_total"] == 2
 
 
-@pytest.mark.parametrize("stage", ["reserving", "sent"])
-def test_a_reply_of_another_incarnation_changes_nothing(light: LightLoop, stage: str) -> None:
-    """A decode worker that was started anew has the old one's id, and another incarnation."""
-    light.generate(prompt_request("short"), DECODES[0])
-    light.step()
+@pytest.mark.parametrize("granted", [False, True])
+def test_a_reply_of_another_incarnation_changes_nothing(light: LightLoop, granted: bool) -> None:
+    """A restarted decode worker has the old one's id and another incarnation."""
+    begin(light, granted=granted)
     again = address("decode-0", "7" * 16)
-    if stage == "sent":
-        light.loop.on_peer_reply(DECODES[0], grant("short", "lease"))
     before = light.table.get("short").stage
     for reply in (
         grant("short", "foreign"),
@@ -334,38 +369,84 @@ def test_a_reply_of_another_incarnation_changes_nothing(light: LightLoop, stage:
         light.loop.on_peer_reply(again, reply)
     assert light.table.get("short").stage is before
     assert not light.router.messages
-    [release] = [message for _, message in light.peers.sent if isinstance(message, Release)]
-    assert release.lease_id == "foreign", "a grant that nobody wants is given back"
+    assert releases(light) == [(again, "foreign")], "an unwanted grant is given back"
+
+
+BAD_ANSWERS: dict[str, tuple[PeerReply, str, str]] = {
+    "refused": (
+        ReserveRefused(request_id="short", error_kind="overloaded", reason="full up"),
+        "overloaded",
+        "full up",
+    ),
+    "stale": (Stale(request_id="short", incarnation="0" * 16), "worker_lost", "restarted"),
+    "too few blocks": (grant("short", "lease", missing=1), "transfer", "[(0, 1)]"),
+    "unknown block pool": (
+        msgspec.structs.replace(grant("short", "lease"), extents=[Extent(0, [1, 2]), Extent(1, [1])]),
+        "transfer",
+        "(1, 1)",
+    ),
+    "too many cached": (
+        msgspec.structs.replace(grant("short", "lease"), covered=48),
+        "transfer",
+        "48 tokens covered",
+    ),
+}
+
+
+@pytest.mark.parametrize(("answer", "kind", "text"), BAD_ANSWERS.values(), ids=BAD_ANSWERS)
+def test_bad_answers_fail_the_hand_off(light: LightLoop, answer: PeerReply, kind: str, text: str) -> None:
+    begin(light)
+    light.loop.on_peer_reply(DECODES[0], answer)
+    assert_goes_on(light, kind, text)
+
+
+def test_an_invalid_request_is_not_sent_elsewhere(light: LightLoop) -> None:
+    begin(light)
+    refusal = ReserveRefused(request_id="short", error_kind="invalid", reason="too long")
+    light.loop.on_peer_reply(DECODES[0], refusal)
+    light.flush()
+    end = light.router.outputs[-1]
+    assert end.error_kind == "invalid" and "too long" in end.error
+    assert not light.router.messages and not light.requests
+
+
+def test_a_refused_manifest_fails_the_hand_off(light: LightLoop) -> None:
+    begin(light, granted=True)
+    acknowledge(light, lease_id="other")
+    assert light.loop.counters["stale_messages_total"] == 1
+    acknowledge(light, error="it does not fit", field="num_tokens")
+    assert_goes_on(light, "transfer", "it does not fit", manifest_sent=True)
+
+
+def test_a_failed_transfer_fails_the_hand_off(light: LightLoop) -> None:
+    begin(light, granted=True)
+    light.sender.tell(Failed("lease", "the peer is gone"))
+    light.deliver()
+    assert_goes_on(light, "transfer", "the peer is gone", manifest_sent=True)
 
 
 @pytest.mark.parametrize("granted", [False, True])
-def test_a_silent_decode_worker_is_counted_for_its_pair(light: LightLoop, granted: bool) -> None:
-    light.generate(prompt_request("short"), DECODES[0])
-    light.step()
-    if granted:
-        light.loop.on_peer_reply(DECODES[0], grant("short", "lease"))
-    light.pass_deadlines()
+def test_a_silent_decode_worker_is_given_up(light: LightLoop, granted: bool) -> None:
+    begin(light, granted=granted)
+    light.loop.expire(light.table.get("short").deadline)
+    assert releases(light) == [(DECODES[0], "lease" if granted else ANY_LEASE)]
     assert light.loop.counters["handoffs_expired_total"] == 1
     [pair] = light.loop.parts.pairs.snapshot({})
     assert (pair.peer, pair.counters) == ("decode-0", {"kv_transfer_leases_expired_total": 1})
+    assert_goes_on(light, "timeout", "--handoff-timeout", manifest_sent=granted)
 
 
 def test_an_acknowledgement_before_the_manifest_is_stale(light: LightLoop) -> None:
-    light.generate(prompt_request("long"), DECODES[0])
-    light.step()
-    light.loop.on_peer_reply(DECODES[0], grant("long", "lease"))
-    light.loop.on_peer_reply(DECODES[0], HandoffAck(request_id="long", lease_id="lease"))
+    begin(light, "long", granted=True)
+    acknowledge(light, "long")
     assert light.table.get("long").stage is PrefillStage.PUSHING
     assert light.loop.counters["stale_messages_total"] == 1
 
 
 @pytest.mark.parametrize("granted", [False, True])
 def test_an_aborted_request_is_taken_back_from_its_decode_worker(light: LightLoop, granted: bool) -> None:
-    light.generate(prompt_request("short"), DECODES[0])
-    light.step()
-    if granted:
-        light.loop.on_peer_reply(DECODES[0], grant("short", "lease"))
+    begin(light, granted=granted)
     light.hear(Abort(request_ids=["short"]))
-    peer, message = light.peers.sent[-1]
-    assert peer is DECODES[0] and isinstance(message, Release)
-    assert message.lease_id == ("lease" if granted else ANY_LEASE)
+    assert releases(light) == [(DECODES[0], "lease" if granted else ANY_LEASE)]
+    light.loop.on_peer_reply(DECODES[0], grant("short", "late"))
+    assert releases(light)[1:] == [(DECODES[0], "late")], "a grant after the abort is given back"

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from transformers import PreTrainedModel
 
-from protocol.peers import PeerAddress
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 from tests.worker.tiny_model import VOCAB_SIZE, greedy
 
@@ -35,10 +34,6 @@ def holder(cluster: Cluster, model_folder: Path) -> RunningWorker:
 @pytest.fixture
 def asking(cluster: Cluster, model_folder: Path) -> RunningWorker:
     return cluster.start("prefill", "prefill-0", tiny_config(model_folder))
-
-
-def unreachable(address: PeerAddress) -> PeerAddress:
-    return msgspec.structs.replace(address, control="tcp://127.0.0.1:9")
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -143,37 +138,6 @@ def test_quantized_blocks_are_not_lent(
     cluster.wait_empty(holder, asking)
     assert asking.counter("prefix_fetch_failures_total") == 1
     assert holder.counter("prefix_blocks_lent_total") == 0
-
-
-def test_a_restarted_holder_is_not_waited_for(
-    cluster: Cluster, holder: RunningWorker, asking: RunningWorker, reference: PreTrainedModel
-) -> None:
-    stale = msgspec.structs.replace(holder.address, incarnation="0" * 16)
-    cluster.generate(asking, request("r", prompt(200)), prefix=stale)
-    cluster.run("r")
-    assert cluster.tokens("r") == greedy(reference, prompt(200), 12)
-    cluster.wait_empty(holder, asking)
-    assert asking.counter("prefix_fetch_failures_total") == 1
-
-
-def test_an_unreachable_holder_costs_a_bounded_wait(
-    cluster: Cluster, holder: RunningWorker, asking: RunningWorker, reference: PreTrainedModel
-) -> None:
-    cluster.generate(asking, request("r", prompt(200)), prefix=unreachable(holder.address))
-    cluster.run("r", timeout_s=5)
-    assert cluster.tokens("r") == greedy(reference, prompt(200), 12)
-    cluster.wait_empty(holder, asking)
-    assert asking.counter("prefix_fetch_failures_total") == 1
-
-
-def test_an_abort_ends_the_wait(cluster: Cluster, holder: RunningWorker, asking: RunningWorker) -> None:
-    cluster.generate(asking, request("r", prompt(200)), prefix=unreachable(holder.address))
-    cluster.wait(lambda: asking.counter("prefix_fetches_total") == 1)
-    assert asking.used_blocks > 0
-    cluster.abort("r")
-    cluster.wait_empty(holder, asking)
-    assert asking.counter("prefix_fetch_failures_total") == 0
-    assert not cluster.outputs["r"]
 
 
 def test_a_frozen_holder_that_wakes_up_late_changes_nothing(

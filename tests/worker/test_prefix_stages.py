@@ -119,6 +119,7 @@ def test_blocks_wait_for_the_last_write(light: LightLoop, engine: Engine, how: s
     light.receiver.end_write(lease)
     light.deliver()
     assert not light.used_blocks() and not len(light.loop._fetcher.fetches)
+    assert light.loop.counters["prefix_fetch_failures_total"] == (how != "abort")
 
 
 def lend(light: LightLoop, engine: Engine, incarnation: str = OURS) -> None:

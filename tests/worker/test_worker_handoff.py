@@ -40,19 +40,6 @@ def test_tokens_equal_generate(
     cluster.wait(lambda: prefill.state.transports == {"decode-0": transport})
 
 
-def test_sixteen_at_once(
-    cluster: Cluster, pair: tuple[RunningWorker, RunningWorker], reference: PreTrainedModel
-) -> None:
-    prefill, decode = pair
-    prompts = {f"r{index}": prompt(20 + 11 * index, index) for index in range(16)}
-    for name, tokens in prompts.items():
-        cluster.generate(prefill, request(name, tokens, max_tokens=20), decode.address)
-    cluster.run(*prompts)
-    for name, tokens in prompts.items():
-        assert cluster.tokens(name) == greedy(reference, tokens, 20)
-    cluster.wait_empty(prefill, decode)
-
-
 def test_one_message_carries_a_whole_step(
     cluster: Cluster, pair: tuple[RunningWorker, RunningWorker]
 ) -> None:
@@ -113,21 +100,6 @@ def test_first_token_ends_the_request(cluster: Cluster, pair: tuple[RunningWorke
     cluster.wait(lambda: decode.counter("reservations_released_total") == 1)
     cluster.wait_empty(prefill, decode)
     assert prefill.counter("handoffs_total") == 0
-
-
-def test_reservations_wait_for_room(cluster: Cluster, model_folder: Path, reference: PreTrainedModel) -> None:
-    config = tiny_config(model_folder, max_model_len=128)
-    small = tiny_config(model_folder, max_model_len=128, kv_cache_memory_bytes=24 * 16 * 512)
-    prefill = cluster.start("prefill", "prefill-0", config)
-    decode = cluster.start("decode", "decode-0", small)
-    assert decode.state.total_blocks == 24
-    prompts = {f"r{index}": prompt(90, index) for index in range(10)}
-    for name, tokens in prompts.items():
-        cluster.generate(prefill, request(name, tokens, max_tokens=20), decode.address)
-    cluster.run(*prompts)
-    for name, tokens in prompts.items():
-        assert cluster.tokens(name) == greedy(reference, tokens, 20)
-    cluster.wait_empty(prefill, decode)
 
 
 def test_preempted_prompts_are_pushed_again(
