@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +18,6 @@ from kvtransfer.streams.link import MAX_ATTEMPTS
 from kvtransfer.transports.registry import TransportOptions
 from kvtransfer.transports.shm import ShmReader
 from kvtransfer.transports.tcp import TcpReader
-from protocol.peers import PeerAddress
 from tests.kvtransfer.test_leases import BLOCK, runs
 from tests.kvtransfer.test_unlike_pools import pool as meaningful_pool
 from tests.kvtransfer.test_unlike_pools import tokens_of
@@ -111,73 +107,6 @@ def test_without_checksums_damage_goes_unnoticed(
     sender.push(receiver.peer, "lease", [1])
     assert isinstance(sender.wait_lease("lease"), Completed)
     assert block(receiver.pool, 1) == bytes(BLOCK)
-
-
-class Flipper:
-    """Forwards one TCP connection and flips a bit of the byte at `offset` of what the sender says."""
-
-    def __init__(self, target: str, offset: int) -> None:
-        host, port = target.rsplit(":", 1)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._target = (host, int(port))
-        self._offset = offset
-        self._threads = [threading.Thread(target=self._serve, daemon=True)]
-        self._sockets: list[socket.socket] = []
-        self._threads[0].start()
-
-    def _serve(self) -> None:
-        accepted, _ = self._listener.accept()
-        onward = socket.create_connection(self._target)
-        self._sockets = [accepted, onward]
-        back = threading.Thread(target=self._pump, args=(onward, accepted, -1), daemon=True)
-        self._threads.append(back)
-        back.start()
-        self._pump(accepted, onward, self._offset)
-
-    @staticmethod
-    def _pump(source: socket.socket, sink: socket.socket, offset: int) -> None:
-        try:
-            while data := bytearray(source.recv(65536)):
-                if 0 <= offset < len(data):
-                    data[offset] ^= 4
-                offset -= len(data)
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_WR)
-        except OSError:
-            return  # the other direction ended it
-
-    def close(self) -> None:
-        self._listener.close()
-        for sock in self._sockets:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(5)
-        for sock in self._sockets:
-            sock.close()
-
-
-def through(flipper: Flipper, peer: PeerAddress) -> PeerAddress:
-    (offer,) = peer.offers
-    offers = [type(offer)(transport=offer.transport, host_id=offer.host_id, address=flipper.address)]
-    return PeerAddress(
-        worker_id=peer.worker_id, incarnation=peer.incarnation, control=peer.control, offers=offers
-    )
-
-
-@pytest.mark.parametrize("offset", [20_000, 100_000, 200_000])
-def test_a_flipped_bit_on_the_wire_is_repaired(closing: Closing, offset: int) -> None:
-    sender = closing(SenderEnd(["tcp"], make_pool(seed=1), checksum="full"))
-    receiver = closing(ReceiverEnd(["tcp"], make_pool(seed=2)))
-    (offer,) = receiver.peer.offers
-    flipper = closing(Flipper(offer.address, offset))
-    receiver.open("lease", range(64))
-    sender.push(through(flipper, receiver.peer), "lease", range(64))
-    assert isinstance(sender.wait_lease("lease"), Completed)
-    assert receiver.wait_for() == [Progress("lease", 64, complete=True)]
-    assert bytes(receiver.pool.buffer) == bytes(sender.pool.buffer)
-    assert receiver.receiver.counters()["failures_checksum_mismatch"] == 1
 
 
 @pytest.mark.parametrize("wire_dtype", ["auto", "int8", "fp8"])

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 from kvtransfer.framing.channel import decode, encode, frame, frame_length, unframe
-from kvtransfer.framing.messages import Ack, Answer, Challenge, Hello, Piece, Proof, SealedAnswer
+from kvtransfer.framing.messages import GOOD, Ack, Answer, Challenge, Hello, Piece, Proof, SealedAnswer
 from kvtransfer.interface import Completed
 from protocol.errors import ProtocolError
 from protocol.handoff import SegmentInfo
@@ -155,7 +155,10 @@ def test_fuzz_a_sender_with_the_key(
         finally:
             raw.close()
 
-    rest = st.sampled_from([b"", b"\xee" * 100, b"\xee" * 3 * 4096 + b"good", b"\xee" * 20_000])
+    whole = b"\xee" * 3 * 4096 + GOOD
+    check((encode(piece), whole))
+    wait_until(lambda: any(receiver.pool.buffer[4096 : 4 * 4096]))
+    rest = st.sampled_from([b"", b"\xee" * 100, whole, b"\xee" * 20_000])
     pieces = damaged([encode(piece)]) | altered([encode(piece)])
     fuzz(check, st.tuples(pieces, rest), examples=40)
     wait_until(lambda: not any("kv-receive" in thread.name for thread in threading.enumerate()))

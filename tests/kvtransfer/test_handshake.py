@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +26,6 @@ from tests.kvtransfer.transfer_sides import (
     make_pool,
     wait_until,
 )
-from tests.tiers.seeds import seeds
 
 Closing = Callable[[Any], Any]
 OTHER_KEY = bytes(32)
@@ -52,23 +50,11 @@ def test_a_sender_with_another_key_is_refused(closing: Closing, transport: str) 
     assert bytes(receiver.pool.buffer) == before
 
 
-def test_a_receiver_without_the_key_is_not_believed(closing: Closing, transport: str) -> None:
-    """One that waves every sender through still can't prove that it is ours."""
-    sender = closing(SenderEnd([transport]))
-    impostor = closing(RawReceiver(transport, make_pool()))
-    sender.push(impostor.peer, "lease", [1])
-    raw = closing(impostor.accept_unexamined())
-    raw.channel.recv(Hello, raw.deadline())
-    raw.send(Challenge(bytes(32)))
-    raw.channel.recv(Proof, raw.deadline())
-    raw.send(SealedAnswer(b"\x80", bytes(32)))
-    event = sender.wait_lease("lease")
-    assert isinstance(event, Failed) and "does not hold the cluster's key" in event.reason
-    assert raw.is_closed_by_peer()
-
-
-def test_a_proof_cannot_be_reflected(closing: Closing, transport: str) -> None:
-    """An impostor relays nothing and returns the sender's own proof as its own."""
+@pytest.mark.parametrize("reflected", [False, True])
+def test_a_receiver_without_the_key_is_not_believed(
+    closing: Closing, transport: str, reflected: bool
+) -> None:
+    """Neither does one prove anything that accepts every sender, or returns the sender's own proof."""
     sender = closing(SenderEnd([transport]))
     impostor = closing(RawReceiver(transport, make_pool()))
     sender.push(impostor.peer, "lease", [1])
@@ -76,8 +62,10 @@ def test_a_proof_cannot_be_reflected(closing: Closing, transport: str) -> None:
     raw.channel.recv(Hello, raw.deadline())
     raw.send(Challenge(bytes(32)))
     proof = raw.channel.recv(Proof, raw.deadline())
-    raw.send(SealedAnswer(b"", proof.mac))
-    assert "does not hold" in sender.wait_lease("lease").reason
+    raw.send(SealedAnswer(b"", proof.mac) if reflected else SealedAnswer(b"\x80", bytes(32)))
+    event = sender.wait_lease("lease")
+    assert isinstance(event, Failed) and "does not hold the cluster's key" in event.reason
+    assert raw.is_closed_by_peer()
 
 
 def a_hello(transport: str, incarnation: str) -> Hello:
@@ -184,27 +172,6 @@ def test_pending_handshakes_are_bounded_and_end(closing: Closing, transport: str
     wait_until(lambda: receiver.receiver.counters().get("handshakes_dropped") == 7)
     assert all(raw.is_closed_by_peer() for raw in silent)
     assert isinstance(push_one(closing(SenderEnd([transport])), receiver), Completed)
-
-
-@pytest.mark.parametrize("seed", seeds(5))
-def test_garbage_is_counted_and_harms_no_one(closing: Closing, transport: str, seed: int) -> None:
-    rng = random.Random(seed)
-    receiver = closing(ReceiverEnd([transport], handshake_timeout_s=0.3, max_pending_handshakes=100))
-    sender = closing(SenderEnd([transport]))
-    assert isinstance(push_one(sender, receiver), Completed)
-    for _ in range(20):
-        raw = closing(RawPeer.connect_only(receiver, transport))
-        try:
-            raw.send_bytes(rng.randbytes(rng.randrange(1, 300)))
-            if rng.random() < 0.5:
-                raw.send_bytes(frame(rng.randbytes(rng.randrange(60))))
-        except OSError:
-            continue  # closed on us already
-        if rng.random() < 0.5:
-            raw.close()
-    wait_until(lambda: receiver.receiver.counters().get("handshakes_refused") == 20)
-    assert isinstance(push_one(sender, receiver), Completed)
-    assert "failures_internal" not in receiver.receiver.counters()
 
 
 def test_our_side_of_the_handshake_names_the_refusal(closing: Closing) -> None:

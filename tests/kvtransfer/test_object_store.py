@@ -36,6 +36,7 @@ pytestmark = [pytest.mark.timeout(180)]
 
 Make = Callable[..., RemoteSide]
 NUM_BLOCKS, BLOCK_BYTES = 64, 1024 * 1024
+EVERYTHING = list(range(NUM_BLOCKS))
 PROMPT_S = 10.0
 
 
@@ -110,8 +111,8 @@ def counters(end: Any) -> dict[str, float]:
 def sockets(end: Any) -> int:
     """The listening ones, ends of socket pairs, and the few that Ray has within its node."""
     gc.collect()
-    everything = psutil.Process().net_connections("all")
-    return sum(each.family == socket.AF_UNIX or each.status == psutil.CONN_LISTEN for each in everything)
+    connections = psutil.Process().net_connections("all")
+    return sum(each.family == socket.AF_UNIX or each.status == psutil.CONN_LISTEN for each in connections)
 
 
 def close_and_overwrite(end: ReceiverEnd, lease_id: str) -> None:
@@ -119,6 +120,12 @@ def close_and_overwrite(end: ReceiverEnd, lease_id: str) -> None:
     if not end.receiver.close_lease(lease_id):
         end.wait_for(lambda event: isinstance(event, Closed))
     end.pool.buffer[:] = b"\x77" * len(end.pool.buffer)
+
+
+def begin(sender: RemoteSide, receiver: RemoteSide) -> None:
+    """Open a lease of all blocks, and leave the sender pushing to it."""
+    receiver.apply(open_lease, "lease", EVERYTHING)
+    sender.apply(push_without_end, receiver.peer, "lease", EVERYTHING)
 
 
 # --- tests --------------------------------------------------------------------------------------------
@@ -223,21 +230,18 @@ def test_blocks_arrive_bit_by_bit(make: Make, num_blocks: int, block_bytes: int)
 def test_many_leases_over_one_pair_and_back_again(make: Make) -> None:
     """More than the store holds, over connections that stay."""
     sender, receiver = make("sender"), make("receiver")
-    everything = list(range(NUM_BLOCKS))
     for number in range(8):
-        receiver.apply(open_lease, f"lease-{number}", everything)
-        assert isinstance(sender.apply(push_all, receiver.peer, f"lease-{number}", everything), Completed)
+        receiver.apply(open_lease, f"lease-{number}", EVERYTHING)
+        assert isinstance(sender.apply(push_all, receiver.peer, f"lease-{number}", EVERYTHING), Completed)
         assert receiver.apply(close_lease, f"lease-{number}")
     assert 2 * object_store_bytes(ServeConfig(kv_transports="object_store")) < 8 * NUM_BLOCKS * BLOCK_BYTES
-    assert receiver.apply(blocks_of, everything) == sender.apply(blocks_of, everything)
+    assert receiver.apply(blocks_of, EVERYTHING) == sender.apply(blocks_of, EVERYTHING)
     assert sender.apply(counters)["connections_made"] == 1
 
 
 def test_a_killed_receiver_fails_the_lease_and_its_successor_works(make: Make) -> None:
     sender, receiver = make("sender"), make("receiver")
-    everything = list(range(NUM_BLOCKS))
-    receiver.apply(open_lease, "lease", everything)
-    sender.apply(push_without_end, receiver.peer, "lease", everything)
+    begin(sender, receiver)
     receiver.kill()
     failed = sender.apply(wait_lease, "lease", PROMPT_S)
     assert isinstance(failed, Failed) and failed.reason.startswith("object_store: ")
@@ -246,28 +250,24 @@ def test_a_killed_receiver_fails_the_lease_and_its_successor_works(make: Make) -
     late = sender.apply(push_all, receiver.peer, "late", [0])
     assert isinstance(late, Failed)
     successor = make("receiver")
-    successor.apply(open_lease, "lease", everything)
-    assert isinstance(sender.apply(push_all, successor.peer, "lease", everything), Completed)
-    assert successor.apply(blocks_of, everything) == sender.apply(blocks_of, everything)
+    successor.apply(open_lease, "lease", EVERYTHING)
+    assert isinstance(sender.apply(push_all, successor.peer, "lease", EVERYTHING), Completed)
+    assert successor.apply(blocks_of, EVERYTHING) == sender.apply(blocks_of, EVERYTHING)
 
 
 def test_a_killed_sender_fails_the_lease_and_its_objects_go(make: Make) -> None:
     sender, receiver = make("sender"), make("receiver", reconnect_grace_s=0.3)
-    everything = list(range(NUM_BLOCKS))
-    receiver.apply(open_lease, "lost", everything)
-    sender.apply(push_without_end, receiver.peer, "lost", everything)
+    begin(sender, receiver)
     sender.kill()
-    assert receiver.apply(wait_lease, "lost", PROMPT_S) == Failed("lost", "the sender is gone")
-    assert receiver.apply(close_lease, "lost")
+    assert receiver.apply(wait_lease, "lease", PROMPT_S) == Failed("lease", "the sender is gone")
+    assert receiver.apply(close_lease, "lease")
     wait_stored(lambda stored: stored == 0)
 
 
 def test_a_sender_that_closes_midway_leaves_no_object(make: Make) -> None:
     """Both processes live on, and what was on its way between them goes."""
     sender, receiver = make("sender"), make("receiver")
-    everything = list(range(NUM_BLOCKS))
-    receiver.apply(open_lease, "lease", everything)
-    sender.apply(push_without_end, receiver.peer, "lease", everything)
+    begin(sender, receiver)
     assert sender.close() == []
     wait_stored(lambda stored: stored == 0)
     sender.start()
@@ -277,12 +277,10 @@ def test_a_sender_that_closes_midway_leaves_no_object(make: Make) -> None:
 
 def test_nothing_is_written_under_a_closed_lease(make: Make) -> None:
     sender, receiver = make("sender"), make("receiver")
-    everything = list(range(NUM_BLOCKS))
-    receiver.apply(open_lease, "lease", everything)
-    sender.apply(push_without_end, receiver.peer, "lease", everything)
+    begin(sender, receiver)
     receiver.apply(close_and_overwrite, "lease")
     assert isinstance(sender.apply(wait_lease, "lease"), Failed)
-    assert receiver.apply(blocks_of, everything) == [b"\x77" * BLOCK_BYTES] * NUM_BLOCKS
+    assert receiver.apply(blocks_of, EVERYTHING) == [b"\x77" * BLOCK_BYTES] * NUM_BLOCKS
 
 
 def abort_and_overwrite(end: SenderEnd, lease_id: str) -> None:
@@ -292,13 +290,11 @@ def abort_and_overwrite(end: SenderEnd, lease_id: str) -> None:
 
 def test_what_is_aborted_is_read_no_more(make: Make) -> None:
     sender, receiver = make("sender"), make("receiver")
-    everything = list(range(NUM_BLOCKS))
-    receiver.apply(open_lease, "lease", everything)
-    sender.apply(push_without_end, receiver.peer, "lease", everything)
+    begin(sender, receiver)
     sender.apply(abort_and_overwrite, "lease")
     receiver.apply(open_lease, "next", [])
     assert isinstance(sender.apply(push_all, receiver.peer, "next", []), Completed)
-    assert b"\x77" * BLOCK_BYTES not in receiver.apply(blocks_of, everything)
+    assert b"\x77" * BLOCK_BYTES not in receiver.apply(blocks_of, EVERYTHING)
 
 
 def rename_carrier(end: ReceiverEnd, address: str) -> str:

@@ -7,7 +7,6 @@ import os
 import random
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,8 @@ from kvtransfer.transports.tls import TlsTransport
 from messaging.tls import TlsFiles
 from messaging.wake import Wake
 from protocol.peers import PeerAddress
+from tests.faults.proxy import Damage, Proxy
+from tests.kvtransfer.test_fallback import with_offer
 from tests.kvtransfer.transfer_sides import (
     PLAIN,
     ReceiverEnd,
@@ -138,66 +139,18 @@ def test_closing_leaves_no_descriptor(tls: TransportOptions) -> None:
 # --- what is on the wire ------------------------------------------------------------------------------
 
 
-class Tap:
-    """Forwards connections, notes what the sender says, and may flip a bit of its byte at `flip`."""
-
-    def __init__(self, target: str, flip: int = -1) -> None:
-        host, _, port = target.rpartition(":")
-        self._target = (host, int(port))
-        self._flip = flip
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self.heard = bytearray()
-        self._sockets: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                accepted, _ = self._listener.accept()
-            except OSError:
-                return
-            onward = socket.create_connection(self._target)
-            self._sockets += [accepted, onward]
-            for source, sink in ((accepted, onward), (onward, accepted)):
-                threading.Thread(
-                    target=self._pump, args=(source, sink, source is accepted), daemon=True
-                ).start()
-
-    def _pump(self, source: socket.socket, sink: socket.socket, tapped: bool) -> None:
-        try:
-            while data := bytearray(source.recv(65536)):
-                at = self._flip - len(self.heard)
-                if tapped and 0 <= at < len(data):
-                    data[at] ^= 4
-                if tapped:
-                    self.heard += data
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_WR)
-        except OSError:
-            return
-
-    def close(self) -> None:
-        for sock in [self._listener, *self._sockets]:
-            sock.close()
-
-
-def tapped(receiver: ReceiverEnd, tap: Tap) -> PeerAddress:
-    offers = [msgspec.structs.replace(offer, address=tap.address) for offer in receiver.receiver.offers]
-    return msgspec.structs.replace(receiver.peer, offers=offers)
-
-
 @pytest.mark.parametrize("encrypted", [True, False])
 def test_nothing_is_in_clear(closing: Closing, tls: TransportOptions, encrypted: bool) -> None:
     options = tls if encrypted else PLAIN
-    sender, receiver = (
-        closing(SenderEnd(["tcp"], None, options)),
-        closing(ReceiverEnd(["tcp"], None, options)),
+    sender = closing(SenderEnd(["tcp"], None, options))
+    receiver = closing(ReceiverEnd(["tcp"], None, options))
+    proxy = closing(Proxy(receiver.receiver.offers[0].address, []))
+    assert isinstance(
+        transfer(sender, receiver, with_offer(receiver, "tcp", address=proxy.address)), Completed
     )
-    tap = closing(Tap(receiver.receiver.offers[0].address))
-    assert isinstance(transfer(sender, receiver, tapped(receiver, tap)), Completed)
-    assert len(tap.heard) > 4096
-    in_clear = [part in tap.heard for part in (block(sender.pool, 2)[:64], b"lease", b"prefill-0")]
+    heard = proxy.spoken[True]
+    assert len(heard) > 4096
+    in_clear = [part in heard for part in (block(sender.pool, 2)[:64], b"lease", b"prefill-0")]
     assert in_clear == [not encrypted] * 3
 
 
@@ -207,9 +160,9 @@ def test_a_flipped_bit_is_seen_and_repaired_without_checksums(
 ) -> None:
     sender = closing(SenderEnd(["tcp"], make_pool(seed=1), tls))
     receiver = closing(ReceiverEnd(["tcp"], make_pool(seed=2), tls))
-    tap = closing(Tap(receiver.receiver.offers[0].address, flip))
+    proxy = closing(Proxy(receiver.receiver.offers[0].address, [Damage("corrupt", flip)]))
     receiver.open("lease", range(64))
-    sender.push(tapped(receiver, tap), "lease", range(64))
+    sender.push(with_offer(receiver, "tcp", address=proxy.address), "lease", range(64))
     assert isinstance(sender.wait_lease("lease"), Completed)
     assert bytes(receiver.pool.buffer) == bytes(sender.pool.buffer)
     assert receiver.receiver.counters()["failures_malformed"] == 1
@@ -239,22 +192,29 @@ def wait_until_said(caplog: pytest.LogCaptureFixture, reason: str) -> None:
     wait_until(lambda: any(reason in message for message in caplog.messages))
 
 
-def test_a_sender_without_tls_is_refused(
-    closing: Closing, tls: TransportOptions, caplog: pytest.LogCaptureFixture
-) -> None:
-    receiver = closing(ReceiverEnd(["tcp"], None, tls, **PATIENT_TO_STRANGERS))
-    reason = refused(closing(SenderEnd(["tcp"], **PATIENT)), receiver)
-    assert "the peer speaks TLS, and this side does not" in reason
-    wait_until_said(caplog, "TLS: the peer does not speak it")
+NO_TLS = "the peer speaks TLS, and this side does not"
 
 
-def test_a_receiver_without_tls_is_refused(
-    closing: Closing, tls: TransportOptions, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("with_tls", "reason", "said"),
+    [
+        ("receiver", NO_TLS, "TLS: the peer does not speak it"),
+        ("sender", "TLS: the peer ended the handshake; it may have no TLS", NO_TLS),
+    ],
+)
+def test_tls_on_one_side_alone_is_refused(
+    closing: Closing,
+    tls: TransportOptions,
+    caplog: pytest.LogCaptureFixture,
+    with_tls: str,
+    reason: str,
+    said: str,
 ) -> None:
-    receiver = closing(ReceiverEnd(["tcp"], **PATIENT_TO_STRANGERS))
-    reason = refused(closing(SenderEnd(["tcp"], None, tls, **PATIENT)), receiver)
-    assert "TLS: the peer ended the handshake; it may have no TLS" in reason
-    wait_until_said(caplog, "the peer speaks TLS, and this side does not")
+    ours, theirs = (tls if with_tls == side else PLAIN for side in ("sender", "receiver"))
+    sender = closing(SenderEnd(["tcp"], None, ours, **PATIENT))
+    receiver = closing(ReceiverEnd(["tcp"], None, theirs, **PATIENT_TO_STRANGERS))
+    assert reason in refused(sender, receiver)
+    wait_until_said(caplog, said)
 
 
 def test_a_receiver_of_another_authority_is_refused(
@@ -325,10 +285,9 @@ def test_a_silent_receiver_is_waited_for_and_given_up(closing: Closing, tls: Tra
         closing(ReceiverEnd(["tcp"])),
     )
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        offers = [msgspec.structs.replace(offer, address=address) for offer in receiver.receiver.offers]
+        peer = with_offer(receiver, "tcp", address=f"127.0.0.1:{silent.getsockname()[1]}")
         before = time.process_time()
-        event = transfer(sender, receiver, msgspec.structs.replace(receiver.peer, offers=offers))
+        event = transfer(sender, receiver, peer)
         assert isinstance(event, Failed) and "no progress" in event.reason
         assert time.process_time() - before < 0.3
 

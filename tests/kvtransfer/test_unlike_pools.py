@@ -117,29 +117,35 @@ def test_a_quantized_wire_halves_the_bytes(closing: Closing, wire_dtype: str) ->
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 """What a GPU's memory goes through is the same code on the CPU, but for pinned memory and streams."""
+SIDES = ["both", "sender", "receiver"]
+BY_UCX = [(sides, "ucx", "cpu") for sides in SIDES]
+"""On the CPU alone: within a process UCX does not read from a GPU's memory (`tests/gpu` has two processes),
+nor, without RDMA, from there into the host's.
+"""
+WIRES = [(sides, "tcp", device) for sides in SIDES for device in DEVICES] + BY_UCX
+WIRES += [("receiver", "shm", device) for device in DEVICES]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("sides", "transport", "device"), WIRES)
 @pytest.mark.parametrize("ours", [("bfloat16", 16), ("float32", 16), ("bfloat16", 8)])
 @pytest.mark.parametrize(("num_tokens", "cached"), [(75, 0), (96, 1)])
-@pytest.mark.parametrize("sides", ["both", "sender", "receiver"])
 def test_pools_in_a_devices_memory(
-    closing: Closing, device: str, ours: tuple[str, int], num_tokens: int, cached: int, sides: str
+    closing: Closing,
+    transport: str,
+    device: str,
+    ours: tuple[str, int],
+    num_tokens: int,
+    cached: int,
+    sides: str,
 ) -> None:
     devices = (None if sides == "receiver" else device, None if sides == "sender" else device)
     theirs = ("bfloat16", 16)
+    checksum = "full" if transport == "tcp" else "off"
     sent, arrived, _ = transfer(
-        closing, "tcp", theirs, ours, num_tokens, cached, devices=devices, checksum="full"
+        closing, transport, theirs, ours, num_tokens, cached, devices=devices, checksum=checksum
     )
     start = cached * ours[1]
     assert torch.equal(arrived[start:num_tokens], sent[start:num_tokens])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_device_receives_what_lies_in_shared_memory(closing: Closing, device: str) -> None:
-    layout = ("bfloat16", 16)
-    sent, arrived, _ = transfer(closing, "shm", layout, layout, 75, 1, devices=(None, device))
-    assert torch.equal(arrived[16:75], sent[16:75])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -149,16 +155,3 @@ def test_a_devices_blocks_are_quantized_on_the_wire(closing: Closing, device: st
     _, on_host, _ = transfer(closing, "tcp", layout, layout, 75, 1, options)
     _, on_device, _ = transfer(closing, "tcp", layout, layout, 75, 1, options, (device, device))
     assert torch.equal(on_host[16:75], on_device[16:75])
-
-
-@pytest.mark.parametrize("sides", ["both", "sender", "receiver"])
-@pytest.mark.parametrize("ours", [("bfloat16", 16), ("float32", 8)])
-def test_ucx_reads_from_and_into_a_devices_memory(
-    closing: Closing, sides: str, ours: tuple[str, int]
-) -> None:
-    """On the CPU alone: within a process UCX does not read from a GPU's memory (`tests/gpu` has two), nor,
-    without RDMA, from there into the host's.
-    """
-    devices = (None if sides == "receiver" else "cpu", None if sides == "sender" else "cpu")
-    sent, arrived, _ = transfer(closing, "ucx", ("bfloat16", 16), ours, 75, 1, devices=devices)
-    assert torch.equal(arrived[ours[1] : 75], sent[ours[1] : 75])
