@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from engine.tiers import slot_file
 from engine.tiers.folder import check_free_space, claim_folder
-from engine.tiers.slot_file import ENTRY_BYTES, CorruptBlockError
+from engine.tiers.slot_file import ENTRY_BYTES, CorruptBlockError, SlotFile
 from protocol.errors import ConfigError
 from tests.engine.tiers_parts import check_blocks, content_of, identity_of, open_file, write_blocks
 
@@ -37,58 +38,54 @@ def start_child(
     )
 
 
+def opened(folder: Path, capacity: int = 8) -> closing[SlotFile]:
+    return closing(open_file(folder, BLOCK_BYTES, capacity))
+
+
 def write_eight(folder: Path) -> None:
-    file = open_file(folder, BLOCK_BYTES, 8)
-    write_blocks(file, range(8))
-    file.close()
+    with opened(folder) as file:
+        write_blocks(file, range(8))
 
 
 def test_blocks_are_found_again_in_the_order_of_their_writing(tmp_path: Path) -> None:
-    file = open_file(tmp_path, BLOCK_BYTES, 8)
-    assert file.stored == []
-    write_blocks(file, range(5))
-    file.write(1, identity_of(9), 100, memoryview(content_of(identity_of(9), BLOCK_BYTES)))
-    file.erase(3)
-    file.close()
-    again = open_file(tmp_path, BLOCK_BYTES, 8)
-    assert [stored.identity for stored in again.stored] == [identity_of(n) for n in (0, 2, 4, 9)]
-    assert check_blocks(again) == 4
-    assert (again.num_corrupt, again.num_foreign) == (0, 0)
-    again.close()
+    with opened(tmp_path) as file:
+        assert file.stored == []
+        write_blocks(file, range(5))
+        file.write(1, identity_of(9), 100, memoryview(content_of(identity_of(9), BLOCK_BYTES)))
+        file.erase(3)
+    with opened(tmp_path) as again:
+        assert [stored.identity for stored in again.stored] == [identity_of(n) for n in (0, 2, 4, 9)]
+        assert check_blocks(again) == 4
+        assert (again.num_corrupt, again.num_foreign) == (0, 0)
 
 
 def test_a_slot_serves_no_other_identity(tmp_path: Path) -> None:
-    file = open_file(tmp_path, BLOCK_BYTES, 8)
-    write_blocks(file, range(2))
-    with pytest.raises(CorruptBlockError):
-        file.read(0, identity_of(1), memoryview(bytearray(BLOCK_BYTES)))
-    with pytest.raises(CorruptBlockError):
-        file.read(5, identity_of(5), memoryview(bytearray(BLOCK_BYTES)))
-    file.close()
+    with opened(tmp_path) as file:
+        write_blocks(file, range(2))
+        with pytest.raises(CorruptBlockError):
+            file.read(0, identity_of(1), memoryview(bytearray(BLOCK_BYTES)))
+        with pytest.raises(CorruptBlockError):
+            file.read(5, identity_of(5), memoryview(bytearray(BLOCK_BYTES)))
 
 
 def test_the_newer_of_two_equal_blocks_stays(tmp_path: Path) -> None:
-    file = open_file(tmp_path, BLOCK_BYTES, 8)
-    content = memoryview(content_of(identity_of(0), BLOCK_BYTES))
-    for slot, age in ((4, 7), (2, 9), (6, 8)):
-        file.write(slot, identity_of(0), age, content)
-    file.close()
+    with opened(tmp_path) as file:
+        content = memoryview(content_of(identity_of(0), BLOCK_BYTES))
+        for slot, age in ((4, 7), (2, 9), (6, 8)):
+            file.write(slot, identity_of(0), age, content)
     for _ in range(2):
-        again = open_file(tmp_path, BLOCK_BYTES, 8)
-        assert [(stored.age, stored.slot) for stored in again.stored] == [(9, 2)]
-        again.close()
+        with opened(tmp_path) as again:
+            assert [(stored.age, stored.slot) for stored in again.stored] == [(9, 2)]
 
 
 def test_a_smaller_capacity_gives_the_room_back(tmp_path: Path) -> None:
     write_eight(tmp_path)
-    smaller = open_file(tmp_path, BLOCK_BYTES, 3)
-    assert check_blocks(smaller) == 3
-    assert (tmp_path / "worker-0" / "blocks").stat().st_size == 3 * BLOCK_BYTES
-    assert (tmp_path / "worker-0" / "index").stat().st_size == 4 * ENTRY_BYTES
-    smaller.close()
-    larger = open_file(tmp_path, BLOCK_BYTES, 8)
-    assert check_blocks(larger) == 3
-    larger.close()
+    with opened(tmp_path, 3) as smaller:
+        assert check_blocks(smaller) == 3
+        assert (tmp_path / "worker-0" / "blocks").stat().st_size == 3 * BLOCK_BYTES
+        assert (tmp_path / "worker-0" / "index").stat().st_size == 4 * ENTRY_BYTES
+    with opened(tmp_path) as larger:
+        assert check_blocks(larger) == 3
 
 
 @pytest.mark.parametrize(
@@ -146,19 +143,17 @@ def test_no_damage_is_served(
     write_eight(folder)
     for name, kind, seed in damages:
         inflict(folder / "worker-0" / name, kind, seed)
-    damaged = open_file(folder, BLOCK_BYTES, 8)
-    into = bytearray(BLOCK_BYTES)
-    for stored in damaged.stored:
-        try:
-            damaged.read(stored.slot, stored.identity, memoryview(into))
-        except CorruptBlockError:
-            damaged.erase(stored.slot)
-            continue
-        assert into == content_of(stored.identity, BLOCK_BYTES)
-    damaged.close()
-    repaired = open_file(folder, BLOCK_BYTES, 8)
-    check_blocks(repaired)
-    repaired.close()
+    with opened(folder) as damaged:
+        into = bytearray(BLOCK_BYTES)
+        for stored in damaged.stored:
+            try:
+                damaged.read(stored.slot, stored.identity, memoryview(into))
+            except CorruptBlockError:
+                damaged.erase(stored.slot)
+                continue
+            assert into == content_of(stored.identity, BLOCK_BYTES)
+    with opened(folder) as repaired:
+        check_blocks(repaired)
 
 
 def test_a_flipped_bit_is_found_and_a_cut_is_counted(tmp_path: Path) -> None:
@@ -167,12 +162,11 @@ def test_a_flipped_bit_is_found_and_a_cut_is_counted(tmp_path: Path) -> None:
     raw = bytearray(blocks.read_bytes())
     raw[2 * BLOCK_BYTES + 17] ^= 4
     blocks.write_bytes(raw[: 7 * BLOCK_BYTES - 1])
-    damaged = open_file(tmp_path, BLOCK_BYTES, 8)
-    assert [stored.slot for stored in damaged.stored] == list(range(6))
-    assert damaged.num_corrupt == 2
-    with pytest.raises(CorruptBlockError, match="slot 2 holds other bytes"):
-        check_blocks(damaged)
-    damaged.close()
+    with opened(tmp_path) as damaged:
+        assert [stored.slot for stored in damaged.stored] == list(range(6))
+        assert damaged.num_corrupt == 2
+        with pytest.raises(CorruptBlockError, match="slot 2 holds other bytes"):
+            check_blocks(damaged)
 
 
 def test_a_flipped_bit_in_an_entry_drops_the_block(tmp_path: Path) -> None:
@@ -182,9 +176,8 @@ def test_a_flipped_bit_in_an_entry_drops_the_block(tmp_path: Path) -> None:
         raw = bytearray(index.read_bytes())
         raw[ENTRY_BYTES * (slot + 1) + 7 * slot] ^= 1  # from the magic to the checksum
         index.write_bytes(raw)
-    damaged = open_file(tmp_path, BLOCK_BYTES, 8)
-    assert (damaged.stored, damaged.num_corrupt) == ([], 8)
-    damaged.close()
+    with opened(tmp_path) as damaged:
+        assert (damaged.stored, damaged.num_corrupt) == ([], 8)
 
 
 def test_a_process_killed_while_it_writes_leaves_whole_blocks_only(tmp_path: Path) -> None:
@@ -208,15 +201,13 @@ def test_a_process_killed_while_it_writes_leaves_whole_blocks_only(tmp_path: Pat
 def test_two_processes_share_a_path_but_no_folder(tmp_path: Path) -> None:
     child = start_child(tmp_path, BLOCK_BYTES, 4, 0, 0)
     assert child.stdout is not None and child.stdout.readline() == "ready\n"
-    ours = open_file(tmp_path, BLOCK_BYTES, 4)
-    assert ours.path.name == "worker-1"
-    ours.close()
+    with opened(tmp_path, 4) as ours:
+        assert ours.path.name == "worker-1"
     child.kill()
     child.communicate()
-    theirs = open_file(tmp_path, BLOCK_BYTES, 4)
-    assert theirs.path.name == "worker-0"
-    assert check_blocks(theirs) >= 1
-    theirs.close()
+    with opened(tmp_path, 4) as theirs:
+        assert theirs.path.name == "worker-0"
+        assert check_blocks(theirs) >= 1
 
 
 def test_one_process_claims_two_folders_and_releases_them(tmp_path: Path) -> None:
@@ -235,25 +226,23 @@ def test_a_slot_holds_nothing_while_its_block_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a process that died in between, the old entry does not name the new block's bytes."""
-    file = open_file(tmp_path, BLOCK_BYTES, 4)
-    write_blocks(file, range(2))
-    write_all = slot_file._write_all
+    with opened(tmp_path, 4) as file:
+        write_blocks(file, range(2))
+        write_all = slot_file._write_all
 
-    def die_in_the_block(fd: int, data: memoryview, offset: int) -> None:
-        if len(data) == BLOCK_BYTES:
-            write_all(fd, data[: BLOCK_BYTES // 2], offset)
-            raise OSError("no more")
-        write_all(fd, data, offset)
+        def die_in_the_block(fd: int, data: memoryview, offset: int) -> None:
+            if len(data) == BLOCK_BYTES:
+                write_all(fd, data[: BLOCK_BYTES // 2], offset)
+                raise OSError("no more")
+            write_all(fd, data, offset)
 
-    monkeypatch.setattr(slot_file, "_write_all", die_in_the_block)
-    with pytest.raises(OSError, match="no more"):
-        file.write(0, identity_of(7), 7, memoryview(content_of(identity_of(7), BLOCK_BYTES)))
-    monkeypatch.undo()
-    file.close()
-    again = open_file(tmp_path, BLOCK_BYTES, 4)
-    assert [stored.identity for stored in again.stored] == [identity_of(1)]
-    assert check_blocks(again) == 1
-    again.close()
+        monkeypatch.setattr(slot_file, "_write_all", die_in_the_block)
+        with pytest.raises(OSError, match="no more"):
+            file.write(0, identity_of(7), 7, memoryview(content_of(identity_of(7), BLOCK_BYTES)))
+        monkeypatch.undo()
+    with opened(tmp_path, 4) as again:
+        assert [stored.identity for stored in again.stored] == [identity_of(1)]
+        assert check_blocks(again) == 1
 
 
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
