@@ -337,7 +337,7 @@ def test_what_arrives_renews_the_lease(light: LightLoop, engine: Engine) -> None
     grant = reserve(light)
     request = light.table.get("short")
     deadlines = [request.deadline]
-    assert reserve(light) == grant
+    assert reserve(light) == grant and len(light.inbox.replies) == 2
     deadlines.append(request.deadline)
     light.receiver.tell(Progress(grant.lease_id, 1, complete=False))
     light.deliver()
@@ -386,7 +386,10 @@ def test_a_request_that_is_aborted_before_its_first_step_is_forgotten(
 ) -> None:
     grant = reserve(light)
     arrive(light, grant)
-    assert hand_off(light, manifest_of(engine, grant, "prefill-0")).error is None
+    for _ in range(2):
+        acknowledged = HandoffAck(request_id="short", lease_id=grant.lease_id)
+        assert hand_off(light, manifest_of(engine, grant, "prefill-0")) == acknowledged
+    assert light.loop.counters["duplicate_messages_total"] == 1
     light.hear(Abort(request_ids=["short"]))
     assert not light.requests and not light.loop._unstepped
 
