@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from engine.draft import Outcome
 from engine.sequence import SequenceState
-from protocol.outputs import ErrorKind, FinishReason, RequestTiming, TokenOutput
+from protocol.outputs import ErrorKind, FinishReason, RequestTiming, TokenOutput, logprobs_pages
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ def token_output(sequence: SequenceState, kept: Kept, outcome: Outcome) -> Token
         finish_reason=kept.finish_reason,
         stop_token_id=kept.stop_token_id,
         logprobs=[entry for entry in logprobs if entry is not None] or None,
-        prompt_logprobs=sequence.prompt_logprobs if is_first and sequence.prompt_logprobs else None,
+        prompt_logprobs=(logprobs_pages(sequence.prompt_logprobs) or None) if is_first else None,
         cached_tokens=sequence.num_cached if is_first else None,
         timing=_first_token_timing(sequence) if is_first else None,
         drafted_tokens=outcome.draft.num_nodes if outcome.draft is not None else 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -20,6 +21,23 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     top_token_ids: list[int] = []
     top_logprobs: list[float] = []
+
+
+PAGE_POSITIONS = 16
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[TokenLogprobs | None]).decode
+
+
+def logprobs_pages(entries: Sequence[TokenLogprobs | None]) -> list[bytes]:
+    """Pack log-probabilities, of which a prompt has millions, into pages that are unpacked one by one."""
+    starts = range(0, len(entries), PAGE_POSITIONS)
+    return [_encode(entries[start : start + PAGE_POSITIONS]) for start in starts]
+
+
+def paged_logprobs(pages: Iterable[bytes]) -> Iterator[TokenLogprobs | None]:
+    """Unpack pages. Raises `msgspec.DecodeError`."""
+    for page in pages:
+        yield from _decode(page)
 
 
 class TransferTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -59,7 +77,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     `position` tokens of the answer come before this output's. `cached_tokens` comes with a sequence's first
     token. Of the `drafted_tokens` that the step verified, `accepted_tokens` are among its tokens.
-    `embedding` is the prompt's, float32 in little-endian order.
+    `prompt_logprobs` are pages. `embedding` is the prompt's, float32 in little-endian order.
     """
 
     request_id: Id
@@ -68,7 +86,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: list[bytes] | None = None
     cached_tokens: int | None = None
     timing: RequestTiming | None = None
     drafted_tokens: Count = 0

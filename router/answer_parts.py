@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from router.choice import Choice
-from router.parsing.answer import Arguments, Call, Content, Reasoning
+from router.parsing.answer import Call, Content, Part, Reasoning
 from router.parsing.formats import AnswerParser, Parsing
 
 SHORT_ID_CHARACTERS = 9
+PIECE_CHARACTERS = 1024
+"""Parsers take at most so much of a text in one go."""
 
 
 class CallStart(NamedTuple):
@@ -40,16 +42,20 @@ class AnswerParts:
         self._seed = seed
         self.num_calls = 0
 
-    def push(self, choice: Choice, text: str) -> list[AnswerPart]:
-        """Return the parts in the choice's new text, and the last parts once the choice is finished."""
+    def push(self, choice: Choice, text: str) -> Iterator[list[AnswerPart]]:
+        """Yield the parts in each piece of the choice's new text, and the last ones once the choice is finished."""
         if self._parser is None:
-            return [Content(text)] if text else []
-        parts = self._parser.push(text)
+            yield [Content(text)] if text else []
+            return
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            yield self._all(self._parser.push(text[start : start + PIECE_CHARACTERS]))
         if choice.finish_reason is not None:
-            parts += self._parser.finish(is_cut=choice.finish_reason == "length")
+            yield self._all(self._parser.finish(is_cut=choice.finish_reason == "length"))
+
+    def _all(self, parts: Sequence[Part]) -> list[AnswerPart]:
         return [found for part in parts for found in self._found(part)]
 
-    def _found(self, part: Content | Reasoning | Call | Arguments) -> Iterator[AnswerPart]:
+    def _found(self, part: Part) -> Iterator[AnswerPart]:
         if isinstance(part, Content | Reasoning):
             yield part
             return

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 
 import msgspec
 
 from protocol.adapters import Adapter
 from protocol.kv_events import CacheFormat
-from protocol.outputs import TokenLogprobs, TokenOutput
+from protocol.outputs import PAGE_POSITIONS, TokenLogprobs, TokenOutput, logprobs_pages, paged_logprobs
 from router.detokenizer import Detokenizer
 from router.prompt_blocks import HashedBlocks, hash_blocks
 from router.stop_strings import StopStringMatcher
@@ -52,15 +52,25 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class ChoiceDelta(msgspec.Struct):
-    """A choice's output since the previous call. `offsets` are the tokens' offsets in the choice's uncut
-    text.
+    """A choice's output since the previous call. `logprobs` come after those in `pages`; `offsets` are the
+    tokens' offsets in the choice's uncut text.
     """
 
     text: str = ""
     spans: Sequence[Span] = ()
     token_ids: Sequence[int] = ()
+    pages: Sequence[bytes] = ()
     logprobs: Sequence[TokenLogprobs] = ()
     offsets: Sequence[int] = ()
+
+    @property
+    def is_short(self) -> bool:
+        """Whether it is about what one step brings, so that it is written in no time."""
+        return len(self.token_ids) <= 16 and len(self.text) <= 1024
+
+    def all_logprobs(self) -> Iterator[TokenLogprobs | None]:
+        """Iterate over the log-probabilities of all tokens."""
+        return chain(paged_logprobs(self.pages), self.logprobs)
 
 
 @dataclass(eq=False, slots=True)
@@ -90,13 +100,16 @@ class Choice:
     stop_reason: str | int | None = None
     keep_spans: bool = False
     has_news: bool = False
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: list[bytes] = field(default_factory=list)
+    """Pages."""
     embedding: bytes | None = None
     """The prompt's embedding, if the request asks for it."""
     _matcher: StopStringMatcher | None = field(init=False)
     _length: int = field(init=False)
     _token_ids: list[int] = field(default_factory=list)
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _pages: list[bytes] = field(default_factory=list)
+    """Earlier ones: as objects they would take the garbage collector long."""
     _offsets: list[int] = field(default_factory=list)
     _pieces: list[str] = field(default_factory=list)
     _drafted: list[bool] = field(default_factory=list)
@@ -150,7 +163,8 @@ class Choice:
             self._drafted.clear()
         if self.keep_details:
             delta.token_ids, delta.logprobs, delta.offsets = self._token_ids, self._logprobs, self._offsets
-            self._token_ids, self._logprobs, self._offsets = [], [], []
+            delta.pages = self._pages
+            self._token_ids, self._logprobs, self._offsets, self._pages = [], [], [], []
         delta.text = self.take_text()
         return delta
 
@@ -167,6 +181,9 @@ class Choice:
         self._length += len(text)
         if output.logprobs is not None:
             self._logprobs.append(output.logprobs[position])
+            if len(self._logprobs) == PAGE_POSITIONS:
+                self._pages += logprobs_pages(self._logprobs)
+                self._logprobs.clear()
 
     def _matched(self, text: str) -> str:
         if self._matcher is None or self.num_tokens <= self.min_tokens:

@@ -17,6 +17,7 @@ from router.metrics import Metrics, RefusalReason
 from router.placer import Placer, Send
 from router.registry import Registry, Worker
 from router.request_log import RequestLog, ids
+from router.slices import SLICE_S
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +31,6 @@ process was stopped, since heartbeats have their own thread, which no request ca
 """
 MAX_REDIRECTS = 3
 """After this many decode workers failed to take over a request, its prefill worker decodes it."""
-
-SEQUENCES_PER_TURN = 32
-"""The sequences of one HTTP request that are placed per turn of the event loop."""
 
 Cause = ErrorKind | Literal["drain", "thinking"]
 _REPLACEABLE = ("worker_lost", "transfer")
@@ -65,11 +63,13 @@ class Dispatcher:
         """
         generation.started = time.monotonic()
         gives_way = self._gives_way(generation)
-        for number, request in enumerate(generation.requests, start=1):
-            if number % SEQUENCES_PER_TURN == 0:
+        turn_ends = time.perf_counter() + SLICE_S
+        for request in generation.requests:
+            if time.perf_counter() >= turn_ends:
                 await asyncio.sleep(0)
                 if generation.is_over:
                     return
+                turn_ends = time.perf_counter() + SLICE_S
             refusal = self._placer.place(request, checks_slo=request is generation.requests[0])
             if refusal is not None:
                 self._placer.meter.refused(refusal, self._registry.live())

@@ -1,23 +1,29 @@
-"""Answers as JSON: whole ones, and the chunks of a stream. The constant parts are encoded once."""
+"""Answers as JSON: whole ones, and the chunks of a stream. The constant parts are encoded once.
+
+All come in pieces, since a client may ask for long ones: see `router.slices`.
+"""
 
 from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 
-from router.choice import Choice, ChoiceDelta
+from router.choice import Choice, ChoiceDelta, Prompt
 from router.errors import ApiError
 from router.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from router.parsing.formats import Parsing
+from router.slices import json_members, json_pieces
 from router.timing import ResponseTiming
 from router.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 _json = msgspec.json.Encoder().encode
+Fields = dict[str, Any]
 
 
 class AskedOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +58,7 @@ class OutputOptions(AskedOutput, frozen=True, kw_only=True):
     """Finds calls and reasoning in a chat's answer; None: the answer is all content."""
 
 
-def usage(choices: Sequence[Choice], only_prompt: bool = False) -> dict[str, Any]:
+def usage(choices: Sequence[Choice], only_prompt: bool = False) -> Fields:
     """Return the answer's usage. Each prompt counts once, however many choices it has.
 
     As in OpenAI's API, rejected predictions are reported next to the completion's tokens; here they are not
@@ -79,12 +85,12 @@ class AnswerWriter(abc.ABC):
     """Writes one request's answer."""
 
     @abc.abstractmethod
-    def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
+    def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterable[bytes]:
         """Return the whole answer."""
 
-    def failed(self, choices: Sequence[Choice], error: ApiError) -> bytes:
+    def failed(self, choices: Sequence[Choice], error: ApiError) -> Iterable[bytes]:
         """Return the body of an answer that failed."""
-        return error.body()
+        return [error.body()]
 
     async def keep(self) -> None:  # noqa: B027
         """Store the data that later requests may ask for, before the client sees the answer's end."""
@@ -94,16 +100,16 @@ class StreamedAnswer(AnswerWriter):
     """An answer that can also be sent as server-sent events."""
 
     @abc.abstractmethod
-    def chunk(self, choice: Choice) -> bytes:
+    def chunk(self, choice: Choice) -> Iterable[bytes]:
         """Return events for one choice's new output."""
 
     @abc.abstractmethod
-    def last_chunk(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
+    def last_chunk(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterable[bytes]:
         """Return the last events, after all choices are complete."""
 
-    def failure(self, error: ApiError) -> bytes:
+    def failure(self, error: ApiError) -> Iterable[bytes]:
         """Return the last event of a stream that fails after it has begun."""
-        return b"data: " + error.body() + b"\n\n"
+        return [b"data: " + error.body() + b"\n\n"]
 
 
 class AnswerFormat(StreamedAnswer):
@@ -121,6 +127,7 @@ class AnswerFormat(StreamedAnswer):
         self._options = options
         self._begun: dict[int, bytes] = {}
         """The start of a text-only chunk for each choice that has begun; empty if chunks contain more."""
+        self._encoded_ids: dict[int, Raw] = {}
         self._head = {
             "id": self.id_prefix + request_id,
             "object": self.stream_object if options.stream else self.whole_object,
@@ -131,72 +138,97 @@ class AnswerFormat(StreamedAnswer):
         self._chunk_end = b'],"usage":null}\n\n' if options.include_usage else b"]}\n\n"
         self._text_end = self.after_text + self._chunk_end
 
-    def chunk(self, choice: Choice) -> bytes:
+    def chunk(self, choice: Choice) -> Iterable[bytes]:
         before_text = self._begun.get(choice.index)
         if before_text and choice.finish_reason is None:
-            return before_text + _json(choice.take_text()) + self._text_end
+            return (before_text + _json(choice.take_text()) + self._text_end,)
         if before_text is None:
             start = self._chunk_start + self.before_text % choice.index
             self._begun[choice.index] = start if self._options.only_text else b""
         return self._full_chunk(choice, choice.take_delta(), before_text is None)
 
     @abc.abstractmethod
-    def _full_chunk(self, choice: Choice, delta: ChoiceDelta, first: bool) -> bytes:
-        """Return a chunk with all fields that the choice has now."""
+    def _full_chunk(self, choice: Choice, delta: ChoiceDelta, first: bool) -> Iterator[bytes]:
+        """Yield a chunk with all fields that the choice has now."""
 
-    def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
-        fields = self._whole(choices)
-        if timing is not None:
-            fields["timing"] = timing
-        return _json({**self._head, **fields})
+    def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterator[bytes]:
+        return self._whole(self._head, choices, {} if timing is None else {"timing": timing})
 
-    def failed(self, choices: Sequence[Choice], error: ApiError) -> bytes:
+    def failed(self, choices: Sequence[Choice], error: ApiError) -> Iterator[bytes]:
         """Return the error with the incomplete answer, whose `finish_reason` is "error"."""
         head = {**self._head, "object": self.whole_object}
-        return _json({**head, **self._whole(choices), "error": error.detail})
+        return self._whole(head, choices, {"error": error.detail})
 
-    def last_chunk(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
-        fields: dict[str, Any] = {}
+    def last_chunk(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterator[bytes]:
+        fields: Fields = {}
         if self._options.include_usage:
             fields["usage"] = usage(choices, self._options.only_prompt)
         if timing is not None:
             fields["timing"] = timing
-        if not fields:
-            return DONE
-        return self._chunk_start + b"]," + _json(fields)[1:] + b"\n\n" + DONE
+        if fields:
+            yield self._chunk_start + b"]," + _json(fields)[1:] + b"\n\n"
+        yield DONE
+
+    def _whole(self, head: Fields, choices: Sequence[Choice], extras: Fields) -> Iterator[bytes]:
+        yield _json(head)[:-1] + b',"choices":['
+        for number, choice in enumerate(choices):
+            yield b"," if number else b""
+            yield from self._whole_choice(choice)
+        fields = {"usage": usage(choices, self._options.only_prompt), **self._about_prompt(choices), **extras}
+        yield b"],"
+        yield from json_members(fields)
 
     @abc.abstractmethod
-    def _whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return the whole answer's fields."""
+    def _whole_choice(self, choice: Choice) -> Iterator[bytes]:
+        """Yield one choice of the whole answer."""
 
-    def _event(self, choice: Choice, body: bytes, extras: dict[str, Any] | None = None) -> bytes:
-        if not self._options.continuous_usage and not extras:
-            return self._chunk_start + body + self._chunk_end
+    def _about_prompt(self, choices: Sequence[Choice]) -> Fields:
+        """Return the whole answer's top-level fields about the prompt."""
+        return {}
+
+    def _event(
+        self, choice: Choice, body: Fields, *, is_short: bool, extras: Fields | None = None
+    ) -> Iterator[bytes]:
+        """Yield one event about a choice. `extras` are further fields at the top level."""
         fields = dict(extras or {})
         if self._options.continuous_usage:
             fields["usage"] = usage([choice], self._options.only_prompt)
-        return self._chunk_start + body + b"]," + _json(fields)[1:] + b"\n\n"
+        yield self._chunk_start
+        yield from json_pieces(body, is_short=is_short)
+        if not fields:
+            yield self._chunk_end
+            return
+        yield b"],"
+        yield from json_members(fields)
+        yield b"\n\n"
 
-    def _common(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
+    def _common(self, choice: Choice, delta: ChoiceDelta) -> Fields:
         """Return the fields that choices of both APIs have."""
-        fields: dict[str, Any] = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        fields: Fields = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         if self._options.return_token_ids:
             fields["token_ids"] = delta.token_ids
         if self._options.return_timing:
             fields["spans"] = delta.spans
         return fields
 
-    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
+    def _of_prompt(self, choice: Choice) -> Fields:
         """Return vLLM's extra fields about the prompt. Completions have them in each choice, chats at the
         top level.
         """
-        fields: dict[str, Any] = {}
+        fields: Fields = {}
         if self._options.return_token_ids:
-            fields["prompt_token_ids"] = choice.prompt.token_ids
+            fields["prompt_token_ids"] = self._prompt_ids(choice.prompt)
         if self._options.num_prompt_top is not None:
             top = self._options.num_prompt_top
             fields["prompt_logprobs"] = prompt_logprobs(self._tokenizer, choice, top)
         return fields
+
+    def _prompt_ids(self, prompt: Prompt) -> Raw:
+        """Return the prompt's token ids, encoded once for all choices."""
+        known = self._encoded_ids.get(id(prompt))
+        if known is None:
+            known = self._encoded_ids[id(prompt)] = Raw(_json(prompt.token_ids))
+        return known
 
 
 class CompletionFormat(AnswerFormat):
@@ -207,14 +239,13 @@ class CompletionFormat(AnswerFormat):
     before_text = b'{"index":%d,"text":'
     after_text = b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
 
-    def _full_chunk(self, choice: Choice, delta: ChoiceDelta, first: bool) -> bytes:
-        return self._event(choice, _json(self._choice(choice, delta, first)))
+    def _full_chunk(self, choice: Choice, delta: ChoiceDelta, first: bool) -> Iterator[bytes]:
+        return self._event(choice, self._choice(choice, delta, first), is_short=delta.is_short and not first)
 
-    def _whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        fields = [self._choice(choice, choice.take_delta(), True) for choice in choices]
-        return {"choices": fields, "usage": usage(choices, self._options.only_prompt)}
+    def _whole_choice(self, choice: Choice) -> Iterator[bytes]:
+        return json_pieces(self._choice(choice, choice.take_delta(), True))
 
-    def _choice(self, choice: Choice, delta: ChoiceDelta, first: bool) -> dict[str, Any]:
+    def _choice(self, choice: Choice, delta: ChoiceDelta, first: bool) -> Fields:
         options = self._options
         echo = options.echo and first
         if options.only_prompt:
@@ -243,34 +274,31 @@ class ChatFormat(AnswerFormat):
     before_text = b'{"index":%d,"delta":{"content":'
     after_text = b'},"logprobs":null,"finish_reason":null}'
 
-    def _whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        fields = []
-        for choice in choices:
-            delta = choice.take_delta()
-            message = {"role": "assistant", "content": delta.text, "refusal": None}
-            fields.append({"index": choice.index, "message": message, **self._details(choice, delta)})
-        return {"choices": fields, "usage": usage(choices), **self._of_prompt(choices[0])}
+    def _whole_choice(self, choice: Choice) -> Iterator[bytes]:
+        delta = choice.take_delta()
+        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        return json_pieces({"index": choice.index, "message": message, **self._details(choice, delta)})
 
-    def _full_chunk(self, choice: Choice, delta: ChoiceDelta, first: bool) -> bytes:
-        events = self._role(choice) if first else b""
-        body = {
-            "index": choice.index,
-            "delta": {"content": delta.text},
-            **self._details(choice, delta),
-        }
-        return events + self._event(choice, _json(body))
+    def _about_prompt(self, choices: Sequence[Choice]) -> Fields:
+        return self._of_prompt(choices[0])
 
-    def _role(self, choice: Choice) -> bytes:
-        """Return a choice's first event."""
+    def _full_chunk(self, choice: Choice, delta: ChoiceDelta, first: bool) -> Iterator[bytes]:
+        if first:
+            yield from self._role(choice)
+        body = {"index": choice.index, "delta": {"content": delta.text}, **self._details(choice, delta)}
+        yield from self._event(choice, body, is_short=delta.is_short)
+
+    def _role(self, choice: Choice) -> Iterator[bytes]:
+        """A choice's first event."""
         role = {
             "index": choice.index,
             "delta": {"role": "assistant", "content": ""},
             "logprobs": None,
             "finish_reason": None,
         }
-        return self._event(choice, _json(role), self._of_prompt(choice))
+        return self._event(choice, role, is_short=True, extras=self._of_prompt(choice))
 
-    def _details(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
+    def _details(self, choice: Choice, delta: ChoiceDelta) -> Fields:
         num_top = self._options.num_top
         logprobs = None if num_top is None else chat_logprobs(self._tokenizer, delta, num_top)
         return {"logprobs": logprobs, **self._common(choice, delta)}

@@ -1,11 +1,12 @@
-"""Log-probabilities in the formats of the two APIs."""
+"""Log-probabilities in the formats of the two APIs. Lists are iterators, as they may be long."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain, islice, repeat
 from typing import Any
 
-from protocol.outputs import TokenLogprobs
+from protocol.outputs import TokenLogprobs, paged_logprobs
 from router.choice import Choice, ChoiceDelta
 from router.tokenizer import Tokenizer
 
@@ -33,69 +34,67 @@ def completion_logprobs(
 
     The alternatives at a position include the token itself.
     """
-    token_ids, offsets = [*delta.token_ids], [*delta.offsets]
-    entries: list[TokenLogprobs | None] = [*delta.logprobs]
-    if echo and (prompt_echo := choice.prompt.echo) is not None:
-        prompt_ids = choice.prompt.token_ids
-        known = choice.prompt_logprobs[: len(prompt_ids)]
-        entries = [*known, *[None] * (len(prompt_ids) - len(known)), *entries]
-        offsets = [*prompt_echo.offsets, *offsets]
-        token_ids = [*prompt_ids, *token_ids]
-    tokens = [token_name(tokenizer, token_id) for token_id in token_ids]
-    chosen: list[float | None] = []
-    top: list[dict[str, float] | None] = []
-    for name, entry in zip(tokens, entries, strict=True):
+    prompt_echo = choice.prompt.echo if echo else None
+    prompt_ids = choice.prompt.token_ids if prompt_echo is not None else []
+    offsets = prompt_echo.offsets if prompt_echo is not None else []
+
+    def names() -> Iterator[str]:
+        return (token_name(tokenizer, token_id) for token_id in chain(prompt_ids, delta.token_ids))
+
+    def entries() -> Iterator[TokenLogprobs | None]:
+        known = chain(paged_logprobs(choice.prompt_logprobs), repeat(None))
+        return chain(islice(known, len(prompt_ids)), delta.all_logprobs())
+
+    def chosen(entry: TokenLogprobs | None) -> float | None:
+        return None if entry is None else finite(entry.logprob)
+
+    def alternatives(name: str, entry: TokenLogprobs | None) -> dict[str, float] | None:
         if entry is None:
-            chosen.append(None)
-            top.append(None)
-            continue
-        alternatives = {
-            token_name(tokenizer, other): finite(logprob) for other, logprob in _top(entry, num_top)
-        }
-        alternatives.setdefault(name, finite(entry.logprob))
-        chosen.append(finite(entry.logprob))
-        top.append(alternatives)
-    return {"text_offset": offsets, "token_logprobs": chosen, "tokens": tokens, "top_logprobs": top}
+            return None
+        found = {token_name(tokenizer, other): finite(logprob) for other, logprob in _top(entry, num_top)}
+        found.setdefault(name, finite(entry.logprob))
+        return found
+
+    return {
+        "text_offset": chain(offsets, delta.offsets),
+        "token_logprobs": map(chosen, entries()),
+        "tokens": names(),
+        "top_logprobs": map(alternatives, names(), entries()),
+    }
 
 
 def chat_logprobs(tokenizer: Tokenizer, delta: ChoiceDelta, num_top: int) -> dict[str, Any]:
     """Return the `logprobs` of a chat choice."""
-    content = []
-    for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=True):
+
+    def told(token_id: int, entry: TokenLogprobs | None) -> dict[str, Any]:
+        assert entry is not None
         item = _chat_token(tokenizer, token_id, entry.logprob)
-        item["top_logprobs"] = [
-            _chat_token(tokenizer, other, logprob) for other, logprob in _top(entry, num_top)
-        ]
-        content.append(item)
-    return {"content": content, "refusal": None}
+        top = [_chat_token(tokenizer, other, logprob) for other, logprob in _top(entry, num_top)]
+        return {**item, "top_logprobs": top}
+
+    return {"content": map(told, delta.token_ids, delta.all_logprobs()), "refusal": None}
 
 
 def prompt_logprobs(
     tokenizer: Tokenizer, choice: Choice, num_top: int
-) -> list[dict[str, dict[str, Any]] | None]:
-    """Return vLLM's `prompt_logprobs`: for each prompt token the alternatives and the token itself, by token
-    id.
-    """
-    answer: list[dict[str, dict[str, Any]] | None] = []
-    for token_id, entry in zip(choice.prompt.token_ids, choice.prompt_logprobs, strict=False):
+) -> Iterator[dict[str, dict[str, Any]] | None]:
+    """Yield vLLM's `prompt_logprobs`: for each prompt token the alternatives and itself, by token id."""
+    for token_id, entry in zip(choice.prompt.token_ids, paged_logprobs(choice.prompt_logprobs), strict=False):
         if entry is None:
-            answer.append(None)
+            yield None
             continue
         ranked = [(token_id, entry.logprob, entry.rank)]
         ranked += [
             (other, logprob, rank) for rank, (other, logprob) in enumerate(_top(entry, num_top), start=1)
         ]
-        answer.append(
-            {
-                str(other): {
-                    "logprob": finite(logprob),
-                    "rank": rank,
-                    "decoded_token": token_name(tokenizer, other),
-                }
-                for other, logprob, rank in ranked
+        yield {
+            str(other): {
+                "logprob": finite(logprob),
+                "rank": rank,
+                "decoded_token": token_name(tokenizer, other),
             }
-        )
-    return answer
+            for other, logprob, rank in ranked
+        }
 
 
 def _top(entry: TokenLogprobs, num_top: int) -> Iterator[tuple[int, float]]:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator
 from typing import Any
 
-import msgspec
-
-from router.answer_parts import AnswerPart, AnswerParts, CallStart, MoreArguments
+from router.answer_parts import AnswerPart, AnswerParts, CallStart
 from router.choice import Choice, ChoiceDelta
-from router.formats import AnswerFormat, ChatFormat, OutputOptions, usage
+from router.formats import AnswerFormat, ChatFormat, OutputOptions
 from router.parsing.answer import Content, Reasoning
 from router.parsing.formats import Parsing
+from router.slices import json_pieces
 from router.tokenizer import Tokenizer
-
-_json = msgspec.json.Encoder().encode
 
 
 def chat_format(tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions) -> AnswerFormat:
@@ -24,27 +21,36 @@ def chat_format(tokenizer: Tokenizer, model: str, request_id: str, options: Outp
     return ParsedChatFormat(tokenizer, model, request_id, options, options.parsing)
 
 
-def _fields(parts: Sequence[AnswerPart]) -> dict[str, Any]:
-    """Return the parts as a message's fields: `reasoning_content`, `content`, `tool_calls`."""
-    fields: dict[str, Any] = {}
-    for part in parts:
-        if isinstance(part, Content):
-            fields["content"] = fields.get("content", "") + part.text
-        elif isinstance(part, Reasoning):
-            fields["reasoning_content"] = fields.get("reasoning_content", "") + part.text
+class _Found:
+    """The parts of a message as its fields: `reasoning_content`, `content`, `tool_calls`."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, list[str]] = {}
+        self._calls: list[tuple[dict[str, Any], list[str]]] = []
+        """Each with the pieces of its arguments."""
+
+    def add(self, part: AnswerPart) -> None:
+        if isinstance(part, Content | Reasoning):
+            name = "content" if isinstance(part, Content) else "reasoning_content"
+            self._texts.setdefault(name, []).append(part.text)
+        elif isinstance(part, CallStart):
+            call = {"index": part.number, "id": part.id, "type": "function"}
+            self._calls.append(({**call, "function": {"name": part.name}}, []))
         else:
-            _add_call_part(fields.setdefault("tool_calls", []), part)
-    return fields
+            if not self._calls:
+                self._calls.append(({"index": part.number, "function": {}}, []))
+            self._calls[-1][1].append(part.text)
 
+    def fields(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {name: "".join(pieces) for name, pieces in self._texts.items()}
+        if self._calls:
+            fields["tool_calls"] = self._written_calls()
+        return fields
 
-def _add_call_part(calls: list[dict[str, Any]], part: CallStart | MoreArguments) -> None:
-    if isinstance(part, CallStart):
-        function = {"name": part.name, "arguments": ""}
-        calls.append({"index": part.number, "id": part.id, "type": "function", "function": function})
-        return
-    if not calls:
-        calls.append({"index": part.number, "function": {"arguments": ""}})
-    calls[-1]["function"]["arguments"] += part.text
+    def _written_calls(self) -> Iterator[dict[str, Any]]:
+        for call, pieces in self._calls:
+            function = {**call["function"], "arguments": "".join(pieces)}
+            yield {**call, "function": function}
 
 
 class ParsedChatFormat(ChatFormat):
@@ -58,36 +64,44 @@ class ParsedChatFormat(ChatFormat):
         self._request_id = request_id
         self._answers: dict[int, AnswerParts] = {}
 
-    def chunk(self, choice: Choice) -> bytes:
+    def chunk(self, choice: Choice) -> Iterator[bytes]:
         delta, first = choice.take_delta(), choice.index not in self._answers
-        fields = self._push(choice, delta)
-        start = self._role(choice) if first else b""
-        if self._options.only_text and not fields and choice.finish_reason is None:
-            return start
-        body = {"index": choice.index, "delta": fields, **self._details(choice, delta)}
-        return start + self._event(choice, _json(body))
+        found = yield from self._push(choice, delta)
+        if first:
+            yield from self._role(choice)
+        if found or not self._options.only_text or choice.finish_reason is not None:
+            body = {"index": choice.index, "delta": found, **self._details(choice, delta)}
+            yield from self._event(choice, body, is_short=delta.is_short)
 
-    def _whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        answers = []
-        for choice in choices:
-            delta = choice.take_delta()
-            found = self._push(choice, delta)
-            for call in found.get("tool_calls", ()):
-                del call["index"]
-            content = found.pop("content", None if "tool_calls" in found else "")
-            message = {"role": "assistant", "content": content, "refusal": None, **found}
-            answers.append({"index": choice.index, "message": message, **self._details(choice, delta)})
-        return {"choices": answers, "usage": usage(choices), **self._of_prompt(choices[0])}
+    def _whole_choice(self, choice: Choice) -> Iterator[bytes]:
+        delta = choice.take_delta()
+        found = yield from self._push(choice, delta)
+        if "tool_calls" in found:
+            found["tool_calls"] = map(_without_index, found["tool_calls"])
+        content = found.pop("content", None if "tool_calls" in found else "")
+        message = {"role": "assistant", "content": content, "refusal": None, **found}
+        yield from json_pieces({"index": choice.index, "message": message, **self._details(choice, delta)})
 
-    def _push(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
+    def _push(self, choice: Choice, delta: ChoiceDelta) -> Generator[bytes, None, dict[str, Any]]:
+        """The message's new fields. It yields nothing, after each piece of a long text."""
         answer = self._answers.get(choice.index)
         if answer is None:
             answer = AnswerParts(self._parsing, f"{self._request_id}-{choice.index}")
             self._answers[choice.index] = answer
-        return _fields(answer.push(choice, delta.text))
+        found = _Found()
+        for parts in answer.push(choice, delta.text):
+            for part in parts:
+                found.add(part)
+            yield b""
+        return found.fields()
 
     def _common(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
         fields = super()._common(choice, delta)
         if choice.finish_reason == "stop" and self._answers[choice.index].num_calls:
             fields["finish_reason"] = "tool_calls"
         return fields
+
+
+def _without_index(call: dict[str, Any]) -> dict[str, Any]:
+    """As a whole answer has it."""
+    return {name: value for name, value in call.items() if name != "index"}

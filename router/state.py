@@ -54,6 +54,7 @@ from router.scaling.autoscaler import Autoscaler
 from router.scaling.scaler import Scaler
 from router.scaling.turns import Turns
 from router.served import ServedModel
+from router.slices import Slices
 from router.tokenizer import Tokenizer
 from router.worker_link import WorkerLink
 
@@ -84,6 +85,7 @@ class RouterState:
         self.is_draining = False
         policy = placement_policy(config.placement, config.prefill_placement, config.decode_placement)
         self.bodies = Bodies(config.max_body_bytes)
+        self.slices = Slices()
         self.journal = Journal(self.incarnation)
         self.tokenizer = Tokenizer.load(config)
         self.chats = Chats(config, self.tokenizer)

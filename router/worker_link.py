@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -18,11 +19,11 @@ from protocol.version import PROTOCOL
 from protocol.worker_to_router import Introduced, Register, WorkerToRouter
 from router.metrics import Metrics
 from router.registry import Worker
+from router.slices import SLICE_S
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SUFFIX = "/hb"
-MAX_MESSAGES_PER_TURN = 64
 
 
 class WorkerLink:
@@ -80,11 +81,12 @@ class WorkerLink:
     def _read(self) -> None:
         if self._loop is None:
             return
-        for _ in range(MAX_MESSAGES_PER_TURN):
-            if not self._readable():
-                return
+        turn_ends = time.perf_counter() + SLICE_S
+        while self._readable():
             self._handle(self._socket.recv_multipart(zmq.NOBLOCK))
-        self._loop.call_soon(self._read)
+            if time.perf_counter() >= turn_ends:
+                self._loop.call_soon(self._read)
+                return
 
     def _handle(self, frames: list[bytes]) -> None:
         message = self._decode(frames)

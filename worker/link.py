@@ -183,5 +183,10 @@ class RouterLinks:
         return None
 
     def _send_step(self, link: RouterLink, outputs: list[TokenOutput]) -> None:
+        """Prompts' log-probabilities are long: each output that has some is a message of its own."""
         parts = self._parts
-        link.send(StepOutput(worker_id=parts.worker_id, incarnation=parts.incarnation, outputs=outputs))
+        long = [[output] for output in outputs if output.prompt_logprobs]
+        others = [output for output in outputs if not output.prompt_logprobs] if long else outputs
+        for group in (others, *long):
+            if group:
+                link.send(StepOutput(worker_id=parts.worker_id, incarnation=parts.incarnation, outputs=group))

@@ -11,20 +11,18 @@ from typing import Protocol
 import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import InvalidRequestError
+from router.api.sending import AnswerSender
 from router.api_keys import Admission
 from router.connection import DIRECT_WRITER, DirectWriter
 from router.errors import ApiError
 from router.formats import AnswerWriter, OutputOptions, StreamedAnswer
-from router.journal import Generation
 from router.middleware import ADMISSION, ANSWER_HEADERS, REQUEST_ID_KEY
 from router.prepared import Prepared
 from router.served import ServedModel
 from router.state import RouterState
-from router.timing import response_timing
 from router.tokenizer import Tokenizer
 
 SESSION_HEADER = "x-session-id"
@@ -32,16 +30,6 @@ TIMING_HEADER = "x-return-timing"
 MAX_SESSION_CHARS = 256
 WARNING_HEADER = b"x-warning"
 TTFT_HEADER, TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
-
-_STREAM_START = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),
-    ],
-}
 
 
 class Turn(Protocol):
@@ -128,19 +116,12 @@ class GenerateEndpoint:
                 await generation.wait()
                 if output.stream:
                     break
-            if (error := generation.error) is not None:
-                body = answer.failed(generation.choices, error)
-                response = Response(body, error.status, error.headers, "application/json")
-                await response(scope, receive, send)
-            elif output.stream:
+            sender = AnswerSender(send, state.slices, output.return_timing, watcher.done)
+            if output.stream and generation.error is None:
                 assert isinstance(answer, StreamedAnswer)
-                await _stream(send, generation, answer, output.return_timing, _direct_writer(scope))
+                await sender.stream(generation, answer, _direct_writer(scope))
             else:
-                timing = response_timing(generation) if output.return_timing else None
-                body = answer.response(generation.choices, timing)
-                await answer.keep()
-                response = Response(body, media_type="application/json")
-                await response(scope, receive, send)
+                await sender.whole(generation, answer)
         finally:
             watcher.cancel()
             state.dispatcher.cancel(generation)
@@ -193,43 +174,3 @@ async def _disconnected(receive: Receive) -> None:
     """Return when the client is gone or the answer is complete. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _writer(
-    generation: Generation, answer: StreamedAnswer, direct: DirectWriter
-) -> Callable[[], bool] | None:
-    """Return a function that writes a single choice's events as its tokens come, without a task, while the
-    client reads; None if there are several choices.
-    """
-    choice, *others = generation.choices
-
-    def write() -> bool:
-        if choice.finish_reason is not None or generation.error is not None or not direct.is_ready:
-            return False
-        if events := answer.chunk(choice):
-            direct.write(events)
-        return True
-
-    return None if others else write
-
-
-async def _stream(
-    send: Send, generation: Generation, answer: StreamedAnswer, with_timing: bool, direct: DirectWriter | None
-) -> None:
-    """Send the answer as server-sent events. `send` waits while the client does not read."""
-    await send(dict(_STREAM_START))
-    write = None if direct is None else _writer(generation, answer, direct)
-    while True:
-        events = b"".join([answer.chunk(choice) for choice in generation.choices if choice.has_news])
-        if generation.is_over:
-            break
-        if events:
-            await send({"type": "http.response.body", "body": events, "more_body": True})
-        await generation.wait(write)
-    if generation.error is not None:
-        events += answer.failure(generation.error)
-    else:
-        timing = response_timing(generation) if with_timing else None
-        events += answer.last_chunk(generation.choices, timing)
-        await answer.keep()
-    await send({"type": "http.response.body", "body": events, "more_body": False})

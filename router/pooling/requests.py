@@ -7,7 +7,8 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from router.prepared import Prepared
 from router.prompts import decode_prompts
 from router.request_reader import RequestReader
 from router.served import ServedModel
+from router.slices import json_pieces
 from router.timing import ResponseTiming
 from router.tokenizer import Tokenizer
 
@@ -34,48 +36,42 @@ class PoolingAnswer(AnswerWriter, ABC):
         self._prepared = prepared
         self._head = {"id": request_id, "object": "list", "created": int(time.time()), "model": model}
 
-    def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
+    def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterator[bytes]:
         used = usage(choices, only_prompt=True)
         fields: dict[str, Any] = {
+            **self._head,
             "data": self._data([choice.embedding or b"" for choice in choices]),
             "usage": {name: used[name] for name in ("prompt_tokens", "total_tokens")},
         }
         if timing is not None:
             fields["timing"] = timing
-        return msgspec.json.encode({**self._head, **fields})
+        return json_pieces(fields)
 
     @abstractmethod
-    def _data(self, vectors: Sequence[bytes]) -> list[dict[str, Any]]:
-        """Return the answer's `data` for the texts' vectors."""
+    def _data(self, vectors: Sequence[bytes]) -> Iterator[dict[str, Any]]:
+        """Yield the answer's `data` for the texts' vectors."""
 
 
 class EmbeddingAnswer(PoolingAnswer):
     """The answer of `/v1/embeddings`."""
 
-    def _data(self, vectors: Sequence[bytes]) -> list[dict[str, Any]]:
+    def _data(self, vectors: Sequence[bytes]) -> Iterator[dict[str, Any]]:
         as_base64 = self._prepared.as_base64
-        return [
-            {
-                "object": "embedding",
-                "index": index,
-                "embedding": base64.b64encode(vector).decode() if as_base64 else _values(vector),
-            }
-            for index, vector in enumerate(vectors)
-        ]
+        for index, vector in enumerate(vectors):
+            embedding = base64.b64encode(vector).decode() if as_base64 else _values(vector)
+            yield {"object": "embedding", "index": index, "embedding": embedding}
 
 
 class ScoreAnswer(PoolingAnswer):
     """The answer of `/score`."""
 
-    def _data(self, vectors: Sequence[bytes]) -> list[dict[str, Any]]:
-        values = [_values(vector) for vector in vectors]
-        first, second = values[: self._prepared.num_first], values[self._prepared.num_first :]
-        if len(first) == 1:
-            first *= len(second)
-        return [
-            {"object": "score", "index": index, "score": sum(a * b for a, b in zip(*pair, strict=True))}
-            for index, pair in enumerate(zip(first, second, strict=True))
-        ]
+    def _data(self, vectors: Sequence[bytes]) -> Iterator[dict[str, Any]]:
+        num_first = self._prepared.num_first
+        second = map(_values, vectors[num_first:])
+        first = repeat(_values(vectors[0])) if num_first == 1 else map(_values, vectors[:num_first])
+        for index, pair in enumerate(zip(second, first, strict=False)):
+            score = sum(a * b for a, b in zip(*pair, strict=True))
+            yield {"object": "score", "index": index, "score": score}
 
 
 def read_embeddings(reader: RequestReader, raw: bytes, model: ServedModel) -> Prepared:

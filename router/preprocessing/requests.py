@@ -21,6 +21,8 @@ FAST_INLINE_BYTES = 12 * 1024
 """The limit with `fastokens`: up to it, reading takes no longer than the way to another process and back."""
 INLINE_OBJECTS = 48
 """JSON objects, such as messages: a chat template may compare each with each."""
+INLINE_TEXTS = 512
+"""JSON strings, each of which may be a text to tokenize."""
 INLINE_TOKENS = 8192
 """The most tokens of prompts whose blocks are hashed in the event loop."""
 INLINE_SEQUENCES = 64
@@ -49,7 +51,8 @@ class RequestPreparer:
 
     async def _read(self, task: str, raw: bytes, model: ServedModel, earlier: bytes | None = None) -> Reading:
         size = len(raw) + len(earlier or b"")
-        if size <= self._inline_bytes and raw.count(b"{") <= INLINE_OBJECTS:
+        is_small = size <= self._inline_bytes and raw.count(b"{") <= INLINE_OBJECTS
+        if is_small and raw.count(b'"') <= 2 * INLINE_TEXTS:
             return self._reader.read(task, raw, model, earlier)
         cpu_s = READ_CPU_S + READ_CPU_S_PER_MB * size / 1e6
         details = ReadingDetails(model, earlier)

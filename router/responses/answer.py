@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -15,10 +16,13 @@ from router.choice import Choice
 from router.errors import ApiError
 from router.formats import OutputOptions, StreamedAnswer, usage
 from router.responses.items import Fields, OutputItems
+from router.slices import json_pieces
 from router.timing import ResponseTiming
 from router.tokenizer import Tokenizer
 
 _json = msgspec.json.Encoder().encode
+_PIECE = re.compile(r".{4096}\S{0,4096}|.+", re.DOTALL)
+"""Some of a text, up to the end of a word."""
 
 
 class ResponseAnswer(StreamedAnswer):
@@ -51,74 +55,90 @@ class ResponseAnswer(StreamedAnswer):
             **fields,
         }
 
-    def chunk(self, choice: Choice) -> bytes:
-        start = b"" if self._num_events else self._status_event("created") + self._status_event("in_progress")
-        return start + self._encode(self._new_events(choice))
+    def chunk(self, choice: Choice) -> Iterator[bytes]:
+        if not self._num_events:
+            yield self._status_event("created")
+            yield self._status_event("in_progress")
+        yield from self._encode(self._new_events(choice))
 
-    def last_chunk(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
-        events = self._encode(self._closing_events(choices, timing))
-        return events + self._status_event(self._response["status"])
+    def last_chunk(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterator[bytes]:
+        yield from self._encode(self._output.close(_status(choices)))
+        yield from self._end(choices, timing)
+        yield self._status_event(self._response["status"])
 
-    def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
-        for events in (self._new_events(choices[0]), self._closing_events(choices, timing)):
-            deque(events, maxlen=0)
-        return _json(self._response)
+    def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterator[bytes]:
+        for _ in chain(self._new_events(choices[0]), self._output.close(_status(choices))):
+            yield b""
+        yield from self._end(choices, timing)
+        yield from json_pieces(self._response)
 
-    def failed(self, choices: Sequence[Choice], error: ApiError) -> bytes:
-        for events in (self._new_events(choices[0]), self._output.close("incomplete")):
-            deque(events, maxlen=0)
-        return _json({**self._response, "status": "failed", "error": error.detail})
+    def failed(self, choices: Sequence[Choice], error: ApiError) -> Iterator[bytes]:
+        for _ in chain(self._new_events(choices[0]), self._output.close("incomplete")):
+            yield b""
+        yield from json_pieces({**self._response, "status": "failed", "error": error.detail})
 
-    def failure(self, error: ApiError) -> bytes:
-        events = self._encode(self._output.close("incomplete"))
+    def failure(self, error: ApiError) -> Iterator[bytes]:
+        yield from self._encode(self._output.close("incomplete"))
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         self._response |= {"status": "failed", "error": {"code": code, "message": error.message}}
-        return events + self._status_event("failed")
+        yield self._status_event("failed")
 
     async def keep(self) -> None:
         if self._store is not None:
             await asyncio.to_thread(self._store, self._response)
 
-    def _new_events(self, choice: Choice) -> Iterator[Fields]:
-        for part in self._parts.push(choice, choice.take_text()):
-            yield from self._output.push(part)
+    def _new_events(self, choice: Choice) -> Iterator[Fields | None]:
+        """Events; None after each piece of a long text."""
+        for parts in self._parts.push(choice, choice.take_text()):
+            for part in parts:
+                yield from self._output.push(part)
+            yield None
 
-    def _closing_events(self, choices: Sequence[Choice], timing: ResponseTiming | None) -> Iterator[Fields]:
-        is_cut = choices[0].finish_reason == "length"
-        status = "incomplete" if is_cut else "completed"
-        yield from self._output.close(status)
-        self._response |= {"status": status, "usage": self._usage(choices)}
-        if is_cut:
+    def _end(self, choices: Sequence[Choice], timing: ResponseTiming | None) -> Iterator[bytes]:
+        """Complete the response's fields. It yields nothing, after each piece of a long text."""
+        status, num_reasoning = _status(choices), 0
+        for piece in self._reasoning():
+            num_reasoning += len(self._tokenizer.encode(piece, add_special_tokens=False))
+            yield b""
+        self._response |= {"status": status, "usage": _usage(choices, num_reasoning)}
+        if status == "incomplete":
             self._response["incomplete_details"] = {"reason": "max_output_tokens"}
         if timing is not None:
             self._response["timing"] = timing
 
-    def _usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        counted = usage(choices)
-        num_prompt, num_cached = counted["prompt_tokens"], choices[0].cached_tokens
-        return {
-            "input_tokens": num_prompt,
-            "input_tokens_details": {
-                "cached_tokens": num_cached,
-                "cache_write_tokens": num_prompt - num_cached,
-            },
-            "output_tokens": counted["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens()},
-            "total_tokens": counted["total_tokens"],
-        }
-
-    def _num_reasoning_tokens(self) -> int:
-        """Return how many tokens the tokenizer makes of the reasoning's text."""
-        texts = [item["content"][0]["text"] for item in self._output.items if item["type"] == "reasoning"]
-        return sum(len(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+    def _reasoning(self) -> Iterator[str]:
+        """Its text in pieces that end where a word does, as tokens do, so that they have as many together."""
+        for item in self._output.items:
+            if item["type"] == "reasoning":
+                yield from _PIECE.findall(item["content"][0]["text"])
 
     def _status_event(self, status: str) -> bytes:
         return self._event({"type": f"response.{status}", "response": self._response})
 
-    def _encode(self, events: Iterator[Fields]) -> bytes:
-        return b"".join(map(self._event, events))
+    def _encode(self, events: Iterable[Fields | None]) -> Iterator[bytes]:
+        return (b"" if event is None else self._event(event) for event in events)
 
     def _event(self, fields: Fields) -> bytes:
         body = _json({"sequence_number": self._num_events, **fields})
         self._num_events += 1
         return b"event: " + fields["type"].encode() + b"\ndata: " + body + b"\n\n"
+
+
+def _status(choices: Sequence[Choice]) -> str:
+    return "incomplete" if choices[0].finish_reason == "length" else "completed"
+
+
+def _usage(choices: Sequence[Choice], num_reasoning: int) -> dict[str, Any]:
+    """`num_reasoning`: as many tokens as the tokenizer makes of the reasoning's text."""
+    counted = usage(choices)
+    num_prompt, num_cached = counted["prompt_tokens"], choices[0].cached_tokens
+    return {
+        "input_tokens": num_prompt,
+        "input_tokens_details": {
+            "cached_tokens": num_cached,
+            "cache_write_tokens": num_prompt - num_cached,
+        },
+        "output_tokens": counted["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": num_reasoning},
+        "total_tokens": counted["total_tokens"],
+    }

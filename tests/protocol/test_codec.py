@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from protocol import codec
 from protocol.errors import ProtocolError
 from protocol.handoff import Extent, HandoffManifest, SamplingState, SegmentInfo
-from protocol.outputs import RequestTiming, TokenLogprobs, TokenOutput
+from protocol.outputs import RequestTiming, TokenLogprobs, TokenOutput, logprobs_pages
 from protocol.peers import PeerAddress, TransferOffer
 from protocol.requests import EngineRequest
 from protocol.router_to_worker import Abort, Generate, Peers, Redirect, Registered
@@ -73,7 +73,7 @@ OUTPUT = TokenOutput(
     finish_reason="stop",
     stop_token_id=2,
     logprobs=[TokenLogprobs(-0.5, 1, [1, 2], [-0.5, -2.0])],
-    prompt_logprobs=[None, TokenLogprobs(-9999.0, 300)],
+    prompt_logprobs=logprobs_pages([None, TokenLogprobs(-9999.0, 300)]),
     cached_tokens=16,
     timing=RequestTiming(queue_s=0.1),
 )

@@ -17,7 +17,7 @@ from protocol.adapters import Adapter
 from protocol.codec import encode, router_to_worker
 from protocol.costs import UNKNOWN_COSTS, StepCosts
 from protocol.ids import new_incarnation
-from protocol.outputs import ErrorKind, RequestTiming, TokenLogprobs, TokenOutput
+from protocol.outputs import ErrorKind, RequestTiming, TokenLogprobs, TokenOutput, logprobs_pages
 from protocol.peers import PeerAddress
 from protocol.requests import EngineRequest
 from protocol.router_to_worker import (
@@ -434,7 +434,7 @@ class FakeWorker:
         if first and sampling.prompt_logprobs is not None:
             prompt = job.request.prompt_token_ids
             rest = [self.logprob(token, i, sampling.prompt_logprobs) for i, token in enumerate(prompt[1:], 1)]
-            prompt_logprobs = [None, *rest]
+            prompt_logprobs = logprobs_pages([None, *rest])
         return TokenOutput(
             request_id=job.request.request_id,
             token_ids=tokens,

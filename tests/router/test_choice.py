@@ -28,7 +28,7 @@ def run(tokenizer: Tokenizer, steps: list[list[int]], finish: str = "length", **
         delta = choice.take_delta()
         text += delta.text
         token_ids += delta.token_ids
-        logprobs += [entry.logprob for entry in delta.logprobs]
+        logprobs += [entry.logprob for entry in delta.all_logprobs()]
         offsets += delta.offsets
         if choice.finish_reason is not None:
             break

@@ -1,4 +1,4 @@
-"""No request makes the event loop stand still, whichever field it fills up to the limit."""
+"""No request and no answer makes the event loop stand still, however much a client asks for."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fake_worker
 import httpx
 import msgspec
 import pytest
@@ -68,6 +69,8 @@ class StallServer:
             "placement": "least_loaded",
             "enable_embeddings": True,
             "disaggregation": False,
+            "tool_call_parser": "hermes",
+            "reasoning_parser": "qwen3",
             **options,
         }
         keys = ClusterKeys.generate()
@@ -82,7 +85,7 @@ class StallServer:
         self._process.stdin.write(msgspec.json.encode(keys) + b"\n")
         self._process.stdin.flush()
         url, endpoint = self._process.stdout.readline().decode().split()
-        self._worker = FakeWorker(endpoint, keys, max_model_len=131_072).start()
+        self.worker = FakeWorker(endpoint, keys, max_model_len=131_072).start()
         with stalls.open("r+b") as file:
             self._view = mmap.mmap(file.fileno(), 8)
         self.http = httpx.Client(base_url=url, timeout=120, verify=False)
@@ -107,7 +110,7 @@ class StallServer:
         self.http.close()
         self._process.kill()
         self._process.wait()
-        self._worker.stop()
+        self.worker.stop()
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +202,63 @@ HOSTILE: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", HOSTILE.values(), ids=HOSTILE)
 def test_valid_requests_that_ask_for_much(server: StallServer, case: tuple[str, dict[str, Any]]) -> None:
     path, fields = case
+    assert server.stall_s(path, json.dumps({**NEEDED[path], **fields}).encode()) <= MAX_STALL_S
+
+
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": [1, {"b": "c d"}]}}\n</tool_call>\n'
+THOUGHT = "<think>" + "the quick brown fox jumps over the lazy dog " * 10_000
+MANY = [1 + at % 500 for at in range(20_000)]
+ANSWERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "log-probabilities of the prompt": (COMPLETION, {"prompt": MANY, "prompt_logprobs": 20}, ""),
+    "the same in a chat": (
+        CHAT,
+        {"messages": [USER | {"content": "x y " * 8000}], "prompt_logprobs": 20},
+        "",
+    ),
+    "an echo with log-probabilities": (COMPLETION, {"prompt": MANY, "echo": True, "logprobs": 20}, ""),
+    "the same in a stream": (COMPLETION, {"prompt": MANY, "echo": True, "logprobs": 20, "stream": True}, ""),
+    "log-probabilities of many choices": (
+        COMPLETION,
+        {"logprobs": 20, "max_tokens": 256, "n": 128},
+        "",
+    ),
+    "log-probabilities of a chat": (
+        CHAT,
+        {"logprobs": True, "top_logprobs": 20, "max_tokens": 10_000},
+        "",
+    ),
+    "token ids of many choices": (COMPLETION, {"prompt": MANY * 5, "n": 128, "return_token_ids": True}, ""),
+    "the same in a stream ": (
+        COMPLETION,
+        {"prompt": MANY * 5, "n": 128, "return_token_ids": True, "stream": True},
+        "",
+    ),
+    "calls": (CHAT, {"tools": TOOLS, "max_tokens": 100_000}, CALL * 1000),
+    "calls of a response": (
+        RESPONSES,
+        {"tools": [{"type": "function", "name": "f"}], "max_output_tokens": 100_000},
+        CALL * 1000,
+    ),
+    "reasoning of a response": (RESPONSES, {"max_output_tokens": 120_000}, THOUGHT),
+    "embeddings": ("/v1/embeddings", {"input": ["x"] * 2048}, ""),
+    "embeddings as base64": ("/v1/embeddings", {"input": ["x"] * 2048, "encoding_format": "base64"}, ""),
+    "scores": ("/score", {"text_1": ["x"] * 1024, "text_2": ["y"] * 1024}, ""),
+}
+"""Each with the text that the model is to say; else it repeats the prompt."""
+
+
+@pytest.mark.parametrize("case", ANSWERS.values(), ids=ANSWERS)
+def test_long_answers(
+    server: StallServer, case: tuple[str, dict[str, Any], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, fields, text = case
+    monkeypatch.setattr(fake_worker, "embedding_of", lambda token_ids: struct.pack("<1024f", *[0.1] * 1024))
+    monkeypatch.setattr(server.worker, "tokens_per_step", 512 // fields.get("n", 1))
+    if text:
+        token_ids = byte_level_tokenizer().encode(text).ids
+        monkeypatch.setattr(server.worker, "finish_reason", "stop")
+        monkeypatch.setattr(server.worker, "script", lambda request: token_ids)
     assert server.stall_s(path, json.dumps({**NEEDED[path], **fields}).encode()) <= MAX_STALL_S
 
 
