@@ -43,7 +43,7 @@ class AnswerParts:
         self.num_calls = 0
 
     def push(self, choice: Choice, text: str) -> Iterator[list[AnswerPart]]:
-        """Yield the parts in each piece of the choice's new text, and the last ones once the choice is finished."""
+        """Yield the parts in each piece of the choice's new text, and the last ones once it is finished."""
         if self._parser is None:
             yield [Content(text)] if text else []
             return

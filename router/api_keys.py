@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
@@ -168,6 +169,7 @@ class ApiKeys:
         self._keys = dict(self._given)
         self._version = self._file_version()
         self._looked_at = time.monotonic()
+        self._check: threading.Thread | None = None
         if self._path is not None:
             entries = read_key_file(self._path)
             self._install(entries)
@@ -180,13 +182,19 @@ class ApiKeys:
         return self._keys.get(hash_of(token.strip())) if scheme.lower() == "bearer" else None
 
     def reload(self) -> None:
-        """Read the file if it has changed. Cheap enough to call for each request."""
+        """Read the file in a thread if it has changed: a disk may be slow. To be called often."""
         now = time.monotonic()
         if self._path is None or now - self._looked_at < RELOAD_INTERVAL_S:
             return
-        self._looked_at = now
+        if self._check is None or not self._check.is_alive():
+            self._looked_at = now
+            self._check = threading.Thread(target=self.check_file, name="api-keys", daemon=True)
+            self._check.start()
+
+    def check_file(self) -> None:
+        """Read the file now if it has changed."""
         version = self._file_version()
-        if version == self._version:
+        if self._path is None or version == self._version:
             return
         self._version = version
         try:

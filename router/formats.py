@@ -289,7 +289,7 @@ class ChatFormat(AnswerFormat):
         yield from self._event(choice, body, is_short=delta.is_short)
 
     def _role(self, choice: Choice) -> Iterator[bytes]:
-        """A choice's first event."""
+        """Yield a choice's first event."""
         role = {
             "index": choice.index,
             "delta": {"role": "assistant", "content": ""},

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from router_clients import eventually
 
 from protocol.config import ServeConfig
 from router import api_keys
-from router.key_file import add_key
+from router.key_file import KeyEntry, add_key
 from router.metrics import Metrics
 from router.registry import Registry
 
@@ -64,7 +65,7 @@ def test_only_keys_of_the_file_get_in_and_only_operators_operate(make_router, pa
     assert client not in shown and "sk-given" not in shown
 
 
-def test_a_change_of_the_file_needs_no_restart(make_router, path, caplog, monkeypatch):
+def test_a_change_of_the_file_needs_no_restart(make_router, path, caplog):
     first = add_key(path, name="first")
     router = start(make_router, path)
     second = add_key(path, name="second")
@@ -83,9 +84,26 @@ def test_a_change_of_the_file_needs_no_restart(make_router, path, caplog, monkey
     Path(path).touch(0o600)
     eventually(lambda: ask(router, second).status_code == 401)
     for _ in range(3):
-        monkeypatch.setattr(api_keys, "RELOAD_INTERVAL_S", 0.0)
-        router.server.state.keys.reload()  # once more than it changes is too often
+        router.server.state.keys.check_file()  # once more than it changes is too often
     assert router.metric("tandem_api_key_reloads_total", outcome="ok") == reloads + 1
+
+
+def test_a_disk_that_hangs_holds_up_nobody(make_router, path, monkeypatch):
+    key = add_key(path, name="first")
+    router = start(make_router, path)
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def read(_: str) -> list[KeyEntry]:
+        hangs.set()
+        goes_on.wait(20)
+        return []
+
+    monkeypatch.setattr(api_keys, "read_key_file", read)
+    Path(path).write_text("")
+    assert hangs.wait(10)
+    assert ask(router, key).status_code == 200
+    goes_on.set()
+    eventually(lambda: ask(router, key).status_code == 401)
 
 
 def refused(answer, limit: str, router) -> str:
@@ -268,12 +286,18 @@ def test_tokens_of_a_client_that_goes_away_are_given_back(make_router, path):
     eventually(lambda: ask(router, key, max_tokens=1).status_code == 200)
 
 
-def test_a_request_that_is_not_started_uses_no_tokens(make_router, path):
-    key = add_key(path, name="alice", tokens_per_minute=10)
-    router = start(make_router, path, max_queued_requests=1)
+def test_a_request_that_is_not_started_uses_no_tokens(make_router, path, pool):
+    key, other = add_key(path, name="alice", tokens_per_minute=10), add_key(path, name="bob")
+    router = start(make_router, path, max_queued_requests=2)
+    (worker,) = router.workers
+    worker.hold.set()
+    running = pool.submit(ask, router, other)
+    eventually(lambda: worker.generated)
     for _ in range(5):
         answer = ask(router, key, n=2, max_tokens=200)
         assert answer.json()["error"]["code"] == "overloaded"
+    worker.hold.clear()
+    assert running.result(5).status_code == 200
     assert ask(router, key).status_code == 200
 
 
