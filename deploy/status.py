@@ -57,10 +57,12 @@ def make_view(url: str, status: dict[str, Any]) -> Group:
 
 
 def make_table(url: str, status: dict[str, Any]) -> FittedTable:
-    """Return one row for each worker that the router knows."""
+    """Return one row for each worker that the router knows, and for each that is being started."""
     table = FittedTable(*_COLUMNS, optional=("role", "cached"), wrapped="transports", title=url)
     for worker in status["workers"]:
         table.add_row(*_row(worker))
+    for worker in status.get("awaited", ()):
+        table.add_row(worker["id"], worker["role"], "awaited", *["-"] * (len(_COLUMNS) - 3))
     return table
 
 

@@ -13,9 +13,7 @@ from prometheus_client.utils import floatToGoString
 
 
 class LoopHistogram(Collector):
-    """A histogram that is observed and read on the event loop only. `bounds` rise; the last bucket has no
-    bound.
-    """
+    """A histogram that the event loop observes and any thread reads. `bounds` rise; the last has no bound."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], model_name: str) -> None:
         self._name, self._text, self._model_name = name, text, model_name
@@ -29,6 +27,6 @@ class LoopHistogram(Collector):
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
-        totals = zip(map(floatToGoString, self._bounds), accumulate(self._counts), strict=True)
+        totals = zip(map(floatToGoString, self._bounds), accumulate([*self._counts]), strict=True)
         family.add_metric([self._model_name], list(totals), self._sum)
         yield family

@@ -88,7 +88,7 @@ class Metrics:
         self._succeeded = self._counting("request_success_total")
 
     def render(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format. Of many workers it is long: call it in a thread."""
         return generate_latest(self.registry)
 
     def own_samples(self) -> Iterator[tuple[str, dict[str, str], float]]:

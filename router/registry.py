@@ -157,11 +157,12 @@ class Registry:
         self._last_sweep = time.monotonic()
 
     def __iter__(self) -> Iterator[Worker]:
-        return iter(self._workers.values())
+        """Iterate over the workers that are here now, in any thread."""
+        return iter(list(self._workers.values()))
 
     def live(self) -> list[Worker]:
         """Return the workers that may get requests."""
-        return [w for w in self._workers.values() if w.takes_requests and not w.role.holds_draft]
+        return [w for w in self if w.takes_requests and not w.role.holds_draft]
 
     def awaited(self) -> list[str]:
         """Return the ids of the workers that are not ready for requests now but will be."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import Any
 
@@ -16,16 +17,20 @@ from router.api.openapi import Operation
 from router.registry import Worker
 from router.state import RouterState
 
+_WORKERS = "`workers`, `awaited` (`id` and `role` of those that are being started or replaced), `router`"
+
 
 def admin_operations(state: RouterState) -> list[Operation]:
     """Return the endpoints that report the server's state."""
 
     async def models(request: Request) -> Response:
-        cards = [_model_card(state), *(_model_card(state, each) for each in state.adapters.named.values())]
-        return _json({"object": "list", "data": cards})
+        adapters = state.adapters.named.values()
+        base = _model_card(state)
+        return _json({"object": "list", "data": [base, *(_adapter_card(base, each) for each in adapters)]})
 
     async def model(request: Request) -> Response:
-        return _json(_model_card(state, state.adapters.find(request.path_params["model_id"])))
+        base, adapter = _model_card(state), state.adapters.find(request.path_params["model_id"])
+        return _json(base if adapter is None else _adapter_card(base, adapter))
 
     async def health(request: Request) -> Response:
         return _json({"status": "ok"})
@@ -41,11 +46,18 @@ def admin_operations(state: RouterState) -> list[Operation]:
         return _json({"version": version()})
 
     async def metrics(request: Request) -> Response:
-        return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await asyncio.to_thread(state.metrics.render), media_type=CONTENT_TYPE_LATEST)
 
     async def workers(request: Request) -> Response:
         router = {"id": state.router_id, "incarnation": state.incarnation, "pid": os.getpid()}
-        return _json({"router": router, "workers": [_worker(worker) for worker in state.registry]})
+        known = {worker.key.worker_id for worker in state.registry}
+        awaited = [
+            {"id": worker_id, "role": role}
+            for worker_id, role in state.registry.expected.items()
+            if worker_id not in known
+        ]
+        shown = [_worker(worker) for worker in state.registry]
+        return _json({"router": router, "workers": shown, "awaited": awaited})
 
     return [
         Operation(
@@ -64,7 +76,7 @@ def admin_operations(state: RouterState) -> list[Operation]:
         ),
         Operation("/version", show_version, "Tandem's version.", "`version`"),
         Operation("/metrics", metrics, "Metrics of the router and of all workers.", "Prometheus text format"),
-        Operation("/workers", workers, "The workers, their load and their transfers.", "`workers`, `router`"),
+        Operation("/workers", workers, "The workers, their load and their transfers.", _WORKERS),
     ]
 
 
@@ -72,15 +84,19 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def _model_card(state: RouterState, adapter: Adapter | None = None) -> dict[str, Any]:
-    facts, base = state.registry.model, state.config.model_name
+def _adapter_card(base: dict[str, Any], adapter: Adapter) -> dict[str, Any]:
+    return {**base, "id": adapter.name, "root": adapter.path, "parent": base["id"]}
+
+
+def _model_card(state: RouterState) -> dict[str, Any]:
+    facts = state.registry.model
     return {
-        "id": base if adapter is None else adapter.name,
+        "id": state.config.model_name,
         "object": "model",
         "created": state.created,
         "owned_by": "tandem",
-        "root": state.config.model if adapter is None else adapter.path,
-        "parent": None if adapter is None else base,
+        "root": state.config.model,
+        "parent": None,
         "max_model_len": facts.max_model_len if facts is not None else state.config.max_model_len,
         "capabilities": {
             "completions": True,

@@ -53,6 +53,16 @@ def test_the_transport_in_use_and_why_not_a_better_one(
     assert told in row + " "
 
 
+def test_workers_that_are_awaited() -> None:
+    awaited = [{"id": "decode-1", "role": "decode"}]
+    out = io.StringIO()
+    Console(file=out, width=250).print(
+        make_table("http://localhost", {"workers": [WORKER], "awaited": awaited})
+    )
+    (row,) = [line for line in out.getvalue().splitlines() if "decode-1" in line]
+    assert row.split()[:3] == ["decode-1", "decode", "awaited"]
+
+
 @pytest.mark.parametrize(
     ("totals", "told"),
     [

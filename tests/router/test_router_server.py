@@ -180,6 +180,15 @@ def test_chunked_body(router):
     assert response.json()["usage"]["completion_tokens"] == 2
 
 
+def test_workers_that_are_awaited(make_router):
+    router = make_router()
+    router.add_worker("decode-0")
+    router.server.expect({"decode-0": "decode", "decode-1": "decode", "draft-0": "draft"})
+    found = router.http.get("/workers").json()
+    assert [worker["id"] for worker in found["workers"]] == ["decode-0"]
+    assert found["awaited"] == [{"id": "decode-1", "role": "decode"}, {"id": "draft-0", "role": "draft"}]
+
+
 def test_workers(router):
     workers = {worker["id"]: worker for worker in router.http.get("/workers").json()["workers"]}
     assert {worker["role"] for worker in workers.values()} == {"prefill", "decode"}
