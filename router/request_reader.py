@@ -35,6 +35,8 @@ from router.served import ServedModel
 from router.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
+MAX_PROMPT_LOGPROBS = 2**22
+"""Log-probabilities of all prompts of a request, in all choices: some 60 MB in memory, 300 as JSON."""
 
 _AS_GIVEN = (
     *("temperature", "top_k", "top_p", "min_p", "min_tokens", "stop_token_ids", "logit_bias", "ignore_eos"),
@@ -121,6 +123,10 @@ class RequestReader:
         )
         kept = _kept(asked, 1, model)
         special = body.add_special_tokens is not False
+        limit = self._config.max_queued_requests
+        if len(sources) > limit:
+            reason = f"{len(sources)} texts exceed the limit of {limit} sequences (--max-queued-requests)"
+            raise InvalidRequestError(sources[-1][0], reason)
         params = SamplingParams(max_tokens=1, temperature=0.0, embeds=True)
         prompts = [
             PreparedPrompt(self._token_ids(source, special, field, kept, model), 1)
@@ -191,12 +197,12 @@ class RequestReader:
     # --- parameters ---------------------------------------------------------------------------------
 
     def _check_number(self, body: GenerationBody, num_prompts: int) -> None:
-        n = body.n or 1
-        if n * num_prompts > self._config.max_n:
+        n, config = body.n or 1, self._config
+        limit, flag = min((config.max_n, "--max-n"), (config.max_queued_requests, "--max-queued-requests"))
+        if n * num_prompts > limit:
             raise InvalidRequestError(
                 "n" if num_prompts == 1 else "prompt",
-                f"{num_prompts} prompts times n={n} exceed the limit of {self._config.max_n} sequences "
-                "(--max-n)",
+                f"{num_prompts} prompts times n={n} exceed the limit of {limit} sequences ({flag})",
             )
 
     def _sampling_params(
@@ -259,6 +265,7 @@ class RequestReader:
             )
         speculation = parse_request_speculation(decode_object(body.speculative, "speculative"))
         check_request_speculation(speculation, self._config.speculative_config)
+        _check_prompt_logprobs(prompts, body, params)
         return Prepared(
             model=body.model,
             prompts=prompts,
@@ -313,6 +320,22 @@ def _asked_output(
         return_timing=bool(body.return_timing),
         skip_special_tokens=body.skip_special_tokens is not False,
     )
+
+
+def _check_prompt_logprobs(
+    prompts: Sequence[PreparedPrompt], body: GenerationBody, params: SamplingParams
+) -> None:
+    """Each choice has those of its own prompt. Raises `InvalidRequestError`."""
+    if params.prompt_logprobs is None:
+        return
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    asked = num_tokens * (body.n or 1) * (params.prompt_logprobs + 1)
+    if asked > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            "logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
+            f"at most {MAX_PROMPT_LOGPROBS} log-probabilities of prompts in a request, got {asked}: "
+            f"{params.prompt_logprobs} and the token's own for {num_tokens} tokens times n={body.n or 1}",
+        )
 
 
 def _max_tokens(

@@ -108,3 +108,19 @@ def test_a_server_that_gives_none_says_so(router):
     for path, body in (("/v1/embeddings", {"input": "x"}), ("/score", {"text_1": "x", "text_2": "y"})):
         answer = router.http.post(path, json=body)
         assert answer.status_code == 400 and "--enable-embeddings" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/embeddings", {"input": ["a", "b", "c"]}, "input"),
+        ("/score", {"text_1": "a", "text_2": ["b", "c"]}, "text_2"),
+    ],
+)
+def test_more_texts_than_the_queue_can_ever_hold(make_router, path, fields, param):
+    router = make_router(enable_embeddings=True, max_queued_requests=2)
+    router.add_worker()
+    answer = router.http.post(path, json=fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert "3 texts exceed the limit of 2 sequences (--max-queued-requests)" in error["message"]

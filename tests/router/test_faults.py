@@ -459,6 +459,9 @@ def test_queue_limit(make_router, pool):
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) >= 1
     assert "max-queued-requests=2" in refused.json()["error"]["message"]
+    never = post(router, n=3).json()["error"]
+    assert (never["param"], never["code"]) == ("n", "invalid_value")
+    assert "limit of 2 sequences (--max-queued-requests)" in never["message"]
     worker.hold.clear()
     assert [future.result(5).status_code for future in running] == [200, 200]
     assert router.metric("tandem_request_failures_total", kind="overloaded") == 1

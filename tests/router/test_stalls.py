@@ -262,6 +262,22 @@ def test_long_answers(
     assert server.stall_s(path, json.dumps({**NEEDED[path], **fields}).encode()) <= MAX_STALL_S
 
 
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"prompt_logprobs": 20}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 20}, "logprobs"),
+    ],
+)
+def test_log_probabilities_of_prompts_have_a_limit(
+    server: StallServer, fields: dict[str, Any], field: str
+) -> None:
+    answer = server.http.post(COMPLETION, json={"prompt": MANY * 5, "n": 2, "max_tokens": 1, **fields})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, field)
+    assert "at most 4194304 log-probabilities of prompts in a request, got 4200000" in error["message"]
+
+
 def test_the_largest_bodies(tmp_path: Path) -> None:
     """With the product's default limit."""
     size = 16 * 1024 * 1024 - 1024
