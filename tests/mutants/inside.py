@@ -75,10 +75,11 @@ class Judge:
         end_children()
         module = Module()
         for row in rows_of(lines):
-            module.starts |= row["starts"]
             if "test" in row:
-                module.tests[row["test"]] = Baseline(**row["row"])
-            for file, numbers in row.get("shared", {}).items():
+                module.tests[row["test"]] = Baseline(**row["ran"])
+                continue
+            module.starts |= row["starts"]
+            for file, numbers in row["shared"].items():
                 module.shared[file] = sorted({*module.shared.get(file, ()), *numbers})
         return module
 

@@ -21,6 +21,8 @@ class Baseline:
 
     seconds: float = 0.0
     passed: bool = False
+    starts: bool = False
+    """It starts processes: they do not see a mutant that is in memory alone."""
     lines: Lines = field(default_factory=dict)
 
 
@@ -32,7 +34,7 @@ class Module:
     shared: Lines = field(default_factory=dict)
     """The lines that fixtures of several tests run."""
     starts: bool = False
-    """It starts processes: they do not see a mutant that is in memory alone."""
+    """Fixtures of several tests start processes."""
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> Module:
@@ -42,6 +44,10 @@ class Module:
 
     def passing(self) -> list[str]:
         return [name for name, test in self.tests.items() if test.passed]
+
+    def starting(self) -> list[str]:
+        """Return the tests that use processes of their own."""
+        return [name for name in self.passing() if self.starts or self.tests[name].starts]
 
     def reaching(self, mutant: Mutant) -> list[str]:
         """Return the tests that run a mutant's lines."""

@@ -92,19 +92,19 @@ class Judging:
     def _from_file(self, mutant: Mutant, verdict: Verdict, modules: dict[str, Module]) -> Verdict:
         """Run the tests again that a mutant in memory does not reach: those that start processes, or all."""
         distances = self._imports.distances([mutant.file])
-        paths = [
-            path for path in modules if path in distances and (modules[path].starts or not verdict.in_place)
-        ]
-        paths.sort(key=lambda path: (distances[path], _seconds(modules[path])))
-        tests = [test for path in paths for test in modules[path].passing() if self._sound.get(test, True)]
+        paths = sorted(distances.keys() & modules.keys(), key=lambda path: (distances[path], path))
+        tests: dict[str, float] = {}
+        for module in map(modules.__getitem__, paths):
+            names = module.starting() if verdict.in_place else module.passing()
+            tests |= {name: module.tests[name].seconds for name in names if self._sound.get(name, True)}
         if not tests:
             return verdict
-        limit_s = IMPORTS_S + self._timeout_s + SLOWER * sum(_seconds(modules[path]) for path in paths)
+        limit_s = IMPORTS_S + self._timeout_s + SLOWER * sum(tests.values())
         file = self._tree / mutant.file
         self._age += 1
         began = time.monotonic()
         with changed(file, mutant.applied(file.read_bytes()), self._age):
-            killed_by = self._first_failure(tests, limit_s)
+            killed_by = self._first_failure(list(tests), limit_s)
         seconds = round(verdict.seconds + time.monotonic() - began, 2)
         if killed_by and not self._is_sound(killed_by, limit_s):
             return self._from_file(mutant, replace(verdict, seconds=seconds), modules)
@@ -140,7 +140,3 @@ class Judging:
         if found:
             return found[1]
         return "" if process.returncode in _FINE else f"{_NO_TEST} {process.returncode}"
-
-
-def _seconds(module: Module) -> float:
-    return sum(test.seconds for test in module.tests.values())

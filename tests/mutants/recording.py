@@ -39,8 +39,8 @@ class Recorder:
         self._trace.take()
         result = yield
         lines, starts = self._trace.take()
-        row = {"seconds": round(self._seconds, 3), "passed": self._passed, "lines": lines}
-        self._say(json.dumps({"test": item.nodeid, "starts": starts, "row": row}))
+        ran = {"seconds": round(self._seconds, 3), "passed": self._passed, "starts": starts, "lines": lines}
+        self._say(json.dumps({"test": item.nodeid, "ran": ran}))
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 
+from tests.mutants.__main__ import summary
 from tests.mutants.children import in_child
-from tests.mutants.job import Baseline, Module
+from tests.mutants.job import Baseline
+from tests.mutants.job import Module as Recorded
 from tests.mutants.living import functions_of, replace
 from tests.mutants.operators import Mutant, mutants_of
 from tests.mutants.sample import drawn, files_of
+from tests.mutants.tiers import nearest
+from tests.tiers.costs import Cost, Costs, Module
 
 ROOT = Path(__file__).parents[2]
 SOURCE = b'''"""Adds."""
@@ -114,9 +118,32 @@ def test_a_child_that_hangs_or_crashes_has_told_what_it_did() -> None:
 
 def test_tests_reach_a_mutant_whose_lines_they_or_their_shared_fixtures_run() -> None:
     (mutant,) = of("drop an assignment")
-    tests = {"a": Baseline(0.1, True, {"sums.py": [20]}), "b": Baseline(0.1, True), "c": Baseline(0.1, False)}
-    assert Module(tests).reaching(mutant) == ["a"]
-    assert Module(tests, {"sums.py": [19, 20]}).reaching(mutant) == ["a", "b"]
+    tests = {
+        "a": Baseline(0.1, True, lines={"sums.py": [20]}),
+        "b": Baseline(0.1, True),
+        "c": Baseline(0.1, False),
+    }
+    assert Recorded(tests).reaching(mutant) == ["a"]
+    assert Recorded(tests, {"sums.py": [19, 20]}).reaching(mutant) == ["a", "b"]
+
+
+def test_the_nearest_modules_take_part_up_to_a_bound() -> None:
+    expensive = {"test_x": Cost(6.0, 6.0)}
+    known = Costs(
+        {"far": Module(Cost(1, 1)), "near": Module(Cost(1, 1), expensive), "nearer": Module(Cost(1, 1))}
+    )
+    distances = {"far": 2, "near": 1, "nearer": 1, "unknown": 1}
+    assert nearest(distances, known, 12.0) == ["near", "nearer", "unknown", "far"]
+    assert nearest(distances, known, 2.5) == ["near", "nearer"]
+
+
+def test_the_closing_line_counts_what_each_tier_kills() -> None:
+    rows = [
+        {"killed_by": "a", "tier": "fast"},
+        {"killed_by": "b", "tier": "full"},
+        {"killed_by": "", "tier": "full"},
+    ]
+    assert summary(rows) == "the fast tier kills 1 of the 2 that the full tier kills, of 3 mutants"
 
 
 TESTS = """
