@@ -22,7 +22,10 @@ def adopt_orphans() -> None:
 
 
 def in_child(work: Callable[[Say], None], limit_s: float) -> tuple[list[str], bool]:
-    """Fork and call `work` with a function that sends a line. Return the lines and whether it ended well."""
+    """Fork and call `work` with a function that sends a line. Return the lines and whether it ended well.
+
+    It may take so long for each line, and after the last one.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -62,6 +65,7 @@ def _read(child: int, pipe: int, limit_s: float) -> tuple[bytes, bool]:
             ready, _, _ = select.select([pipe, end], [], [], left_s)
             more = os.read(pipe, 1 << 16) if pipe in ready else b""
             text += more
+            deadline = time.monotonic() + limit_s if more else deadline
             if end in ready and not more:
                 return text, True
         return text, False

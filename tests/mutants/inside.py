@@ -21,9 +21,9 @@ from tests.mutants.recording import FAILED, FirstFailure, Recorder, run
 from tests.mutants.trace import Trace
 
 SLOWER = 5
-"""A mutated test may take so many times what it took while its lines were recorded."""
-MODULE_S = 900.0
-"""The time in which the tests of one module have to end when they are recorded."""
+"""A mutated test may take so many times what it took while its lines were recorded, and the timeout."""
+SILENT_S = 300.0
+"""The time in which each test has to end when it is recorded."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,7 +71,7 @@ class Judge:
             self._trace.begin()
             run(self._session, items, Recorder(say, self._trace))
 
-        lines, _ = in_child(work, MODULE_S)
+        lines, _ = in_child(work, SILENT_S)
         end_children()
         module = Module()
         for row in rows_of(lines):
@@ -92,7 +92,7 @@ class Judge:
             costs |= {test: module.tests[test].seconds for test in names}
         tests = sorted(costs, key=costs.__getitem__)
         began = time.monotonic()
-        limit_s = self._job.timeout_s + SLOWER * sum(costs.values())
+        limit_s = self._job.timeout_s + SLOWER * max(costs.values(), default=0)
         said, well = in_child(lambda say: self._run(mutant, tests, say), limit_s) if tests else ([], True)
         end_children()
         names = [line for line in said if line in self._items]
