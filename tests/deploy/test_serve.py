@@ -343,7 +343,7 @@ def test_a_second_signal_ends_at_once_and_a_structured_log_has_only_objects(star
     started.wait_end(10)
     assert started.leftovers() == []
     lines = [json.loads(line) for line in started.log.splitlines()]
-    assert {line["process"] for line in lines} == {"server", "decode-0"}
+    assert {line["process"] for line in lines} == {"server", "template", "decode-0"}
     (request,) = [line for line in lines if line.get("http_request_id") == answer.headers["x-request-id"]]
     assert request["level"] == "info" and request["timing"]["workers"] == {"decode": "decode-0"}
 

@@ -28,6 +28,7 @@ def command_flags(command: click.Command) -> set[str]:
 FLAGS = {flag_name(field) for field in ServeConfig.__struct_fields__}
 FLAGS |= {flag for app in (tandem, bench) for flag in command_flags(typer.main.get_command(app))}
 FLAGS |= set(re.findall(r'addoption\(\s*"(--[a-z-]+)"', (ROOT / "tests/tiers/plugin.py").read_text()))
+FLAGS |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / "tests/mutants/__main__.py").read_text()))
 
 DOCKER = re.compile(r"^.*\bdocker (build|run|compose) .*$", re.MULTILINE)
 VLLM_COLUMN = re.compile(r"^\| `--[^|]*\|", re.MULTILINE)

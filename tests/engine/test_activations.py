@@ -156,9 +156,9 @@ def test_what_stays_free_is_for_all_rows_and_for_graphs(
     caplog.set_level(logging.INFO, "tandem.engine")
     assert made._kept_free() == gib * GIB
     assert asked == [rows]
-    text = f"{gib << 10} MiB stay free: 1024 for a step of {made.token_budget} tokens with logits of {rows}"
-    assert text in caplog.messages[0]
-    assert caplog.messages[0].endswith(f"{(gib - 1) << 10} that CUDA graphs may take")
+    step = f"1024 for a step of {made.token_budget} tokens, {rows} of them with logits"
+    assert f"{gib << 10} MiB stay free next to the KV pool: {step}" in caplog.messages[0]
+    assert f"up to {(gib - 1) << 10} for CUDA graphs" in caplog.messages[0]
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def deployed(pair: tuple[Path, Path]) -> Callable[[str], Engine]:
         (f"{HERE}:Missing", "there is no .*: module .* has no attribute 'Missing'"),
         ("examples.custom drafter:X", "there is no examples.custom drafter:X"),
         (f"{HERE}:HERE", "is neither a class nor a function"),
-        (f"{HERE}:no_drafter", "makes a str, and no speculation.drafter.Drafter"),
+        (f"{HERE}:no_drafter", "makes a str, not a speculation.drafter.Drafter"),
     ],
 )
 def test_what_is_no_drafter_is_refused(deployed: Callable[[str], Engine], drafter: str, why: str) -> None:

@@ -19,6 +19,7 @@ from engine.prefix_cache import find_prefix
 from messaging.sockets import ClusterKeys, bind_router, start_authenticator
 from protocol.codec import encode, worker_to_router
 from protocol.kv_events import MAX_BLOCKS_PER_BATCH, Medium
+from protocol.outputs import TokenOutput
 from protocol.peers import PeerAddress
 from protocol.roles import ROLES
 from protocol.router_to_worker import ReplayKvEvents
@@ -92,7 +93,7 @@ class Wire:
 
     def deliver(self) -> None:
         """All that the worker has sent so far reaches the feed."""
-        self.links.send_outputs([])
+        self.links.send_outputs([TokenOutput(request_id="end", token_ids=[])])
         while True:
             assert self._socket.poll(WAIT_MS)
             message = worker_to_router.decode(self._socket.recv_multipart()[1])
