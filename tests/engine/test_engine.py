@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from engine import phases
 from engine.engine import Engine
 from protocol.config import ServeConfig
 from protocol.costs import StepCosts
@@ -482,9 +483,12 @@ def test_a_request_without_a_possible_token_fails_alone(
 
 
 @pytest.mark.timeout(600)
-def test_compiled_forward_gives_the_same_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of one layer: each takes four CPU seconds."""
+def test_compiled_forward_gives_the_same_tokens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model has one layer: each takes four CPU seconds."""
     caplog.set_level("INFO", "tandem.engine")
+    monkeypatch.setattr(phases, "SLOW_S", 0.0)
     write_tiny_llama(tmp_path, num_layers=1)
     reference = load(tmp_path)
     engine = tiny_engine(
@@ -517,6 +521,7 @@ def test_float32_compiles_nothing_where_the_native_decoder_knows_the_model(
         "quantization": quantization,
     }
     caplog.set_level("INFO", "tandem.engine")
+    monkeypatch.setattr(phases, "SLOW_S", 0.0)
     engine = tiny_engine(tmp_path, compile="auto", **options)
     assert [text for text in caplog.messages if text.endswith(" ...")] == [
         f"loading the weights of {tmp_path.name} (0.00 GB), which takes seconds for each GB ...",

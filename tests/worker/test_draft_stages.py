@@ -236,7 +236,9 @@ class DraftStages(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "flying"):
             return
-        for how in ("too much to do", "a lost target", "no news"):  # rules alone come to them in few walks
+        self.seen["walks"] += 1
+        last = ["a lost target", "no news"][:: 1 if self.seen["walks"] % 2 else -1]
+        for how in ("too much to do", *last):  # rules alone come to them in few walks, and the last in few
             self.a_round(2, None)
             self.note()
             self.the_draft_worker_lets_go(how)
