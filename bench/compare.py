@@ -21,6 +21,7 @@ from rich.table import Table
 
 from bench import turns
 from bench.options import counts
+from bench.peers.setup import DEFAULT_ENV_DIR
 from bench.peers.systems import System, SystemSettings, labels_of, vocab_size_of
 from bench.report import RESULTS, command_line, publish, terminal_table
 from bench.serve.client import ServerTarget
@@ -149,7 +150,7 @@ def main(
     max_model_len: Annotated[int, typer.Option(min=1)] = 2048,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     start_timeout: Annotated[float, typer.Option(help="seconds for a system to start")] = 600.0,
-    env_dir: turns.EnvDirOption = turns.ENV_DIR,
+    env_dir: turns.EnvDirOption = DEFAULT_ENV_DIR,
     output: Annotated[Path | None, typer.Option(help="folder [default: one in bench/results/]")] = None,
 ) -> None:
     """Measure several systems under the same load, in turns, and compare them with the first."""

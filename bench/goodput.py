@@ -22,6 +22,7 @@ from rich.table import Table
 
 from bench import turns
 from bench.options import parsed
+from bench.peers.setup import DEFAULT_ENV_DIR
 from bench.peers.systems import System, SystemSettings, labels_of, vocab_size_of
 from bench.report import RESULTS, command_line, publish, show, terminal_table
 from bench.serve.client import Client, Record, ServerTarget
@@ -167,7 +168,7 @@ def main(
     slo_tpot: Annotated[float, typer.Option(min=0.0, help="seconds for each further token")] = 0.02,
     rounds: turns.RoundsOption = 1,
     seed: Annotated[int, typer.Option(min=0, help="of the first replay's tokens; later ones count up")] = 0,
-    env_dir: turns.EnvDirOption = turns.ENV_DIR,
+    env_dir: turns.EnvDirOption = DEFAULT_ENV_DIR,
     output: Annotated[Path, typer.Option(help="folder for the figures")] = RESULTS / "goodput",
 ) -> None:
     """Measure requests a second within the SLO over the rate of a trace, of several systems in turns."""

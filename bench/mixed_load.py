@@ -23,6 +23,7 @@ import typer
 from rich.table import Table
 
 from bench import turns
+from bench.peers.setup import DEFAULT_ENV_DIR
 from bench.peers.systems import System, SystemSettings, labels_of, vocab_size_of
 from bench.report import RESULTS, command_line, publish, terminal_table
 from bench.serve.client import Client, Record, ServerTarget
@@ -107,7 +108,7 @@ def main(
     seconds: Annotated[float, typer.Option(min=0.001, help="of each system's turn")] = 10.0,
     rounds: turns.RoundsOption = 3,
     seed: Annotated[int, typer.Option(min=0, help="of the prompts")] = 0,
-    env_dir: turns.EnvDirOption = turns.ENV_DIR,
+    env_dir: turns.EnvDirOption = DEFAULT_ENV_DIR,
     output: Annotated[Path, typer.Option(help="folder for the figures")] = RESULTS / "mixed-load",
 ) -> None:
     """Measure how long prompts stall other streams, on several systems in turns."""

@@ -15,7 +15,6 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from bench.peers.setup import DEFAULT_ENV_DIR
 from bench.peers.systems import SYSTEMS, System, SystemSettings, parse_system
 from bench.report import RESULTS, show
 from bench.servers import running
@@ -26,7 +25,6 @@ SystemOption = Annotated[list[str], typer.Option(help=f"[label=]name [flags] or 
 ModelOption = Annotated[Path, typer.Option(exists=True, file_okay=False, help="local model folder")]
 EnvDirOption = Annotated[Path, typer.Option(help="the peers' environments")]
 RoundsOption = Annotated[int, typer.Option(min=1, help="in which the systems take turns")]
-ENV_DIR = DEFAULT_ENV_DIR
 
 
 def in_round(systems: Sequence[T], number: int) -> Sequence[T]:

@@ -54,7 +54,7 @@ class LeakyBucket:
 
 
 class ApiKey:
-    """One key with its use. `entry` changes when the file does. Runs on the event loop only."""
+    """One key with its use. Methods run on the event loop; a thread sets `entry` when the file changes."""
 
     def __init__(self, entry: KeyEntry, metrics: Metrics) -> None:
         self.entry = entry

@@ -300,9 +300,7 @@ class Registry:
         for worker in self._workers.values():
             worker.silence_s += passed
         silent = [w for w in self._workers.values() if w.live and w.silence_s > self._timeout]
-        for (
-            worker
-        ) in silent:  # first mark all of them, or requests of the first would be placed at the second
+        for worker in silent:  # mark all first, or requests of one would be placed at the next
             worker.live = False
             self.changed(worker)
         for worker in silent:

@@ -41,9 +41,8 @@ class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
         fields = {**message, "content": content}
         if self.thought != "reasoning_content" and "reasoning_content" in fields:
             thought = fields.pop("reasoning_content")
-            if (
-                not content or "tool_calls" not in fields
-            ):  # gpt-oss refuses a message with content, thinking and calls
+            # gpt-oss refuses a message with content, thinking and calls
+            if not content or "tool_calls" not in fields:
                 fields[self.thought] = thought
         return fields
 

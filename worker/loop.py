@@ -103,9 +103,8 @@ class WorkerLoop(RoleWork):
                 progress.turns += 1
                 self._turn()
             if self.departure.next_role is not None:
-                self.router_messages.abort_all(
-                    self.under_way()
-                )  # the remaining ones belong to routers that are gone
+                # The remaining requests belong to routers that are gone.
+                self.router_messages.abort_all(self.under_way())
         finally:
             progress.end()
             self.close()

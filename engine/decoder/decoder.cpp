@@ -1,7 +1,7 @@
-// A whole Llama-like decoder in bfloat16 or float32 (value.h), in one call. It is for models so small that calling operators one by one
-// costs more than their computation. Matrix products, attention and the operators of recurrent layers are the engine's
-// own kernels, called by address; the rest is here. Values are rounded to bfloat16 where Transformers' modules round
-// them.
+// A whole Llama-like decoder in bfloat16 or float32 (value.h), in one call. It is for models so small that calling
+// operators one by one costs more than their computation. Matrix products, attention and the operators of recurrent
+// layers are the engine's own kernels, called by address; the rest is here. Values are rounded to bfloat16 where
+// Transformers' modules round them.
 
 #include <algorithm>
 #include <cstdint>

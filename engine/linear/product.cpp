@@ -1,8 +1,9 @@
 // out[row][n] = sum over k of x[row][k] * w[n][k], plus bias[n]: bfloat16 or float32 in and out, float32 sums.
 //
 // The weights are packed in panels of 64 outputs: [n / 64][k / 2][64][2]. So a product reads them in one
-// sequential stream, and a vector holds the next two weights of 16 (or 8) outputs; of float32, [n / 64][k][64]. Each output is summed by one
-// thread over ascending k, whatever the number of rows and threads: a row's result has the same bits in every batch.
+// sequential stream, and a vector holds the next two weights of 16 (or 8) outputs. Panels of float32 are
+// [n / 64][k][64]. Each output is summed by one thread over ascending k, whatever the number of rows and threads: a
+// row's result has the same bits in every batch.
 
 #include <algorithm>
 #include <cstdint>

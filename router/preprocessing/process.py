@@ -222,9 +222,7 @@ def _send(connection: socket.socket, data: bytes, flags: int = 0) -> None:
 
 
 def main(control: int, setup: int) -> None:
-    logging.basicConfig(
-        level=logging.ERROR
-    )  # the router has already warned of everything that the model lacks
+    logging.basicConfig(level=logging.ERROR)  # the router has already warned of what the model lacks
     text = os.pread(setup, os.fstat(setup).st_size, 0)
     os.close(setup)
     tasks = Tasks(msgspec.msgpack.decode(text, type=Setup))

@@ -237,8 +237,10 @@ class DraftStages(RuleBasedStateMachine):
         if not hasattr(self, "flying"):
             return
         self.seen["walks"] += 1
-        last = ["a lost target", "no news"][:: 1 if self.seen["walks"] % 2 else -1]
-        for how in ("too much to do", *last):  # rules alone come to them in few walks, and the last in few
+        hows = ["too much to do", "a lost target", "no news"]  # rules alone come to them in few walks
+        if self.seen["walks"] % 2:  # the last of them finds few requests that still draft
+            hows.reverse()
+        for how in hows:
             self.a_round(2, None)
             self.note()
             self.the_draft_worker_lets_go(how)
