@@ -50,10 +50,10 @@ SAMPLING: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def requests(sampling: str) -> list[EngineRequest]:
+def requests(sampling: str, num_tokens: int = NUM_TOKENS) -> list[EngineRequest]:
     choices = SAMPLING[sampling]
     return [
-        ask(f"r{i}", prompt_of(length, i), NUM_TOKENS, ignore_eos=True, **choices[i % len(choices)])
+        ask(f"r{i}", prompt_of(length, i), num_tokens, ignore_eos=True, **choices[i % len(choices)])
         for i, length in enumerate(LENGTHS)
     ]
 
