@@ -12,9 +12,7 @@ from tests.tiers import costs
 from tests.tiers.costs import Cost
 
 STARTS_RAY = (
-    "tests/deploy/test_restart.py",
-    "tests/deploy/test_routers.py",
-    "tests/deploy/test_scale.py",
+    "tests/deploy/test_operations.py",
     "tests/deploy/test_serve.py",
     "tests/e2e/test_object_store_serving.py",
     "tests/examples/test_examples.py",

@@ -1,20 +1,14 @@
-"""`tandem serve --router-replicas 2`: a router dies, and only its own connections break."""
+"""What the launcher does for the routers of `tandem serve --router-replicas 2`."""
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlsplit
 
-import httpx
 import msgspec
 import pytest
 
@@ -43,94 +37,6 @@ from router.demand import RoleDemand
 from router.scaling.decide import ScalingDecision
 from router.scaling.log import ScalingEvent
 from router.server import bind_http
-from tests.deploy.server_process import ServerProcess, read_events
-from tests.engine.adapter_files import write_adapter
-
-BODY = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "stream": True, "temperature": 0}
-
-
-@pytest.fixture
-def server(tiny_folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
-    options = "--router-replicas", "2", "--decode-replicas", "2", "--enable-lora"
-    server = ServerProcess(tiny_folder, tmp_path / "log", *options)
-    yield server.wait_ready()
-    server.kill()
-
-
-def own_url(server: ServerProcess, index: int) -> str:
-    port = urlsplit(server.url).port
-    assert port is not None
-    return f"http://127.0.0.1:{port + 1 + index}"
-
-
-def router(server: ServerProcess, index: int) -> dict[str, Any]:
-    return dict(httpx.get(f"{own_url(server, index)}/workers", timeout=10).json()["router"])
-
-
-def num_workers(server: ServerProcess, index: int) -> int:
-    try:
-        return len(httpx.get(f"{own_url(server, index)}/workers", timeout=10).json()["workers"])
-    except httpx.TransportError:
-        return 0
-
-
-def knows(server: ServerProcess, index: int, adapter: str) -> bool:
-    cards = httpx.get(f"{own_url(server, index)}/v1/models", timeout=10).json()["data"]
-    return adapter in [card["id"] for card in cards]
-
-
-@pytest.mark.timeout(300)
-def test_only_the_connections_of_a_lost_router_break(
-    server: ServerProcess, tiny_folder: Path, tmp_path: Path
-) -> None:
-    """And what it was told of adapters holds."""
-    server.wait(lambda: num_workers(server, 0) == num_workers(server, 1) == 3, 10)
-
-    def open_stream(index: int, **fields: int) -> AbstractContextManager[httpx.Response]:
-        url = f"{own_url(server, index)}/v1/completions"
-        return httpx.stream("POST", url, json=BODY | fields, timeout=30)
-
-    def stream(index: int) -> str:
-        with open_stream(index) as response:
-            return "".join(event["choices"][0]["text"] for event in read_events(response))
-
-    whole = stream(1)
-    adapter = write_adapter(tiny_folder, tmp_path / "sql", 1)
-    body = {"lora_name": "sql", "lora_path": str(adapter)}
-    assert httpx.post(f"{own_url(server, 0)}/v1/load_lora_adapter", json=body, timeout=30).status_code == 200
-    server.wait(lambda: knows(server, 1, "sql"), 10)
-    for number in (signal.SIGKILL, signal.SIGSTOP):
-        before = router(server, 0)
-        with ThreadPoolExecutor(1) as pool, open_stream(0, max_tokens=1000) as lost:
-            kept, lines = pool.submit(stream, 1), lost.iter_lines()
-            next(lines)
-            os.kill(before["pid"], number)
-            with pytest.raises(httpx.TransportError):
-                list(lines)
-            assert kept.result() == whole
-        answer = httpx.post(f"{server.url}/v1/completions", json=BODY | {"stream": False}, timeout=30)
-        assert answer.json()["choices"][0]["text"] == whole
-        server.wait(lambda: num_workers(server, 0) == 3, 20)
-        after = router(server, 0)
-        assert after["id"] == "router-0" and after["incarnation"] != before["incarnation"]
-        assert stream(0) == whole
-        server.wait(lambda: knows(server, 0, "sql"), 10)
-    assert server.log.count("router router-0 ended") == 2
-    with ThreadPoolExecutor(2) as pool:
-        urls = [f"{own_url(server, index)}/workers/decode-{index}/drain" for index in range(2)]
-        drains = list(pool.map(lambda url: httpx.post(url, json={}, timeout=30), urls))
-    assert sorted(drain.status_code for drain in drains) == [200, 409], "one decode worker has to stay"
-    assert stream(0) == stream(1) == whole
-    with ThreadPoolExecutor(2) as pool:
-        urls = [f"{own_url(server, index)}/restart" for index in range(2)]
-        restarts = list(pool.map(lambda url: httpx.post(url, json={}, timeout=60), urls))
-    done, refused = sorted(restarts, key=lambda answer: answer.status_code)
-    assert (done.status_code, refused.status_code) == (200, 409), done.text + refused.text
-    assert "a restart is under way already, asked of router-" in refused.text
-    assert stream(0) == stream(1) == whole
-    server.signal(signal.SIGINT)
-    assert server.wait_end() == 0
-    assert server.leftovers() == []
 
 
 def test_a_taken_port_is_one_clear_error() -> None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import httpx
+import pytest
 
 from bench.kills import Storm
-from bench.servers import serving
+from models.bundled import BUNDLED_MODEL
+from tests.deploy.server_process import ServerProcess
+
+pytestmark = [pytest.mark.timeout(240)]
 
 FAULTS = ("killed", "frozen", "killed", "killed")
+OPTIONS = ("--decode-replicas", "2", "--dtype", "auto", "--compile", "auto")
+OPTIONS += ("--kv-cache-memory-bytes", "64000000")
 
 
 class SmallStorm(Storm):
@@ -27,11 +34,16 @@ class SmallStorm(Storm):
                 return kind, victim, pid
 
 
-def test_no_request_notices_kills_and_freezes() -> None:
-    with serving(["--prefill-replicas", "1", "--decode-replicas", "2"]) as http:
-        every = 1.5
-        seen = SmallStorm(http).measure(requests=48, seconds=every * (len(FAULTS) + 1), every=every)
-    wanted = {"faults": len(FAULTS), "failed": 0, "failed_without_faults": 0, "different": 0}
-    assert seen | wanted == seen
-    assert seen["restarted"]
-    assert seen["requests_placed_again"] + seen["handoff_redirects"] + seen["requests_parked"] > 0
+def test_no_request_notices_kills_and_freezes_and_without_ray_all_ends(tmp_path: Path) -> None:
+    server = ServerProcess(Path(BUNDLED_MODEL), tmp_path / "log", *OPTIONS)
+    try:
+        with httpx.Client(base_url=server.wait_ready().url, timeout=300) as http:
+            every = 1.5
+            seen = SmallStorm(http).measure(requests=24, seconds=every * (len(FAULTS) + 1), every=every)
+        wanted = {"faults": len(FAULTS), "failed": 0, "failed_without_faults": 0, "different": 0}
+        assert seen | wanted == seen
+        assert seen["restarted"]
+        assert seen["requests_placed_again"] + seen["handoff_redirects"] + seen["requests_parked"] > 0
+        server.end_without("gcs_server")
+    finally:
+        server.kill()

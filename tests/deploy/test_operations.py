@@ -1,0 +1,218 @@
+"""A server of two routers under requests: it is restarted, scaled and loses routers, and no token changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from deploy.cli import app
+from tests.deploy.server_process import ServerProcess, read_events
+from tests.engine.adapter_files import write_adapter
+
+pytestmark = [pytest.mark.timeout(300)]
+
+KEY = {"authorization": "Bearer secret"}
+OPTIONS = ("--router-replicas", "2", "--decode-replicas", "2", "--placement", "least_loaded", "--enable-lora")
+OPTIONS += ("--api-key", "secret", "--scale-timeout", "20")
+RESTART_S = 120.0
+PAUSE_S = 0.1
+"""After an answer: requests run at all times, and leave the cores to workers that start."""
+
+REQUESTS = [{"prompt": [5, 6, 7 + seed], "seed": seed, "temperature": seed / 2} for seed in range(4)]
+STREAM = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    server = ServerProcess(tiny_folder, tmp_path_factory.mktemp("operations") / "log", *OPTIONS)
+    try:
+        yield server.wait_ready()
+    finally:
+        server.kill()
+
+
+def own_url(server: ServerProcess, index: int) -> str:
+    port = urlsplit(server.url).port
+    assert port is not None
+    return f"http://127.0.0.1:{port + 1 + index}"
+
+
+def get(server: ServerProcess, index: int, path: str) -> Any:
+    return httpx.get(f"{own_url(server, index)}/{path}", headers=KEY, timeout=10).json()
+
+
+def of_both(server: ServerProcess, *paths: str, **body: Any) -> tuple[httpx.Response, httpx.Response]:
+    """Post to both routers at the same moment. Returns what succeeds first."""
+
+    def post(index: int) -> httpx.Response:
+        url = f"{own_url(server, index)}/{paths[index]}"
+        return httpx.post(url, json=body, headers=KEY, timeout=RESTART_S)
+
+    with ThreadPoolExecutor(2) as pool:
+        done, refused = sorted(pool.map(post, range(2)), key=lambda answer: answer.status_code)
+    assert (done.status_code, refused.status_code) == (200, 409), done.text + refused.text + server.log
+    return done, refused
+
+
+def num_workers(server: ServerProcess, index: int) -> int:
+    try:
+        return len(get(server, index, "workers")["workers"])
+    except httpx.TransportError:
+        return 0
+
+
+def knows(server: ServerProcess, index: int, adapter: str) -> bool:
+    return adapter in [card["id"] for card in get(server, index, "v1/models")["data"]]
+
+
+def pids(server: ServerProcess) -> dict[str, int]:
+    """The ready workers."""
+    workers = get(server, 0, "workers")["workers"]
+    return {worker["id"]: worker["pid"] for worker in workers if worker["lifecycle"] == "ready"}
+
+
+def complete(server: ServerProcess, request: dict[str, Any]) -> list[int]:
+    body = {"model": "tiny", "max_tokens": 40, "ignore_eos": True, "return_token_ids": True, **request}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=KEY, timeout=60)
+    assert answer.status_code == 200, answer.text
+    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+    return tokens
+
+
+@contextmanager
+def under_requests(server: ServerProcess) -> Iterator[None]:
+    expected = [complete(server, request) for request in REQUESTS]
+    is_over = threading.Event()
+
+    def ask_again_and_again(number: int) -> int:
+        count = 0
+        while not is_over.is_set():
+            assert complete(server, REQUESTS[number]) == expected[number]
+            count += 1
+            is_over.wait(PAUSE_S)
+        return count
+
+    with ThreadPoolExecutor(len(REQUESTS)) as pool:
+        askers = [pool.submit(ask_again_and_again, number) for number in range(len(REQUESTS))]
+        try:
+            yield
+        finally:
+            is_over.set()
+        assert all(asker.result(60) > 0 for asker in askers)
+
+
+def scale(server: ServerProcess, *targets: str, key: str = "secret") -> Result:
+    return CliRunner().invoke(app, ["scale", *targets, "--url", server.url, "--api-key", key])
+
+
+def test_only_the_connections_of_a_lost_router_break(
+    server: ServerProcess, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """And what it was told of adapters holds."""
+    server.wait(lambda: num_workers(server, 0) == num_workers(server, 1) == 3, 10)
+
+    def open_stream(index: int, **fields: int) -> AbstractContextManager[httpx.Response]:
+        url = f"{own_url(server, index)}/v1/completions"
+        return httpx.stream("POST", url, json=STREAM | fields, headers=KEY, timeout=30)
+
+    def stream(index: int) -> str:
+        with open_stream(index) as response:
+            return "".join(event["choices"][0]["text"] for event in read_events(response))
+
+    whole = stream(1)
+    adapter = write_adapter(tiny_folder, tmp_path / "sql", 1)
+    body = {"lora_name": "sql", "lora_path": str(adapter)}
+    loaded = httpx.post(f"{own_url(server, 0)}/v1/load_lora_adapter", json=body, headers=KEY, timeout=30)
+    assert loaded.status_code == 200, loaded.text
+    server.wait(lambda: knows(server, 1, "sql"), 10)
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        before = get(server, 0, "workers")["router"]
+        with ThreadPoolExecutor(1) as pool, open_stream(0, max_tokens=500) as lost:
+            kept, lines = pool.submit(stream, 1), lost.iter_lines()
+            next(lines)
+            os.kill(before["pid"], number)
+            with pytest.raises(httpx.TransportError):
+                list(lines)
+            assert kept.result() == whole
+        assert len(complete(server, REQUESTS[0])) == 40
+        server.wait(lambda: num_workers(server, 0) == 3, 20)
+        after = get(server, 0, "workers")["router"]
+        assert after["id"] == "router-0" and after["incarnation"] != before["incarnation"]
+        assert stream(0) == whole
+        server.wait(lambda: knows(server, 0, "sql"), 10)
+    assert server.log.count("router router-0 ended") == 2
+
+
+def test_all_workers_are_restarted_once_when_both_routers_are_asked(server: ServerProcess) -> None:
+    before, logged = pids(server), len(server.log)
+    with under_requests(server):
+        done, refused = of_both(server, "restart", "restart")
+        again = httpx.post(f"{server.url}/restart", json={"soon": True}, headers=KEY, timeout=10)
+    assert done.json()["restarted"] == ["prefill-0", "decode-0", "decode-1"]
+    assert done.json()["successors"] == ["prefill-1"], "it served before the only one left"
+    assert "a restart is under way already, asked of router-" in refused.text
+    assert again.status_code == 400
+    after = pids(server)
+    assert after.keys() == {"prefill-1", "decode-0", "decode-1"}
+    assert not {*before.values()} & {*after.values()}
+    assert " E " not in server.log[logged:], server.log
+
+
+def test_one_decode_worker_stays_when_both_are_drained(server: ServerProcess) -> None:
+    with under_requests(server):
+        of_both(server, "workers/decode-0/drain", "workers/decode-1/drain")
+    server.wait(lambda: len(pids(server)) == 2, 10)
+
+
+def test_workers_come_and_go(server: ServerProcess) -> None:
+    with under_requests(server):
+        grown = scale(server, "--decode", "3", "--prefill", "2")
+        assert grown.exit_code == 0, grown.output
+        assert "started: " in grown.output
+        assert sorted(name.partition("-")[0] for name in pids(server)) == ["decode"] * 3 + ["prefill"] * 2
+        shrunk = scale(server, "--decode", "1", "--prefill", "1")
+        assert shrunk.exit_code == 0, shrunk.output
+        assert "drained: " in shrunk.output
+        server.wait(lambda: len(pids(server)) == 2, 10)
+
+
+def test_what_cannot_be_is_refused(server: ServerProcess) -> None:
+    refused = {
+        ("--decode", "0"): "decode: must be at least 1, got 0",
+        ("--decode", "-2"): "decode: must be from 0 to 4096, got -2",
+        ("--decode", "many"): "--decode: must be a whole number of workers, got 'many'",
+        ("--prefill", "4000"): "prefill: the nodes take at most",
+        ("--draft", "1"): "draft: needs --speculative-config",
+        (): "name a role at least: --prefill N",
+    }
+    for targets, reason in refused.items():
+        answer = scale(server, *targets)
+        assert (answer.exit_code, reason in answer.output) == (1, True), answer.output
+    assert "401" in scale(server, "--decode", "2", key="other").output
+    unknown = httpx.post(f"{server.url}/scale", json={"cook": 1}, headers=KEY, timeout=10)
+    assert (unknown.status_code, "cook" in unknown.text) == (400, True)
+    assert len(pids(server)) == 2
+
+
+def test_a_signal_to_the_process_alone_ends_it_quietly(server: ServerProcess) -> None:
+    """Last in this module."""
+    before = len(server.log.splitlines())
+    server.look()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait_end() == 0
+    ours = (" router.server: ", " deploy.serve: stopping; ")
+    of_ray = [line for line in server.log.splitlines()[before:] if not any(part in line for part in ours)]
+    assert [line for line in of_ray if not line.startswith("(WorkerActor ")] == []
+    assert server.leftovers() == []
