@@ -47,7 +47,7 @@ pytestmark = pytest.mark.skipif(
 MODELS = ["qwen3_next", "falcon_h1", "jamba", "lfm2"]
 LENGTHS = [1, 14, 16, 31, 50]
 """Of the prompts: drafts lie before, at and behind grid points (16)."""
-NUM_TOKENS = 40
+NUM_TOKENS = 24
 
 
 def config_of(model: Path, **options: Any) -> ServeConfig:
@@ -201,7 +201,7 @@ def test_with_all_of_its_layers_it_drafts_what_is_right(
     found = run(drafting_itself(config_of(model), num_tokens), requests())
     assert tokens(found) == answers
     drafted = sum(output.drafted_tokens for output in found.values())
-    assert drafted == sum(output.accepted_tokens for output in found.values()) > 100
+    assert drafted == sum(output.accepted_tokens for output in found.values()) > 60
 
 
 @pytest.mark.parametrize("options", [{"skip_layers": [1]}, {"exit_layer": 2}], ids=str)
@@ -339,9 +339,9 @@ def test_a_draft_with_recurrent_layers_goes_back_to_what_is_certain(
     assert answers == expected
     again, _ = proposals(engine, requests(), num_tokens)  # with prefixes that the cache has
     assert {text: again[text] for text in found.keys() & again.keys()} == found
-    texts = sorted(found, key=len)[:: max(len(found) // 12, 1)]
+    texts = sorted(found, key=len)[:: max(len(found) // 8, 1)]
     assert len(texts) >= 8
-    anew = [ask(f"a{i}", [*text[:-1]], 2 * num_tokens, ignore_eos=True) for i, text in enumerate(texts)]
+    anew = [ask(f"a{i}", [*text[:-1]], num_tokens + 2, ignore_eos=True) for i, text in enumerate(texts)]
     fresh, _ = proposals(Engine(drafting, speculate=speculate), anew, num_tokens)
     assert {text: fresh[text] for text in texts} == {text: found[text] for text in texts}
 

@@ -31,7 +31,7 @@ CHUNK = 128
 LENGTHS = [1, 16, 20, 33, 40, CHUNK + 20]
 """Of the prompts: the last one is computed in chunks, beside others that draft already."""
 
-NUM_TOKENS = 56
+NUM_TOKENS = 36
 ROOMY, CRAMPED = 128, 26
 """Blocks of a pool for all of them, and of one where some are preempted."""
 
