@@ -8,7 +8,7 @@ from __future__ import annotations
 import builtins
 import inspect
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +22,7 @@ _patch_lang, _get_np_dtype = interpreter._patch_lang, interpreter._get_np_dtype
 _init_block = core.block_type.__init__
 _check_types = TritonSemantic.binary_op_type_checking_impl
 _computation_type = TritonSemantic.computation_type_impl
+_broadcast = TritonSemantic.broadcast_impl_value
 _create_dot = interpreter.InterpreterBuilder.create_dot
 
 
@@ -105,6 +106,11 @@ def check_types(
     return _check_types(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
 
+def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+    """Tensors of one shape stay what they are."""
+    return (lhs, rhs) if lhs.shape is rhs.shape else _broadcast(self, lhs, rhs)
+
+
 def dot_of_rows(self: Any, a: Any, b: Any, d: Any, *how: Any) -> Any:
     """Row by row: some CPUs' BLAS gives a row other bits at another place of a matrix, which no GPU does. And
     of the values of bfloat16, for whose bits the interpreter multiplies the integers.
@@ -133,5 +139,7 @@ core.block_type.__init__ = init_block
 core.tensor.__init__ = init_tensor
 TritonSemantic.computation_type_impl = computation_type
 TritonSemantic.binary_op_type_checking_impl = check_types
+TritonSemantic.broadcast_impl_value = broadcast
+TritonSemantic.scalar_constant = lru_cache(maxsize=None, typed=True)(TritonSemantic.scalar_constant)
 _builder = interpreter.interpreter_builder
 _builder.options = replace(_builder.options, sanitize_overflow=False)  # it would be told with `debug` alone

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from engine.attention import transformers_hook
@@ -95,10 +96,8 @@ def made_model(**changes: Any) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def sides(
-    buckets: Buckets, hidden: bool = False, most_graphs: int = 100
-) -> tuple[Side, Side, RecordedGraphs]:
-    graphs = RecordedGraphs(most_graphs)
+def sides(buckets: Buckets, hidden: bool = False) -> tuple[Side, Side, RecordedGraphs]:
+    graphs = RecordedGraphs()
     model = made_model()
     return Side(model, buckets, None, hidden), Side(model, buckets, graphs, hidden), graphs
 
@@ -108,13 +107,14 @@ def chain(number: int, start: int, *token_ids: int) -> SequenceRows:
     return SequenceRows(token_ids, start, [blocks[: (start + len(token_ids) - 1) // BLOCK + 1]])
 
 
-def same(eager: Side, replayed: Side, batch: list[SequenceRows], logit_rows: list[int]) -> None:
+def same(eager: Side, replayed: Side, batch: list[SequenceRows], logit_rows: list[int]) -> Tensor:
     theirs, ours = eager.run(batch, logit_rows), replayed.run(batch, logit_rows)
     assert torch.equal(ours.logits, theirs.logits)
     assert len(ours.logits) == len(logit_rows)
     if theirs.hidden is not None:
         assert ours.hidden is not None and torch.equal(ours.hidden, theirs.hidden)
     assert torch.equal(replayed.pool.block_pools[0], eager.pool.block_pools[0])
+    return theirs.logits
 
 
 STEPS: list[tuple[list[SequenceRows], list[int], int]] = [
@@ -135,24 +135,23 @@ drafts, and two that fit no bucket.
 
 
 def test_a_replay_is_what_the_step_computes_when_it_is_launched() -> None:
+    """A step without a graph is a replay of a larger one, where there was time for the largest of each kind
+    and no more.
+    """
     eager, replayed, graphs = sides(BUCKETS)
-    assert len(graphs.graphs) == len(list(BUCKETS)) == 4
+    two_graphs = RecordedGraphs(2)
+    larger = Side(made_model(), BUCKETS, two_graphs, False)
+    assert len(graphs.graphs) == len(list(BUCKETS)) == 4 and len(two_graphs.graphs) == 2
     for batch, logit_rows, replays in STEPS:
-        before = sum(graph.num_replays for graph in graphs.graphs)
-        same(eager, replayed, batch, logit_rows)
-        assert sum(graph.num_replays for graph in graphs.graphs) - before == replays
+        before = num_replays(graphs), num_replays(two_graphs)
+        logits = same(eager, replayed, batch, logit_rows)
+        torch.testing.assert_close(larger.run(batch, logit_rows).logits, logits, atol=1e-5, rtol=1e-5)
+        assert num_replays(graphs) - before[0] == num_replays(two_graphs) - before[1] == replays
+    torch.testing.assert_close(*(side.pool.block_pools[0].view(torch.float32) for side in (larger, eager)))
 
 
-def test_a_step_without_a_graph_is_a_replay_of_a_larger_one() -> None:
-    """There was time for the largest of each kind and no more."""
-    eager, replayed, graphs = sides(BUCKETS, most_graphs=2)
-    assert len(graphs.graphs) == 2
-    for batch, logit_rows, replays in STEPS:
-        before = sum(graph.num_replays for graph in graphs.graphs)
-        theirs, ours = eager.run(batch, logit_rows), replayed.run(batch, logit_rows)
-        torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-5, rtol=1e-5)
-        assert sum(graph.num_replays for graph in graphs.graphs) - before == replays
-    torch.testing.assert_close(*(side.pool.block_pools[0].view(torch.float32) for side in (replayed, eager)))
+def num_replays(graphs: RecordedGraphs) -> int:
+    return sum(graph.num_replays for graph in graphs.graphs)
 
 
 def test_the_models_own_modules_over_two_block_tables() -> None:
@@ -167,7 +166,7 @@ def test_the_models_own_modules_over_two_block_tables() -> None:
         moved = [replace(rows, tables=two_tables(rows.tables[0])) for rows in batch]
         found, expected = (each.run(moved, logit_rows).logits for each in runners)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert sum(graph.num_replays for graph in graphs.graphs) == 1
+    assert num_replays(graphs) == 1
     torch.testing.assert_close(*(pool.block_pools[0].view(torch.float32) for pool in pools))
 
 
@@ -234,4 +233,4 @@ def test_trees() -> None:
     for batch in ([tree], [chain(1, 40, 3), tree], [chain(1, 41, 3, 4)]):
         rows = sum(len(each.token_ids) for each in batch)
         same(eager, replayed, batch, list(range(rows)))
-    assert sum(graph.num_replays for graph in graphs.graphs) == 3
+    assert num_replays(graphs) == 3
