@@ -75,7 +75,10 @@ def load_config(
             raise ConfigError(f"{sources[field]}: there is no such option")
         if field not in _PARSED_FIELDS or values[field] is None:
             _check_field(field, values[field], sources[field])
-    model = values["model"] = bundled_path(str(values.get("model", DEFAULT_MODEL)))
+    model = bundled_path(str(values.get("model", DEFAULT_MODEL)))
+    if values.get("gguf_file"):
+        model = f"{model.rstrip('/')}/{values.pop('gguf_file')}"
+    values["model"] = model
     if values.get("speculative_config") is not None:
         flag = sources["speculative_config"]
         values["speculative_config"] = speculative_config(values["speculative_config"], flag, model)
@@ -288,8 +291,8 @@ def speculative_config(value: object, flag: str, target: str) -> SpeculativeConf
             raise ConfigError(f"{flag}: model: the method {config.method} needs one")
         model = bundled
     model = bundled_path(model)
-    if model.startswith((".", "~", "/")) and not Path(model).expanduser().is_dir():
-        raise ConfigError(f"{flag}: model: there is no folder {model}")
-    if Path(model).expanduser().is_dir():
+    if model.startswith((".", "~", "/")) and not Path(model).expanduser().exists():
+        raise ConfigError(f"{flag}: model: there is no folder or GGUF file {model}")
+    if Path(model).expanduser().exists():
         model = str(Path(model).expanduser().absolute())
     return msgspec.structs.replace(config, model=model)

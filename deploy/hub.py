@@ -6,6 +6,7 @@ import logging
 import os
 from pathlib import Path
 
+from checkpoints.source import is_gguf, split_hub_file
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -22,10 +23,12 @@ def check_source(source: str, flag: str, revision: str | None = None, file: str 
     If the hub does not answer, this process and its children use only the cache and never ask the hub again,
     since each file would take half a minute.
     """
-    if Path(source).is_dir():
+    if Path(source).is_dir() or (is_gguf(source) and Path(source).exists()):
         return
     if source.startswith(("/", ".", "~")):
-        raise ConfigError(f"{flag}: there is no folder {source}")
+        raise ConfigError(f"{flag}: there is no folder or GGUF file {source}")
+    if is_gguf(source):
+        source, file = split_hub_file(source)
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import (
         EntryNotFoundError,

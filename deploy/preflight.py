@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from checkpoints.source import hf_source
 from deploy.hub import CONFIG, check_source
 from deploy.resources import plan_workers
 from deploy.tensor_parallel import check_heads
@@ -64,7 +65,7 @@ def check_start(config: ServeConfig) -> None:
 
 
 def _read_config(source: str, revision: str | None, flag: str) -> dict[str, Any]:
-    folder = Path(source)
+    folder = Path(hf_source(source))
     try:
         path = folder / CONFIG if folder.is_dir() else _from_hub(source, revision)
         content = json.loads(path.read_text())

@@ -8,6 +8,7 @@ from llguidance import LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import AutoTokenizer
 
+from checkpoints.source import hf_source
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 
@@ -18,7 +19,9 @@ def load_grammar_tokenizer(config: ServeConfig, vocab_size: int, eos_token_ids: 
         raise InvalidRequestError("grammar", "the model has no end-of-sequence token")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            config.tokenizer_source, revision=config.revision, trust_remote_code=config.trust_remote_code
+            hf_source(config.tokenizer_source),
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
         )
         return from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)), list(eos_token_ids))
     except Exception as error:  # of several libraries

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import is_accelerate_available
 
+from checkpoints.source import hf_source
 from engine.attention import transformers_hook
 from engine.decoder.description import unfit
 from engine.decoder.native_model import NativeModel
@@ -207,7 +208,9 @@ def _longest(config: ServeConfig, text_config: Any) -> int:
 def _load_hf_config(config: ServeConfig) -> Any:
     try:
         hf_config = AutoConfig.from_pretrained(
-            config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
+            hf_source(config.model, config.revision),
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model: cannot load {config.model!r}: {error}") from error
@@ -220,9 +223,10 @@ def _load_hf_config(config: ServeConfig) -> Any:
 
 def _size(config: ServeConfig) -> str:
     """The size of the model's files, where they lie in a folder."""
-    if config.load_format == "dummy" or not Path(config.model).is_dir():
+    folder = Path(config.model)
+    if config.load_format == "dummy" or not folder.exists():
         return "unknown size"
-    files = [*Path(config.model).glob("*.safetensors")] or [*Path(config.model).glob("*.bin")]
+    files = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")] if folder.is_dir() else [folder]
     return f"{sum(file.stat().st_size for file in files) / 1e9:.2f} GB"
 
 
@@ -240,7 +244,13 @@ def _load_weights(
         elif quantization_config(hf_config) is not None:
             has_kernel = kernel_fault(device, dtype) is None
             model = load_quantized(
-                config.model, config.revision, hf_config, dtype, options, device, keeps_experts=has_kernel
+                hf_source(config.model, config.revision),
+                config.revision,
+                hf_config,
+                dtype,
+                options,
+                device,
+                keeps_experts=has_kernel,
             )
         else:
             if device.type == "cuda" and is_accelerate_available():

@@ -34,10 +34,11 @@ def take_preloaded(config: ServeConfig) -> Any:
 
 def _identity(config: ServeConfig) -> ModelIdentity:
     folder = Path(config.model)
-    if not folder.is_dir():
+    if not folder.exists():
         found = try_to_load_from_cache(config.model, "config.json", revision=config.revision)
         folder = Path(found).parent if isinstance(found, str) else folder
-    stats = [(str(path), path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
+    paths = [folder, *sorted(folder.rglob("*"))]
+    stats = [(str(path), path.stat()) for path in paths if path.is_file()]
     files = tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
     # What a worker gets of its host changes nothing about its weights.
     alike = msgspec.structs.replace(config, worker_threads=None, worker_host=None, gpu_memory_utilization=1.0)

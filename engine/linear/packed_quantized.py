@@ -71,7 +71,8 @@ class PackedWeight:
         """Of a weight that `fits`."""
         scales, offsets = weight.scales, None
         if weight.zeros is not None:
-            offsets = pack(scales * (weight.zeros - INT4_ZERO), 1)
+            center = INT4_ZERO if weight.format is CodeFormat.INT4 else 0
+            offsets = pack(scales * (weight.zeros - center), 1)
         return cls(
             weight.format,
             pack(_words(weight)),

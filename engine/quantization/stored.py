@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.errors import UnsupportedModelError
+from engine.quantization.weight import QuantizedWeight
 
 GROUP_SIZES = (32, 64, 128)
 """Inputs with a scale of their own, in layouts that have groups."""
@@ -61,6 +62,25 @@ class StoredLayer:
 
     def wrong(self, suffix: str, what: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{self.name}.{suffix}: {what}")
+
+
+@dataclass
+class StoredWeights:
+    """A checkpoint's weights, whatever container and layout they come from.
+
+    `plain` is by the model's parameter, with a `placeholder` for each quantized linear layer. `linears` is by
+    the model's linear layer. `fused` is by the published name of a layer that the model holds together with
+    others: `{experts}.{number}.{layer}`.
+    """
+
+    plain: dict[str, Tensor] = field(default_factory=dict)
+    linears: dict[str, QuantizedWeight] = field(default_factory=dict)
+    fused: dict[str, QuantizedWeight] = field(default_factory=dict)
+
+
+def placeholder(weight: Tensor) -> Tensor:
+    """Return a tensor of the weight's shape and dtype that takes no memory."""
+    return torch.zeros((), dtype=weight.dtype).expand(weight.shape)
 
 
 def order_by_group(layer: StoredLayer, suffix: str, groups: int) -> Tensor | None:

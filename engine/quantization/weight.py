@@ -29,9 +29,10 @@ class QuantizedWeight:
     """`codes` is [out_features, in_features]: int8 for INT8, uint8 for INT4 and MXFP4, float8_e4m3fn for FP8.
 
     `scales` is float32 [out_features, in_features / group_size], and so is `zeros`, if there are zero points
-    (INT4 alone). Where `permutation` is given, column k of the codes multiplies input `permutation[k]`
-    (int64 [in_features]): GPTQ's `desc_act`, sorted by group. If `input_group` is not 0 (INT8 and INT4
-    alone), so many inputs at a time may be rounded to int8, in units of their largest magnitude / 127.
+    (INT4 and INT8 alone). Where `permutation` is given, column k of the codes multiplies input
+    `permutation[k]` (int64 [in_features]): GPTQ's `desc_act`, sorted by group. If `input_group` is not 0
+    (INT8 and INT4 alone), so many inputs at a time may be rounded to int8, in units of their largest
+    magnitude / 127.
     """
 
     format: CodeFormat

@@ -1,0 +1,223 @@
+"""Writes the metadata of a GGUF file as a Hugging Face `config.json`.
+
+The metadata's names are those of ggml's docs/gguf.md and of llama.cpp's `convert_hf_to_gguf.py`, which writes
+them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from checkpoints.gguf.reader import GgufFile
+
+METHOD = "gguf"
+"""The `quant_method` in the `quantization_config`."""
+
+_FIELDS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_EXPERT_FIELDS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How Transformers names a GGUF architecture's model and its fields."""
+
+    model_type: str
+    model_class: str
+    fields: dict[str, str] = field(default_factory=dict)
+    """Names of further fields that every file of the architecture has."""
+    more: Callable[[GgufFile, dict[str, Any]], dict[str, Any]] = lambda file, config: {}
+    """Returns fields that have to be worked out."""
+
+
+def _gemma(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """llama.cpp tells the 27 B models, whose queries are scaled otherwise, by their number of layers."""
+    largest = {"gemma2": 46, "gemma3": 62}[file.architecture]
+    is_largest = config["num_hidden_layers"] == largest
+    per_head = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "query_pre_attn_scalar": per_head if is_largest else config["head_dim"],
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
+def _gemma2(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    return _gemma(file, config) | {
+        "attn_logit_softcapping": file.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": file.get("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    return _gemma(file, config) | {
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": file.get("final_logit_softcapping"),
+        "rope_local_base_freq": file.get("rope.freq_base_swa", 10_000.0),
+    }
+
+
+def _phi3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    rotated = file.get("rope.dimension_count", config["head_dim"])
+    found: dict[str, Any] = {
+        "partial_rotary_factor": rotated / config["head_dim"],
+        "sliding_window": file.get("attention.sliding_window") or None,
+    }
+    factors = [file.tensors.get(f"rope_factors_{length}.weight") for length in ("short", "long")]
+    if None not in factors:
+        short, long = (_floats(file, each.name) for each in factors if each is not None)
+        original = file.need("phi3.rope.scaling.original_context_length", int)
+        found |= {
+            "original_max_position_embeddings": original,
+            "rope_scaling": {
+                "rope_type": "longrope",
+                "short_factor": short,
+                "long_factor": long,
+                "factor": config["max_position_embeddings"] / original,
+                "original_max_position_embeddings": original,
+            },
+        }
+    return found
+
+
+def _experts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    shared = file.get("expert_shared_feed_forward_length")
+    normalizes = file.architecture == "qwen3moe"  # llama.cpp does, whatever the file says
+    return {"norm_topk_prob": normalizes} | (
+        {"shared_expert_intermediate_size": shared} if shared is not None else {}
+    )
+
+
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+FAMILIES = {
+    "llama": Family("llama", "LlamaForCausalLM"),
+    "qwen2": Family("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Family("qwen3", "Qwen3ForCausalLM"),
+    "qwen2moe": Family("qwen2_moe", "Qwen2MoeForCausalLM", _EXPERT_FIELDS, _experts),
+    "qwen3moe": Family("qwen3_moe", "Qwen3MoeForCausalLM", _EXPERT_FIELDS, _experts),
+    "gemma2": Family("gemma2", "Gemma2ForCausalLM", _WINDOW, _gemma2),
+    "gemma3": Family("gemma3_text", "Gemma3ForCausalLM", _WINDOW, _gemma3),
+    "phi3": Family("phi3", "Phi3ForCausalLM", more=_phi3),
+}
+"""The architectures whose tensors we read as stored, by the name in `general.architecture`."""
+
+
+def hf_config(file: GgufFile) -> dict[str, Any]:
+    """Return the content of `config.json`. Raises GgufError, naming the field or tensor."""
+    architecture = file.architecture
+    family = FAMILIES.get(architecture)
+    if family is None:
+        file.fail(f"general.architecture: is {architecture!r}, not one of {', '.join(FAMILIES)}")
+    if architecture == "llama" and file.get("expert_count"):
+        file.fail("llama.expert_count: experts of the architecture llama (Mixtral) are not supported")
+    fields = _FIELDS | family.fields
+    config = {ours: _need(file, name) for name, ours in fields.items()}
+    heads = config["num_attention_heads"]
+    config |= {
+        "architectures": [family.model_class],
+        "model_type": family.model_type,
+        "dtype": _dtype(file),
+        "num_key_value_heads": file.get("attention.head_count_kv", heads),
+        "head_dim": file.get("attention.key_length", config["hidden_size"] // heads),
+        "vocab_size": len(file.need("tokenizer.ggml.tokens", list)),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "rope_theta": file.get("rope.freq_base", 10_000.0),
+        "quantization_config": {"quant_method": METHOD, "file": str(file.path)},
+        **_special_tokens(file),
+    }
+    config |= _rope_scaling(file, config) | family.more(file, config)
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def end_tokens(file: GgufFile) -> list[int]:
+    """Return the ids that end an answer: the end of the text, of a turn and of a message."""
+    names = ("eos_token_id", "eot_token_id", "eom_token_id")
+    found = [file.metadata.get(f"tokenizer.ggml.{name}") for name in names]
+    return [*dict.fromkeys(each for each in found if isinstance(each, int))]
+
+
+def _special_tokens(file: GgufFile) -> dict[str, Any]:
+    ends = end_tokens(file)
+    return {
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
+    }
+
+
+def _need(file: GgufFile, name: str) -> Any:
+    value = file.get(name)
+    if value is None:
+        file.fail(f"{file.architecture}.{name}: is missing")
+    if isinstance(value, list):
+        file.fail(f"{file.architecture}.{name}: differs by layer, which is not supported")
+    return value
+
+
+def _dtype(file: GgufFile) -> str:
+    """Return float32 if all matrices are, and bfloat16 otherwise: norms are float32 in every file."""
+    matrices = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    return "float32" if matrices <= {GGMLQuantizationType.F32} else "bfloat16"
+
+
+def _rope_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    if "rope_freqs.weight" in file.tensors:
+        return {"rope_scaling": _llama3_scaling(file, config)}
+    kind = file.get("rope.scaling.type", "none")
+    if kind in ("none", "longrope"):
+        return {}
+    if kind not in ("linear", "yarn"):
+        file.fail(f"{file.architecture}.rope.scaling.type: is {kind!r}, not none, linear, yarn or longrope")
+    scaling = {"rope_type": kind, "factor": _need(file, "rope.scaling.factor")}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = _need(file, "rope.scaling.original_context_length")
+    return {"rope_scaling": scaling}
+
+
+def _llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of Llama 3's scaling. llama.cpp stores what each frequency is divided by, and the
+    slowest one is divided by the factor.
+    """
+    found = _floats(file, "rope_freqs.weight")
+    frequencies = config["rope_theta"] ** -(np.arange(len(found)) / len(found))
+    scaling = {
+        "rope_type": "llama3",
+        "factor": round(float(found[-1])),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    if not np.allclose(found, _llama3_factors(frequencies, scaling), rtol=1e-3):
+        file.fail("tensor rope_freqs.weight: its factors are not those of Llama 3's rope scaling")
+    return scaling
+
+
+def _llama3_factors(frequencies: np.ndarray, scaling: dict[str, Any]) -> np.ndarray:
+    """Return what Llama 3.1 divides frequencies by: the factor for slow ones, 1 for fast ones."""
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return 1 / ((1 - smooth) / scaling["factor"] + smooth)
+
+
+def _floats(file: GgufFile, name: str) -> Sequence[float]:
+    tensor = file.tensors[name]
+    if tensor.type is not GGMLQuantizationType.F32:
+        file.fail(f"tensor {name}: has type {tensor.type.name}, not F32")
+    values: list[float] = tensor.data.view(np.float32).reshape(-1).tolist()
+    return values

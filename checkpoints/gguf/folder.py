@@ -1,0 +1,67 @@
+"""Gives a GGUF file the look of a Hugging Face folder: whatever reads such folders reads the file's metadata.
+
+The weights stay in the file, which the folder's `config.json` names.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from checkpoints.gguf.config import end_tokens, hf_config
+from checkpoints.gguf.reader import GgufError, GgufFile, read_gguf
+from checkpoints.gguf.tokenizer import build_tokenizer, tokenizer_settings
+
+_LAYOUT = 1
+"""Changes when other content is written for the same file."""
+
+
+def gguf_folder(path: Path) -> Path:
+    """Return the folder of a GGUF file, in the cache; it is made at the first call. Raises GgufError."""
+    path = path.absolute()
+    cache = _cache()
+    target = cache / _key(path)
+    if target.is_dir():
+        return target
+    with open(cache / f"{target.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of the host wait, and find it made
+        if not target.is_dir():
+            file = read_gguf(path)
+            with tempfile.TemporaryDirectory(dir=cache) as made:
+                _write(file, Path(made) / "folder")
+                (Path(made) / "folder").rename(target)
+    return target
+
+
+def _cache() -> Path:
+    root = Path(os.environ.get("TANDEM_CACHE_DIR") or Path.home() / ".cache" / "tandem")
+    (root / "gguf").mkdir(mode=0o700, parents=True, exist_ok=True)
+    return root / "gguf"
+
+
+def _key(path: Path) -> str:
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise GgufError(f"{path}: cannot be read: {error.strerror}") from error
+    told = f"{_LAYOUT} {path} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
+    return f"{path.stem}-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+
+
+def _write(file: GgufFile, folder: Path) -> None:
+    config, settings = hf_config(file), tokenizer_settings(file)
+    tokenizer = build_tokenizer(file)
+    folder.mkdir(mode=0o700)
+    ends = end_tokens(file)
+    generation = {"bos_token_id": config.get("bos_token_id"), "eos_token_id": ends or None}
+    for name, content in (
+        ("config.json", config),
+        ("generation_config.json", {key: value for key, value in generation.items() if value is not None}),
+        ("tokenizer_config.json", settings),
+    ):
+        (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False))
+    tokenizer.save(str(folder / "tokenizer.json"))

@@ -1,0 +1,227 @@
+"""Builds a `tokenizers.Tokenizer` and the settings of `tokenizer_config.json` from a GGUF file's metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from checkpoints.gguf.reader import GgufFile
+
+_SPACE = "\u2581"
+"""How SentencePiece writes a space."""
+
+
+class Kind(IntEnum):
+    """The values of `tokenizer.ggml.token_type` that matter here."""
+
+    NORMAL = 1
+    CONTROL = 3
+    USER_DEFINED = 4
+
+
+@dataclass(frozen=True)
+class Split:
+    """How text is cut into words before merges apply."""
+
+    pattern: str | None = None
+    """A regular expression; None for GPT-2's."""
+    digits_alone: bool = False
+    takes_whole_words: bool = False
+    """Whether a word that is a token needs no merges."""
+    composes: bool = False
+    """Whether text is brought to Unicode's composed form (NFC) first."""
+
+
+_END = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _END
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN35 = _QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]+", r"[^\s\p{L}\p{M}\p{N}]+")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
+_AFTER_WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = _CASED % (_AFTER_WORD, _AFTER_WORD) + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _END
+_TEKKEN = _CASED % ("", "") + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _END
+
+SPLITS = (
+    dict.fromkeys(("default", "gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "trillion"), Split())
+    | dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+        Split(digits_alone=True),
+    )
+    | dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"),
+        Split(_LLAMA3, takes_whole_words=True),
+    )
+    | dict.fromkeys(("dbrx", "smaug-bpe"), Split(_LLAMA3))
+    | dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), Split(_QWEN2, composes=True))
+    | {"qwen35": Split(_QWEN35, composes=True), "tekken": Split(_TEKKEN, takes_whole_words=True)}
+    | dict.fromkeys(("gpt-4o", "llama4"), Split(_GPT4O))
+)
+"""By `tokenizer.ggml.pre`, as llama.cpp names them. The expressions are those of the models' tokenizers."""
+
+_ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+def build_tokenizer(file: GgufFile) -> Tokenizer:
+    """Raises GgufError, naming the field, for a kind of tokenizer that cannot be built."""
+    model = file.need("tokenizer.ggml.model", str)
+    tokens = file.need("tokenizer.ggml.tokens", list)
+    if model == "gpt2":
+        tokenizer = _byte_level(file, tokens)
+    elif model == "llama":
+        tokenizer = _sentence_piece(file, tokens)
+    else:
+        file.fail(
+            f"tokenizer.ggml.model: is {model!r}, not gpt2 or llama: give the tokenizer with --tokenizer"
+        )
+    kinds = _kinds(file, tokens)
+    known = tokenizer.get_vocab(with_added_tokens=False)
+    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == Kind.CONTROL]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    defined = [token for token, kind in zip(tokens, kinds, strict=True) if kind == Kind.USER_DEFINED]
+    tokenizer.add_tokens([AddedToken(each, normalized=False) for each in defined if each in known])
+    if tokenizer.get_vocab_size() != len(tokens):
+        file.fail(
+            f"tokenizer.ggml.tokens: has {len(tokens)} tokens, of which {tokenizer.get_vocab_size()} differ"
+        )
+    _add_ends(file, tokenizer, tokens)
+    return tokenizer
+
+
+def tokenizer_settings(file: GgufFile) -> dict[str, Any]:
+    """Return the content of `tokenizer_config.json`."""
+    tokens = file.need("tokenizer.ggml.tokens", list)
+    ids = {role: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for role, name in _ROLES.items()}
+    template = file.metadata.get("tokenizer.chat_template")
+    others = {
+        name: file.metadata.get(f"tokenizer.chat_template.{name}")
+        for name in file.metadata.get("tokenizer.chat_templates", [])
+    }
+    if any(others.values()):
+        named = {"default": template} | others
+        template = [{"name": name, "template": each} for name, each in named.items() if each]
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": _adds(file, "bos"),
+        "add_eos_token": _adds(file, "eos"),
+        "chat_template": template,
+        "model_max_length": file.get("context_length"),
+        **{role: tokens[place] for role, place in ids.items() if _is_place(place, tokens)},
+    }
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _is_place(value: object, tokens: Sequence[str]) -> bool:
+    return isinstance(value, int) and 0 <= value < len(tokens)
+
+
+def _kinds(file: GgufFile, tokens: Sequence[str]) -> Sequence[int]:
+    kinds: Sequence[int] = file.metadata.get("tokenizer.ggml.token_type", [Kind.NORMAL] * len(tokens))
+    if len(kinds) != len(tokens):
+        file.fail(f"tokenizer.ggml.token_type: has {len(kinds)} entries for {len(tokens)} tokens")
+    return kinds
+
+
+def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
+    name = file.metadata.get("tokenizer.ggml.pre", "default")
+    split = SPLITS.get(name)
+    if split is None:
+        file.fail(f"tokenizer.ggml.pre: {name!r} is not known: name a tokenizer with --tokenizer")
+    merges = [tuple(merge.split(" ", 1)) for merge in file.need("tokenizer.ggml.merges", list)]
+    vocab = {token: place for place, token in enumerate(tokens)}
+    try:
+        model = models.BPE(vocab, merges, ignore_merges=split.takes_whole_words)
+    except Exception as error:  # tokenizers has no class of its own for it
+        file.fail(f"tokenizer.ggml.merges: {error}")
+    tokenizer = Tokenizer(model)
+    if split.composes:
+        tokenizer.normalizer = normalizers.NFC()
+    steps: list[Any] = []
+    if split.digits_alone:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if split.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(split.pattern), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.pattern is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_piece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
+    """Build SentencePiece's byte-pair encoding.
+
+    Gemma's scores do not tell the order of its merges, the places of its tokens do; and its runs of spaces
+    are stored as such.
+    """
+    is_gemma = file.architecture.startswith("gemma")
+    if is_gemma:
+        tokens = [token.replace(" ", _SPACE) if token.isspace() else token for token in tokens]
+    scores = range(0, -len(tokens), -1) if is_gemma else file.need("tokenizer.ggml.scores", list)
+    if len(scores) != len(tokens):
+        file.fail(f"tokenizer.ggml.scores: has {len(scores)} entries for {len(tokens)} tokens")
+    vocab = {token: place for place, token in enumerate(tokens)}
+    unknown = file.metadata.get("tokenizer.ggml.unknown_token_id")
+    model = models.BPE(
+        vocab,
+        [*_merges(vocab, tokens, scores)],
+        unk_token=tokens[unknown] if isinstance(unknown, int) and _is_place(unknown, tokens) else None,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    adds_space = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    spaces = normalizers.Replace(" ", _SPACE)
+    tokenizer.normalizer = (
+        normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if adds_space else spaces
+    )
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(
+        [*steps, decoders.Strip(content=" ", left=1)] if adds_space else steps
+    )
+    return tokenizer
+
+
+def _merges(
+    vocab: dict[str, int], tokens: Sequence[str], scores: Sequence[float]
+) -> Iterator[tuple[str, str]]:
+    """Yield each pair of tokens that makes up another one, the pairs of the best token first."""
+    for place in sorted(range(len(tokens)), key=lambda place: -scores[place]):
+        token = tokens[place]
+        for cut in range(len(token) - 1, 0, -1):
+            left, right = token[:cut], token[cut:]
+            if left in vocab and right in vocab:
+                yield left, right
+
+
+def _adds(file: GgufFile, end: str) -> bool:
+    """Say whether a text begins with `bos`, or ends with `eos`."""
+    is_usual = end == "bos" and (
+        file.metadata["tokenizer.ggml.model"] == "llama"
+        or file.metadata.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3")
+    )
+    return bool(file.metadata.get(f"tokenizer.ggml.add_{end}_token", is_usual))
+
+
+def _add_ends(file: GgufFile, tokenizer: Tokenizer, tokens: Sequence[str]) -> None:
+    ends = {
+        end: file.metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("bos", "eos") if _adds(file, end)
+    }
+    for end, place in ends.items():
+        if not _is_place(place, tokens):
+            file.fail(f"tokenizer.ggml.{end}_token_id: is {place!r}, not the place of a token")
+    if not ends:
+        return
+    places = {end: (tokens[place], place) for end, place in ends.items() if place is not None}
+    names = {end: token for end, (token, _) in places.items()}
+    single = [names.get("bos"), "$A", names.get("eos")]
+    pair = [names.get("bos"), "$A", names.get("eos"), names.get("bos"), "$B:1", names.get("eos")]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[each for each in single if each],
+        pair=[each for each in pair if each],
+        special_tokens=[*places.values()],
+    )

@@ -1,0 +1,283 @@
+"""The tensors of a GGUF file as weights of a Transformers model.
+
+Blocks stay quantized if a `QuantizedWeight` can hold their values; ggml's `ggml-common.h` defines their
+layouts. The package `gguf` dequantizes the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
+from gguf.quants import dequantize
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from checkpoints.gguf.reader import GgufFile, GgufTensor
+from engine.quantization.stored import StoredWeights, placeholder
+from engine.quantization.weight import CodeFormat, QuantizedWeight
+
+logger = logging.getLogger("tandem.engine")
+
+_BLOCK = 32
+"""Values that share a scale in the types that stay quantized."""
+_ROWS_AT_ONCE = 1 << 12
+_BLOCK_NUMBER = re.compile(r"\.(\d+)\.")
+_FLOATS = ("F32", "F16", "BF16")
+_UNUSED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+"""Tensors that `config.json` has instead."""
+_EXPERT_LAYERS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+
+
+def read_weights(
+    file: GgufFile, empty: PreTrainedModel, experts: Iterable[str], dtype: torch.dtype, device: torch.device
+) -> StoredWeights:
+    """Read what the model `empty`, with fused `experts` at these paths, needs: quantized weights to `device`,
+    the rest to the CPU.
+
+    Logs which types were dequantized. Raises GgufError, naming a tensor.
+    """
+    reader = _Reader(file, empty, dtype, device)
+    linears = {f"{name}.weight": name for name, each in empty.named_modules() if type(each) is nn.Linear}
+    is_tied = empty.config.tie_word_embeddings
+    for parameter in empty.state_dict():
+        if not is_tied or parameter not in (empty._tied_weights_keys or ()):
+            reader.read(parameter, linears.get(parameter))
+    for path in experts:
+        reader.read_experts(path)
+    if is_tied:
+        reader.read_tied_head()
+    reader.finish()
+    return reader.found
+
+
+class _Reader:
+    """Finds the file's tensors for parameters of the model, and reads them."""
+
+    def __init__(
+        self, file: GgufFile, empty: PreTrainedModel, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.found = StoredWeights()
+        self._file = file
+        self._empty = empty
+        self._wanted = empty.state_dict()
+        self._dtype = dtype
+        self._device = device
+        self._config = empty.config.get_text_config(decoder=True)
+        kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
+        self._names = get_tensor_name_map(kinds[file.architecture], self._config.num_hidden_layers)
+        self._used: set[str] = set()
+        self._dequantized: Counter[str] = Counter()
+
+    def read(self, parameter: str, linear: str | None) -> None:
+        """Read a parameter, of a linear layer or another one, if the file has it."""
+        layer, _, suffix = parameter.rpartition(".")
+        tensor = self._file.tensors.get(f"{self._names.get_name(layer)}.{suffix}")
+        if tensor is None:
+            return
+        self._used.add(tensor.name)
+        wanted = self._wanted[parameter]
+        if tensor.shape != wanted.shape and (1, *tensor.shape) != wanted.shape:
+            self._file.fail(f"tensor {tensor.name}: has shape {list(tensor.shape)}, not {list(wanted.shape)}")
+        if linear is not None and self._stays_quantized(tensor, linear, self.found.linears):
+            self.found.plain[parameter] = placeholder(wanted)
+        else:
+            self.found.plain[parameter] = self._plain(tensor).view(wanted.shape)
+            if linear is not None:
+                self._dequantized[tensor.type.name] += 1
+
+    def read_tied_head(self) -> None:
+        """Read the embeddings once more, for the head: in their own format they are fewer bytes."""
+        head = self._empty.get_output_embeddings()
+        name = next((name for name, each in self._empty.named_modules() if each is head), None)
+        tensor = self._file.tensors.get("token_embd.weight")
+        if name is not None and tensor is not None:
+            self._stays_quantized(tensor, name, self.found.linears)
+
+    def read_experts(self, path: str) -> None:
+        """Read the layers of fused experts: the file has each layer of all experts as one tensor."""
+        block = _BLOCK_NUMBER.search(path)
+        for layer, kind in _EXPERT_LAYERS.items():
+            tensor = self._file.tensors.get(f"blk.{block[1]}.{kind}.weight") if block else None
+            if tensor is None:
+                return
+            self._used.add(tensor.name)
+            each = tensor.data.reshape(tensor.shape[0], -1, tensor.data.shape[1])
+            for number, data in enumerate(each):
+                one = replace(tensor, shape=tensor.shape[1:], data=data)
+                name = f"{path}.{number}.{layer}"
+                if not self._stays_quantized(one, name, self.found.fused):
+                    self.found.plain[f"{name}.weight"] = self._plain(one)
+                    self._dequantized[tensor.type.name] += 1
+
+    def finish(self) -> None:
+        """Refuse tensors that were not read. Log what was dequantized."""
+        unknown = sorted(self._file.tensors.keys() - self._used - {*_UNUSED})
+        if unknown:
+            self._file.fail(f"tensor {unknown[0]}: {type(self._empty).__name__} has no such tensor")
+        for kind, count in self._dequantized.most_common():
+            if kind in _FLOATS:
+                continue
+            to = str(self._dtype).removeprefix("torch.")
+            logger.info("%s: %d matrices of type %s are dequantized to %s", self._file.path, count, kind, to)
+
+    def _stays_quantized(self, tensor: GgufTensor, name: str, into: dict[str, QuantizedWeight]) -> bool:
+        weight = quantized_weight(tensor, self._device)
+        if weight is None:
+            return False
+        order = self._order(tensor)
+        if order is not None:
+            zeros = None if weight.zeros is None else weight.zeros[order]
+            weight = replace(weight, codes=weight.codes[order], scales=weight.scales[order], zeros=zeros)
+        into[name] = weight
+        return True
+
+    def _plain(self, tensor: GgufTensor) -> Tensor:
+        """Return a tensor's values in the model's dtype."""
+        if self._file.architecture.startswith("gemma") and tensor.name.endswith("norm.weight"):
+            return (dequantized(tensor, torch.float32) - 1).to(self._dtype)  # llama.cpp adds 1 to them
+        values = dequantized(tensor, self._dtype)
+        order = self._order(tensor)
+        return values if order is None else values[order]
+
+    def _order(self, tensor: GgufTensor) -> Tensor | None:
+        """Return where the model's outputs lie in the tensor, if their order differs.
+
+        llama.cpp rotates neighbours and Transformers the halves of a head, so outputs of queries and keys
+        of the architecture llama are interleaved.
+        """
+        kind = tensor.name.split(".")[-2]
+        if self._file.architecture != "llama" or kind not in ("attn_q", "attn_k"):
+            return None
+        count = self._config.num_attention_heads if kind == "attn_q" else self._config.num_key_value_heads
+        return torch.arange(tensor.shape[0]).view(count, -1, 2).transpose(1, 2).flatten()
+
+
+def quantized_weight(
+    tensor: GgufTensor, device: torch.device = torch.device("cpu")
+) -> QuantizedWeight | None:
+    """Return the weight of a matrix [outputs, inputs] as it is stored, or None if no format holds its type.
+
+    Scales and zero points are rounded to float32.
+    """
+    read = _READ.get(tensor.type)
+    if read is None or len(tensor.shape) != 2:
+        return None
+    size, parse = read
+    return parse(torch.from_numpy(tensor.data).to(device).unflatten(1, (-1, size)))
+
+
+def dequantized(tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
+    """Return the values of a tensor of any type, some rows at a time: in float32 all may need much memory."""
+    values = torch.empty(tensor.shape, dtype=dtype)
+    rows = values.view(len(tensor.data), -1)
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        some = dequantize(tensor.data[start : start + _ROWS_AT_ONCE], tensor.type)
+        rows[start : start + _ROWS_AT_ONCE] = torch.from_numpy(np.ascontiguousarray(some))
+    return values
+
+
+def _q4_0(blocks: Tensor) -> QuantizedWeight:
+    """A float16 scale, and 32 codes with 8 as zero: the first 16 in the low halves of 16 bytes."""
+    return QuantizedWeight(CodeFormat.INT4, _nibbles(blocks[..., 2:]).flatten(1), _half(blocks, 0))
+
+
+def _q4_1(blocks: Tensor) -> QuantizedWeight:
+    """A float16 scale and minimum, and 32 codes."""
+    codes = _nibbles(blocks[..., 4:]).flatten(1)
+    return _with_minimum(CodeFormat.INT4, codes, _half(blocks, 0), _half(blocks, 2))
+
+
+def _q5_0(blocks: Tensor) -> QuantizedWeight:
+    """A float16 scale, the fifth bits of 32 codes, and the others as in Q4_0; 16 is zero."""
+    codes = _nibbles(blocks[..., 6:]) | (_bits(blocks[..., 2:6]) << 4)
+    return QuantizedWeight(CodeFormat.INT8, (codes.to(torch.int8) - 16).flatten(1), _half(blocks, 0))
+
+
+def _q5_1(blocks: Tensor) -> QuantizedWeight:
+    """A float16 scale and minimum, the fifth bits of 32 codes, and the others as in Q4_0."""
+    codes = _nibbles(blocks[..., 8:]) | (_bits(blocks[..., 4:8]) << 4)
+    return _with_minimum(CodeFormat.INT8, codes.to(torch.int8).flatten(1), _half(blocks, 0), _half(blocks, 2))
+
+
+def _q8_0(blocks: Tensor) -> QuantizedWeight:
+    """A float16 scale and 32 codes of int8."""
+    codes = blocks[..., 2:].contiguous().view(torch.int8).flatten(1)
+    return QuantizedWeight(CodeFormat.INT8, codes, _half(blocks, 0))
+
+
+def _q4_k(blocks: Tensor) -> QuantizedWeight:
+    """Two float16 factors, six-bit scales and minima of eight groups, and 256 codes."""
+    return _with_minimum(CodeFormat.INT4, _k_codes(blocks[..., 16:]).flatten(1), *_k_scales(blocks))
+
+
+def _q5_k(blocks: Tensor) -> QuantizedWeight:
+    """Q4_K with the fifth bits of group g as bit g of 32 bytes before the codes."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    fifth = (blocks[..., 16:48, None] >> shifts) & 1
+    codes = _k_codes(blocks[..., 48:]) | (fifth.transpose(-1, -2).flatten(-2) << 4)
+    return _with_minimum(CodeFormat.INT8, codes.to(torch.int8).flatten(1), *_k_scales(blocks))
+
+
+_READ = {
+    GGMLQuantizationType.Q4_0: (18, _q4_0),
+    GGMLQuantizationType.Q4_1: (20, _q4_1),
+    GGMLQuantizationType.Q5_0: (22, _q5_0),
+    GGMLQuantizationType.Q5_1: (24, _q5_1),
+    GGMLQuantizationType.Q8_0: (34, _q8_0),
+    GGMLQuantizationType.Q4_K: (144, _q4_k),
+    GGMLQuantizationType.Q5_K: (176, _q5_k),
+}
+"""The types that stay quantized, with the bytes of a block."""
+
+
+def _with_minimum(format: CodeFormat, codes: Tensor, scales: Tensor, minima: Tensor) -> QuantizedWeight:
+    """Return the weight whose values are `scales * codes + minima`.
+
+    Where a scale is 0, all values are the minimum: the codes become 1, and the minimum is the scale.
+    """
+    flat = scales == 0
+    if flat.any():
+        codes = torch.where(flat.repeat_interleave(_BLOCK, dim=1), codes.new_ones(()), codes)
+        scales = torch.where(flat, minima, scales)
+    zeros = torch.where(flat, 0.0, -minima / torch.where(scales == 0, 1.0, scales))
+    return QuantizedWeight(format, codes, scales, zeros)
+
+
+def _half(blocks: Tensor, start: int) -> Tensor:
+    """Return a float16 of each block as float32 [rows, blocks]."""
+    return blocks[..., start : start + 2].contiguous().view(torch.float16).squeeze(-1).float()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """Return the low halves of bytes, then the high halves, uint8 [..., 2 * bytes]."""
+    return torch.cat([packed & 15, packed >> 4], dim=-1)
+
+
+def _bits(packed: Tensor) -> Tensor:
+    """Return the bits of bytes, the lowest first, uint8 [..., 8 * bytes]."""
+    return ((packed[..., None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1).flatten(-2)
+
+
+def _k_codes(packed: Tensor) -> Tensor:
+    """Return 256 codes of four bits: 32 bytes have two groups of 32."""
+    return _nibbles(packed.unflatten(-1, (4, 32))).flatten(-2)
+
+
+def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scales and minima of groups of 32, float32 [rows, 8 * blocks].
+
+    Twelve bytes have six bits of each: of the first four groups whole, of the others the upper two bits lie
+    above those.
+    """
+    first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    scales = torch.cat([first & 63, (third & 15) | (first >> 6 << 4)], dim=-1)
+    minima = torch.cat([second & 63, (third >> 4) | (second >> 6 << 4)], dim=-1)
+    factors = _half(blocks, 0).unsqueeze(-1), _half(blocks, 2).unsqueeze(-1)
+    return (factors[0] * scales).flatten(1), -(factors[1] * minima).flatten(1)

@@ -1,0 +1,130 @@
+"""Writes small models as GGUF files, as llama.cpp's `convert_hf_to_gguf.py` does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf.quants import quantize
+from tokenizers import pre_tokenizers
+from transformers import PreTrainedModel
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+CONTROL, USER_DEFINED = 3, 4
+
+
+def byte_level(vocab_size: int, pre: str = "default") -> dict[str, Any]:
+    """Return the metadata of a byte-level tokenizer with three control tokens and a few merges."""
+    merges = ["h e", "l l", "he ll", "Ġ w", "1 2", "12 3"]
+    tokens = ["<s>", "</s>", "<pad>", *ALPHABET, *(merge.replace(" ", "") for merge in merges)]
+    tokens += [f"<unused{number}>" for number in range(vocab_size - len(tokens))]
+    return {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": tokens,
+        "token_type": [CONTROL] * 3 + [1] * (vocab_size - 3),
+        "merges": merges,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "padding_token_id": 2,
+    }
+
+
+def write_gguf(
+    path: Path,
+    architecture: str,
+    model: PreTrainedModel,
+    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    *,
+    more: Mapping[str, tuple[np.ndarray, GGMLQuantizationType]] = MappingProxyType({}),
+    without: str = "",
+    **fields: Any,
+) -> None:
+    """Write a model with its matrices in a type, with `more` tensors, `without` one. `fields` are further
+    ones of the metadata, by their names without the architecture.
+    """
+    config = model.config
+    told = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": 10_000.0,
+        **fields,
+    }
+    metadata = {f"{architecture}.{name}": value for name, value in told.items()}
+    metadata |= {f"tokenizer.ggml.{name}": value for name, value in byte_level(config.vocab_size).items()}
+    tensors = dict(_tensors(architecture, model, kind)) | more
+    tensors.pop(without, None)
+    write_raw(path, architecture, metadata, tensors)
+
+
+def write_raw(
+    path: Path,
+    architecture: str,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, tuple[np.ndarray, GGMLQuantizationType]],
+) -> None:
+    writer = GGUFWriter(path, architecture)
+    for name, value in metadata.items():
+        _add(writer, name, value)
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add(writer: GGUFWriter, name: str, value: Any) -> None:
+    adders = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+    }
+    adders.get(type(value), writer.add_array)(name, value)
+
+
+def _tensors(
+    architecture: str, model: PreTrainedModel, kind: GGMLQuantizationType
+) -> Iterator[tuple[str, tuple[np.ndarray, GGMLQuantizationType]]]:
+    architectures = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+    names = get_tensor_name_map(architectures[architecture], model.config.num_hidden_layers)
+    tied = model.config.tie_word_embeddings
+    for parameter, weight in model.state_dict().items():
+        values = weight.float().numpy()
+        layer, _, suffix = parameter.rpartition(".")
+        if layer == "lm_head" and tied:
+            continue
+        if ".experts." in parameter:
+            for part, stacked in _expert_parts(suffix, values).items():
+                yield f"blk.{parameter.split('.')[2]}.{part}.weight", _encoded(stacked, kind)
+            continue
+        if architecture.startswith("gemma") and layer.endswith("norm"):
+            values = values + 1
+        if architecture == "llama" and layer.endswith(("q_proj", "k_proj")):
+            heads = len(values) // model.config.head_dim
+            values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        yield f"{names.get_name(layer)}.{suffix}", _encoded(values, kind)
+
+
+def _expert_parts(suffix: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    if suffix == "down_proj":
+        return {"ffn_down_exps": values}
+    gate, up = np.split(values, 2, axis=1)
+    return {"ffn_gate_exps": gate, "ffn_up_exps": up}
+
+
+def _encoded(values: np.ndarray, kind: GGMLQuantizationType) -> tuple[np.ndarray, GGMLQuantizationType]:
+    if values.ndim == 1:
+        return np.ascontiguousarray(values), GGMLQuantizationType.F32
+    return quantize(np.ascontiguousarray(values), kind), kind

@@ -1,0 +1,186 @@
+"""Models of each architecture, written as GGUF and loaded, against the models themselves."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from checkpoints.gguf.folder import gguf_folder
+from checkpoints.gguf.reader import GgufError
+from engine.engine import Engine
+from engine.errors import UnsupportedModelError
+from engine.linear.quantized import QuantizedLinear
+from engine.loader import load_model
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError
+from tests.checkpoints.gguf_writer import byte_level, write_gguf, write_raw
+from tests.e2e.architectures import SLIDING_WINDOW, write_model
+from tests.speculation.small_engine import ask, prompt_of, run, tokens
+
+F32, Q8_0, Q4_1 = GGMLQuantizationType.F32, GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_1
+EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 48}
+WINDOW = {"attention.sliding_window": SLIDING_WINDOW}
+FIELDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3moe": EXPERTS,
+    "gemma2": WINDOW | {"attn_logit_softcapping": 8.0},
+    "gemma3": WINDOW | {"rope.freq_base": 1e6},
+    "phi3": WINDOW | {"rope.dimension_count": 16},
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "qwen2": {"use_sliding_window": False},
+    "gemma2": {"tie_word_embeddings": True},
+    "gemma3": {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "query_pre_attn_scalar": 16,
+    },
+}
+"""What llama.cpp leaves to the architecture."""
+MODEL_TYPES = {"qwen3moe": "qwen3_moe", "gemma3": "gemma3_text"}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def model_of(architecture: str, folder: Path, **changes: Any) -> PreTrainedModel:
+    changes = CHANGES.get(architecture, {}) | changes
+    write_model(MODEL_TYPES.get(architecture, architecture), folder, **changes)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def config_of(path: Path) -> ServeConfig:
+    sizes = {"max_model_len": 128, "max_num_batched_tokens": 64, "max_num_seqs": 4}
+    return ServeConfig(
+        model=str(path), dtype="float32", device="cpu", compile="off", kv_cache_memory_bytes=2**22, **sizes
+    )
+
+
+@pytest.mark.parametrize("architecture", FIELDS)
+def test_tokens_are_the_models(architecture: str, tmp_path: Path) -> None:
+    model = model_of(architecture, tmp_path / "hf")
+    path = tmp_path / "model.gguf"
+    write_gguf(path, architecture, model, **FIELDS[architecture])
+    requests = [ask(f"r{n}", prompt_of(n, n), 12, ignore_eos=True) for n in (5, 40)]
+    found = tokens(run(Engine(config_of(path)), requests))
+    assert found == tokens(run(Engine(config_of(tmp_path / "hf")), requests))
+
+
+@pytest.mark.parametrize("kind", [Q8_0, Q4_1], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
+def test_weights_are_those_that_transformers_reads(
+    architecture: str, kind: GGMLQuantizationType, tmp_path: Path
+) -> None:
+    """Linear layers stay quantized, the head too; fused experts are dequantized for float32."""
+    changes = {"moe_intermediate_size": 64, "tie_word_embeddings": architecture == "llama"}
+    model = model_of(architecture, tmp_path / "hf", **changes)
+    path = tmp_path / "model.gguf"
+    fields = {**FIELDS[architecture], "expert_feed_forward_length": 64}
+    write_gguf(path, architecture, model, kind, **fields)
+    loaded = load_model(config_of(path)).model
+    expected = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    assert len(expected) == len(model.state_dict()) - model.config.tie_word_embeddings
+    kept = {name: each for name, each in loaded.named_modules() if isinstance(each, QuantizedLinear)}
+    assert len(kept) == (3 * 7 + 1 if architecture == "llama" else 3 * 4 + 1)
+    for name, weight in expected.items():
+        linear = kept.get(name.removesuffix(".weight"))
+        ours = linear.quantized.dequantized() if linear else loaded.get_parameter(name)
+        torch.testing.assert_close(ours, weight, atol=1e-6, rtol=1e-6)
+
+
+def llama_file(tmp_path: Path, **fields: Any) -> Path:
+    write_gguf(tmp_path / "model.gguf", "llama", model_of("llama", tmp_path / "hf"), **fields)
+    return tmp_path / "model.gguf"
+
+
+def test_the_folder_is_made_once_for_a_file(tmp_path: Path) -> None:
+    path = llama_file(tmp_path)
+    folder = gguf_folder(path)
+    assert gguf_folder(path) == folder
+    os.utime(path, (1, 1))
+    assert gguf_folder(path) != folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "scaling"),
+    [
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 128,
+            },
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        ),
+    ],
+)
+def test_rope_scaling(tmp_path: Path, fields: dict[str, Any], scaling: dict[str, Any]) -> None:
+    config = AutoConfig.from_pretrained(gguf_folder(llama_file(tmp_path, **fields)))
+    assert scaling.items() <= config.rope_parameters.items()
+
+
+def test_llama_3_scaling_is_found_by_its_factors(tmp_path: Path) -> None:
+    """llama.cpp stores what each frequency is divided by; the factors are those of Transformers."""
+    told = {
+        "rope_type": "llama3",
+        "rope_theta": 10_000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    model = model_of("llama", tmp_path / "hf", rope_parameters=told)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](model.config, torch.device("cpu"))
+    plain = 10_000.0 ** -(torch.arange(0, 16, 2) / 16)
+    path = tmp_path / "model.gguf"
+    factors = (plain / scaled).float().numpy()
+    write_gguf(path, "llama", model, more={"rope_freqs.weight": (factors, F32)})
+    config = AutoConfig.from_pretrained(gguf_folder(path))
+    assert config.rope_parameters == told
+    write_gguf(path, "llama", model, more={"rope_freqs.weight": (factors * 1.5, F32)})
+    with pytest.raises(GgufError, match=r"tensor rope_freqs\.weight: its factors are not"):
+        gguf_folder(path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "reason"),
+    [
+        ("mamba", {}, r"general\.architecture: is 'mamba', not one of llama, "),
+        ("llama", {"expert_count": 8}, r"llama\.expert_count: .*Mixtral"),
+        ("llama", {"rope.scaling.type": "odd"}, r"llama\.rope\.scaling\.type: is 'odd'"),
+        ("llama", {"feed_forward_length": [96, 64]}, r"feed_forward_length: differs by layer"),
+        (
+            "llama",
+            {"feed_forward_length": 64},
+            r"tensor blk\.0\.ffn_gate\.weight: has shape \[96, 64\], not \[64, 64\]",
+        ),
+        ("llama", {"block_count": 2}, r"tensor blk\.2\.\S+: LlamaForCausalLM has no such tensor"),
+    ],
+)
+def test_what_cannot_be_served_is_a_clear_error(
+    architecture: str, fields: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    path = llama_file(tmp_path, **fields)
+    if architecture != "llama":
+        write_raw(path, architecture, {f"tokenizer.ggml.{k}": v for k, v in byte_level(280).items()}, {})
+    with pytest.raises(ConfigError, match=reason):
+        load_model(config_of(path))
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    path = llama_file(tmp_path, without="blk.1.attn_q.weight")
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.self_attn\.q_proj\.weight: is missing"):
+        load_model(config_of(path))

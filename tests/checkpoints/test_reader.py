@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+
+from checkpoints.gguf.reader import GgufError, read_gguf
+from tests.checkpoints.gguf_writer import write_raw
+
+F32, Q8_0 = GGMLQuantizationType.F32, GGMLQuantizationType.Q8_0
+METADATA: dict[str, Any] = {
+    "llama.block_count": 3,
+    "rate": 0.5,
+    "yes": True,
+    "names": ["ä", "b"],
+    "ids": [1, -2],
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    tensors = {
+        "a.weight": (np.arange(6, dtype=np.float32).reshape(2, 3), F32),
+        "b.weight": (np.arange(2 * 34, dtype=np.uint8).reshape(2, 34), Q8_0),
+    }
+    write_raw(tmp_path / "model.gguf", "llama", METADATA, tensors)
+    return tmp_path / "model.gguf"
+
+
+def test_it_reads_what_the_package_wrote(path: Path) -> None:
+    file = read_gguf(path)
+    assert file.metadata == {"general.architecture": "llama", **METADATA}
+    assert file.get("block_count") == 3
+    a, b = file.tensors["a.weight"], file.tensors["b.weight"]
+    assert (a.shape, a.type, b.shape, b.type) == ((2, 3), F32, (2, 32), Q8_0)
+    assert a.data.view(np.float32).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert b.data.tolist() == np.arange(68).reshape(2, 34).tolist()
+
+
+def test_a_file_cut_anywhere_names_itself_and_the_cause(path: Path) -> None:
+    content = path.read_bytes()
+    cut = path.with_name("cut.gguf")
+    end = content.rindex(bytes(range(60, 68))) + 8  # padding follows
+    for length in [*range(1, end, 7), end - 1]:
+        cut.write_bytes(content[:length])
+        with pytest.raises(GgufError, match=r"cut\.gguf: .*(truncated|no GGUF file)"):
+            read_gguf(cut)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "reason"),
+    [
+        (0, b"GGML", "it is no GGUF file"),
+        (4, struct.pack("<I", 1), "has GGUF version 1, not 2 or 3"),
+        (4, struct.pack(">I", 3), "it is big-endian"),
+    ],
+)
+def test_a_header_that_is_wrong(path: Path, place: int, value: bytes, reason: str) -> None:
+    content = bytearray(path.read_bytes())
+    content[place : place + len(value)] = value
+    path.write_bytes(content)
+    with pytest.raises(GgufError, match=reason):
+        read_gguf(path)
+
+
+def test_a_tensor_of_an_unknown_type(path: Path) -> None:
+    content = path.read_bytes()
+    described = struct.pack("<Q", 8) + b"b.weight" + struct.pack("<IQQI", 2, 32, 2, Q8_0)
+    assert described in content
+    path.write_bytes(content.replace(described, described[:-4] + struct.pack("<I", 999)))
+    with pytest.raises(GgufError, match=r"tensor b\.weight: has type 999"):
+        read_gguf(path)
+
+
+def test_shards_are_one_file(tmp_path: Path) -> None:
+    for number in (1, 2):
+        tensors = {f"{number}.weight": (np.zeros((1, 4), np.float32), F32)}
+        write_raw(tmp_path / f"m-{number:05}-of-00002.gguf", "llama", {"split.count": 2}, tensors)
+    assert {*read_gguf(tmp_path / "m-00001-of-00002.gguf").tensors} == {"1.weight", "2.weight"}
+    with pytest.raises(GgufError, match="name the first shard"):
+        read_gguf(tmp_path / "m-00002-of-00002.gguf")
+    (tmp_path / "m-00002-of-00002.gguf").unlink()
+    with pytest.raises(GgufError, match=r"m-00002-of-00002\.gguf: cannot be read"):
+        read_gguf(tmp_path / "m-00001-of-00002.gguf")

@@ -1,0 +1,123 @@
+"""Tokenizers of GGUF files, against those that Transformers builds from the same files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from checkpoints.gguf.folder import gguf_folder
+from checkpoints.gguf.reader import GgufError
+from tests.checkpoints.gguf_writer import ALPHABET, USER_DEFINED, byte_level, write_raw
+
+TEXTS = [
+    "Hello world, hell 12345!",
+    "  two  spaces\n\n\tDON'T we'll",
+    "naïve café 你好 😀",
+    "<s>odd</s> <think>",
+    "ЁЖИК е\u0301",
+]
+FIELDS: dict[str, Any] = {
+    "context_length": 64,
+    "embedding_length": 8,
+    "block_count": 1,
+    "feed_forward_length": 8,
+    "attention.head_count": 1,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+}
+
+
+def write(path: Path, tokenizer: dict[str, Any], architecture: str = "llama", **others: Any) -> Path:
+    metadata = {f"{architecture}.{name}": value for name, value in FIELDS.items()} | others
+    write_raw(path, architecture, metadata | {f"tokenizer.ggml.{k}": v for k, v in tokenizer.items()}, {})
+    return path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def sentence_piece() -> dict[str, Any]:
+    bytes_ = [f"<0x{value:02X}>" for value in range(256)]
+    pieces = ["▁", "h", "e", "l", "o", "▁h", "he", "ll", "▁he", "hell", "▁hell", "<think>", "\n", "▁▁"]
+    tokens = ["<unk>", "<s>", "</s>", *bytes_, *pieces]
+    return {
+        "model": "llama",
+        "tokens": tokens,
+        "scores": [-float(place) for place in range(len(tokens))],
+        "token_type": [2, 3, 3] + [6] * 256 + [USER_DEFINED if "think" in piece else 1 for piece in pieces],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+    }
+
+
+@pytest.mark.parametrize("pre", ["default", "llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o", "dbrx"])
+def test_byte_level_tokenizers(tmp_path: Path, pre: str) -> None:
+    tokenizer = byte_level(280, pre) | {"add_bos_token": pre == "llama-bpe"}
+    check(write(tmp_path / "model.gguf", tokenizer))
+
+
+@pytest.mark.parametrize("adds_space", [True, False])
+def test_sentence_piece(tmp_path: Path, adds_space: bool) -> None:
+    tokenizer = sentence_piece() | {"add_space_prefix": adds_space, "add_bos_token": True}
+    folder = gguf_folder(write(tmp_path / "model.gguf", tokenizer))
+    ours = AutoTokenizer.from_pretrained(folder)
+    hello = ["<s>", "▁hell" if adds_space else "hell", "o"]
+    assert ours.convert_ids_to_tokens(ours("hello").input_ids) == hello
+    for text in [text for text in TEXTS if "<" not in text]:
+        ids = ours(text, add_special_tokens=False).input_ids
+        assert ours.decode(ids) == text
+
+
+def check(path: Path) -> None:
+    ours = AutoTokenizer.from_pretrained(gguf_folder(path))
+    theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    composes = ours.backend_tokenizer.normalizer is not None
+    for text in TEXTS:
+        expected = theirs(text, add_special_tokens=False).input_ids
+        assert ours(text, add_special_tokens=False).input_ids == expected, text
+        if not composes:
+            assert ours.decode(expected) == text
+
+
+def test_digits_stand_alone(tmp_path: Path) -> None:
+    ours = AutoTokenizer.from_pretrained(gguf_folder(write(tmp_path / "m.gguf", byte_level(280, "smollm"))))
+    assert ours.tokenize("123") == ["1", "2", "3"]
+    other = AutoTokenizer.from_pretrained(gguf_folder(write(tmp_path / "n.gguf", byte_level(280))))
+    assert other.tokenize("123") == ["123"]
+
+
+def test_named_templates(tmp_path: Path) -> None:
+    others = {
+        "tokenizer.chat_template": "plain",
+        "tokenizer.chat_templates": ["tool_use"],
+        "tokenizer.chat_template.tool_use": "tools",
+    }
+    ours = AutoTokenizer.from_pretrained(gguf_folder(write(tmp_path / "m.gguf", byte_level(280), **others)))
+    assert ours.chat_template == {"default": "plain", "tool_use": "tools"}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model": "bert"}, r"tokenizer\.ggml\.model: is 'bert', not gpt2 or llama: .*--tokenizer"),
+        ({"pre": "odd"}, r"tokenizer\.ggml\.pre: 'odd' is not known: .*--tokenizer"),
+        ({"token_type": [1, 1]}, r"tokenizer\.ggml\.token_type: has 2 entries for 280 tokens"),
+        ({"add_bos_token": True, "bos_token_id": 999}, r"tokenizer\.ggml\.bos_token_id: is 999"),
+        ({"merges": ["h u"]}, r"tokenizer\.ggml\.merges: .*`hu` out of vocabulary"),
+        (
+            {"tokens": [*ALPHABET, *"helloo", *("he", "ll", "hell", "Ġw", "12", "123"), *"abcdefghijkl"]},
+            "280 tokens, of which 262",
+        ),
+    ],
+)
+def test_one_that_cannot_be_built_is_a_clear_error(
+    tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    tokenizer = byte_level(280) | change
+    with pytest.raises(GgufError, match=reason):
+        gguf_folder(write(tmp_path / "model.gguf", tokenizer))
