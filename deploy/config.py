@@ -292,7 +292,7 @@ def speculative_config(value: object, flag: str, target: str) -> SpeculativeConf
         model = bundled
     model = bundled_path(model)
     if model.startswith((".", "~", "/")) and not Path(model).expanduser().exists():
-        raise ConfigError(f"{flag}: model: there is no folder or GGUF file {model}")
+        raise ConfigError(f"{flag}: model: there is no folder {model}")
     if Path(model).expanduser().exists():
         model = str(Path(model).expanduser().absolute())
     return msgspec.structs.replace(config, model=model)

@@ -26,7 +26,7 @@ def check_source(source: str, flag: str, revision: str | None = None, file: str 
     if Path(source).is_dir() or (is_gguf(source) and Path(source).exists()):
         return
     if source.startswith(("/", ".", "~")):
-        raise ConfigError(f"{flag}: there is no folder or GGUF file {source}")
+        raise ConfigError(f"{flag}: there is no {'file' if is_gguf(source) else 'folder'} {source}")
     if is_gguf(source):
         source, file = split_hub_file(source)
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache

@@ -1,7 +1,7 @@
 """Reads a GGUF file's metadata and finds its tensors' bytes.
 
-ggml's docs/gguf.md specifies the format. The package `gguf` reads it too, but takes seconds to open a file: it
-makes several Python objects for each token of the vocabulary.
+ggml's docs/gguf.md specifies the format. The package `gguf` reads it too, but needs seconds to open a file:
+it makes several Python objects for each token of the vocabulary.
 """
 
 from __future__ import annotations
