@@ -15,6 +15,7 @@ from pathlib import Path
 from checkpoints.gguf.config import end_tokens, hf_config
 from checkpoints.gguf.reader import GgufError, GgufFile, read_gguf
 from checkpoints.gguf.tokenizer import build_tokenizer, tokenizer_settings
+from native.ownership import check_own, open_own
 
 _LAYOUT = 1
 """Changes when other content is written for the same file."""
@@ -23,31 +24,34 @@ _LAYOUT = 1
 def gguf_folder(path: Path) -> Path:
     """Return the folder of a GGUF file, in the cache; it is made at the first call. Raises GgufError."""
     path = path.absolute()
-    cache = _cache()
+    try:
+        return _made_once(path, _cache())
+    except OSError as error:  # of the file, or of a cache that is full or another user's
+        raise GgufError(f"{path}: cannot be read: {error}") from error
+
+
+def _made_once(path: Path, cache: Path) -> Path:
     target = cache / _key(path)
-    if target.is_dir():
-        return target
-    with open(cache / f"{target.name}.lock", "w") as lock:
+    with open(open_own(cache / f"{target.name}.lock", os.O_RDWR | os.O_CREAT), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of the host wait, and find it made
         if not target.is_dir():
             file = read_gguf(path)
             with tempfile.TemporaryDirectory(dir=cache) as made:
                 _write(file, Path(made) / "folder")
                 (Path(made) / "folder").rename(target)
+    check_own(target)
     return target
 
 
 def _cache() -> Path:
     root = Path(os.environ.get("TANDEM_CACHE_DIR") or Path.home() / ".cache" / "tandem")
     (root / "gguf").mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_own(root / "gguf")
     return root / "gguf"
 
 
 def _key(path: Path) -> str:
-    try:
-        stat = path.stat()
-    except OSError as error:
-        raise GgufError(f"{path}: cannot be read: {error.strerror}") from error
+    stat = path.stat()
     told = f"{_LAYOUT} {path} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
     return f"{path.stem}-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
 

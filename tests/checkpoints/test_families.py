@@ -113,6 +113,13 @@ def test_the_folder_is_made_once_for_a_file(tmp_path: Path) -> None:
     assert gguf_folder(path) != folder
 
 
+def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    path = llama_file(tmp_path)
+    gguf_folder(path).chmod(0o777)
+    with pytest.raises(GgufError, match=r"model\.gguf: cannot be read: .*can be written by others"):
+        gguf_folder(path)
+
+
 @pytest.mark.parametrize(
     ("fields", "scaling"),
     [
