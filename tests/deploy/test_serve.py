@@ -103,7 +103,8 @@ def test_announcement_says_what_was_chosen(server: ServerProcess) -> None:
     start = lines[: next(n for n, line in enumerate(lines) if line.startswith("Listening on http://")) + 1]
     for expected in ("threads per worker:", "  prefill-0: cpu, ", "  decode-0: cpu, ", " MiB", "Try:  curl "):
         assert expected in "\n".join(start)
-    assert len(start) <= 10, "a calm start"
+    told = [line for line in start if " took " not in line and " s ago" not in line]  # of a slow host alone
+    assert len(told) <= 10, "a calm start"
     curl = server.log.split("Try:  ")[1].splitlines()[0]
     answer = subprocess.run(["bash", "-c", f"{curl} -s"], capture_output=True, text=True, timeout=60)
     assert json.loads(answer.stdout)["choices"][0]["text"], answer.stderr
