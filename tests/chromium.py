@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, ConsoleMessage, Page
+    from playwright.sync_api import BrowserContext, ConsoleMessage, Page
 
 CHROMIUM = "/usr/bin/chromium"
 FLAGS = (
@@ -37,25 +37,36 @@ def need_browser() -> None:
 
 
 @contextmanager
-def open_browser() -> Iterator[Browser]:
-    """With a fresh profile. It brings an event loop: a module closes it before another's tests run."""
+def open_browser() -> Iterator[BrowserContext]:
+    """With a fresh profile. It brings an event loop: a module closes it before another's tests run.
+
+    All pages are tabs of one window: a window of its own costs two CPU seconds.
+    """
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
-        yield browser
+        window = browser.new_context()
+        window.new_page()  # the window stays open when a test closes its tab
+        yield window
         browser.close()
 
 
 class Visit:
-    """The page in a tab with storage of its own.
+    """The page in a tab, `width` by `height` pixels large.
 
     `asked` are the addresses that it asked for, `errors` what its scripts and its policy complain of.
     """
 
-    def __init__(self, browser: Browser, url: str, **options: Any) -> None:
+    def __init__(
+        self, browser: BrowserContext, url: str, width: int = 1280, height: int = 900, still: bool = False
+    ) -> None:
+        """`still`: its user does not want motion."""
         self.url = url
-        self.page: Page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
+        self.page: Page = browser.new_page()
+        self.page.set_viewport_size({"width": width, "height": height})
+        if still:
+            self.page.emulate_media(reduced_motion="reduce")
         self.page.set_default_timeout(WAIT_MS)
         self.asked: list[str] = []
         self.errors: list[str] = []

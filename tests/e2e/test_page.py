@@ -15,7 +15,7 @@ from tests.chromium import Visit, need_browser, open_browser
 from tests.e2e.serving import HttpServing
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import BrowserContext
 
 need_browser()
 
@@ -27,13 +27,13 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}as
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser() -> Iterator[BrowserContext]:
     with open_browser() as browser:
         yield browser
 
 
 @pytest.fixture(scope="module")
-def serving(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServing]:
+def serving(browser: BrowserContext, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServing]:
     speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
     template = tmp_path_factory.mktemp("template") / "chat.jinja"
     template.write_text(TEMPLATE)
@@ -45,7 +45,7 @@ def serving(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture
-def visit(browser: Browser, serving: HttpServing) -> Iterator[Visit]:
+def visit(browser: BrowserContext, serving: HttpServing) -> Iterator[Visit]:
     with Visit(browser, serving.url) as visit:
         yield visit
 
@@ -64,7 +64,7 @@ class Answered(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def answered(browser: Browser, serving: HttpServing) -> Iterator[Answered]:
+def answered(browser: BrowserContext, serving: HttpServing) -> Iterator[Answered]:
     with Visit(browser, serving.url) as visit:
         visit.page.evaluate(
             """() => {
@@ -181,8 +181,8 @@ def test_the_cluster_is_what_the_server_says_and_a_killed_worker_returns(
     visit.shows("#health", "2 of 2 workers ready")
 
 
-def test_a_phone_needs_no_sideways_scrolling(browser: Browser, serving: HttpServing) -> None:
-    with Visit(browser, serving.url, viewport={"width": 360, "height": 740}) as visit:
+def test_a_phone_needs_no_sideways_scrolling(browser: BrowserContext, serving: HttpServing) -> None:
+    with Visit(browser, serving.url, width=360, height=740) as visit:
         visit.generate("x" * 300)
         visit.shows("#facts", "tokens in")
         visit.shows("#decisions", "Its first token took")

@@ -184,7 +184,7 @@ def test_all_can_be_done_from_the_keyboard(router, open_page):
 
 def test_the_api_is_never_covered(router, open_page):
     """Wherever it is scrolled to, with an answer on the page."""
-    visit = open_page(router, viewport={"width": 1300, "height": 800})
+    visit = open_page(router, width=1300, height=800)
     visit.generate("the quick brown fox", 8)
     visit.shows("#facts", "8 tokens in")
     visit.page.click("#api summary")
@@ -204,7 +204,8 @@ def test_the_api_is_never_covered(router, open_page):
 
 @pytest.mark.parametrize("width", [390, 1300])
 def test_the_documentation_needs_no_sideways_scrolling(router, browser, width):
-    page = browser.new_page(viewport={"width": width, "height": 800})
+    page = browser.new_page()
+    page.set_viewport_size({"width": width, "height": 800})
     page.goto(f"{router.url}/docs")
     assert page.evaluate("document.documentElement.scrollWidth") == width
     page.close()
@@ -290,7 +291,7 @@ def test_new_placements_move_unless_motion_is_unwanted(make_router, open_page):
     router = make_router()
     make_pair(router)
     assert post(router).status_code == 200
-    visit = open_page(router, reduced_motion="reduce")
+    visit = open_page(router, still=True)
     visit.shows("#decisions", "Split: prefill-0 → decode-0")
     visit.page.evaluate(
         """() => {
