@@ -255,15 +255,6 @@ def test_a_killed_receiver_fails_the_lease_and_its_successor_works(make: Make) -
     assert successor.apply(blocks_of, EVERYTHING) == sender.apply(blocks_of, EVERYTHING)
 
 
-def test_a_killed_sender_fails_the_lease_and_its_objects_go(make: Make) -> None:
-    sender, receiver = make("sender"), make("receiver", reconnect_grace_s=0.3)
-    begin(sender, receiver)
-    sender.kill()
-    assert receiver.apply(wait_lease, "lease", PROMPT_S) == Failed("lease", "the sender is gone")
-    assert receiver.apply(close_lease, "lease")
-    wait_stored(lambda stored: stored == 0)
-
-
 def test_a_sender_that_closes_midway_leaves_no_object(make: Make) -> None:
     """Both processes live on, and what was on its way between them goes."""
     sender, receiver = make("sender"), make("receiver")
@@ -328,4 +319,13 @@ def test_closing_leaves_no_thread_no_socket_and_no_object(make: Make) -> None:
     before = one_transfer(sender, receiver)
     for _ in range(2):
         assert one_transfer(sender, receiver) == before
+    wait_stored(lambda stored: stored == 0)
+
+
+def test_a_killed_sender_fails_the_lease_and_its_objects_go(make: Make) -> None:
+    sender, receiver = make("sender"), make("receiver", reconnect_grace_s=0.3)
+    begin(sender, receiver)
+    sender.kill()
+    assert receiver.apply(wait_lease, "lease", PROMPT_S) == Failed("lease", "the sender is gone")
+    assert receiver.apply(close_lease, "lease")
     wait_stored(lambda stored: stored == 0)
