@@ -88,9 +88,13 @@ class Host:
         return self.cluster.states[incarnation].counters["lent_core_steps_total"]
 
     def template(self) -> psutil.Process:
-        parent = psutil.Process(self.workers[-1].pid).parent()
-        assert parent is not None
-        return parent
+        """Return the parent of the last worker that lives."""
+        for worker in reversed(self.workers):
+            with suppress(psutil.NoSuchProcess):
+                parent = psutil.Process(worker.pid).parent()
+                if parent is not None:
+                    return parent
+        raise AssertionError("no worker lives")
 
     def close(self) -> None:
         for client in self.clients:
