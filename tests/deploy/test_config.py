@@ -34,6 +34,11 @@ def test_flag_then_environment_then_file_then_default(config_file):
     assert config.max_num_batched_tokens == ServeConfig().max_num_batched_tokens
 
 
+def test_a_gguf_file_of_a_folder_is_the_model():
+    config = load_config({"model": "/models/small/", "gguf_file": "q4.gguf"}, environ={})
+    assert (config.model, config.model_name) == ("/models/small/q4.gguf", "/models/small/q4")
+
+
 def test_the_process_environment_is_the_default(monkeypatch):
     monkeypatch.setenv("TANDEM_BLOCK_SIZE", "32")
     assert load_config().block_size == 32

@@ -73,6 +73,11 @@ def test_what_fits_is_taken(model: str, tmp_path: Path) -> None:
         ({"decode_tensor_parallel_size": 3}, "--decode-.*: 3 does not divide num_attention_heads of .*, 8$"),
         ({"attention_backend": "triton"}, "--attention-backend: triton is for --device cuda, not cpu$"),
         ({"tokenizer": "/nope"}, "--tokenizer: there is no folder /nope$"),
+        ({"model": "/nope.gguf"}, "--model: there is no file /nope.gguf$"),
+        (
+            {"model": "nope.gguf"},
+            r"--model: there is no file nope.gguf, and a file on the hub is owner/",
+        ),
         (
             {"kv_cache_memory_bytes": 2048 * TOKEN_BYTES - 1},
             rf"holds 2047 tokens, fewer than --max-model-len \(2048\), which needs {2048 * TOKEN_BYTES} b",
@@ -81,7 +86,7 @@ def test_what_fits_is_taken(model: str, tmp_path: Path) -> None:
 )
 def test_options_beyond_the_model(model: str, flags: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        check(model, **flags)
+        check(**{"model": model} | flags)
 
 
 @pytest.mark.parametrize(
