@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGES = (
+    "checkpoints",
     "bench",
     "decode_worker",
     "deploy",
