@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from native.cache import cache_dir, own_folder
 from native.ownership import check_own, open_own
 
 logger = logging.getLogger("tandem.native")
@@ -85,24 +86,13 @@ def _cpu() -> str:
     return "\n".join([platform.machine(), platform.processor(), *(x for x in lines if x.startswith(wanted))])
 
 
-def _cache_dir() -> Path:
-    return Path(os.environ.get("TANDEM_CACHE_DIR") or Path.home() / ".cache" / "tandem")
-
-
-def own_folder(folder: Path) -> Path:
-    """The folder, made if it is not there. Raises OSError, also where others can have written to it."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    check_own(folder)
-    return folder
-
-
 def own_inductor_cache() -> None:
     """Keep what torch.compile builds in the cache: its default is in /tmp, where anybody can make it first.
 
     Inductor loads libraries and pickles from there. Raises OSError.
     """
     given = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or _inductors_default())
-    folder = _cache_dir() / "inductor" if given == _inductors_default() else given
+    folder = cache_dir() / "inductor" if given == _inductors_default() else given
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own_folder(folder))
 
 
@@ -141,7 +131,7 @@ def build_all(folders: Iterable[Path]) -> None:
 
 
 def _build(sources: Sequence[Path]) -> list[Path]:
-    compiler, folder = _compiler(), _cache_dir()
+    compiler, folder = _compiler(), cache_dir()
     version = _version(tuple(compiler))
     libraries = [folder / _library_name(source, version) for source in sources]
     try:

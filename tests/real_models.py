@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+
+from native.cache import cache_dir, own_folder
 
 _DOWNLOAD_SECONDS = 300
 
@@ -83,8 +84,7 @@ def _or_skip(make: Callable[[], Path], model: Packaged) -> Path:
 
 
 def _made_once(name: str, make: Callable[[Path], None]) -> Path:
-    cache = Path(os.environ.get("TANDEM_CACHE_DIR") or Path.home() / ".cache" / "tandem") / "models"
-    cache.mkdir(parents=True, exist_ok=True)
+    cache = own_folder(cache_dir() / "models")
     target = cache / name
     with open(cache / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of pytest wait, and find it made

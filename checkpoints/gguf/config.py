@@ -144,7 +144,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     return {name: value for name, value in config.items() if value is not None}
 
 
-def end_tokens(file: GgufFile) -> list[int]:
+def _end_tokens(file: GgufFile) -> list[int]:
     """Return the ids that end an answer: the end of the text, of a turn and of a message."""
     names = ("eos_token_id", "eot_token_id", "eom_token_id")
     found = [file.metadata.get(f"tokenizer.ggml.{name}") for name in names]
@@ -152,7 +152,7 @@ def end_tokens(file: GgufFile) -> list[int]:
 
 
 def _special_tokens(file: GgufFile) -> dict[str, Any]:
-    ends = end_tokens(file)
+    ends = _end_tokens(file)
     return {
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,

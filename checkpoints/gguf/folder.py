@@ -12,9 +12,10 @@ import os
 import tempfile
 from pathlib import Path
 
-from checkpoints.gguf.config import end_tokens, hf_config
+from checkpoints.gguf.config import hf_config
 from checkpoints.gguf.reader import GgufError, GgufFile, read_gguf
 from checkpoints.gguf.tokenizer import build_tokenizer, tokenizer_settings
+from native.cache import cache_dir, own_folder
 from native.ownership import check_own, open_own
 
 _LAYOUT = 1
@@ -25,7 +26,7 @@ def gguf_folder(path: Path) -> Path:
     """Return the folder of a GGUF file, in the cache; it is made at the first call. Raises GgufError."""
     path = path.absolute()
     try:
-        return _made_once(path, _cache())
+        return _made_once(path, own_folder(cache_dir() / "gguf"))
     except OSError as error:  # of the file, or of a cache that is full or another user's
         raise GgufError(f"{path}: cannot be read: {error}") from error
 
@@ -43,13 +44,6 @@ def _made_once(path: Path, cache: Path) -> Path:
     return target
 
 
-def _cache() -> Path:
-    root = Path(os.environ.get("TANDEM_CACHE_DIR") or Path.home() / ".cache" / "tandem")
-    (root / "gguf").mkdir(mode=0o700, parents=True, exist_ok=True)
-    check_own(root / "gguf")
-    return root / "gguf"
-
-
 def _key(path: Path) -> str:
     stat = path.stat()
     told = f"{_LAYOUT} {path} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
@@ -60,11 +54,10 @@ def _write(file: GgufFile, folder: Path) -> None:
     config, settings = hf_config(file), tokenizer_settings(file)
     tokenizer = build_tokenizer(file)
     folder.mkdir(mode=0o700)
-    ends = end_tokens(file)
-    generation = {"bos_token_id": config.get("bos_token_id"), "eos_token_id": ends or None}
+    generation = {name: config[name] for name in ("bos_token_id", "eos_token_id") if name in config}
     for name, content in (
         ("config.json", config),
-        ("generation_config.json", {key: value for key, value in generation.items() if value is not None}),
+        ("generation_config.json", generation),
         ("tokenizer_config.json", settings),
     ):
         (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False))
