@@ -65,7 +65,7 @@ def check_start(config: ServeConfig) -> None:
 
 
 def _read_config(source: str, revision: str | None, flag: str) -> dict[str, Any]:
-    folder = Path(hf_source(source))
+    folder = Path(hf_source(source, revision))
     try:
         path = folder / CONFIG if folder.is_dir() else _from_hub(source, revision)
         content = json.loads(path.read_text())

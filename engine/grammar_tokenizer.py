@@ -19,7 +19,7 @@ def load_grammar_tokenizer(config: ServeConfig, vocab_size: int, eos_token_ids: 
         raise InvalidRequestError("grammar", "the model has no end-of-sequence token")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            hf_source(config.tokenizer_source),
+            hf_source(config.tokenizer_source, config.revision),
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
         )

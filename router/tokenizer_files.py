@@ -29,7 +29,7 @@ def load_files(config: ServeConfig) -> tuple[str, dict[str, Any]]:
     Chat templates in separate files take precedence over those of the settings. If a model has only a slow
     tokenizer's files, Transformers converts them in a separate process. Raises `ConfigError`.
     """
-    source = hf_source(config.tokenizer_source)
+    source = hf_source(config.tokenizer_source, config.revision)
     files = _local_files(Path(source)) if Path(source).is_dir() else _hub_files(config)
     if "tokenizer.json" in files:
         return _read(files, tokenizer_flag(config))
