@@ -44,7 +44,7 @@ DUMMY_SEED = 0
 
 
 class Recurrent(NamedTuple):
-    """Of a model with recurrent layers: where our operators go, and what they keep of a sequence."""
+    """A model's recurrent layers: where our operators go, and what they keep of a sequence."""
 
     hooks: RecurrentHooks
     state: StateLayout
@@ -166,7 +166,7 @@ def _stored_as(group: Group, kv_cache_dtype: str) -> Group:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Of a model, known without its weights: its dtype and the most that it takes."""
+    """A model's dtype and the most that it takes, known without its weights."""
 
     dtype: torch.dtype
     vocab_size: int
@@ -174,7 +174,7 @@ class ModelShape:
 
 
 def model_shape(config: ServeConfig) -> ModelShape:
-    """Of the model that `load_model` would load. Raises `ConfigError`."""
+    """Return the shape of the model that `load_model` would load. Raises `ConfigError`."""
     hf_config = _load_hf_config(config)
     text_config = hf_config.get_text_config(decoder=True)
     return ModelShape(

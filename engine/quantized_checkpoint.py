@@ -35,7 +35,7 @@ logger = logging.getLogger("tandem.engine")
 
 
 def quantization_config(hf_config: Any) -> dict[str, Any] | None:
-    """What config.json says of a quantized checkpoint; None if it isn't one."""
+    """Return the `quantization_config` of config.json, or None if the checkpoint is not quantized."""
     return getattr(hf_config, "quantization_config", None) or None
 
 

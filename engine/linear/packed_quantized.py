@@ -40,7 +40,7 @@ def _kernel(name: str = "tandem_quantized_linear") -> Callable[..., None]:
 
 
 def kernel_address() -> int:
-    """Of the kernel's function, for native callers. Raises BuildError."""
+    """Return the address of the kernel's function, for native callers. Raises BuildError."""
     return ctypes.cast(_kernel(), ctypes.c_void_p).value or 0  # type: ignore[arg-type]
 
 
@@ -68,7 +68,7 @@ class PackedWeight:
 
     @classmethod
     def of(cls, weight: QuantizedWeight) -> PackedWeight:
-        """Of a weight that `fits`."""
+        """Pack a weight that `fits`."""
         scales, offsets = weight.scales, None
         if weight.zeros is not None:
             center = INT4_ZERO if weight.format is CodeFormat.INT4 else 0
@@ -125,7 +125,7 @@ class PackedWeight:
         )
 
     def scaled(self, factor: float) -> PackedWeight:
-        """Of which each product is so many times this one's. Codes are shared."""
+        """Return a weight whose products are so many times this one's. Codes are shared."""
         offsets = None if self.offsets is None else self.offsets * factor
         return replace(self, scales=self.scales * factor, offsets=offsets)
 
@@ -135,7 +135,7 @@ class PackedWeight:
         return replace(self, words=copy(self.words), scales=copy(self.scales), offsets=offsets)
 
     def args(self, bias: Tensor | None) -> QuantizedArgs:
-        """What they point to must live longer."""
+        """Return the kernel's arguments. The tensors that they point to must live longer."""
         return packed_args(
             *self.tensors, bias, FORMATS.index(self.format), self.input_group, self.out_features
         )
@@ -199,7 +199,7 @@ def _words(weight: QuantizedWeight) -> Tensor:
 
 
 def _every_second(codes: Tensor) -> Tensor:
-    """Of eight codes in the bytes of each int64 those of the even bytes, in 16 bits."""
+    """Return the codes of the even bytes of each int64, which has eight, in 16 bits each."""
     codes = codes & 0x000F000F000F000F
     codes = (codes | codes >> 12) & 0x000000FF000000FF
     return (codes | codes >> 24) & 0xFFFF

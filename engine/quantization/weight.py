@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class CodeFormat(Enum):
-    """What a code of `QuantizedWeight` is. Names are those of `--quantization`."""
+    """The kind of number that a code of `QuantizedWeight` is. Names are those of `--quantization`."""
 
     INT8 = "int8"  # -128 to 127
     INT4 = "int4"  # 0 to 15; 8 is zero where there are no zero points
