@@ -174,6 +174,7 @@ def test_one_decode_worker_stays_when_both_are_drained(server: ServerProcess) ->
     with under_requests(server):
         of_both(server, "workers/decode-0/drain", "workers/decode-1/drain")
     server.wait(lambda: len(pids(server)) == 2, 10)
+    assert sorted(name.partition("-")[0] for name in pids(server)) == ["decode", "prefill"]
 
 
 def test_workers_come_and_go(server: ServerProcess) -> None:
