@@ -83,7 +83,7 @@ MARKERS = frozenset(
     ]
 )
 """Texts that grammars must spell as one token if the tokenizer has one for them."""
-_OTHER_CALLS = ("<function=",)
+_OTHER_CALLS = ("<function=", "<arg_key>")
 """Signs of formats that look like one of these but differ."""
 
 

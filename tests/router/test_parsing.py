@@ -341,6 +341,7 @@ def test_any_split_gives_the_same(tools, reasoning, is_open, text, data):
         ("<|tool_call|> Here is my thought process: x", "granite", "granite"),
         ("<|python_tag|>", "llama3_json", None),
         ("<tool_call><function=f>", None, None),
+        ("<tool_call>f<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>", None, None),
         ("{{ messages }}", None, None),
     ],
 )
