@@ -46,7 +46,22 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     trust_remote_code: Annotated[bool, _doc("Run model code that comes with the weights.")] = False
     chat_template: Annotated[str | None, _doc("File with a Jinja chat template.")] = None
     tool_call_parser: Annotated[
-        Literal["auto", "none", "hermes", "llama3_json", "mistral", "granite", "deepseek_v3", "openai"],
+        Literal[
+            "auto",
+            "none",
+            "deepseek_v3",
+            "deepseek_v31",
+            "granite",
+            "hermes",
+            "hunyuan_a13b",
+            "internlm",
+            "kimi_k2",
+            "llama3_json",
+            "mistral",
+            "openai",
+            "phi4_mini_json",
+            "xlam",
+        ],
         _doc("Format of the model's tool calls; `auto` detects it from the chat template."),
     ] = "auto"
     reasoning_parser: Annotated[

@@ -40,6 +40,7 @@ class AnswerParts:
         self._parsing = parsing or Parsing()
         self._parser = None if parsing is None else AnswerParser(parsing)
         self._seed = seed
+        self._written: set[str] = set()
         self.num_calls = 0
 
     def push(self, choice: Choice, text: str) -> Iterator[list[AnswerPart]]:
@@ -64,12 +65,17 @@ class AnswerParts:
             return
         number = self.num_calls - 1
         if isinstance(part, Call):
-            yield CallStart(number, self._id(), part.name)
+            yield CallStart(number, self._id(part.id), part.name)
         else:
             yield MoreArguments(number, part.text)
 
-    def _id(self) -> str:
-        """Return the call's id, which is the same for the same call of the same request."""
+    def _id(self, written: str) -> str:
+        """Return the id that the model wrote, if it is new; otherwise one that is the same for the same call
+        of the same request.
+        """
+        if written and written not in self._written:
+            self._written.add(written)
+            return written
         digest = hashlib.blake2b(f"{self._seed}-{self.num_calls}".encode(), digest_size=12).hexdigest()
         tools = self._parsing.tools
         return digest[:SHORT_ID_CHARACTERS] if tools is not None and tools.short_ids else f"call_{digest}"

@@ -13,10 +13,9 @@ from router.parsing.forms import CallForm
 from router.parsing.reasoning import Marks
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-_OTHER = "OTHER: /([^{ \\t\\r\\n](.|\\n)*)?/"
-"""An answer that does not begin like a call."""
 MAX_CALLS = 16
 """The most calls of an answer whose calls have a grammar: a model may never end by itself."""
+_NUMBER = "NUMBER: /[0-9]{1,4}/"
 _SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"
 
 
@@ -51,7 +50,8 @@ def tool_grammar(
         "call: " + " | ".join(f"call{number}" for number in numbers),
     ]
     for number, offer in enumerate(offers):
-        begin, end = spelling(form.begin % offer.name), spelling(form.end)
+        pieces = [spelling(piece.replace("%s", offer.name)) for piece in form.begin.split("%d")]
+        begin, end = " NUMBER ".join(pieces), spelling(form.end)
         rules.append(f"call{number}: {begin} @arguments{number} {end}")
     trigger = spelling(form.trigger)
     if demanded:
@@ -69,12 +69,16 @@ def tool_grammar(
         start += " REST"
     else:
         start = "(block | OTHER)"
+        rules += [
+            f"OTHER: /([^\\{form.open or form.begin[0]} \\t\\r\\n](.|\\n)*)?/ & ~(TEXT CALL TEXT)",
+            f"CALL: /{form.elsewhere}/",
+        ]
     if marks is not None:
         rules.append(spelling.rule_up_to("thought", marks.close))
     return lark_grammar(
         f"start: {_thinking(spelling, marks, is_open)} SPACE {start}",
         *rules,
-        *(TEXT, _OTHER, _SPACE),
+        *(TEXT, _SPACE, _NUMBER),
         others=[each for number in numbers for each in _arguments(f"arguments{number}", offers[number])],
     )
 

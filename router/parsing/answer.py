@@ -34,6 +34,8 @@ class Call(msgspec.Struct, frozen=True):
     """The beginning of a call; its arguments follow."""
 
     name: str
+    id: str = ""
+    """The id that the model gave it, if any."""
 
 
 class Arguments(msgspec.Struct, frozen=True):
@@ -211,10 +213,10 @@ class AnswerText:
         """Keep the white space with which the following content begins."""
         self._content.keep_start()
 
-    def call(self, name: str) -> None:
+    def call(self, name: str, call_id: str = "") -> None:
         self.commit()
         self._has_called = True
-        self.parts.append(Call(name))
+        self.parts.append(Call(name, call_id))
 
     def arguments(self, text: str) -> None:
         if text:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 
 import msgspec
 
-from router.parsing import deepseek, forms, granite, harmony, hermes, llama3, mistral
+from router.parsing import forms, harmony, json_formats
 from router.parsing.answer import AnswerText, Parse, Part
 from router.parsing.forms import CallForm
 from router.parsing.reasoning import GRANITE, HARMONY, MISTRAL, THINK, Marks
@@ -46,27 +47,44 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
 
 
 _HARMONY = (harmony.START, harmony.CHANNEL, harmony.CONSTRAIN, harmony.MESSAGE, *harmony.ENDS)
-_DEEPSEEK = (deepseek.OPEN, deepseek.CLOSE, deepseek.CALL, deepseek.SEPARATOR, deepseek.CALL_END)
 
+
+def _json(
+    calls: json_formats.Objects | json_formats.Named | json_formats.Mistral,
+    *signs: str,
+    form: CallForm,
+    other_forms: tuple[tuple[str, CallForm], ...] = (),
+    short_ids: bool = False,
+) -> ToolFormat:
+    markers = tuple(dict.fromkeys(_TOKEN.findall(" ".join(map(str, msgspec.structs.astuple(calls))))))
+    return ToolFormat(signs, calls.parse, markers, (*other_forms, ("", form)), short_ids)
+
+
+_TOKEN = re.compile(r"<[^<>]*>|\[[A-Z_]+\]")
+"""A mark that may be a special token."""
 TOOL_FORMATS = {
     "openai": ToolFormat((harmony.CHANNEL,), None, _HARMONY, (("", forms.HARMONY),)),
-    "deepseek_v3": ToolFormat(
-        (deepseek.OPEN,), deepseek.parse, _DEEPSEEK, (("```json", forms.DEEPSEEK), ("", forms.DEEPSEEK_PLAIN))
-    ),
-    "mistral": ToolFormat(
-        (mistral.OPEN,),
-        mistral.parse,
-        (mistral.OPEN, mistral.CALL_ID, mistral.ARGS),
-        ((mistral.ARGS, forms.MISTRAL_NAMED), ("", forms.MISTRAL)),
+    "kimi_k2": _json(json_formats.KIMI_K2, json_formats.KIMI_K2.open, "tool_declare", form=forms.KIMI_K2),
+    "deepseek_v3": _json(json_formats.DEEPSEEK_V3, "'```json'", "\\n```json\\n", form=forms.DEEPSEEK_V3),
+    "deepseek_v31": _json(json_formats.DEEPSEEK_V31, json_formats.DEEPSEEK_V31.open, form=forms.DEEPSEEK_V31),
+    "mistral": _json(
+        json_formats.MISTRAL,
+        json_formats.MISTRAL.open,
+        form=forms.MISTRAL,
+        other_forms=((json_formats.MISTRAL.begin, forms.MISTRAL_NAMED),),
         short_ids=True,
     ),
-    "granite": ToolFormat(("<|tool_call|>",), granite.parse, granite.OPEN, (("", forms.GRANITE),)),
-    "hermes": ToolFormat((hermes.OPEN,), hermes.parse, (hermes.OPEN, hermes.CLOSE), (("", forms.HERMES),)),
-    "llama3_json": ToolFormat(
-        (llama3.TAG, '{"name": function name, "parameters":'),
-        llama3.parse,
-        (llama3.TAG,),
-        (("", forms.LLAMA3),),
+    "granite": _json(json_formats.GRANITE, json_formats.GRANITE.open[0], form=forms.GRANITE),
+    "hunyuan_a13b": _json(json_formats.HUNYUAN, "<tool_calls>[", form=forms.HUNYUAN),
+    "internlm": _json(json_formats.INTERNLM, json_formats.INTERNLM.open[0], form=forms.INTERNLM),
+    "phi4_mini_json": _json(json_formats.PHI4, json_formats.PHI4.open[0], form=forms.PHI4),
+    "xlam": _json(json_formats.XLAM, "single JSON array", form=forms.XLAM),
+    "hermes": _json(json_formats.HERMES, json_formats.HERMES.open[0], form=forms.HERMES),
+    "llama3_json": _json(
+        json_formats.LLAMA3,
+        json_formats.LLAMA3.open[0],
+        '{"name": function name, "parameters":',
+        form=forms.LLAMA3,
     ),
 }
 REASONING_FORMATS = {

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from router.parsing import deepseek, granite, harmony, hermes, mistral
+from router.parsing import harmony, json_formats
 
 
 class CallForm(msgspec.Struct, frozen=True):
     """The spelling of calls. A block is `open`, calls with `separator` between them, and `close`. A call is
-    `begin` with its name, then its arguments, then `end`. Without a separator a block has one call, and
-    blocks are joined by `between`.
+    `begin` with its name for `%s` and any number for `%d`, then its arguments, then `end`. Without a
+    separator a block has one call, and blocks are joined by `between`.
     """
 
     trigger: str
@@ -23,30 +23,43 @@ class CallForm(msgspec.Struct, frozen=True):
     close: str = ""
     separator: str | None = None
     between: str | None = None
+    elsewhere: str = ""
+    """A regular expression of what begins calls in the midst of an answer that is not a block."""
 
 
 _OBJECT = '{"name": "%s", "arguments": '
-HERMES = CallForm(hermes.OPEN, "\n", _OBJECT, "}", f"\n{hermes.CLOSE}", between="\n")
-LLAMA3 = CallForm("", "", '{"name": "%s", "parameters": ', "}", separator="; ")
-GRANITE = CallForm(granite.OPEN[0], "[", _OBJECT, "}", "]", separator=", ")
-MISTRAL = CallForm(mistral.OPEN, "[", _OBJECT, "}", "]", separator=", ")
-MISTRAL_NAMED = CallForm(mistral.OPEN, "", f"%s{mistral.ARGS}", "", between="")
-DEEPSEEK = CallForm(
-    deepseek.OPEN,
-    "",
-    f"{deepseek.CALL}function{deepseek.SEPARATOR}%s\n```json\n",
-    f"\n```{deepseek.CALL_END}",
-    deepseek.CLOSE,
-    separator="\n",
+_PARAMETERS = '{"name": "%s", "parameters": '
+HERMES = CallForm(
+    json_formats.HERMES.open[0], "\n", _OBJECT, "}", f"\n{json_formats.HERMES.close}", between="\n"
 )
-DEEPSEEK_PLAIN = CallForm(
-    deepseek.OPEN,
-    "",
-    f"{deepseek.CALL}%s{deepseek.SEPARATOR}",
-    deepseek.CALL_END,
-    deepseek.CLOSE,
-    separator="",
+LLAMA3 = CallForm("", "", _PARAMETERS, "}", separator="; ", elsewhere=r"<\|python_tag\|>")
+GRANITE = CallForm(json_formats.GRANITE.open[0], "[", _OBJECT, "}", "]", separator=", ")
+HUNYUAN = CallForm(
+    json_formats.HUNYUAN.open[0], "[", _OBJECT, "}", f"]{json_formats.HUNYUAN.close}", separator=", "
 )
+INTERNLM = CallForm(
+    json_formats.INTERNLM.open[0], "\n", _PARAMETERS, "}", json_formats.INTERNLM.close, between=""
+)
+PHI4 = CallForm(json_formats.PHI4.open[0], "", _OBJECT, "}", json_formats.PHI4.close, separator=", ")
+XLAM = CallForm("", "[", _OBJECT, "}", "]", separator=", ", elsewhere=r"```(json)?\s*[\[{]")
+MISTRAL = CallForm(json_formats.MISTRAL.open, "[", _OBJECT, "}", "]", separator=", ")
+MISTRAL_NAMED = CallForm(json_formats.MISTRAL.open, "", f"%s{json_formats.MISTRAL.begin}", "", between="")
+
+
+def _named(marks: json_formats.Named, begin: str, end: str, separator: str) -> CallForm:
+    return CallForm(
+        marks.open,
+        "",
+        f"{marks.call}{marks.lead}{begin}",
+        f"{end}{marks.ends[-1]}",
+        marks.close,
+        separator=separator,
+    )
+
+
+DEEPSEEK_V3 = _named(json_formats.DEEPSEEK_V3, "%s\n```json\n", "\n```", "\n")
+DEEPSEEK_V31 = _named(json_formats.DEEPSEEK_V31, f"%s{json_formats.DEEPSEEK_V31.begin}", "", "")
+KIMI_K2 = _named(json_formats.KIMI_K2, f"%s:%d{json_formats.KIMI_K2.begin}", "", "")
 HARMONY = CallForm(
     harmony.CHANNEL, "commentary to=functions.", f"%s {harmony.CONSTRAIN}json{harmony.MESSAGE}", ""
 )

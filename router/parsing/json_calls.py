@@ -88,13 +88,13 @@ def arguments(answer: AnswerText, write: Callable[[str], object]) -> Parse[bool]
     return text is not None
 
 
-def named(answer: AnswerText, name: str) -> Parse[bool]:
-    """Parse the arguments of a call whose name came before them. Return False if no object comes."""
+def named(answer: AnswerText, name: str, call_id: str = "") -> Parse[bool]:
+    """Parse the arguments of a call whose name and id came before them. Return False if no object comes."""
     yield from answer.skip_space()
     if not name or (yield from answer.peek()) != "{":
         answer.give_up()
         return False
-    answer.call(name)
+    answer.call(name, call_id)
     return (yield from _value(answer, answer.arguments))
 
 

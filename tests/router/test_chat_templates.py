@@ -55,7 +55,7 @@ MODELS = {
     "granite-3.3": Expected("granite", "deepseek_r1", "<|tool_call|>", "<|end_of_text|>\n", 0),
     "granite-4.0": Expected("hermes", None, "<tool_call>", "<|end_of_text|>\n"),
     "deepseek-v3.1": Expected(
-        "deepseek_v3", "deepseek_r1", "<｜tool▁calls▁begin｜>", "<｜end▁of▁sentence｜>"
+        "deepseek_v31", "deepseek_r1", "<｜tool▁calls▁begin｜>", "<｜end▁of▁sentence｜>"
     ),
     "deepseek-r1-distill": Expected(
         "deepseek_v3", "deepseek_r1", "<｜tool▁calls▁begin｜>", "<｜end▁of▁sentence｜>"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.parsing import deepseek
+from router.parsing import json_formats
 from router.parsing.answer import Arguments, Call, Content, Part, Reasoning
 from router.parsing.formats import (
     REASONING_FORMATS,
@@ -60,15 +60,11 @@ def both(arguments: str = "arguments") -> tuple[str, str]:
     )
 
 
-def markdown_call(name: str, arguments: str) -> str:
-    head = f"{deepseek.CALL}function{deepseek.SEPARATOR}{name}\n```json\n"
-    return f"{head}{arguments}\n```{deepseek.CALL_END}"
+def named_call(marks: json_formats.Named, name: str, begin: str, arguments: str, end: str) -> str:
+    return f"{marks.call}{marks.lead}{name}{begin}{arguments}{end}{marks.ends[-1]}"
 
 
-def plain_call(name: str, arguments: str) -> str:
-    return f"{deepseek.CALL}{name}{deepseek.SEPARATOR}{arguments}{deepseek.CALL_END}"
-
-
+V3, V31, KIMI = json_formats.DEEPSEEK_V3, json_formats.DEEPSEEK_V31, json_formats.KIMI_K2
 HERMES = "I look.\n" + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in both())
 HARMONY_CALL = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + PARIS
 TEXTS = {
@@ -85,16 +81,48 @@ TEXTS = {
     "granite": ("granite", "<|tool_call|>[" + ",".join(both()) + "]", "", CALLS),
     "deepseek": (
         "deepseek_v3",
-        f"I look.\n{deepseek.OPEN}" + "\n".join(markdown_call(*call) for call in CALLS) + deepseek.CLOSE,
+        f"I look.\n{V3.open}"
+        + "\n".join(named_call(V3, name, "\n```json\n", arguments, "\n```") for name, arguments in CALLS)
+        + V3.close,
         "I look.",
         CALLS,
     ),
     "deepseek 3.1": (
-        "deepseek_v3",
-        deepseek.OPEN + "".join(plain_call(*call) for call in CALLS) + deepseek.CLOSE,
+        "deepseek_v31",
+        V31.open
+        + "".join(named_call(V31, name, V31.begin, arguments, "") for name, arguments in CALLS)
+        + V31.close,
         "",
         CALLS,
     ),
+    "kimi": (
+        "kimi_k2",
+        f"I look.{KIMI.open}"
+        + "".join(
+            named_call(KIMI, name, f":{number}{KIMI.begin}", arguments, "")
+            for number, (name, arguments) in enumerate(CALLS)
+        )
+        + KIMI.close,
+        "I look.",
+        CALLS,
+    ),
+    "hunyuan": (
+        "hunyuan_a13b",
+        "I look.\n<tool_calls>[" + ", ".join(both()) + "]</tool_calls>",
+        "I look.",
+        CALLS,
+    ),
+    "internlm": (
+        "internlm",
+        "I look."
+        + "".join(f"<|action_start|><|plugin|>\n{call}<|action_end|>" for call in both("parameters")),
+        "I look.",
+        CALLS,
+    ),
+    "xlam": ("xlam", "\n[" + ", ".join(both()) + "]", "", CALLS),
+    "xlam in a code block": ("xlam", "I look.\n```json\n[" + ",\n".join(both()) + "]\n```", "I look.", CALLS),
+    "xlam in a block of no language": ("xlam", "```\n" + both()[1] + "```\n Done.", "Done.", CALLS[1:]),
+    "phi": ("phi4_mini_json", "functools[" + ",".join(both()) + "]", "", CALLS),
     "harmony": ("openai", HARMONY_CALL + "<|call|>", "", CALLS[:1]),
     "harmony after a preamble": (
         "openai",
@@ -138,7 +166,10 @@ CONTENT = {
     "a list of names": ("llama3_json", ' [{"title": 1}]'),
     "code": ("llama3_json", "<|python_tag|>print(1)"),
     "a mark alone": ("mistral", "[TOOL_CALLS]nothing that is called"),
-    "marks alone": ("deepseek_v3", f"{deepseek.OPEN}{deepseek.CALL}x{deepseek.SEPARATOR}[]"),
+    "marks alone": ("deepseek_v31", f"{V31.open}{V31.call}x{V31.begin}[]"),
+    "an interpreter's call": ("internlm", "<|action_start|><|interpreter|>\nprint(1)<|action_end|>"),
+    "a module": ("phi4_mini_json", "import functools\nfunctools[0]"),
+    "a code block": ("xlam", '```json\n[{"name": "Paris", "arguments": {}}]\n```'),
     "no harmony": ("openai", "all plain"),
     "a head without a message": ("openai", "<|channel|>final"),
     "white space": ("hermes", " \n "),
@@ -157,19 +188,23 @@ def test_what_is_no_call_is_content(tools, text):
     assert parsed(of(tools), [text]) == parsed(of(tools), list(text)) == ("", text, [])
 
 
+LIKE_TEXT = ("llama", "xlam", "phi")
+"""These begin with what may as well be an answer: JSON, or a word."""
+
+
 def is_beginning(said: str, whole: str, may_have_one: bool = True) -> bool:
     """But for white space, and for one character of a mark: that may as well be text."""
-    one_less = said[:-1] if may_have_one and said[-1:] in "<[" else said
+    one_less = said[:-1] if may_have_one and said[-1:] in "<[`" else said
     return any(whole.startswith(text.strip()) for text in (said, one_less))
 
 
 @pytest.mark.parametrize(
     ("tools", "text", "content", "calls"),
-    [each for name, each in TEXTS.items() if name != "llama"],
-    ids=[name for name in TEXTS if name != "llama"],
+    [each for name, each in TEXTS.items() if name not in LIKE_TEXT],
+    ids=[name for name in TEXTS if name not in LIKE_TEXT],
 )
 def test_an_answer_cut_off_anywhere_has_no_piece_of_a_mark(tools, text, content, calls):
-    """Nor of a call whose name is not told yet. Llama's first call may as well be an answer of JSON."""
+    """Nor of a call whose name is not told yet."""
     for cut in range(len(text)):
         for pieces in ([text[:cut]], list(text[:cut])):
             _, said, called = parsed(of(tools), pieces, is_cut=True)
@@ -336,7 +371,14 @@ def test_any_split_gives_the_same(tools, reasoning, is_open, text, data):
     [
         ("{{ '<tool_call>' }} {{ '<think>' }} {{ '</think>' }}", "hermes", "deepseek_r1"),
         ("{{ '<|channel|>' }} {{ '<tool_call>' }}", "openai", "openai_gptoss"),
-        ("{{ '" + deepseek.OPEN + "' }}", "deepseek_v3", None),
+        (V3.open + "\\n```json\\n", "deepseek_v3", None),
+        (V31.open, "deepseek_v31", None),
+        (KIMI.open, "kimi_k2", None),
+        ("<|im_system|>tool_declare<|im_middle|>", "kimi_k2", None),
+        ("<tool_calls>[{", "hunyuan_a13b", None),
+        ("<|action_start|><|plugin|>", "internlm", None),
+        ("functools[", "phi4_mini_json", None),
+        ("make calls in a single JSON array", "xlam", None),
         ("[TOOL_CALLS] [THINK]", "mistral", "mistral"),
         ("<|tool_call|> Here is my thought process: x", "granite", "granite"),
         ("<|python_tag|>", "llama3_json", None),

@@ -39,8 +39,13 @@ FORMS = {
     "granite": ("granite", forms.GRANITE),
     "mistral": ("mistral", forms.MISTRAL),
     "mistral by name": ("mistral", forms.MISTRAL_NAMED),
-    "deepseek": ("deepseek_v3", forms.DEEPSEEK),
-    "deepseek 3.1": ("deepseek_v3", forms.DEEPSEEK_PLAIN),
+    "deepseek": ("deepseek_v3", forms.DEEPSEEK_V3),
+    "deepseek 3.1": ("deepseek_v31", forms.DEEPSEEK_V31),
+    "kimi": ("kimi_k2", forms.KIMI_K2),
+    "hunyuan": ("hunyuan_a13b", forms.HUNYUAN),
+    "internlm": ("internlm", forms.INTERNLM),
+    "phi": ("phi4_mini_json", forms.PHI4),
+    "xlam": ("xlam", forms.XLAM),
     "harmony": ("openai", forms.HARMONY),
 }
 
@@ -69,7 +74,8 @@ def model(request):
 
 
 def block(form: forms.CallForm, *calls: tuple[str, str]) -> str:
-    texts = [form.begin % name + arguments + form.end for name, arguments in calls]
+    begins = [form.begin.replace("%s", name).replace("%d", "0") for name, _ in calls]
+    texts = [begin + arguments + form.end for begin, (_, arguments) in zip(begins, calls, strict=True)]
     return form.trigger + form.open + (form.separator or "").join(texts) + form.close
 
 

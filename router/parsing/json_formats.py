@@ -1,0 +1,129 @@
+"""The formats whose calls are JSON, as data: the marks around calls, and where their names are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import msgspec
+
+from router.parsing.answer import AnswerText, Parse
+from router.parsing.json_calls import calls, named, word
+
+
+class Objects(msgspec.Struct, frozen=True):
+    """Blocks of JSON objects with `name` and `arguments`: one, several with `separator`, or a list."""
+
+    open: tuple[str, ...]
+    close: str = ""
+    separator: str = ","
+    language: str = ""
+    """A word that may follow the opening mark."""
+    is_answer: bool = False
+    """The answer may be a block without marks. It may as well be JSON that was asked for, so only offered
+    functions count.
+    """
+
+    def parse(self, answer: AnswerText, known: Collection[str]) -> Parse[None]:
+        if self.is_answer:
+            answer.begin_part(may_be_text=True)
+            yield from answer.skip_space()
+            yield from self._block(answer, known, (yield from answer.accept(*self.open)))
+        while marker := (yield from answer.until(*self.open)):
+            yield from self._block(answer, known, marker)
+
+    def _block(self, answer: AnswerText, known: Collection[str], marker: str) -> Parse[None]:
+        answer.begin_part(marker)
+        if marker:
+            yield from answer.accept(self.language)
+        if (yield from calls(answer, known if self.is_answer else None, self.separator)) and marker:
+            yield from answer.skip_space()
+            yield from answer.accept(self.close)
+
+
+class Named(msgspec.Struct, frozen=True):
+    """Blocks of calls whose names come before their arguments. All marks but `open` and `call` may miss."""
+
+    open: str
+    close: str
+    call: str
+    """The mark before a call."""
+    lead: str
+    """A mark before the name."""
+    begin: str
+    """The mark before the arguments."""
+    ends: tuple[str, ...]
+    """The marks behind the arguments."""
+    numbers: bool = False
+    """The name has a number behind it. Both with the lead are the call's id."""
+
+    def parse(self, answer: AnswerText, known: Collection[str]) -> Parse[None]:
+        while marker := (yield from answer.until(self.open)):
+            answer.begin_part(marker)
+            while (yield from self._call(answer)):
+                yield from answer.skip_space()
+            answer.give_up()
+            yield from answer.accept(self.close)
+
+    def _call(self, answer: AnswerText) -> Parse[bool]:
+        yield from answer.skip_space()
+        if not (marker := (yield from answer.accept(self.call))):
+            return False
+        answer.begin_part(marker)
+        yield from answer.skip_space()
+        lead = yield from answer.accept(self.lead)
+        name = yield from word(answer)
+        call_id = ""
+        if self.numbers and (yield from answer.accept(":")):
+            call_id = f"{lead}{name}:{(yield from word(answer))}"
+        yield from answer.skip_space()
+        yield from answer.accept(self.begin)
+        if not (yield from named(answer, name, call_id)):
+            return False
+        for mark in self.ends:
+            yield from answer.skip_space()
+            yield from answer.accept(mark)
+        return True
+
+
+class Mistral(msgspec.Struct, frozen=True):
+    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, later `[TOOL_CALLS]name[ARGS]{...}`."""
+
+    open: str = "[TOOL_CALLS]"
+    call_id: str = "[CALL_ID]"
+    begin: str = "[ARGS]"
+
+    def parse(self, answer: AnswerText, known: Collection[str]) -> Parse[None]:
+        while marker := (yield from answer.until(self.open)):
+            answer.begin_part(marker)
+            yield from answer.skip_space()
+            name = yield from word(answer)
+            if not name:
+                yield from calls(answer)
+                continue
+            if (yield from answer.accept(self.call_id)):
+                yield from word(answer)
+            yield from answer.accept(self.begin)
+            yield from named(answer, name)
+
+
+HERMES = Objects(("<tool_call>",), "</tool_call>")
+GRANITE = Objects(("<|tool_call|>", "<tool_call>"))
+LLAMA3 = Objects(("<|python_tag|>",), separator=";", is_answer=True)
+HUNYUAN = Objects(("<tool_calls>",), "</tool_calls>")
+INTERNLM = Objects(("<|action_start|><|plugin|>",), "<|action_end|>")
+PHI4 = Objects(("functools[",), "]")
+XLAM = Objects(("```",), "```", language="json", is_answer=True)
+MISTRAL = Mistral()
+_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>")
+_SEPARATOR, _CALL_END = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+DEEPSEEK_V3 = Named(*_DEEPSEEK, f"function{_SEPARATOR}", "```json", ("```", _CALL_END))
+DEEPSEEK_V31 = Named(*_DEEPSEEK, "", _SEPARATOR, (_CALL_END,))
+KIMI_K2 = Named(
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "functions.",
+    "<|tool_call_argument_begin|>",
+    ("<|tool_call_end|>",),
+    numbers=True,
+)
