@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from checkpoints.gguf.reader import GgufFile
 
@@ -122,7 +124,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     architecture = file.architecture
     family = FAMILIES.get(architecture)
     if family is None:
-        file.fail(f"general.architecture: is {architecture!r}, not one of {', '.join(FAMILIES)}")
+        return _config_of_transformers(file)
     if architecture == "llama" and file.get("expert_count"):
         file.fail("llama.expert_count: experts of the architecture llama (Mixtral) are not supported")
     fields = _FIELDS | family.fields
@@ -137,11 +139,35 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         "vocab_size": len(file.need("tokenizer.ggml.tokens", list)),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_theta": file.get("rope.freq_base", 10_000.0),
-        "quantization_config": {"quant_method": METHOD, "file": str(file.path)},
+        **_quantization(file),
         **_special_tokens(file),
     }
     config |= _rope_scaling(file, config) | family.more(file, config)
     return {name: value for name, value in config.items() if value is not None}
+
+
+def _config_of_transformers(file: GgufFile) -> dict[str, Any]:
+    """Return what Transformers' own reader makes of an architecture that is not in `FAMILIES`."""
+    try:
+        config: dict[str, Any] = load_gguf_checkpoint(str(file.path))["config"]
+    except ValueError:
+        known = "none that Transformers reads"
+        file.fail(
+            f"general.architecture: is {file.architecture!r}, not one of {', '.join(FAMILIES)}, and {known}"
+        )
+    except Exception as error:  # it takes the fields of a whole file for granted
+        file.fail(
+            f"general.architecture: Transformers cannot read this file of {file.architecture}: {error!r}"
+        )
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config["model_type"])
+    if model_class is None:
+        file.fail(f"general.architecture: {file.architecture} is no decoder")
+    told = {"architectures": [model_class], "dtype": _dtype(file), **_quantization(file)}
+    return config | told | {name: each for name, each in _special_tokens(file).items() if each is not None}
+
+
+def _quantization(file: GgufFile) -> dict[str, Any]:
+    return {"quantization_config": {"quant_method": METHOD, "file": str(file.path)}}
 
 
 def _end_tokens(file: GgufFile) -> list[int]:

@@ -18,7 +18,9 @@ from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
 from gguf.quants import dequantize
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from checkpoints.gguf.config import FAMILIES
 from checkpoints.gguf.reader import GgufFile, GgufTensor
 from engine.quantization.stored import StoredWeights, placeholder
 from engine.quantization.weight import CodeFormat, QuantizedWeight
@@ -43,6 +45,8 @@ def read_weights(
 
     Logs which types were dequantized. Raises GgufError, naming a tensor.
     """
+    if file.architecture not in FAMILIES:
+        return _read_with_transformers(file, empty, dtype)
     reader = _Reader(file, empty, dtype, device)
     linears = {f"{name}.weight": name for name, each in empty.named_modules() if type(each) is nn.Linear}
     is_tied = empty.config.tie_word_embeddings
@@ -55,6 +59,22 @@ def read_weights(
         reader.read_tied_head()
     reader.finish()
     return reader.found
+
+
+def _read_with_transformers(file: GgufFile, empty: PreTrainedModel, dtype: torch.dtype) -> StoredWeights:
+    """Read an architecture that only Transformers' reader knows. It dequantizes all tensors."""
+    try:
+        read = load_gguf_checkpoint(
+            str(file.path), return_tensors=True, model_to_load=empty, torch_dtype=dtype
+        )
+    except Exception as error:  # it takes the tensors of a whole file for granted
+        file.fail(f"Transformers cannot read its tensors: {error!r}")
+    logger.info("%s: %s is dequantized to %s", file.path, file.architecture, _name(dtype))
+    return StoredWeights(read["tensors"])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class _Reader:
@@ -124,8 +144,8 @@ class _Reader:
         for kind, count in self._dequantized.most_common():
             if kind in _FLOATS:
                 continue
-            to = str(self._dtype).removeprefix("torch.")
-            logger.info("%s: %d matrices of type %s are dequantized to %s", self._file.path, count, kind, to)
+            told = self._file.path, count, kind, _name(self._dtype)
+            logger.info("%s: %d matrices of type %s are dequantized to %s", *told)
 
     def _stays_quantized(self, tensor: GgufTensor, name: str, into: dict[str, QuantizedWeight]) -> bool:
         weight = quantized_weight(tensor, self._device)

@@ -55,8 +55,8 @@ def write_gguf(
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.key_length": getattr(config, "head_dim", None) or 16,
+        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", 1e-5),
         "rope.freq_base": 10_000.0,
         **fields,
     }

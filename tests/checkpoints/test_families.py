@@ -36,7 +36,10 @@ FIELDS: dict[str, dict[str, Any]] = {
     "gemma2": WINDOW | {"attn_logit_softcapping": 8.0},
     "gemma3": WINDOW | {"rope.freq_base": 1e6},
     "phi3": WINDOW | {"rope.dimension_count": 16},
+    "stablelm": {"attention.layer_norm_epsilon": 1e-5, "rope.dimension_count": 4},
+    "starcoder2": {"attention.layer_norm_epsilon": 1e-5},
 }
+"""Transformers' own reader reads the last two."""
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": False},
     "gemma2": {"tie_word_embeddings": True},
@@ -45,6 +48,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
         "query_pre_attn_scalar": 16,
     },
+    "starcoder2": {"sliding_window": None},
 }
 """What llama.cpp leaves to the architecture."""
 MODEL_TYPES = {"qwen3moe": "qwen3_moe", "gemma3": "gemma3_text"}
@@ -165,7 +169,9 @@ def test_llama_3_scaling_is_found_by_its_factors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "fields", "reason"),
     [
-        ("mamba", {}, r"general\.architecture: is 'mamba', not one of llama, "),
+        ("rwkv7", {}, r"general\.architecture: is 'rwkv7', not one of llama, .*Transformers reads"),
+        ("t5", {}, r"general\.architecture: t5 is no decoder"),
+        ("lfm2", {}, r"Transformers cannot read this file of lfm2"),
         ("llama", {"expert_count": 8}, r"llama\.expert_count: .*Mixtral"),
         ("llama", {"rope.scaling.type": "odd"}, r"llama\.rope\.scaling\.type: is 'odd'"),
         ("llama", {"feed_forward_length": [96, 64]}, r"feed_forward_length: differs by layer"),
