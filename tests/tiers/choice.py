@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,10 +10,10 @@ from tests.tiers.costs import Cost, Costs, split
 
 TENTHS = 10
 """So many commits in a row run all expensive tests but the dearest."""
-DEAREST_CPU_S = 30.0
-"""A test that costs more runs if it is a canary or what it tests has changed."""
-REACH_CPU_S = 120.0
-"""What tests that the diff reaches may cost together, the nearest first."""
+DEAREST_CPU_S = 12.0
+"""A test that costs more runs if it is a canary, or if its module changed and the bound allows it."""
+CHANGED_CPU_S = 120.0
+"""What the tests of changed modules and those that the diff reaches may cost together."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,13 @@ class Choice:
 
 
 def choose(tests: Sequence[str], costs: Costs, situation: Situation) -> Choice:
-    known = {test: costs.of(test) for test in tests}
-    expensive = {test: cost for test, cost in known.items() if cost}
+    expensive = {test: cost for test in tests if (cost := costs.of(test))}
+    fair = {test: cost for test, cost in expensive.items() if cost.cpu_s <= DEAREST_CPU_S}
     chosen = set(tests) - expensive.keys()
     chosen |= expensive.keys() & set(situation.canaries)
-    chosen |= _changed(expensive, situation.distances)
-    fair = {test: cost for test, cost in expensive.items() if cost.cpu_s <= DEAREST_CPU_S}
+    chosen |= _tenths(fair)[situation.commit % TENTHS]
+    chosen |= _touched(expensive, chosen, situation.distances)
     chosen |= _cheapest(fair, {split(test)[0] for test in chosen})
-    chosen |= {test for test in fair if _tenth(test) == situation.commit % TENTHS}
-    chosen |= _reached({test: cost for test, cost in fair.items() if test not in chosen}, situation.distances)
     left_out = {test: cost for test, cost in expensive.items() if test not in chosen}
     return Choice(chosen, left_out, {test for test in left_out if split(test)[0] in situation.distances})
 
@@ -55,11 +53,6 @@ def missing(canaries: Iterable[str], tests: Iterable[str]) -> list[str]:
     return [canary for canary in canaries if canary not in known and split(canary)[0] in modules]
 
 
-def _changed(tests: Iterable[str], distances: Mapping[str, int]) -> set[str]:
-    """Return all tests of modules that have changed themselves."""
-    return {test for test in tests if distances.get(split(test)[0]) == 0}
-
-
 def _cheapest(costs: Mapping[str, Cost], done: Collection[str]) -> set[str]:
     """Return the cheapest test of each module of which none runs yet."""
     cheapest: dict[str, str] = {}
@@ -68,18 +61,43 @@ def _cheapest(costs: Mapping[str, Cost], done: Collection[str]) -> set[str]:
     return {test for path, test in cheapest.items() if path not in done}
 
 
-def _tenth(test: str) -> int:
-    return zlib.crc32(test.encode()) % TENTHS
+def _tenths(costs: Mapping[str, Cost]) -> list[set[str]]:
+    """Divide these tests into parts that cost as much. A module's stay together: they share fixtures."""
+    parts: list[set[str]] = [set() for _ in range(TENTHS)]
+    spent_s = [0.0] * TENTHS
+    for tests in sorted(_modules(costs).values(), key=lambda tests: (-_sum(costs, tests), min(tests))):
+        least = spent_s.index(min(spent_s))
+        parts[least] |= set(tests)
+        spent_s[least] += _sum(costs, tests)
+    return parts
 
 
-def _reached(costs: Mapping[str, Cost], distances: Mapping[str, int]) -> set[str]:
-    """Return tests that the diff reaches, the nearest first and of these the cheapest, up to the bound."""
-    reached = [test for test in costs if split(test)[0] in distances]
-    reached.sort(key=lambda test: (distances[split(test)[0]], costs[test].cpu_s, test))
+def _touched(costs: Mapping[str, Cost], chosen: Collection[str], distances: Mapping[str, int]) -> set[str]:
+    """Return tests of changed modules, then those that the diff reaches, the nearest first, up to the bound.
+
+    Of modules as near the cheaper one goes first, and its cheapest test.
+    """
+    modules = {module: tests for module, tests in _modules(costs).items() if module in distances}
     found, spent_s = set(), 0.0
-    for test in reached:
-        spent_s += costs[test].cpu_s
-        if spent_s > REACH_CPU_S:
-            break
-        found.add(test)
+    for module in sorted(
+        modules, key=lambda module: (distances[module], _sum(costs, modules[module]), module)
+    ):
+        for test in sorted(modules[module], key=lambda test: (costs[test].cpu_s, test)):
+            is_fair = distances[module] == 0 or costs[test].cpu_s <= DEAREST_CPU_S
+            if test not in chosen and is_fair:
+                spent_s += costs[test].cpu_s
+                if spent_s > CHANGED_CPU_S:
+                    return found
+                found.add(test)
     return found
+
+
+def _modules(tests: Iterable[str]) -> dict[str, list[str]]:
+    modules: dict[str, list[str]] = {}
+    for test in tests:
+        modules.setdefault(split(test)[0], []).append(test)
+    return modules
+
+
+def _sum(costs: Mapping[str, Cost], tests: Iterable[str]) -> float:
+    return math.fsum(costs[test].cpu_s for test in tests)  # in any order the same

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.canaries import CANARIES
-from tests.tiers.choice import DEAREST_CPU_S, REACH_CPU_S, TENTHS, Situation, choose, missing
+from tests.tiers.choice import CHANGED_CPU_S, DEAREST_CPU_S, TENTHS, Situation, choose, missing
 from tests.tiers.costs import Cost, Costs, Module, split
 
 A, B, C = "tests/test_a.py", "tests/test_b.py", "tests/test_c.py"
@@ -58,32 +58,49 @@ def test_the_modules_of_all_canaries_exist() -> None:
     assert {path for path, _ in map(split, CANARIES.values()) if not (root / path).exists()} == set()
 
 
-def test_all_tests_of_a_changed_module_run() -> None:
-    tests = [f"{A}::{name}" for name in "xyz"]
-    assert chosen(tests, record(a=dict.fromkeys("xyz", 1000.0)), Situation(distances={A: 0})) == set(tests)
+@pytest.mark.parametrize(
+    ("distances", "expected"),
+    [
+        ({A: 0, B: 1}, [(A, 8), (B, 4)]),
+        ({A: 1, B: 0}, [(B, 8), (A, 4)]),
+        ({A: 1, B: 1, C: 1}, [(C, 2), (A, 8), (B, 2)]),
+    ],
+)
+def test_changed_modules_and_then_what_the_diff_reaches_run_up_to_one_bound(
+    distances: dict[str, int], expected: list[tuple[str, int]]
+) -> None:
+    """The nearest modules first, and of those as near the cheaper one."""
+    numbers = [str(number) for number in range(8)]
+    costs = record(a=dict.fromkeys(numbers, CHANGED_CPU_S / 12), b=dict.fromkeys(numbers, CHANGED_CPU_S / 12))
+    costs.modules |= record(c=dict.fromkeys(numbers[:2], CHANGED_CPU_S / 12)).modules
+    cheap = {f"{module}::cheap" for module in (A, B, C)}
+    tests = [*cheap, *(f"{path}::{name}" for path in (A, B, C) for name in costs.modules[path].expensive)]
+    runs = {f"{module}::{name}" for module, count in expected for name in numbers[:count]}
+    assert chosen(tests, costs, Situation(distances=distances)) == cheap | runs
+    choice = choose(tests, costs, Situation(distances=distances))
+    assert choice.reached == {test for test in choice.left_out if split(test)[0] in distances}
 
 
-def test_what_the_diff_reaches_runs_the_nearest_first_up_to_a_bound() -> None:
-    most = REACH_CPU_S / 5
-    tests = [f"{B}::cheap", f"{C}::cheap", *(f"{module}::{name}" for module in (B, C) for name in "wxyz")]
-    costs = record(b=dict.fromkeys("wxyz", most), c=dict.fromkeys("wxyz", most))
-    assert chosen(tests, costs, Situation(distances={B: 2, C: 1})) == {
-        f"{B}::cheap",
-        f"{C}::cheap",
-        *(f"{C}::{name}" for name in "wxyz"),
-        f"{B}::w",
-    }
-    choice = choose(tests, costs, Situation(distances={B: 2}))
-    assert choice.reached == {f"{B}::{name}" for name in "wxyz"} & choice.left_out.keys()
+def test_a_dear_test_runs_if_its_own_module_changed() -> None:
+    tests, costs = [f"{A}::cheap", f"{A}::x"], record(a={"x": DEAREST_CPU_S + 1})
+    assert chosen(tests, costs, Situation(distances={A: 0})) == set(tests)
+    assert chosen(tests, costs, Situation(distances={A: 1})) == {f"{A}::cheap"}
 
 
 def test_ten_commits_in_a_row_run_every_expensive_test_but_the_dearest() -> None:
-    names = [f"test_{number}" for number in range(200)]
-    costs = record(a=dict.fromkeys(names, 1.0) | {"dearest": DEAREST_CPU_S + 1})
-    tests = [f"{A}::cheap", f"{A}::dearest", *(f"{A}::{name}" for name in names)]
+    """Each module at once, as its tests share fixtures; and each commit about as many seconds."""
+    names = [str(number) for number in range(50)]
+    costs = record(**{name: {"x": 1.1 + int(name) / 10, "y": 1.0, "z": DEAREST_CPU_S + 1} for name in names})
+    tests = [f"tests/test_{name}.py::{test}" for name in names for test in "xyz"]
     runs = [choose(tests, costs, Situation(commit=commit)).chosen for commit in range(1234, 1234 + TENTHS)]
-    assert set.union(*runs) == set(tests) - {f"{A}::dearest"}
-    assert all(5 < len(run) < 40 for run in runs)
+    tenths = [{test for test in run if test.endswith("x")} for run in runs]
+    assert set.union(*tenths) == {test for test in tests if test.endswith("x")}
+    assert sum(map(len, tenths)) == len(names), "one at a time"
+    assert all(
+        test.replace("::x", "::y") in run for run, tenth in zip(runs, tenths, strict=True) for test in tenth
+    )
+    spent = [sum(costs.modules[split(test)[0]].expensive["x"].cpu_s for test in tenth) for tenth in tenths]
+    assert max(spent) < 1.2 * min(spent)
 
 
 @pytest.mark.parametrize("order", [1, -1])
