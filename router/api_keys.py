@@ -176,10 +176,9 @@ class ApiKeys:
             if config.router_replicas > 1 and any(entry.has_limits for entry in entries):
                 logger.warning("API keys' limits are those of each of the %d routers", config.router_replicas)
 
-    def find(self, authorization: str) -> ApiKey | None:
-        """Return the key of an `authorization` header, None if it is unknown."""
-        scheme, _, token = authorization.partition(" ")
-        return self._keys.get(hash_of(token.strip())) if scheme.lower() == "bearer" else None
+    def find(self, token: str) -> ApiKey | None:
+        """Return the key that a client gave, None if it is unknown."""
+        return self._keys.get(hash_of(token))
 
     def reload(self) -> None:
         """Read the file in a thread if it has changed: a disk may be slow. To be called often."""

@@ -10,6 +10,9 @@ import msgspec
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
+from router.anthropic.answer import MessageAnswer
+from router.anthropic.body import MessageBody
+from router.anthropic.request import own_field
 from router.api.adapters import adapter_operations
 from router.api.admin import admin_operations
 from router.api.doctor import doctor_operations
@@ -38,18 +41,24 @@ def build_app(state: RouterState) -> Envelope:
     def post(path: str, body: type[msgspec.Struct], answer: str, endpoint: Any) -> Operation:
         return Operation(path, endpoint, body.__doc__ or "", answer, body)
 
-    def generate(task: str, answer: Callable[..., AnswerWriter]) -> GenerateEndpoint:
-        turn = PlainTurn(state, task, answer)
+    def generate(
+        task: str, answer: Callable[..., AnswerWriter], own_field: Callable[[str], str] = str
+    ) -> GenerateEndpoint:
+        turn = PlainTurn(state, task, answer, own_field)
         return GenerateEndpoint(state, lambda scope: turn)
 
     completions = generate("completion", lambda prepared, *output: CompletionFormat(*output))
     chat = generate("chat", lambda prepared, *output: chat_format(*output))
+    message = generate("message", lambda prepared, *output: MessageAnswer(*output), own_field)
+    count_tokens = converter(state, "count_tokens")
     embeddings, scores = generate("embeddings", EmbeddingAnswer), generate("score", ScoreAnswer)
     tokenize, detokenize = converter(state, "tokenize"), converter(state, "detokenize")
     operations = [
         post("/v1/completions", CompletionBody, STREAM, completions),
         post("/v1/chat/completions", ChatBody, STREAM, chat),
         *response_operations(state),
+        post("/v1/messages", MessageBody, "Anthropic's message, or with `stream` its events", message),
+        post("/v1/messages/count_tokens", MessageBody, "`input_tokens`", count_tokens),
         post("/v1/embeddings", EmbeddingBody, "`data` of `embedding`, `usage`", embeddings),
         post("/score", ScoreBody, "`data` of `score`, `usage`", scores),
         post("/tokenize", TokenizeBody, "`count`, `max_model_len`, `tokens`, `token_strs`", tokenize),

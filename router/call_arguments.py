@@ -39,13 +39,16 @@ class CallArguments(dict[str, Any]):
 
 
 def call_arguments(text: str, field: str) -> CallArguments:
-    """Parse arguments. An object that was cut off is closed; any other text or value becomes the only
-    argument, `arguments`.
-
-    Raises `InvalidRequestError` for a text that is too long.
-    """
+    """Parse a request's arguments. Raises `InvalidRequestError` for a text that is too long."""
     if len(text.encode(errors="replace")) > MAX_ARGUMENT_BYTES:
         raise InvalidRequestError(field, f"at most {MAX_ARGUMENT_BYTES} bytes of JSON")
+    return parsed_arguments(text)
+
+
+def parsed_arguments(text: str) -> CallArguments:
+    """Parse arguments. An object that was cut off is closed; any other text or value becomes the only
+    argument, `arguments`.
+    """
     if not text.strip():
         return CallArguments()
     for attempt in _attempts(text):

@@ -42,7 +42,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 _INSTEAD = {
     f"guided_{kind}": f"is not supported; use structured_outputs.{kind}"
     for kind in ("json", "regex", "choice", "grammar", "whitespace_pattern")
-}
+} | {"stop": "is not supported; use stop_sequences"}
 
 _AT = re.compile(r" - at (`key` in )?`\$\.?(.*?)`$")
 

@@ -92,8 +92,9 @@ class ApiError(TandemError):
     def body(self) -> bytes:
         return msgspec.json.encode(ErrorBody(self.detail))
 
-    def response(self) -> Response:
-        return Response(self.body(), self.status, self.headers, "application/json")
+    def response(self, body: bytes | None = None) -> Response:
+        """Return the answer with this body; default: in OpenAI's shape."""
+        return Response(body or self.body(), self.status, self.headers, "application/json")
 
 
 def _cut(text: str) -> str:

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import InvalidRequestError
+from router.anthropic.errors import error_body, speaks_anthropic
 from router.api_keys import Admission, ApiKeys
 from router.browsers import BrowserGuard
 from router.errors import ApiError, client_gone
@@ -61,6 +62,9 @@ class Envelope:
         request_id = _request_id(scope)
         scope[REQUEST_ID_KEY] = request_id
         answer_headers = scope[ANSWER_HEADERS] = [(b"x-request-id", request_id.encode())]
+        is_anthropic = speaks_anthropic(scope["path"])
+        if is_anthropic:
+            answer_headers.append((b"request-id", request_id.encode()))
         status = 0
         admission: Admission | None = None
 
@@ -79,7 +83,9 @@ class Envelope:
         except Exception as error:
             if status:
                 raise
-            await _as_api_error(error, scope).response()(scope, receive, send_with_id)
+            told = _as_api_error(error, scope)
+            body = error_body(told, request_id) if is_anthropic else None
+            await told.response(body)(scope, receive, send_with_id)
         finally:
             if admission is not None:
                 admission.end()
@@ -93,17 +99,23 @@ class Envelope:
             return self._keys.anonymous.admit()
         if not needs_key(path):
             return None
-        key = self._keys.find(headers.get("authorization", ""))
+        key = self._keys.find(_token(headers))
         if key is None:
             raise ApiError(
                 401,
-                "a valid API key is needed, as `Authorization: Bearer <key>`",
+                "a valid API key is needed, as `Authorization: Bearer <key>` or `x-api-key: <key>`",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
         if not key.entry.operator and is_for_operators(path):
             raise ApiError(403, f"{path} is for operators, which the API key {key.entry.name} is not")
         return key.admit()
+
+
+def _token(headers: Headers) -> str:
+    """Return the API key that the client gave."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 def _as_api_error(error: Exception, scope: Scope) -> ApiError:

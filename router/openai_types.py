@@ -42,6 +42,8 @@ def _absent() -> Any:
 
 
 Word = Annotated[str, Meta(min_length=1, max_length=MAX_WORD_CHARACTERS)]
+CallableName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+"""The name of a function."""
 Object = Annotated[Raw, _json("A JSON object.", type="object")]
 Unsupported = Annotated[Raw, _json("Not supported: only a value that changes nothing is accepted.")]
 
@@ -271,7 +273,7 @@ class NamedTool(msgspec.Struct, kw_only=True):
 class Function(msgspec.Struct, kw_only=True):
     """A function that the model may call."""
 
-    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$"), _doc("The function's name.")]
+    name: Annotated[CallableName, _doc("The function's name.")]
     description: Annotated[str | None, _doc("Tells the model what it does and when to call it.")] = None
     parameters: Annotated[Object, _json("A JSON schema of the arguments.")] = _absent()
     strict: Annotated[bool | None, _doc("The arguments always satisfy the schema.")] = None

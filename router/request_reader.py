@@ -78,6 +78,11 @@ class RequestReader:
             prompts.append(prompt)
         return self._prepared(body, prompts, params, output, asked_grammar(body))
 
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the model thinks before it answers a chat."""
+        return self._chats.has_reasoning
+
     def chat(self, raw: bytes, model: ServedModel) -> Prepared:
         return self.chat_of(decode_body(raw, ChatBody), model)
 
@@ -105,6 +110,11 @@ class RequestReader:
         token_ids = self._token_ids(text, bool(body.add_special_tokens), "messages", kept, model)
         prompt = PreparedPrompt(token_ids, _max_tokens(params, asked, None, len(token_ids), field, model))
         return self._prepared(body, [prompt], params, output, grammar, answer, warning)
+
+    def chat_tokens(self, body: ChatBody, model: ServedModel) -> list[int]:
+        """Return the tokens of a chat's prompt."""
+        model.check_name(body.model)
+        return self._token_ids(self._chats.read(body).prompt, False, "messages", None, model)
 
     def embeddings(
         self, body: PoolingBody, sources: Sequence[tuple[str, str | list[int]]], model: ServedModel

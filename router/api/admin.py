@@ -102,6 +102,7 @@ def _model_card(state: RouterState) -> dict[str, Any]:
             "completions": True,
             "chat_completions": state.chats.has_template,
             "responses": state.chats.has_template,
+            "messages": state.chats.has_template,
             "embeddings": state.config.enable_embeddings,
             "tools": state.chats.has_tools,
             "reasoning": state.chats.has_reasoning,

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`, `/v1/chat/completions`, `/v1/responses`: run a generation and write its answer."""
+"""`POST /v1/completions`, `/v1/chat/completions` and their like: run a generation and write its answer."""
 
 from __future__ import annotations
 
@@ -53,16 +53,19 @@ class PlainTurn:
         state: RouterState,
         task: str,
         answer: Callable[[Prepared, Tokenizer, str, str, OutputOptions], AnswerWriter],
+        own_field: Callable[[str], str] = str,
     ) -> None:
+        """`own_field` returns the request's name for a chat's field."""
         self._state = state
         self._task = task
         self.answer = answer
+        self._own_field = own_field
 
     async def prepare(self, raw: bytes, model: ServedModel) -> Prepared:
         return await self._state.requests.prepare(self._task, raw, model)
 
     def renamed(self, error: InvalidRequestError) -> InvalidRequestError:
-        return error
+        return InvalidRequestError(self._own_field(error.field), error.message)
 
 
 class GenerateEndpoint:

@@ -45,7 +45,7 @@ def openapi(operations: Sequence[Operation], has_keys: bool) -> dict[str, Any]:
         "info": {
             "title": "Tandem",
             "version": version(),
-            "description": "OpenAI's API, with vLLM's extensions.",
+            "description": "OpenAI's API with vLLM's extensions, and Anthropic's messages.",
         },
         "paths": paths,
         "components": {

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from protocol.config import ServeConfig
+from router.anthropic.request import count_tokens, read_message
 from router.chats import Chats
 from router.pooling.requests import read_embeddings, read_score
 from router.prepared import EarlierResponse, Prepared
@@ -21,12 +22,17 @@ MAIN_FIELDS = {
     "completion": "prompt",
     "chat": "messages",
     "response": "input",
+    "message": "messages",
     "embeddings": "input",
     "score": "text_2",
+    "count_tokens": "messages",
     "tokenize": "prompt",
     "detokenize": "tokens",
 }
 """The field of each task's body that takes time to read."""
+
+CONVERSIONS = ("count_tokens", "tokenize", "detokenize")
+"""The tasks whose reading is the whole answer."""
 
 
 class BodyReader:
@@ -38,6 +44,8 @@ class BodyReader:
         self._tasks: dict[str, Callable[[bytes, ServedModel], Reading]] = {
             "completion": reader.completion,
             "chat": reader.chat,
+            "message": partial(read_message, reader),
+            "count_tokens": partial(count_tokens, reader),
             "embeddings": partial(read_embeddings, reader),
             "score": partial(read_score, reader),
             "tokenize": reader.tokenize,

@@ -10,7 +10,7 @@ import msgspec
 from protocol.errors import InvalidRequestError
 from router.prepared import EarlierResponse, Prepared
 from router.preprocessing.client import CpuLimitError, CrashError, Preprocessor
-from router.preprocessing.reading import MAIN_FIELDS, BodyReader, Reading
+from router.preprocessing.reading import CONVERSIONS, MAIN_FIELDS, BodyReader, Reading
 from router.preprocessing.wire import ReadingDetails, TaskCall
 from router.request_builder import Built, RequestBuilder
 from router.served import ServedModel
@@ -64,7 +64,7 @@ class RequestPreparer:
             raise InvalidRequestError(MAIN_FIELDS[task], reason) from None
         except CrashError as error:
             raise InvalidRequestError(MAIN_FIELDS[task], f"a library crashes on it ({error})") from None
-        return read if task in ("tokenize", "detokenize") else _decode(read)
+        return read if task in CONVERSIONS else _decode(read)
 
     async def prepare(self, task: str, raw: bytes, model: ServedModel) -> Prepared:
         prepared = await self._read(task, raw, model)

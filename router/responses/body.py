@@ -10,6 +10,7 @@ from msgspec import Meta, Raw
 from router.openai_types import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    CallableName,
     FunctionName,
     Object,
     SamplingBody,
@@ -63,9 +64,7 @@ class ResponseTool(msgspec.Struct, kw_only=True):
     """A function that the model may call."""
 
     type: Annotated[str, _doc("`function`; others are not supported.")]
-    name: Annotated[
-        Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")] | None, _doc("The function's name.")
-    ] = None
+    name: Annotated[CallableName | None, _doc("The function's name.")] = None
     description: Annotated[str | None, _doc("Tells the model what it does and when to call it.")] = None
     parameters: Annotated[Object, _doc("A JSON schema of the arguments.")] = _absent()
     strict: Annotated[bool | None, _doc("The arguments always satisfy the schema; default: false.")] = None

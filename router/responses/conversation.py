@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
+from typing import ClassVar
 
 from protocol.errors import InvalidRequestError
+from router.converted_chat import ConvertedMessages
 from router.openai_types import CalledFunction, ChatMessage, ContentPart, ToolCall
 from router.responses.body import Item, ItemPart
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
-_FIELD = re.compile(r"messages\[(\d+)\]\.(?:tool_calls\[(\d+)\]\.function\.)?(.*)")
 
 
-class Conversation:
+class Conversation(ConvertedMessages):
     """Collects the `messages` of items. Consecutive reasoning, text and calls of the assistant form one
     message.
     """
+
+    tool_names: ClassVar = {"tool_call_id": "call_id", "content": "output"}
 
     def __init__(self, answered: Collection[str | None] = ()) -> None:
         """`answered` has the ids of calls that have an output. Other calls are left out if they are
         incomplete.
         """
+        super().__init__()
         self._answered = answered
-        self.messages: list[ChatMessage] = []
-        self._places: list[str] = []
-        """The request's field of each message."""
-        self._call_places: list[list[str]] = []
 
     def add_instructions(self, text: str) -> None:
         self._append(ChatMessage(role="system", content=text), "instructions")
@@ -49,22 +48,6 @@ class Conversation:
                 case other:
                     kinds = "message, reasoning, function_call or function_call_output"
                     raise InvalidRequestError(f"{at}.type", f"must be {kinds}, got {other!r}")
-
-    def field(self, name: str) -> str:
-        """Return the request's name for a field of the messages."""
-        match = _FIELD.fullmatch(name)
-        if match is None:
-            return name
-        number, call, rest = int(match[1]), match[2], match[3]
-        at = self._places[number] if call is None else self._call_places[number][int(call)]
-        output = {"tool_call_id": "call_id", "content": "output"}
-        return f"{at}.{output.get(rest, rest) if self.messages[number].role == 'tool' else rest}"
-
-    def _append(self, message: ChatMessage, at: str) -> ChatMessage:
-        self.messages.append(message)
-        self._places.append(at)
-        self._call_places.append([])
-        return message
 
     def _assistant(self, at: str, is_first: bool) -> ChatMessage:
         """Return the assistant's last message, or a new one if what follows must begin one (`is_first`)."""
@@ -97,9 +80,8 @@ class Conversation:
                 raise InvalidRequestError(f"{at}.{name}", "is required")
         message = self._assistant(at, False)
         function = CalledFunction(name=item.name or "", arguments=item.arguments or "")
-        message.tool_calls = [*(message.tool_calls or ()), ToolCall(id=item.call_id or "", function=function)]
+        self._append_call(ToolCall(id=item.call_id or "", function=function), at)
         message.content = message.content or None
-        self._call_places[-1].append(at)
 
 
 def _parts(content: str | list[ItemPart] | None, field: str) -> str | list[ContentPart]:

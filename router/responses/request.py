@@ -4,7 +4,6 @@ repeats.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +11,8 @@ import msgspec
 
 from protocol.errors import InvalidRequestError
 from protocol.sampling import SamplingParams
+from router.converted_chat import renamer
 from router.decoding import refuse_unsupported
-from router.errors import ApiError
 from router.openai_types import (
     ChatBody,
     Function,
@@ -26,12 +25,14 @@ from router.openai_types import (
 from router.responses.body import Item, ResponseBody, ResponseTool, TextFormat
 from router.responses.conversation import Conversation
 
-_FIELDS = (
-    (re.compile(r"^messages$"), "input"),
-    (re.compile(r"^max_completion_tokens$"), "max_output_tokens"),
-    (re.compile(r"^reasoning_effort$"), "reasoning.effort"),
-    (re.compile(r"^response_format(\.json_schema)?"), "text.format"),
-    (re.compile(r"^(tools\[\d+\])\.function"), r"\1"),
+own_field = renamer(
+    {
+        r"^messages$": "input",
+        r"^max_completion_tokens$": "max_output_tokens",
+        r"^reasoning_effort$": "reasoning.effort",
+        r"^response_format(\.json_schema)?": "text.format",
+        r"^(tools\[\d+\])\.function": r"\1",
+    }
 )
 _IN_VAIN = "reasoning.encrypted_content"
 
@@ -48,22 +49,6 @@ class ChatRequest(NamedTuple):
     def field(self, name: str) -> str:
         """Return the request's name for a field of the chat."""
         return self.conversation.field(own_field(name))
-
-    def renamed(self, error: InvalidRequestError | ApiError) -> InvalidRequestError | ApiError:
-        """Return an error about the chat as one about the request."""
-        if isinstance(error, InvalidRequestError):
-            return InvalidRequestError(self.field(error.field), error.message)
-        if error.param is not None:
-            field = self.field(error.param)
-            error.message, error.param = field + error.message.removeprefix(error.param), field
-        return error
-
-
-def own_field(name: str) -> str:
-    """Return the request's own name of a field of the chat other than the messages."""
-    for pattern, own in _FIELDS:
-        name = pattern.sub(own, name)
-    return name
 
 
 def chat_request(body: ResponseBody, earlier: Sequence[Item]) -> ChatRequest:

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Raw
 
 from protocol.errors import InvalidRequestError
+from router.converted_chat import renamed
 from router.decoding import decode_body
 from router.errors import ApiError
 from router.formats import OutputOptions
@@ -44,7 +45,7 @@ def read_response(
     try:
         prepared = reader.chat_of(chat.body, model)
     except (InvalidRequestError, ApiError) as error:
-        raise chat.renamed(error) from error
+        raise renamed(error, chat.field) from error
     echoed = {name: msgspec.json.encode(value) for name, value in echoed_fields(body).items()}
     response = PreparedResponse(echoed, msgspec.json.encode(chat.items), body.store is not False)
     return msgspec.structs.replace(prepared, response=response)

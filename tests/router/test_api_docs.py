@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from router import openai_types
+from router.anthropic import body as anthropic
 from router.errors import ErrorBody, ErrorDetail
 from router.pooling import body as pooling
 from router.responses import body as responses
@@ -22,6 +23,8 @@ PATHS = {
     "/v1/completions": "post",
     "/v1/chat/completions": "post",
     "/v1/responses": "post",
+    "/v1/messages": "post",
+    "/v1/messages/count_tokens": "post",
     "/v1/embeddings": "post",
     "/score": "post",
     "/v1/models": "get",
@@ -50,7 +53,7 @@ NEED_NO_BODY = {"/workers/{worker_id}/drain": 404, "/restart": 409}
 BASES = (openai_types.GenerationBody, openai_types.SamplingBody, openai_types.PoolingBody)
 BODIES = [
     each
-    for each in {**vars(openai_types), **vars(pooling), **vars(responses)}.values()
+    for each in {**vars(openai_types), **vars(pooling), **vars(responses), **vars(anthropic)}.values()
     if isinstance(each, type) and issubclass(each, msgspec.Struct) and each not in BASES
 ]
 HTML = {"accept": "text/html,application/xhtml+xml"}

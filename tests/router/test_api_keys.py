@@ -265,6 +265,7 @@ def test_reserved_tokens_that_do_not_come_are_given_back(make_router, path):
         ("/v1/completions", {**BODY, "max_tokens": 400}),
         ("/v1/chat/completions", {"messages": [message]}),
         ("/v1/responses", {"input": [message]}),
+        ("/v1/messages", {"messages": [message], "max_tokens": 400}),
     ):
         for _ in range(2):
             answer = router.http.post(where, json=body, headers=bearer(key))

@@ -138,6 +138,7 @@ def test_chat_template_of_the_configuration(make_router, tmp_path):
 BARE = {
     "/v1/chat/completions": ({"messages": MESSAGES, "max_tokens": 2}, "messages"),
     "/v1/responses": ({"input": "hi", "max_output_tokens": 2}, "input"),
+    "/v1/messages": ({"messages": MESSAGES, "max_tokens": 2}, "messages"),
     "/tokenize": ({"messages": MESSAGES}, "messages"),
 }
 
@@ -156,6 +157,8 @@ def test_without_a_template_it_says_so(bare, path, more):
     body, field = BARE[path]
     if path == "/v1/responses" and more:
         more = {"tools": [{"type": "function", "name": "f"}]}
+    if path == "/v1/messages" and more:
+        more = {"tools": [{"name": "f"}]}
     answer = bare.router.http.post(path, json={**body, **more})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, field)
@@ -166,7 +169,7 @@ def test_without_a_template_the_rest_is_served(bare):
     assert bare.client.completions.create(model="bare", prompt="x", max_tokens=2).choices
     assert bare.router.http.post("/tokenize", json={"prompt": "x"}).status_code == 200
     (card,) = bare.client.models.list().data
-    expected = {"completions": True, "chat_completions": False, "responses": False, "tools": False}
+    expected = {"completions": True, "chat_completions": False, "responses": False, "messages": False}
     assert expected.items() <= card.capabilities.items()
 
 

@@ -11,6 +11,7 @@ import httpx
 from hypothesis import strategies as st
 from router_clients import eventually, is_idle
 
+from router.anthropic.body import MessageBody
 from router.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.pooling.body import EmbeddingBody, ScoreBody
 from router.responses.body import ResponseBody
@@ -20,6 +21,8 @@ BODIES = {
     "/v1/completions": (CompletionBody, {"prompt": "hello", "max_tokens": 2}),
     "/v1/chat/completions": (ChatBody, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
     "/v1/responses": (ResponseBody, {"input": "x", "max_output_tokens": 2}),
+    "/v1/messages": (MessageBody, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
+    "/v1/messages/count_tokens": (MessageBody, {"messages": [{"role": "user", "content": "x"}]}),
     "/v1/embeddings": (EmbeddingBody, {"input": "x"}),
     "/score": (ScoreBody, {"text_1": "x", "text_2": ["y"]}),
     "/tokenize": (TokenizeBody, {"prompt": "hello"}),

@@ -91,6 +91,13 @@ def test_both_ways_of_reading_lead_to_the_same_request(router, monkeypatch):
             "max_tokens": 3,
         },
         "/v1/responses": {"input": "a fox", "instructions": "be brief", "seed": 5, "max_output_tokens": 3},
+        "/v1/messages": {
+            "messages": [{"role": "user", "content": "a fox"}],
+            "system": "be brief",
+            "seed": 5,
+            "max_tokens": 3,
+        },
+        "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a fox"}]},
         "/tokenize": {"prompt": "the quick brown fox", "return_token_strs": True},
         "/detokenize": {"tokens": [70, 71, 72]},
     }

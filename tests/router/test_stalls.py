@@ -34,10 +34,13 @@ QUADRATIC = (
 )
 USER = {"role": "user", "content": "x"}
 COMPLETION, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 NEEDED: dict[str, dict[str, Any]] = {
     COMPLETION: {"prompt": "x", "max_tokens": 1},
     CHAT: {"messages": [USER], "max_tokens": 1},
     RESPONSES: {"input": "x", "max_output_tokens": 1},
+    MESSAGES: {"messages": [USER], "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": [USER]},
     "/v1/embeddings": {"input": "x"},
     "/score": {"text_1": "x", "text_2": "x"},
     "/tokenize": {"prompt": "x"},
@@ -240,6 +243,8 @@ ANSWERS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"tools": [{"type": "function", "name": "f"}], "max_output_tokens": 100_000},
         CALL * 1000,
     ),
+    "calls of a message": (MESSAGES, {"tools": [{"name": "f"}], "max_tokens": 100_000}, CALL * 1000),
+    "reasoning of a message": (MESSAGES, {"max_tokens": 120_000}, THOUGHT),
     "reasoning of a response": (RESPONSES, {"max_output_tokens": 120_000}, THOUGHT),
     "embeddings": ("/v1/embeddings", {"input": ["x"] * 2048}, ""),
     "embeddings as base64": ("/v1/embeddings", {"input": ["x"] * 2048, "encoding_format": "base64"}, ""),

@@ -1,0 +1,1 @@
+"""`/v1/messages`: a chat in Anthropic's format."""
