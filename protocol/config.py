@@ -127,7 +127,8 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     enable_embeddings: Annotated[
         bool,
         _doc(
-            "Serve /v1/embeddings and /score; an embedding is the last token's state, scaled to length one."
+            "Serve /v1/embeddings, /score and /v1/rerank; an embedding is the last token's state, scaled "
+            "to length one."
         ),
     ] = False
     response_store: Annotated[

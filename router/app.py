@@ -28,18 +28,19 @@ from router.formats import AnswerWriter, CompletionFormat
 from router.middleware import Envelope
 from router.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.parsed_chat import chat_format
-from router.pooling.body import EmbeddingBody, ScoreBody
-from router.pooling.requests import EmbeddingAnswer, ScoreAnswer
+from router.pooling.body import EmbeddingBody, RerankBody, ScoreBody
+from router.pooling.requests import EmbeddingAnswer, RankingAnswer, ScoreAnswer
 from router.state import RouterState
 
 STREAM = "JSON, or with `stream` server-sent events"
+RANKING = "`results` of `index`, `relevance_score` and `document`, best first, `usage`"
 
 
 def build_app(state: RouterState) -> Envelope:
     """Return the application with all endpoints, over the given state."""
 
-    def post(path: str, body: type[msgspec.Struct], answer: str, endpoint: Any) -> Operation:
-        return Operation(path, endpoint, body.__doc__ or "", answer, body)
+    def post(path: str, body: type[msgspec.Struct], answer: str, endpoint: Any, *aliases: str) -> Operation:
+        return Operation(path, endpoint, body.__doc__ or "", answer, body, aliases=aliases)
 
     def generate(
         task: str, answer: Callable[..., AnswerWriter], own_field: Callable[[str], str] = str
@@ -52,6 +53,7 @@ def build_app(state: RouterState) -> Envelope:
     message = generate("message", lambda prepared, *output: MessageAnswer(*output), own_field)
     count_tokens = converter(state, "count_tokens")
     embeddings, scores = generate("embeddings", EmbeddingAnswer), generate("score", ScoreAnswer)
+    ranking = generate("ranking", RankingAnswer)
     tokenize, detokenize = converter(state, "tokenize"), converter(state, "detokenize")
     operations = [
         post("/v1/completions", CompletionBody, STREAM, completions),
@@ -60,7 +62,8 @@ def build_app(state: RouterState) -> Envelope:
         post("/v1/messages", MessageBody, "Anthropic's message, or with `stream` its events", message),
         post("/v1/messages/count_tokens", MessageBody, "`input_tokens`", count_tokens),
         post("/v1/embeddings", EmbeddingBody, "`data` of `embedding`, `usage`", embeddings),
-        post("/score", ScoreBody, "`data` of `score`, `usage`", scores),
+        post("/score", ScoreBody, "`data` of `score`, `usage`", scores, "/v1/score"),
+        post("/v1/rerank", RerankBody, RANKING, ranking, "/v2/rerank", "/rerank"),
         post("/tokenize", TokenizeBody, "`count`, `max_model_len`, `tokens`, `token_strs`", tokenize),
         post("/detokenize", DetokenizeBody, "`prompt`", detokenize),
         *adapter_operations(state),
@@ -71,7 +74,11 @@ def build_app(state: RouterState) -> Envelope:
     ]
     describe = cache(lambda: openapi(operations, state.keys.are_needed))
     operations += page_operations(state.config, state.chats.has_template, describe)
-    routes = [Route(each.path, each.endpoint, methods=[each.method]) for each in operations]
+    routes = [
+        Route(path, each.endpoint, methods=[each.method])
+        for each in operations
+        for path in (each.path, *each.aliases)
+    ]
     router = Router(routes, redirect_slashes=False)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

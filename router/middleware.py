@@ -29,7 +29,7 @@ ADMISSION = "tandem.admission"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 _OPEN = ("/", "/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json")
 _OPEN_FOLDER = "/page/"
-_OF_CLIENTS = ("/v1/", "/score", "/tokenize", "/detokenize")
+_OF_CLIENTS = ("/v1/", "/v2/", "/score", "/rerank", "/tokenize", "/detokenize")
 _OF_OPERATORS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 

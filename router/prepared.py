@@ -70,6 +70,13 @@ class PreparedResponse(msgspec.Struct, frozen=True):
     is_stored: bool
 
 
+class PreparedRanking(msgspec.Struct, frozen=True):
+    """Says how many results of a reranking are returned, and the documents that they repeat, if any."""
+
+    top_n: int
+    documents: list[str]
+
+
 class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A request with tokenized prompts. `params` lack the grammar and the fields that differ among
     choices.
@@ -96,6 +103,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Embeddings are returned as base64."""
     num_first: int = 0
     """The number of prompts that are a score's first texts."""
+    ranking: PreparedRanking | None = None
 
 
 def _packed(numbers: list[int] | bytes) -> bytes:

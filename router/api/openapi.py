@@ -24,6 +24,8 @@ class Operation(NamedTuple):
     answer: str
     body: type[msgspec.Struct] | None = None
     deletes: bool = False
+    aliases: tuple[str, ...] = ()
+    """Further paths that are not described."""
 
     @property
     def method(self) -> str:

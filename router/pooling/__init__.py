@@ -1,1 +1,1 @@
-"""`/v1/embeddings` and `/score`: vectors of texts, and the similarity of two texts."""
+"""`/v1/embeddings`, `/score` and `/v1/rerank`: vectors of texts, and the similarity of two texts."""

@@ -1,4 +1,4 @@
-"""The bodies of `/v1/embeddings` and `/score`, as OpenAI and vLLM define them."""
+"""The bodies of `/v1/embeddings`, `/score` and `/v1/rerank`, as OpenAI, vLLM, Jina and Cohere define them."""
 
 from __future__ import annotations
 
@@ -40,3 +40,22 @@ class ScoreBody(PoolingBody, kw_only=True):
 
     text_1: Annotated[Texts, _doc("One text for all of `text_2`, or as many texts.")]
     text_2: Annotated[Texts, _doc("One or several.")]
+
+
+class Document(msgspec.Struct, kw_only=True):
+    """A document that is compared with the query."""
+
+    text: Annotated[str, _doc("The document's text.")]
+
+
+class RerankBody(PoolingBody, kw_only=True):
+    """Sort documents by their likeness to a query: the cosine of the angle between their vectors."""
+
+    query: Annotated[str, _doc("The text that the documents are compared with.")]
+    documents: Annotated[
+        Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_INPUTS)], _doc("Texts.")
+    ]
+    top_n: Annotated[Annotated[int, Meta(ge=0)] | None, _doc("Most results; default, and 0: all.")] = None
+    return_documents: Annotated[bool | None, _doc("Repeat the documents' texts; default: true.")] = None
+    rank_fields: Unsupported = _absent()
+    max_tokens_per_doc: Unsupported = _absent()

@@ -1,4 +1,4 @@
-"""Reads requests for embeddings and scores, and writes their answers."""
+"""Reads requests for embeddings, scores and rankings, and writes their answers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from protocol.errors import InvalidRequestError
 from router.choice import Choice
 from router.decoding import decode_body, refuse_unsupported
 from router.formats import AnswerWriter, OutputOptions, usage
-from router.pooling.body import MAX_INPUTS, EmbeddingBody, ScoreBody
-from router.prepared import Prepared
+from router.pooling.body import MAX_INPUTS, EmbeddingBody, RerankBody, ScoreBody
+from router.prepared import Prepared, PreparedRanking
 from router.prompts import decode_prompts
 from router.request_reader import RequestReader
 from router.served import ServedModel
@@ -37,15 +37,8 @@ class PoolingAnswer(AnswerWriter, ABC):
         self._head = {"id": request_id, "object": "list", "created": int(time.time()), "model": model}
 
     def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterator[bytes]:
-        used = usage(choices, only_prompt=True)
-        fields: dict[str, Any] = {
-            **self._head,
-            "data": self._data([choice.embedding or b"" for choice in choices]),
-            "usage": {name: used[name] for name in ("prompt_tokens", "total_tokens")},
-        }
-        if timing is not None:
-            fields["timing"] = timing
-        return json_pieces(fields)
+        data = self._data([choice.embedding or b"" for choice in choices])
+        return json_pieces({**self._head, "data": data, **_about(choices, timing)})
 
     @abstractmethod
     def _data(self, vectors: Sequence[bytes]) -> Iterator[dict[str, Any]]:
@@ -66,12 +59,34 @@ class ScoreAnswer(PoolingAnswer):
     """The answer of `/score`."""
 
     def _data(self, vectors: Sequence[bytes]) -> Iterator[dict[str, Any]]:
-        num_first = self._prepared.num_first
-        second = map(_values, vectors[num_first:])
-        first = repeat(_values(vectors[0])) if num_first == 1 else map(_values, vectors[:num_first])
-        for index, pair in enumerate(zip(second, first, strict=False)):
-            score = sum(a * b for a, b in zip(*pair, strict=True))
+        for index, score in enumerate(_scores(vectors, self._prepared.num_first)):
             yield {"object": "score", "index": index, "score": score}
+
+
+class RankingAnswer(AnswerWriter):
+    """The answer of `/v1/rerank`."""
+
+    def __init__(
+        self, prepared: Prepared, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions
+    ) -> None:
+        assert prepared.ranking is not None
+        self._ranking = prepared.ranking
+        self._head = {"id": request_id, "model": model}
+
+    def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterator[bytes]:
+        scores: list[float] = []
+        for score in _scores([choice.embedding or b"" for choice in choices], 1):
+            scores.append(score)
+            yield b""
+        yield from json_pieces({**self._head, "results": self._results(scores), **_about(choices, timing)})
+
+    def _results(self, scores: Sequence[float]) -> Iterator[dict[str, Any]]:
+        """Yield the best results, those of equal scores in the documents' order."""
+        documents = self._ranking.documents
+        best = sorted(range(len(scores)), key=lambda index: -scores[index])
+        for index in best[: self._ranking.top_n]:
+            found = {"index": index, "relevance_score": scores[index]}
+            yield {**found, "document": {"text": documents[index]}} if documents else found
 
 
 def read_embeddings(reader: RequestReader, raw: bytes, model: ServedModel) -> Prepared:
@@ -97,9 +112,34 @@ def read_score(reader: RequestReader, raw: bytes, model: ServedModel) -> Prepare
     return msgspec.structs.replace(reader.embeddings(body, sources, model), num_first=len(first))
 
 
+def read_ranking(reader: RequestReader, raw: bytes, model: ServedModel) -> Prepared:
+    """Read a request for a ranking. Raises `ApiError` or `InvalidRequestError`."""
+    body = decode_body(raw, RerankBody)
+    refuse_unsupported(body)
+    documents = [each if isinstance(each, str) else each.text for each in body.documents]
+    sources = [("query", body.query)] + [("documents", text) for text in documents]
+    shown = [] if body.return_documents is False else documents
+    ranking = PreparedRanking(body.top_n or len(documents), shown)
+    return msgspec.structs.replace(reader.embeddings(body, sources, model), ranking=ranking)
+
+
 def _check_number(number: int) -> None:
     if number > MAX_INPUTS:
         raise InvalidRequestError("input", f"at most {MAX_INPUTS} texts, got {number}")
+
+
+def _scores(vectors: Sequence[bytes], num_first: int) -> Iterator[float]:
+    """Yield the product of each pair of a first and a second text. One first text is paired with all."""
+    second = map(_values, vectors[num_first:])
+    first = repeat(_values(vectors[0])) if num_first == 1 else map(_values, vectors[:num_first])
+    for pair in zip(second, first, strict=False):
+        yield sum(a * b for a, b in zip(*pair, strict=True))
+
+
+def _about(choices: Sequence[Choice], timing: ResponseTiming | None) -> dict[str, Any]:
+    used = usage(choices, only_prompt=True)
+    fields: dict[str, Any] = {"usage": {name: used[name] for name in ("prompt_tokens", "total_tokens")}}
+    return fields if timing is None else {**fields, "timing": timing}
 
 
 def _values(vector: bytes) -> list[float]:

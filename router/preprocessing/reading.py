@@ -8,7 +8,7 @@ from functools import partial
 from protocol.config import ServeConfig
 from router.anthropic.request import count_tokens, read_message
 from router.chats import Chats
-from router.pooling.requests import read_embeddings, read_score
+from router.pooling.requests import read_embeddings, read_ranking, read_score
 from router.prepared import EarlierResponse, Prepared
 from router.request_reader import RequestReader
 from router.responses.turn import read_response
@@ -25,6 +25,7 @@ MAIN_FIELDS = {
     "message": "messages",
     "embeddings": "input",
     "score": "text_2",
+    "ranking": "documents",
     "count_tokens": "messages",
     "tokenize": "prompt",
     "detokenize": "tokens",
@@ -48,6 +49,7 @@ class BodyReader:
             "count_tokens": partial(count_tokens, reader),
             "embeddings": partial(read_embeddings, reader),
             "score": partial(read_score, reader),
+            "ranking": partial(read_ranking, reader),
             "tokenize": reader.tokenize,
             "detokenize": reader.detokenize,
         }

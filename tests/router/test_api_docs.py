@@ -27,6 +27,7 @@ PATHS = {
     "/v1/messages/count_tokens": "post",
     "/v1/embeddings": "post",
     "/score": "post",
+    "/v1/rerank": "post",
     "/v1/models": "get",
     "/v1/models/{model_id}": "get",
     "/tokenize": "post",

@@ -1,4 +1,4 @@
-"""`/v1/embeddings` and `/score`, asked of workers that give each text a vector of two values."""
+"""`/v1/embeddings`, `/score`, `/v1/rerank`, asked of workers that give each text a vector of two values."""
 
 from __future__ import annotations
 
@@ -65,15 +65,29 @@ def test_one_text_its_end_and_many(embedder, client):
     assert len(client.embeddings.create(model="test-model", input=["x"] * 300).data) == 300
 
 
-def score(embedder, **fields):
-    return embedder.http.post("/score", json=fields)
+def score(embedder, path="/score", **fields):
+    return embedder.http.post(path, json=fields)
 
 
-def test_scores(embedder):
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+def test_documents_are_ranked_as_they_are_scored(embedder, path):
+    scores = [each["score"] for each in score(embedder, text_1=TEXTS[0], text_2=TEXTS).json()["data"]]
+    best = sorted(range(3), key=lambda index: -scores[index])
+    documents = [TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]]
+    answer = score(embedder, path, query=TEXTS[0], documents=documents).json()
+    found = [(each["index"], each["relevance_score"], each["document"]) for each in answer["results"]]
+    assert found == [(index, scores[index], {"text": TEXTS[index]}) for index in best]
+    few = score(embedder, path, query=TEXTS[0], documents=documents, top_n=2, return_documents=False).json()
+    assert few["results"] == [{"index": index, "relevance_score": scores[index]} for index in best[:2]]
+    assert few["usage"] == answer["usage"] and few["model"] == "test-model"
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+def test_scores(embedder, path):
     vectors = [vector(ids(embedder, text)) for text in TEXTS]
     near = [sum(a * b for a, b in zip(vectors[0], other, strict=True)) for other in vectors]
     for first in (TEXTS[0], [TEXTS[0]]):
-        answer = score(embedder, text_1=first, text_2=TEXTS).json()
+        answer = score(embedder, path, text_1=first, text_2=TEXTS).json()
         assert [each["score"] for each in answer["data"]] == pytest.approx(near, abs=1e-6)
     pairs = score(embedder, text_1=TEXTS, text_2=TEXTS).json()
     assert [each["score"] for each in pairs["data"]] == pytest.approx([1, 1, 1], abs=1e-6)
@@ -94,6 +108,16 @@ BAD = {
     "no second text": ("/score", {"text_1": "x"}, "text_2"),
     "no text": ("/score", {"text_1": "x", "text_2": []}, "text_2"),
     "pairs that do not match": ("/score", {"text_1": ["x", "y"], "text_2": ["x"]}, "text_1"),
+    "no query": ("/v1/rerank", {"documents": ["x"]}, "query"),
+    "no documents": ("/v1/rerank", {"query": "x", "documents": []}, "documents"),
+    "a document without a text": ("/v1/rerank", {"query": "x", "documents": [{}]}, "documents[0]"),
+    "an empty document": ("/v1/rerank", {"query": "x", "documents": ["x", ""]}, "documents"),
+    "fewer than no results": ("/v1/rerank", {"query": "x", "documents": ["x"], "top_n": -1}, "top_n"),
+    "fields to rank by": (
+        "/v1/rerank",
+        {"query": "x", "documents": ["x"], "rank_fields": ["a"]},
+        "rank_fields",
+    ),
     "an empty second text": ("/score", {"text_1": "x", "text_2": ""}, "text_2"),
 }
 
@@ -105,7 +129,9 @@ def test_bad_input_names_the_field(embedder, path, body, field):
 
 
 def test_a_server_that_gives_none_says_so(router):
-    for path, body in (("/v1/embeddings", {"input": "x"}), ("/score", {"text_1": "x", "text_2": "y"})):
+    ranking = ("/v1/rerank", {"query": "x", "documents": ["y"]})
+    scores = ("/score", {"text_1": "x", "text_2": "y"})
+    for path, body in (("/v1/embeddings", {"input": "x"}), scores, ranking):
         answer = router.http.post(path, json=body)
         assert answer.status_code == 400 and "--enable-embeddings" in answer.json()["error"]["message"]
 

@@ -13,7 +13,7 @@ from router_clients import eventually, is_idle
 
 from router.anthropic.body import MessageBody
 from router.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from router.pooling.body import EmbeddingBody, ScoreBody
+from router.pooling.body import EmbeddingBody, RerankBody, ScoreBody
 from router.responses.body import ResponseBody
 from tests.fuzzing import anything, damaged, fuzz
 
@@ -25,6 +25,7 @@ BODIES = {
     "/v1/messages/count_tokens": (MessageBody, {"messages": [{"role": "user", "content": "x"}]}),
     "/v1/embeddings": (EmbeddingBody, {"input": "x"}),
     "/score": (ScoreBody, {"text_1": "x", "text_2": ["y"]}),
+    "/v1/rerank": (RerankBody, {"query": "x", "documents": ["y"]}),
     "/tokenize": (TokenizeBody, {"prompt": "hello"}),
     "/detokenize": (DetokenizeBody, {"tokens": [5]}),
 }

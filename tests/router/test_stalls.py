@@ -43,6 +43,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"messages": [USER]},
     "/v1/embeddings": {"input": "x"},
     "/score": {"text_1": "x", "text_2": "x"},
+    "/v1/rerank": {"query": "x", "documents": ["x"]},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [1]},
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/a"},
@@ -249,6 +250,7 @@ ANSWERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "embeddings": ("/v1/embeddings", {"input": ["x"] * 2048}, ""),
     "embeddings as base64": ("/v1/embeddings", {"input": ["x"] * 2048, "encoding_format": "base64"}, ""),
     "scores": ("/score", {"text_1": ["x"] * 1024, "text_2": ["y"] * 1024}, ""),
+    "a ranking": ("/v1/rerank", {"documents": ["x"] * 2000}, ""),
 }
 """Each with the text that the model is to say; else it repeats the prompt."""
 
