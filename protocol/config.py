@@ -337,6 +337,10 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
         Annotated[str, Meta(pattern=r"^https?://[^/\s]+")] | None,
         _doc("URL that receives each request as OpenTelemetry spans, as in http://localhost:4318/v1/traces."),
     ] = None
+    metric_names: Annotated[
+        Literal["tandem", "vllm"],
+        _doc("`vllm`: metrics that vLLM has too begin with `vllm:` on /metrics, for tools that read these."),
+    ] = "tandem"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], _doc("Least level of logged messages.")
     ] = "info"

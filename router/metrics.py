@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from math import inf
 from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from protocol.metrics import PREFIX, ROUTER, Metric
+from protocol.metrics import PREFIX, ROUTER, VLLM, Metric
 from protocol.outputs import RequestTiming
 from router.histogram import LoopHistogram
 from router.journal import LiveRequest
@@ -26,6 +27,12 @@ _TRANSFER_STAGES = {
 }
 """The histogram of each field of `TransferTiming`."""
 
+_VLLM = "|".join(name.removesuffix("_total") for name in VLLM)
+_AS_VLLM = re.compile(
+    rf"^(# (?:HELP|TYPE) )?{PREFIX}((?:{_VLLM})(?:_total|_created|_bucket|_sum|_count)?[ {{])".encode(),
+    re.MULTILINE,
+)
+
 Limit = Literal["key_requests", "key_tokens", "key_concurrent"]
 """A limit of an API key."""
 RefusalReason = Literal["queue_full", "shed", "no_worker", "slo_ttft", "slo_tpot"] | Limit
@@ -36,8 +43,9 @@ ConnectionEnd = Literal["late_head", "large_head", "malformed", "unread", "too_m
 class Metrics:
     """All metrics of the router, in their own registry."""
 
-    def __init__(self, model_name: str, workers: Iterable[Worker]) -> None:
-        """Each scrape reads `workers` again."""
+    def __init__(self, model_name: str, workers: Iterable[Worker], as_vllm: bool = False) -> None:
+        """Each scrape reads `workers` again. `as_vllm`: what vLLM has too is rendered with its names."""
+        self._as_vllm = as_vllm
         self.registry = CollectorRegistry()
         self.registry.register(WorkerCollector(workers, model_name))
         self._model_name = model_name
@@ -89,7 +97,8 @@ class Metrics:
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format. Of many workers it is long: call it in a thread."""
-        return generate_latest(self.registry)
+        text = generate_latest(self.registry)
+        return _AS_VLLM.sub(rb"\1vllm:\2", text) if self._as_vllm else text
 
     def own_samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
         """Yield the name, labels and value of each of the router's own samples, without the workers'.

@@ -91,7 +91,7 @@ class RouterState:
         self.chats = Chats(config, self.tokenizer)
         is_shared = config.router_replicas > 1
         self.registry = Registry(config.worker_timeout, config.block_size, is_shared, config.max_num_seqs)
-        self.metrics = Metrics(config.model_name, self.registry)
+        self.metrics = Metrics(config.model_name, self.registry, config.metric_names == "vllm")
         self.preprocessor = Preprocessor(config, self.tokenizer, self.metrics.preprocessing_failed)
         self.grammars = GrammarCompiler(self.preprocessor)
         self.keys = ApiKeys(config, self.metrics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import get_args
 
@@ -10,7 +11,7 @@ import pytest
 from engine.tiers.disk import DiskCounters
 from engine.tiers.host import HostCounters
 from kvtransfer.pairs import PairCounter
-from protocol.metrics import PAIR_COUNTERS, PAIR_STATE, REPORTED, ROUTER, WORKER, reported
+from protocol.metrics import PAIR_COUNTERS, PAIR_STATE, REPORTED, ROUTER, VLLM, WORKER, reported
 from router.metrics_docs import TARGET, render
 from speculation.account import Account
 from worker.counters import Counters
@@ -29,6 +30,26 @@ def test_names_are_unique_and_say_their_kind():
         for metric in metrics:
             assert metric.name.endswith("_total") == (metric.kind == "counter")
             assert bool(metric.buckets) == (metric.kind == "histogram")
+
+
+def test_vllms_names_are_given_where_they_are_asked_for(make_router):
+    texts = {}
+    reports = {
+        f'{name}{{method="ngram"' + (', position="0"}' if "per_pos" in name else "}"): 1.0
+        for name in VLLM
+        if name.startswith("spec_decode")
+    }
+    for names in ("tandem", "vllm"):
+        router = make_router(metric_names=names)
+        router.add_worker(counters=reports)
+        assert router.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3}).status_code == 200
+        texts[names] = router.http.get("/metrics").text
+    assert "vllm:" not in texts["tandem"]
+    for name in VLLM:
+        assert re.search(rf"^vllm:{name}(_bucket|_count)?{{", texts["vllm"], re.MULTILINE), name
+        assert not re.search(rf"tandem_{name}", texts["vllm"]), name
+    renamed = texts["vllm"].replace("vllm:", "tandem_")
+    assert re.findall(r"^# .*", renamed, re.MULTILINE) == re.findall(r"^# .*", texts["tandem"], re.MULTILINE)
 
 
 def test_what_the_parts_of_a_worker_count_is_declared():
