@@ -93,6 +93,7 @@ ROUTER = (
         "reason",
     ),
     _counter("requests_tools_unseen_total", "Requests whose tools the chat template does not show."),
+    _counter("requests_fields_ignored_total", "Requests with fields that the server does not know."),
     _counter("requests_lost_total", "Requests that their worker did not know because a message was lost."),
     _counter("requests_migrated_total", "Running requests moved to another worker with their KV."),
     _counter(

@@ -23,6 +23,9 @@ from router.openai_types import (
 T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_HARMLESS_BYTES = 64
+MAX_IGNORED, MAX_NAME = 16, 64
+"""The most ignored fields that an answer names, and the most characters of one."""
+_UNSAFE = re.compile(r"[^\w.-]", re.ASCII)
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
@@ -36,13 +39,27 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "truncation": ("disabled",),
     "top_logprobs": (0,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "include_reasoning": (True,),
+    "verbosity": ("medium",),
 }
 """Values of unsupported fields that change nothing."""
 
 _INSTEAD = {
-    f"guided_{kind}": f"is not supported; use structured_outputs.{kind}"
-    for kind in ("json", "regex", "choice", "grammar", "whitespace_pattern")
-} | {"stop": "is not supported; use stop_sequences"}
+    name: f"is not supported; use {own}"
+    for name, own in {
+        "stop": "stop_sequences",
+        "json_schema": "structured_outputs.json",
+        "regex": "structured_outputs.regex",
+        "ebnf": "structured_outputs.grammar",
+        "grammar": "structured_outputs.grammar",
+        **{
+            f"guided_{kind}": f"structured_outputs.{kind}"
+            for kind in ("json", "regex", "choice", "grammar", "whitespace_pattern")
+        },
+    }.items()
+}
 
 _AT = re.compile(r" - at (`key` in )?`\$\.?(.*?)`$")
 
@@ -50,6 +67,13 @@ _AT = re.compile(r" - at (`key` in )?`\$\.?(.*?)`$")
 def decode_body(raw: bytes, body_type: type[T]) -> T:
     """Decode a body. Raises `ApiError`, also for text that is not JSON."""
     return _decoded(raw, body_type, "")
+
+
+def ignored_fields(raw: bytes, body_type: type[msgspec.Struct]) -> list[str]:
+    """Return the names of fields that this valid body has and its type has not, as a header may have them."""
+    known = set(body_type.__struct_fields__)
+    names = [name for name in msgspec.json.decode(raw, type=dict[str, Raw]) if name not in known]
+    return [_UNSAFE.sub("?", name[:MAX_NAME]) for name in names[:MAX_IGNORED]]
 
 
 def decode_field(raw: Raw | bytes, field: str, kind: Any) -> Any:

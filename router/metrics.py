@@ -67,6 +67,7 @@ class Metrics:
         self.worker_lost: Callable[[Literal["ended", "silent", "stalled"]], None] = self._counting(
             "workers_lost_total"
         )
+        self.fields_ignored: Counter = self._metrics["requests_fields_ignored_total"]
         self.tools_unseen: Counter = self._metrics["requests_tools_unseen_total"]
         self.process_replaced: Callable[[str], None] = self._counting("processes_replaced_total")
         self.requests_lost: Counter = self._metrics["requests_lost_total"]

@@ -1,4 +1,4 @@
-"""Request bodies, as OpenAI and vLLM define them. Unknown fields are ignored.
+"""Request bodies, as OpenAI and vLLM define them. Fields that they lack are named in a header of the answer.
 
 Descriptions and limits appear in `/openapi.json`. Fields of type `Raw` stay JSON text until their size has
 been checked.
@@ -23,6 +23,7 @@ MAX_WORD_CHARACTERS = 1024
 MAX_MESSAGES = 16_384
 MAX_ALLOWED_TOKEN_IDS = 2**19
 MAX_TOOLS = 128
+MAX_METADATA = 16
 MAX_ARGUMENT_BYTES = 1024 * 1024
 """The most bytes of the arguments of a call in an assistant's message."""
 MAX_RAW_BYTES = 64 * 1024
@@ -46,6 +47,10 @@ CallableName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 """The name of a function."""
 Object = Annotated[Raw, _json("A JSON object.", type="object")]
 Unsupported = Annotated[Raw, _json("Not supported: only a value that changes nothing is accepted.")]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=MAX_METADATA),
+]
 
 _TEXT = {"type": "string"}
 _OBJECT_OR_TEXT = [{"type": "object"}, _TEXT]
@@ -154,12 +159,27 @@ class SamplingBody(msgspec.Struct, kw_only=True):
             "Compute the prompt on a prefill worker and decode on another, or not; default: the cheaper way."
         ),
     ] = None
+    user: Annotated[str | None, _doc("Accepted and ignored.")] = None
+    safety_identifier: Annotated[str | None, _doc("Accepted and ignored.")] = None
+    metadata: Annotated[Object, _doc("Accepted and ignored.")] = _absent()
+    store: Annotated[bool | None, _doc("Accepted and ignored: only responses are stored.")] = None
+    service_tier: Annotated[str | None, _doc("Accepted and ignored: the API key has a priority.")] = None
+    prompt_cache_key: Annotated[
+        str | None, _doc("Accepted and ignored: cached prefixes are found without it.")
+    ] = None
     speculative: Annotated[
         Object, _json("This request's speculation: `enabled`, `method`, `num_speculative_tokens`.")
     ] = _absent()
     structured_outputs: Annotated[
         StructuredOutputs | None, _doc("The constraint on the answer, in vLLM's form.")
     ] = None
+
+    length_penalty: Unsupported = _absent()
+    early_stopping: Unsupported = _absent()
+    json_schema: Unsupported = _absent()
+    regex: Unsupported = _absent()
+    ebnf: Unsupported = _absent()
+    grammar: Unsupported = _absent()
 
 
 class GenerationBody(SamplingBody, kw_only=True):
@@ -220,6 +240,7 @@ class PoolingBody(msgspec.Struct, kw_only=True):
     """The fields that embeddings and scores share."""
 
     model: Annotated[str | None, _doc("The model's name; default: the served model.")] = None
+    user: Annotated[str | None, _doc("Accepted and ignored.")] = None
     truncate_prompt_tokens: Annotated[
         int | None, _doc("Keep only this many tokens at each text's end; -1: as many as the model allows.")
     ] = None
@@ -350,6 +371,8 @@ class ChatBody(GenerationBody, kw_only=True):
     web_search_options: Unsupported = _absent()
     documents: Unsupported = _absent()
     chat_template: Unsupported = _absent()
+    include_reasoning: Unsupported = _absent()
+    verbosity: Unsupported = _absent()
     echo: Unsupported = _absent()
 
 

@@ -98,6 +98,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     grammar: AskedGrammar | None = None
     warning: str | None = None
     """Names a part of the request that has no effect."""
+    ignored: list[str] = []
+    """Fields of the body that are unknown here."""
     response: PreparedResponse | None = None
     as_base64: bool = False
     """Embeddings are returned as base64."""

@@ -28,7 +28,7 @@ from router.tokenizer import Tokenizer
 SESSION_HEADER = "x-session-id"
 TIMING_HEADER = "x-return-timing"
 MAX_SESSION_CHARS = 256
-WARNING_HEADER = b"x-warning"
+WARNING_HEADER, IGNORED_HEADER = b"x-warning", b"x-tandem-ignored-fields"
 TTFT_HEADER, TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
 
 
@@ -95,6 +95,9 @@ class GenerateEndpoint:
         if prepared.warning is not None:
             scope[ANSWER_HEADERS].append((WARNING_HEADER, prepared.warning.encode()))
             state.metrics.tools_unseen.inc()
+        if prepared.ignored:
+            scope[ANSWER_HEADERS].append((IGNORED_HEADER, ", ".join(prepared.ignored).encode()))
+            state.metrics.fields_ignored.inc()
         headers = Headers(scope=scope)
         generation.http_id = scope[REQUEST_ID_KEY]
         generation.session = _session(headers)

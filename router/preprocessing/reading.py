@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
+
+import msgspec
 
 from protocol.config import ServeConfig
+from router.anthropic.body import MessageBody
 from router.anthropic.request import count_tokens, read_message
 from router.chats import Chats
+from router.decoding import ignored_fields
+from router.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.pooling.body import EmbeddingBody, RerankBody, ScoreBody
 from router.pooling.requests import read_embeddings, read_ranking, read_score
 from router.prepared import EarlierResponse, Prepared
 from router.request_reader import RequestReader
+from router.responses.body import ResponseBody
 from router.responses.turn import read_response
 from router.served import ServedModel
 from router.tokenizer import Tokenizer
@@ -18,20 +26,26 @@ from router.tokenizer import Tokenizer
 Reading = Prepared | EarlierResponse | bytes
 """Bytes are a complete answer."""
 
-MAIN_FIELDS = {
-    "completion": "prompt",
-    "chat": "messages",
-    "response": "input",
-    "message": "messages",
-    "embeddings": "input",
-    "score": "text_2",
-    "ranking": "documents",
-    "count_tokens": "messages",
-    "tokenize": "prompt",
-    "detokenize": "tokens",
-}
-"""The field of each task's body that takes time to read."""
 
+class BodyKind(NamedTuple):
+    """A task's body, and its field that takes time to read."""
+
+    type: type[msgspec.Struct]
+    main_field: str
+
+
+BODIES = {
+    "completion": BodyKind(CompletionBody, "prompt"),
+    "chat": BodyKind(ChatBody, "messages"),
+    "response": BodyKind(ResponseBody, "input"),
+    "message": BodyKind(MessageBody, "messages"),
+    "embeddings": BodyKind(EmbeddingBody, "input"),
+    "score": BodyKind(ScoreBody, "text_2"),
+    "ranking": BodyKind(RerankBody, "documents"),
+    "count_tokens": BodyKind(MessageBody, "messages"),
+    "tokenize": BodyKind(TokenizeBody, "prompt"),
+    "detokenize": BodyKind(DetokenizeBody, "tokens"),
+}
 CONVERSIONS = ("count_tokens", "tokenize", "detokenize")
 """The tasks whose reading is the whole answer."""
 
@@ -56,5 +70,9 @@ class BodyReader:
 
     def read(self, task: str, raw: bytes, model: ServedModel, earlier: bytes | None = None) -> Reading:
         if task == "response":
-            return self._read_response(raw, model, earlier)
-        return self._tasks[task](raw, model)
+            reading: Reading = self._read_response(raw, model, earlier)
+        else:
+            reading = self._tasks[task](raw, model)
+        if isinstance(reading, Prepared):
+            return msgspec.structs.replace(reading, ignored=ignored_fields(raw, BODIES[task].type))
+        return reading

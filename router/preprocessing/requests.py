@@ -10,7 +10,7 @@ import msgspec
 from protocol.errors import InvalidRequestError
 from router.prepared import EarlierResponse, Prepared
 from router.preprocessing.client import CpuLimitError, CrashError, Preprocessor
-from router.preprocessing.reading import CONVERSIONS, MAIN_FIELDS, BodyReader, Reading
+from router.preprocessing.reading import BODIES, CONVERSIONS, BodyReader, Reading
 from router.preprocessing.wire import ReadingDetails, TaskCall
 from router.request_builder import Built, RequestBuilder
 from router.served import ServedModel
@@ -61,9 +61,9 @@ class RequestPreparer:
             read = await self._preprocessor.run(call, raw)
         except CpuLimitError:
             reason = f"it takes more than {cpu_s:.1f} s of CPU time to read, the limit"
-            raise InvalidRequestError(MAIN_FIELDS[task], reason) from None
+            raise InvalidRequestError(BODIES[task].main_field, reason) from None
         except CrashError as error:
-            raise InvalidRequestError(MAIN_FIELDS[task], f"a library crashes on it ({error})") from None
+            raise InvalidRequestError(BODIES[task].main_field, f"a library crashes on it ({error})") from None
         return read if task in CONVERSIONS else _decode(read)
 
     async def prepare(self, task: str, raw: bytes, model: ServedModel) -> Prepared:

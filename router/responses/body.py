@@ -12,13 +12,12 @@ from router.openai_types import (
     MAX_TOOLS,
     CallableName,
     FunctionName,
+    Metadata,
     Object,
     SamplingBody,
     TemplateVariables,
     Unsupported,
 )
-
-MAX_METADATA = 16
 
 
 def _doc(text: str) -> Meta:
@@ -102,12 +101,6 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
     summary: Annotated[str | None, _doc("Only `auto`: reasoning items have the whole text.")] = None
 
 
-Metadata = Annotated[
-    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
-    Meta(max_length=MAX_METADATA),
-]
-
-
 class ResponseBody(SamplingBody, kw_only=True):
     """Answer a conversation's items."""
 
@@ -136,7 +129,7 @@ class ResponseBody(SamplingBody, kw_only=True):
     include: Annotated[
         list[str] | None, _doc("Only `reasoning.encrypted_content`: reasoning items have the text itself.")
     ] = None
-    metadata: Annotated[Metadata | None, _doc("Repeated in the response.")] = None
+    metadata: Annotated[Metadata | None, _doc("Repeated in the response.")] = None  # type: ignore[assignment]
     user: Annotated[str | None, _doc("Repeated in the response.")] = None
     thinking_token_budget: Annotated[
         Annotated[int, Meta(ge=1)] | None,

@@ -8,6 +8,7 @@ import pytest
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
+MESSAGES = "/v1/messages"
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -158,6 +159,11 @@ CASES = {
     "guided_json": ("guided_json", *completion(guided_json={})),
     "two structures": ("structured_outputs", *completion(structured_outputs={"regex": "a", "choice": ["b"]})),
     "no structure": ("structured_outputs", *completion(structured_outputs={})),
+    "a regex elsewhere": ("regex", *completion(regex="a")),
+    "a grammar elsewhere": ("grammar", MESSAGES, {"messages": HELLO, "max_tokens": 2, "grammar": "a"}),
+    "a length penalty": ("length_penalty", *completion(length_penalty=2)),
+    "verbosity": ("verbosity", *chat(verbosity="low")),
+    "no reasoning": ("include_reasoning", *chat(include_reasoning=False)),
     "unknown structure": ("structured_outputs", *completion(structured_outputs={"xml": "a"})),
     "a format of another kind": ("response_format.type", *chat(response_format={"type": "xml"})),
     "a structure and a format": (
@@ -256,6 +262,31 @@ CASES = {
     "body a string": (None, TEXT, "hello"),
     "body null": (None, TEXT, None),
 }
+OPENAIS = {
+    "user": "me",
+    "safety_identifier": "me",
+    "metadata": {"a": "b"},
+    "store": True,
+    "service_tier": "flex",
+    "prompt_cache_key": "a",
+}
+
+
+@pytest.mark.parametrize("size", [1, 20_000], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("path", "body"), [completion(), chat(), (MESSAGES, {"messages": HELLO, "max_tokens": 2})]
+)
+def test_unknown_fields_are_named(router, path, body, size):
+    """They are in a header, cut, and without what no header may have; OpenAI's own are known."""
+    unknown = {"mirostat": 2, "a b\r\n": "x" * size, "y" * 3000: None}
+    for fields, named in ((OPENAIS, None), (unknown, f"mirostat, a?b??, {'y' * 64}")):
+        answer = router.http.post(path, json={**body, **fields})
+        assert (answer.status_code, answer.headers.get("x-tandem-ignored-fields")) == (200, named), (
+            answer.text
+        )
+    assert router.metric("tandem_requests_fields_ignored_total") >= 1
+
+
 NOT_FOUND = ["unknown model", "unknown chat model"]
 
 
