@@ -29,7 +29,7 @@ from router.structured_outputs import Grammar, requested_grammar
 from router.thinking import ThinkingBudget
 from router.tokenizer import Tokenizer
 from router.tool_grammar import after_thinking, tool_grammar
-from router.tools import ToolChoice, offers, plain_tools, tool_choice
+from router.tools import ToolChoice, known_functions, offers, plain_tools, tool_choice
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Chats:
         is_open = marks is not None and marks.are_open(prompt, continued)
         answer = ChatAnswer(
             tools=_name_of(tools) if tools is not None and asked is None else None,
-            known=frozenset(tool.function.name for tool in body.tools or ()),
+            known=known_functions(body.tools or (), tools is not None and tools.has_types),
             one_call=not (choice.several(body.parallel_tool_calls) and template.traits.several_calls),
             is_open=is_open,
             is_exact=asked is not None,

@@ -54,7 +54,7 @@ _FOURTH = "(?:0[48]|[2468][048]|[13579][26])"
 _DATE = f"(?:{_YEAR}-{_DAY}|(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)-02-29)"
 _HOUR = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = rf"{_HOUR}:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-]{_HOUR})"
-_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[tT]{_TIME}$"}
+FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[tT]{_TIME}$"}
 """Patterns that replace llguidance's, which accept leap days and leap seconds that never were. Python has no
 year 0 and no leap seconds.
 """
@@ -212,7 +212,7 @@ class _Narrowed:
 
 def _narrow_format(node: dict[str, Any]) -> None:
     wanted = node.get("format")
-    pattern = _FORMATS.get(wanted) if isinstance(wanted, str) else None
+    pattern = FORMATS.get(wanted) if isinstance(wanted, str) else None
     if pattern is None:
         return
     del node["format"]

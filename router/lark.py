@@ -72,10 +72,16 @@ class Spelling:
     def any_of(self, texts: Sequence[str]) -> str:
         return f"({' | '.join(map(self, texts))})"
 
-    def rule_up_to(self, name: str, texts: Sequence[str]) -> str:
-        """Return a rule for any text up to and including the first of `texts`."""
-        is_lazy = not any(text.startswith(tuple(self._ids)) for text in texts)
-        return f"{name}{'[lazy]' if is_lazy else ''}: TEXT {self.any_of(texts)}"
+    def rule_up_to(self, name: str, texts: Sequence[str], terminal: str = "TEXT") -> str:
+        """Return rules for the text of a terminal, up to and including the first of `texts`."""
+        cuts = [match.start() for text in texts if (match := self._split.search(text))]
+        if not cuts:
+            return f"{name}[lazy]: {terminal} {self.any_of(texts)}"
+        if not any(cuts):
+            return f"{name}: {terminal} {self.any_of(texts)}"
+        (text,), (at,) = texts, cuts  # the text before a token ends with it
+        upper = f"{name.upper()}_"
+        return f"{upper}: {terminal} {quoted(text[:at])}\n{name}: {upper} {self(text[at:])}"
 
     def _piece(self, piece: str) -> str:
         token_id = self._ids.get(piece)

@@ -13,6 +13,7 @@ from protocol.speculation import RequestSpeculation
 from router.choice import Echo
 from router.formats import AskedOutput
 from router.grammar_request import AskedGrammar
+from router.parsing.parameters import Parameters
 
 
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +23,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     tools: str | None = None
-    known: frozenset[str] = frozenset()
+    known: dict[str, Parameters] = {}
     one_call: bool = False
     is_open: bool = False
     is_exact: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ from router.json_schemas import schema_grammar
 from router.lark import TEXT, Spelling, lark_grammar, named, quoted
 from router.parsing.forms import CallForm
 from router.parsing.reasoning import Marks
+from router.tagged_grammar import TaggedArguments, shared_rules
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 MAX_CALLS = 16
@@ -49,10 +50,22 @@ def tool_grammar(
         f"block: {spelling(form.open)} call {again} {spelling(form.close)}",
         "call: " + " | ".join(f"call{number}" for number in numbers),
     ]
+    others: list[Mapping[str, Any]] = []
     for number, offer in enumerate(offers):
         pieces = [spelling(piece.replace("%s", offer.name)) for piece in form.begin.split("%d")]
-        begin, end = " NUMBER ".join(pieces), spelling(form.end)
-        rules.append(f"call{number}: {begin} @arguments{number} {end}")
+        begin, end, name = " NUMBER ".join(pieces), spelling(form.end), f"arguments{number}"
+        schema = offer.schema if offer.schema is not None else _NO_PARAMETERS
+        if form.tags is None:
+            others += named(name, schema_grammar(schema, "tools", lenient=not offer.strict))
+            name = f"@{name}"
+        else:
+            tagged = TaggedArguments(name, form.tags, spelling, offer.name, offer.strict)
+            tagged.add(schema)
+            rules += tagged.rules
+            others += tagged.others
+        rules.append(f"call{number}: {begin} {name} {end}")
+    if form.tags is not None:
+        rules += shared_rules(form.tags)
     trigger = spelling(form.trigger)
     if demanded:
         start = f"{trigger} block"
@@ -79,7 +92,7 @@ def tool_grammar(
         f"start: {_thinking(spelling, marks, is_open)} SPACE {start}",
         *rules,
         *(TEXT, _SPACE, _NUMBER),
-        others=[each for number in numbers for each in _arguments(f"arguments{number}", offers[number])],
+        others=others,
     )
 
 
@@ -103,8 +116,3 @@ def _thinking(spelling: Spelling, marks: Marks | None, is_open: bool, gap: str =
         return ""
     thought = f"thought {spelling(gap)}"
     return thought if is_open else f"({spelling.any_of(marks.open)} {thought})?"
-
-
-def _arguments(name: str, offer: Offer) -> list[dict[str, Any]]:
-    schema = offer.schema if offer.schema is not None else _NO_PARAMETERS
-    return named(name, schema_grammar(schema, "tools", lenient=not offer.strict))

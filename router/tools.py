@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from protocol.errors import InvalidRequestError
 from router.decoding import decode_object
 from router.openai_types import ChatBody, NamedTool, Tool
+from router.parsing.parameters import Parameters, parameters_of
 from router.tool_grammar import Offer
 
 
@@ -52,6 +53,16 @@ def offers(tools: Sequence[Tool], name: str | None) -> list[Offer]:
         for index, tool in enumerate(tools)
         if name in (None, tool.function.name)
     ]
+
+
+def known_functions(tools: Sequence[Tool], with_types: bool) -> dict[str, Parameters]:
+    """Return the functions that an answer may call, with their parameters' types if the parser needs them."""
+    return {
+        tool.function.name: parameters_of(decode_object(tool.function.parameters, "tools"))
+        if with_types
+        else Parameters()
+        for tool in tools
+    }
 
 
 def plain_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 
 import msgspec
 
-from router.parsing import forms, harmony, json_formats
+from router.parsing import forms, harmony, json_formats, tagged
 from router.parsing.answer import AnswerText, Parse, Part
 from router.parsing.forms import CallForm
+from router.parsing.parameters import Parameters
 from router.parsing.reasoning import GRANITE, HARMONY, MISTRAL, THINK, Marks
 
 
 class ToolFormat(msgspec.Struct, frozen=True):
-    """A format of tool calls. The templates of models that use it contain one of `signs`."""
+    """A format of tool calls. Templates of models that use it contain one of `signs` and match `needs`."""
 
     signs: tuple[str, ...]
-    parse: Callable[[AnswerText, Collection[str]], Parse[None]] | None
+    parse: Callable[[AnswerText, Mapping[str, Parameters]], Parse[None]] | None
     """None: the whole answer is in Harmony."""
     markers: tuple[str, ...] = ()
     """Texts that the parser needs, even if they are special tokens."""
@@ -26,10 +27,19 @@ class ToolFormat(msgspec.Struct, frozen=True):
     """
     short_ids: bool = False
     """The template accepts only ids of nine letters and digits."""
+    needs: str = ""
 
     @property
     def is_harmony(self) -> bool:
         return self.parse is None
+
+    @property
+    def has_types(self) -> bool:
+        """Whether the parser reads arguments by their parameters' types."""
+        return any(form.tags is not None for _, form in self.forms)
+
+    def is_shown_by(self, template: str) -> bool:
+        return _has(template, self.signs) and re.search(self.needs, template, re.DOTALL) is not None
 
     def form(self, template: str) -> CallForm:
         return next(form for sign, form in self.forms if sign in template)
@@ -55,13 +65,26 @@ def _json(
     form: CallForm,
     other_forms: tuple[tuple[str, CallForm], ...] = (),
     short_ids: bool = False,
+    needs: str = "",
 ) -> ToolFormat:
     markers = tuple(dict.fromkeys(_TOKEN.findall(" ".join(map(str, msgspec.structs.astuple(calls))))))
-    return ToolFormat(signs, calls.parse, markers, (*other_forms, ("", form)), short_ids)
+    return ToolFormat(signs, calls.parse, markers, (*other_forms, ("", form)), short_ids, needs)
 
 
 _TOKEN = re.compile(r"<[^<>]*>|\[[A-Z_]+\]")
 """A mark that may be a special token."""
+_JSON = r"\A(?!.*(?:<function=|<arg_key>|<parameter)).*"
+"""Matches templates without the tags of other formats."""
+_LINE = r"\s*(?:\\n|\n)"
+"""A line break in a template, as itself or in a string."""
+_FUNCTION = "<tool_call>.*<function=.*"
+
+
+def _tagged(tags: tagged.Tags, sign: str, needs: str = "") -> ToolFormat:
+    return ToolFormat((sign,), tags.parse, tags.markers, (("", forms.tagged(tags)),), needs=needs)
+
+
+_QWEN3 = _tagged(tagged.QWEN3, "<parameter=", f"{_FUNCTION}<parameter=[^<>]*>{_LINE}")
 TOOL_FORMATS = {
     "openai": ToolFormat((harmony.CHANNEL,), None, _HARMONY, (("", forms.HARMONY),)),
     "kimi_k2": _json(json_formats.KIMI_K2, json_formats.KIMI_K2.open, "tool_declare", form=forms.KIMI_K2),
@@ -79,13 +102,25 @@ TOOL_FORMATS = {
     "internlm": _json(json_formats.INTERNLM, json_formats.INTERNLM.open[0], form=forms.INTERNLM),
     "phi4_mini_json": _json(json_formats.PHI4, json_formats.PHI4.open[0], form=forms.PHI4),
     "xlam": _json(json_formats.XLAM, "single JSON array", form=forms.XLAM),
-    "hermes": _json(json_formats.HERMES, json_formats.HERMES.open[0], form=forms.HERMES),
+    "hermes": _json(
+        json_formats.HERMES, json_formats.HERMES.open[0], form=forms.HERMES, needs=_JSON + r'"name\\?"\s*:'
+    ),
     "llama3_json": _json(
         json_formats.LLAMA3,
         json_formats.LLAMA3.open[0],
         '{"name": function name, "parameters":',
         form=forms.LLAMA3,
+        needs=_JSON,
     ),
+    "qwen3_coder": _QWEN3,
+    "qwen3_xml": _QWEN3,
+    "step3p5": _QWEN3,
+    "mimo": _tagged(tagged.MIMO, "<parameter=", rf"{_FUNCTION}<parameter=[^<>]*>[^<>\\\n]+</parameter>"),
+    "glm45": _tagged(tagged.GLM45, "<arg_key>", f"</arg_key>{_LINE}\\s*<arg_value>"),
+    "glm47": _tagged(tagged.GLM47, "</arg_key><arg_value>"),
+    "minimax_m2": _tagged(tagged.MINIMAX, tagged.MINIMAX.open, tagged.MINIMAX.call),
+    "deepseek_v32": _tagged(tagged.DEEPSEEK32, tagged.DSML, "function_calls>"),
+    "deepseek_v4": _tagged(tagged.DEEPSEEK4, tagged.DSML, r"\A(?!.*function_calls>).*tool_calls>"),
 }
 REASONING_FORMATS = {
     "openai_gptoss": ReasoningFormat((harmony.CHANNEL,), HARMONY),
@@ -101,17 +136,13 @@ MARKERS = frozenset(
     ]
 )
 """Texts that grammars must spell as one token if the tokenizer has one for them."""
-_OTHER_CALLS = ("<function=", "<arg_key>")
-"""Signs of formats that look like one of these but differ."""
 
 
 def tool_format(name: str, template: str) -> ToolFormat | None:
     """Return the format with this name; `auto`: the format that the chat template shows."""
     if name != "auto":
         return TOOL_FORMATS.get(name)
-    if any(sign in template for sign in _OTHER_CALLS):
-        return None
-    return next((each for each in TOOL_FORMATS.values() if _has(template, each.signs)), None)
+    return next((each for each in TOOL_FORMATS.values() if each.is_shown_by(template)), None)
 
 
 def reasoning_format(name: str, template: str) -> ReasoningFormat | None:
@@ -128,8 +159,8 @@ class Parsing(msgspec.Struct, frozen=True, kw_only=True):
     """The parts that an answer may have. `tools` is the format of calls, if any function was offered."""
 
     tools: ToolFormat | None = None
-    known: frozenset[str] = frozenset()
-    """The offered functions."""
+    known: Mapping[str, Parameters] = {}
+    """The offered functions, with the types of their parameters if the format needs them."""
     one_call: bool = False
     """Only the first call is kept."""
     is_harmony: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from router.parsing import harmony, json_formats
+from router.parsing.tagged import Tags
 
 
 class CallForm(msgspec.Struct, frozen=True):
@@ -25,6 +26,21 @@ class CallForm(msgspec.Struct, frozen=True):
     between: str | None = None
     elsewhere: str = ""
     """A regular expression of what begins calls in the midst of an answer that is not a block."""
+    tags: Tags | None = None
+    """The spelling of arguments that are tagged parameters; None: they are JSON."""
+
+
+def tagged(tags: Tags) -> CallForm:
+    return CallForm(
+        tags.open or tags.call,
+        tags.line if tags.open else "",
+        f"{tags.call if tags.open else ''}%s{tags.name_end}{tags.line}",
+        tags.call_end + (tags.line if tags.close else ""),
+        tags.close,
+        separator="" if tags.has_several else None,
+        between=None if tags.has_several else tags.line,
+        tags=tags,
+    )
 
 
 _OBJECT = '{"name": "%s", "arguments": '

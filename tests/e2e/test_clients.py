@@ -19,7 +19,7 @@ from tests.e2e.serving import HttpServing
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
     "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
-    "{# tools <tool_call> #}"
+    '{# tools <tool_call>{"name": ... #}'
 )
 ASK: Any = [{"role": "developer", "content": "Be short."}, {"role": "user", "content": "When do we meet?"}]
 COMMON: Any = {"model": "model", "temperature": 1.0}

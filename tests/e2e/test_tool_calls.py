@@ -12,7 +12,10 @@ import pytest
 
 from tests.e2e.serving import HttpServing
 
-TEMPLATE = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}{# <tool_call> </think> #}"
+TEMPLATE = (
+    "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    '{# <tool_call>{"name": ... </think> #}'
+)
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "maximum": 9}},

@@ -16,6 +16,7 @@ HERMES = (
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments | tojson }}</tool_call>{% endfor %}"
     "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<assistant>"
     "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
+    '{# <tool_call>{"name": ... #}'
 )
 PARIS = '{"city": "Paris 🙂"}'
 WEATHER = f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>'

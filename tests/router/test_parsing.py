@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.parsing import json_formats
+from router.parsing import forms, json_formats, tagged
 from router.parsing.answer import Arguments, Call, Content, Part, Reasoning
 from router.parsing.formats import (
     REASONING_FORMATS,
@@ -19,9 +19,14 @@ from router.parsing.formats import (
     reasoning_format,
     tool_format,
 )
+from router.parsing.parameters import parameters_of
 from router.parsing.reasoning import GRANITE, HARMONY, THINK
 
-KNOWN = frozenset({"get_weather", "add"})
+SCHEMAS = {
+    "get_weather": {"properties": {"city": {"type": "string"}, "days": {"type": "array"}}},
+    "add": {"properties": {"a": {"type": "integer"}, "b": {"type": "number"}}},
+}
+KNOWN = {name: parameters_of(schema) for name, schema in SCHEMAS.items()}
 PARIS = '{"city": "Paris \\"ô\\" {[", "days": [1, {"a": null}]}'
 ADD = '{"a": 1, "b": -2.5e3}'
 CALLS = [("get_weather", PARIS), ("add", ADD)]
@@ -62,6 +67,48 @@ def both(arguments: str = "arguments") -> tuple[str, str]:
 
 def named_call(marks: json_formats.Named, name: str, begin: str, arguments: str, end: str) -> str:
     return f"{marks.call}{marks.lead}{name}{begin}{arguments}{end}{marks.ends[-1]}"
+
+
+def in_tags(tags: tagged.Tags, arguments: str) -> str:
+    """Arguments as tagged parameters, spelled as the JSON spells them."""
+    texts = []
+    for key, value in json.loads(arguments, parse_float=Number).items():
+        end = tags.key_end if tags.kinds is None else tags.kinds[type(value) is not str]
+        end += (tags.line + tags.value if tags.value else "") + tags.pad
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        texts.append(f"{tags.key}{key}{end}{text}{tags.pad}{tags.value_end}{tags.line}")
+    return "".join(texts)
+
+
+class Number(str):
+    """A number as it was spelled."""
+
+
+TAGS = {
+    "qwen3_coder": tagged.QWEN3,
+    "mimo": tagged.MIMO,
+    "glm45": tagged.GLM45,
+    "glm47": tagged.GLM47,
+    "minimax_m2": tagged.MINIMAX,
+    "deepseek_v32": tagged.DEEPSEEK32,
+    "deepseek_v4": tagged.DEEPSEEK4,
+}
+
+
+def block(form: forms.CallForm, *calls: tuple[str, str]) -> str:
+    """Calls as a grammar has them written."""
+    texts = []
+    for name, arguments in calls:
+        written = arguments if form.tags is None else in_tags(form.tags, arguments)
+        texts.append(form.begin.replace("%s", name).replace("%d", "0") + written + form.end)
+    return form.trigger + form.open + (form.separator or "").join(texts) + form.close
+
+
+def in_form(form: forms.CallForm, *calls: tuple[str, str]) -> str:
+    """Calls in as many blocks as the form needs."""
+    if form.between is None:
+        return block(form, *calls)
+    return form.between.join(block(form, call) for call in calls)
 
 
 V3, V31, KIMI = json_formats.DEEPSEEK_V3, json_formats.DEEPSEEK_V31, json_formats.KIMI_K2
@@ -123,6 +170,10 @@ TEXTS = {
     "xlam in a code block": ("xlam", "I look.\n```json\n[" + ",\n".join(both()) + "]\n```", "I look.", CALLS),
     "xlam in a block of no language": ("xlam", "```\n" + both()[1] + "```\n Done.", "Done.", CALLS[1:]),
     "phi": ("phi4_mini_json", "functools[" + ",".join(both()) + "]", "", CALLS),
+    **{
+        name: (name, "I look.\n\n" + in_form(forms.tagged(tags), *CALLS), "I look.", CALLS)
+        for name, tags in TAGS.items()
+    },
     "harmony": ("openai", HARMONY_CALL + "<|call|>", "", CALLS[:1]),
     "harmony after a preamble": (
         "openai",
@@ -369,7 +420,7 @@ def test_any_split_gives_the_same(tools, reasoning, is_open, text, data):
 @pytest.mark.parametrize(
     ("template", "tools", "reasoning"),
     [
-        ("{{ '<tool_call>' }} {{ '<think>' }} {{ '</think>' }}", "hermes", "deepseek_r1"),
+        ("{{ '<tool_call>{\"name\": ' }} {{ '<think>' }} {{ '</think>' }}", "hermes", "deepseek_r1"),
         ("{{ '<|channel|>' }} {{ '<tool_call>' }}", "openai", "openai_gptoss"),
         (V3.open + "\\n```json\\n", "deepseek_v3", None),
         (V31.open, "deepseek_v31", None),
@@ -383,7 +434,18 @@ def test_any_split_gives_the_same(tools, reasoning, is_open, text, data):
         ("<|tool_call|> Here is my thought process: x", "granite", "granite"),
         ("<|python_tag|>", "llama3_json", None),
         ("<tool_call><function=f>", None, None),
-        ("<tool_call>f<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>", None, None),
+        ("<tool_call>f<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>", "glm47", None),
+        ("<tool_call>f\n<arg_key>{{ k }}</arg_key>\n<arg_value>", "glm45", None),
+        ("<tool_call>f<arg_key>{{ k }}</arg_key>{{ space }}<arg_value>", None, None),
+        ("<tool_call>\n<function=f>\n<parameter={{ k }}>\n", "qwen3_coder", None),
+        ("'<tool_call>\\n<function=f>\\n<parameter=' + k + '>\\n'", "qwen3_coder", None),
+        ("'<tool_call>\\n<function=f>\\n<parameter=k>value</parameter>\\n'", "mimo", None),
+        ("<tool_call>\n<function=f>\n<parameter=k>{{ space }}", None, None),
+        ("<seed:tool_call>\n<function=f>\n<parameter=k>\n", None, None),
+        ("]<]minimax[>[<tool_call>]<]minimax[>[<invoke name=", None, None),
+        ('<minimax:tool_call>\n<invoke name="', "minimax_m2", None),
+        ("{% set d = '｜DSML｜' %}<{{ d }}function_calls>{{ m.tool_calls }}", "deepseek_v32", None),
+        ("{% set d = '｜DSML｜' %}<{{ d }}tool_calls>", "deepseek_v4", None),
         ("{{ messages }}", None, None),
     ],
 )

@@ -7,13 +7,14 @@ import json
 import pytest
 from conftest import byte_level_tokenizer
 from llguidance import LLMatcher, LLTokenizer
-from test_parsing import parsed
+from test_parsing import TAGS, block, parsed
 from test_structured_outputs import grammar_of
 from tokenizers import AddedToken
 
 from router.lark import Spelling
 from router.parsing import forms
 from router.parsing.formats import TOOL_FORMATS, Parsing
+from router.parsing.parameters import parameters_of
 from router.parsing.reasoning import GRANITE, HARMONY, THINK
 from router.structural_tags import tag_grammar
 from router.tool_grammar import MAX_CALLS, Offer, after_thinking, tool_grammar
@@ -47,6 +48,7 @@ FORMS = {
     "phi": ("phi4_mini_json", forms.PHI4),
     "xlam": ("xlam", forms.XLAM),
     "harmony": ("openai", forms.HARMONY),
+    **{name: (name, forms.tagged(tags)) for name, tags in TAGS.items()},
 }
 
 
@@ -73,12 +75,6 @@ def model(request):
     return Model(request.param)
 
 
-def block(form: forms.CallForm, *calls: tuple[str, str]) -> str:
-    begins = [form.begin.replace("%s", name).replace("%d", "0") for name, _ in calls]
-    texts = [begin + arguments + form.end for begin, (_, arguments) in zip(begins, calls, strict=True)]
-    return form.trigger + form.open + (form.separator or "").join(texts) + form.close
-
-
 def calls(form: forms.CallForm) -> list[str]:
     """Answers with one call and, where the form has several, with two."""
     one = block(form, ("get_weather", PARIS))
@@ -88,13 +84,19 @@ def calls(form: forms.CallForm) -> list[str]:
 
 
 def bad(form: forms.CallForm) -> list[str]:
-    of_weather = ['{"city": 3, "days": 3}', '{"city": "Paris"}', '{"city": "Paris", "days": 3, "x": 1}']
-    return [
+    of_weather = [
+        '{"city": "Paris", "days": 1.5}',
+        '{"city": "Paris"}',
+        '{"city": "Paris", "days": 3, "x": 1}',
+    ]
+    texts = [
         *(block(form, ("get_weather", arguments)) for arguments in of_weather),
         block(form, ("now", '{"x": 1}')),
-        block(form, ("any", "[]")),
         block(form, ("other", "{}")),
     ]
+    if form.tags is None:
+        texts += [block(form, ("get_weather", '{"city": 3, "days": 3}')), block(form, ("any", "[]"))]
+    return texts
 
 
 def thoughts(kind: str) -> str:
@@ -158,7 +160,7 @@ def test_a_strict_function_leaves_harmonys_final_channel():
 
 @pytest.mark.parametrize(("kind", "form"), FORMS.values(), ids=FORMS)
 def test_the_parser_reads_what_the_grammar_has_written(kind, form):
-    known = frozenset(offer.name for offer in OFFERS)
+    known = {offer.name: parameters_of(offer.schema) for offer in OFFERS}
     parsing = Parsing(tools=TOOL_FORMATS[kind], known=known, is_harmony=kind == "openai")
     both = [("get_weather", PARIS), ("now", "{}")]
     for text in calls(form):
