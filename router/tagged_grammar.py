@@ -15,7 +15,7 @@ from llguidance import LLMatcher
 from protocol.errors import InvalidRequestError
 from router.json_schemas import FORMATS, schema_grammar
 from router.lark import Spelling, named, quoted
-from router.parsing.parameters import as_json, resolved, types_of
+from router.parsing.parameters import COMBINED, as_json, function_schema, resolved, types_of
 from router.parsing.tagged import Tags
 from router.regexes import ends_in_escape, from_ecma
 
@@ -27,8 +27,19 @@ _OF_OBJECTS = (
 )
 """Keywords of a function's schema that no grammar of tagged parameters enforces."""
 _OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
+_WORDS = {"null": ("null",), "boolean": ("true", "false")}
 _BEGINNINGS = {"integer": "[-+]?\\.?[0-9]", "number": "[-+]?\\.?[0-9]", "object": "\\{", "array": "\\["}
 """Beginnings of texts that the parser may read as a value of the type."""
+_LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+_LOCAL = "[a-zA-Z0-9_%+-]{1,30}"
+_BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_FORMATS = {
+    **FORMATS,
+    "email": rf"^{_LOCAL}(?:\.{_LOCAL})?@{_LABEL}(?:\.{_LABEL}){{1,3}}$",
+    "hostname": rf"^{_LABEL}(?:\.{_LABEL}){{0,3}}$",
+    "ipv4": rf"^{_BYTE}(?:\.{_BYTE}){{3}}$",
+    "uuid": "^[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
+}
 _ATOM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\([^()]*\)", re.DOTALL)
 _ANY = "(.|\\n)*"
 _NAME = "NAME: /[A-Za-z0-9_.\\-]+/"
@@ -37,24 +48,24 @@ _NAME = "NAME: /[A-Za-z0-9_.\\-]+/"
 class TaggedArguments:
     """The rules and grammars of a function's arguments. Their rule is `name`.
 
-    Raises `InvalidRequestError`, which names function and keyword, if a strict function's keyword cannot be
-    enforced; other functions' keywords are ignored then.
+    Raises `InvalidRequestError` for a keyword that cannot be enforced if the function is `strict`; otherwise
+    such keywords are ignored.
     """
 
-    def __init__(self, name: str, tags: Tags, spelling: Spelling, function: str, strict: bool) -> None:
-        self._name, self._function, self._strict = name, function, strict
+    def __init__(
+        self, name: str, schema: Mapping[str, Any], tags: Tags, spelling: Spelling, strict: bool
+    ) -> None:
+        self._name, self._root, self._strict = name, schema, strict
         self._tags, self._spelling = tags, spelling
-        self._root: Mapping[str, Any] = {}
         self.rules: list[str] = []
         self.others: list[Mapping[str, Any]] = []
+        self._add(function_schema(schema))
 
-    def add(self, schema: Mapping[str, Any]) -> None:
-        """Add the rules of a function's schema."""
-        self._root = schema
-        schema = resolved(schema, schema) or {}
+    def _add(self, schema: Mapping[str, Any]) -> None:
         self._check(schema, _OF_OBJECTS, "")
-        required = [each for each in schema.get("required") or () if isinstance(each, str)]
-        properties: dict[str, Any] = {**(schema.get("properties") or {})}
+        required, properties = schema.get("required"), schema.get("properties")
+        required = [each for each in required if isinstance(each, str)] if isinstance(required, list) else []
+        properties = {**properties} if isinstance(properties, dict) else {}
         for key in required:
             properties.setdefault(key, {})
         parts = []
@@ -76,13 +87,13 @@ class TaggedArguments:
 
     def _cannot(self, key: str, reason: str) -> None:
         if self._strict:
-            raise InvalidRequestError("tools", f"{self._function}: {key}: {reason}")
+            raise InvalidRequestError("tools", f"{key}: {reason}")
 
     def _parameter(self, rule: str, key: str | None, schema: Any, path: str) -> None:
         """Add the rule of a parameter; `key` None: of any name."""
         tags, types = self._tags, types_of(schema, self._root)
         if key is not None and (tags.key_end in f"{key}{tags.key_end}"[:-1] or key != key.strip()):
-            raise InvalidRequestError("tools", f"{self._function}: {path[:-1]}: cannot be the name of a tag")
+            raise InvalidRequestError("tools", f"{path[:-1]}: cannot be the name of a tag")
         texts = list(self._texts(rule, schema, path)) if "string" in types else []
         is_free = tags.kinds is None and any(text.startswith(rule) for text in texts)
         plain = ("string", "null", "boolean") if is_free else ("string",)
@@ -107,46 +118,48 @@ class TaggedArguments:
         definitions = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
         narrow = schema if types is None else {"allOf": [schema], "type": list(types)}
         try:
-            text = schema_grammar({**narrow, **definitions}, path[:-1], lenient=not self._strict)
+            text = schema_grammar({**narrow, **definitions}, "tools", lenient=not self._strict)
         except InvalidRequestError as error:
-            raise InvalidRequestError("tools", f"{self._function}: {error.field}.{error.message}") from error
+            raise InvalidRequestError("tools", f"{path}{error.message}") from error
         self.others += named(f"{rule}_json", text)
 
     # --- strings ------------------------------------------------------------------------------------------
 
     def _texts(self, rule: str, schema: Any, path: str) -> Iterator[str]:
         """Yield what a string may be, each with the tag after it."""
-        tags = self._tags
-        others = [each for each in types_of(schema, self._root) if each in _BEGINNINGS]
-        for number, (text, conditions) in enumerate(self._strings(schema, path)):
+        tags, types = self._tags, types_of(schema, self._root)
+        for number, (text, conditions) in enumerate(self._strings(schema, path, set())):
             if text is not None:
-                yield f"{self._spelling(text + tags.pad + tags.value_end)}"
+                if self._is_told(text, types, path):
+                    yield self._spelling(text + tags.pad + tags.value_end)
                 continue
+            words: list[str] = []
             if tags.kinds is None:
-                conditions += [f"~/[ \\t\\r\\n]*{_BEGINNINGS[each]}{_ANY}/" for each in others]
+                words = [f'"{word}"' for each in types for word in _WORDS.get(each, ()) if conditions]
+                begins = [_BEGINNINGS[each] for each in types if each in _BEGINNINGS]
+                conditions += [f"~/[ \\t\\r\\n]*{begin}{_ANY}/" for begin in begins]
             terminal = f"{rule}_{number}".upper()
-            self.rules.append(f"{terminal}: {' & '.join(['FREE', *conditions])}")
-            self.rules.append(
-                self._spelling.rule_up_to(f"{rule}_{number}", [tags.pad + tags.value_end], terminal)
-            )
+            self.rules.append(f"{terminal}: {' | '.join([' & '.join(['FREE', *conditions]), *words])}")
+            ends = [tags.pad + tags.value_end]
+            self.rules.append(self._spelling.rule_up_to(f"{rule}_{number}", ends, terminal))
             yield f"{rule}_{number}"
 
-    def _strings(self, schema: Any, path: str) -> Iterator[tuple[str | None, list[str]]]:
+    def _strings(self, schema: Any, path: str, seen: set[int]) -> Iterator[tuple[str | None, list[str]]]:
         """Yield the strings that a schema allows: a text, or None with conditions on a free text."""
         schema = resolved(schema, self._root)
+        if id(schema) in seen:
+            return
         if not isinstance(schema, dict):
             yield None, []
             return
+        seen.add(id(schema))
         self._check(schema, ("not", "if"), path)
         given = schema["enum"] if isinstance(schema.get("enum"), list) else None
         given = [schema["const"]] if "const" in schema else given
-        combined = [key for key in ("anyOf", "oneOf", "allOf") if key in schema]
+        combined = [key for key in COMBINED if isinstance(schema.get(key), list)]
         if given is not None:
             self._check(schema, (*_OF_STRINGS, *combined), path)
-            types = types_of(schema, self._root)
-            for value in given:
-                if isinstance(value, str) and self._is_told(value, types, path):
-                    yield value, []
+            yield from ((value, []) for value in given if isinstance(value, str))
         elif combined:
             self._check(schema, (*_OF_STRINGS, *combined[1:]), path)
             (key, *_), choices = combined, schema[combined[0]]
@@ -154,25 +167,25 @@ class TaggedArguments:
                 self._check(schema, ("allOf",), path)
             for number, choice in enumerate(choices):
                 if "string" in types_of(choice, self._root):
-                    yield from self._strings(choice, f"{path}{key}.{number}.")
+                    yield from self._strings(choice, f"{path}{key}.{number}.", seen)
         else:
             yield None, list(self._conditions(schema, path))
 
     def _is_told(self, text: str, types: Sequence[str], path: str) -> bool:
         """Whether a text is read as this string."""
         if self._tags.value_end in text:
-            raise InvalidRequestError("tools", f"{self._function}: {path}enum: {text!r} ends the parameter")
+            raise InvalidRequestError("tools", f"{path}enum: {text!r} ends the parameter")
         return self._tags.kinds is not None or as_json(text, types).startswith('"')
 
     def _conditions(self, schema: Mapping[str, Any], path: str) -> Iterator[str]:
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        if least or most != "":
-            yield f"/(.|\\n){{{least},{most}}}/"
+        if isinstance(least, int) and (isinstance(most, int) or least):
+            yield f"/{_ANY[:-1]}{{{least},{most}}}/"
         if isinstance(pattern := schema.get("pattern"), str):
             yield from self._matching(pattern, f"{path}pattern")
         if isinstance(wanted := schema.get("format"), str):
-            if wanted in FORMATS:
-                yield from self._matching(FORMATS[wanted], f"{path}format")
+            if wanted in _FORMATS:
+                yield from self._matching(_FORMATS[wanted], f"{path}format")
             else:
                 self._cannot(
                     f"{path}format", f"{wanted!r} cannot be enforced in the format of this model's calls"
@@ -192,7 +205,7 @@ class TaggedArguments:
         before, after = ("" if held else _ANY for held in (pattern.startswith("^"), ends))
         regex = f"{before}({from_ecma(inner)}){after}"
         if problem := LLMatcher.validate_grammar(LLMatcher.grammar_from_regex(regex)):
-            self._cannot(key, problem)
+            self._cannot(key, problem.strip().rpartition("error: ")[2].partition("\n")[0])
             return
         yield f"/{_SLASH.sub(_escaped, regex)}/"
 

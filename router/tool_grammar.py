@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from protocol.errors import InvalidRequestError
 from router.json_schemas import schema_grammar
 from router.lark import TEXT, Spelling, lark_grammar, named, quoted
 from router.parsing.forms import CallForm
@@ -55,14 +56,16 @@ def tool_grammar(
         pieces = [spelling(piece.replace("%s", offer.name)) for piece in form.begin.split("%d")]
         begin, end, name = " NUMBER ".join(pieces), spelling(form.end), f"arguments{number}"
         schema = offer.schema if offer.schema is not None else _NO_PARAMETERS
-        if form.tags is None:
-            others += named(name, schema_grammar(schema, "tools", lenient=not offer.strict))
-            name = f"@{name}"
-        else:
-            tagged = TaggedArguments(name, form.tags, spelling, offer.name, offer.strict)
-            tagged.add(schema)
-            rules += tagged.rules
-            others += tagged.others
+        try:
+            if form.tags is None:
+                others += named(name, schema_grammar(schema, "tools", lenient=not offer.strict))
+                name = f"@{name}"
+            else:
+                tagged = TaggedArguments(name, schema, form.tags, spelling, offer.strict)
+                rules += tagged.rules
+                others += tagged.others
+        except InvalidRequestError as error:
+            raise InvalidRequestError("tools", f"{offer.name}: {error.message}") from error
         rules.append(f"call{number}: {begin} {name} {end}")
     if form.tags is not None:
         rules += shared_rules(form.tags)

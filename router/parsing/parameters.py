@@ -21,8 +21,9 @@ _TYPES = (
     (dict, "object"),
 )
 _INTEGER = re.compile(r"[-+]?[0-9]{1,300}")
-_MAX_DEPTH = 16
-"""References that are nested deeper are read as strings."""
+COMBINED = ("anyOf", "oneOf", "allOf")
+_MAX_REFERENCES = 16
+"""Longer chains of references lead nowhere."""
 
 
 class Parameters(msgspec.Struct, frozen=True):
@@ -38,7 +39,7 @@ class Parameters(msgspec.Struct, frozen=True):
 def parameters_of(schema: Mapping[str, Any] | None) -> Parameters:
     """Return the types of a function's parameters. A schema that tells none counts as one of strings."""
     root = schema or {}
-    schema = resolved(root, root)
+    schema = function_schema(root)
     properties, others = schema.get("properties"), schema.get("additionalProperties")
     named = properties.items() if isinstance(properties, dict) else ()
     return Parameters(
@@ -47,26 +48,38 @@ def parameters_of(schema: Mapping[str, Any] | None) -> Parameters:
     )
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> tuple[str, ...]:
+def function_schema(root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of a function's parameters, which `root` may have by reference."""
+    schema = resolved(root, root)
+    return schema if isinstance(schema, dict) else {}
+
+
+def types_of(schema: Any, root: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of all types that a schema tells, `string` if it tells none."""
+    return tuple(sorted(_told(schema, root, set()))) or STRING
+
+
+def _told(schema: Any, root: Mapping[str, Any], seen: set[int]) -> set[str]:
     schema = resolved(schema, root)
-    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
-        return STRING
-    told = schema.get("type")
+    if id(schema) in seen:
+        return set()
+    if not isinstance(schema, dict):
+        return {"string"}
+    seen.add(id(schema))
+    told, values = schema.get("type"), schema.get("enum")
     found = {each for each in (told if isinstance(told, list) else [told]) if isinstance(each, str)}
-    values = schema.get("enum")
-    values = list(values) if isinstance(values, list) else []
+    values = [*values] if isinstance(values, list) else []
     found.update(type_name(value) for value in [*values, *([schema["const"]] if "const" in schema else [])])
-    for key in ("anyOf", "oneOf", "allOf"):
+    for key in COMBINED:
         choices = schema.get(key)
         for choice in choices if isinstance(choices, list) else ():
-            found.update(types_of(choice, root, depth + 1))
-    return tuple(sorted(found)) or STRING
+            found |= _told(choice, root, seen)
+    return found or {"string"}
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     """Return the schema that a reference within `root` leads to; any other schema as it is."""
-    for _ in range(_MAX_DEPTH):
+    for _ in range(_MAX_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(reference, str) or not reference.startswith("#"):
             break

@@ -97,7 +97,7 @@ class Tags(msgspec.Struct, frozen=True):
     def _mark(self, answer: AnswerText) -> Parse[str]:
         """Read the mark before a parameter, or behind the call."""
         yield from answer.skip_space()
-        return (yield from answer.accept(*filter(None, (self.key, self.call_end))))
+        return (yield from answer.accept(*filter(None, (self.key, self.call_end, self.close))))
 
     def _parameter(self, answer: AnswerText, known: Parameters, separator: str) -> Parse[bool]:
         key: list[str] = []
@@ -121,7 +121,8 @@ class Tags(msgspec.Struct, frozen=True):
         if (yield from self._value(answer, texts.append)):
             answer.arguments(as_json("".join(texts), types))
             return True
-        answer.arguments("".join(texts).strip())
+        if (begun := "".join(texts).strip())[:1] in _JSON_BEGINS:
+            answer.arguments(begun)
         return False
 
     def _string(self, answer: AnswerText) -> Parse[bool]:
@@ -134,6 +135,10 @@ class Tags(msgspec.Struct, frozen=True):
 
     def _value(self, answer: AnswerText, write: Callable[[str], object]) -> Parse[str]:
         return (yield from answer.until(self.pad + self.value_end, self.value_end, write=write))
+
+
+_JSON_BEGINS = tuple("{[-0123456789")
+"""With these a value that was cut off is passed on: unlike a word it is hardly anything but JSON."""
 
 
 def _quoted(text: str) -> str:

@@ -53,15 +53,27 @@ class Tasks:
 
     def _grammar(self, argument: bytes) -> bytes:
         """Return the text of the grammar that a `GrammarRequest` asks for, after compiling it once."""
-        grammar = self._chats.grammar(msgspec.json.decode(argument, type=GrammarRequest))
+        request = msgspec.json.decode(argument, type=GrammarRequest)
+        grammar = self._chats.grammar(request)
         text = grammar.text.encode()
         if len(text) > MAX_GRAMMAR_BYTES:
             reason = f"at most {MAX_GRAMMAR_BYTES} bytes as llguidance reads it, got {len(text)}"
             raise InvalidRequestError(grammar.field, reason)
         problem = self._problem if self._vocabulary is None else compile_problem(self._vocabulary, grammar)
         if problem:
-            raise InvalidRequestError(grammar.field, problem[:MAX_REASON])
+            raise InvalidRequestError(grammar.field, f"{self._culprit(request)}{problem}"[:MAX_REASON])
         return text
+
+    def _culprit(self, request: GrammarRequest) -> str:
+        """Return the name of the function whose grammar alone does not compile, if there is one."""
+        calls = request.calls
+        if calls is None or self._vocabulary is None:
+            return ""
+        for name in [tool.function.name for tool in calls.tools] if calls.name is None else [calls.name]:
+            alone = msgspec.structs.replace(request, calls=msgspec.structs.replace(calls, name=name))
+            if compile_problem(self._vocabulary, self._chats.grammar(alone)):
+                return f"{name}: "
+        return ""
 
 
 def compile_problem(vocabulary: LLTokenizer, grammar: Grammar) -> str:

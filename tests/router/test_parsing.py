@@ -19,7 +19,7 @@ from router.parsing.formats import (
     reasoning_format,
     tool_format,
 )
-from router.parsing.parameters import parameters_of
+from router.parsing.parameters import as_json, parameters_of
 from router.parsing.reasoning import GRANITE, HARMONY, THINK
 
 SCHEMAS = {
@@ -28,7 +28,7 @@ SCHEMAS = {
 }
 KNOWN = {name: parameters_of(schema) for name, schema in SCHEMAS.items()}
 PARIS = '{"city": "Paris \\"ô\\" {[", "days": [1, {"a": null}]}'
-ADD = '{"a": 1, "b": -2.5e3}'
+ADD = '{"a": 1, "b": -1e+30}'
 CALLS = [("get_weather", PARIS), ("add", ADD)]
 
 
@@ -72,16 +72,12 @@ def named_call(marks: json_formats.Named, name: str, begin: str, arguments: str,
 def in_tags(tags: tagged.Tags, arguments: str) -> str:
     """Arguments as tagged parameters, spelled as the JSON spells them."""
     texts = []
-    for key, value in json.loads(arguments, parse_float=Number).items():
-        end = tags.key_end if tags.kinds is None else tags.kinds[type(value) is not str]
+    for key, value in json.loads(arguments).items():
+        end = tags.key_end if tags.kinds is None else tags.kinds[not isinstance(value, str)]
         end += (tags.line + tags.value if tags.value else "") + tags.pad
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         texts.append(f"{tags.key}{key}{end}{text}{tags.pad}{tags.value_end}{tags.line}")
     return "".join(texts)
-
-
-class Number(str):
-    """A number as it was spelled."""
 
 
 TAGS = {
@@ -174,6 +170,48 @@ TEXTS = {
         name: (name, "I look.\n\n" + in_form(forms.tagged(tags), *CALLS), "I look.", CALLS)
         for name, tags in TAGS.items()
     },
+    "tags without the block's": (
+        "qwen3_coder",
+        "<function=add>\n<parameter=a>\n1\n</parameter>\n</tool_call> Done.",
+        "Done.",
+        [("add", '{"a": 1}')],
+    ),
+    "tags at the answer's end": (
+        "mimo",
+        "<tool_call><function=add><parameter=a>1</parameter>",
+        "",
+        [("add", '{"a": 1}')],
+    ),
+    "tags of unknown names": (
+        "minimax_m2",
+        '<minimax:tool_call><invoke name="add"><parameter name="a">one</parameter>'
+        '<parameter name="c">2</parameter></invoke><invoke name="other"><parameter name="b">3</parameter></invoke></minimax:tool_call>',
+        "",
+        [("add", '{"a": "one", "c": "2"}'), ("other", '{"b": "3"}')],
+    ),
+    "tags that tell types": (
+        "deepseek_v4",
+        f'<{tagged.DSML}tool_calls><{tagged.DSML}invoke name="add">'
+        + "".join(
+            f'<{tagged.DSML}parameter name="{name}"{kind}>{value}</{tagged.DSML}parameter>'
+            for name, kind, value in (
+                ("a", ' string="true"', "1"),
+                ("x", ' string="true"', "null"),
+                ("y", ' string="false"', "null"),
+                ("z", ' string="false"', "nil"),
+                ("b", "", "2"),
+            )
+        )
+        + f"</{tagged.DSML}invoke></{tagged.DSML}tool_calls>",
+        "",
+        [("add", '{"a": 1, "x": "null", "y": null, "z": "nil", "b": 2}')],
+    ),
+    "text between tags": (
+        "glm47",
+        "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value> and <arg_key>b</arg_key>",
+        "and <arg_key>b</arg_key>",
+        [("add", '{"a": 1')],
+    ),
     "harmony": ("openai", HARMONY_CALL + "<|call|>", "", CALLS[:1]),
     "harmony after a preamble": (
         "openai",
@@ -221,6 +259,9 @@ CONTENT = {
     "an interpreter's call": ("internlm", "<|action_start|><|interpreter|>\nprint(1)<|action_end|>"),
     "a module": ("phi4_mini_json", "import functools\nfunctools[0]"),
     "a code block": ("xlam", '```json\n[{"name": "Paris", "arguments": {}}]\n```'),
+    "a name in tags": ("glm45", "Say <tool_call>hello</tool_call>. "),
+    "a tag of a name": ("qwen3_coder", "Write <function=hello></function>. "),
+    "other tags": ("minimax_m2", "<minimax:tool_call><call>hello</call></minimax:tool_call>"),
     "no harmony": ("openai", "all plain"),
     "a head without a message": ("openai", "<|channel|>final"),
     "white space": ("hermes", " \n "),
@@ -364,7 +405,82 @@ def test_arguments_are_passed_on_as_they_come():
     assert parser.push(": 12") == [Arguments(": 12")]
 
 
+def test_a_string_in_tags_is_passed_on_as_it_comes():
+    parser = AnswerParser(of("qwen3_coder"))
+
+    def pushed(text: str) -> list[str]:
+        return [part.text for part in parser.push(text) if isinstance(part, Arguments)]
+
+    assert pushed("<tool_call>\n<function=get_weather>\n<parameter=city>\n") == ["{", '"city": ', '"']
+    assert [pushed(text) for text in ("Pa", 'r"is', "\n", "</", "b>")] == [
+        ["Pa"],
+        ['r\\"is'],
+        [],
+        [],
+        ["\\n</b>"],
+    ]
+    assert pushed("\n</parameter>\n<parameter=days>\n[1,") == ['"', ', "days": ']
+    assert pushed(" 2]\n</parameter>") == ["[1, 2]"] and pushed("\n</function>") == ["}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "types", "expected"),
+    [
+        (" 5\n", ["integer"], "5"),
+        ("+5", ["integer", "string"], "5"),
+        ("5.0", ["integer"], "5.0"),
+        ("five ", ["integer"], '"five "'),
+        ("-.5", ["number"], "-0.5"),
+        ("12345678901234567890.10", ["number"], "12345678901234567890.10"),
+        ("1e999", ["number"], '"1e999"'),
+        ("NaN", ["number", "object"], '"NaN"'),
+        ("True", ["boolean"], "true"),
+        ("0", ["boolean"], "false"),
+        ("null", ["null", "string"], "null"),
+        ("None", ["null", "string"], '"None"'),
+        ("None", ["null", "integer"], "null"),
+        ("null", ["string"], '"null"'),
+        ('{"a": [1, {}]}', ["object"], '{"a": [1, {}]}'),
+        ("{'a': 1}", ["object"], "\"{'a': 1}\""),
+        ("[1]", ["array", "string"], "[1]"),
+        ('"é"', ["array", "string"], '"\\"é\\""'),
+        ("[" * 100_000, ["array"], json.dumps("[" * 100_000)),
+        ("9" * 5000, ["integer"], f'"{"9" * 5000}"'),
+    ],
+)
+def test_a_text_between_tags_becomes_json_of_its_type(text, types, expected):
+    assert as_json(text, types) == expected
+
+
+ENDLESS = {"anyOf": [{"$ref": "#/$defs/A"}] * 9 + [{"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({}, ["string"]),
+        (True, ["string"]),
+        ({"type": ["integer", "null"]}, ["integer", "null"]),
+        ({"enum": ["a", 1, None, 0.5, False]}, ["boolean", "integer", "null", "number", "string"]),
+        ({"const": {}}, ["object"]),
+        ({"oneOf": [{"type": "array"}, {"allOf": [{"$ref": "#/$defs/B~1"}]}]}, ["array", "boolean"]),
+        ({"$ref": "#/$defs/A"}, ["null"]),
+        ({"$ref": "#/$defs/missing"}, ["string"]),
+        ({"$ref": "elsewhere", "type": 5, "enum": 5, "anyOf": 5}, ["string"]),
+    ],
+)
+def test_types_of_parameters(schema, types):
+    defs = {"A": ENDLESS, "B/": {"type": "boolean"}}
+    assert [*parameters_of({"properties": {"p": schema}, "$defs": defs}).of("p")] == types
+    assert [
+        *parameters_of({"$ref": "#/$defs/f", "$defs": {**defs, "f": {"additionalProperties": schema}}}).of(
+            "p"
+        )
+    ] == (["string"] if schema is True else types)
+
+
 FRAGMENTS = [
+    *[tag for tags in TAGS.values() for tag in (tags.call, f"{tags.key}a{tags.key_end}", tags.value_end)],
     *[word for each in TOOL_FORMATS.values() for word in each.markers],
     *[
         "<think>",

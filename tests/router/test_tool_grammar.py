@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 
+import jsonschema
+import numpy as np
 import pytest
 from conftest import byte_level_tokenizer
 from llguidance import LLMatcher, LLTokenizer
-from test_parsing import TAGS, block, parsed
+from test_parsing import TAGS, block, in_form, parsed
 from test_structured_outputs import grammar_of
 from tokenizers import AddedToken
 
+from protocol.errors import InvalidRequestError
 from router.lark import Spelling
-from router.parsing import forms
+from router.parsing import forms, tagged
 from router.parsing.formats import TOOL_FORMATS, Parsing
 from router.parsing.parameters import parameters_of
 from router.parsing.reasoning import GRANITE, HARMONY, THINK
@@ -56,6 +61,7 @@ class Model:
     """A tokenizer whose marks are added tokens, or texts like others."""
 
     def __init__(self, has_tokens: bool) -> None:
+        self.has_tokens = has_tokens
         self.fast = byte_level_tokenizer(500)
         if has_tokens:
             self.fast.add_tokens([AddedToken(text, normalized=False) for text in sorted(MARKERS)])
@@ -158,15 +164,129 @@ def test_a_strict_function_leaves_harmonys_final_channel():
     assert not model.takes(grammar, bad(forms.HARMONY)[0])
 
 
+ARGUMENTS = {
+    "none": {},
+    "an optional one": {"days": 3},
+    "of Unicode": {"city": "Zürich 🙂 \u2028", "days": -1},
+    "white space": {"city": " \n a\n\n", "days": 0},
+    "empty": {"city": ""},
+    "JSON in a string": {"city": '{"a": "\\n"}', "options": {"a": [{"b": [None, 1.5, "é </x>"]}], "c": {}}},
+    "tags in a string": {
+        "city": "<b> < </function>\n</tool_call></invoke> <parameter=x> <arg_key> </arg_value"
+    },
+}
+TRIP = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "options": {"type": "object"}},
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS.values(), ids=ARGUMENTS)
 @pytest.mark.parametrize(("kind", "form"), FORMS.values(), ids=FORMS)
-def test_the_parser_reads_what_the_grammar_has_written(kind, form):
-    known = {offer.name: parameters_of(offer.schema) for offer in OFFERS}
-    parsing = Parsing(tools=TOOL_FORMATS[kind], known=known, is_harmony=kind == "openai")
-    both = [("get_weather", PARIS), ("now", "{}")]
-    for text in calls(form):
-        _, content, found = parsed(parsing, list(text))
-        assert content == "" and found == both[: len(found)]
-    assert len(found) == len(calls(form))
+def test_what_the_grammar_takes_is_read_wherever_it_is_split_or_cut_off(model, kind, form, arguments):
+    offers = [Offer("trip", TRIP, True), Offer("now", None, False)]
+    wanted = [("trip", json.dumps(arguments, ensure_ascii=False)), ("now", "{}")]
+    has_one = form.separator is None and form.between is None
+    wanted = wanted[:1] if has_one else wanted
+    text, marks = in_form(form, *wanted), HARMONY if kind == "openai" else THINK
+    grammar = tool_grammar(form, offers, model.spelling, demanded=True, several=True, marks=marks)
+    said = f"{marks.open[0]}Hm.{marks.close[0]}{text}"
+    assert model.takes(grammar, said) or (model.has_tokens and "<b>" in said)  # no marks within strings
+    known = {offer.name: parameters_of(offer.schema) for offer in offers}
+    is_harmony = kind == "openai"
+    parsing = Parsing(tools=TOOL_FORMATS[kind], known=known, is_harmony=is_harmony, marks=marks)
+    assert parsed(parsing, [said]) == parsed(parsing, list(said)) == ("Hm.", "", wanted)
+    if model.has_tokens or form.tags is None:
+        return
+    for cut in range(len(said) - len(text), len(said)):
+        _, content, found = parsed(parsing, [said[:cut]], is_cut=True)
+        assert content in ("", "<")
+        for (name, start), (whole_name, whole) in zip(found, wanted, strict=False):
+            assert name == whole_name and whole.startswith(start), said[:cut]
+
+
+PARAMETERS = {
+    "text": {"type": "string"},
+    "short": {"type": "string", "minLength": 1, "maxLength": 3},
+    "code": {"type": "string", "pattern": "^[A-Z]{2}/[0-9]+$"},
+    "part": {"type": "string", "pattern": "a|b"},
+    "day": {"type": "string", "format": "date"},
+    "mail": {"type": "string", "format": "email"},
+    "unit": {"enum": ["celsius", "kelvin"]},
+    "mixed": {"enum": ["a", 1, None]},
+    "maybe": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+    "either": {"type": ["string", "integer"], "maximum": 5},
+    "list or text": {
+        "anyOf": [{"type": "array", "items": {"type": "integer"}, "maxItems": 2}, {"type": "string"}]
+    },
+    "kind": {"$ref": "#/$defs/Kind"},
+    "const": {"const": "x y"},
+    "count": {"type": "integer", "minimum": 1, "maximum": 20},
+    "is": {"type": "boolean"},
+    "place": {
+        "type": "object",
+        "properties": {"x": {"type": "integer"}},
+        "required": ["x"],
+        "additionalProperties": False,
+    },
+    "any": {},
+}
+SCHEMA = {
+    "type": "object",
+    "properties": PARAMETERS,
+    "required": [name for number, name in enumerate(PARAMETERS) if number % 3],
+    "additionalProperties": False,
+    "$defs": {"Kind": {"type": "string", "enum": ["one", "two"]}},
+}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", TAGS)
+def test_written_calls_satisfy_their_schemas(name, seed):
+    """Written at random as far as the grammar allows; closing marks are tried often, so that values end."""
+    model, rng, tags = Model(has_tokens=bool(seed)), random.Random(seed), TAGS[name]
+    offers = [Offer("f", SCHEMA, True)]
+    grammar = tool_grammar(forms.tagged(tags), offers, model.spelling, demanded=True, several=False)
+    matcher, token_ids = LLMatcher(model.ll, grammar, log_level=0), []
+    closing = [
+        model.fast.encode(text, add_special_tokens=False).ids
+        for text in (tags.pad + tags.value_end, '"', "]", "}")
+    ]
+    while not matcher.is_stopped():
+        mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        chosen = [int(rng.choice(np.flatnonzero(mask)))]
+        for text in rng.sample(closing, len(closing)):
+            if rng.random() < 0.3 and matcher.validate_tokens(text) == len(text):
+                chosen = text
+        assert matcher.consume_tokens(chosen)
+        token_ids += chosen
+    said = model.fast.decode(token_ids, skip_special_tokens=False).removesuffix("<|end|>")
+    parsing = Parsing(tools=TOOL_FORMATS[name], known={"f": parameters_of(SCHEMA)})
+    _, content, ((_, arguments),) = parsed(parsing, [said])
+    assert content == ""
+    jsonschema.validate(json.loads(arguments), SCHEMA, format_checker=jsonschema.FormatChecker())
+
+
+REFUSED = {
+    "properties.p.pattern: look-around": {"type": "string", "pattern": "(?=a)b"},
+    "properties.p.pattern: its anchors": {"type": "string", "pattern": "^a|b$"},
+    "properties.p.format: 'idn-email'": {"type": "string", "format": "idn-email"},
+    "properties.p.not: cannot": {"type": "string", "not": {"const": "a"}},
+    "properties.p.multipleOf: 0.123456789012 has": {"type": "number", "multipleOf": 0.123456789012},
+}
+
+
+@pytest.mark.parametrize(("reason", "schema"), REFUSED.items(), ids=REFUSED)
+def test_a_strict_function_names_the_keyword_that_no_tags_can_hold(model, reason, schema):
+    form, schema = forms.tagged(tagged.QWEN3), {"type": "object", "properties": {"p": schema}}
+
+    def grammar(strict: bool) -> str:
+        return tool_grammar(form, [Offer("f", schema, strict)], model.spelling, demanded=True, several=True)
+
+    with pytest.raises(InvalidRequestError, match=re.escape(f"f: {reason}")):
+        grammar(True)
+    assert model.takes(grammar(False), block(form, ("f", '{"p": 1}')))
 
 
 def test_an_answer_behind_thoughts(model):
