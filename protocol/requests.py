@@ -30,8 +30,9 @@ class DraftPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate. A worker that is gone emitted `output_token_ids` before.
 
-    Without a `draft_plan` the decode worker drafts as the deployment and the request say. Steps that compute
-    prompts in the same batch keep within `slo_tpot_s`, the time per output token that its client asked for.
+    Without a `draft_plan` the decode worker drafts as the deployment and the request say, by `suffix` also
+    from the client's `prediction`. Steps that compute prompts in the same batch keep within `slo_tpot_s`,
+    the time per output token that its client asked for.
     """
 
     request_id: Id
@@ -44,6 +45,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: Annotated[str, Meta(max_length=256)] = ""
     adapter: Adapter | None = None
     speculation: RequestSpeculation | None = None
+    prediction: TokenIds = []
     draft_plan: DraftPlan | None = None
 
     @property

@@ -25,10 +25,13 @@ class Echo(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A prompt as sent to the engine. `echo` is set if the answer begins with the prompt."""
+    """A prompt as sent to the engine. `echo` is set if the answer begins with the prompt. Drafts may come
+    from the `prediction` of the answer.
+    """
 
     token_ids: list[int]
     echo: Echo | None = None
+    prediction: list[int] = []
     chains: dict[CacheFormat, HashedBlocks] = msgspec.field(default_factory=dict)
 
     def blocks(self, cache: CacheFormat, cache_salt: str, adapter: Adapter | None) -> HashedBlocks:

@@ -230,6 +230,7 @@ class LiveRequest:
             cache_salt=self.generation.cache_salt,
             adapter=self.generation.adapter,
             speculation=self.generation.speculation,
+            prediction=self.choice.prompt.prediction,
             draft_plan=self.draft_plan,
         )
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from protocol.errors import InvalidRequestError
 from router.call_arguments import call_arguments
 from router.decoding import refuse_unsupported
-from router.openai_types import ChatMessage, ToolCall
+from router.openai_types import ChatMessage, ContentPart, ToolCall
 
 Content: TypeAlias = str | list[dict[str, str]] | None
 """A message's text or its parts, as the client sent them."""
@@ -42,7 +42,7 @@ def _plain(message: ChatMessage, at: str, calls: dict[str, str]) -> dict[str, An
     has_thought = message.reasoning_content is not None and is_assistant
     if message.content is None and not message.tool_calls and not has_thought:
         raise InvalidRequestError(f"{at}content", "is required")
-    fields: dict[str, Any] = {"role": _ROLES[message.role], "content": _content(message, at)}
+    fields: dict[str, Any] = {"role": _ROLES[message.role], "content": plain_content(message.content, at)}
     if message.name is not None:
         fields["name"] = message.name
     if has_thought:
@@ -72,8 +72,8 @@ def _call(call: ToolCall, at: str) -> dict[str, Any]:
     }
 
 
-def _content(message: ChatMessage, at: str) -> Content:
-    content = message.content
+def plain_content(content: str | list[ContentPart] | None, at: str) -> Content:
+    """Return the content as the chat template reads it. Raises `InvalidRequestError`."""
     if content is None or isinstance(content, str):
         return content
     parts = []

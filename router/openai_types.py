@@ -284,6 +284,13 @@ class FunctionName(msgspec.Struct, kw_only=True):
     name: Annotated[str, _doc("The function's name.")]
 
 
+class Prediction(msgspec.Struct, kw_only=True):
+    """A text that much of the answer may repeat."""
+
+    type: Annotated[str, _doc("`content`.")] = "content"
+    content: Annotated[str | list[ContentPart], _doc("The predicted text.")]
+
+
 class NamedTool(msgspec.Struct, kw_only=True):
     """The tool that the answer must call."""
 
@@ -362,12 +369,14 @@ class ChatBody(GenerationBody, kw_only=True):
         _doc("Most tokens of reasoning; after that many, the reasoning is ended."),
     ] = None
     reasoning_effort: Annotated[str | None, _doc("Passed to the chat template.")] = None
+    prediction: Annotated[
+        Prediction | None, _doc("A text to draft from; it changes no token of the answer.")
+    ] = None
 
     functions: Unsupported = _absent()
     function_call: Unsupported = _absent()
     modalities: Unsupported = _absent()
     audio: Unsupported = _absent()
-    prediction: Unsupported = _absent()
     web_search_options: Unsupported = _absent()
     documents: Unsupported = _absent()
     chat_template: Unsupported = _absent()

@@ -10,7 +10,7 @@ import msgspec
 
 from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation
-from router.choice import Echo
+from router.choice import Echo, Prompt
 from router.formats import AskedOutput
 from router.grammar_request import AskedGrammar
 from router.parsing.parameters import Parameters
@@ -32,25 +32,29 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 class PreparedPrompt(msgspec.Struct, frozen=True):
     """A prompt's tokens and the most tokens that may follow. `echo` is its text if the answer begins with
-    the prompt.
+    the prompt. Drafts may come from the `prediction` of the answer.
     """
 
     token_ids: list[int] | bytes
     max_tokens: int
     echo: str | None = None
     echo_offsets: list[int] | bytes = []
+    prediction: list[int] | bytes = []
 
     def packed(self) -> PreparedPrompt:
         """Return a copy with bytes in place of lists, since decoding a list of a million numbers would block
         for long.
         """
         return msgspec.structs.replace(
-            self, token_ids=_packed(self.token_ids), echo_offsets=_packed(self.echo_offsets)
+            self,
+            token_ids=_packed(self.token_ids),
+            echo_offsets=_packed(self.echo_offsets),
+            prediction=_packed(self.prediction),
         )
 
-    def unpacked(self) -> tuple[list[int], Echo | None]:
+    def unpacked(self) -> Prompt:
         echo = None if self.echo is None else Echo(self.echo, _unpacked(self.echo_offsets))
-        return _unpacked(self.token_ids), echo
+        return Prompt(_unpacked(self.token_ids), echo, _unpacked(self.prediction))
 
 
 class EarlierResponse(msgspec.Struct, frozen=True, tag=True):

@@ -14,7 +14,7 @@ from protocol.config import ServeConfig
 from protocol.kv_events import CacheFormat
 from protocol.sampling import SamplingParams
 from router.chats import Chats
-from router.choice import Choice, Prompt
+from router.choice import Choice
 from router.formats import OutputOptions
 from router.journal import Generation
 from router.prepared import Prepared
@@ -60,7 +60,7 @@ class RequestBuilder:
         keep = frozenset() if parsing is None else parsing.markers
         choices: list[tuple[Choice, SamplingParams]] = []
         for each in prepared.prompts:
-            prompt = Prompt(*each.unpacked())
+            prompt = each.unpacked()
             params = msgspec.structs.replace(prepared.params, max_tokens=each.max_tokens)
             for cache in self._formats():
                 prompt.blocks(cache, prepared.cache_salt, adapter)

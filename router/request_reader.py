@@ -13,13 +13,18 @@ import msgspec
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 from protocol.sampling import SamplingParams, check_sampling_params
-from protocol.speculation import check_request_speculation, parse_request_speculation
+from protocol.speculation import (
+    RequestSpeculation,
+    check_request_speculation,
+    parse_request_speculation,
+)
 from router.chats import Chats
 from router.choice import Echo
 from router.decoding import decode_body, decode_object, refuse_unsupported
 from router.errors import ApiError
 from router.formats import AskedOutput
 from router.grammar_request import AskedGrammar, asked_grammar
+from router.messages import plain_content, text_of
 from router.openai_types import (
     MAX_STOP_CHARACTERS,
     ChatBody,
@@ -108,7 +113,11 @@ class RequestReader:
         asked = getattr(body, field)
         kept = _kept(body, asked or 1, model)
         token_ids = self._token_ids(text, bool(body.add_special_tokens), "messages", kept, model)
-        prompt = PreparedPrompt(token_ids, _max_tokens(params, asked, None, len(token_ids), field, model))
+        prompt = PreparedPrompt(
+            token_ids,
+            _max_tokens(params, asked, None, len(token_ids), field, model),
+            prediction=self._prediction(body, model),
+        )
         return self._prepared(body, [prompt], params, output, grammar, answer, warning)
 
     def chat_tokens(self, body: ChatBody, model: ServedModel) -> list[int]:
@@ -204,6 +213,16 @@ class RequestReader:
             echo = Echo(text, [])
         return msgspec.structs.replace(prompt, echo=echo.text, echo_offsets=echo.offsets)
 
+    def _prediction(self, body: ChatBody, model: ServedModel) -> list[int]:
+        """Return the tokens of the predicted answer."""
+        asked = body.prediction
+        if asked is None:
+            return []
+        if asked.type != "content":
+            raise InvalidRequestError("prediction.type", f"must be 'content', got {asked.type!r}")
+        text = text_of(plain_content(asked.content, "prediction."))
+        return self._tokenizer.encode_prompt(text, False, model.max_model_len, "prediction.content")
+
     # --- parameters ---------------------------------------------------------------------------------
 
     def _check_number(self, body: GenerationBody, num_prompts: int) -> None:
@@ -274,6 +293,8 @@ class RequestReader:
                 "disaggregate", "this server has no prefill workers (--no-disaggregation)"
             )
         speculation = parse_request_speculation(decode_object(body.speculative, "speculative"))
+        if any(prompt.prediction for prompt in prompts):
+            speculation = _from_prediction(speculation)
         check_request_speculation(speculation, self._config.speculative_config)
         _check_prompt_logprobs(prompts, body, params)
         return Prepared(
@@ -292,6 +313,12 @@ class RequestReader:
             grammar=grammar,
             warning=warning,
         )
+
+
+def _from_prediction(asked: RequestSpeculation | None) -> RequestSpeculation:
+    """Return the speculation of a request with a prediction, which only `suffix` reads."""
+    asked = asked or RequestSpeculation()
+    return asked if asked.method is not None else msgspec.structs.replace(asked, method="suffix")
 
 
 def _kept(body: GenerationBody, num_output: int, model: ServedModel) -> int | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 NOTHING = -1
-"""In the place of a symbol: the output ends here."""
+"""In the place of a symbol or a token: the text ends here."""
 NUM_ORDERS = 4
 """Chains that a place is in, as in `suffix.cpp`."""
 _MODULUS = 2**32

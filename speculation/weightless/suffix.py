@@ -2,7 +2,8 @@
 
 For each number of last tokens that occurred before, the most frequent next token is taken again and again.
 The sum of the path's probabilities up to each token says how many may be accepted, and the best sum wins,
-over all those numbers, and over the request's own text and the tenant's earlier outputs.
+over all those numbers, and over the request's own text, with the client's prediction of the answer before it,
+and the tenant's earlier outputs.
 
 Frequencies are those among the 64 most recent occurrences (see `suffix.cpp`). Earlier outputs take up to
 40 MiB.
@@ -21,7 +22,7 @@ from engine.sequence import SequenceState
 from native.build import BuildError, declare, load_library
 from protocol.speculation import SpeculativeConfig
 from speculation.weightless.corpus import Corpus, Ring
-from speculation.weightless.text import TextBatch, TextDrafter
+from speculation.weightless.text import Text, TextBatch, TextDrafter
 
 logger = logging.getLogger("tandem.speculation")
 
@@ -85,6 +86,9 @@ class SuffixDrafter(TextDrafter):
         text = self._texts.pop(request_id, None)
         if text is not None and self._corpus is not None:
             self._corpus.add(text.sequence.request.cache_salt, text.sequence.output_token_ids)
+
+    def _begun(self, sequence: SequenceState) -> Text:
+        return Text(sequence, before=sequence.request.prediction)
 
     def _tenant(self, sequence: SequenceState) -> int:
         """Its number, -1 if nothing is known of it."""

@@ -10,13 +10,17 @@ from torch import Tensor
 
 from engine.sequence import SequenceState
 from speculation.drafter import Drafter
+from speculation.weightless.corpus import NOTHING
 
 
 class Text:
-    """A sequence's tokens as int32 [length], at `address`, until the next `update`."""
+    """A sequence's tokens as int32 [length], at `address`, until the next `update`. If there is a text
+    `before` them, `NOTHING` ends it, so that no draft goes on from there.
+    """
 
-    def __init__(self, sequence: SequenceState) -> None:
+    def __init__(self, sequence: SequenceState, before: Sequence[int] = ()) -> None:
         self.sequence = sequence
+        self._before = [*before, NOTHING] if before else []
         self.length = 0
         self.address = 0
         self._buffer = np.empty(0, np.int32)
@@ -27,15 +31,18 @@ class Text:
 
     def update(self) -> None:
         """Append what is new; begin anew if what is known is no longer there."""
-        token_ids, known = self.sequence.token_ids, self.length
-        if known > len(token_ids) or (known and self._buffer[known - 1] != token_ids[known - 1]):
-            known = self.length = 0
-        if len(token_ids) > len(self._buffer):
-            buffer = np.empty(2 * len(token_ids), np.int32)
-            buffer[:known] = self._buffer[:known]
+        token_ids, start = self.sequence.token_ids, len(self._before)
+        known = max(self.length - start, 0)
+        if known > len(token_ids) or (known and self._buffer[self.length - 1] != token_ids[known - 1]):
+            known = 0
+        length = start + len(token_ids)
+        if length > len(self._buffer):
+            buffer = np.empty(2 * length, np.int32)
+            buffer[:start] = self._before
+            buffer[start : start + known] = self._buffer[start : start + known]
             self._buffer, self.address = buffer, int(buffer.ctypes.data)
-        self._buffer[known : len(token_ids)] = token_ids[known:]
-        self.length = len(token_ids)
+        self._buffer[start + known : length] = token_ids[known:]
+        self.length = length
 
 
 class TextBatch(ctypes.Structure):
@@ -80,8 +87,11 @@ class TextDrafter(Drafter):
     def _text(self, sequence: SequenceState) -> Text:
         text = self._texts.get(sequence.request_id)
         if text is None or text.sequence is not sequence:
-            text = self._texts[sequence.request_id] = Text(sequence)
+            text = self._texts[sequence.request_id] = self._begun(sequence)
         return text
+
+    def _begun(self, sequence: SequenceState) -> Text:
+        return Text(sequence)
 
     def _updated(self, sequence: SequenceState) -> Text:
         text = self._text(sequence)

@@ -74,6 +74,24 @@ def test_chats_whole_and_streamed(client: openai.OpenAI) -> None:
     assert len(answers.choices) == 2 and answers.choices[0].message.content == text
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_prediction_is_drafted_from_and_changes_nothing(client: openai.OpenAI, temperature: float) -> None:
+    """A request of another salt finds no earlier output, so that drafts are those of the prediction."""
+    more: Any = {"ignore_eos": True, "speculative": {"num_speculative_tokens": 4}}
+    asked: Any = {"model": "model", "messages": ASK, "temperature": temperature, "seed": 4, "max_tokens": 64}
+    plain = client.chat.completions.create(**asked, extra_body={"ignore_eos": True}).choices
+    accepted = []
+    for predicted in (plain[0].message.content, "Nothing like it."):
+        answer = client.chat.completions.create(
+            **asked,
+            prediction={"type": "content", "content": [{"type": "text", "text": predicted}]},
+            extra_body={**more, "cache_salt": f"{temperature} {predicted}"},
+        )
+        assert answer.choices == plain
+        accepted.append(answer.usage.completion_tokens_details.accepted_prediction_tokens)
+    assert accepted[0] > accepted[1] + 4, accepted
+
+
 def test_completions_and_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["model"]
     answer = client.completions.create(model="model", prompt="Say this", max_tokens=5, seed=1)

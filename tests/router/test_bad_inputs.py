@@ -162,6 +162,11 @@ CASES = {
     "a regex elsewhere": ("regex", *completion(regex="a")),
     "a grammar elsewhere": ("grammar", MESSAGES, {"messages": HELLO, "max_tokens": 2, "grammar": "a"}),
     "a length penalty": ("length_penalty", *completion(length_penalty=2)),
+    "a prediction of another type": ("prediction.type", *chat(prediction={"type": "x", "content": "a"})),
+    "a prediction of an image": (
+        "prediction.content[0].type",
+        *chat(prediction={"content": [{"type": "image_url"}]}),
+    ),
     "verbosity": ("verbosity", *chat(verbosity="low")),
     "no reasoning": ("include_reasoning", *chat(include_reasoning=False)),
     "unknown structure": ("structured_outputs", *completion(structured_outputs={"xml": "a"})),

@@ -87,6 +87,7 @@ def test_both_ways_of_reading_lead_to_the_same_request(router, monkeypatch):
         "/v1/completions": {"prompt": ["the quick brown fox", "jumps"], **fields},
         "/v1/chat/completions": {
             "messages": [{"role": "user", "content": "a fox"}],
+            "prediction": {"content": "a fox"},
             "seed": 5,
             "max_tokens": 3,
         },

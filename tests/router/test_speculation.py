@@ -54,6 +54,25 @@ def test_the_engine_gets_what_the_request_says(make_router, path, body):
     ]
 
 
+def test_a_prediction_goes_to_the_engine_which_drafts_from_it(make_router):
+    router = make_router()
+    worker = router.add_worker()
+    wishes = (None, {"enabled": False}, {"num_speculative_tokens": 3}, {"method": "ngram"})
+    for content in ("the fox", [{"type": "text", "text": "the fox"}], "the fox" + " and more" * 2000):
+        for wish in wishes:
+            fields = {"prediction": {"type": "content", "content": content}, "speculative": wish}
+            answer = router.http.post("/v1/chat/completions", json={**CHAT, **fields})
+            too_long = len(content) > 100
+            assert answer.status_code == (400 if too_long else 200), answer.text
+            assert not too_long or answer.json()["error"]["param"] == "prediction.content"
+    tokens = router.server.state.tokenizer.encode("the fox", add_special_tokens=False)
+    assert [request.prediction for request in worker.generated] == [tokens] * 2 * len(wishes)
+    suffix = RequestSpeculation(method="suffix")
+    own = [RequestSpeculation(enabled=False, method="suffix"), RequestSpeculation(method="ngram")]
+    own.insert(1, RequestSpeculation(num_speculative_tokens=3, method="suffix"))
+    assert seen(worker) == [suffix, *own] * 2
+
+
 @pytest.mark.parametrize(
     ("asked", "field", "reason"),
     [

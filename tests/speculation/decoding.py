@@ -11,7 +11,12 @@ from protocol.sampling import SamplingParams
 
 
 def decoding(
-    prompt: Sequence[int], output: Sequence[int] = (), *, request_id: str = "a", salt: str = ""
+    prompt: Sequence[int],
+    output: Sequence[int] = (),
+    *,
+    request_id: str = "a",
+    salt: str = "",
+    prediction: Sequence[int] = (),
 ) -> SequenceState:
     request = EngineRequest(
         request_id=request_id,
@@ -19,6 +24,7 @@ def decoding(
         output_token_ids=list(output),
         sampling=SamplingParams(max_tokens=10_000),
         cache_salt=salt,
+        prediction=list(prediction),
     )
     return SequenceState(request, order=0)
 

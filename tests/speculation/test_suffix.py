@@ -75,6 +75,24 @@ def test_the_better_of_text_and_earlier_outputs() -> None:
     assert draft(drafting, [0, 5, 1], 2) == [2, 6]
 
 
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [([1, 2], []), ([1, 2, 5], [6]), ([1, 2, 5, 6], [7, 8]), ([1, 2, 5, 6, 7, 8], []), ([1, 2, 5, 9], [])],
+)
+def test_a_prediction_is_drafted_from_to_its_end(text: list[int], want: list[int]) -> None:
+    sequence = decoding(text, prediction=[4, 5, 6, 7, 8])
+    assert chains(drafter().propose([sequence], [8]))[0] == want
+
+
+def test_a_prediction_stays_before_the_text_as_it_grows_and_shrinks() -> None:
+    drafting, sequence = drafter(), decoding([1], [5, 6], prediction=[*range(4, 90)])
+    assert chains(drafting.propose([sequence], [8]))[0] == [7, 8]
+    sequence.token_ids[:] = [1, *range(5, 60)]
+    assert chains(drafting.propose([sequence], [8]))[0] == [*range(60, 68)]
+    sequence.token_ids[:] = [1, 9]
+    assert chains(drafting.propose([sequence], [8]))[0] == [10]
+
+
 def test_limits_of_a_draft() -> None:
     text = [*range(1, 13), *range(1, 7)]  # six tokens match
     assert draft(drafter(), text, 32) == [7, 8, 9, 10, 11, 12]
