@@ -27,6 +27,7 @@ from engine.limits import (
 from engine.lora.config import AdapterError, check_files
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
+from router.generation_defaults import load_defaults
 from worker.cores import host_cores
 
 _POSITIONS = ("max_position_embeddings", "n_positions")
@@ -42,6 +43,7 @@ def check_start(config: ServeConfig) -> None:
     check_source(config.model, "--model", config.revision)
     if config.tokenizer is not None:
         check_source(config.tokenizer, "--tokenizer", config.revision, "tokenizer_config.json")
+    load_defaults(config)
     model = _read_config(config.model, config.revision, "--model")
     _check_weights(config)
     _check_backend(config)

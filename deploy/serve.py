@@ -33,6 +33,7 @@ from protocol.addresses import is_loopback, is_wildcard
 from protocol.config import ServeConfig
 from protocol.errors import TandemError
 from protocol.version import version
+from router.generation_defaults import load_defaults
 from router.server import RouterServer, http_url
 from worker.cores import host_cores
 
@@ -196,6 +197,9 @@ def announcement(config: ServeConfig, server: Routers, url: str) -> str:
     for worker_id, start_up in server.start_ups().items():
         where = "" if config.ray_address is None else " on {host}, threads: {threads}".format_map(start_up)
         lines.append(f"  {worker_id}{where}: {_summary(start_up)}")
+    if defaults := msgspec.to_builtins(load_defaults(config)):
+        listed = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        lines.append(f"Requests' defaults (--generation-config {config.generation_config}): {listed}")
     lines.append(f"Try:  {curl_line(config, url)}")
     lines.append(f"Listening on {url}  (a playground at {url}/, API below /v1, its documentation at /docs)")
     return "\n".join(lines)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import is_accelerate_available
 
 from checkpoints.source import hf_source
@@ -137,7 +137,7 @@ def load_model(config: ServeConfig) -> LoadedModel:
         kv_group=_stored_as(_in_one_table(kept.kv, model), config.kv_cache_dtype),
         vocab_size=text_config.vocab_size,
         max_model_len=_longest(config, text_config),
-        eos_token_ids=_eos_token_ids(model, text_config),
+        eos_token_ids=_eos_token_ids(config, model, text_config),
         weights=weights,
         recurrent=Recurrent(hooks, kept.state) if hooks is not None and kept.state is not None else None,
         adapters=adapters,
@@ -275,8 +275,10 @@ def _load_weights(
     return model.to(device).eval().requires_grad_(False)
 
 
-def _eos_token_ids(model: PreTrainedModel, text_config: Any) -> list[int]:
+def _eos_token_ids(config: ServeConfig, model: PreTrainedModel, text_config: Any) -> list[int]:
     generation = getattr(model, "generation_config", None)
+    if config.generation_config not in ("auto", "vllm"):
+        generation = GenerationConfig.from_pretrained(config.generation_config)
     eos = getattr(generation, "eos_token_id", None)
     if eos is None:
         eos = getattr(text_config, "eos_token_id", None)

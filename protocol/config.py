@@ -45,6 +45,13 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     revision: Annotated[str | None, _doc("Branch, tag or commit on the hub.")] = None
     trust_remote_code: Annotated[bool, _doc("Run model code that comes with the weights.")] = False
     chat_template: Annotated[str | None, _doc("File with a Jinja chat template.")] = None
+    generation_config: Annotated[
+        str,
+        _doc(
+            "Defaults of sampling parameters: those of the model's generation_config.json (`auto`), of a "
+            "folder with such a file, or no model's (`vllm`)."
+        ),
+    ] = "auto"
     tool_call_parser: Annotated[
         Literal[
             "auto",

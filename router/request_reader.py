@@ -47,7 +47,7 @@ _AS_GIVEN = (
     *("temperature", "top_k", "top_p", "min_p", "min_tokens", "stop_token_ids", "logit_bias", "ignore_eos"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
-"""Fields that `SamplingParams` has with the same meaning; it also has their defaults."""
+"""Fields that `SamplingParams` has with the same meaning; it also has defaults, where the model has none."""
 
 
 class RequestReader:
@@ -251,7 +251,7 @@ class RequestReader:
             allowed_token_ids=None if allowed is None else sorted(set(allowed)),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            **given,
+            **model.defaults.sampling() | given,
         )
         check_sampling_params(params, model.vocab_size, self._config.max_logprobs)
         return params
@@ -397,6 +397,7 @@ def _max_tokens(
             param=field,
             code="context_length_exceeded",
         )
+    asked = min(asked, model.defaults.max_new_tokens or asked)
     if params.min_tokens > asked:
         raise InvalidRequestError(
             "min_tokens", f"must be in [0, max_tokens={asked}], got {params.min_tokens}"

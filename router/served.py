@@ -7,14 +7,16 @@ from collections.abc import Collection
 import msgspec
 
 from router.errors import ApiError
+from router.generation_defaults import GenerationDefaults
 
 
 class ServedModel(msgspec.Struct, frozen=True, array_like=True):
-    """The model's limits, and the names that requests may use: the model's own and its adapters'."""
+    """The model's limits, its defaults, and the names that requests may use: its own and its adapters'."""
 
     max_model_len: int
     vocab_size: int
     names: tuple[str, ...]
+    defaults: GenerationDefaults = GenerationDefaults()
 
     def check_name(self, name: str | None) -> None:
         """Raise `ApiError` 404 if no served model has this name."""

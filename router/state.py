@@ -36,6 +36,7 @@ from router.chats import Chats
 from router.dispatcher import Dispatcher
 from router.drainer import Drainer
 from router.errors import unavailable
+from router.generation_defaults import load_defaults
 from router.grammar_compiler import GrammarCompiler
 from router.journal import Journal
 from router.kv_feed import KvFeed
@@ -89,6 +90,7 @@ class RouterState:
         self.journal = Journal(self.incarnation)
         self.tokenizer = Tokenizer.load(config)
         self.chats = Chats(config, self.tokenizer)
+        self.defaults = load_defaults(config)
         is_shared = config.router_replicas > 1
         self.registry = Registry(config.worker_timeout, config.block_size, is_shared, config.max_num_seqs)
         self.metrics = Metrics(config.model_name, self.registry, config.metric_names == "vllm")
@@ -170,7 +172,7 @@ class RouterState:
         `require_ready`.
         """
         facts = self.require_ready()
-        return ServedModel(facts.max_model_len, facts.vocab_size, self.adapters.names)
+        return ServedModel(facts.max_model_len, facts.vocab_size, self.adapters.names, self.defaults)
 
     def _on_message(self, message: WorkerToRouter | Introduced) -> None:
         match message:

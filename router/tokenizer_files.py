@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +31,21 @@ def load_files(config: ServeConfig) -> tuple[str, dict[str, Any]]:
     tokenizer's files, Transformers converts them in a separate process. Raises `ConfigError`.
     """
     source = hf_source(config.tokenizer_source, config.revision)
-    files = _local_files(Path(source)) if Path(source).is_dir() else _hub_files(config)
+    flag = tokenizer_flag(config)
+    files = find_files(source, config.revision, FILES, flag)
     if "tokenizer.json" in files:
-        return _read(files, tokenizer_flag(config))
+        return _read(files, flag)
     with tempfile.TemporaryDirectory(prefix="tandem-tokenizer-") as folder:
         _convert(config, folder)
-        return _read(_local_files(Path(folder)), tokenizer_flag(config))
+        return _read(find_files(folder, None, FILES, flag), flag)
 
 
-def _local_files(folder: Path) -> dict[str, Path]:
-    return {name: folder / name for name in FILES if (folder / name).is_file()}
-
-
-def _hub_files(config: ServeConfig) -> dict[str, Path]:
-    """Return the files that the hub has or, with HF_HUB_OFFLINE, those in the cache."""
+def find_files(source: str, revision: str | None, names: Sequence[str], flag: str) -> dict[str, Path]:
+    """Return those of the files that a local folder or the hub has or, with HF_HUB_OFFLINE, the cache.
+    Raises `ConfigError`, naming the flag.
+    """
+    if Path(source).is_dir():
+        return {name: Path(source) / name for name in names if (Path(source) / name).is_file()}
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -52,10 +54,10 @@ def _hub_files(config: ServeConfig) -> dict[str, Path]:
         LocalEntryNotFoundError,
     )
 
-    files, source, flag = {}, config.tokenizer_source, tokenizer_flag(config)
-    for name in FILES:
+    files = {}
+    for name in names:
         try:
-            files[name] = Path(hf_hub_download(source, name, revision=config.revision))
+            files[name] = Path(hf_hub_download(source, name, revision=revision))
         except LocalEntryNotFoundError as error:
             if not constants.HF_HUB_OFFLINE:  # the hub did not answer
                 raise ConfigError(f"{flag}: cannot get {name} of {source!r}: {error}") from error

@@ -80,9 +80,9 @@ def chat_request(body: ResponseBody, earlier: Sequence[Item]) -> ChatRequest:
     return ChatRequest(chat, [*earlier, *new], conversation)
 
 
-def echoed_fields(body: ResponseBody) -> dict[str, Any]:
-    """Return the response's fields that repeat the request's."""
-    text, reasoning, defaults = body.text, body.reasoning, SamplingParams(max_tokens=1)
+def echoed_fields(body: ResponseBody, params: SamplingParams) -> dict[str, Any]:
+    """Return the response's fields that repeat the request's, with the parameters that it runs with."""
+    text, reasoning = body.text, body.reasoning
     return {
         "background": False,
         "instructions": body.instructions,
@@ -94,7 +94,7 @@ def echoed_fields(body: ResponseBody) -> dict[str, Any]:
         else body.parallel_tool_calls,
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
-        "temperature": defaults.temperature if body.temperature is None else body.temperature,
+        "temperature": params.temperature,
         "text": {"format": _echoed_format(text.format if text is not None else None)},
         "tool_choice": body.tool_choice or "auto",
         "tools": [
@@ -108,7 +108,7 @@ def echoed_fields(body: ResponseBody) -> dict[str, Any]:
             for tool in body.tools or ()
         ],
         "top_logprobs": 0,
-        "top_p": defaults.top_p if body.top_p is None else body.top_p,
+        "top_p": params.top_p,
         "truncation": "disabled",
         "user": body.user,
     }

@@ -46,7 +46,8 @@ def read_response(
         prepared = reader.chat_of(chat.body, model)
     except (InvalidRequestError, ApiError) as error:
         raise renamed(error, chat.field) from error
-    echoed = {name: msgspec.json.encode(value) for name, value in echoed_fields(body).items()}
+    fields = echoed_fields(body, prepared.params)
+    echoed = {name: msgspec.json.encode(value) for name, value in fields.items()}
     response = PreparedResponse(echoed, msgspec.json.encode(chat.items), body.store is not False)
     return msgspec.structs.replace(prepared, response=response)
 

@@ -72,6 +72,7 @@ def test_what_fits_is_taken(model: str, tmp_path: Path) -> None:
         ({"lora_modules": ["sql=/nope"]}, "--lora-modules: sql: adapter_config.json: cannot be read: "),
         ({"decode_tensor_parallel_size": 3}, "--decode-.*: 3 does not divide num_attention_heads of .*, 8$"),
         ({"attention_backend": "triton"}, "--attention-backend: triton is for --device cuda, not cpu$"),
+        ({"generation_config": "/nope"}, "--generation-config: must be auto, vllm or a folder, got /nope$"),
         ({"tokenizer": "/nope"}, "--tokenizer: there is no folder /nope$"),
         ({"model": "/nope.gguf"}, "--model: there is no file /nope.gguf$"),
         (
