@@ -60,6 +60,7 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
             "deepseek_v31",
             "deepseek_v32",
             "deepseek_v4",
+            "gemma4",
             "glm45",
             "glm47",
             "granite",
@@ -68,11 +69,13 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
             "internlm",
             "kimi_k2",
             "llama3_json",
+            "llama4_pythonic",
             "mimo",
             "minimax_m2",
             "mistral",
             "openai",
             "phi4_mini_json",
+            "pythonic",
             "qwen3_coder",
             "qwen3_xml",
             "step3p5",
@@ -81,7 +84,7 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
         _doc("Format of the model's tool calls; `auto` detects it from the chat template."),
     ] = "auto"
     reasoning_parser: Annotated[
-        Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "openai_gptoss"],
+        Literal["auto", "none", "deepseek_r1", "qwen3", "gemma4", "granite", "mistral", "openai_gptoss"],
         _doc("Format of the model's reasoning; `none` leaves it in the content."),
     ] = "auto"
     dtype: Annotated[

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from protocol.errors import InvalidRequestError
+from router.argument_grammar import argument_grammar
 from router.json_schemas import schema_grammar
 from router.lark import TEXT, Spelling, lark_grammar, named, quoted
 from router.parsing.forms import CallForm
@@ -57,7 +58,11 @@ def tool_grammar(
         begin, end, name = " NUMBER ".join(pieces), spelling(form.end), f"arguments{number}"
         schema = offer.schema if offer.schema is not None else _NO_PARAMETERS
         try:
-            if form.tags is None:
+            if form.notation is not None:
+                lenient = not offer.strict
+                others += argument_grammar(name, schema, form.notation, spelling, lenient=lenient)
+                name = f"@{name}"
+            elif form.tags is None:
                 others += named(name, schema_grammar(schema, "tools", lenient=not offer.strict))
                 name = f"@{name}"
             else:

@@ -7,7 +7,7 @@ text. Its decisions depend only on the text, so the parts are the same however t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -235,3 +235,11 @@ _SPACE = re.compile(r"[ \t\r\n]+")
 
 def _forget(text: str) -> None:
     """Discard text that is read but not written."""
+
+
+def tokens_in(texts: Iterable[str]) -> list[str]:
+    """Return the marks in these texts that may be special tokens."""
+    return list(dict.fromkeys(mark for text in texts for mark in _TOKEN.findall(text)))
+
+
+_TOKEN = re.compile(r"<[^<>]*>|\[/?[A-Z_]+\]")

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from router.parsing import forms, harmony, json_formats, tagged
-from router.parsing.answer import AnswerText, Parse, Part
+from router.parsing.answer import AnswerText, Parse, Part, tokens_in
 from router.parsing.forms import CallForm
 from router.parsing.parameters import Parameters
-from router.parsing.reasoning import GRANITE, HARMONY, MISTRAL, THINK, Marks
+from router.parsing.reasoning import GEMMA4, GRANITE, HARMONY, MISTRAL, THINK, Marks
 
 
 class ToolFormat(msgspec.Struct, frozen=True):
@@ -59,20 +59,18 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
 _HARMONY = (harmony.START, harmony.CHANNEL, harmony.CONSTRAIN, harmony.MESSAGE, *harmony.ENDS)
 
 
-def _json(
-    calls: json_formats.Objects | json_formats.Named | json_formats.Mistral,
+def _format(
+    calls: json_formats.Blocks | json_formats.Named | json_formats.Mistral,
     *signs: str,
     form: CallForm,
     other_forms: tuple[tuple[str, CallForm], ...] = (),
     short_ids: bool = False,
     needs: str = "",
 ) -> ToolFormat:
-    markers = tuple(dict.fromkeys(_TOKEN.findall(" ".join(map(str, msgspec.structs.astuple(calls))))))
+    markers = tuple(tokens_in(map(str, msgspec.structs.astuple(calls))))
     return ToolFormat(signs, calls.parse, markers, (*other_forms, ("", form)), short_ids, needs)
 
 
-_TOKEN = re.compile(r"<[^<>]*>|\[[A-Z_]+\]")
-"""A mark that may be a special token."""
 _JSON = r"\A(?!.*(?:<function=|<arg_key>|<parameter)).*"
 """Matches templates without the tags of other formats."""
 _LINE = r"\s*(?:\\n|\n)"
@@ -85,27 +83,33 @@ def _tagged(tags: tagged.Tags, sign: str, needs: str = "") -> ToolFormat:
 
 
 _QWEN3 = _tagged(tagged.QWEN3, "<parameter=", f"{_FUNCTION}<parameter=[^<>]*>{_LINE}")
+_PYTHONIC = _format(json_formats.PYTHONIC, "[func_name1(", form=forms.PYTHONIC)
 TOOL_FORMATS = {
     "openai": ToolFormat((harmony.CHANNEL,), None, _HARMONY, (("", forms.HARMONY),)),
-    "kimi_k2": _json(json_formats.KIMI_K2, json_formats.KIMI_K2.open, "tool_declare", form=forms.KIMI_K2),
-    "deepseek_v3": _json(json_formats.DEEPSEEK_V3, "'```json'", "\\n```json\\n", form=forms.DEEPSEEK_V3),
-    "deepseek_v31": _json(json_formats.DEEPSEEK_V31, json_formats.DEEPSEEK_V31.open, form=forms.DEEPSEEK_V31),
-    "mistral": _json(
+    "kimi_k2": _format(json_formats.KIMI_K2, json_formats.KIMI_K2.open, "tool_declare", form=forms.KIMI_K2),
+    "deepseek_v3": _format(json_formats.DEEPSEEK_V3, "'```json'", "\\n```json\\n", form=forms.DEEPSEEK_V3),
+    "deepseek_v31": _format(
+        json_formats.DEEPSEEK_V31, json_formats.DEEPSEEK_V31.open, form=forms.DEEPSEEK_V31
+    ),
+    "gemma4": _format(json_formats.GEMMA4, "<|tool_call>call:", form=forms.GEMMA4),
+    "pythonic": _PYTHONIC,
+    "llama4_pythonic": _PYTHONIC,
+    "mistral": _format(
         json_formats.MISTRAL,
         json_formats.MISTRAL.open,
         form=forms.MISTRAL,
         other_forms=((json_formats.MISTRAL.begin, forms.MISTRAL_NAMED),),
         short_ids=True,
     ),
-    "granite": _json(json_formats.GRANITE, json_formats.GRANITE.open[0], form=forms.GRANITE),
-    "hunyuan_a13b": _json(json_formats.HUNYUAN, "<tool_calls>[", form=forms.HUNYUAN),
-    "internlm": _json(json_formats.INTERNLM, json_formats.INTERNLM.open[0], form=forms.INTERNLM),
-    "phi4_mini_json": _json(json_formats.PHI4, json_formats.PHI4.open[0], form=forms.PHI4),
-    "xlam": _json(json_formats.XLAM, "single JSON array", form=forms.XLAM),
-    "hermes": _json(
+    "granite": _format(json_formats.GRANITE, json_formats.GRANITE.open[0], form=forms.GRANITE),
+    "hunyuan_a13b": _format(json_formats.HUNYUAN, "<tool_calls>[", form=forms.HUNYUAN),
+    "internlm": _format(json_formats.INTERNLM, json_formats.INTERNLM.open[0], form=forms.INTERNLM),
+    "phi4_mini_json": _format(json_formats.PHI4, json_formats.PHI4.open[0], form=forms.PHI4),
+    "xlam": _format(json_formats.XLAM, "single JSON array", form=forms.XLAM),
+    "hermes": _format(
         json_formats.HERMES, json_formats.HERMES.open[0], form=forms.HERMES, needs=_JSON + r'"name\\?"\s*:'
     ),
-    "llama3_json": _json(
+    "llama3_json": _format(
         json_formats.LLAMA3,
         json_formats.LLAMA3.open[0],
         '{"name": function name, "parameters":',
@@ -124,6 +128,7 @@ TOOL_FORMATS = {
 }
 REASONING_FORMATS = {
     "openai_gptoss": ReasoningFormat((harmony.CHANNEL,), HARMONY),
+    "gemma4": ReasoningFormat(GEMMA4.close, GEMMA4),
     "granite": ReasoningFormat(GRANITE.open, GRANITE),
     "mistral": ReasoningFormat(MISTRAL.open, MISTRAL),
     "deepseek_r1": ReasoningFormat(THINK.close, THINK),
@@ -132,7 +137,7 @@ REASONING_FORMATS = {
 MARKERS = frozenset(
     [
         *(marker for each in TOOL_FORMATS.values() for marker in each.markers),
-        *(mark for each in REASONING_FORMATS.values() for mark in each.marks.open + each.marks.close),
+        *(mark for each in REASONING_FORMATS.values() for mark in each.marks.markers),
     ]
 )
 """Texts that grammars must spell as one token if the tokenizer has one for them."""
@@ -178,7 +183,7 @@ class Parsing(msgspec.Struct, frozen=True, kw_only=True):
         if self.is_harmony:
             markers.update(_HARMONY)
         if self.marks is not None:
-            markers.update(self.marks.open, self.marks.close)
+            markers.update(self.marks.markers)
         return frozenset(markers)
 
     def parse(self, answer: AnswerText) -> Parse[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from router.parsing import harmony, json_formats
+from router.parsing.literals import GEMMA, PYTHON, Literals
 from router.parsing.tagged import Tags
 
 
@@ -24,6 +25,8 @@ class CallForm(msgspec.Struct, frozen=True):
     close: str = ""
     separator: str | None = None
     between: str | None = None
+    notation: Literals | None = None
+    """The arguments' notation; None: JSON."""
     elsewhere: str = ""
     """A regular expression of what begins calls in the midst of an answer that is not a block."""
     tags: Tags | None = None
@@ -58,6 +61,18 @@ INTERNLM = CallForm(
 )
 PHI4 = CallForm(json_formats.PHI4.open[0], "", _OBJECT, "}", json_formats.PHI4.close, separator=", ")
 XLAM = CallForm("", "[", _OBJECT, "}", "]", separator=", ", elsewhere=r"```(json)?\s*[\[{]")
+PYTHONIC = CallForm(
+    "", "[", "%s(", ")", "]", separator=", ", notation=PYTHON, elsewhere=r"<\|python_start\|>"
+)
+GEMMA4 = CallForm(
+    json_formats.GEMMA4.open[0],
+    "",
+    "call:%s{",
+    "}",
+    json_formats.GEMMA4.close,
+    between="",
+    notation=GEMMA,
+)
 MISTRAL = CallForm(json_formats.MISTRAL.open, "[", _OBJECT, "}", "]", separator=", ")
 MISTRAL_NAMED = CallForm(json_formats.MISTRAL.open, "", f"%s{json_formats.MISTRAL.begin}", "", between="")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection
+from typing import TypeAlias
 
 from router.parsing.answer import AnswerText, Parse
 
@@ -15,18 +16,25 @@ _IN_VALUE = re.compile(r'[^"{}\[\]]+')
 _SCALAR = re.compile(r'[^"{}\[\],;\s]+')
 _WORD = re.compile(r"[\w.\-]+")
 
+ParseCall: TypeAlias = Callable[[AnswerText, Collection[str] | None], Parse[bool]]
 
-def calls(answer: AnswerText, known: Collection[str] | None = None, separator: str = ",") -> Parse[bool]:
-    """Parse one call, several, or a list of them. Return False if the text is no call: then it is content.
 
-    With `known`, a call of any other function does not count as a call.
+def calls(
+    answer: AnswerText,
+    parse: ParseCall,
+    known: Collection[str] | None = None,
+    separator: str = ",",
+    is_list: bool = False,
+) -> Parse[bool]:
+    """Parse one call, several, or a list of them (only a list if `is_list`). Return False if the text is no
+    call: then it is content.
     """
     yield from answer.skip_space()
-    is_list = yield from answer.accept("[")
+    may_parse, is_list = not is_list, bool((yield from answer.accept("[")))
     while True:
         yield from answer.skip_space()
         answer.begin_part()
-        if not (yield from _call(answer, known)):
+        if not (may_parse or is_list) or not (yield from parse(answer, known)):
             answer.give_up()
             return False
         yield from answer.skip_space()
@@ -37,8 +45,10 @@ def calls(answer: AnswerText, known: Collection[str] | None = None, separator: s
     return True
 
 
-def _call(answer: AnswerText, known: Collection[str] | None) -> Parse[bool]:
-    """Parse an object with `name`, and `arguments` or `parameters`, in any order."""
+def json_call(answer: AnswerText, known: Collection[str] | None) -> Parse[bool]:
+    """Parse an object with `name`, and `arguments` or `parameters`, in any order. Return False if the text is
+    none, or, with `known`, calls any other function.
+    """
     if not (yield from answer.accept("{")):
         return False
     name, early, has_begun = "", "", False

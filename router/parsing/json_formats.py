@@ -1,4 +1,4 @@
-"""The formats whose calls are JSON, as data: the marks around calls, and where their names are."""
+"""The formats of calls as data: the marks around them, the place of their names, the arguments' notation."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Collection
 import msgspec
 
 from router.parsing.answer import AnswerText, Parse
-from router.parsing.json_calls import calls, named, word
+from router.parsing.json_calls import calls, json_call, named, word
+from router.parsing.literals import GEMMA, PYTHON, Literals
 
 
-class Objects(msgspec.Struct, frozen=True):
-    """Blocks of JSON objects with `name` and `arguments`: one, several with `separator`, or a list."""
+class Blocks(msgspec.Struct, frozen=True):
+    """Blocks of calls: one, several with `separator`, or a list. Calls are JSON objects with `name` and
+    `arguments`, or in a `notation`.
+    """
 
     open: tuple[str, ...]
     close: str = ""
@@ -22,6 +25,9 @@ class Objects(msgspec.Struct, frozen=True):
     """The answer may be a block without marks. It may as well be JSON that was asked for, so only offered
     functions count.
     """
+    is_list: bool = False
+    """Only a list is a block."""
+    notation: Literals | None = None
 
     def parse(self, answer: AnswerText, known: Collection[str]) -> Parse[None]:
         if self.is_answer:
@@ -35,7 +41,9 @@ class Objects(msgspec.Struct, frozen=True):
         answer.begin_part(marker)
         if marker:
             yield from answer.accept(self.language)
-        if (yield from calls(answer, known if self.is_answer else None, self.separator)) and marker:
+        parse = json_call if self.notation is None else self.notation.parse
+        offered = known if self.is_answer else None
+        if (yield from calls(answer, parse, offered, self.separator, self.is_list)) and marker:
             yield from answer.skip_space()
             yield from answer.accept(self.close)
 
@@ -98,7 +106,7 @@ class Mistral(msgspec.Struct, frozen=True):
             yield from answer.skip_space()
             name = yield from word(answer)
             if not name:
-                yield from calls(answer)
+                yield from calls(answer, json_call)
                 continue
             if (yield from answer.accept(self.call_id)):
                 yield from word(answer)
@@ -106,13 +114,15 @@ class Mistral(msgspec.Struct, frozen=True):
             yield from named(answer, name)
 
 
-HERMES = Objects(("<tool_call>",), "</tool_call>")
-GRANITE = Objects(("<|tool_call|>", "<tool_call>"))
-LLAMA3 = Objects(("<|python_tag|>",), separator=";", is_answer=True)
-HUNYUAN = Objects(("<tool_calls>",), "</tool_calls>")
-INTERNLM = Objects(("<|action_start|><|plugin|>",), "<|action_end|>")
-PHI4 = Objects(("functools[",), "]")
-XLAM = Objects(("```",), "```", language="json", is_answer=True)
+HERMES = Blocks(("<tool_call>",), "</tool_call>")
+GRANITE = Blocks(("<|tool_call|>", "<tool_call>"))
+LLAMA3 = Blocks(("<|python_tag|>",), separator=";", is_answer=True)
+HUNYUAN = Blocks(("<tool_calls>",), "</tool_calls>")
+INTERNLM = Blocks(("<|action_start|><|plugin|>",), "<|action_end|>")
+PHI4 = Blocks(("functools[",), "]")
+XLAM = Blocks(("```",), "```", language="json", is_answer=True)
+PYTHONIC = Blocks(("<|python_start|>",), "<|python_end|>", is_answer=True, is_list=True, notation=PYTHON)
+GEMMA4 = Blocks(("<|tool_call>",), "<tool_call|>", notation=GEMMA)
 MISTRAL = Mistral()
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>")
 _SEPARATOR, _CALL_END = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"

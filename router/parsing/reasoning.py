@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from router.parsing import harmony
-from router.parsing.answer import AnswerText, Parse
+from router.parsing.answer import AnswerText, Parse, tokens_in
 
 
 class Marks(msgspec.Struct, frozen=True):
@@ -19,6 +19,11 @@ class Marks(msgspec.Struct, frozen=True):
     """The text between the closing mark and an answer that has a grammar."""
     lead: str = ""
     """The text after the gap, before an answer that is not a call."""
+
+    @property
+    def markers(self) -> list[str]:
+        """The texts that may be special tokens."""
+        return tokens_in(self.open + self.close)
 
     def parse(self, answer: AnswerText, is_open: bool, is_exact: bool) -> Parse[None]:
         """Parse the reasoning. If the answer `is_exact`, the content after it keeps its white space, except
@@ -64,3 +69,4 @@ HARMONY = Marks(
 )
 """Harmony has its own parser; these marks are for code that must know when the thinking ends."""
 MISTRAL = Marks(("[THINK]",), ("[/THINK]",), "[/THINK]")
+GEMMA4 = Marks(("<|channel>thought",), ("<channel|>",), "\n<channel|>")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.parsing import forms, json_formats, tagged
+from router.parsing import forms, json_formats, literals, tagged
 from router.parsing.answer import Arguments, Call, Content, Part, Reasoning
 from router.parsing.formats import (
     REASONING_FORMATS,
@@ -91,11 +92,39 @@ TAGS = {
 }
 
 
+def in_notation(notation: literals.Literals, arguments: str) -> str:
+    """Arguments in Python's or Gemma's notation."""
+    write, comma = (gemma, ",") if notation is literals.GEMMA else (python, ", ")
+    return comma.join(f"{key}{notation.assign}{write(value)}" for key, value in json.loads(arguments).items())
+
+
+def python(value: Any) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list):
+        return f"[{', '.join(map(python, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{json.dumps(key)}: {python(each)}' for key, each in value.items())}}}"
+    return repr(value)
+
+
+def gemma(value: Any) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, list):
+        return f"[{','.join(map(gemma, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{gemma(each)}' for key, each in value.items())}}}"
+    return json.dumps(value)
+
+
 def block(form: forms.CallForm, *calls: tuple[str, str]) -> str:
     """Calls as a grammar has them written."""
     texts = []
     for name, arguments in calls:
         written = arguments if form.tags is None else in_tags(form.tags, arguments)
+        if form.notation is not None:
+            written = in_notation(form.notation, arguments)
         texts.append(form.begin.replace("%s", name).replace("%d", "0") + written + form.end)
     return form.trigger + form.open + (form.separator or "").join(texts) + form.close
 
@@ -108,6 +137,11 @@ def in_form(form: forms.CallForm, *calls: tuple[str, str]) -> str:
 
 
 V3, V31, KIMI = json_formats.DEEPSEEK_V3, json_formats.DEEPSEEK_V31, json_formats.KIMI_K2
+PYTHONIC = '[get_weather(city="Paris \\"ô\\" {[", days=[1, {"a": None}]), add(a=1, b=-2.5e3)]'
+GEMMA = (
+    '<|tool_call>call:get_weather{city:<|"|>Paris "ô" {[<|"|>,days:[1,{a:null}]}<tool_call|>'
+    "<|tool_call>call:add{a:1,b:-2.5e3}<tool_call|>"
+)
 HERMES = "I look.\n" + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in both())
 HARMONY_CALL = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + PARIS
 TEXTS = {
@@ -165,6 +199,14 @@ TEXTS = {
     "xlam": ("xlam", "\n[" + ", ".join(both()) + "]", "", CALLS),
     "xlam in a code block": ("xlam", "I look.\n```json\n[" + ",\n".join(both()) + "]\n```", "I look.", CALLS),
     "xlam in a block of no language": ("xlam", "```\n" + both()[1] + "```\n Done.", "Done.", CALLS[1:]),
+    "pythonic": ("pythonic", "\n" + PYTHONIC, "", CALLS),
+    "pythonic with marks": (
+        "llama4_pythonic",
+        f"I look.<|python_start|>{PYTHONIC}<|python_end|> Done.",
+        "I look.\nDone.",
+        CALLS,
+    ),
+    "gemma": ("gemma4", "I look." + GEMMA, "I look.", CALLS),
     "phi": ("phi4_mini_json", "functools[" + ",".join(both()) + "]", "", CALLS),
     **{
         name: (name, "I look.\n\n" + in_form(forms.tagged(tags), *CALLS), "I look.", CALLS)
@@ -259,6 +301,12 @@ CONTENT = {
     "marks alone": ("deepseek_v31", f"{V31.open}{V31.call}x{V31.begin}[]"),
     "an interpreter's call": ("internlm", "<|action_start|><|interpreter|>\nprint(1)<|action_end|>"),
     "a module": ("phi4_mini_json", "import functools\nfunctools[0]"),
+    "a list": ("pythonic", "[1, 2, add]"),
+    "a link": ("pythonic", "[add](http://a/b)"),
+    "a call without names": ("pythonic", "[add(1, 2)]"),
+    "a call of no offered function": ("pythonic", "[sin(x=1)]"),
+    "a call without a list": ("pythonic", "add(a=1)"),
+    "a call of no arguments": ("gemma4", "<|tool_call>call:add<tool_call|>"),
     "a code block": ("xlam", '```json\n[{"name": "Paris", "arguments": {}}]\n```'),
     "a name in tags": ("glm45", "Say <tool_call>hello</tool_call>. "),
     "a tag of a name": ("qwen3_coder", "Write <function=hello></function>. "),
@@ -281,7 +329,7 @@ def test_what_is_no_call_is_content(tools, text):
     assert parsed(of(tools), [text]) == parsed(of(tools), list(text)) == ("", text, [])
 
 
-LIKE_TEXT = ("llama", "xlam", "phi")
+LIKE_TEXT = ("llama", "xlam", "pythonic", "phi")
 """These begin with what may as well be an answer: JSON, or a word."""
 
 
@@ -310,6 +358,7 @@ THOUGHTS = {
     "think": ("qwen3", False, "<think>\nHm, a < b.\n</think>\n\nYes."),
     "open": ("qwen3", True, "\nHm, a < b.\n</think>\n\nYes."),
     "mistral": ("mistral", False, "[THINK]Hm, a < b.[/THINK]Yes."),
+    "gemma": ("gemma4", False, "<|channel>thought\nHm, a < b.\n<channel|>Yes."),
     "harmony": (
         "openai_gptoss",
         False,
@@ -543,6 +592,8 @@ def test_any_split_gives_the_same(tools, reasoning, is_open, text, data):
         (V31.open, "deepseek_v31", None),
         (KIMI.open, "kimi_k2", None),
         ("<|im_system|>tool_declare<|im_middle|>", "kimi_k2", None),
+        ("<|tool_call>call:f{a:1} <|channel>thought <channel|>", "gemma4", "gemma4"),
+        ("[func_name1(param1=value1), func_name2(...)]", "pythonic", None),
         ("<tool_calls>[{", "hunyuan_a13b", None),
         ("<|action_start|><|plugin|>", "internlm", None),
         ("functools[", "phi4_mini_json", None),
@@ -584,6 +635,7 @@ SAID = " \u2003yes\n \u3000"
         ("qwen3", "<think>\nHm.\n</think>\n\n"),
         ("granite", "Here is my thought process: Hm.\n\nHere is my response: "),
         ("mistral", "[THINK]Hm.[/THINK]"),
+        ("gemma4", "<|channel>thought\nHm.\n<channel|>"),
         ("openai_gptoss", HARMONY.open[0] + "Hm." + HARMONY.close[0] + HARMONY.lead),
     ],
 )

@@ -52,6 +52,8 @@ FORMS = {
     "internlm": ("internlm", forms.INTERNLM),
     "phi": ("phi4_mini_json", forms.PHI4),
     "xlam": ("xlam", forms.XLAM),
+    "pythonic": ("pythonic", forms.PYTHONIC),
+    "gemma": ("gemma4", forms.GEMMA4),
     "harmony": ("openai", forms.HARMONY),
     **{name: (name, forms.tagged(tags)) for name, tags in TAGS.items()},
 }
@@ -101,7 +103,9 @@ def bad(form: forms.CallForm) -> list[str]:
         block(form, ("other", "{}")),
     ]
     if form.tags is None:
-        texts += [block(form, ("get_weather", '{"city": 3, "days": 3}')), block(form, ("any", "[]"))]
+        texts.append(block(form, ("get_weather", '{"city": 3, "days": 3}')))
+    if form.tags is form.notation is None:
+        texts.append(block(form, ("any", "[]")))
     return texts
 
 
