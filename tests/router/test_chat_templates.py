@@ -22,16 +22,18 @@ from router.parsing.formats import (
     reasoning_format,
     tool_format,
 )
+from router.parsing.parameters import parameters_of
 from router.tool_grammar import Offer, tool_grammar
 
 FOLDER = Path(__file__).parent / "chat_templates"
 CALLS = [("get_weather", '{"city": "Paris \\"ô\\" {[", "days": [1, null]}'), ("add", '{"a": 1, "b": -2.5}')]
+SCHEMAS = {
+    "get_weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "array"}}},
+    "add": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "number"}}},
+}
 TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": name, "description": "A tool.", "parameters": {"type": "object"}},
-    }
-    for name, _ in CALLS
+    {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": schema}}
+    for name, schema in SCHEMAS.items()
 ]
 QUESTION = "Is it raining?"
 
@@ -60,8 +62,22 @@ MODELS = {
     "deepseek-r1-distill": Expected(
         "deepseek_v3", "deepseek_r1", "<｜tool▁calls▁begin｜>", "<｜end▁of▁sentence｜>"
     ),
+    "tags-qwen3_coder": Expected("qwen3_coder", "deepseek_r1", "<tool_call>", "<|im_end|>\n"),
+    "tags-mimo": Expected("mimo", "deepseek_r1", "<tool_call>", "<|im_end|>"),
+    "tags-glm45": Expected("glm45", "deepseek_r1", "<tool_call>", ""),
+    "tags-glm47": Expected("glm47", "deepseek_r1", "<tool_call>", ""),
+    "tags-minimax_m2": Expected("minimax_m2", "deepseek_r1", "<minimax:tool_call>", "[e~[\n"),
+    "tags-deepseek_v32": Expected(
+        "deepseek_v32", "deepseek_r1", "<｜DSML｜function_calls>", "<｜end▁of▁sentence｜>"
+    ),
+    "tags-deepseek_v4": Expected(
+        "deepseek_v4", "deepseek_r1", "<｜DSML｜tool_calls>", "<｜end▁of▁sentence｜>"
+    ),
     "gpt-oss": Expected("openai", "openai_gptoss", " to=functions.get_weather", "", 1),
 }
+
+
+TAGGED = [name for name in MODELS if name.startswith("tags-")]
 
 
 def template(name: str) -> ChatTemplate:
@@ -83,7 +99,7 @@ def parsing(source: str, prompt: str = "") -> Parsing:
     marks = None if reasoning is None else reasoning.marks
     return Parsing(
         tools=tools,
-        known=frozenset(name for name, _ in CALLS),
+        known={name: parameters_of(schema) for name, schema in SCHEMAS.items()},
         is_harmony=tools is not None and tools.is_harmony,
         marks=marks,
         is_open=marks is not None and marks.are_open(prompt, None),
@@ -147,13 +163,13 @@ def test_calls_that_the_template_writes_are_read_again(name, num_calls):
 
 
 @pytest.mark.parametrize("num_calls", [1, 2])
-@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "granite-4.0", "deepseek-v3.1"])
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "granite-4.0", "deepseek-v3.1", *TAGGED])
 def test_a_call_that_must_be_is_written_as_the_template_writes_it(name, num_calls):
     """To the letter. Mistral's and gpt-oss' templates write past calls in another way than their models."""
     said, parser = answer_with(name, num_calls)
     assert parser.tools is not None
     model = Model(has_tokens=False)
-    offers = [Offer(called, {"type": "object"}, True) for called, _ in CALLS]
+    offers = [Offer(called, schema, True) for called, schema in SCHEMAS.items()]
     grammar = tool_grammar(
         parser.tools.form(template(name).source),
         offers,
@@ -175,6 +191,9 @@ def test_a_conversation_with_a_call_goes_on(name):
     ]
     prompt = template(name).render(chat, variables={"tools": TOOLS})
     assert prompt.rindex("rain") > prompt.index(QUESTION)
+    if name in TAGGED:
+        said, _ = answer_with(name, 1)
+        assert said.removeprefix("Hm.\n</think>\n\n") in prompt
 
 
 def test_reasoning_that_the_template_writes_is_read_again():

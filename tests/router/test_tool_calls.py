@@ -9,7 +9,12 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel
 from scripted import ASK, HERMES, NOW, PARIS, WEATHER, Scripted
+from test_chat_templates import FOLDER
+from test_parsing import TAGS, in_form
 from test_tool_grammar import NOTATIONS
+
+from router.parsing import forms
+from router.parsing.reasoning import THINK
 
 HARMONY = (
     "{{ reasoning_effort }}{% for m in messages %}{{ m.content }}{% endfor %}<|start|>assistant"
@@ -424,6 +429,42 @@ def test_one_call_where_the_template_takes_no_more(tmp_path):
     single.close()
 
 
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm47", "deepseek_v4"])
+def test_calls_in_tags(tmp_path, name):
+    """Offered, strict and demanded, of chats and responses, whole and streamed."""
+    tagged = Scripted(tmp_path / name, (FOLDER / f"tags-{name}.jinja").read_text())
+    form, city = forms.tagged(TAGS[name]), '{"city": "Paris 🙂 </b>"}'
+    calls = [("get_weather", city), ("now", "{}")]
+    text = in_form(form, *calls)
+    prompt = tagged.router.http.post("/tokenize", json={"messages": ASK}).json()["tokens"]
+    is_open = THINK.are_open(tagged.tokenizer.decode(prompt, False), None)
+    said = f"Hm.</think>\n{text}" if is_open else text
+    flat = [{"type": "function", "strict": False, "parameters": {}, **tool["function"]} for tool in TOOLS]
+    for stream in (False, True):
+        for demand in ({"tools": TOOLS}, {"tools": STRICT}, {"tools": TOOLS, "tool_choice": "required"}):
+            message, reason = tagged.message(said, stream, parallel_tool_calls=True, **demand)
+            assert functions(message) == calls and reason == "tool_calls" and not message["content"]
+            assert message.get("reasoning_content", "") == ("Hm." if is_open else "")
+        grammar = tagged.worker.generated[-1].sampling.grammar
+        assert takes_whole(tagged, grammar, said) and not takes_whole(
+            tagged, grammar, said.replace("now", "new")
+        )
+        answer = tagged.client.responses.create(model=name, input="x", tools=flat, stream=stream)
+        answer = list(answer)[-1].response if stream else answer
+        assert [
+            (item.name, item.arguments) for item in answer.output if item.type == "function_call"
+        ] == calls
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "rain"}
+    tagged.message("Yes.", False, messages=[*ASK, message, result])
+    assert text in tagged.prompt
+    lists = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    bad = {"type": "function", "function": {"name": "g", "strict": True, "parameters": lists}}
+    with pytest.raises(openai.BadRequestError, match=r"g: .*uniqueItems") as refused:
+        tagged.ask(said, tools=[*TOOLS, bad])
+    assert refused.value.param == "tools"
+    tagged.close()
+
+
 def test_no_chunk_is_empty(hermes):
     chunks = list(hermes.ask(WEATHER, tools=TOOLS, stream=True))
     deltas = [chunk.choices[0].delta.to_dict() for chunk in chunks]
@@ -454,6 +495,7 @@ def test_capabilities(hermes, router):
         "completions": True,
         "chat_completions": True,
         "responses": True,
+        "messages": True,
         "tools": True,
         "reasoning": True,
     }
