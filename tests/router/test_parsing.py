@@ -137,11 +137,7 @@ def in_form(form: forms.CallForm, *calls: tuple[str, str]) -> str:
 
 
 V3, V31, KIMI = json_formats.DEEPSEEK_V3, json_formats.DEEPSEEK_V31, json_formats.KIMI_K2
-PYTHONIC = '[get_weather(city="Paris \\"ô\\" {[", days=[1, {"a": None}]), add(a=1, b=-2.5e3)]'
-GEMMA = (
-    '<|tool_call>call:get_weather{city:<|"|>Paris "ô" {[<|"|>,days:[1,{a:null}]}<tool_call|>'
-    "<|tool_call>call:add{a:1,b:-2.5e3}<tool_call|>"
-)
+PYTHONIC, GEMMA = in_form(forms.PYTHONIC, *CALLS), in_form(forms.GEMMA4, *CALLS)
 HERMES = "I look.\n" + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in both())
 HARMONY_CALL = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + PARIS
 TEXTS = {
@@ -206,7 +202,7 @@ TEXTS = {
         "I look.\nDone.",
         CALLS,
     ),
-    "gemma": ("gemma4", "I look." + GEMMA, "I look.", CALLS),
+    "gemma": ("gemma4", f"I look.{GEMMA}", "I look.", CALLS),
     "phi": ("phi4_mini_json", "functools[" + ",".join(both()) + "]", "", CALLS),
     **{
         name: (name, "I look.\n\n" + in_form(forms.tagged(tags), *CALLS), "I look.", CALLS)
