@@ -63,7 +63,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt's text. Raises `InvalidRequestError` with the template's own error message."""
-        chat = [self.traits.shaped(message) for message in messages]
+        chat = self.traits.chat(messages)
         if continue_final_message:
             chat[-1]["content"] = _marked(chat[-1]["content"])
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -30,6 +30,12 @@ class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
     shows_tools: bool = True
     several_calls: bool = True
     """The template accepts more than one call in a message."""
+    named_ids: bool = False
+    """The template shows calls by their ids, which must contain the functions' names, as Kimi's do."""
+
+    def chat(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return the messages in the shape that the template needs."""
+        return [self.shaped(each) for each in (_with_named_ids(messages) if self.named_ids else messages)]
 
     def shaped(self, message: Message) -> dict[str, Any]:
         """Return the message in the shape that the template needs."""
@@ -70,13 +76,35 @@ def template_traits(render: Render) -> TemplateTraits:
     renamed = msgspec.structs.replace(traits, thought="thinking")
     if not shows(traits, thinking, _PROBE) and shows(renamed, thinking, _PROBE):
         traits = renamed
+    by_id = [
+        _QUESTION,
+        {**_said("assistant", ""), "tool_calls": [_call(_PROBE, _OTHER_PROBE, CallArguments())]},
+    ]
     asked = [[_QUESTION], [_said("system", "?"), _QUESTION]]
     return msgspec.structs.replace(
         traits,
         shows_user=any(shows(traits, [*chat[:-1], _said("user", _PROBE)], _PROBE) for chat in asked),
         shows_tools=any(shows(traits, chat, _PROBE, tools=[_TOOL]) for chat in asked),
         several_calls=shows(traits, two, _PROBE, _OTHER_PROBE) or not shows(traits, one, _PROBE),
+        named_ids=shows(traits, by_id, _PROBE) and not shows(traits, by_id, _OTHER_PROBE),
     )
+
+
+def _with_named_ids(messages: Sequence[Message]) -> Iterator[Message]:
+    """Yield the messages with Kimi's ids, `functions.name:number`, for all calls and their results."""
+    ids: dict[str, str] = {}
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            head = f"functions.{call['function']['name']}:"
+            ids[call["id"]] = call["id"] if call["id"].startswith(head) else f"{head}{len(ids)}"
+            calls.append({**call, "id": ids[call["id"]]})
+        if calls:
+            yield {**message, "tool_calls": calls}
+        elif "tool_call_id" in message:
+            yield {**message, "tool_call_id": ids.get(message["tool_call_id"], message["tool_call_id"])}
+        else:
+            yield message
 
 
 def _said(role: str, text: str) -> Message:
@@ -84,11 +112,12 @@ def _said(role: str, text: str) -> Message:
 
 
 def _calling(*names: str) -> Message:
-    calls = [
-        {"id": call_id, "type": "function", "function": {"name": name, "arguments": CallArguments(of=name)}}
-        for call_id, name in zip(_IDS, names, strict=False)
-    ]
+    calls = [_call(call_id, name, CallArguments(of=name)) for call_id, name in zip(_IDS, names, strict=False)]
     return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def _call(call_id: str, name: str, arguments: CallArguments) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _result(text: str) -> Message:

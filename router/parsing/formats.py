@@ -87,7 +87,9 @@ _PYTHONIC = _format(json_formats.PYTHONIC, "[func_name1(", form=forms.PYTHONIC)
 TOOL_FORMATS = {
     "openai": ToolFormat((harmony.CHANNEL,), None, _HARMONY, (("", forms.HARMONY),)),
     "kimi_k2": _format(json_formats.KIMI_K2, json_formats.KIMI_K2.open, "tool_declare", form=forms.KIMI_K2),
-    "deepseek_v3": _format(json_formats.DEEPSEEK_V3, "'```json'", "\\n```json\\n", form=forms.DEEPSEEK_V3),
+    "deepseek_v3": _format(
+        json_formats.DEEPSEEK_V3, "```json", form=forms.DEEPSEEK_V3, needs=json_formats.DEEPSEEK_V3.open
+    ),
     "deepseek_v31": _format(
         json_formats.DEEPSEEK_V31, json_formats.DEEPSEEK_V31.open, form=forms.DEEPSEEK_V31
     ),
@@ -105,7 +107,7 @@ TOOL_FORMATS = {
     "hunyuan_a13b": _format(json_formats.HUNYUAN, "<tool_calls>[", form=forms.HUNYUAN),
     "internlm": _format(json_formats.INTERNLM, json_formats.INTERNLM.open[0], form=forms.INTERNLM),
     "phi4_mini_json": _format(json_formats.PHI4, json_formats.PHI4.open[0], form=forms.PHI4),
-    "xlam": _format(json_formats.XLAM, "single JSON array", form=forms.XLAM),
+    "xlam": _format(json_formats.XLAM, '[{"name": "tool_call_name", "arguments":', form=forms.XLAM),
     "hermes": _format(
         json_formats.HERMES, json_formats.HERMES.open[0], form=forms.HERMES, needs=_JSON + r'"name\\?"\s*:'
     ),

@@ -73,11 +73,19 @@ MODELS = {
     "tags-deepseek_v4": Expected(
         "deepseek_v4", "deepseek_r1", "<｜DSML｜tool_calls>", "<｜end▁of▁sentence｜>"
     ),
+    "calls-kimi_k2": Expected("kimi_k2", "deepseek_r1", "<|tool_calls_section_begin|>", "<|im_end|>"),
+    "calls-gemma4": Expected("gemma4", "gemma4", "<|tool_call>", "<turn|>\n"),
+    "calls-hunyuan_a13b": Expected("hunyuan_a13b", "deepseek_r1", "<tool_calls>", "<|eos|>"),
+    "calls-internlm": Expected("internlm", None, "<|action_start|>", "<|im_end|>\n"),
+    "calls-phi4_mini_json": Expected("phi4_mini_json", None, "functools[", "<|end|>"),
+    "calls-pythonic": Expected("pythonic", None, "[", "<|eot|>"),
+    "calls-xlam": Expected("xlam", None, "[", "<|im_end|>\n"),
     "gpt-oss": Expected("openai", "openai_gptoss", " to=functions.get_weather", "", 1),
 }
 
 
 TAGGED = [name for name in MODELS if name.startswith("tags-")]
+OUR_OWN = [*TAGGED, *(name for name in MODELS if name.startswith("calls-"))]
 
 
 def template(name: str) -> ChatTemplate:
@@ -163,7 +171,7 @@ def test_calls_that_the_template_writes_are_read_again(name, num_calls):
 
 
 @pytest.mark.parametrize("num_calls", [1, 2])
-@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "granite-4.0", "deepseek-v3.1", *TAGGED])
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "granite-4.0", "deepseek-v3.1", *OUR_OWN])
 def test_a_call_that_must_be_is_written_as_the_template_writes_it(name, num_calls):
     """To the letter. Mistral's and gpt-oss' templates write past calls in another way than their models."""
     said, parser = answer_with(name, num_calls)
@@ -191,7 +199,7 @@ def test_a_conversation_with_a_call_goes_on(name):
     ]
     prompt = template(name).render(chat, variables={"tools": TOOLS})
     assert prompt.rindex("rain") > prompt.index(QUESTION)
-    if name in TAGGED:
+    if name in OUR_OWN:
         said, _ = answer_with(name, 1)
         assert said.removeprefix("Hm.\n</think>\n\n") in prompt
 

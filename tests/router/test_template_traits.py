@@ -89,6 +89,17 @@ def test_what_is_found_of_published_templates(name):
     assert traits.thought == ("thinking" if name == "gpt-oss" else "reasoning_content")
 
 
+def test_calls_that_are_shown_by_their_ids_have_ids_with_names():
+    """Other ids, of other servers or of calls before, are replaced; the results have the same."""
+    kept = {**CALL["tool_calls"][0], "id": "functions.f:7"}
+    results = [{**says("tool", "rain"), "tool_call_id": each} for each in ("abcdefghi", "functions.f:7")]
+    chat = [says("user", "x"), {**CALL, "tool_calls": [*CALL["tool_calls"], kept]}, *results]
+    written = template("calls-kimi_k2")
+    assert written.traits.named_ids and not template("calls-gemma4").traits.named_ids
+    shown = written.render(chat)
+    assert [shown.count(text) for text in ("functions.f:0", "functions.f:7", "abcdefghi")] == [2, 2, 0]
+
+
 def test_thoughts_between_calls_are_shown_to_gpt_oss():
     written = template("gpt-oss")
     thinking = {**CALL, "reasoning_content": "Hm."}
