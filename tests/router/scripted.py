@@ -8,6 +8,7 @@ import openai
 from conftest import RunningRouter, byte_level_tokenizer
 
 from protocol.config import ServeConfig
+from router.parsing.formats import TOOL_FORMATS
 
 ASK = [{"role": "user", "content": "Is it raining in Paris?"}]
 HERMES = (
@@ -30,6 +31,8 @@ class Scripted:
         folder.mkdir()
         tokenizer = byte_level_tokenizer(500)
         tokenizer.add_special_tokens(["<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|constrain|>"])
+        for name in ("kimi_k2", "gemma4"):
+            tokenizer.add_special_tokens([*TOOL_FORMATS[name].markers])
         tokenizer.save(str(folder / "tokenizer.json"))
         settings = {"eos_token": "<|end|>", "chat_template": template}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
