@@ -22,7 +22,7 @@ from bench.servers import running
 T = TypeVar("T")
 
 SystemOption = Annotated[list[str], typer.Option(help=f"[label=]name [flags] or URL; {', '.join(SYSTEMS)}")]
-ModelOption = Annotated[Path, typer.Option(exists=True, file_okay=False, help="local model folder")]
+ModelOption = Annotated[Path, typer.Option(exists=True, help="local model folder or GGUF file")]
 EnvDirOption = Annotated[Path, typer.Option(help="the peers' environments")]
 RoundsOption = Annotated[int, typer.Option(min=1, help="in which the systems take turns")]
 

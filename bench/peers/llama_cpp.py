@@ -18,6 +18,8 @@ from typing import Annotated
 
 import typer
 
+from checkpoints.source import is_gguf
+
 GGUF_TYPES = ("bf16", "q8_0", "q4_0")
 
 _PACKAGE = "llama-cpp-python"
@@ -107,13 +109,14 @@ class LlamaCpp:
 def serve(
     flags: Annotated[list[str], typer.Argument(help="of llama-server")],
     home: Annotated[Path, typer.Option(help="its environment")],
-    model: Annotated[Path, typer.Option(help="model folder")],
+    model: Annotated[Path, typer.Option(help="model folder or GGUF file")],
     type: Annotated[str, typer.Option(help=", ".join(GGUF_TYPES))],
 ) -> None:
-    """Run llama-server with a model folder."""
+    """Run llama-server with a model folder in `type`, or with a GGUF file as it is."""
     llama = LlamaCpp(home)
     server = llama.tool("llama-server")
-    os.execv(server, [str(server), "-m", str(llama.gguf(model, type)), *flags])
+    file = model if is_gguf(model.name) else llama.gguf(model, type)
+    os.execv(server, [str(server), "-m", str(file), *flags])
 
 
 if __name__ == "__main__":

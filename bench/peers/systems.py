@@ -18,6 +18,7 @@ import typer
 from bench.peers.llama_cpp import LlamaCpp
 from bench.report import REPO
 from bench.servers import HOST, Command, free_port, tandem_command
+from checkpoints.source import hf_source
 
 SERVED_NAME = "model"
 _HERE = Path(__file__).resolve().parent
@@ -213,5 +214,6 @@ def parse_system(spec: str, setting: SystemSettings) -> System:
 
 
 def vocab_size_of(model: Path) -> int:
-    """Return the vocabulary size from a model folder's configuration."""
-    return int(json.loads((model / "config.json").read_text())["vocab_size"])
+    """Return the vocabulary size from the configuration of a model's folder or GGUF file."""
+    config = Path(hf_source(str(model))) / "config.json"
+    return int(json.loads(config.read_text())["vocab_size"])

@@ -129,7 +129,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "int8 KV": {"kv_cache_dtype": "int8"},
     "fp8 KV": {"kv_cache_dtype": "fp8"},
 }
-LOSSES = {"int8": 0.01, "fp8": 0.04, "int4": 0.25, "mxfp4": 0.5, "int8 KV": 0.01, "fp8 KV": 0.03}
+LOSSES = {"int8": 0.02, "fp8": 0.04, "int4": 0.25, "mxfp4": 0.5, "int8 KV": 0.02, "fp8 KV": 0.03}
 """By how much perplexity may grow."""
 
 
@@ -177,8 +177,11 @@ def served(serving: HttpServing, ids: list[int]) -> list[int]:
     return found
 
 
-@MODELS
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize(
+    ("model", "kv_cache_dtype"),
+    [(SMOLLM2, "auto"), (SMOLLM2, "int8"), (GEMMA3, "auto")],
+    ids=["smollm2", "smollm2-int8", "gemma3"],
+)
 @pytest.mark.timeout(900)
 def test_a_split_pair_with_drafts_and_a_killed_worker(model: Packaged, kv_cache_dtype: str) -> None:
     """In bfloat16: the tokens are those of one engine that nothing happens to."""
