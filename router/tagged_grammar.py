@@ -116,6 +116,7 @@ class TaggedArguments:
     def _add_json(self, rule: str, schema: Any, types: Sequence[str] | None, path: str) -> None:
         """Add the grammar of a value in JSON, only of some `types` if the parameter may be a string too."""
         definitions = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
+        schema = resolved(schema, self._root)
         narrow = schema if types is None else {"allOf": [schema], "type": list(types)}
         try:
             text = schema_grammar({**narrow, **definitions}, "tools", lenient=not self._strict)

@@ -12,10 +12,8 @@ import pytest
 
 from tests.e2e.serving import HttpServing
 
-TEMPLATE = (
-    "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    '{# <tool_call>{"name": ... </think> #}'
-)
+TEMPLATE = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
+SIGNS = {"JSON": '<tool_call>{"name": ... </think>', "tags": "<tool_call>f<arg_key>a</arg_key><arg_value>"}
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "maximum": 9}},
@@ -29,10 +27,10 @@ TOOLS: Any = [
 WEATHER: Any = {"type": "function", "function": {"name": "weather"}}
 
 
-@pytest.fixture(scope="module")
-def client(folder: Path) -> Iterator[openai.OpenAI]:
+@pytest.fixture(scope="module", params=SIGNS.values(), ids=SIGNS)
+def client(folder: Path, request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
     template = folder / "tools.jinja"
-    template.write_text(TEMPLATE)
+    template.write_text(f"{TEMPLATE}{{# {request.param} #}}")
     with (
         HttpServing(folder, chat_template=str(template)) as serving,
         openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0) as client,

@@ -226,6 +226,7 @@ PARAMETERS = {
     },
     "kind": {"$ref": "#/$defs/Kind"},
     "const": {"const": "x y"},
+    "same": {"$ref": "#/properties/place"},
     "count": {"type": "integer", "minimum": 1, "maximum": 20},
     "is": {"type": "boolean"},
     "place": {
