@@ -168,6 +168,7 @@ def test_a_strict_function_leaves_harmonys_final_channel():
     assert not model.takes(grammar, bad(forms.HARMONY)[0])
 
 
+QWEN3 = forms.tagged(tagged.QWEN3)
 ARGUMENTS = {
     "none": {},
     "an optional one": {"days": 3},
@@ -273,6 +274,31 @@ def test_written_calls_satisfy_their_schemas(name, seed):
     jsonschema.validate(json.loads(arguments), SCHEMA, format_checker=jsonschema.FormatChecker())
 
 
+EITHER = {"anyOf": [{"enum": ["7", "a"]}, {"type": "integer", "maximum": 5}]}
+LIST_OR_TEXT = {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "string"}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "takes", "refuses"),
+    [
+        ({"type": ["integer", "string"], "maximum": 5}, ["5", "-3", "a 7", "-x"], ["7", "7a", " 7", "-.9"]),
+        (EITHER, ["a", "5"], ["7", "b"]),
+        (LIST_OR_TEXT, ["[1, 2]", "x [", ""], ['["a"]', "[", "\n[1"]),
+        ({"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]}, ["null", "a\nb"], ["abcd"]),
+        ({"type": "string", "minLength": 20}, ["a" * 20], ["a" * 19, "a\n</parameter>\n" + "a" * 20]),
+    ],
+)
+def test_no_text_is_read_as_what_its_schema_refuses(model, schema, takes, refuses):
+    whole = {"type": "object", "properties": {"p": schema}}
+    grammar = tool_grammar(QWEN3, [Offer("f", whole, True)], model.spelling, demanded=True, several=False)
+
+    def call(text: str) -> str:
+        return block(QWEN3, ("f", json.dumps({"p": text})))
+
+    assert all(model.takes(grammar, call(text)) for text in takes)
+    assert not any(model.takes(grammar, call(text)) for text in refuses)
+
+
 REFUSED = {
     "properties.p.pattern: look-around": {"type": "string", "pattern": "(?=a)b"},
     "properties.p.pattern: its anchors": {"type": "string", "pattern": "^a|b$"},
@@ -284,14 +310,14 @@ REFUSED = {
 
 @pytest.mark.parametrize(("reason", "schema"), REFUSED.items(), ids=REFUSED)
 def test_a_strict_function_names_the_keyword_that_no_tags_can_hold(model, reason, schema):
-    form, schema = forms.tagged(tagged.QWEN3), {"type": "object", "properties": {"p": schema}}
+    schema = {"type": "object", "properties": {"p": schema}}
 
     def grammar(strict: bool) -> str:
-        return tool_grammar(form, [Offer("f", schema, strict)], model.spelling, demanded=True, several=True)
+        return tool_grammar(QWEN3, [Offer("f", schema, strict)], model.spelling, demanded=True, several=True)
 
     with pytest.raises(InvalidRequestError, match=re.escape(f"f: {reason}")):
         grammar(True)
-    assert model.takes(grammar(False), block(form, ("f", '{"p": 1}')))
+    assert model.takes(grammar(False), block(QWEN3, ("f", '{"p": 1}')))
 
 
 def test_an_answer_behind_thoughts(model):
