@@ -66,6 +66,7 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
             "granite",
             "hermes",
             "hunyuan_a13b",
+            "hy_v3",
             "internlm",
             "kimi_k2",
             "llama3_json",
@@ -84,7 +85,9 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
         _doc("Format of the model's tool calls; `auto` detects it from the chat template."),
     ] = "auto"
     reasoning_parser: Annotated[
-        Literal["auto", "none", "deepseek_r1", "qwen3", "gemma4", "granite", "mistral", "openai_gptoss"],
+        Literal[
+            "auto", "none", "deepseek_r1", "qwen3", "gemma4", "granite", "hy_v3", "mistral", "openai_gptoss"
+        ],
         _doc("Format of the model's reasoning; `none` leaves it in the content."),
     ] = "auto"
     dtype: Annotated[

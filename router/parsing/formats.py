@@ -11,7 +11,7 @@ from router.parsing import forms, harmony, json_formats, tagged
 from router.parsing.answer import AnswerText, Parse, Part, tokens_in
 from router.parsing.forms import CallForm
 from router.parsing.parameters import Parameters
-from router.parsing.reasoning import GEMMA4, GRANITE, HARMONY, MISTRAL, THINK, Marks
+from router.parsing.reasoning import GEMMA4, GRANITE, HARMONY, HY3, MISTRAL, THINK, Marks
 
 
 class ToolFormat(msgspec.Struct, frozen=True):
@@ -86,6 +86,13 @@ _QWEN3 = _tagged(tagged.QWEN3, "<parameter=", f"{_FUNCTION}<parameter=[^<>]*>{_L
 _PYTHONIC = _format(json_formats.PYTHONIC, "[func_name1(", form=forms.PYTHONIC)
 TOOL_FORMATS = {
     "openai": ToolFormat((harmony.CHANNEL,), None, _HARMONY, (("", forms.HARMONY),)),
+    "hy_v3": ToolFormat(
+        ("<tool_sep",),
+        tagged.parse_hy3,
+        tuple(marker for tags in tagged.HY3 for marker in tags.markers),
+        ((":opensource", forms.tagged(tagged.HY3[1])), ("", forms.tagged(tagged.HY3[0]))),
+        needs="<arg_key",
+    ),
     "kimi_k2": _format(json_formats.KIMI_K2, json_formats.KIMI_K2.open, "tool_declare", form=forms.KIMI_K2),
     "deepseek_v3": _format(
         json_formats.DEEPSEEK_V3, "```json", form=forms.DEEPSEEK_V3, needs=json_formats.DEEPSEEK_V3.open
@@ -131,6 +138,7 @@ TOOL_FORMATS = {
 REASONING_FORMATS = {
     "openai_gptoss": ReasoningFormat((harmony.CHANNEL,), HARMONY),
     "gemma4": ReasoningFormat(GEMMA4.close, GEMMA4),
+    "hy_v3": ReasoningFormat((":opensource",), HY3),
     "granite": ReasoningFormat(GRANITE.open, GRANITE),
     "mistral": ReasoningFormat(MISTRAL.open, MISTRAL),
     "deepseek_r1": ReasoningFormat(THINK.close, THINK),

@@ -70,3 +70,4 @@ HARMONY = Marks(
 """Harmony has its own parser; these marks are for code that must know when the thinking ends."""
 MISTRAL = Marks(("[THINK]",), ("[/THINK]",), "[/THINK]")
 GEMMA4 = Marks(("<|channel>thought",), ("<channel|>",), "\n<channel|>")
+HY3 = Marks(("<think:opensource>",), ("</think:opensource>",), "</think:opensource>")

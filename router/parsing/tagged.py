@@ -49,15 +49,19 @@ class Tags(msgspec.Struct, frozen=True):
 
     def parse(self, answer: AnswerText, known: Mapping[str, Parameters]) -> Parse[None]:
         while marker := (yield from answer.until(*filter(None, (self.open, self.call)))):
-            answer.begin_part(marker)
-            is_sure = marker == self.open
-            while (yield from self._begins(answer, marker)):
-                marker = ""
-                if not (yield from self._call(answer, known, is_sure)):
-                    break
-            answer.give_up()
-            if self.close:
-                yield from answer.accept(self.close)
+            yield from self.block(answer, known, marker)
+
+    def block(self, answer: AnswerText, known: Mapping[str, Parameters], marker: str) -> Parse[None]:
+        """Parse the calls behind a mark."""
+        answer.begin_part(marker)
+        is_sure = marker == self.open
+        while (yield from self._begins(answer, marker)):
+            marker = ""
+            if not (yield from self._call(answer, known, is_sure)):
+                break
+        answer.give_up()
+        if self.close:
+            yield from answer.accept(self.close)
 
     def _begins(self, answer: AnswerText, marker: str) -> Parse[bool]:
         """Read the beginning of a call, unless it is the `marker`: models may leave `open` out."""
@@ -190,3 +194,29 @@ DEEPSEEK32 = Tags(
     kinds=('" string="true">', '" string="false">'),
 )
 DEEPSEEK4 = msgspec.structs.replace(DEEPSEEK32, open=f"<{DSML}tool_calls>", close=f"</{DSML}tool_calls>")
+
+
+def _hy3(suffix: str) -> Tags:
+    return Tags(
+        open=f"<tool_calls{suffix}>",
+        call=f"<tool_call{suffix}>",
+        name_end=f"<tool_sep{suffix}>",
+        key=f"<arg_key{suffix}>",
+        key_end=f"</arg_key{suffix}>",
+        value=f"<arg_value{suffix}>",
+        value_end=f"</arg_value{suffix}>",
+        call_end=f"</tool_call{suffix}>",
+        close=f"</tool_calls{suffix}>",
+        has_several=True,
+    )
+
+
+HY3 = (_hy3(""), _hy3(":opensource"))
+"""Hy 3's tags before and since its publication."""
+
+
+def parse_hy3(answer: AnswerText, known: Mapping[str, Parameters]) -> Parse[None]:
+    while marker := (yield from answer.until(*(tags.open for tags in HY3))):
+        for tags in HY3:
+            if tags.open == marker:
+                yield from tags.block(answer, known, marker)

@@ -73,6 +73,7 @@ MODELS = {
     "tags-deepseek_v4": Expected(
         "deepseek_v4", "deepseek_r1", "<｜DSML｜tool_calls>", "<｜end▁of▁sentence｜>"
     ),
+    "tags-hy_v3": Expected("hy_v3", "hy_v3", "<tool_calls:opensource>", "<|hy_eos|>"),
     "calls-kimi_k2": Expected("kimi_k2", "deepseek_r1", "<|tool_calls_section_begin|>", "<|im_end|>"),
     "calls-gemma4": Expected("gemma4", "gemma4", "<|tool_call>", "<turn|>\n"),
     "calls-hunyuan_a13b": Expected("hunyuan_a13b", "deepseek_r1", "<tool_calls>", "<|eos|>"),

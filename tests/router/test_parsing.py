@@ -91,6 +91,7 @@ TAGS = {
     "minimax_m2": tagged.MINIMAX,
     "deepseek_v32": tagged.DEEPSEEK32,
     "deepseek_v4": tagged.DEEPSEEK4,
+    "hy_v3": tagged.HY3[1],
 }
 
 
@@ -253,6 +254,7 @@ TEXTS = {
         "and <arg_key>b</arg_key>",
         [("add", '{"a": 1')],
     ),
+    "hy 3 before it was published": ("hy_v3", in_form(forms.tagged(tagged.HY3[0]), *CALLS), "", CALLS),
     "harmony": ("openai", HARMONY_CALL + "<|call|>", "", CALLS[:1]),
     "harmony after a preamble": (
         "openai",
@@ -593,6 +595,8 @@ def test_any_split_gives_the_same(tools, reasoning, is_open, text, data):
         ("<|tool_call>call:f{a:1} <|channel>thought <channel|>", "gemma4", "gemma4"),
         ("[func_name1(param1=value1), func_name2(...)]", "pythonic", None),
         ("<tool_calls>[{", "hunyuan_a13b", None),
+        ("'<tool_sep' + s + '>\\n<arg_key' + s, s = ':opensource'", "hy_v3", "hy_v3"),
+        ("<tool_call>f<tool_sep>\n<arg_key>k</arg_key>\n<arg_value> </think>", "hy_v3", "deepseek_r1"),
         ("<|action_start|><|plugin|>", "internlm", None),
         ("functools[", "phi4_mini_json", None),
         ('[{"name": "tool_call_name", "arguments": {}}]', "xlam", None),
