@@ -107,6 +107,8 @@ class Tags(msgspec.Struct, frozen=True):
         key: list[str] = []
         end = yield from answer.until(self.key_end, *self.kinds or (), write=key.append)
         if not end:
+            if not answer.is_cut:
+                answer.content(self.key + "".join(key))
             return False
         if self.value:
             yield from answer.skip_space()

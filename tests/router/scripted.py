@@ -30,7 +30,9 @@ class Scripted:
     def __init__(self, folder, template: str | list | None, **options) -> None:
         folder.mkdir()
         tokenizer = byte_level_tokenizer(500)
-        tokenizer.add_special_tokens(["<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|constrain|>"])
+        tokenizer.add_special_tokens(
+            ["<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|constrain|>", "｜DSML｜"]
+        )
         for name in ("kimi_k2", "gemma4"):
             tokenizer.add_special_tokens([*TOOL_FORMATS[name].markers])
         tokenizer.save(str(folder / "tokenizer.json"))

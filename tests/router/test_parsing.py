@@ -248,6 +248,12 @@ TEXTS = {
         "",
         [("add", '{"a": 1, "x": "null", "y": null, "z": "nil", "b": 2}')],
     ),
+    "a tag without its end": (
+        "qwen3_coder",
+        "<tool_call><function=add><parameter=a\nNo.",
+        "<parameter=a\nNo.",
+        [("add", "{")],
+    ),
     "text between tags": (
         "glm47",
         "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value> and <arg_key>b</arg_key>",
