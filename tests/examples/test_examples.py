@@ -61,6 +61,12 @@ def run(name: str, *arguments: str, given: str = "") -> str:
     return done.stdout
 
 
+def test_each_example_is_run_here() -> None:
+    text = Path(__file__).read_text()
+    names = {file.stem for file in (ROOT / "examples").glob("*.py")} - {"__init__"}
+    assert {name for name in names if f"{name}.py" not in text and f"examples.{name}:" not in text} == set()
+
+
 def test_python_client(server: ServerProcess) -> None:
     assert run("python_client.py", server.url).strip()
 

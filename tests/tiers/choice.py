@@ -12,7 +12,7 @@ TENTHS = 10
 """So many commits in a row run all expensive tests but the dearest."""
 DEAREST_CPU_S = 12.0
 """A test that costs more runs if it is a canary, or if its module changed and the bound allows it."""
-CHANGED_CPU_S = 120.0
+CHANGED_CPU_S = 90.0
 """What the tests of changed modules and those that the diff reaches may cost together."""
 
 
