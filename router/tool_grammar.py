@@ -81,8 +81,9 @@ def tool_grammar(
             start += _up_to(further, spelling(form.between), trigger, "block")
     elif form.trigger:
         rules += [
-            spelling.rule_up_to("head", [form.trigger]),
-            f"REST: TEXT & ~(TEXT {quoted(form.trigger)} TEXT)",
+            spelling.rule_up_to("head", [form.trigger], "PLAIN"),
+            f"PLAIN: TEXT {'& ~(TEXT CALL TEXT)' if form.elsewhere else ''}",
+            f"REST: PLAIN & ~(TEXT {quoted(form.trigger)} TEXT)",
         ]
         start = _up_to(further + 1, "head", "block")
         if marks is not None and marks.lead.startswith(form.trigger):
@@ -92,8 +93,9 @@ def tool_grammar(
         start = "(block | OTHER)"
         rules += [
             f"OTHER: /([^\\{form.open or form.begin[0]} \\t\\r\\n](.|\\n)*)?/ & ~(TEXT CALL TEXT)",
-            f"CALL: /{form.elsewhere}/",
         ]
+    if form.elsewhere:
+        rules.append(f"CALL: /{form.elsewhere}/")
     if marks is not None:
         rules.append(spelling.rule_up_to("thought", marks.close))
     return lark_grammar(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from router.parsing import harmony, json_formats
@@ -28,7 +30,7 @@ class CallForm(msgspec.Struct, frozen=True):
     notation: Literals | None = None
     """The arguments' notation; None: JSON."""
     elsewhere: str = ""
-    """A regular expression of what begins calls in the midst of an answer that is not a block."""
+    """A regular expression of what begins calls outside of blocks."""
     tags: Tags | None = None
     """The spelling of arguments that are tagged parameters; None: they are JSON."""
 
@@ -42,6 +44,7 @@ def tagged(tags: Tags) -> CallForm:
         tags.close,
         separator="" if tags.has_several else None,
         between=None if tags.has_several else tags.line,
+        elsewhere=re.escape(tags.call) if tags.open else "",
         tags=tags,
     )
 
