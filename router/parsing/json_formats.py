@@ -49,7 +49,7 @@ class Blocks(msgspec.Struct, frozen=True):
 
 
 class Named(msgspec.Struct, frozen=True):
-    """Blocks of calls whose names come before their arguments. All marks but `open` and `call` may miss."""
+    """Blocks of calls whose names come before their arguments. Models leave out any mark but `call`."""
 
     open: str
     close: str
@@ -65,18 +65,22 @@ class Named(msgspec.Struct, frozen=True):
     """The name has a number behind it. Both with the lead are the call's id."""
 
     def parse(self, answer: AnswerText, known: Collection[str]) -> Parse[None]:
-        while marker := (yield from answer.until(self.open)):
+        while marker := (yield from answer.until(self.open, self.call)):
             answer.begin_part(marker)
-            while (yield from self._call(answer)):
-                yield from answer.skip_space()
+            begins = marker == self.call or (yield from self._begins(answer))
+            while begins and (yield from self._call(answer)):
+                begins = yield from self._begins(answer)
             answer.give_up()
             yield from answer.accept(self.close)
 
-    def _call(self, answer: AnswerText) -> Parse[bool]:
+    def _begins(self, answer: AnswerText) -> Parse[bool]:
         yield from answer.skip_space()
-        if not (marker := (yield from answer.accept(self.call))):
-            return False
-        answer.begin_part(marker)
+        if marker := (yield from answer.accept(self.call)):
+            answer.begin_part(marker)
+        return bool(marker)
+
+    def _call(self, answer: AnswerText) -> Parse[bool]:
+        """Parse a call behind its mark."""
         yield from answer.skip_space()
         lead = yield from answer.accept(self.lead)
         name = yield from word(answer)
