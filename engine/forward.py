@@ -25,6 +25,7 @@ from engine.phases import phase
 from engine.rows import BlockTable, SequenceRows
 from engine.runner import ForwardOutput, LateRows
 from engine.step_inputs import StepInputs, StepShape, step_inputs
+from engine.torch_products import torch_products
 from engine.upload import upload_to
 from native.build import own_inductor_cache
 from protocol.errors import ConfigError
@@ -48,6 +49,7 @@ class RowsForward(ABC):
     """A `Runner` by a function of packed rows in torch, compiled where that pays."""
 
     any_threads = False
+    deterministic = False
 
     def __init__(
         self,
@@ -63,6 +65,7 @@ class RowsForward(ABC):
         self.products = products
         self._backend = backend
         self._adapters = adapters
+        self._packed = packed
         self._min_rows = MIN_ROWS if packed else ONEDNN_MIN_ROWS
         self._device = device
         self._upload = upload_to(device)
@@ -154,6 +157,12 @@ class RowsForward(ABC):
 
         A model that does not compile runs eagerly from now on; with `--compile on` that is a ConfigError.
         """
+        if self._packed and self._adapters is None:
+            compiled, self._run = self._run, self._compute
+            self.deterministic = not torch_products(
+                lambda: self._execute([], [0, 1], StepShape(WARM_UP_ROWS))
+            )
+            self._run = compiled
         if not self.compiled:
             return 0.0
         start = time.monotonic()

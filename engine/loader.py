@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import is_accelerate_available
 
 from checkpoints.source import hf_source
@@ -33,6 +33,7 @@ from engine.quantization.weight import CodeFormat
 from engine.quantized_checkpoint import describe_checkpoint, load_quantized, quantization_config
 from engine.recurrent.hooks import RecurrentHooks, hook
 from engine.recurrent.layout import StateLayout
+from engine.text_half import as_causal, load_checkpoint, make_model
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.handoff import ROW_QUANTIZATIONS
@@ -93,6 +94,9 @@ def load_model(config: ServeConfig) -> LoadedModel:
     device = choose_device(config.device)
     transformers_hook.register()
     hf_config = _load_hf_config(config)
+    text_config = hf_config.get_text_config(decoder=True)
+    longest = _longest(config, text_config)
+    _refuse_chunks(text_config, longest)
     dtype = choose_dtype(config.dtype, hf_config, device)
     in_tiles = config.deterministic and device.type == "cuda"
     if in_tiles and (fault := fault_of_options(config, device, dtype)) is not None:
@@ -127,7 +131,6 @@ def load_model(config: ServeConfig) -> LoadedModel:
         join_experts(model)
     elif device.type == "cuda":
         tile_on_gpu(model, device, dtype, plain=in_tiles)
-    text_config = hf_config.get_text_config(decoder=True)
     hooks = hook(model)
     kept = probe(model, dtype, text_config.num_hidden_layers, hooks)
     return LoadedModel(
@@ -136,7 +139,7 @@ def load_model(config: ServeConfig) -> LoadedModel:
         dtype=dtype,
         kv_group=_stored_as(_in_one_table(kept.kv, model), config.kv_cache_dtype),
         vocab_size=text_config.vocab_size,
-        max_model_len=_longest(config, text_config),
+        max_model_len=longest,
         eos_token_ids=_eos_token_ids(config, model, text_config),
         weights=weights,
         recurrent=Recurrent(hooks, kept.state) if hooks is not None and kept.state is not None else None,
@@ -202,7 +205,18 @@ def choose_dtype(requested: str, hf_config: Any, device: torch.device) -> torch.
 
 
 def _longest(config: ServeConfig, text_config: Any) -> int:
-    return choose_max_model_len(config.max_model_len, getattr(text_config, "max_position_embeddings", None))
+    positions = getattr(text_config, "max_position_embeddings", None)
+    return choose_max_model_len(config.max_model_len, positions if positions and positions > 0 else None)
+
+
+def _refuse_chunks(text_config: Any, longest: int) -> None:
+    """Attention in chunks is plain attention within the first."""
+    chunk = getattr(text_config, "attention_chunk_size", None)
+    if chunk is not None and longest > chunk:
+        raise UnsupportedModelError(
+            f"{text_config.model_type}: attention in chunks (attention_chunk_size) is supported within one "
+            f"chunk: set --max-model-len to at most {chunk}, not {longest}"
+        )
 
 
 def _load_hf_config(config: ServeConfig) -> Any:
@@ -240,7 +254,7 @@ def _load_weights(
     try:
         if config.load_format == "dummy":
             torch.manual_seed(DUMMY_SEED)
-            model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, **options)
+            model = as_causal(make_model(hf_config, dtype=dtype, **options))
         elif quantization_config(hf_config) is not None:
             has_kernel = kernel_fault(device, dtype) is None
             model = load_quantized(
@@ -257,14 +271,12 @@ def _load_weights(
                 options["device_map"] = {
                     "": device
                 }  # each tensor as it is read: the host needs no room for all
-            model = AutoModelForCausalLM.from_pretrained(
-                config.model, config=hf_config, revision=config.revision, dtype=dtype, **options
-            )
+            model = load_checkpoint(config.model, hf_config, revision=config.revision, dtype=dtype, **options)
     except UnsupportedModelError:
         raise
     except OSError as error:
         raise ConfigError(f"--model: cannot load {config.model!r}: {error}") from error
-    except ValueError as error:
+    except (ValueError, ImportError) as error:  # some parts need packages of their own
         raise UnsupportedModelError(f"{hf_config.model_type}: {error}") from error
     except KeyError as error:
         if error.args != (transformers_hook.NAME,):

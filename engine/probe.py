@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +33,8 @@ from engine.recurrent.layout import RecurrentLayer, StateLayout
 from engine.recurrent.native import operators_of
 from engine.recurrent.state_slots import RowSpan, StateSlots
 from protocol.handoff import MAX_SEGMENTS
+
+logger = logging.getLogger("tandem.engine")
 
 _BLOCK_SIZE = 4
 _TEXT, _SPLIT, _MATE = 6, 3, 2
@@ -85,7 +88,11 @@ def probe(
     except (UnsupportedModelError, torch.OutOfMemoryError):
         raise
     except (TypeError, AttributeError, ValueError, LookupError, RuntimeError) as error:
-        raise UnsupportedModelError(f"{name}: cannot run packed rows: {error}") from error
+        logger.info("%s: the forward of packed rows: %s", name, error)
+        raise UnsupportedModelError(
+            f"{name}: its forward needs a batch's shape or mask, and so cannot run rows of several requests "
+            "as one, which is not supported"
+        ) from error
     finally:
         transformers_hook.set_current_backend(None)
         model.set_attn_implementation(transformers_hook.NAME)

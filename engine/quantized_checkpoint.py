@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from checkpoints.gguf.config import METHOD
@@ -30,6 +30,7 @@ from engine.quantization.files import read_tensors
 from engine.quantization.stored import StoredLayer, StoredWeights, placeholder
 from engine.quantization.weight import QuantizedWeight
 from engine.quantized_experts import fill_experts, set_experts, take_experts
+from engine.text_half import as_causal, make_model, named_as_in
 
 logger = logging.getLogger("tandem.engine")
 
@@ -72,21 +73,22 @@ def load_quantized(
     plain_config = copy.deepcopy(hf_config)
     del plain_config.quantization_config
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(plain_config, dtype=dtype, **options)
+        empty = make_model(plain_config, dtype=dtype, **options)
     experts: dict[str, Iterable[QuantizedWeight]] = {}
     known = fused_experts(empty, by_kernel=keeps_experts)
     if method.get("quant_method") == METHOD:
         paths = fused_experts(empty, by_kernel=False)
         stored = gguf.read_weights(read_gguf(Path(method["file"])), empty, paths, dtype, device)
     elif method.get("quant_method") == mxfp4.METHOD:
-        plain, stacked = mxfp4.split(read_tensors(model, revision))
+        plain, stacked = mxfp4.split(named_as_in(empty, read_tensors(model, revision)))
         unknown = sorted(name for name in stacked if name.rpartition(".")[0] not in known)
         if unknown:
             raise UnsupportedModelError(f"{unknown[0]}: no experts of the model have such a tensor")
         stored = StoredWeights(plain)
         experts |= {name: stack.to(device) for name, stack in stacked.items()}
     else:
-        stored = _split(read_tensors(model, revision), parse_layout(method), empty, device)
+        tensors = named_as_in(empty, read_tensors(model, revision))
+        stored = _split(tensors, parse_layout(method), empty, device)
     rest, fused = stored.plain, stored.fused
     experts |= take_experts(fused, known)
     dequantized = len(fused) + (0 if keeps_experts else len(experts))
@@ -104,7 +106,7 @@ def load_quantized(
     for name, weight in stored.linears.items():
         loaded.set_submodule(name, QuantizedLinear(weight, loaded.get_submodule(name).bias))
     _take_generation_config(loaded, model, revision)
-    return loaded
+    return as_causal(loaded)
 
 
 def _split(

@@ -20,11 +20,15 @@ class ForwardOutput(NamedTuple):
 
 class Runner(Protocol):
     """`choice` says what it is, `products` how its linear layers multiply. With `any_threads` it may run on
-    another number of threads at each call: its results have the same bits.
+    another number of threads at each call: its results have the same bits. From `warm_up` on `deterministic`
+    says whether a row's result has the same bits in every batch.
     """
 
     products: str
     any_threads: bool
+
+    @property
+    def deterministic(self) -> bool: ...
 
     @property
     def choice(self) -> str: ...

@@ -38,6 +38,7 @@ def describe_start(
         "attention": f"{backend.name} ({why})",
         "forward": runner.choice,
         "products": runner.products,
+        "deterministic": _deterministic(config, loaded, runner),
         "kv_pool": f"{size}, KV in {loaded.kv_group.rows}{_expansion(loaded)}{_kept(config, loaded, pool)}",
         "states": _states(config, pool),
         "kv_tiers": tiers.describe() if tiers is not None else "none",
@@ -45,6 +46,12 @@ def describe_start(
         "load_s": f"{load_s:.1f}",
         "compile_s": f"{compile_s:.1f}",
     }
+
+
+def _deterministic(config: ServeConfig, loaded: LoadedModel, runner: Runner) -> str:
+    """Tell whether a request has the same bits in every batch, and so the same tokens."""
+    by_option = config.deterministic and loaded.device.type == "cuda"
+    return "yes" if by_option or runner.deterministic else "no"
 
 
 def _expansion(loaded: LoadedModel) -> str:

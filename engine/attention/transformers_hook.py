@@ -186,12 +186,11 @@ def refuse_masks(*args: Any, config: Any = None, use_vmap: bool = False, **kwarg
         raise UnsupportedModelError(
             "overlaying the causal mask with a mask of the model's own is not supported"
         )
-    if getattr(config, "attention_chunk_size", None) is not None:
-        raise UnsupportedModelError("chunked attention (attention_chunk_size) is not supported")
-    if getattr(config, "index_topk", None) is not None:
-        raise UnsupportedModelError(
-            "sparse attention to keys that an indexer chooses (index_topk) is not supported"
-        )
+    for field in ("index_topk", "indexer_budget"):
+        if getattr(config, field, None) is not None:
+            raise UnsupportedModelError(
+                f"sparse attention to keys that an indexer chooses ({field}) is not supported"
+            )
 
 
 def register() -> None:

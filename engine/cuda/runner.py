@@ -45,7 +45,7 @@ class CudaRunner:
     replayed: padding changes no row, and the bucket's kernels are those that run eagerly.
     """
 
-    any_threads = False
+    any_threads = deterministic = False
 
     def __init__(
         self,

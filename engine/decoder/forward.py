@@ -78,7 +78,7 @@ class NativeDecoder:
 
     choice = "native decoder"
     products = "packed weights, summed alike in every batch"
-    any_threads = True
+    any_threads = deterministic = True
 
     def __init__(
         self,

@@ -151,6 +151,10 @@ class LeadingRunner:
         self._leader = leader
         self.choice, self.products = own.choice, own.products
 
+    @property
+    def deterministic(self) -> bool:
+        return self._own.deterministic
+
     def warm_up(self) -> float:
         """The others do so by themselves."""
         return self._own.warm_up()

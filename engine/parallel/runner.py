@@ -59,6 +59,10 @@ class ShareRunner:
         self.products = self._runner.products
         self.choice = f"{self._runner.choice}, on {ranks.size} ranks"
 
+    @property
+    def deterministic(self) -> bool:
+        return self._runner.deterministic
+
     def warm_up(self) -> float:
         return self._runner.warm_up()
 

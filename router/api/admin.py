@@ -98,6 +98,7 @@ def _model_card(state: RouterState) -> dict[str, Any]:
         "root": state.config.model,
         "parent": None,
         "default_sampling_params": state.defaults,
+        "deterministic": _deterministic(state),
         "max_model_len": facts.max_model_len if facts is not None else state.config.max_model_len,
         "capabilities": {
             "completions": True,
@@ -110,6 +111,12 @@ def _model_card(state: RouterState) -> dict[str, Any]:
         },
         "permission": [],
     }
+
+
+def _deterministic(state: RouterState) -> bool | None:
+    """Tell whether all workers give a request the same bits in every batch; None without workers."""
+    told = [worker.start_up.get("deterministic") == "yes" for worker in state.registry]
+    return all(told) if told else None
 
 
 def _lifecycle(worker: Worker) -> str:

@@ -7,13 +7,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from engine.decoder.families import FAMILIES
 from tests.docs.verdicts import Verdict, verdict
 from tests.e2e.architectures import ARCHITECTURES, HYBRIDS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+TYPES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES})
 
 _HEAD = """# Models
 
@@ -24,7 +28,14 @@ logits, in chunks and beside another request, with those that Transformers compu
 that differs. So a model that is not in the list may well be served.
 [quantization.md](quantization.md) lists the layouts of quantized checkpoints that load.
 
-Here is what becomes of a small random model of each type for which Transformers has a causal model.
+Of a checkpoint with parts for images, sound or video (`mistral3`, `qwen3_vl`, `kimi_k25`, `llava` and so on)
+the language model is served. Its other parts are not loaded and take no memory; a request with an image gets
+a 400. Tensors may have any of the names that Transformers reads. Where Transformers has a class for the
+language model alone, the model runs as one of that class, natively if that does. Llama 4's attention in
+chunks is served within one chunk: `--max-model-len 8192`.
+
+Here is what becomes of a small random model of each type for which Transformers has a causal or a multimodal
+model, saved as checkpoints of that type are published.
 """
 
 _SECTIONS = {
@@ -37,8 +48,14 @@ Nemotron-H runs natively unless its experts work on latents; models with experts
 With adapters, for which latents are expanded, Kimi Linear's own modules run. In float32 models with experts
 and those with adapters run as the others do, by torch.compile or, with recurrent layers, eagerly.
 
-| type | class | forward in bf16 on a CPU |
-|---|---|---|
+The last column says whether a request has the same bits in every batch, and so the same tokens, in bf16
+too. In the other models torch makes some products, such as those of experts' routers: the last bits of its
+sums may depend on the number of rows, so that a near tie is decided differently. `/v1/models` has this of the
+server as `deterministic`: `false` on CPUs without AVX2, on GPUs without `--deterministic`, and in float32 or
+with adapters where a model does not run natively.
+
+| type | class | forward in bf16 on a CPU | same bits in bf16 |
+|---|---|---|---|
 """,
     "refused": """## Refused
 
@@ -67,15 +84,16 @@ def head() -> str:
 def row(model_type: str, found: Verdict) -> str:
     if found.kind != "served":
         return f"| `{model_type}` | {found.reason.replace('|', '/')} |"
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    name = found.served_class
     forward = "native" if name in FAMILIES else "eager" if found.is_recurrent else "torch.compile"
     kept = ", latents" if found.keeps_latents else ""
     emphasis = "**" if model_type in ARCHITECTURES | HYBRIDS else ""
-    return f"| `{model_type}` | {emphasis}`{name}`{emphasis} | {forward}{kept} |"
+    same_bits = "yes" if found.is_deterministic else "no"
+    return f"| `{model_type}` | {emphasis}`{name}`{emphasis} | {forward}{kept} | {same_bits} |"
 
 
 def document(verdicts: dict[str, Verdict]) -> str:
-    """Of all types, in Transformers' order."""
+    """Of all types, by name."""
     parts = [head()]
     for kind, title in _SECTIONS.items():
         rows = [row(model_type, found) for model_type, found in verdicts.items() if found.kind == kind]
@@ -86,4 +104,4 @@ def document(verdicts: dict[str, Verdict]) -> str:
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
-    DOCUMENT.write_text(document({each: verdict(each) for each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}))
+    DOCUMENT.write_text(document({each: verdict(each) for each in TYPES}))

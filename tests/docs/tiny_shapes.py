@@ -36,6 +36,7 @@ _SMALL: dict[tuple[str, ...], Any] = {
     ("mamba_d_state", "ssm_state_size", "state_size", "mamba_d_head", "mamba_head_dim"): 16,
     ("mamba_n_heads", "mamba_num_heads"): 8,
     ("mamba_d_ssm",): 128,
+    ("depth",): 2,
     ("n_groups", "mamba_n_groups"): 1,
     ("linear_num_key_heads", "linear_num_value_heads"): 2,
     ("linear_key_head_dim", "linear_value_head_dim", "index_head_dim"): 16,
@@ -107,6 +108,29 @@ _OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 """What a type needs beside these, or instead."""
+
+_GRID_ROPE = {**_ROPE, "mrope_section": [2, 3, 3]}
+_OWN |= {
+    "cosmos3_edge_text": {"rope_parameters": _GRID_ROPE},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [48, 48]},
+    "glm4v_moe_text": {
+        "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    },
+    "glm4v_text": {"rope_parameters": _GRID_ROPE},
+    "glm5_next_text": {"index_topk": 32, "qk_rope_head_dim": 0},
+    "granite_docling_vision": {"out_hidden_size": 64},
+    "glm_ocr_text": {"rope_parameters": _GRID_ROPE},
+    "hy_v4_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}},
+    "inkling2_vision": {"text_hidden_size": 64},
+    "muse_spark_audio": {"out_hidden_size": 64, "hidden_sizes": [16] * 4},
+    "paddleocr_vl_text": {"rope_parameters": _GRID_ROPE},
+    "qwen2_5_omni_text": {"rope_parameters": _GRID_ROPE},
+    "qwen2_5_vl_text": {"rope_parameters": _GRID_ROPE},
+    "qwen2_vl_text": {"rope_parameters": _GRID_ROPE},
+    "radio": {"video_temporal_patch_size": 2},
+    "step3p5": {"sliding_window": 24, "share_expert_dim": 48},
+}
+"""Shapes that text and the parts beside it must share."""
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:

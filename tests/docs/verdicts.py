@@ -6,12 +6,15 @@ import tempfile
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
 
+from engine.decoder.families import FAMILIES
 from engine.engine import Engine
 from engine.errors import UnsupportedModelError
 from engine.pool_layout import TARGET
+from engine.text_half import as_causal, make_model
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from tests.docs.tiny_shapes import tiny_config
@@ -30,7 +33,10 @@ class Verdict:
 
     kind: Literal["served", "refused", "different", "untried"]
     reason: str = ""
+    served_class: str = ""
     is_recurrent: bool = False
+    is_deterministic: bool = False
+    """In bfloat16."""
     keeps_latents: bool = False
 
 
@@ -38,7 +44,7 @@ def verdict(model_type: str) -> Verdict:
     prompts = [[4 + (7 * i * i + 3 * i + 5 * length) % 300 for i in range(length)] for length in LENGTHS]
     try:
         model = _build(model_type)
-        expected = [greedy(model, prompt, NUM_TOKENS) for prompt in prompts]
+        expected = [_greedy(model, prompt) for prompt in prompts]
     except Exception as error:  # whatever Transformers raises
         return Verdict("untried", " ".join(f"{type(error).__name__}: {error}".split())[:200])
     with tempfile.TemporaryDirectory() as folder:
@@ -55,6 +61,9 @@ def verdict(model_type: str) -> Verdict:
         )
         try:
             engine = Engine(config)
+            served_class = _served_class(model)
+            compile = "auto" if served_class in FAMILIES else "off"
+            start_up = Engine(msgspec.structs.replace(config, dtype="bfloat16", compile=compile)).start_up
         except (UnsupportedModelError, ConfigError) as error:
             return Verdict("refused", str(error).splitlines()[0].replace(folder, "FOLDER"))
     for i, prompt in enumerate(prompts):
@@ -66,21 +75,37 @@ def verdict(model_type: str) -> Verdict:
     layers = engine.pool.layers(TARGET)
     return Verdict(
         "served",
+        served_class=served_class,
         is_recurrent=engine.pool.state_slots is not None,
+        is_deterministic=start_up["deterministic"] == "yes",
         keeps_latents=all(layer.values_in_keys for layer in layers),
     )
 
 
+def _served_class(model: PreTrainedModel) -> str:
+    with torch.device("meta"):
+        return type(as_causal(make_model(model.config))).__name__
+
+
+def _greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    try:
+        return greedy(model, prompt, NUM_TOKENS)
+    except AttributeError:  # Transformers runs no text alone in the whole of a Llama 4
+        return greedy(as_causal(model), prompt, NUM_TOKENS)
+
+
 @torch.no_grad()
 def _build(model_type: str) -> PreTrainedModel:
-    """With weights so large that its tokens vary."""
+    """As Transformers publishes it, with all its parts, and with weights so large that its tokens vary."""
     config = tiny_config(model_type)
+    is_composite = type(config) in AutoModelForMultimodalLM._model_mapping
+    kind = AutoModelForMultimodalLM if is_composite else AutoModelForCausalLM
     with torch.device("meta"):
-        count = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+        count = sum(weight.numel() for weight in kind.from_config(config).parameters())
     if count > MOST_PARAMETERS:
         raise ValueError(f"{count} parameters in what is to be a small model")
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = kind.from_config(config, dtype=torch.float32).eval()
     for weight in model.parameters():
         if weight.ndim > 1 and weight.std() < 0.1:
             torch.nn.init.normal_(weight, std=0.2)

@@ -22,6 +22,11 @@ _BY_TYPE: list[tuple[str, dict[str, Any], str]] = [
     ("t5", {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}, "encoder-decoder"),
     ("rwkv", {"attention_hidden_size": 32}, "rwkv: layers .*recurrent state"),
     (
+        "llama4_text",
+        {"attention_chunk_size": 8, "num_local_experts": 2},
+        "--max-model-len to at most 8, not 64",
+    ),
+    (
         "deepseek_v32",
         {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "index_topk": 4},
         "indexer .*index_topk",

@@ -56,7 +56,7 @@ class Memory:
 
 class Runner:
     choice = products = ""
-    any_threads = False
+    any_threads = deterministic = False
 
     def __init__(self, pool: KVPool, memory: Memory) -> None:
         self._num_blocks, self._memory = pool.num_blocks, memory

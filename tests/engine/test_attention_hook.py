@@ -179,14 +179,6 @@ def test_refuses_inputs_it_would_get_wrong() -> None:
         forward(module, *attention_inputs(), None)
 
 
-def test_refuses_models_with_other_attention() -> None:
-    transformers_hook.register()
-    config = config_of("llama4_text", attention_chunk_size=4, num_local_experts=2)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=transformers_hook.PROBE_NAME).eval()
-    with pytest.raises(UnsupportedModelError):
-        model(input_ids=torch.arange(6)[None], position_ids=torch.arange(6)[None], use_cache=False)
-
-
 def test_says_so_when_no_backend_is_set() -> None:
     model = build("llama")
     with pytest.raises(RuntimeError, match="set_current_backend"):
