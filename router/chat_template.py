@@ -62,15 +62,35 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt's text. Raises `InvalidRequestError` with the template's own error message."""
+        """Return the prompt's text. Raises `InvalidRequestError` with the message that the template refuses
+        and its own reason.
+        """
         chat = self.traits.chat(messages)
         if continue_final_message:
             chat[-1]["content"] = _marked(chat[-1]["content"])
         try:
             text = self._text(chat, add_generation_prompt, variables or {})
         except Exception as error:  # a template can raise anything
-            raise InvalidRequestError("messages", f"the chat template refused them: {error}") from error
+            index = self._first_refused(chat, add_generation_prompt, variables or {})
+            raise InvalidRequestError(
+                f"messages[{index}]", f"the chat template refused it: {error}"
+            ) from error
         return _cut_at_mark(text) if continue_final_message else text
+
+    def _first_refused(
+        self, chat: Sequence[Mapping[str, Any]], generates: bool, variables: Mapping[str, Any]
+    ) -> int:
+        """Return a message of a refused chat with which it is refused, and without which it is not."""
+        taken, refused = 0, len(chat)
+        while refused - taken > 1:
+            middle = (taken + refused) // 2
+            try:
+                self._text(chat[:middle], generates, variables)
+            except Exception:  # a template can raise anything
+                refused = middle
+            else:
+                taken = middle
+        return taken
 
     def _text(self, chat: Sequence[Mapping[str, Any]], generates: bool, variables: Mapping[str, Any]) -> str:
         names = {"tools": None, "documents": None, **self._special_tokens, **variables}

@@ -195,10 +195,12 @@ def test_a_thought_alone_is_taken_back(chat, tokenizer):
     assert answer.usage.prompt_tokens
 
 
-def test_template_complaint_is_the_clients_error():
-    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
-    with pytest.raises(InvalidRequestError, match=r"messages: .*roles must alternate"):
-        template.render(MESSAGES)
+@pytest.mark.parametrize("refused", range(4))
+def test_what_a_template_refuses_is_named(refused):
+    source = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endfor %}"
+    chat = [{"role": "tool" if index >= refused else "user", "content": "Hi"} for index in range(5)]
+    with pytest.raises(InvalidRequestError, match=rf"messages\[{refused}\]: .*no tools"):
+        ChatTemplate(source, {}).render(chat)
 
 
 @pytest.mark.parametrize(
