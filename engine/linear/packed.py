@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -166,10 +167,18 @@ def pack_linears(model: nn.Module) -> int:
     count = 0
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if type(child) in (nn.Linear, Conv1D) and _fits(child):
+            if type(child) in (nn.Linear, Conv1D) and _fits(child) and not _reads_weight(module, name):
                 setattr(module, name, PackedLinear(child))
                 count += 1
     return count
+
+
+def _reads_weight(module: nn.Module, name: str) -> bool:
+    """Say whether a module's forward multiplies by the weight of a layer of its own without calling that."""
+    try:
+        return f"self.{name}.weight" in inspect.getsource(type(module).forward)
+    except (OSError, TypeError):
+        return False
 
 
 def _fits(linear: nn.Linear | Conv1D) -> bool:
