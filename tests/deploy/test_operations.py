@@ -35,12 +35,22 @@ STREAM = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "stream": 
 
 
 @pytest.fixture(scope="module")
-def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def running(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     server = ServerProcess(tiny_folder, tmp_path_factory.mktemp("operations") / "log", *OPTIONS)
     try:
         yield server.wait_ready()
     finally:
         server.kill()
+
+
+@pytest.fixture
+def server(running: ServerProcess) -> ServerProcess:
+    """With one prefill and two decode workers, whatever the test before has done."""
+    if roles(running) != ["decode", "decode", "prefill"]:
+        done = scale(running, "--decode", "2", "--prefill", "1")
+        assert done.exit_code == 0, done.output
+        running.wait(lambda: num_workers(running, 0) == num_workers(running, 1) == 3, 10)
+    return running
 
 
 def own_url(server: ServerProcess, index: int) -> str:
@@ -81,6 +91,10 @@ def pids(server: ServerProcess) -> dict[str, int]:
     """The ready workers."""
     workers = get(server, 0, "workers")["workers"]
     return {worker["id"]: worker["pid"] for worker in workers if worker["lifecycle"] == "ready"}
+
+
+def roles(server: ServerProcess) -> list[str]:
+    return sorted(name.partition("-")[0] for name in pids(server))
 
 
 def complete(server: ServerProcess, request: dict[str, Any]) -> list[int]:
@@ -160,21 +174,24 @@ def test_all_workers_are_restarted_once_when_both_routers_are_asked(server: Serv
     with under_requests(server):
         done, refused = of_both(server, "restart", "restart")
         again = httpx.post(f"{server.url}/restart", json={"soon": True}, headers=KEY, timeout=10)
-    assert done.json()["restarted"] == ["prefill-0", "decode-0", "decode-1"]
-    assert done.json()["successors"] == ["prefill-1"], "it served before the only one left"
+    only, *decode = sorted(before, key=lambda name: (name.startswith("decode"), name))
+    assert done.json()["restarted"] == [only, *decode]
+    (successor,) = done.json()["successors"]
+    assert successor.startswith("prefill") and successor not in before, "it served before the only one left"
     assert "a restart is under way already, asked of router-" in refused.text
     assert again.status_code == 400
     after = pids(server)
-    assert after.keys() == {"prefill-1", "decode-0", "decode-1"}
+    assert after.keys() == {successor, *decode}
     assert not {*before.values()} & {*after.values()}
     assert " E " not in server.log[logged:], server.log
 
 
 def test_one_decode_worker_stays_when_both_are_drained(server: ServerProcess) -> None:
+    decode = [name for name in pids(server) if name.startswith("decode")]
     with under_requests(server):
-        of_both(server, "workers/decode-0/drain", "workers/decode-1/drain")
+        of_both(server, *(f"workers/{name}/drain" for name in decode))
     server.wait(lambda: len(pids(server)) == 2, 10)
-    assert sorted(name.partition("-")[0] for name in pids(server)) == ["decode", "prefill"]
+    assert roles(server) == ["decode", "prefill"]
 
 
 def test_workers_come_and_go(server: ServerProcess) -> None:
@@ -182,38 +199,49 @@ def test_workers_come_and_go(server: ServerProcess) -> None:
         grown = scale(server, "--decode", "3", "--prefill", "2")
         assert grown.exit_code == 0, grown.output
         assert "started: " in grown.output
-        assert sorted(name.partition("-")[0] for name in pids(server)) == ["decode"] * 3 + ["prefill"] * 2
+        assert roles(server) == ["decode"] * 3 + ["prefill"] * 2
         shrunk = scale(server, "--decode", "1", "--prefill", "1")
         assert shrunk.exit_code == 0, shrunk.output
         assert "drained: " in shrunk.output
         server.wait(lambda: len(pids(server)) == 2, 10)
 
 
-def test_what_cannot_be_is_refused(server: ServerProcess) -> None:
+@pytest.mark.parametrize(
+    ("targets", "reason"),
+    [
+        (["--decode", "many"], "--decode: must be a whole number of workers, got 'many'"),
+        ([], "name a role at least: --prefill N"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_a_server_is_asked(targets: list[str], reason: str) -> None:
+    answer = CliRunner().invoke(app, ["scale", *targets, "--url", "http://127.0.0.1:1"])
+    assert (answer.exit_code, reason in answer.output) == (1, True), answer.output
+
+
+def test_what_cannot_be_is_refused(running: ServerProcess) -> None:
+    before = pids(running)
     refused = {
         ("--decode", "0"): "decode: must be at least 1, got 0",
         ("--decode", "-2"): "decode: must be from 0 to 4096, got -2",
-        ("--decode", "many"): "--decode: must be a whole number of workers, got 'many'",
         ("--prefill", "4000"): "prefill: the nodes take at most",
         ("--draft", "1"): "draft: needs --speculative-config",
-        (): "name a role at least: --prefill N",
     }
     for targets, reason in refused.items():
-        answer = scale(server, *targets)
+        answer = scale(running, *targets)
         assert (answer.exit_code, reason in answer.output) == (1, True), answer.output
-    assert "401" in scale(server, "--decode", "2", key="other").output
-    unknown = httpx.post(f"{server.url}/scale", json={"cook": 1}, headers=KEY, timeout=10)
+    assert "401" in scale(running, "--decode", "2", key="other").output
+    unknown = httpx.post(f"{running.url}/scale", json={"cook": 1}, headers=KEY, timeout=10)
     assert (unknown.status_code, "cook" in unknown.text) == (400, True)
-    assert len(pids(server)) == 2
+    assert pids(running) == before
 
 
-def test_a_signal_to_the_process_alone_ends_it_quietly(server: ServerProcess) -> None:
+def test_a_signal_to_the_process_alone_ends_it_quietly(running: ServerProcess) -> None:
     """Last in this module."""
-    before = len(server.log.splitlines())
-    server.look()
-    server.process.send_signal(signal.SIGTERM)
-    assert server.wait_end() == 0
+    before = len(running.log.splitlines())
+    running.look()
+    running.process.send_signal(signal.SIGTERM)
+    assert running.wait_end() == 0
     ours = (" router.server: ", " deploy.serve: stopping; ")
-    of_ray = [line for line in server.log.splitlines()[before:] if not any(part in line for part in ours)]
+    of_ray = [line for line in running.log.splitlines()[before:] if not any(part in line for part in ours)]
     assert [line for line in of_ray if not line.startswith("(WorkerActor ")] == []
-    assert server.leftovers() == []
+    assert running.leftovers() == []

@@ -103,12 +103,21 @@ class Host:
 
 
 @pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
-    """With a template that has imported everything. It asks no hub for models of fuzzed launches."""
+def host(tiny_folder: Path) -> Iterator[Host]:
+    """With a template that has imported everything. It asks no hub for models of fuzzed launches. At the end
+    nothing of it is left.
+    """
     with pytest.MonkeyPatch.context() as patch, closing(Host()) as host:
         patch.setenv("HF_HUB_OFFLINE", "1")
         host.client().connect()
         yield host
+        left = [psutil.Process(host.spawn("last-0", tiny_config(tiny_folder)).pid), host.template()]
+        for worker in host.workers[:-1]:
+            with suppress(psutil.NoSuchProcess):
+                left.append(psutil.Process(worker.pid))
+        host.close()
+        assert not psutil.wait_procs(left, timeout=15)[1]
+        assert host.name not in Path("/proc/net/unix").read_text()
 
 
 def test_a_killed_worker_comes_back_at_once_and_serves_the_same_tokens(host: Host, tiny_folder: Path) -> None:
@@ -292,18 +301,6 @@ def test_live_workers_outlast_the_template_and_a_new_one_takes_its_place(
     host.spawn("decode-3", config, client)
     host.wait_ready("decode-3")
     assert host.tokens("decode-3") == before
-
-
-def test_nothing_is_left(host: Host, tiny_folder: Path) -> None:
-    """Last in this module: it ends the shared template."""
-    left = [psutil.Process(host.spawn("decode-6", tiny_config(tiny_folder)).pid)]
-    left.append(host.template())
-    for worker in host.workers[:-1]:
-        with suppress(psutil.NoSuchProcess):
-            left.append(psutil.Process(worker.pid))
-    host.close()
-    assert not psutil.wait_procs(left, timeout=15)[1]
-    assert host.name not in Path("/proc/net/unix").read_text()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else for a moment")
