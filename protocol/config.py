@@ -86,7 +86,16 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = "auto"
     reasoning_parser: Annotated[
         Literal[
-            "auto", "none", "deepseek_r1", "qwen3", "gemma4", "granite", "hy_v3", "mistral", "openai_gptoss"
+            "auto",
+            "none",
+            "deepseek_r1",
+            "qwen3",
+            "gemma4",
+            "granite",
+            "hunyuan_a13b",
+            "hy_v3",
+            "mistral",
+            "openai_gptoss",
         ],
         _doc("Format of the model's reasoning; `none` leaves it in the content."),
     ] = "auto"

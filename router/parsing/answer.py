@@ -87,6 +87,8 @@ class AnswerText:
         self._may_be_text = False
         self._has_called = False
         self._content, self._reasoning = _Trimmed(True), _Trimmed(False)
+        self.frame: tuple[str, ...] = ()
+        """Marks in the content that are left out."""
         self.is_over = self.is_cut = False
         """`is_over`: no more text comes; `is_cut`: because a limit cut the answer off before the model had
         ended.
@@ -146,7 +148,8 @@ class AnswerText:
 
         The text before it is written as content, or by `write`, as soon as it cannot be part of a marker.
         """
-        write = write or self.content
+        frame = self.frame if write is None else ()
+        write, markers = write or self.content, (*markers, *frame)
         while True:
             rest = self._text[self._at :]
             found = [(at, marker) for marker in markers if (at := rest.find(marker)) >= 0]
@@ -159,6 +162,9 @@ class AnswerText:
             self._at += at + len(marker)
             if at:
                 write(rest[:at])
+            if marker in frame:
+                self._content.start_section()
+                continue
             if marker or self.is_over:
                 return marker
             yield

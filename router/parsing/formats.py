@@ -11,7 +11,7 @@ from router.parsing import forms, harmony, json_formats, tagged
 from router.parsing.answer import AnswerText, Parse, Part, tokens_in
 from router.parsing.forms import CallForm
 from router.parsing.parameters import Parameters
-from router.parsing.reasoning import GEMMA4, GRANITE, HARMONY, HY3, MISTRAL, THINK, Marks
+from router.parsing.reasoning import GEMMA4, GRANITE, HARMONY, HUNYUAN, HY3, MISTRAL, THINK, Marks
 
 
 class ToolFormat(msgspec.Struct, frozen=True):
@@ -138,6 +138,7 @@ TOOL_FORMATS = {
 REASONING_FORMATS = {
     "openai_gptoss": ReasoningFormat((harmony.CHANNEL,), HARMONY),
     "gemma4": ReasoningFormat(GEMMA4.close, GEMMA4),
+    "hunyuan_a13b": ReasoningFormat(("<tool_calls>[",), HUNYUAN),
     "hy_v3": ReasoningFormat((":opensource",), HY3),
     "granite": ReasoningFormat(GRANITE.open, GRANITE),
     "mistral": ReasoningFormat(MISTRAL.open, MISTRAL),

@@ -19,16 +19,19 @@ class Marks(msgspec.Struct, frozen=True):
     """The text between the closing mark and an answer that has a grammar."""
     lead: str = ""
     """The text after the gap, before an answer that is not a call."""
+    frame: tuple[str, ...] = ()
+    """Marks around the answer itself."""
 
     @property
     def markers(self) -> list[str]:
         """The texts that may be special tokens."""
-        return tokens_in(self.open + self.close)
+        return tokens_in(self.open + self.close + self.frame)
 
     def parse(self, answer: AnswerText, is_open: bool, is_exact: bool) -> Parse[None]:
         """Parse the reasoning. If the answer `is_exact`, the content after it keeps its white space, except
         for the gap.
         """
+        answer.frame = () if is_exact else self.frame
         answer.begin_part(may_be_text=True)
         yield from answer.skip_space()
         if not (yield from answer.accept(*self.open)) and not is_open:
@@ -71,3 +74,4 @@ HARMONY = Marks(
 MISTRAL = Marks(("[THINK]",), ("[/THINK]",), "[/THINK]")
 GEMMA4 = Marks(("<|channel>thought",), ("<channel|>",), "\n<channel|>")
 HY3 = Marks(("<think:opensource>",), ("</think:opensource>",), "</think:opensource>")
+HUNYUAN = msgspec.structs.replace(THINK, frame=("<answer>", "</answer>"))

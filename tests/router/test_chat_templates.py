@@ -76,7 +76,7 @@ MODELS = {
     "tags-hy_v3": Expected("hy_v3", "hy_v3", "<tool_calls:opensource>", "<|hy_eos|>"),
     "calls-kimi_k2": Expected("kimi_k2", "deepseek_r1", "<|tool_calls_section_begin|>", "<|im_end|>"),
     "calls-gemma4": Expected("gemma4", "gemma4", "<|tool_call>", "<turn|>\n"),
-    "calls-hunyuan_a13b": Expected("hunyuan_a13b", "deepseek_r1", "<tool_calls>", "<|eos|>"),
+    "calls-hunyuan_a13b": Expected("hunyuan_a13b", "hunyuan_a13b", "<tool_calls>", "<|eos|>"),
     "calls-internlm": Expected("internlm", None, "<|action_start|>", "<|im_end|>\n"),
     "calls-phi4_mini_json": Expected("phi4_mini_json", None, "functools[", "<|end|>"),
     "calls-pythonic": Expected("pythonic", None, "[", "<|eot|>"),

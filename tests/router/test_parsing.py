@@ -370,6 +370,7 @@ def test_an_answer_cut_off_anywhere_has_no_piece_of_a_mark(tools, text, content,
 THOUGHTS = {
     "think": ("qwen3", False, "<think>\nHm, a < b.\n</think>\n\nYes."),
     "open": ("qwen3", True, "\nHm, a < b.\n</think>\n\nYes."),
+    "hunyuan": ("hunyuan_a13b", False, "<think>\nHm, a < b.\n</think>\n<answer>\nYes.\n</answer>"),
     "mistral": ("mistral", False, "[THINK]Hm, a < b.[/THINK]Yes."),
     "gemma": ("gemma4", False, "<|channel>thought\nHm, a < b.\n<channel|>Yes."),
     "harmony": (
@@ -421,6 +422,17 @@ def test_reasoning_before_calls(name, marks, is_open):
     text = f"{begin}\nA < B, so\n{marks.close[-1]}\n\n{HERMES}"
     for pieces in ([text], list(text)):
         assert parsed(of("hermes", name, is_open), pieces) == ("A < B, so", "I look.", CALLS)
+
+
+def test_a_frame_around_the_answer_is_left_out():
+    """Around calls too, but not within their arguments."""
+    call = '{"name": "add", "arguments": {"a": "<answer>"}}'
+    text = f"<think>Hm.</think>\n<answer>\nI look.\n<tool_calls>[{call}]</tool_calls>\n</answer>"
+    for pieces in ([text], list(text)):
+        expected = ("Hm.", "I look.", [("add", '{"a": "<answer>"}')])
+        assert parsed(of("hunyuan_a13b", "hunyuan_a13b"), pieces) == expected
+        assert parsed(of(None, "hunyuan_a13b"), ["<answer>\nYes.\n</answer>"]) == ("", "Yes.", [])
+    assert parsed(of(None, "qwen3"), ["<answer>"]) == ("", "<answer>", [])
 
 
 def test_reasoning_of_harmony():
@@ -615,7 +627,7 @@ def test_any_split_gives_the_same(tools, reasoning, is_open, text, data):
         ("<|im_system|>tool_declare<|im_middle|>", "kimi_k2", None),
         ("<|tool_call>call:f{a:1} <|channel>thought <channel|>", "gemma4", "gemma4"),
         ("[func_name1(param1=value1), func_name2(...)]", "pythonic", None),
-        ("<tool_calls>[{", "hunyuan_a13b", None),
+        ("<tool_calls>[{", "hunyuan_a13b", "hunyuan_a13b"),
         ("'<tool_sep' + s + '>\\n<arg_key' + s, s = ':opensource'", "hy_v3", "hy_v3"),
         ("<tool_call>f<tool_sep>\n<arg_key>k</arg_key>\n<arg_value> </think>", "hy_v3", "deepseek_r1"),
         ("<|action_start|><|plugin|>", "internlm", None),
