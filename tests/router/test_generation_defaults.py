@@ -17,6 +17,7 @@ BODIES = {
     "/v1/completions": {"prompt": "Hi", "max_tokens": 9},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
     "/v1/responses": {"input": "Hi", "max_output_tokens": 9},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9},
 }
 
 
