@@ -55,7 +55,15 @@ HERMES = CallForm(
     json_formats.HERMES.open[0], "\n", _OBJECT, "}", f"\n{json_formats.HERMES.close}", between="\n"
 )
 LLAMA3 = CallForm("", "", _PARAMETERS, "}", separator="; ", elsewhere=r"<\|python_tag\|>")
-GRANITE = CallForm(json_formats.GRANITE.open[0], "[", _OBJECT, "}", "]", separator=", ")
+GRANITE = CallForm(
+    json_formats.GRANITE.open[0],
+    "[",
+    _OBJECT,
+    "}",
+    "]",
+    separator=", ",
+    elsewhere=json_formats.GRANITE.open[1],
+)
 HUNYUAN = CallForm(
     json_formats.HUNYUAN.open[0], "[", _OBJECT, "}", f"]{json_formats.HUNYUAN.close}", separator=", "
 )
@@ -88,6 +96,7 @@ def _named(marks: json_formats.Named, begin: str, end: str, separator: str) -> C
         f"{end}{marks.ends[-1]}",
         marks.close,
         separator=separator,
+        elsewhere=re.escape(marks.call),
     )
 
 

@@ -102,8 +102,9 @@ def bad(form: forms.CallForm) -> list[str]:
         block(form, ("now", '{"x": 1}')),
         block(form, ("other", "{}")),
     ]
-    if form.tags is not None and form.tags.open:
-        texts += [text.removeprefix(form.trigger + form.open) for text in texts]
+    if form.trigger and form.elsewhere:
+        other = "<tool_call>[" if form is forms.GRANITE else ""
+        texts += [text.replace(form.trigger + form.open, other) for text in texts]
     if form.tags is None:
         texts.append(block(form, ("get_weather", '{"city": 3, "days": 3}')))
     if form.tags is form.notation is None:
