@@ -23,7 +23,7 @@ CANARIES = {
     "an adapter": f"{_E2E}/test_lora.py::test_tokens_are_those_of_merged_weights[speculating]",
     "int8": f"{_QUANTIZED}[{{'quantization': 'int8'}}]",
     "a GGUF file": (
-        "tests/checkpoints/test_real_models.py::test_greedy_tokens_are_transformers[float32-smollm2]"
+        "tests/checkpoints/test_real_models.py::test_greedy_tokens_are_transformers[bfloat16-smollm2]"
     ),
     "two routers": "tests/router/test_several_routers.py::test_they_share_a_port_and_each_has_its_own",
     "the page in Chromium": f"{_E2E}/test_page.py::test_a_completion_streams_in_and_equals_the_api",
