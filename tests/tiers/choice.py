@@ -23,6 +23,8 @@ class Situation:
     canaries: Collection[str] = ()
     distances: Mapping[str, int] = field(default_factory=dict)
     """How many imports lead from test modules to what has changed."""
+    whole: Collection[str] = ()
+    """Modules of which all tests run, at any cost."""
     commit: int = 0
 
 
@@ -39,6 +41,7 @@ def choose(tests: Sequence[str], costs: Costs, situation: Situation) -> Choice:
     fair = {test: cost for test, cost in expensive.items() if cost.cpu_s <= DEAREST_CPU_S}
     chosen = set(tests) - expensive.keys()
     chosen |= expensive.keys() & set(situation.canaries)
+    chosen |= {test for test in expensive if split(test)[0] in situation.whole}
     chosen |= _tenths(fair)[situation.commit % TENTHS]
     chosen |= _touched(expensive, chosen, situation.distances)
     chosen |= _cheapest(fair, {split(test)[0] for test in chosen})

@@ -12,16 +12,15 @@ from tests.tiers.choice import Situation
 from tests.tiers.reach import Imports
 
 KERNEL_TESTS = ("tests/docs/test_gpu_table.py", "tests/engine/test_interpreted_kernels.py")
-"""They interpret and compile Triton's kernels for minutes: a change of a kernel counts as one of theirs."""
+"""They interpret and compile Triton's kernels for minutes, and run whole when a kernel changed."""
 _INTERPRETED = "tests/engine/interpreted/"
 _IMPORTS_TRITON = re.compile(r"^(?:import|from) triton\b", re.MULTILINE)
 
 
 def situation_of(root: Path, changes: Changes) -> Situation:
     distances = Imports(root).distances(changes.files) if changes.files else {}
-    if kernel_changed(root, changes.files):
-        distances |= dict.fromkeys(KERNEL_TESTS, 0)
-    return Situation(list(CANARIES.values()), distances, changes.number)
+    whole = KERNEL_TESTS if kernel_changed(root, changes.files) else ()
+    return Situation(list(CANARIES.values()), distances, whole, changes.number)
 
 
 def kernel_changed(root: Path, files: Collection[str]) -> bool:

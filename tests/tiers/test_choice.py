@@ -81,6 +81,11 @@ def test_changed_modules_and_then_what_the_diff_reaches_run_up_to_one_bound(
     assert choice.reached == {test for test in choice.left_out if split(test)[0] in distances}
 
 
+def test_a_module_that_is_to_run_whole_does() -> None:
+    tests = [f"{A}::{name}" for name in "xyz"]
+    assert chosen(tests, record(a=dict.fromkeys("xyz", 1000.0)), Situation(whole=[A])) == set(tests)
+
+
 def test_a_dear_test_runs_if_its_own_module_changed() -> None:
     tests, costs = [f"{A}::cheap", f"{A}::x"], record(a={"x": DEAREST_CPU_S + 1})
     assert chosen(tests, costs, Situation(distances={A: 0})) == set(tests)

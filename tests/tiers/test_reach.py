@@ -61,7 +61,7 @@ def test_kernels_and_their_interpreted_tests_are_known(changed: str, is_kernel: 
     assert kernel_changed(ROOT, [changed]) == is_kernel
 
 
-def test_a_changed_kernel_counts_as_a_change_of_the_tests_that_interpret_it() -> None:
+def test_after_a_change_of_a_kernel_the_tests_that_interpret_it_run_whole() -> None:
     changes = Changes("a commit", frozenset(["engine/attention/triton_kernel/attend.py"]))
-    distances = situation_of(ROOT, changes).distances
-    assert [distances.get(path) for path in KERNEL_TESTS] == [0, 0]
+    assert situation_of(ROOT, changes).whole == KERNEL_TESTS
+    assert not situation_of(ROOT, Changes("a commit", frozenset(["engine/scheduler.py"]))).whole
