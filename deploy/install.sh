@@ -73,7 +73,6 @@ fi
 
 echo "install: Tandem${extras:+ with [$extras]}"
 pip_install -e ".${extras:+[$extras]}"
-[ "$extras" != test ] || pip_install --no-deps instructor  # it pins older clients than it works with
 
 if has_gpu; then pip_install accelerate; fi  # else Transformers loads all weights into host memory first
 

@@ -1,9 +1,11 @@
-"""Programs written for OpenAI's API run unchanged, against a model that writes anything. fp32."""
+"""Programs written for OpenAI's or Anthropic's API run unchanged, against a model that writes anything."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +16,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from transformers import AutoTokenizer, PreTrainedModel
 
+from tests.e2e.environments import node_with, python_with
 from tests.e2e.serving import HttpServing
 
 TEMPLATE = (
@@ -176,58 +179,39 @@ def test_embeddings(client: openai.OpenAI, vectors: list[list[float]]) -> None:
         assert each.embedding == pytest.approx(vector, abs=1e-4)
 
 
-def test_langchain(url: str, vectors: list[list[float]]) -> None:
-    langchain = pytest.importorskip("langchain_openai")
-    options = {"model": "model", "base_url": url, "api_key": "none", "max_retries": 0, "seed": 1}
-    chat = langchain.ChatOpenAI(**options, max_tokens=8)
-    answer = chat.invoke("Hello")
-    assert answer.content and answer.usage_metadata["output_tokens"] == 8
-    assert "".join(chunk.content for chunk in chat.stream("Hello")) == answer.content
-    roomy = langchain.ChatOpenAI(**options, max_tokens=200)
-    (call,) = roomy.bind_tools([Weather], tool_choice="Weather").invoke("Is it raining?").tool_calls
-    assert call["name"] == "Weather" and Weather(**call["args"])
-    for method in ("json_schema", "function_calling"):
-        assert isinstance(roomy.with_structured_output(Event, method=method).invoke("When?"), Event)
-    del options["seed"]
-    response = langchain.ChatOpenAI(**options, max_tokens=200, use_responses_api=True)
-    assert isinstance(response.with_structured_output(Event).invoke("When?"), Event)
-    (call,) = response.bind_tools([Weather], tool_choice="Weather").invoke("Is it raining?").tool_calls
-    assert Weather(**call["args"])
-    embedder = langchain.OpenAIEmbeddings(
-        model="model", base_url=url, api_key="none", check_embedding_ctx_length=False
+CLIENTS: dict[str, list[str]] = {
+    "use_anthropic.py": [],
+    "use_litellm.py": [],
+    "use_langchain.py": ["langchain-openai"],
+    "use_llama_index.py": ["llama-index-llms-openai-like"],
+    "use_pydantic_ai.py": ["pydantic-ai-slim[openai]"],
+    "use_instructor.py": ["instructor"],
+    "use_smolagents.py": ["smolagents[openai]"],
+    "use_openai_agents.py": ["openai-agents"],
+    "use_lm_eval.py": ["lm-eval[api]", "transformers"],
+    "use_llm.py": ["llm"],
+    "use_openai.mjs": ["openai"],
+    "use_ai.mjs": ["ai", "@ai-sdk/openai-compatible", "zod"],
+}
+"""Programs in `clients/`, and the packages that each needs beside the tests' own, or in place of them."""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("program", CLIENTS)
+def test_a_client(url: str, folder: Path, tmp_path: Path, program: str) -> None:
+    packages, script = CLIENTS[program], Path(__file__).with_name("clients") / program
+    if script.suffix == ".mjs":
+        script = Path(shutil.copy(script, node_with(packages)))  # it imports what lies beside it
+        command = ["node"]
+    else:
+        command = [str(python_with(packages))]
+    ran = subprocess.run(
+        [*command, script, url.removesuffix("/v1"), folder],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        | {"HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
-    found = embedder.embed_documents(TEXTS)
-    assert found == [pytest.approx(vector, abs=1e-4) for vector in vectors]
-    texts = [chunk.text for chunk in response.bind(max_output_tokens=8).stream("Hello")]
-    assert "".join(texts)
-
-
-@pytest.mark.filterwarnings("ignore")  # of its own models
-def test_litellm(url: str, vectors: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    litellm = pytest.importorskip("litellm")
-    for provider in ("openai", "hosted_vllm"):
-        asked: Any = {"model": f"{provider}/model", "api_base": url, "api_key": "none", "seed": 1}
-        answer = litellm.completion(**asked, messages=ASK, max_tokens=8)
-        text = answer.choices[0].message.content
-        assert text and answer.usage.completion_tokens == 8
-        chunks = litellm.completion(**asked, messages=ASK, max_tokens=8, stream=True)
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
-        called = litellm.completion(**asked, messages=ASK, tools=[TOOL], tool_choice="required")
-        assert Weather.model_validate_json(called.choices[0].message.tool_calls[0].function.arguments)
-        formed = litellm.completion(**asked, messages=ASK, response_format=Event)
-        assert Event.model_validate_json(formed.choices[0].message.content)
-    response = litellm.responses(
-        model="openai/model", api_base=url, api_key="none", input="Hello", max_output_tokens=8
-    )
-    assert response.output[0].content[0].text
-    found = litellm.embedding(model="openai/model", api_base=url, api_key="none", input=TEXTS)
-    assert [each["embedding"] for each in found.data] == [pytest.approx(each, abs=1e-4) for each in vectors]
-
-
-def test_instructor(client: openai.OpenAI) -> None:
-    instructor = pytest.importorskip("instructor")
-    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
-        patched = instructor.from_openai(client, mode=mode)
-        event = patched.chat.completions.create(**COMMON, messages=ASK, response_model=Event, max_retries=0)
-        assert isinstance(event, Event) and json.loads(event.model_dump_json())
+    assert ran.returncode == 0, ran.stdout + ran.stderr
