@@ -182,16 +182,16 @@ def test_embeddings(client: openai.OpenAI, vectors: list[list[float]]) -> None:
 CLIENTS: dict[str, list[str]] = {
     "use_anthropic.py": [],
     "use_litellm.py": [],
-    "use_langchain.py": ["langchain-openai"],
-    "use_llama_index.py": ["llama-index-llms-openai-like"],
-    "use_pydantic_ai.py": ["pydantic-ai-slim[openai]"],
-    "use_instructor.py": ["instructor"],
-    "use_smolagents.py": ["smolagents[openai]"],
-    "use_openai_agents.py": ["openai-agents"],
-    "use_lm_eval.py": ["lm-eval[api]", "transformers"],
-    "use_llm.py": ["llm"],
-    "use_openai.mjs": ["openai"],
-    "use_ai.mjs": ["ai", "@ai-sdk/openai-compatible", "zod"],
+    "use_langchain.py": ["langchain-openai==1.7.4"],
+    "use_llama_index.py": ["llama-index-llms-openai-like==0.8.1"],
+    "use_pydantic_ai.py": ["pydantic-ai-slim[openai]==2.68.0"],
+    "use_instructor.py": ["instructor==1.17.0"],
+    "use_smolagents.py": ["smolagents[openai]==1.26.0"],
+    "use_openai_agents.py": ["openai-agents==0.24.0"],
+    "use_lm_eval.py": ["lm-eval[api]==0.4.13", "transformers"],
+    "use_llm.py": ["llm==0.36"],
+    "use_openai.mjs": ["openai@6.49.0"],
+    "use_ai.mjs": ["ai@6.0.326", "@ai-sdk/openai-compatible@2.0.92", "zod@4.6.7"],
 }
 """Programs in `clients/`, and the packages that each needs beside the tests' own, or in place of them."""
 
