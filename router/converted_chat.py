@@ -72,5 +72,7 @@ def renamed(
         return InvalidRequestError(field(error.field), error.message)
     if error.param is not None:
         own = field(error.param)
-        error.message, error.param = own + error.message.removeprefix(error.param), own
+        if error.message.startswith(error.param):
+            error.message = own + error.message.removeprefix(error.param)
+        error.param = own
     return error

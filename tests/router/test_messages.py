@@ -187,9 +187,15 @@ BAD = {
         {"messages": [*said(USE, role="assistant"), *said({**RESULT, "content": [IMAGE]})]},
         "messages[3].content[0].content[0].type",
     ),
-    "a result of no use": ({"messages": said({"type": "text", "text": "x"}, RESULT)}, "[1].tool_use_id"),
+    "a result of no use": (
+        {"messages": said({"type": "text", "text": "x"}, RESULT)},
+        "messages[0].content[1].tool_use_id",
+    ),
     "a use by the user": ({"messages": said(USE)}, "messages[1].content[0].type"),
-    "a use without a name": ({"messages": said({"type": "tool_use", "id": "1"}, role="assistant")}, "name"),
+    "a use without a name": (
+        {"messages": said({"type": "tool_use", "id": "1"}, role="assistant")},
+        "messages[1].content[0].name",
+    ),
     "a role that is unknown": ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     "arguments that are too large": (
         {"messages": said({**USE, "input": {"a": " " * MAX_ARGUMENT_BYTES}}, role="assistant")},
@@ -219,7 +225,7 @@ def test_bad_input_names_the_field(hermes, body, message):
     found = answer.json()
     is_missing = "model" in body
     assert (answer.status_code, found["type"]) == (404 if is_missing else 400, "error")
-    assert message in found["error"]["message"]
+    assert found["error"]["message"].startswith(message)
     assert found["error"]["type"] == ("not_found_error" if is_missing else "invalid_request_error")
     assert answer.headers["request-id"] == found["request_id"]
 
