@@ -189,7 +189,7 @@ BAD = {
     ),
     "a result of no use": (
         {"messages": said({"type": "text", "text": "x"}, RESULT)},
-        "messages[0].content[1].tool_use_id",
+        "messages[1].content[1].tool_use_id",
     ),
     "a use by the user": ({"messages": said(USE)}, "messages[1].content[0].type"),
     "a use without a name": (
