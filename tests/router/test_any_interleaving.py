@@ -112,7 +112,7 @@ class MiniWorker:
 
 class World:
     def __init__(self, policy: str) -> None:
-        config = ServeConfig(placement=policy, max_queued_requests=20)
+        config = ServeConfig(placement=policy, max_queued_requests=20, generation_config="vllm")
         link = mock.Mock(send=self.send)
         with (
             mock.patch("router.state.WorkerLink", return_value=link),
