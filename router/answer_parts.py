@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
+import msgspec
+
 from router.choice import Choice
 from router.parsing.answer import Call, Content, Part, Reasoning
 from router.parsing.formats import AnswerParser, Parsing
@@ -42,6 +44,16 @@ class AnswerParts:
         self._seed = seed
         self._written: set[str] = set()
         self.num_calls = 0
+        self._arguments: list[str] = []
+        """The latest call's, in pieces."""
+
+    @property
+    def ends_with_call(self) -> bool:
+        """Whether there are calls and the latest one is whole."""
+        try:
+            return self.num_calls > 0 and isinstance(msgspec.json.decode("".join(self._arguments)), dict)
+        except (msgspec.DecodeError, RecursionError):
+            return False
 
     def push(self, choice: Choice, text: str) -> Iterator[list[AnswerPart]]:
         """Yield the parts in each piece of the choice's new text, and the last ones once it is finished."""
@@ -51,7 +63,8 @@ class AnswerParts:
         for start in range(0, len(text), PIECE_CHARACTERS):
             yield self._all(self._parser.push(text[start : start + PIECE_CHARACTERS]))
         if choice.finish_reason is not None:
-            yield self._all(self._parser.finish(is_cut=choice.finish_reason == "length"))
+            is_cut = choice.finish_reason == "length" or isinstance(choice.stop_reason, str)
+            yield self._all(self._parser.finish(is_cut=is_cut))
 
     def _all(self, parts: Sequence[Part]) -> list[AnswerPart]:
         return [found for part in parts for found in self._found(part)]
@@ -65,8 +78,10 @@ class AnswerParts:
             return
         number = self.num_calls - 1
         if isinstance(part, Call):
+            self._arguments.clear()
             yield CallStart(number, self._id(part.id), part.name)
         else:
+            self._arguments.append(part.text)
             yield MoreArguments(number, part.text)
 
     def _id(self, written: str) -> str:

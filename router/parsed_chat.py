@@ -97,7 +97,8 @@ class ParsedChatFormat(ChatFormat):
 
     def _common(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
         fields = super()._common(choice, delta)
-        if choice.finish_reason == "stop" and self._answers[choice.index].num_calls:
+        answer, was_stopped = self._answers[choice.index], isinstance(choice.stop_reason, str)
+        if choice.finish_reason == "stop" and (answer.ends_with_call if was_stopped else answer.num_calls):
             fields["finish_reason"] = "tool_calls"
         return fields
 

@@ -90,8 +90,8 @@ class AnswerText:
         self.frame: tuple[str, ...] = ()
         """Marks in the content that are left out."""
         self.is_over = self.is_cut = False
-        """`is_over`: no more text comes; `is_cut`: because a limit cut the answer off before the model had
-        ended.
+        """`is_over`: no more text comes; `is_cut`: because a limit or a stop string cut the answer off
+        before the model had ended.
         """
         self.parts: list[Part] = []
 

@@ -82,6 +82,18 @@ def test_cut_off_arguments_end_with_length(hermes):
         assert PARIS.startswith(functions(message)[0][1])
 
 
+STOPPED = {"Paris": ("stop", '{"city": "'), "</tool_call>": ("tool_calls", PARIS), "weather": ("stop", None)}
+"""Stop strings in a call: the finish reason, and the arguments if the call has begun."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("stop", "expected"), STOPPED.items(), ids=STOPPED)
+def test_a_call_that_a_stop_string_cut_is_none_to_run(hermes, stop, expected, stream):
+    message, finish_reason = hermes.message(f"So.{WEATHER}", stream, tools=TOOLS, stop=[stop])
+    arguments = functions(message)[0][1] if "tool_calls" in message else None
+    assert (message["content"], finish_reason, arguments) == ("So.", *expected)
+
+
 @pytest.mark.parametrize("options", [{"tools": TOOLS, "tool_choice": "none"}, {}])
 def test_without_tools_calls_are_content(hermes, options):
     message, finish_reason = hermes.message(WEATHER, False, **options)
