@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from checkpoints.gguf.reader import GgufFile
 
@@ -148,6 +146,10 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
 
 def _config_of_transformers(file: GgufFile) -> dict[str, Any]:
     """Return what Transformers' own reader makes of an architecture that is not in `FAMILIES`."""
+    # They import torch, which takes seconds.
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     try:
         config: dict[str, Any] = load_gguf_checkpoint(str(file.path))["config"]
     except ValueError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,15 @@ def test_the_folder_is_made_once_for_a_file(tmp_path: Path) -> None:
     assert gguf_folder(path) == folder
     os.utime(path, (1, 1))
     assert gguf_folder(path) != folder
+
+
+def test_the_folder_is_made_without_torch(tmp_path: Path) -> None:
+    """A router starts without it, in seconds less."""
+    code = (
+        "import sys; from pathlib import Path; from checkpoints.gguf.folder import gguf_folder;"
+        "gguf_folder(Path(sys.argv[1])); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, llama_file(tmp_path)], check=True)
 
 
 def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
