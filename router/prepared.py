@@ -25,6 +25,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     tools: str | None = None
     known: dict[str, Parameters] = {}
     one_call: bool = False
+    must_call: bool = False
     is_open: bool = False
     is_exact: bool = False
     thinking_budget: int | None = None

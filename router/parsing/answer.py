@@ -79,13 +79,14 @@ class _Trimmed:
 class AnswerText:
     """The text that parsers read, and the parts that they write. No text is lost or written twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, must_call: bool = False) -> None:
+        """`must_call`: the answer has no content, so what was cut off is part of a call."""
         self._text = ""
         self._at = 0
         self._begun: int | None = None
         """The start of a part that becomes content if it turns out not to be a call."""
         self._may_be_text = False
-        self._has_called = False
+        self._must_call, self._has_called = must_call, False
         self._content, self._reasoning = _Trimmed(True), _Trimmed(False)
         self.frame: tuple[str, ...] = ()
         """Marks in the content that are left out."""
@@ -172,7 +173,7 @@ class AnswerText:
     def _is_cut_mark(self, rest: str, marks: Sequence[str]) -> bool:
         """Whether the answer was cut off within one of `marks`. A single character may as well be text."""
         is_long = len(rest) > 1 and not rest[0].isalnum()
-        may_be = self.is_cut and bool(rest) and (is_long or self._has_called)
+        may_be = self.is_cut and bool(rest) and (is_long or self._has_called or self._must_call)
         return may_be and any(mark.startswith(rest) for mark in marks)
 
     # --- writing --------------------------------------------------------------------------------------
@@ -183,7 +184,8 @@ class AnswerText:
         `may_be_text`: if it is cut off, it may as well be text, unless a marker follows.
         """
         if self._begun is None:
-            self._begun, self._may_be_text = self._at - len(marker), may_be_text
+            self._begun = self._at - len(marker)
+            self._may_be_text = may_be_text and not self._must_call
         elif marker:
             self._may_be_text = False
 

@@ -179,6 +179,8 @@ class Parsing(msgspec.Struct, frozen=True, kw_only=True):
     """The offered functions, with the types of their parameters if the format needs them."""
     one_call: bool = False
     """Only the first call is kept."""
+    must_call: bool = False
+    """A grammar has the answer call a function."""
     is_harmony: bool = False
     marks: Marks | None = None
     """The marks around the reasoning."""
@@ -212,7 +214,7 @@ class AnswerParser:
     """Finds the parts of one choice's answer."""
 
     def __init__(self, parsing: Parsing) -> None:
-        self._answer = AnswerText()
+        self._answer = AnswerText(must_call=parsing.must_call)
         self._steps = parsing.parse(self._answer)
         next(self._steps, None)
 

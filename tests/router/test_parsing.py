@@ -35,11 +35,11 @@ ADD = '{"a": 1, "b": -1e+30}'
 CALLS = [("get_weather", PARIS), ("add", ADD)]
 
 
-def of(tools: str | None = None, reasoning: str | None = None, is_open: bool = False) -> Parsing:
+def of(tools: str | None = None, reasoning: str | None = None, is_open: bool = False, **more: Any) -> Parsing:
     is_harmony = tools == "openai" or reasoning == "openai_gptoss"
     marks = None if reasoning is None else REASONING_FORMATS[reasoning].marks
     found = None if tools is None else TOOL_FORMATS[tools]
-    return Parsing(tools=found, known=KNOWN, is_harmony=is_harmony, marks=marks, is_open=is_open)
+    return Parsing(tools=found, known=KNOWN, is_harmony=is_harmony, marks=marks, is_open=is_open, **more)
 
 
 def parsed(
@@ -365,6 +365,13 @@ def test_an_answer_cut_off_anywhere_has_no_piece_of_a_mark(tools, text, content,
             assert is_beginning(said, content, not called), text[:cut]
             for (name, arguments), (whole_name, whole) in zip(called, calls, strict=False):
                 assert name == whole_name and whole.startswith(arguments), text[:cut]
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, content, _) in TEXTS.items() if not content])
+def test_an_answer_that_must_call_has_no_content_wherever_it_is_cut_off(name):
+    tools, text, _, _ = TEXTS[name]
+    for cut in range(len(text)):
+        assert parsed(of(tools, must_call=True), [text[:cut]], is_cut=True)[1] == "", text[:cut]
 
 
 THOUGHTS = {
