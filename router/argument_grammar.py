@@ -11,6 +11,7 @@ from protocol.errors import InvalidRequestError
 from router.json_schemas import schema_grammar
 from router.lark import TEXT, Spelling, lark_grammar, named, quoted
 from router.parsing.literals import Literals
+from router.parsing.parameters import pointed, type_name
 
 _ANNOTATIONS = {"$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description"}
 _ANNOTATIONS |= {"examples", "readOnly", "title", "writeOnly", "x-guidance"}
@@ -23,7 +24,6 @@ _KEYWORDS = {
     "null": (),
 }
 """The keywords that can be enforced, by the type that they are for."""
-_TYPES = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
 _NAME = re.compile(r"[^\s=:,()\[\]{}\"'<](?:[^\s=:,()\[\]{}]| (?=[^\s=:,()\[\]{}]))*")
 """A key that can be written without quotes."""
 _ANY_NAME = "/[A-Za-z_][A-Za-z0-9_.\\-]{0,63}/"
@@ -203,9 +203,7 @@ class _Rules:
     def _ref(self, ref: str, path: str) -> str:
         if ref in self._made:
             return self._made[ref]
-        node: Any = self._root
-        for part in ref.removeprefix("#").split("/")[1:]:
-            node = node.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(node, dict) else None
+        node = pointed(ref, self._root)
         if node is None or not ref.startswith("#"):
             raise self._error(f"{path}$ref", f"there is no {ref!r}")
         name = self._made[ref] = self._new()
@@ -285,6 +283,5 @@ def _for_type(node: Mapping[str, Any], kind: str) -> dict[str, Any]:
 def _is_of(value: Any, types: Any) -> bool:
     if types is None:
         return True
-    kind = "null" if value is None else _TYPES[type(value)]
-    wanted = types if isinstance(types, list) else [types]
-    return kind in wanted or ("integer" in wanted and isinstance(value, int) and kind == "number")
+    kind, wanted = type_name(value), types if isinstance(types, list) else [types]
+    return kind in wanted or (kind == "integer" and "number" in wanted)

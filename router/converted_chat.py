@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 from protocol.errors import InvalidRequestError
 from router.errors import ApiError
-from router.openai_types import ChatMessage, ToolCall
+from router.openai_types import ChatBody, ChatMessage, ToolCall
+from router.served import ServedModel
+
+T = TypeVar("T")
 
 _FIELD = re.compile(r"messages\[(\d+)\]\.(?:tool_calls\[(\d+)\]\.function\.)?(.*)")
 
@@ -64,15 +67,32 @@ def renamer(names: Mapping[str, str]) -> Callable[[str], str]:
     return rename
 
 
-def renamed(
-    error: InvalidRequestError | ApiError, field: Callable[[str], str]
-) -> InvalidRequestError | ApiError:
-    """Return an error about the chat as one about the request. `field` returns the request's own names."""
-    if isinstance(error, InvalidRequestError):
-        return InvalidRequestError(field(error.field), error.message)
-    if error.param is not None:
-        own = field(error.param)
-        if error.message.startswith(error.param):
-            error.message = own + error.message.removeprefix(error.param)
-        error.param = own
-    return error
+class ConvertedChat(NamedTuple):
+    """A chat's body that is equivalent to the request. `own_field` returns the request's names for fields of
+    the chat other than the messages.
+    """
+
+    body: ChatBody
+    messages: ConvertedMessages
+    own_field: Callable[[str], str]
+
+    def read(self, read: Callable[[ChatBody, ServedModel], T], model: ServedModel) -> T:
+        """Return what `read` makes of the body. Errors name the request's fields."""
+        try:
+            return read(self.body, model)
+        except (InvalidRequestError, ApiError) as error:
+            raise self._renamed(error) from error
+
+    def _renamed(self, error: InvalidRequestError | ApiError) -> InvalidRequestError | ApiError:
+        """Return an error about the chat as one about the request."""
+        if isinstance(error, InvalidRequestError):
+            return InvalidRequestError(self._field(error.field), error.message)
+        if error.param is not None:
+            own = self._field(error.param)
+            if error.message.startswith(error.param):
+                error.message = own + error.message.removeprefix(error.param)
+            error.param = own
+        return error
+
+    def _field(self, name: str) -> str:
+        return self.messages.field(self.own_field(name))

@@ -284,7 +284,7 @@ class FunctionName(msgspec.Struct, kw_only=True):
     name: Annotated[str, _doc("The function's name.")]
 
 
-class Prediction(msgspec.Struct, kw_only=True):
+class PredictedContent(msgspec.Struct, kw_only=True):
     """A text that much of the answer may repeat."""
 
     type: Annotated[str, _doc("`content`.")] = "content"
@@ -370,7 +370,7 @@ class ChatBody(GenerationBody, kw_only=True):
     ] = None
     reasoning_effort: Annotated[str | None, _doc("Passed to the chat template.")] = None
     prediction: Annotated[
-        Prediction | None, _doc("A text to draft from; it changes no token of the answer.")
+        PredictedContent | None, _doc("A text to draft from; it changes no token of the answer.")
     ] = None
 
     functions: Unsupported = _absent()

@@ -15,7 +15,7 @@ _UNSEEN = "x-anthropic-billing-header"
 """A client's block for Anthropic alone. It differs in each request, so no prefix after it would be cached."""
 
 
-class Conversation(ConvertedMessages):
+class MessageConversation(ConvertedMessages):
     """Collects the `messages` of Anthropic's. Each result of a tool is a message of its own."""
 
     tool_names: ClassVar = {"tool_call_id": "tool_use_id"}

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec import Raw
 
 from protocol.errors import InvalidRequestError
 from router.anthropic.body import MessageBody, MessageTool, OutputFormat
-from router.anthropic.conversation import Conversation
-from router.converted_chat import renamed, renamer
+from router.anthropic.conversation import MessageConversation
+from router.converted_chat import ConvertedChat, renamer
 from router.decoding import decode_body, decode_object, refuse_unsupported
-from router.errors import ApiError
 from router.openai_types import (
     ChatBody,
     Function,
@@ -41,42 +40,23 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _THINKS = {"enabled": True, "disabled": False}
 
 
-class ChatRequest(NamedTuple):
-    """A chat request that is equivalent to the request of `/v1/messages`."""
-
-    body: ChatBody
-    conversation: Conversation
-
-    def field(self, name: str) -> str:
-        """Return the request's name for a field of the chat."""
-        return self.conversation.field(own_field(name))
-
-
 def read_message(reader: RequestReader, raw: bytes, model: ServedModel) -> Prepared:
     """Read a request for an answer. Raises `ApiError` or `InvalidRequestError`, which name its fields."""
     body = decode_body(raw, MessageBody)
     if body.max_tokens is None:
         raise InvalidRequestError("max_tokens", "is required")
-    chat = _chat_request(body, reader.has_reasoning)
-    try:
-        return reader.chat_of(chat.body, model)
-    except (InvalidRequestError, ApiError) as error:
-        raise renamed(error, chat.field) from error
+    return _chat(body, reader.has_reasoning).read(reader.chat_of, model)
 
 
 def count_tokens(reader: RequestReader, raw: bytes, model: ServedModel) -> bytes:
     """Return the number of the prompt's tokens, as JSON. Raises as `read_message`."""
-    chat = _chat_request(decode_body(raw, MessageBody), reader.has_reasoning)
-    try:
-        number = len(reader.chat_tokens(chat.body, model))
-    except (InvalidRequestError, ApiError) as error:
-        raise renamed(error, chat.field) from error
-    return msgspec.json.encode({"input_tokens": number})
+    chat = _chat(decode_body(raw, MessageBody), reader.has_reasoning)
+    return msgspec.json.encode({"input_tokens": len(chat.read(reader.chat_tokens, model))})
 
 
-def _chat_request(body: MessageBody, has_reasoning: bool) -> ChatRequest:
+def _chat(body: MessageBody, has_reasoning: bool) -> ConvertedChat:
     refuse_unsupported(body)
-    conversation = Conversation()
+    conversation = MessageConversation()
     if body.system is not None:
         conversation.add_system(body.system)
     for index, message in enumerate(body.messages):
@@ -98,7 +78,7 @@ def _chat_request(body: MessageBody, has_reasoning: bool) -> ChatRequest:
         chat_template_kwargs=_variables(body),
         continue_final_message=conversation.is_begun,
     )
-    return ChatRequest(chat, conversation)
+    return ConvertedChat(chat, conversation, own_field)
 
 
 def _tool(tool: MessageTool, index: int) -> Tool:

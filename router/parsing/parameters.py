@@ -83,10 +83,16 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(reference, str) or not reference.startswith("#"):
             break
-        schema = root
-        for step in reference.split("/")[1:]:
-            step = step.replace("~1", "/").replace("~0", "~")
-            schema = schema.get(step) if isinstance(schema, dict) else None
+        schema = pointed(reference, root)
+    return schema
+
+
+def pointed(reference: str, root: Mapping[str, Any]) -> Any:
+    """Return the schema that a reference within `root` names, None if there is none."""
+    schema: Any = root
+    for step in reference.split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        schema = schema.get(step) if isinstance(schema, dict) else None
     return schema
 
 

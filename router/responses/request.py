@@ -5,13 +5,13 @@ repeats.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from protocol.errors import InvalidRequestError
 from protocol.sampling import SamplingParams
-from router.converted_chat import renamer
+from router.converted_chat import ConvertedChat, renamer
 from router.decoding import refuse_unsupported
 from router.openai_types import (
     ChatBody,
@@ -37,22 +37,10 @@ own_field = renamer(
 _IN_VAIN = "reasoning.encrypted_content"
 
 
-class ChatRequest(NamedTuple):
-    """A chat request that is equivalent to the request of `/v1/responses`. `items` are the whole
-    conversation's: the earlier ones and the new.
+def converted_chat(body: ResponseBody, earlier: Sequence[Item]) -> tuple[ConvertedChat, list[Item]]:
+    """Convert the request, which continues the `earlier` items. Return the whole conversation's items, too.
+    Raises `InvalidRequestError`.
     """
-
-    body: ChatBody
-    items: Sequence[Item]
-    conversation: Conversation
-
-    def field(self, name: str) -> str:
-        """Return the request's name for a field of the chat."""
-        return self.conversation.field(own_field(name))
-
-
-def chat_request(body: ResponseBody, earlier: Sequence[Item]) -> ChatRequest:
-    """Convert the request, which continues the `earlier` items. Raises `InvalidRequestError`."""
     refuse_unsupported(body)
     _check_options(body)
     if body.input is None:
@@ -77,7 +65,7 @@ def chat_request(body: ResponseBody, earlier: Sequence[Item]) -> ChatRequest:
         thinking_token_budget=body.thinking_token_budget,
         chat_template_kwargs=body.chat_template_kwargs,
     )
-    return ChatRequest(chat, [*earlier, *new], conversation)
+    return ConvertedChat(chat, conversation, own_field), [*earlier, *new]
 
 
 def echoed_fields(body: ResponseBody, params: SamplingParams) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import msgspec
 from msgspec import Raw
 
 from protocol.errors import InvalidRequestError
-from router.converted_chat import renamed
 from router.decoding import decode_body
 from router.errors import ApiError
 from router.formats import OutputOptions
@@ -19,7 +18,7 @@ from router.request_reader import RequestReader
 from router.responses.answer import ResponseAnswer
 from router.responses.body import Item, ResponseBody
 from router.responses.items import Fields
-from router.responses.request import chat_request, echoed_fields, own_field
+from router.responses.request import converted_chat, echoed_fields, own_field
 from router.responses.store import ResponseStore, StoredResponse
 from router.served import ServedModel
 from router.tokenizer import Tokenizer
@@ -41,14 +40,11 @@ def read_response(
     body = decode_body(raw, ResponseBody)
     if body.previous_response_id is not None and earlier is None:
         return EarlierResponse(body.previous_response_id)
-    chat = chat_request(body, msgspec.json.decode(earlier or b"[]", type=list[Item]))
-    try:
-        prepared = reader.chat_of(chat.body, model)
-    except (InvalidRequestError, ApiError) as error:
-        raise renamed(error, chat.field) from error
+    chat, items = converted_chat(body, msgspec.json.decode(earlier or b"[]", type=list[Item]))
+    prepared = chat.read(reader.chat_of, model)
     fields = echoed_fields(body, prepared.params)
     echoed = {name: msgspec.json.encode(value) for name, value in fields.items()}
-    response = PreparedResponse(echoed, msgspec.json.encode(chat.items), body.store is not False)
+    response = PreparedResponse(echoed, msgspec.json.encode(items), body.store is not False)
     return msgspec.structs.replace(prepared, response=response)
 
 
