@@ -27,7 +27,7 @@ from engine.limits import (
 from engine.lora.config import AdapterError, check_files
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
-from router.generation_defaults import load_defaults
+from router.generation_defaults import GenerationDefaults, load_defaults
 from worker.cores import host_cores
 
 _POSITIONS = ("max_position_embeddings", "n_positions")
@@ -38,12 +38,14 @@ _PLAIN = ("gemma", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "q
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def check_start(config: ServeConfig) -> None:
-    """Raise `ConfigError`, naming the flag, its value and the limit, if a start is bound to fail."""
+def check_start(config: ServeConfig) -> GenerationDefaults:
+    """Raise `ConfigError`, naming the flag, its value and the limit, if a start is bound to fail. Return the
+    requests' defaults, for which a hub is asked.
+    """
     check_source(config.model, "--model", config.revision)
     if config.tokenizer is not None:
         check_source(config.tokenizer, "--tokenizer", config.revision, "tokenizer_config.json")
-    load_defaults(config)
+    defaults = load_defaults(config)
     model = _read_config(config.model, config.revision, "--model")
     _check_weights(config)
     _check_backend(config)
@@ -64,6 +66,7 @@ def check_start(config: ServeConfig) -> None:
             check_files(path, config.max_lora_rank)
         except AdapterError as error:
             raise ConfigError(f"--lora-modules: {name}: {error}") from error
+    return defaults
 
 
 def _read_config(source: str, revision: str | None, flag: str) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from protocol.addresses import is_loopback, is_wildcard
 from protocol.config import ServeConfig
 from protocol.errors import TandemError
 from protocol.version import version
-from router.generation_defaults import load_defaults
+from router.generation_defaults import GenerationDefaults
 from router.server import RouterServer, http_url
 from worker.cores import host_cores
 
@@ -88,7 +88,7 @@ class _Patience:
 
 
 def _run(config: ServeConfig, patience: _Patience) -> int:
-    check_start(config)
+    defaults = check_start(config)
     warn_of_exposure(config)
     keys = ClusterKeys.generate()
     cluster = RayCluster(config)
@@ -100,7 +100,7 @@ def _run(config: ServeConfig, patience: _Patience) -> int:
     def announce() -> None:
         ready.set()
         url = reachable_url(config, server.url, link_host)
-        say(config, announcement(config, server, url), url=url, model=config.model_name)
+        say(config, announcement(config, server, url, defaults), url=url, model=config.model_name)
 
     def on_signal() -> None:
         if not ready.is_set():
@@ -186,7 +186,7 @@ def _complain(config: ServeConfig, reason: str) -> None:
         print(f"tandem: {reason}", file=sys.stderr, flush=True)
 
 
-def announcement(config: ServeConfig, server: Routers, url: str) -> str:
+def announcement(config: ServeConfig, server: Routers, url: str, defaults: GenerationDefaults) -> str:
     """Return the start message: a line for each worker, a command to try, and the address. `/workers` has
     the details.
     """
@@ -197,8 +197,8 @@ def announcement(config: ServeConfig, server: Routers, url: str) -> str:
     for worker_id, start_up in server.start_ups().items():
         where = "" if config.ray_address is None else " on {host}, threads: {threads}".format_map(start_up)
         lines.append(f"  {worker_id}{where}: {_summary(start_up)}")
-    if defaults := msgspec.to_builtins(load_defaults(config)):
-        listed = ", ".join(f"{name} {value}" for name, value in defaults.items())
+    if given := msgspec.to_builtins(defaults):
+        listed = ", ".join(f"{name} {value}" for name, value in given.items())
         lines.append(f"Requests' defaults (--generation-config {config.generation_config}): {listed}")
     lines.append(f"Try:  {curl_line(config, url)}")
     lines.append(f"Listening on {url}  (a playground at {url}/, API below /v1, its documentation at /docs)")
