@@ -22,7 +22,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from checkpoints.gguf.config import FAMILIES
 from checkpoints.gguf.reader import GgufFile, GgufTensor
-from engine.quantization.stored import StoredWeights, placeholder
+from engine.quantization.stored import StoredWeights, dtype_name, placeholder
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 
 logger = logging.getLogger("tandem.engine")
@@ -69,12 +69,8 @@ def _read_with_transformers(file: GgufFile, empty: PreTrainedModel, dtype: torch
         )
     except Exception as error:  # it takes the tensors of a whole file for granted
         file.fail(f"Transformers cannot read its tensors: {error!r}")
-    logger.info("%s: %s is dequantized to %s", file.path, file.architecture, _name(dtype))
+    logger.info("%s: %s is dequantized to %s", file.path, file.architecture, dtype_name(dtype))
     return StoredWeights(read["tensors"])
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class _Reader:
@@ -144,7 +140,7 @@ class _Reader:
         for kind, count in self._dequantized.most_common():
             if kind in _FLOATS:
                 continue
-            told = self._file.path, count, kind, _name(self._dtype)
+            told = self._file.path, count, kind, dtype_name(self._dtype)
             logger.info("%s: %d matrices of type %s are dequantized to %s", *told)
 
     def _stays_quantized(self, tensor: GgufTensor, name: str, into: dict[str, QuantizedWeight]) -> bool:

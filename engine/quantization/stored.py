@@ -36,8 +36,8 @@ class StoredLayer:
         if tensor is None:
             raise self.wrong(suffix, "is missing")
         if tensor.dtype not in dtypes:
-            allowed = " or ".join(_dtype_name(dtype) for dtype in dtypes)
-            raise self.wrong(suffix, f"is {_dtype_name(tensor.dtype)}, not {allowed}")
+            allowed = " or ".join(dtype_name(dtype) for dtype in dtypes)
+            raise self.wrong(suffix, f"is {dtype_name(tensor.dtype)}, not {allowed}")
         if tuple(tensor.shape) not in shapes:
             allowed = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
             raise self.wrong(suffix, f"has shape {list(tensor.shape)}, not {allowed}")
@@ -150,5 +150,5 @@ def choice(config: Mapping[str, Any], field: str, allowed: tuple[Any, ...], defa
     return value
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
