@@ -8,14 +8,14 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import openai
 import pytest
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from transformers import AutoTokenizer, PreTrainedModel
 
+from tests.e2e.clients.answers import Event, Weather
 from tests.e2e.environments import node_with, python_with
 from tests.e2e.serving import HttpServing
 
@@ -26,22 +26,6 @@ TEMPLATE = (
 )
 ASK: Any = [{"role": "developer", "content": "Be short."}, {"role": "user", "content": "When do we meet?"}]
 COMMON: Any = {"model": "model", "temperature": 1.0}
-
-
-class Event(BaseModel):
-    """A meeting. Without more fields, which this model would think of."""
-
-    model_config = ConfigDict(extra="forbid")
-    day: Literal["Monday", "Friday"]
-    guests: list[Literal["Alice", "Bob"]] = Field(max_length=2)
-    hour: int = Field(ge=8, le=18)
-
-
-class Weather(BaseModel):
-    """Tells the weather."""
-
-    model_config = ConfigDict(extra="forbid")
-    city: Literal["Paris", "Rome"]
 
 
 TOOL: Any = openai.pydantic_function_tool(Weather, name="weather")

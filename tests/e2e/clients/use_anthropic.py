@@ -3,7 +3,8 @@
 from typing import Any
 
 import anthropic
-from common import SCHEMA, URL, Weather
+from answers import Weather
+from common import SCHEMA, URL
 
 client = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0)
 asked: Any = {"model": "model", "messages": [{"role": "user", "content": "Is it raining?"}]}

@@ -2,7 +2,8 @@
 
 import instructor
 import openai
-from common import API, ASK, Event
+from answers import Event
+from common import API, ASK
 
 for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
     client = instructor.from_openai(openai.OpenAI(base_url=API, api_key="none"), mode=mode)

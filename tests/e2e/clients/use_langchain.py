@@ -3,7 +3,8 @@
 from typing import Any
 
 import langchain_openai as langchain
-from common import API, TEXTS, Event, Weather
+from answers import Event, Weather
+from common import API, TEXTS
 
 options: Any = {"model": "model", "base_url": API, "api_key": "none", "max_retries": 0}
 chat = langchain.ChatOpenAI(**options, seed=1, max_tokens=8)

@@ -5,7 +5,8 @@ from typing import Any
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 import litellm
-from common import API, ASK, TEXTS, TOOL, URL, Event, Weather
+from answers import Event, Weather
+from common import API, ASK, TEXTS, TOOL, URL
 
 for provider in ("openai", "hosted_vllm"):
     asked: Any = {"model": f"{provider}/model", "api_base": API, "api_key": "none", "seed": 1}

@@ -1,6 +1,7 @@
 """`llama-index` with its class for servers like OpenAI's."""
 
-from common import API, Event, Weather
+from answers import Event, Weather
+from common import API
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
 

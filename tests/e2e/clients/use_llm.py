@@ -7,7 +7,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import API, Event
+from answers import Event
+from common import API
 
 MODEL = f"- {{model_id: tandem, model_name: model, api_base: '{API}', supports_schema: true}}\n"
 

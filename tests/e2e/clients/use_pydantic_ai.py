@@ -1,6 +1,7 @@
 """`pydantic-ai`: an agent whose answer has a type, and one that speaks."""
 
-from common import API, Event
+from answers import Event
+from common import API
 from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider

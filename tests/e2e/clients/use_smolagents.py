@@ -2,7 +2,8 @@
 
 import json
 
-from common import API, Weather
+from answers import Weather
+from common import API
 from smolagents import OpenAIModel, Tool
 
 
