@@ -102,7 +102,7 @@ class DecodeRequest(StagedRequest[DecodeStage]):
 
     @property
     def num_expected(self) -> int:
-        """The number of blocks to receive over all tables, in the prefill worker's block size."""
+        """The number of blocks to receive over all tables."""
         size = self.message.segments[0].shape[2]
         end = -(-self.num_places // size)
         return sum(max(0, end - first // size) for first in self.granted.first_tokens)

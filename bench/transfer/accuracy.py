@@ -118,7 +118,7 @@ class Handoffs:
         quantizer.pack(memoryview(prompt.blocks), prompt.positions, num_tokens, memoryview(wire))
         back = bytearray(len(prompt.blocks))
         converter = Converter(quantizer.wire, self.segments, memoryview(back))
-        converter.place(memoryview(wire), prompt.positions, prompt.positions, 0, len(prompt.token_ids))
+        converter.place(memoryview(wire), prompt.positions, prompt.positions, len(prompt.token_ids))
         return back
 
 

@@ -80,17 +80,17 @@ int64_t pack(char* out, int64_t out_bytes, int64_t scales_start, const char* poo
 }
 
 template <typename Value>
-void unpack(char* pool, int64_t pool_bytes, int64_t pool_slots, const int64_t* targets, const char* wire,
-            int64_t wire_bytes, int64_t wire_slots, const int64_t* sources, int64_t scales_start, int64_t count,
-            int64_t tokens, int64_t planes, int64_t heads, int64_t width) {
-    const int64_t stride = heads * width;
+void unpack(char* pool, int64_t pool_bytes, const int64_t* targets, const char* wire, int64_t wire_bytes,
+            const int64_t* sources, int64_t scales_start, int64_t count, int64_t tokens, int64_t planes,
+            int64_t block_size, int64_t heads, int64_t width) {
+    const int64_t stride = heads * width, plane_values = block_size * stride;
     for (int64_t row = 0; row < count; ++row)
         for (int64_t plane = 0; plane < planes; ++plane) {
             const char* block = wire + sources[row] * wire_bytes;
             const auto* scales = reinterpret_cast<const float*>(block + scales_start) + plane * heads;
-            const auto* codes = reinterpret_cast<const int8_t*>(block) + plane * wire_slots * stride;
+            const auto* codes = reinterpret_cast<const int8_t*>(block) + plane * plane_values;
             auto* values = reinterpret_cast<typename Value::Bits*>(pool + targets[row] * pool_bytes) +
-                           plane * pool_slots * stride;
+                           plane * plane_values;
             for (int64_t at = 0; at < tokens * stride; at += width) {
                 const float scale = scales[at / width % heads];
                 for (int64_t element = at; element < at + width; ++element)
@@ -114,14 +114,13 @@ extern "C" int64_t tandem_pack(int32_t value_bytes, char* out, int64_t out_bytes
                heads, width, smallest, largest);
 }
 
-// Writes `tokens` tokens of each of the wire's blocks `sources` to the pool's blocks `targets`. `wire` and `pool`
-// point at the first of these tokens in the values of block 0; a plane of theirs has `wire_slots` and `pool_slots`.
-// The scales lie `scales_start` bytes behind `wire`.
-extern "C" void tandem_unpack(int32_t value_bytes, char* pool, int64_t pool_bytes, int64_t pool_slots,
-                              const int64_t* targets, const char* wire, int64_t wire_bytes, int64_t wire_slots,
-                              const int64_t* sources, int64_t scales_start, int64_t count, int64_t tokens,
-                              int64_t planes, int64_t heads, int64_t width) {
+// Writes the first `tokens` tokens of each of the wire's blocks `sources` to the pool's blocks `targets`. `wire`
+// and `pool` point at the values of block 0; the scales lie `scales_start` bytes behind `wire`.
+extern "C" void tandem_unpack(int32_t value_bytes, char* pool, int64_t pool_bytes, const int64_t* targets,
+                              const char* wire, int64_t wire_bytes, const int64_t* sources, int64_t scales_start,
+                              int64_t count, int64_t tokens, int64_t planes, int64_t block_size, int64_t heads,
+                              int64_t width) {
     const auto run = value_bytes == 4 ? unpack<Float32> : unpack<BFloat16>;
-    run(pool, pool_bytes, pool_slots, targets, wire, wire_bytes, wire_slots, sources, scales_start, count, tokens,
-        planes, heads, width);
+    run(pool, pool_bytes, targets, wire, wire_bytes, sources, scales_start, count, tokens, planes, block_size,
+        heads, width);
 }

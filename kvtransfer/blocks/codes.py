@@ -40,8 +40,8 @@ def _library() -> ctypes.CDLL | None:
         library,
         "tandem_unpack",
         None,
-        *(ctypes.c_int32, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER),
-        *[_INT] * 6,
+        *(ctypes.c_int32, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER),
+        *[_INT] * 7,
     )
     return library
 
@@ -98,32 +98,28 @@ def unpack(
     ours: SegmentLayout,
     sources: BlockIndices,
     targets: BlockIndices,
-    source_slot: int,
-    target_slot: int,
     count: int,
 ) -> None:
-    """Write `count` tokens of a segment of each of the staged blocks `sources`, from slot `source_slot` on,
-    to the pool's blocks `targets`, from slot `target_slot` on; both are uint8 [n, block_bytes].
+    """Write the first `count` tokens of a segment of each of the staged blocks `sources` to the pool's blocks
+    `targets`; both are uint8 [n, block_bytes].
     """
     library = _library()
     assert library is not None
-    wire_slots, heads, width = wire.tokens_shape
+    block_size, heads, width = wire.tokens_shape
     sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
-    values_before = source_slot * heads * width
     library.tandem_unpack(
         ours.dtype.itemsize,
-        pool.data_ptr() + ours.start + target_slot * heads * width * ours.dtype.itemsize,
+        pool.data_ptr() + ours.start,
         pool.stride(0),
-        ours.tokens_shape[0],
         targets.ctypes.data,
-        staged.data_ptr() + wire.start + values_before,
+        staged.data_ptr() + wire.start,
         staged.stride(0),
-        wire_slots,
         sources.ctypes.data,
-        wire.values_bytes - values_before,
+        wire.values_bytes,
         len(sources),
         count,
         wire.planes,
+        block_size,
         heads,
         width,
     )

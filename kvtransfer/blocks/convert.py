@@ -1,15 +1,8 @@
-"""Converts blocks of another layout into our pool: dequantizes, casts, and re-blocks.
-
-Tokens go from (wire block, slot) to (our block, slot). The overlap of a wire block with one of ours is a run
-of slots; overlaps of one kind (from the same slot, to the same slot, of equal length) are moved together.
-Block sizes of which one divides the other make few kinds, and even the worst make no more copies than there
-are overlaps.
-"""
+"""Converts blocks of another dtype, or quantized on the wire, into our pool."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,7 +10,13 @@ from torch import Tensor
 
 from kvtransfer.blocks import codes
 from kvtransfer.blocks.extents import BlockIndices
-from kvtransfer.blocks.layout import BlockLayout, LayoutError, SegmentLayout, conversion_problem
+from kvtransfer.blocks.layout import (
+    BlockLayout,
+    LayoutError,
+    SegmentLayout,
+    conversion_problem,
+    tokens_in_blocks,
+)
 from kvtransfer.blocks.scratch import Scratch, chunks, scale_by
 from protocol.errors import TandemError
 from protocol.handoff import SegmentInfo
@@ -28,17 +27,6 @@ _EXTENDED_SIGN = 0x4000
 
 class RangeError(TandemError):
     """A value doesn't fit our pool's dtype."""
-
-
-@dataclass(frozen=True)
-class Move:
-    """`count` tokens from slot `source_slot` of each wire block to slot `target_slot` of each of ours."""
-
-    wire_blocks: BlockIndices
-    our_blocks: BlockIndices
-    source_slot: int
-    target_slot: int
-    count: int
 
 
 class Converter:
@@ -64,18 +52,13 @@ class Converter:
         return self._wire.block_bytes
 
     def place(
-        self,
-        staged: memoryview,
-        positions: BlockIndices,
-        block_ids: BlockIndices,
-        first_token: int,
-        num_tokens: int,
+        self, staged: memoryview, positions: BlockIndices, block_ids: BlockIndices, num_tokens: int
     ) -> None:
-        """Write the tokens in [first_token, num_tokens) of the wire blocks at the start of `staged`.
+        """Write the tokens before `num_tokens` of the wire blocks at the start of `staged`.
 
-        Wire block i is the prompt's block `positions[i]`, counted in wire blocks; `block_ids` are our blocks
-        of the prompt, in order. Nothing else in the pool is changed. `staged` must be writable. Raises
-        ValueError for blocks that do not exist, RangeError for a value beyond the range of a float16 pool.
+        Wire block i is the prompt's block `positions[i]`; `block_ids` are our blocks of the prompt, in order.
+        Nothing else in the pool is changed. `staged` must be writable. Raises ValueError for blocks that do
+        not exist, RangeError for a value beyond the range of a float16 pool.
         """
         blocks = self._wire.blocks(staged)
         if len(positions) > len(blocks):
@@ -87,35 +70,39 @@ class Converter:
         if len(positions) and positions.min() < 0:
             raise ValueError("positions must not be negative")
         blocks = blocks[: len(positions)].to(self._pool.device)
-        sizes = self._wire.block_size, self._ours.block_size
-        for move in moves(positions, block_ids, sizes, first_token, num_tokens):
+        counts = tokens_in_blocks(positions, self._ours.block_size, num_tokens)
+        for count in np.unique(counts[counts > 0]).tolist():
+            rows = np.flatnonzero(counts == count)
+            targets = block_ids[positions[rows]]
             for wire, ours in zip(self._wire.segments, self._ours.segments, strict=True):
                 if codes.compiled(ours, wire, self._pool.device):
-                    where = move.source_slot, move.target_slot, move.count
-                    codes.unpack(blocks, self._pool, wire, ours, move.wire_blocks, move.our_blocks, *where)
+                    codes.unpack(blocks, self._pool, wire, ours, rows, targets, count)
                 else:
-                    self._move(move, wire, ours, blocks)
+                    self._move(blocks, wire, ours, rows, targets, count)
 
-    def _move(self, move: Move, wire: SegmentLayout, ours: SegmentLayout, blocks: Tensor) -> None:
-        def of_wire(tokens: Tensor) -> Tensor:
-            return tokens.narrow(2, move.source_slot, move.count)
-
-        def of_pool(tokens: Tensor) -> Tensor:
-            return tokens.narrow(2, move.target_slot, move.count)
-
-        values, target = of_wire(wire.values(blocks)), of_pool(ours.values(self._pool))
+    def _move(
+        self,
+        blocks: Tensor,
+        wire: SegmentLayout,
+        ours: SegmentLayout,
+        sources: BlockIndices,
+        targets: BlockIndices,
+        count: int,
+    ) -> None:
+        """Write the first `count` tokens of the wire blocks `sources` to our blocks `targets`."""
+        values, target = wire.values(blocks)[:, :, :count], ours.values(self._pool)[:, :, :count]
         _, heads, width = wire.tokens_shape
-        for rows, planes in chunks(len(move.wire_blocks), wire.planes, move.count * heads * width):
-            index = move.wire_blocks[rows]
+        for rows, planes in chunks(len(sources), wire.planes, count * heads * width):
+            index = sources[rows]
             chunk = _select(values[:, planes], index)
             if ours.in_rows:
-                scales = _select(of_wire(wire.scales(blocks))[:, planes], index)
-                _write(target[:, planes], move.our_blocks[rows], chunk)
-                _write(of_pool(ours.scales(self._pool))[:, planes], move.our_blocks[rows], scales)
+                scales = _select(wire.scales(blocks)[:, planes, :count], index)
+                _write(target[:, planes], targets[rows], chunk)
+                _write(ours.scales(self._pool)[:, planes, :count], targets[rows], scales)
                 continue
             if wire.quantized:
                 chunk = self._dequantize(chunk, _select(wire.scales(blocks)[:, planes], index))
-            _write(target[:, planes], move.our_blocks[rows], self._cast(chunk, ours.dtype))
+            _write(target[:, planes], targets[rows], self._cast(chunk, ours.dtype))
 
     def _dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
         decoded = self._scratch.take("decoded", tuple(codes.shape), torch.float32)
@@ -141,37 +128,6 @@ class Converter:
         if dtype == torch.float16 and not cast.isfinite().all():
             raise RangeError(f"a value of the sender's KV is beyond float16, {torch.finfo(dtype).max:g}")
         return cast
-
-
-def moves(
-    positions: BlockIndices,
-    block_ids: BlockIndices,
-    block_sizes: tuple[int, int],
-    first_token: int,
-    num_tokens: int,
-) -> Iterator[Move]:
-    """Yield the tokens in [first_token, num_tokens) of the wire blocks, by kind; `block_sizes` are (wire,
-    ours).
-    """
-    wire_size, our_size = block_sizes
-    starts = np.maximum(positions * wire_size, first_token)
-    ends = np.minimum((positions + 1) * wire_size, num_tokens)
-    rows = np.flatnonzero(starts < ends)
-    if not len(rows):
-        return
-    first, last = starts[rows] // our_size, (ends[rows] - 1) // our_size
-    lengths = last - first + 1
-    rows = np.repeat(rows, lengths)
-    before = np.cumsum(lengths) - lengths
-    blocks = np.repeat(first - before, lengths) + np.arange(len(rows))
-    start = np.maximum(starts[rows], blocks * our_size)
-    count = np.minimum(ends[rows], (blocks + 1) * our_size) - start
-    kinds = np.stack((start - positions[rows] * wire_size, start - blocks * our_size, count), axis=1)
-    unique, kind_of = np.unique(kinds, axis=0, return_inverse=True)
-    order = np.argsort(kind_of.reshape(-1), kind="stable")
-    bounds = np.cumsum(np.bincount(kind_of.reshape(-1)))[:-1]
-    for kind, members in zip(unique.tolist(), np.split(order, bounds), strict=True):
-        yield Move(rows[members], block_ids[blocks[members]], *kind)
 
 
 def _select(blocks: Tensor, index: BlockIndices) -> Tensor:

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from protocol.handoff import PAGED, ROW_QUANTIZATIONS, STATE, WINDOWED, SegmentInfo
-from protocol.window import TILE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CACHE_DTYPES = {name: flag for flag, name in ROW_QUANTIZATIONS.items()}
@@ -177,16 +176,8 @@ def wire_segments(segments: Sequence[SegmentInfo], wire_dtype: str) -> tuple[Seg
     return wire
 
 
-def needs_conversion(wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo]) -> bool:
-    """Tell whether blocks on the wire differ from blocks of our pool."""
-    return tuple(wire) != tuple(ours)
-
-
 def foreign_format(wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo]) -> str:
-    """Return how values on this wire differ from those that our worker computes; empty if they don't.
-
-    Another dtype and quantization change values; another block size does not.
-    """
+    """Return how the dtype and quantization of this wire differ from our pool's; empty if they don't."""
     theirs_and_ours = ([(each.dtype, each.quantization) for each in side] for side in (wire, ours))
     theirs, here = theirs_and_ours
     return "" if theirs == here else ",".join("/".join(pair) for pair in theirs)
@@ -196,10 +187,10 @@ def conversion_problem(wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo])
     """Return why blocks of the wire can't become blocks of our pool, as (field, reason), or None if they
     can.
 
-    Block sizes may differ in any way, dtypes among `DTYPES`, and the wire may be quantized, but not together
-    with a state. Everything else must agree. `wire` may come from a peer, so only its types are trusted.
+    Dtypes may differ among `DTYPES`, and the wire may be quantized, but not together with a state. Everything
+    else must agree. `wire` may come from a peer, so only its types are trusted.
     """
-    if not needs_conversion(wire, ours):
+    if tuple(wire) == tuple(ours):
         return None
     theirs_names, our_names = ([segment.name for segment in side] for side in (wire, ours))
     if theirs_names != our_names:
@@ -216,10 +207,9 @@ def conversion_problem(wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo])
         if reason := _unlike_quantization(their, our):
             return "quantization", f"{our.name}: {reason}"
         for name, there, here in zip(_DIMENSIONS, their.shape, our.shape, strict=True):
-            if name != "block_size" and there != here:
-                return name, f"{our.name}: {_unlike(there, here)}"
-        if reason := _unlike_windows(their, our):
-            return "block_size", f"{our.name}: {reason}"
+            if there != here:
+                hint = "; start both with the same --block-size" if name == "block_size" else ""
+                return name, f"{our.name}: {_unlike(there, here)}{hint}"
     return None
 
 
@@ -259,14 +249,6 @@ def _segment_problem(segment: SegmentInfo) -> tuple[str, str] | None:
     if math.prod(shape) % _ALIGNMENT:
         return "shape", f"{name}: {math.prod(shape)} values in a block are not a multiple of {_ALIGNMENT}"
     return None
-
-
-def _unlike_windows(their: SegmentInfo, our: SegmentInfo) -> str:
-    """Return why the sender may lack tokens of our first block; empty if both begin at the same token."""
-    there, here = (side.shape[2] for side in (their, our))
-    if our.kind != WINDOWED or there == here or not (TILE % there or TILE % here):
-        return ""
-    return f"behind a sliding window unlike block sizes must divide {TILE}: {_unlike(there, here)}"
 
 
 def _unlike_quantization(their: SegmentInfo, our: SegmentInfo) -> str:

@@ -35,8 +35,8 @@ class _Attempts:
 class Lease:
     """Blocks of one prompt, in order, in one or more block pools, and the record of which have arrived.
 
-    Only tokens in the `spans` of their block pools are written: earlier tokens are cached, and maybe shared,
-    or not needed. A *position* is the index of one of the sender's blocks within the prompt.
+    Only blocks in the `spans` of their block pools are written, [first, end) counted from the prompt's start:
+    earlier ones are cached, and maybe shared, or not needed. A *position* is a block's index in the prompt.
     """
 
     def __init__(
@@ -44,21 +44,24 @@ class Lease:
         lease_id: str,
         blocks: Mapping[int, BlockIndices],
         spans: Mapping[int, tuple[int, int]],
+        num_tokens: int,
         gate: WriteGate,
         after: Mark = PAST,
     ) -> None:
         self.lease_id = lease_id
         self.blocks = blocks
         self.spans = spans
+        self.num_tokens = num_tokens
         self.gate = gate
         self.after = after
         """Work that the engine launched uses the blocks until this mark."""
         self.sender: str | None = None
         self.lost_at: float | None = None
         self.arrivals = ArrivalRecord()
-        self._source_block_size = 0
-        self._received: dict[int, npt.NDArray[np.bool_]] = {}
-        self._first_positions: dict[int, int] = {}
+        self._received: dict[int, npt.NDArray[np.bool_]] = {
+            block_pool: np.zeros(max(0, end - first), dtype=bool)
+            for block_pool, (first, end) in spans.items()
+        }
         self._parts: set[int] = set()
         self._attempts_lock = threading.Lock()
         self._attempts: defaultdict[int, _Attempts] = defaultdict(_Attempts)
@@ -69,15 +72,15 @@ class Lease:
         """Tell whether every part has come, the final one among them."""
         return len(self._parts) == self._num_parts
 
-    def refusal(self, block_pool: int, positions: BlockIndices, sender: str, source_block_size: int) -> str:
+    def refusal(self, block_pool: int, positions: BlockIndices, sender: str) -> str:
         """Return why these positions of a block pool may not come from this sender; empty if they may."""
         if self.sender is None:
-            self._begin(sender, source_block_size)
-        if (sender, source_block_size) != (self.sender, self._source_block_size):
+            self.sender = sender
+        if sender != self.sender:
             return OTHER_SENDER
         if block_pool not in self._received:
             return UNKNOWN_BLOCK_POOL
-        inside = positions - self._first_positions[block_pool]
+        inside = positions - self.spans[block_pool][0]
         if len(inside) and (inside.min() < 0 or inside.max() >= len(self._received[block_pool])):
             return OUTSIDE
         return ""
@@ -106,16 +109,8 @@ class Lease:
 
     def record(self, piece: Piece, positions: BlockIndices) -> int:
         """Record that a piece is in place; return how many of the sender's blocks are, in all block pools."""
-        self._received[piece.block_pool][positions - self._first_positions[piece.block_pool]] = True
+        self._received[piece.block_pool][positions - self.spans[piece.block_pool][0]] = True
         self._parts.update(piece.part_indices)
         if piece.final:
             self._num_parts = piece.part_indices.stop
         return sum(int(received.sum()) for received in self._received.values())
-
-    def _begin(self, sender: str, source_block_size: int) -> None:
-        self.sender = sender
-        self._source_block_size = source_block_size
-        for block_pool, (first_token, end_token) in self.spans.items():
-            first = self._first_positions[block_pool] = first_token // source_block_size
-            count = max(0, -(-end_token // source_block_size) - first)
-            self._received[block_pool] = np.zeros(count, dtype=bool)

@@ -68,15 +68,18 @@ class LeaseTable:
             if len(indices) and not (indices.min() >= 0 and indices.max() < limit):
                 raise ValueError(f"blocks of lease {lease_id} must be in [0, {limit})")
         capacity = min(map(len, blocks.values()), default=0) * self._block_size
-        if num_tokens is not None and num_tokens > capacity:
+        if num_tokens is None:
+            num_tokens = capacity
+        if num_tokens > capacity:
             raise ValueError(f"num_tokens of lease {lease_id} is {num_tokens}, its blocks hold {capacity}")
         firsts = [first_token] * len(blocks) if isinstance(first_token, int) else first_token
+        end = -(-num_tokens // self._block_size)
         spans = {
-            block_pool: (first, len(indices) * self._block_size if num_tokens is None else num_tokens)
-            for (block_pool, indices), first in zip(blocks.items(), firsts, strict=True)
+            block_pool: (first // self._block_size, end)
+            for block_pool, first in zip(blocks, firsts, strict=True)
         }
         gate = WriteGate(lambda: self._emptied(lease_id))
-        lease = Lease(lease_id, blocks, spans, gate, after)
+        lease = Lease(lease_id, blocks, spans, num_tokens, gate, after)
         with self._lock:
             if lease_id in self._leases or lease_id in self._closing:
                 raise ValueError(f"lease {lease_id} is open already")
@@ -104,9 +107,7 @@ class LeaseTable:
         for lease_id in list(self._leases):
             self.close(lease_id)
 
-    def admit(
-        self, piece: Piece, positions: BlockIndices, sender: str, source_block_size: int
-    ) -> tuple[Lease | None, str]:
+    def admit(self, piece: Piece, positions: BlockIndices, sender: str) -> tuple[Lease | None, str]:
         """Return the lease that the piece may be written under, or None with the reason; the reason is "" if
         the piece came before.
         """
@@ -116,7 +117,7 @@ class LeaseTable:
             lease = self._leases.get(piece.lease_id)
             if lease is None or not lease.gate.is_open:
                 return None, UNKNOWN_LEASE
-            refusal = lease.refusal(piece.block_pool, positions, sender, source_block_size)
+            refusal = lease.refusal(piece.block_pool, positions, sender)
             return (None, refusal) if refusal else (lease, "")
 
     def record(
@@ -187,10 +188,7 @@ class LeaseTable:
 
     def _written(self, lease: Lease) -> BlockIndices:
         """Return the blocks that may be written to."""
-        parts = [
-            blocks[lease.spans[block_pool][0] // self._block_size :]
-            for block_pool, blocks in lease.blocks.items()
-        ]
+        parts = [blocks[lease.spans[block_pool][0] :] for block_pool, blocks in lease.blocks.items()]
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
     def _mark(self, lease: Lease, leased: bool) -> None:

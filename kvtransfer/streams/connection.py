@@ -128,7 +128,7 @@ class ReceiverConnection(threading.Thread):
             return False
         piece = channel.recv(Piece, channel.progress_deadline())
         blocks = sources, positions = from_wire(piece.runs, hello.num_blocks, inlet.max_blocks)
-        lease, refusal = core.leases.admit(piece, positions, sender, _block_size(hello))
+        lease, refusal = core.leases.admit(piece, positions, sender)
         if lease is None:
             reader.read(sources, positions, _CLOSED)
         else:
@@ -188,7 +188,3 @@ class ReceiverConnection(threading.Thread):
                 "kv_receive_seconds_total": seconds,
             },
         )
-
-
-def _block_size(hello: Hello) -> int:
-    return hello.wire[0].shape[2] if hello.wire else 1

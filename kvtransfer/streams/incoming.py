@@ -10,7 +10,7 @@ import torch
 from kvtransfer.blocks.convert import Converter
 from kvtransfer.blocks.device import pinned
 from kvtransfer.blocks.extents import BlockIndices
-from kvtransfer.blocks.layout import block_bytes, foreign_format, needs_conversion
+from kvtransfer.blocks.layout import block_bytes, foreign_format
 from kvtransfer.framing.messages import Hello
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.leases.gate import WriteGate
@@ -40,8 +40,8 @@ class Incoming:
 
 
 class Converting(Incoming):
-    """Converts the sender's blocks: they have another size or dtype, are quantized on the wire, or go to a
-    GPU's memory.
+    """Converts the sender's blocks: they have another dtype, are quantized on the wire, or go to a GPU's
+    memory.
     """
 
     def __init__(self, pool: RegisteredPool, hello: Hello, max_blocks: int) -> None:
@@ -62,15 +62,13 @@ class Converting(Incoming):
         with gate.writing() as is_open:
             if is_open:
                 with self._copies.within():
-                    self._converter.place(
-                        staged, positions, lease.blocks[block_pool], *lease.spans[block_pool]
-                    )
+                    self._converter.place(staged, positions, lease.blocks[block_pool], lease.num_tokens)
         return is_open
 
 
 def incoming(pool: RegisteredPool, hello: Hello, max_blocks: int, reaches_devices: bool) -> Incoming:
     """Choose the destination. Checksums are computed on the host, so blocks with one are staged there."""
-    if needs_conversion(hello.wire, pool.segments):
+    if tuple(hello.wire) != pool.segments:
         return Converting(pool, hello, max_blocks)
     if pool.device is not None and not (reaches_devices and hello.checksum == "off"):
         return Converting(pool, hello, max_blocks)

@@ -11,7 +11,7 @@ import pytest
 from protocol.speculation import SpeculativeConfig
 from protocol.window import Window
 from tests.e2e.architectures import SLIDING_WINDOW, write_model
-from tests.e2e.test_token_equality import prompts, run_all
+from tests.e2e.test_token_equality import prompts
 from tests.worker.harness import Cluster, request, tiny_config
 from tests.worker.tiny_model import greedy, load
 
@@ -104,16 +104,3 @@ def test_answers_go_on_when_the_decode_worker_dies_amid_them(tmp_path: Path, mod
         assert any(output.drafted_tokens for parts in cluster.outputs.values() for _, output in parts)
         windows = (SLIDING_WINDOW,) if model == "mistral" else (0, SLIDING_WINDOW)
         assert other.state.costs.kv_windows == windows
-
-
-@pytest.mark.parametrize("model", ["starcoder2", "gemma4_text"])
-def test_all_of_an_answer_is_the_same_at_an_unlike_block_size(tmp_path: Path, model: str) -> None:
-    write_model(model, tmp_path)
-    reference = load(tmp_path)
-    batch = prompts([100, 230], seed=4)
-    with Cluster() as cluster:
-        prefill = cluster.start("prefill", "prefill-0", tiny_config(tmp_path, max_num_batched_tokens=CHUNK))
-        decode = cluster.start("decode", "decode-0", tiny_config(tmp_path, block_size=32))
-        expected = [greedy(reference, prompt, 20) for prompt in batch]
-        assert run_all(cluster, prefill, decode, "r", batch) == expected
-        cluster.wait_empty(prefill, decode)

@@ -76,7 +76,7 @@ class Arena:
     def __init__(self, stock: Stock, transports: tuple[str, ...] = ("tcp",)) -> None:
         self.transports = transports
         self.converting = False
-        """The receivers' blocks have another size and dtype than the senders'."""
+        """The receivers' blocks have another dtype than the senders'."""
         self.requests: list[Request] = []
         self._proxies: list[Proxy] = []
         self._gone: list[str] = []
@@ -103,7 +103,7 @@ class Arena:
     ) -> Child:
         transports = options.pop("transports", self.transports)
         if self.converting:
-            options |= {"layout": "bf16"} if role == "sender" else {"layout": "fp32", "their_layout": "bf16"}
+            options |= {"layout": "bf16"} if role == "sender" else {"layout": "fp16", "their_layout": "bf16"}
         if "ucx" in transports:
             options.setdefault("connect_timeout_s", UCX_CONNECT_S)
         child = self._stock.take(size, network, tls)

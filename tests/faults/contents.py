@@ -9,13 +9,13 @@ import torch
 
 from protocol.handoff import SegmentInfo
 
-Layout = Literal["bytes", "bf16", "fp32"]
+Layout = Literal["bytes", "bf16", "fp16"]
 SEGMENTS: dict[Layout, tuple[SegmentInfo, ...]] = {
     "bytes": (),
     "bf16": (SegmentInfo(name="target", dtype="bfloat16", shape=(2, 2, 16, 2, 64)),),
-    "fp32": (SegmentInfo(name="target", dtype="float32", shape=(2, 2, 8, 2, 64)),),
+    "fp16": (SegmentInfo(name="target", dtype="float16", shape=(2, 2, 16, 2, 64)),),
 }
-"""Blocks of 16 KiB in each: half as many tokens of twice the width in the last."""
+"""Blocks of 16 KiB in each."""
 
 
 def pushed(layout: Layout, seed: int, position: int, nbytes: int) -> bytes:
@@ -29,14 +29,7 @@ def received(theirs: Layout, ours: Layout, seed: int, position: int, nbytes: int
     """The same prompt's block as the receiver has to have it."""
     if theirs == ours:
         return pushed(theirs, seed, position, nbytes)
-    half = position % 2 * 8
-    tokens = _values(seed, position // 2)[:, :, half : half + 8]
-    return tokens.float().contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def blocks_received(theirs: Layout, ours: Layout, count: int) -> int:
-    """How many blocks of the receiver take so many of the sender."""
-    return count if theirs == ours else 2 * count
+    return _values(seed, position).half().view(torch.uint8).numpy().tobytes()
 
 
 def _values(seed: int, position: int) -> torch.Tensor:

@@ -32,7 +32,7 @@ from protocol.handoff import Extent
 from protocol.ids import new_incarnation
 from protocol.peers import PeerAddress
 from tests.faults.carrier import DescriptorCarrier
-from tests.faults.contents import SEGMENTS, Layout, blocks_received, pushed, received
+from tests.faults.contents import SEGMENTS, Layout, pushed, received
 from tests.faults.leftovers import at_rest, held, more_than
 from tests.faults.network import enter
 from tests.faults.points import RECEIVER_POINTS, SENDER_POINTS, Fault, FaultPoints
@@ -344,7 +344,6 @@ class ReceiverEnd(End):
 
     def reserve(self, lease_id: str, seed: int, count: int) -> str:
         """Open a lease for so many of the sender's blocks; returns why not, or an empty string."""
-        count = blocks_received(self.options.their_layout, self.options.layout, count)
         if count > self.blocks.num_free:
             return f"no room for {count} blocks, {self.blocks.num_free} are free"
         blocks = self.blocks.take(count)

@@ -1,4 +1,4 @@
-"""Faults while blocks of another size and dtype are brought into the pool by way of a staging area."""
+"""Faults while blocks of another dtype are brought into the pool by way of a staging area."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_an_earlier_attempt_at_a_piece_ends_before_the_next_begins() -> None:
     piece = Piece(1, "lease", 0, 2, runs((0, 0, 1), (3, 1, 1)), True)
     part = Piece(2, "lease", 1, 1, runs((3, 1, 1)), True, attempt=1)
     again = msgspec.structs.replace(part, attempt=2)
-    lease, refusal = table.admit(piece, from_wire(piece.runs, 8, 8)[1], "sender", 1)
+    lease, refusal = table.admit(piece, from_wire(piece.runs, 8, 8)[1], "sender")
     assert lease is not None and not refusal
     first, _ = lease.attempt(piece, time.monotonic())
     assert first is not None and first.enter()
@@ -186,11 +186,11 @@ def test_a_closed_lease_keeps_its_id_and_blocks_until_the_last_write_ends() -> N
     table = LeaseTable([8], 1, emptied.append)
     piece = Piece(1, "lease", 0, 1, runs((0, 0, 1)), True)
     table.open("lease", [Extent(0, [5])])
-    lease, _ = table.admit(piece, np.array([0]), "sender", 1)
+    lease, _ = table.admit(piece, np.array([0]), "sender")
     assert lease is not None and lease.gate.enter()
     for _ in range(2):
         assert not table.close("lease")
-        assert table.admit(piece, np.array([0]), "sender", 1) == (None, "unknown lease")
+        assert table.admit(piece, np.array([0]), "sender") == (None, "unknown lease")
     with pytest.raises(ValueError, match="lease is open already"):
         table.open("lease", [Extent(0, [6])])
     with pytest.raises(ValueError, match="another open lease"):
@@ -207,7 +207,7 @@ def test_only_so_many_completed_leases_are_remembered(monkeypatch: pytest.Monkey
     def resent(lease_id: str) -> str | None:
         """Why the lease takes its piece no more; empty where it is remembered to have it."""
         piece = Piece(1, lease_id, 0, 1, runs((0, 0, 1)), True)
-        lease, refusal = table.admit(piece, np.array([0]), "sender", 1)
+        lease, refusal = table.admit(piece, np.array([0]), "sender")
         if lease is not None:
             table.record(lease, piece, np.array([0]), PieceArrival("tcp", "", 1, 0.0))
             return None
@@ -230,7 +230,7 @@ def test_a_lease_spans_the_block_pools_of_a_pool() -> None:
     received = []
     for piece in pieces:
         positions = from_wire(piece.runs, 8, 8)[1]
-        lease, refusal = table.admit(piece, positions, "sender", 2)
+        lease, refusal = table.admit(piece, positions, "sender")
         assert lease is not None and not refusal
         done, arrival = table.record(lease, piece, positions, PieceArrival("tcp", "", 1, 0.0))
         received.append((done, arrival is not None))

@@ -185,9 +185,8 @@ def test_there_and_back(wire_dtype: str, bound: float, dtype: str) -> None:
     out = bytearray(3 * quantizer.wire_block_bytes)
     quantizer.pack(memoryview(pool), np.array([4, 0, 5]), np.array([16, 16, 9]), memoryview(out))
     placed = bytearray(6 * plain_block_bytes([info]))
-    Converter(quantizer.wire, [info], memoryview(placed)).place(
-        memoryview(out), np.arange(3), np.array([1, 2, 3]), 0, 41
-    )
+    converter = Converter(quantizer.wire, [info], memoryview(placed))
+    converter.place(memoryview(out), np.arange(3), np.array([1, 2, 3]), 41)
     layout = BlockLayout([info])
     sent, got = (
         layout.segments[0].values(layout.blocks(memoryview(buffer))).float() for buffer in (pool, placed)

@@ -198,14 +198,14 @@ class DecodeEnd:
     def reply(self, message: PeerReply) -> None:
         self._socket.send_multipart([self._identity, encode(message)])
 
-    def grant(self, request: EngineRequest, lease_id: str = "lease", block_size: int = 16) -> Reserved:
-        blocks = list(range(-(-len(request.prompt_token_ids) // block_size)))
+    def grant(self, request: EngineRequest, lease_id: str = "lease") -> Reserved:
+        blocks = list(range(-(-len(request.prompt_token_ids) // 16)))
         self.receiver.open(lease_id, [Extent(0, blocks)])
         return Reserved(
             request_id=request.request_id,
             lease_id=lease_id,
             incarnation=self.incarnation,
-            block_size=block_size,
+            block_size=16,
             extents=[Extent(0, blocks)],
             covered=0,
         )
