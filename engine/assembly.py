@@ -10,28 +10,28 @@ from math import inf
 
 from torch import Tensor
 
-from engine.activations import activation_bytes
-from engine.block_manager import BlockManager
+from engine.batch.runner import Runner
 from engine.check import check_hybrid
-from engine.chunk_bound import ChunkBound
-from engine.grammar_tokenizer import load_grammar_tokenizer
-from engine.kv_pool import Allocate, KVPool, pool_blocks
-from engine.launch import StepLauncher
-from engine.live_sequences import LiveSequences
-from engine.loader import LoadedModel
+from engine.devices.loaded_model import LoadedModel
+from engine.kv.block_manager import BlockManager
+from engine.kv.layout import PoolLayout
+from engine.kv.pool import Allocate, KVPool, pool_blocks
+from engine.kv.state_layout import StateLayout
+from engine.kv.tiers.build import build_tiers
+from engine.kv.tiers.host import HostTier
+from engine.load.select import MakeRunner, load_packed, runner_of_one_process
 from engine.lora.config import AdapterError
 from engine.lora.table import NOTHING
-from engine.pool_layout import PoolLayout
-from engine.recurrent.layout import StateLayout
-from engine.runner import Runner
+from engine.model.grammar_tokenizer import load_grammar_tokenizer
 from engine.sampler import Grammars, Sampler, SamplingRow
-from engine.scheduler import Scheduler
-from engine.select_forward import MakeRunner, load_packed, runner_of_one_process
-from engine.slot_allocator import StateSlotAllocator
-from engine.speculation_interface import Speculator
-from engine.step_times import StepTimes
-from engine.tiers.build import build_tiers
-from engine.tiers.host import HostTier
+from engine.step.activations import activation_bytes
+from engine.step.chunk_bound import ChunkBound
+from engine.step.launch import StepLauncher
+from engine.step.live_sequences import LiveSequences
+from engine.step.scheduler import Scheduler
+from engine.step.slot_allocator import StateSlotAllocator
+from engine.step.speculation_interface import Speculator
+from engine.step.step_times import StepTimes
 from protocol.config import ServeConfig
 from protocol.costs import StepCosts, itl_bound
 from protocol.errors import ConfigError

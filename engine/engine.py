@@ -14,23 +14,23 @@ import msgspec
 import torch
 
 from engine.assembly import Assembly, load_served
-from engine.calibration import measure_steps
 from engine.check import check_adapter, check_request
-from engine.embeddings import embeddings
-from engine.kv_pool import Allocate
-from engine.loader import LoadedModel
+from engine.devices.loaded_model import LoadedModel
+from engine.kv.pool import Allocate
+from engine.kv.prefix_cache import reserve_blocks
+from engine.kv.prefix_room import PrefixRoom, find_room
+from engine.load.select import MakeRunner, runner_of_one_process
 from engine.phases import phase
-from engine.prefix_cache import reserve_blocks
-from engine.prefix_room import PrefixRoom, find_room
-from engine.profiling import ProfilingRun
-from engine.results import EngineStats, Reservation, StepResult
-from engine.scheduler import ScheduledStep
-from engine.select_forward import MakeRunner, runner_of_one_process
-from engine.sequence import SequenceStage, SequenceState
-from engine.slot_allocator import StateSlotAllocator
-from engine.speculation_interface import Speculator
 from engine.start_up import describe_start
-from engine.step_times import work_of
+from engine.step.calibration import measure_steps
+from engine.step.embeddings import embeddings
+from engine.step.profiling import ProfilingRun
+from engine.step.results import EngineStats, Reservation, StepResult
+from engine.step.scheduler import ScheduledStep
+from engine.step.sequence import SequenceStage, SequenceState
+from engine.step.slot_allocator import StateSlotAllocator
+from engine.step.speculation_interface import Speculator
+from engine.step.step_times import work_of
 from protocol.config import ServeConfig
 from protocol.costs import StepCosts
 from protocol.errors import InvalidRequestError
@@ -289,7 +289,7 @@ class Engine:
 
     def run(self, step: ScheduledStep) -> StepResult:
         """One packed forward over what the scheduler chose. On a device the next one is launched before this
-        one's tokens are waited for, where that can be: see `engine/launch.py`.
+        one's tokens are waited for, where that can be: see `engine/step/launch.py`.
         """
         result = StepResult(outputs=step.expired)
         launched = self._launcher.take_ahead()

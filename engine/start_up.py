@@ -6,13 +6,13 @@ from collections import Counter
 
 import torch
 
-from engine.attention.select import select_backend
-from engine.block_manager import BlockManager
-from engine.kv_pool import KVPool
-from engine.loader import LoadedModel
-from engine.pool_layout import TARGET
-from engine.runner import Runner
-from engine.tiers.host import HostTier
+from engine.batch.runner import Runner
+from engine.devices.attention import select_backend
+from engine.devices.loaded_model import LoadedModel
+from engine.kv.block_manager import BlockManager
+from engine.kv.layout import TARGET
+from engine.kv.pool import KVPool
+from engine.kv.tiers.host import HostTier
 from protocol.config import ServeConfig
 
 

@@ -14,9 +14,9 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from engine.draft import Draft
-from engine.loader import LoadedModel
-from engine.sequence import SequenceState
+from engine.devices.loaded_model import LoadedModel
+from engine.step.draft import Draft
+from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed, Drafter

@@ -21,7 +21,7 @@ import httpx
 import msgspec
 import numpy as np
 
-from engine.nonnegative_fit import NonNegativeFit
+from engine.step.nonnegative_fit import NonNegativeFit
 from planner.profile import LinkProfile, Profile
 from protocol.costs import StepCosts
 from protocol.errors import TandemError

@@ -1,4 +1,4 @@
-"""A simulated worker's engine: the batches that `engine/scheduler.py` would form, in simulated time.
+"""A simulated worker's engine: the batches that `engine/step/scheduler.py` would form, in simulated time.
 
 Steps that only decode are not simulated one by one: while no request comes or ends, the time of many steps
 has a closed form.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, sqrt
 
-from engine.chunk_bound import ChunkBound
+from engine.step.chunk_bound import ChunkBound
 from planner.events import Events
 from planner.kv_room import Holding, KvRoom
 from planner.profile import Profile

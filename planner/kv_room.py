@@ -1,6 +1,6 @@
 """A simulated worker's KV pool: room in tokens, and a prefix cache of whole trace blocks.
 
-As in `engine/block_pool.py`, unreferenced published blocks stay until their room is needed; the least
+As in `engine/kv/block_pool.py`, unreferenced published blocks stay until their room is needed; the least
 recently used are evicted first, and of a prefix its end. The tokens that windowed layers keep of a prompt
 belong to its sequence alone here, and they keep nothing of a cached block: that is evicted first.
 """

@@ -18,8 +18,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.fingerprint import model_fingerprint
-from engine.loader import choose_device, choose_dtype
+from engine.load.loader import choose_device, choose_dtype
+from engine.model.fingerprint import model_fingerprint
 from quantization import card, checkpoint, methods, texts
 from quantization.calibration import Calibration, find_blocks, linears
 from quantization.evaluation import HeldOut, TextQuality, predict

@@ -8,12 +8,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from engine.decoder.forward import DecoderForward
-from engine.draft import Draft
-from engine.rows import SequenceRows
-from engine.runner import ForwardOutput, Runner
+from engine.batch.rows import SequenceRows
+from engine.batch.runner import ForwardOutput, Runner
+from engine.devices.cpu.decoder.forward import DecoderForward
 from engine.sampler import Sampler
-from engine.sequence import SequenceState
+from engine.step.draft import Draft
+from engine.step.sequence import SequenceState
 from protocol.speculation import Verification
 from speculation.chains_ahead import chains_ahead
 from speculation.drawing import Chain, Drawing

@@ -10,13 +10,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from engine.batch.rows import SequenceRows
+from engine.batch.runner import AheadRunner, ForwardOutput, Runner
 from engine.download import Downloader
-from engine.draft import Draft
-from engine.late_tokens import LateTokens
-from engine.rows import SequenceRows
-from engine.runner import AheadRunner, ForwardOutput, Runner
 from engine.sampler.rows import needs_history
-from engine.sequence import SequenceState
+from engine.step.draft import Draft
+from engine.step.late_tokens import LateTokens
+from engine.step.sequence import SequenceState
 from speculation.drawing import Drawing, Drawn
 
 RowOf = Callable[[SequenceState, int, int], SequenceRows]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.draft import Draft
-from engine.loader import LoadedModel
+from engine.devices.loaded_model import LoadedModel
+from engine.step.draft import Draft
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.named import named

@@ -14,17 +14,18 @@ import torch
 from torch import Tensor
 
 from engine import limits
-from engine.attention.select import select_backend
-from engine.draft import Draft
+from engine.batch.rows import SequenceRows
+from engine.batch.runner import ForwardOutput, LateRows, LateRunner
+from engine.devices.attention import select_backend
+from engine.devices.loaded_model import LoadedModel
 from engine.errors import UnsupportedModelError
-from engine.kv_pool import KVPool
-from engine.loader import LoadedModel, ModelShape, load_model
-from engine.pool_layout import DRAFT
-from engine.rows import SequenceRows
-from engine.runner import ForwardOutput, LateRows, LateRunner
+from engine.kv.layout import DRAFT
+from engine.kv.pool import KVPool
+from engine.load.loader import ModelShape, load_model
+from engine.load.select import runner_of_drafts
 from engine.sampler import Sampler
-from engine.select_forward import runner_of_drafts
-from engine.sequence import SequenceState
+from engine.step.draft import Draft
+from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.recurrent.state_slots import StateSlots
+from engine.kv.state_slots import StateSlots
 
 
 class DraftStateSlots:

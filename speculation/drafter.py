@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.draft import Draft, Outcome
-from engine.kv_pool import KVPool
-from engine.loader import LoadedModel
-from engine.pool_layout import Group
-from engine.recurrent.layout import StateLayout
-from engine.sequence import SequenceState
+from engine.devices.loaded_model import LoadedModel
+from engine.kv.layout import Group
+from engine.kv.pool import KVPool
+from engine.kv.state_layout import StateLayout
+from engine.step.draft import Draft, Outcome
+from engine.step.sequence import SequenceState
 
 _FEW_ROWS = 256
 
@@ -91,8 +91,8 @@ class Computed:
 class Drafter(ABC):
     """Proposes tokens for the sequences of a batch, all at once. For one thread.
 
-    `kv_group`, `state_layout` and `hidden_layers` are as in `engine.speculation_interface.Speculator`. It
-    keeps what it knows of a request by its id until `forget`; a request may come back from far behind
+    `kv_group`, `state_layout` and `hidden_layers` are as in `engine.step.speculation_interface.Speculator`.
+    It keeps what it knows of a request by its id until `forget`; a request may come back from far behind
     (preempted) or go to another worker, so that whatever it lacks it must be able to make anew from the
     sequence's tokens, or do without.
     """

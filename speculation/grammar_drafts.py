@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from engine.draft import Draft
 from engine.sampler import Grammars
-from engine.scheduler import ScheduledStep
-from engine.sequence import SequenceState
-from engine.speculation_interface import MakeRoom
+from engine.step.draft import Draft
+from engine.step.scheduler import ScheduledStep
+from engine.step.sequence import SequenceState
+from engine.step.speculation_interface import MakeRoom
 from protocol.speculation import Source
 from speculation.account import Account
 

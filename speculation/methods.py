@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.loader import LoadedModel
+from engine.devices.loaded_model import LoadedModel
 from protocol.config import ServeConfig
 from protocol.speculation import Method, SpeculativeConfig
 from speculation.drafter import Drafter

@@ -6,22 +6,22 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.attention.select import select_backend
-from engine.attention.tables import backend_over
-from engine.block_pool import OutOfBlocksError
-from engine.decoder.forward import DecoderForward
-from engine.draft import Outcome, Verdict
-from engine.kv_pool import KVPool
-from engine.loader import LoadedModel
-from engine.pool_layout import TARGET, Group
-from engine.profiling import ProfilingRun
-from engine.recurrent.layout import StateLayout
-from engine.rows import SequenceRows
+from engine.batch.rows import SequenceRows
+from engine.devices.attention import select_backend
+from engine.devices.attention_tables import backend_over
+from engine.devices.cpu.decoder.forward import DecoderForward
+from engine.devices.loaded_model import LoadedModel
+from engine.kv.block_pool import OutOfBlocksError
+from engine.kv.layout import TARGET, Group
+from engine.kv.pool import KVPool
+from engine.kv.state_layout import StateLayout
+from engine.load.select import build_runner
 from engine.sampler import Sampler
-from engine.scheduler import ScheduledStep
-from engine.select_forward import build_runner
-from engine.sequence import SequenceStage, SequenceState
-from engine.speculation_interface import MakeRoom
+from engine.step.draft import Outcome, Verdict
+from engine.step.profiling import ProfilingRun
+from engine.step.scheduler import ScheduledStep
+from engine.step.sequence import SequenceStage, SequenceState
+from engine.step.speculation_interface import MakeRoom
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.handoff import REBUILD, DraftState
@@ -46,8 +46,8 @@ def multi_step_speculator(config: ServeConfig, loaded: LoadedModel) -> MultiStep
 
 
 class MultiStepSpeculator:
-    """Implements `engine.speculation_interface.Speculator`. Verifies nothing, since each token of its engine
-    is a draft for another worker. Without the native decoder a step makes one token.
+    """Implements `engine.step.speculation_interface.Speculator`. Verifies nothing, since each token of its
+    engine is a draft for another worker. Without the native decoder a step makes one token.
     """
 
     kv_group: Group | None = None

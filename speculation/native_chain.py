@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.decoder.forward import NativeDecoder
-from engine.draft import Draft
-from engine.rows import RowArrays, SequenceRows
+from engine.batch.rows import RowArrays, SequenceRows
+from engine.devices.cpu.decoder.forward import NativeDecoder
 from engine.sampler.rows import edits_logits
-from engine.sequence import SequenceState
+from engine.step.draft import Draft
+from engine.step.sequence import SequenceState
 from protocol.speculation import Verification
 
 

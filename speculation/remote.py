@@ -11,8 +11,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from engine.draft import Draft
-from engine.sequence import SequenceState
+from engine.step.draft import Draft
+from engine.step.sequence import SequenceState
 from protocol.peers import PeerAddress
 from speculation.drafter import Drafter
 

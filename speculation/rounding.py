@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
+from engine.devices.cuda.tiles import tile_on_gpu
+from engine.devices.loaded_model import LoadedModel
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import dequantize_linears, pack_quantized_linears
 from engine.linear.rounding import round_layers
-from engine.linear.tiles import tile_on_gpu
-from engine.loader import LoadedModel
 from engine.quantization.weight import CodeFormat
 from protocol.errors import ConfigError
 

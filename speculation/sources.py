@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.kv_pool import KVPool
-from engine.loader import LoadedModel
-from engine.sequence import SequenceState
+from engine.devices.loaded_model import LoadedModel
+from engine.kv.pool import KVPool
+from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.speculation import (
     REMOTE,

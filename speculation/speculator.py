@@ -9,16 +9,16 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engine.draft import Draft, Outcome, Verdict, late_among
-from engine.kv_pool import KVPool
-from engine.loader import LoadedModel
-from engine.pool_layout import Group
-from engine.profiling import ProfilingRun
-from engine.recurrent.layout import StateLayout
+from engine.devices.loaded_model import LoadedModel
+from engine.kv.layout import Group
+from engine.kv.pool import KVPool
+from engine.kv.state_layout import StateLayout
 from engine.sampler import Sampler
-from engine.scheduler import ScheduledStep
-from engine.sequence import SequenceState
-from engine.speculation_interface import MakeRoom
+from engine.step.draft import Draft, Outcome, Verdict, late_among
+from engine.step.profiling import ProfilingRun
+from engine.step.scheduler import ScheduledStep
+from engine.step.sequence import SequenceState
+from engine.step.speculation_interface import MakeRoom
 from protocol.config import ServeConfig
 from protocol.handoff import REBUILD, DraftState
 from protocol.speculation import CUSTOM, REMOTE, Source, SpeculationState, SpeculativeConfig
@@ -48,7 +48,7 @@ def speculate(
 
 
 class BatchSpeculator:
-    """Implements `engine.speculation_interface.Speculator`.
+    """Implements `engine.step.speculation_interface.Speculator`.
 
     The deployment's method is loaded at once. Those that need no weights are made when a request first asks.
     """

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.draft import Draft
+from engine.step.draft import Draft
 
 TREE_WIDTH = 4
 """Rows of a tree in a forward, and children of a row."""
@@ -45,7 +45,7 @@ class TreeRows:
 
     `parents` are the rows that they follow, and `sources` where these lie among the rows that were run last,
     of all trees one after the other. `masks` have a bit for each row on the path to them, their own
-    included (bit i: row i), as `engine.runner.SequenceRows` takes them.
+    included (bit i: row i), as `engine.batch.runner.SequenceRows` takes them.
     """
 
     first: int

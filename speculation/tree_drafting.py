@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.batch.rows import BlockTable, SequenceRows
+from engine.batch.runner import ForwardOutput, LateRows, LateRunner, Runner
+from engine.batch.step_inputs import StepShape, step_inputs
+from engine.devices.loaded_model import LoadedModel
 from engine.download import Downloader
-from engine.draft import Draft
-from engine.late_trees import LateTrees
-from engine.loader import LoadedModel
-from engine.rows import BlockTable, SequenceRows
-from engine.runner import ForwardOutput, LateRows, LateRunner, Runner
 from engine.sampler.rows import needs_history
-from engine.sequence import SequenceState
-from engine.step_inputs import StepShape, step_inputs
+from engine.step.draft import Draft
+from engine.step.late_trees import LateTrees
+from engine.step.sequence import SequenceState
 from engine.upload import upload_to
 from protocol.speculation import SpeculativeConfig
 from speculation.ranking import rank

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.step_inputs import StepInputs
+from engine.batch.step_inputs import StepInputs
 from engine.triton_support import ceil_div
 from engine.upload import Upload
 
@@ -35,7 +35,7 @@ class State(NamedTuple):
     """Of trees that grow. Before the first round nothing is there."""
 
     nodes: Tensor
-    """int64 [4, trees, most nodes], as `engine.late_trees.LateTrees` takes them."""
+    """int64 [4, trees, most nodes], as `engine.step.late_trees.LateTrees` takes them."""
     leaves: Tensor
     """int64 [4, trees, leaves]: tokens, the rows that they follow, the masks of these, and how much deeper
     than children of the root they are."""
@@ -149,7 +149,7 @@ class TreeGrowth:
         return Level(self._state, self._num_rows, before, self._depth, self._block_size)
 
     def end(self, scores: Tensor, token_ids: Tensor) -> Tensor:
-        """int64 [4, trees * most nodes], as `engine.late_trees.LateTrees` takes them."""
+        """int64 [4, trees * most nodes], as `engine.step.late_trees.LateTrees` takes them."""
         from speculation.tree_kernels import end
 
         self._launch(end, scores, token_ids)

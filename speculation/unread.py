@@ -6,8 +6,8 @@ from collections import deque
 
 from torch import Tensor
 
-from engine.scheduler import ScheduledStep
-from engine.sequence import SequenceState
+from engine.step.scheduler import ScheduledStep
+from engine.step.sequence import SequenceState
 from speculation.drafter import Computed
 
 MOST_STEPS, _MOST_ROWS = 80, 1024

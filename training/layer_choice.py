@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from engine.loader import choose_device, choose_dtype
+from engine.load.loader import choose_device, choose_dtype
 from protocol.errors import ConfigError
 from protocol.speculation import SELF
 from speculation.self_speculative.layers import with_layers

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from engine.engine import Engine
-from engine.pool_layout import DRAFT
-from engine.prefix_cache import hold_blocks
-from engine.prefix_room import PrefixRoom
-from engine.sequence_blocks import SequenceBlocks
+from engine.kv.layout import DRAFT
+from engine.kv.prefix_cache import hold_blocks
+from engine.kv.prefix_room import PrefixRoom
+from engine.kv.sequence_blocks import SequenceBlocks
 from kvtransfer.interface import Closed, Completed, Failed, Progress, ReceiveEvent, SendEvent, TransferError
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from engine.block_manager import BlockManager
-from engine.cache_events import CacheEvent
+from engine.kv.block_manager import BlockManager
+from engine.kv.cache_events import CacheEvent
 from protocol.codec import encode
 from protocol.kv_events import MAX_BLOCKS_PER_BATCH, REPLAY_BATCHES, KvChange
 from protocol.worker_to_router import KvEvents

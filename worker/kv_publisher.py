@@ -15,7 +15,7 @@ from itertools import groupby
 import msgspec
 import zmq
 
-from engine.cache_events import CacheEvent
+from engine.kv.cache_events import CacheEvent
 from messaging.rare_log import RareLog
 from messaging.wake import Wake
 from protocol import foreign_events as foreign

@@ -6,10 +6,11 @@ import logging
 
 import torch
 
-from engine.attention.select import select_backend
-from engine.loader import LoadedModel, load_model
-from engine.preloaded import is_preloaded, keep_preloaded
-from engine.select_forward import pack_model
+from engine.devices.attention import select_backend
+from engine.devices.loaded_model import LoadedModel
+from engine.load.loader import load_model
+from engine.load.preloaded import is_preloaded, keep_preloaded
+from engine.load.select import pack_model
 from protocol.config import ServeConfig
 from speculation.draft_model import draft_config
 from worker.setup import build_kernels

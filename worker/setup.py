@@ -10,10 +10,10 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from engine.engine import Engine
-from engine.kv_pool import Allocate
-from engine.loader import model_shape
+from engine.kv.pool import Allocate
+from engine.load.loader import model_shape
+from engine.load.select import runner_of_one_process
 from engine.parallel.leader import Leader
-from engine.select_forward import runner_of_one_process
 from kvtransfer.blocks.device import queue_of
 from kvtransfer.blocks.memory import PoolMemory
 from kvtransfer.interface import RegisteredPool

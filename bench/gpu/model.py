@@ -10,16 +10,16 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from bench.gpu.roofline import Costs
-from engine.attention import transformers_hook
-from engine.attention.select import select_backend
-from engine.kv_pool import KVPool
-from engine.loader import LoadedModel
-from engine.pool_layout import PoolLayout
-from engine.preloaded import keep_preloaded
-from engine.probe import probe
-from engine.rows import SequenceRows
-from engine.runner import Runner
-from engine.select_forward import pack_model, runner_of_one_process
+from engine.batch.rows import SequenceRows
+from engine.batch.runner import Runner
+from engine.devices.attention import select_backend
+from engine.devices.loaded_model import LoadedModel
+from engine.devices.torch import transformers_hook
+from engine.kv.layout import PoolLayout
+from engine.kv.pool import KVPool
+from engine.load.preloaded import keep_preloaded
+from engine.load.probe import probe
+from engine.load.select import pack_model, runner_of_one_process
 from protocol.config import ServeConfig
 
 BLOCK_SIZE = 16

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from engine.batch.rows import SequenceRows
 from engine.engine import Engine
-from engine.rows import SequenceRows
 from models.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
 
 _CHUNK = 256

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.turns import in_round
+from engine.devices.loaded_model import LoadedModel
 from engine.engine import Engine
-from engine.loader import LoadedModel
-from engine.preloaded import keep_preloaded
-from engine.select_forward import load_packed
+from engine.load.preloaded import keep_preloaded
+from engine.load.select import load_packed
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams

@@ -14,7 +14,7 @@
 #include <immintrin.h>
 #endif
 
-#include "../attention/cpu_kernel/simd.h"
+#include "../devices/cpu/attention/simd.h"
 #include "product.h"
 
 namespace {

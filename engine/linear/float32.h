@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "../attention/cpu_kernel/simd.h"
+#include "../devices/cpu/attention/simd.h"
 #include "product.h"
 #include "row_tiles.h"
 

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <vector>
 
-#include "../attention/cpu_kernel/simd.h"
+#include "../devices/cpu/attention/simd.h"
 #include "codes.h"
 #include "product.h"
 #include "row_tiles.h"

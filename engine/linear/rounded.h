@@ -12,7 +12,7 @@
 #include <immintrin.h>
 #endif
 
-#include "../attention/cpu_kernel/simd.h"
+#include "../devices/cpu/attention/simd.h"
 #include "codes.h"
 #include "floats.h"
 #include "product.h"

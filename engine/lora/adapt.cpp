@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "../attention/cpu_kernel/simd.h"
+#include "../devices/cpu/attention/simd.h"
 
 namespace {
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from engine.batch.rows import SequenceRows
 from engine.lora.packed import PackedProduct
 from engine.lora.structs import AdaptedArgs, PartArgs
 from engine.lora.table import NOTHING, Adapters, Weights
-from engine.rows import SequenceRows
 from native.build import declare, load_library
 from native.openmp import gomp_parallel
 

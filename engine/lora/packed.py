@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.host_memory import HugePages
+from engine.kv.host_memory import HugePages
 from engine.lora.files import Product
 from engine.lora.structs import PartArgs
 

@@ -1,4 +1,4 @@
-"""An adapter's tensors where torch and the kernels of a GPU (`engine/cuda/adapter_kernels.py`) read them."""
+"""An adapter's tensors where torch and the kernels of a GPU (`devices/cuda/adapter_kernels.py`) read them."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from engine.batch.rows import SequenceRows
 from engine.linear.packed import kernel_fault
 from engine.linear.quantized import QuantizedLinear
 from engine.lora.files import (
@@ -26,7 +27,6 @@ from engine.lora.files import (
 )
 from engine.lora.packed import PackedProduct, pack
 from engine.lora.placed import place, table_of
-from engine.rows import SequenceRows
 from protocol.adapters import MAX_ADAPTERS, Adapter
 
 logger = logging.getLogger("tandem.engine")

@@ -6,8 +6,8 @@ import ctypes
 
 import torch
 
-from engine.decoder.native_model import NativeModel
-from engine.decoder.structs import LayerArgs, ModelArgs, WeightsArgs
+from engine.devices.cpu.decoder.native_model import NativeModel
+from engine.devices.cpu.decoder.structs import LayerArgs, ModelArgs, WeightsArgs
 from engine.linear.packed import PANEL, packed_rows
 from engine.parallel.group import Ranks
 from engine.parallel.heads import Heads

@@ -8,15 +8,15 @@ import socket
 
 import torch
 
-from engine.kv_pool import KVPool
-from engine.loader import LoadedModel
+from engine.devices.loaded_model import LoadedModel
+from engine.kv.layout import TARGET, Group, PoolLayout, Segment
+from engine.kv.pool import KVPool
+from engine.load.select import load_packed
 from engine.lora.config import AdapterError
 from engine.parallel import messages
 from engine.parallel.group import LostRankError, Ranks
 from engine.parallel.messages import READY, AdapterKept, DropAdapter, KeepAdapter, RunStep, receive
 from engine.parallel.runner import ShareRunner
-from engine.pool_layout import TARGET, Group, PoolLayout, Segment
-from engine.select_forward import load_packed
 from protocol.config import ServeConfig
 from protocol.handoff import WINDOWED, SegmentInfo
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.attention.interface import AttentionBackend, AttentionMetadata
+from engine.kv.attention import AttentionBackend, AttentionMetadata
 from engine.parallel.group import Columns, Ranks
 
 

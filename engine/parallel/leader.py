@@ -15,16 +15,16 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from engine.kv_pool import KVPool
-from engine.loader import LoadedModel
+from engine.batch.rows import SequenceRows
+from engine.batch.runner import ForwardOutput
+from engine.devices.loaded_model import LoadedModel
+from engine.kv.pool import KVPool
 from engine.lora.config import AdapterError
 from engine.lora.files import RawAdapter
 from engine.parallel import messages
 from engine.parallel.group import GATHER_TIMEOUT_S, LostRankError, Ranks
 from engine.parallel.messages import READY, Begin, DropAdapter, KeepAdapter, RunStep, encode, receive, send
 from engine.parallel.runner import ShareRunner
-from engine.rows import SequenceRows
-from engine.runner import ForwardOutput
 from protocol.config import ServeConfig
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.msgpack import Decoder
 
+from engine.batch.rows import SequenceRows
 from engine.lora.files import RawAdapter
-from engine.rows import SequenceRows
 from protocol.handoff import SegmentInfo
 
 READY = b"\0"

@@ -7,19 +7,19 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from engine.attention.select import select_backend
-from engine.attention.tables import backend_over
+from engine.batch.rows import SequenceRows
+from engine.batch.runner import ForwardOutput, Runner
+from engine.devices.attention import select_backend
+from engine.devices.attention_tables import backend_over
+from engine.devices.loaded_model import LoadedModel
 from engine.errors import UnsupportedModelError
-from engine.kv_pool import KVPool
-from engine.loader import LoadedModel
+from engine.kv.layout import TARGET
+from engine.kv.pool import KVPool
+from engine.load.select import build_runner
 from engine.parallel.decoder import DescriptionShare
 from engine.parallel.group import Ranks
 from engine.parallel.heads import Heads, OwnHeads, own_heads
 from engine.parallel.layers import model_share
-from engine.pool_layout import TARGET
-from engine.rows import SequenceRows
-from engine.runner import ForwardOutput, Runner
-from engine.select_forward import build_runner
 from protocol.config import ServeConfig
 
 

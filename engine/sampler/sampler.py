@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.select import available_backends
+from engine.devices.attention import available_backends
 from engine.download import Downloader
 from engine.sampler.batch import BatchParams, RequestParams
 from engine.sampler.choice import TokenChoice

@@ -7,8 +7,8 @@ tokens of the block. A value is its code times its scale. Little-endian, no padd
 without infinities (`torch.float8_e4m3fn`).
 
 A pool may itself be quantized: "int8_row_scales" and "fp8_row_scales" have a scale for each token's head
-(`engine.kv_rows`): [kv_heads] float32 after the codes of each token's plane. Such blocks are sent unchanged,
-and only to pools of the same quantization.
+(`engine.kv.row_codes`): [kv_heads] float32 after the codes of each token's plane. Such blocks are sent
+unchanged, and only to pools of the same quantization.
 
 Scales of finer groups were measured on the bundled model: one for each token and head makes the error
 smaller by a quarter, one for each channel of K by half, and neither makes more of its greedy continuations

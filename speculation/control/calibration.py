@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from engine.draft import Draft, Verdict
-from engine.profiling import ProfilingRun
-from engine.sequence import SequenceState
+from engine.step.draft import Draft, Verdict
+from engine.step.profiling import ProfilingRun
+from engine.step.sequence import SequenceState
 from speculation.control.step_time import UNMEASURED, MeasuredCurve
 from speculation.drafter import Computed, Drafter, HiddenRows
 

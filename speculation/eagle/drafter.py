@@ -15,16 +15,16 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from engine.attention.select import select_backend
-from engine.draft import Draft
-from engine.kv_pool import KVPool
-from engine.loader import LoadedModel
-from engine.pool_layout import DRAFT, Group, Segment
+from engine.batch.rows import SequenceRows
+from engine.batch.runner import ForwardOutput, LateRows, LateRunner
+from engine.devices.attention import select_backend
+from engine.devices.loaded_model import LoadedModel
+from engine.kv.layout import DRAFT, Group, Segment
+from engine.kv.pool import KVPool
 from engine.quantization.weight import CodeFormat
-from engine.rows import SequenceRows
-from engine.runner import ForwardOutput, LateRows, LateRunner
 from engine.sampler import Sampler
-from engine.sequence import SequenceState
+from engine.step.draft import Draft
+from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 from speculation.chains_ahead import chains_ahead

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.attention import transformers_hook
-from engine.attention.triton_kernel.backend import TritonBackend
-from engine.cuda.buckets import MOST_ROWS, Buckets
-from engine.cuda.graphs import Graphs
-from engine.cuda.runner import CudaRunner, graphs_for
-from engine.loader import LoadedModel
-from engine.rows import SequenceRows
-from engine.runner import ForwardOutput, LateRows
-from engine.step_inputs import StepInputs
+from engine.batch.rows import SequenceRows
+from engine.batch.runner import ForwardOutput, LateRows
+from engine.batch.step_inputs import StepInputs
+from engine.devices.cuda.attention.backend import TritonBackend
+from engine.devices.cuda.buckets import MOST_ROWS, Buckets
+from engine.devices.cuda.graphs import Graphs
+from engine.devices.cuda.runner import CudaRunner, graphs_for
+from engine.devices.loaded_model import LoadedModel
+from engine.devices.torch import transformers_hook
 from protocol.config import ServeConfig
 from speculation.eagle.paged import PagedHead
 

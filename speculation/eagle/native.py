@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from engine.attention.cpu_kernel.backend import CpuBackend
-from engine.decoder.description import ROPE_TYPES, num_weights
-from engine.decoder.forward import NativeDecoder
-from engine.decoder.native_model import NativeModel
-from engine.decoder.structs import EntryArgs, LayerArgs, ModelArgs, WeightsArgs
+from engine.batch.rows import SequenceRows
+from engine.batch.runner import ForwardOutput
+from engine.devices.cpu.attention.backend import CpuBackend
+from engine.devices.cpu.decoder.description import ROPE_TYPES, num_weights
+from engine.devices.cpu.decoder.forward import NativeDecoder
+from engine.devices.cpu.decoder.native_model import NativeModel
+from engine.devices.cpu.decoder.structs import EntryArgs, LayerArgs, ModelArgs, WeightsArgs
 from engine.linear.packed_quantized import PackedQuantizedLinear
-from engine.rows import SequenceRows
-from engine.runner import ForwardOutput
 from speculation.eagle.head import Head
 
 

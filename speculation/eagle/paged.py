@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from engine.attention import transformers_hook
-from engine.attention.interface import AttentionBackend
-from engine.forward import RowsForward
-from engine.rows import SequenceRows
-from engine.runner import ForwardOutput
-from engine.step_inputs import StepInputs
+from engine.batch.rows import SequenceRows
+from engine.batch.runner import ForwardOutput
+from engine.batch.step_inputs import StepInputs
+from engine.devices.torch import transformers_hook
+from engine.devices.torch.forward import RowsForward
+from engine.kv.attention import AttentionBackend
 from speculation.eagle.head import Head
 
 

@@ -7,13 +7,13 @@ import logging
 
 from torch import nn
 
-from engine.attention.cpu_kernel.backend import CpuBackend
-from engine.attention.interface import AttentionBackend
-from engine.decoder.native_model import DTYPES
+from engine.batch.runner import Runner
+from engine.devices.cpu.attention.backend import CpuBackend
+from engine.devices.cpu.decoder.native_model import DTYPES
+from engine.devices.loaded_model import LoadedModel
+from engine.kv.attention import AttentionBackend
 from engine.linear.packed import kernel_fault, pack_linears
 from engine.linear.packed_quantized import PackedQuantizedLinear
-from engine.loader import LoadedModel
-from engine.runner import Runner
 from native.build import BuildError
 from protocol.config import ServeConfig
 from speculation.eagle.native import NativeHead, unfit_head

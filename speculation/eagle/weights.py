@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.devices.loaded_model import LoadedModel
 from engine.linear.outputs import linear_of, with_outputs
-from engine.loader import LoadedModel
 from engine.quantization.weight import CodeFormat
 from speculation.checkpoint import Checkpoint
 from speculation.eagle.head import Head, HeadShape

@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.draft import Draft
-from engine.late_tokens import LateTokens
+from engine.step.draft import Draft
+from engine.step.late_tokens import LateTokens
 
 _ASSUMED_FIRST = (0.60, 0.45, 0.35, 0.30, 0.25)
 """How often each head's best token is right, where nobody measured: near what Cai et al. 2024 plot for

@@ -15,19 +15,19 @@ from dataclasses import replace
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.attention.select import select_backend
-from engine.attention.tables import backend_over
-from engine.draft import Draft
-from engine.kv_pool import KVPool
+from engine.batch.runner import Runner
+from engine.devices.attention import select_backend
+from engine.devices.attention_tables import backend_over
+from engine.devices.loaded_model import LoadedModel
+from engine.kv.layout import TARGET
+from engine.kv.pool import KVPool
 from engine.linear.outputs import linear_of
 from engine.linear.packed import PackedLinear, kernel_fault, unpacked
-from engine.loader import LoadedModel
-from engine.pool_layout import TARGET
+from engine.load.select import runner_of_drafts
 from engine.quantization.weight import CodeFormat
-from engine.runner import Runner
 from engine.sampler import Sampler
-from engine.select_forward import runner_of_drafts
-from engine.sequence import SequenceState
+from engine.step.draft import Draft
+from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig

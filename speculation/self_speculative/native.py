@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.decoder.native_model import NativeModel
-from engine.decoder.structs import LayerArgs, ModelArgs, WeightsArgs
+from engine.devices.cpu.decoder.native_model import NativeModel
+from engine.devices.cpu.decoder.structs import LayerArgs, ModelArgs, WeightsArgs
 from engine.linear.packed import unpacked
 from engine.linear.packed_quantized import fits, packed
 from engine.linear.rounding import group_size, round_to_nearest

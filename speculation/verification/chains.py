@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.draft import Draft, Verdict
 from engine.sampler import Sampler
 from engine.sampler.native import RowsFunction, readable
 from engine.sampler.rows import edits_logits
 from engine.sampler.structs import SamplingArgs
-from engine.sequence import SequenceState
+from engine.step.draft import Draft, Verdict
+from engine.step.sequence import SequenceState
 from native.build import BuildError
 
 logger = logging.getLogger("tandem.speculation")

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.draft import Draft, Verdict
 from engine.sampler import Sampler
-from engine.sequence import SequenceState
+from engine.step.draft import Draft, Verdict
+from engine.step.sequence import SequenceState
 from speculation.verification.rows import Decision, DraftedRows
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.draft import Draft, Verdict
 from engine.sampler import Sampler
 from engine.sampler.triton_kernel.chosen import Chosen
-from engine.sequence import SequenceState
+from engine.step.draft import Draft, Verdict
+from engine.step.sequence import SequenceState
 from engine.triton_support import ceil_div
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams

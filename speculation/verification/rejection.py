@@ -14,9 +14,9 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from engine.draft import Draft, Verdict
 from engine.sampler import Purpose, Sampler, draw, round_keys, uniform_noise
-from engine.sequence import SequenceState
+from engine.step.draft import Draft, Verdict
+from engine.step.sequence import SequenceState
 from speculation.verification.rows import Decision, DraftedRows
 
 

@@ -9,10 +9,10 @@ import numpy as np
 from torch import Tensor
 
 from engine.download import Downloader
-from engine.draft import Draft, Verdict, late_among
-from engine.late_trees import LateTrees
 from engine.sampler import Sampler, SamplingRow
-from engine.sequence import SequenceState
+from engine.step.draft import Draft, Verdict, late_among
+from engine.step.late_trees import LateTrees
+from engine.step.sequence import SequenceState
 from engine.upload import Upload
 from protocol.outputs import TokenLogprobs
 

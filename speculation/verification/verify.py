@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.draft import Verdict
 from engine.sampler import Sampler
-from engine.sequence import SequenceState
+from engine.step.draft import Verdict
+from engine.step.sequence import SequenceState
 from protocol.speculation import Verification
 from speculation.verification import block, chains, coupled, on_device, rejection, standard
 from speculation.verification.rows import num_rows

@@ -12,8 +12,8 @@ from itertools import islice, zip_longest
 
 import numpy as np
 
-from engine.draft import Draft
-from engine.sequence import SequenceState
+from engine.step.draft import Draft
+from engine.step.sequence import SequenceState
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed
 from speculation.weightless.text import TextDrafter

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.draft import Draft
-from engine.sequence import SequenceState
+from engine.step.draft import Draft
+from engine.step.sequence import SequenceState
 from native.build import BuildError, declare, load_library
 from protocol.speculation import SpeculativeConfig
 from speculation.weightless.text import TextBatch, TextDrafter

@@ -17,8 +17,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.draft import Draft
-from engine.sequence import SequenceState
+from engine.step.draft import Draft
+from engine.step.sequence import SequenceState
 from native.build import BuildError, declare, load_library
 from protocol.speculation import SpeculativeConfig
 from speculation.weightless.corpus import Corpus, Ring

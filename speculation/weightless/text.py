@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from engine.sequence import SequenceState
+from engine.step.sequence import SequenceState
 from speculation.drafter import Drafter
 from speculation.weightless.corpus import NOTHING
 

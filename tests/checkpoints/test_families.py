@@ -20,7 +20,7 @@ from checkpoints.gguf.reader import GgufError
 from engine.engine import Engine
 from engine.errors import UnsupportedModelError
 from engine.linear.quantized import QuantizedLinear
-from engine.loader import load_model
+from engine.load.loader import load_model
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from tests.checkpoints.gguf_writer import byte_level, write_gguf, write_raw

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-from engine.decoder.families import FAMILIES
+from engine.model.families import FAMILIES
 from tests.docs.verdicts import Verdict, verdict
 from tests.e2e.architectures import ARCHITECTURES, HYBRIDS
 

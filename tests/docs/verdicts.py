@@ -10,11 +10,11 @@ import msgspec
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
 
-from engine.decoder.families import FAMILIES
 from engine.engine import Engine
 from engine.errors import UnsupportedModelError
-from engine.pool_layout import TARGET
-from engine.text_half import as_causal, make_model
+from engine.kv.layout import TARGET
+from engine.model.families import FAMILIES
+from engine.model.text_half import as_causal, make_model
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from tests.docs.tiny_shapes import tiny_config

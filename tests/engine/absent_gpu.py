@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from engine.attention import transformers_hook
+from engine.devices.torch import transformers_hook
 from engine.lora import layers
 
 GPU = torch.device("meta")

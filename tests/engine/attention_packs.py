@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.attention.interface import AttentionMetadata, LayerKv
-from engine.attention.select import select_backend
-from engine.kv_rows import KvRows
-from engine.pool_layout import Segment
+from engine.devices.attention import select_backend
+from engine.kv.attention import AttentionMetadata, LayerKv
+from engine.kv.layout import Segment
+from engine.kv.row_codes import KvRows
 
 LAYERS = 3
 Masks = list[int]

@@ -3,8 +3,8 @@
 import copy
 from collections.abc import Sequence
 
-from engine.block_manager import BlockManager
-from engine.prefix_cache import find_prefix
+from engine.kv.block_manager import BlockManager
+from engine.kv.prefix_cache import find_prefix
 from protocol.ids import BlockIdentity
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from engine.assembly import Assembly
+from engine.batch.rows import SequenceRows, span_of
+from engine.batch.runner import ForwardOutput
 from engine.engine import Engine
-from engine.recurrent.state_slots import RowSpan
-from engine.rows import SequenceRows, span_of
-from engine.runner import ForwardOutput
+from engine.kv.state_slots import RowSpan
 from engine.sampler.choice import TokenChoice
 from engine.sampler.rows import SamplingRow
 

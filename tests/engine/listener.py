@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.block_manager import BlockManager
-from engine.cache_events import CacheEvent
-from engine.tiers.host import HostTier
+from engine.kv.block_manager import BlockManager
+from engine.kv.cache_events import CacheEvent
+from engine.kv.tiers.host import HostTier
 from protocol.ids import BlockIdentity, child_identity
 from protocol.kv_events import Medium
 

@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from engine.engine import Engine
+from engine.load.select import runner_of_one_process
 from engine.lora.config import AdapterError
 from engine.lora.files import RawAdapter
 from engine.parallel import messages
@@ -21,7 +22,6 @@ from engine.parallel.follower import follow
 from engine.parallel.group import GATHER_TIMEOUT_S, Columns, LostRankError, Ranks
 from engine.parallel.leader import Leader, _follow
 from engine.parallel.messages import AdapterKept, DropAdapter, KeepAdapter, receive
-from engine.select_forward import runner_of_one_process
 from kvtransfer.blocks.memory import PoolMemory
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine import calibration
+from engine.step import calibration
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from engine import assembly
-from engine.activations import activation_bytes
 from engine.assembly import Assembly
-from engine.kv_pool import KVPool
-from engine.pool_layout import TARGET, Group, PoolLayout, Segment
-from engine.rows import SequenceRows
-from engine.runner import ForwardOutput
+from engine.batch.rows import SequenceRows
+from engine.batch.runner import ForwardOutput
+from engine.kv.layout import TARGET, Group, PoolLayout, Segment
+from engine.kv.pool import KVPool
+from engine.load.select import runner_of_one_process
 from engine.sampler import Sampler
-from engine.select_forward import runner_of_one_process
+from engine.step.activations import activation_bytes
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.interface import LayerKv
-from engine.attention.select import available_backends, select_backend
-from engine.kv_rows import CODE_DTYPES
+from engine.devices.attention import available_backends, select_backend
+from engine.kv.attention import LayerKv
+from engine.kv.row_codes import CODE_DTYPES
 from tests.engine.attention_packs import (
     CHAINS_AND_TREES,
     Masks,

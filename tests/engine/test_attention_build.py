@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.attention import select
-from engine.attention.cpu_kernel import backend as cpu_backend
-from engine.attention.cpu_kernel import structs
-from engine.attention.cpu_kernel.backend import CpuBackend
-from engine.attention.select import select_backend
-from engine.attention.torch_backend import TorchBackend
-from engine.kv_rows import CODE_DTYPES
+from engine.devices import attention as select
+from engine.devices.attention import select_backend
+from engine.devices.cpu.attention import backend as cpu_backend
+from engine.devices.cpu.attention import structs
+from engine.devices.cpu.attention.backend import CpuBackend
+from engine.devices.torch.attention import TorchBackend
+from engine.kv.row_codes import CODE_DTYPES
 from native import build, ownership
 from tests.engine.attention_packs import make_pack, run
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, masking_utils
 
-from engine.attention import transformers_hook
-from engine.attention.interface import AttentionBackend, AttentionMetadata, LayerKv
-from engine.attention.select import available_backends, select_backend
+from engine.devices.attention import available_backends, select_backend
+from engine.devices.torch import transformers_hook
 from engine.errors import UnsupportedModelError
+from engine.kv.attention import AttentionBackend, AttentionMetadata, LayerKv
 from tests.e2e.architectures import ARCHITECTURES, config_of
 
 BACKENDS = available_backends(torch.device("cpu"))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.select import available_backends
-from engine.kv_rows import CODE_DTYPES
+from engine.devices.attention import available_backends
+from engine.kv.row_codes import CODE_DTYPES
 from tests.engine.attention_packs import (
     CHAINS_AND_TREES,
     Masks,

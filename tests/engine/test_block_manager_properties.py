@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.block_manager import BlockManager
-from engine.block_pool import OutOfBlocksError
-from engine.prefix_cache import find_prefix
-from engine.sequence_blocks import SequenceBlocks
+from engine.kv.block_manager import BlockManager
+from engine.kv.block_pool import OutOfBlocksError
+from engine.kv.prefix_cache import find_prefix
+from engine.kv.sequence_blocks import SequenceBlocks
 from protocol.ids import block_identities, root_identity
 from tests.engine.cached_prefix import cached_prefix
 from tests.engine.fake_pool import FakePool

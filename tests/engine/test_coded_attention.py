@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.attention.cpu_kernel.backend import CpuBackend
-from engine.kv_rows import CODE_DTYPES, KvRows
+from engine.devices.cpu.attention.backend import CpuBackend
+from engine.kv.row_codes import CODE_DTYPES, KvRows
 from tests.engine.attention_packs import make_pack, run
 from tests.engine.test_attention_backends import BACKENDS, CODED, MIXED, TOLERANCE
 

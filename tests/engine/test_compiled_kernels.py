@@ -11,9 +11,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
-from engine.attention.interface import LayerKv
-from engine.attention.triton_kernel.backend import TritonBackend
-from engine.kv_rows import KvRows
+from engine.devices.cuda.attention.backend import TritonBackend
+from engine.kv.attention import LayerKv
+from engine.kv.row_codes import KvRows
 from tests.docs import gpu_table
 from tests.docs.gpu_table import four_decode_rows, meta, stored
 from tests.engine.triton_offline import Code, launches

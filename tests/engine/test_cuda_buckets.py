@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
-from engine.cuda.buckets import MOST_ROWS, Buckets
-from engine.rows import SequenceRows
-from engine.step_inputs import StepShape
+from engine.batch.rows import SequenceRows
+from engine.batch.step_inputs import StepShape
+from engine.devices.cuda.buckets import MOST_ROWS, Buckets
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.cuda import graphs
-from engine.cuda.graphs import CudaGraph, Graph, capture_all, stand_ins
-from engine.step_inputs import StepShape
+from engine.batch.step_inputs import StepShape
+from engine.devices.cuda import graphs
+from engine.devices.cuda.graphs import CudaGraph, Graph, capture_all, stand_ins
 
 GIB = 1 << 30
 SHAPES = [StepShape(rows=rows, blocks=blocks) for rows in (1, 2, 4) for blocks in (8, 16)]

@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.attention import transformers_hook
-from engine.attention.cpu_kernel.backend import CpuBackend
-from engine.attention.interface import LayerKv
-from engine.decoder.description import Description, unfit
-from engine.decoder.forward import DecoderForward
-from engine.decoder.native_model import DTYPES
-from engine.forward import Forward
+from engine.batch.rows import RowArrays, SequenceRows
+from engine.batch.runner import ForwardOutput
+from engine.devices.cpu.attention.backend import CpuBackend
+from engine.devices.cpu.decoder.description import Description, unfit
+from engine.devices.cpu.decoder.forward import DecoderForward
+from engine.devices.cpu.decoder.native_model import DTYPES
+from engine.devices.torch import transformers_hook
+from engine.devices.torch.forward import Forward
+from engine.kv.attention import LayerKv
 from engine.linear.packed import pack_linears
 from engine.linear.packed_quantized import pack_quantized_linears
 from engine.linear.quantized import QuantizedLinear
 from engine.linear.rounding import round_head, round_linears, round_to_nearest
 from engine.quantization.weight import CodeFormat
-from engine.rows import RowArrays, SequenceRows
-from engine.runner import ForwardOutput
 from tests.engine.kernels import needs_kernel
 
 BLOCK, NUM_BLOCKS, POSITIONS = 16, 24, 256

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from engine import host_memory
-from engine.host_memory import HugePages
+from engine.kv import host_memory
+from engine.kv.host_memory import HugePages
 
 
 def test_tensors_lie_side_by_side() -> None:

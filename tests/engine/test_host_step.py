@@ -22,13 +22,13 @@ from transformers import Qwen3Config
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
-from engine.cuda.buckets import Buckets
-from engine.cuda.runner import CudaRunner
+from engine.batch.runner import Runner
+from engine.batch.step_inputs import StepInputs
+from engine.devices.cuda.buckets import Buckets
+from engine.devices.cuda.runner import CudaRunner
+from engine.devices.loaded_model import LoadedModel
 from engine.engine import Engine
-from engine.kv_pool import KVPool
-from engine.loader import LoadedModel
-from engine.runner import Runner
-from engine.step_inputs import StepInputs
+from engine.kv.pool import KVPool
 from engine.upload import Pinned, Uploader
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest

@@ -13,32 +13,32 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
-from engine import select_forward
-from engine.attention import transformers_hook
-from engine.attention.triton_kernel.backend import TritonBackend
-from engine.block_manager import BlockManager
-from engine.cuda import runner as cuda_runner
-from engine.cuda.buckets import Buckets
-from engine.cuda.decoder import CudaDecoder
-from engine.cuda.modules import Modules
-from engine.cuda.runner import CudaRunner, Decoder
-from engine.forward import Forward
-from engine.hybrid_forward import HybridForward
-from engine.kv_pool import KVPool
-from engine.launch import StepLauncher
-from engine.loader import LoadedModel, Recurrent
+from engine.batch.rows import SequenceRows
+from engine.batch.runner import AheadRunner, Runner
+from engine.devices import recurrent
+from engine.devices.cuda import runner as cuda_runner
+from engine.devices.cuda.attention.backend import TritonBackend
+from engine.devices.cuda.buckets import Buckets
+from engine.devices.cuda.decoder import CudaDecoder
+from engine.devices.cuda.modules import Modules
+from engine.devices.cuda.runner import CudaRunner, Decoder
+from engine.devices.loaded_model import LoadedModel, Recurrent
+from engine.devices.torch import transformers_hook
+from engine.devices.torch.forward import Forward
+from engine.devices.torch.recurrent_hooks import hook
+from engine.kv.block_manager import BlockManager
+from engine.kv.layout import TARGET, Group, PoolLayout, Segment
+from engine.kv.pool import KVPool
+from engine.kv.state_layout import RecurrentLayer, StateLayout
+from engine.load import select as select_forward
+from engine.load.select import modules_forward
 from engine.lora.table import Adapters, Weights, adaptable
-from engine.pool_layout import TARGET, Group, PoolLayout, Segment
-from engine.recurrent import native
-from engine.recurrent.hooks import hook
-from engine.recurrent.layout import RecurrentLayer, StateLayout
-from engine.rows import SequenceRows
-from engine.runner import AheadRunner, Runner
 from engine.sampler import Sampler
 from engine.sampler.triton_kernel.chooser import TritonSampler
-from engine.scheduler import Scheduler
-from engine.sequence import SequenceState
-from engine.slot_allocator import StateSlotAllocator
+from engine.step.launch import StepLauncher
+from engine.step.scheduler import Scheduler
+from engine.step.sequence import SequenceState
+from engine.step.slot_allocator import StateSlotAllocator
 from engine.upload import Uploader
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
@@ -175,11 +175,11 @@ def hybrid_pool(loaded: LoadedModel) -> KVPool:
 def test_a_model_with_recurrent_layers(gpu: AbsentGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt, decode rows and a tree, of which some is accepted."""
     loaded = hybrid()
-    monkeypatch.setattr(native, "triton_fault", lambda device: None)
+    monkeypatch.setattr(recurrent, "triton_fault", lambda device: None)
     pool = hybrid_pool(loaded)
     assert pool.state_slots is not None
     backend = TritonBackend(pool.layers(TARGET))
-    runner = HybridForward(loaded, backend, pool.state_slots, products="", packed=False)
+    runner = modules_forward(loaded, backend, "off", (), pool.state_slots, products="", packed=False)
     assert runner.choice == "eager, recurrent layers by triton operators"
     for _ in range(2):
         gpu.clear()

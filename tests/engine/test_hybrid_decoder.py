@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from engine.attention.cpu_kernel.backend import CpuBackend
-from engine.attention.select import select_backend
-from engine.attention.tables import backend_over
-from engine.decoder.description import unfit
-from engine.kv_pool import KVPool
-from engine.loader import load_model
-from engine.pool_layout import TARGET, PoolLayout
-from engine.recurrent.layout import GRID, RecurrentLayer, StateLayout
-from engine.recurrent.state_slots import StateSlots
-from engine.rows import SequenceRows
-from engine.runner import Runner
-from engine.select_forward import _cuda_runner, build_runner
+from engine.batch.rows import SequenceRows
+from engine.batch.runner import Runner
+from engine.devices.attention import select_backend
+from engine.devices.attention_tables import backend_over
+from engine.devices.cpu.attention.backend import CpuBackend
+from engine.devices.cpu.decoder.description import unfit
+from engine.kv.layout import TARGET, PoolLayout
+from engine.kv.pool import KVPool
+from engine.kv.state_layout import GRID, RecurrentLayer, StateLayout
+from engine.kv.state_slots import StateSlots
+from engine.load.loader import load_model
+from engine.load.select import _cuda_runner, build_runner
 from native.build import BuildError
 from protocol.adapters import Adapter
 from protocol.config import ServeConfig
@@ -285,7 +285,7 @@ def test_a_build_of_its_own_operators_that_fails_leaves_it_to_the_modules(
     def fail() -> None:
         raise BuildError("no compiler")
 
-    monkeypatch.setattr("engine.select_forward.kernel_addresses", fail)
+    monkeypatch.setattr("engine.load.select.kernel_addresses", fail)
     assert Model(folders["lfm2"], "auto").runner.choice.startswith("eager")
 
 
@@ -304,7 +304,7 @@ def test_experts_on_latents_are_left_to_the_modules() -> None:
 def test_hybrids_have_the_runner_on_cuda_with_adapters_too(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
     cuda = SimpleNamespace(runner_of=lambda *options: asked.append(options))
-    monkeypatch.setattr("engine.select_forward.importlib.import_module", lambda name: cuda)
+    monkeypatch.setattr("engine.load.select.importlib.import_module", lambda name: cuda)
     plain, adapted = (SimpleNamespace(adapters=each, recurrent="some") for each in (None, "some"))
     attention: Any = SimpleNamespace(name="triton")
     config, state_slots = ServeConfig(model="hybrid", compile="auto"), StateSlots(LAYOUT, 1, CPU)

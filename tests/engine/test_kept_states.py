@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from engine.block_manager import BlockManager
-from engine.block_pool import OutOfBlocksError
 from engine.engine import Engine
-from engine.prefix_cache import find_prefix, hold_blocks
-from engine.sequence_blocks import SequenceBlocks
+from engine.kv.block_manager import BlockManager
+from engine.kv.block_pool import OutOfBlocksError
+from engine.kv.prefix_cache import find_prefix, hold_blocks
+from engine.kv.sequence_blocks import SequenceBlocks
 from kvtransfer.blocks.layout import conversion_problem
 from protocol.errors import ConfigError
 from protocol.ids import BlockIdentity, block_identities

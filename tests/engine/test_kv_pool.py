@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kv_pool import KVPool, pool_blocks
-from engine.pool_layout import DRAFT, TARGET, Group, LayerPlace, LayerShape, PoolLayout, Segment
-from engine.tiers.memory import HostMemory
+from engine.kv.layout import DRAFT, TARGET, Group, LayerPlace, LayerShape, PoolLayout, Segment
+from engine.kv.pool import KVPool, pool_blocks
+from engine.kv.tiers.memory import HostMemory
 from protocol.config import ServeConfig
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 4

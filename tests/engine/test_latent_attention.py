@@ -12,14 +12,14 @@ from msgspec.structs import replace
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine.attention.select import select_backend
+from engine.batch.rows import SequenceRows
+from engine.devices.attention import select_backend
+from engine.devices.torch.latent_attention import Absorbed, PackedHeadProducts, expansion_reason
 from engine.engine import Engine
-from engine.kv_pool import KVPool
-from engine.latent_attention import Absorbed, PackedHeadProducts, expansion_reason
-from engine.loader import load_model
-from engine.pool_layout import TARGET, PoolLayout
-from engine.rows import SequenceRows
-from engine.select_forward import build_runner
+from engine.kv.layout import TARGET, PoolLayout
+from engine.kv.pool import KVPool
+from engine.load.loader import load_model
+from engine.load.select import build_runner
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from tests.docs.tiny_shapes import tiny_config

@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine import loader
+from engine.devices.cuda import tiles
 from engine.engine import Engine
 from engine.errors import UnsupportedModelError
-from engine.linear import tiles
-from engine.loader import load_model
-from engine.pool_layout import Group, Segment
-from engine.preloaded import is_preloaded, keep_preloaded
-from engine.select_forward import load_packed
+from engine.kv.layout import Group, Segment
+from engine.load import loader
+from engine.load.loader import load_model
+from engine.load.preloaded import is_preloaded, keep_preloaded
+from engine.load.select import load_packed
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from tests.e2e.architectures import ARCHITECTURES, HYBRIDS, config_of, write_model

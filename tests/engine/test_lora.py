@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.batch.rows import SequenceRows
 from engine.engine import Engine
 from engine.lora.config import AdapterError
 from engine.lora.files import Product
 from engine.lora.layers import AdaptedRows, attach, begin_step
 from engine.lora.packed import pack
 from engine.lora.table import Adapters, Weights
-from engine.rows import SequenceRows
 from protocol.adapters import Adapter
 from protocol.errors import ConfigError, InvalidRequestError
 from tests.e2e.architectures import write_model

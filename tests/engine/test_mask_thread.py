@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from llguidance import LLTokenizer
 
+from engine.batch.runner import ForwardOutput
 from engine.engine import Engine
-from engine.runner import ForwardOutput
 from engine.sampler import Grammars, SamplingRow
 from engine.sampler.grammars import Matcher
 from engine.sampler.mask_thread import MaskThread

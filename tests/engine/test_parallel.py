@@ -18,15 +18,20 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from engine.attention import transformers_hook
-from engine.attention.select import select_backend
-from engine.decoder.native_model import DTYPES
-from engine.kv_pool import KVPool
-from engine.latent_attention import absorb
+from engine.batch.rows import SequenceRows
+from engine.batch.runner import Runner
+from engine.devices.attention import select_backend
+from engine.devices.cpu.decoder.native_model import DTYPES
+from engine.devices.loaded_model import LoadedModel
+from engine.devices.torch import transformers_hook
+from engine.devices.torch.latent_attention import absorb
+from engine.kv.layout import TARGET, PoolLayout
+from engine.kv.pool import KVPool
 from engine.linear.packed import PackedLinear, pack, packed_rows
 from engine.linear.packed_quantized import pack_quantized_linears
 from engine.linear.rounding import round_head, round_linears
-from engine.loader import LoadedModel
+from engine.load.probe import probe
+from engine.load.select import build_runner, pack_model
 from engine.lora.files import read_adapter
 from engine.lora.table import adaptable
 from engine.parallel import follower, group
@@ -34,12 +39,7 @@ from engine.parallel.group import Columns, LostRankError, Ranks
 from engine.parallel.layers import model_share
 from engine.parallel.messages import RunStep, encode
 from engine.parallel.runner import ShareRunner
-from engine.pool_layout import TARGET, PoolLayout
-from engine.probe import probe
 from engine.quantization.weight import CodeFormat
-from engine.rows import SequenceRows
-from engine.runner import Runner
-from engine.select_forward import build_runner, pack_model
 from protocol.adapters import Adapter
 from protocol.requests import EngineRequest
 from tests.e2e.architectures import ARCHITECTURES, VOCAB_SIZE, config_of, write_model

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.block_manager import BlockManager
-from engine.prefix_cache import find_prefix, hold_blocks
-from engine.prefix_room import find_room
+from engine.kv.block_manager import BlockManager
+from engine.kv.prefix_cache import find_prefix, hold_blocks
+from engine.kv.prefix_room import find_room
 from protocol.ids import block_identities
 from tests.engine.fake_pool import FakePool
 

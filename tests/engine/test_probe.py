@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine import probe as probe_module
-from engine.attention import transformers_hook
+from engine.devices.torch import transformers_hook
+from engine.devices.torch.latent_attention import Absorbed, absorb
 from engine.errors import UnsupportedModelError
-from engine.latent_attention import Absorbed, absorb
-from engine.pool_layout import Group, LayerPlace, LayerShape, Segment
-from engine.probe import probe
+from engine.kv.layout import Group, LayerPlace, LayerShape, Segment
+from engine.load import probe as probe_module
+from engine.load.probe import probe
 from tests.e2e.architectures import ARCHITECTURES, config_of
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

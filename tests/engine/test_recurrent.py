@@ -8,11 +8,11 @@ import pytest
 import torch
 import transformers
 
+from engine.devices.cpu.recurrent.native import CpuOperators
+from engine.devices.torch.recurrent import StepOperators, TorchOperators
 from engine.engine import Engine
-from engine.recurrent.layout import GRID, StateLayout
-from engine.recurrent.native import CpuOperators
-from engine.recurrent.operators import StepOperators, TorchOperators
-from engine.recurrent.state_slots import RowSpan, StateSlots
+from engine.kv.state_layout import GRID, StateLayout
+from engine.kv.state_slots import RowSpan, StateSlots
 from tests.engine.recurrent_texts import LAYERS, Text, drafted, served, served_ahead, token_by_token
 
 needs_hooks = pytest.mark.skipif(

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.recurrent.layout import RecurrentLayer, StateLayout
-from engine.recurrent.state_slots import RowSpan
-from engine.recurrent.triton_kernel.plan import DRAFTED, NO_SEAT, Room, padded, tables_of
+from engine.batch.recurrent_plan import DRAFTED, NO_SEAT, Room, padded, tables_of
+from engine.kv.state_layout import RecurrentLayer, StateLayout
+from engine.kv.state_slots import RowSpan
 
 LAYOUT = StateLayout((RecurrentLayer(8, 4),), torch.float32).with_drafts(16)
 

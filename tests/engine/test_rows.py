@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from engine.rows import BlockTable, SequenceRows
+from engine.batch.rows import BlockTable, SequenceRows
 
 
 def test_a_table_follows_lists_that_change_in_place() -> None:

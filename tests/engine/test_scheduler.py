@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.block_manager import BlockManager
-from engine.scheduler import ScheduledStep, Scheduler
-from engine.sequence import SequenceStage, SequenceState
+from engine.kv.block_manager import BlockManager
+from engine.step.scheduler import ScheduledStep, Scheduler
+from engine.step.sequence import SequenceStage, SequenceState
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from tests.engine.fake_pool import FakePool

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.block_manager import BlockManager
-from engine.block_pool import OutOfBlocksError
-from engine.cache_events import CacheLog
-from engine.kv_pool import KVPool
-from engine.pool_layout import TARGET, Group, LayerPlace, PoolLayout, Segment
-from engine.prefix_cache import find_prefix, reserve_blocks
-from engine.sequence_blocks import SequenceBlocks
+from engine.kv.block_manager import BlockManager
+from engine.kv.block_pool import OutOfBlocksError
+from engine.kv.cache_events import CacheLog
+from engine.kv.layout import TARGET, Group, LayerPlace, PoolLayout, Segment
+from engine.kv.pool import KVPool
+from engine.kv.prefix_cache import find_prefix, reserve_blocks
+from engine.kv.sequence_blocks import SequenceBlocks
 from protocol.handoff import Extent
 from protocol.ids import block_identities, root_identity
 from protocol.kv_events import Medium

@@ -7,7 +7,7 @@ import random
 import msgspec
 import pytest
 
-from engine.step_times import DECODE_SCALING, PREFILL_SCALING, StepTimes, StepWork
+from engine.step.step_times import DECODE_SCALING, PREFILL_SCALING, StepTimes, StepWork
 from protocol.costs import StepCosts
 
 TRUE = StepCosts(step_s=2e-3, row_s=1e-4, context_s=5e-7, chunk_s=5e-4, token_s=8e-5, attention_s=2e-7)

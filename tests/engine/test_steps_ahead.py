@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.engine import Engine
-from engine.scheduler import ScheduledStep
+from engine.step.scheduler import ScheduledStep
 from protocol.config import ServeConfig
 from protocol.ids import BlockIdentity
 from protocol.outputs import TokenOutput

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
 
 from engine.errors import UnsupportedModelError
 from engine.linear.quantized import QuantizedLinear
-from engine.loader import load_model
+from engine.load.loader import load_model
 from protocol.config import ServeConfig
 from tests.docs.tiny_shapes import tiny_config
 from tests.docs.verdicts import verdict

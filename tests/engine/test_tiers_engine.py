@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.engine import Engine
-from engine.tiers import host as host_module
+from engine.kv.tiers import host as host_module
 from protocol.errors import ConfigError
 from protocol.outputs import TokenOutput, paged_logprobs
 from tests.engine.test_engine import BLOCK_BYTES, MAX_LEN, ask, prompt_of, run, tiny_engine, tokens
@@ -239,7 +239,7 @@ def stuck_engine(
 ) -> Iterator[Engine]:
     """Its first prompts are on a disk that does not answer until `StuckFile.go`."""
     monkeypatch.setattr(StuckFile, "go", threading.Event(), raising=False)
-    monkeypatch.setattr("engine.tiers.build.SlotFile", StuckFile)
+    monkeypatch.setattr("engine.kv.tiers.build.SlotFile", StuckFile)
     StuckFile.go.set()
     # Twice the blocks of a prompt: the host drops none, however slowly the disk takes them.
     engine = make_engine(num_blocks=34, host_blocks=48, disk=tmp_path)

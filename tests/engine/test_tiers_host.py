@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.cache_events import CacheLog
-from engine.tiers import host as host_module
-from engine.tiers.disk import DiskTier
-from engine.tiers.host import DiskFetch, Evicted, HostTier
+from engine.kv.cache_events import CacheLog
+from engine.kv.tiers import host as host_module
+from engine.kv.tiers.disk import DiskTier
+from engine.kv.tiers.host import DiskFetch, Evicted, HostTier
 from tests.engine.listener import Listener, held_below
 from tests.engine.tiers_parts import (
     PlainMemory,

@@ -7,8 +7,8 @@ import itertools
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
-from engine.block_manager import BlockManager
-from engine.tiers.host import HostTier
+from engine.kv.block_manager import BlockManager
+from engine.kv.tiers.host import HostTier
 from protocol.ids import BlockIdentity, child_identity
 from tests.engine.test_block_manager_properties import (
     ROOTS,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from engine.devices.torch.products import torch_products
 from engine.engine import Engine
-from engine.torch_products import torch_products
 from protocol.config import ServeConfig
 from tests.e2e.architectures import write_model
 from tests.engine.kernels import needs_kernel

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine import triton_support
-from engine.attention.select import available_backends, backend_of, select_backend
-from engine.attention.torch_backend import TorchBackend
+from engine.devices.attention import available_backends, backend_of, select_backend
+from engine.devices.torch.attention import TorchBackend
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 CUDA = torch.device("cuda")

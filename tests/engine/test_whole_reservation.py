@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.block_manager import BlockManager
-from engine.block_pool import OutOfBlocksError
-from engine.prefix_cache import find_prefix, reserve_blocks
+from engine.kv.block_manager import BlockManager
+from engine.kv.block_pool import OutOfBlocksError
+from engine.kv.prefix_cache import find_prefix, reserve_blocks
 from protocol.ids import root_identity
 from tests.engine.fake_pool import FakePool
 from tests.engine.test_engine import (

@@ -14,12 +14,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.block_manager import BlockManager
+from engine.batch.rows import BlockTable
 from engine.engine import Engine
-from engine.kv_pool import KVPool
-from engine.pool_layout import TARGET, Group, LayerShape, PoolLayout
-from engine.rows import BlockTable
-from engine.sequence_blocks import SequenceBlocks
+from engine.kv.block_manager import BlockManager
+from engine.kv.layout import TARGET, Group, LayerShape, PoolLayout
+from engine.kv.pool import KVPool
+from engine.kv.sequence_blocks import SequenceBlocks
 from protocol.errors import ConfigError
 from protocol.outputs import TokenOutput
 from protocol.speculation import SpeculativeConfig

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.block_manager import BlockManager
-from engine.block_pool import OutOfBlocksError
-from engine.prefix_cache import find_prefix, hold_blocks, missing_blocks, reserve_blocks
-from engine.prefix_room import find_room
-from engine.sequence_blocks import SequenceBlocks
+from engine.kv.block_manager import BlockManager
+from engine.kv.block_pool import OutOfBlocksError
+from engine.kv.prefix_cache import find_prefix, hold_blocks, missing_blocks, reserve_blocks
+from engine.kv.prefix_room import find_room
+from engine.kv.sequence_blocks import SequenceBlocks
 from protocol.ids import block_identities, table_identity
 from protocol.kv_events import Medium
 from protocol.window import Window

@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from engine.tiers.disk import DiskTier
+from engine.kv.tiers.disk import DiskTier
 from tests.engine.tiers_parts import PlainMemory, content_of, identity_of, open_file
 
 LIFE_S = 60.0

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.tiers.folder import claim_folder
-from engine.tiers.slot_file import SlotFile
+from engine.kv.tiers.folder import claim_folder
+from engine.kv.tiers.slot_file import SlotFile
 from protocol.ids import BlockIdentity
 
 MODEL = b"sixteen bytes..."

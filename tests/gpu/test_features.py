@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine import loader
 from engine.engine import Engine
-from engine.loader import load_model
+from engine.load import loader
+from engine.load.loader import load_model
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from engine.attention.torch_backend import TorchBackend
+from engine.devices.torch.attention import TorchBackend
 from engine.linear.rounding import round_to_nearest
 from engine.quantization.weight import CodeFormat
 from tests.engine.interpreted.cases import FORMATS, Case, Options, Sequence, Shape, Step, cases
@@ -29,7 +29,7 @@ LONG = (
 
 
 def computed(step: Step) -> torch.Tensor:
-    from engine.attention.triton_kernel.backend import TritonBackend
+    from engine.devices.cuda.attention.backend import TritonBackend
 
     return step.to(CUDA).run(TritonBackend)
 
@@ -81,7 +81,7 @@ def test_rows_to_verify_have_the_bits_of_decode_rows() -> None:
 
 
 def test_the_pool_gets_the_bytes_that_torch_writes() -> None:
-    from engine.attention.triton_kernel.backend import TritonBackend
+    from engine.devices.cuda.attention.backend import TritonBackend
 
     for dtype, quantization in FORMATS:
         case = Case(Shape(dtype, quantization), Options(), LONG[:3])
@@ -96,7 +96,7 @@ def test_the_pool_gets_the_bytes_that_torch_writes() -> None:
 @pytest.mark.parametrize("format", [None, *CodeFormat], ids=str)
 def test_products_in_tiles(format: CodeFormat | None) -> None:
     """A row alone, among few and among many."""
-    from engine.cuda.products import TiledWeight
+    from engine.devices.cuda.products import TiledWeight
 
     torch.manual_seed(0)
     plain = torch.randn(300, 256, dtype=torch.bfloat16)

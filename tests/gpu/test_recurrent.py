@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.recurrent.layout import RecurrentLayer
+from engine.kv.state_layout import RecurrentLayer
 from tests.engine.recurrent_texts import Text, drafted, served, token_by_token
 
 CUDA = torch.device("cuda")
@@ -22,7 +22,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("rule", LAYERS)
 def test_rows_are_right_and_have_the_same_bits_in_any_chunks_and_company(rule: str) -> None:
-    from engine.recurrent.triton_kernel.operators import TritonOperators
+    from engine.devices.cuda.recurrent.operators import TritonOperators
 
     texts = [Text(seed, rule, torch.bfloat16, LAYERS, 150) for seed in range(4)]
     alone = served(TritonOperators, texts[:1], None, CUDA)[0]
@@ -36,7 +36,7 @@ def test_rows_are_right_and_have_the_same_bits_in_any_chunks_and_company(rule: s
 @pytest.mark.parametrize("rule", LAYERS)
 @pytest.mark.parametrize("trees", [False, True])
 def test_drafted_rows_have_the_bits_of_certain_ones(rule: str, trees: bool) -> None:
-    from engine.recurrent.triton_kernel.operators import TritonOperators
+    from engine.devices.cuda.recurrent.operators import TritonOperators
 
     text = Text(0, rule, torch.bfloat16, LAYERS)
     whole = served(TritonOperators, [text], None, CUDA)[0]

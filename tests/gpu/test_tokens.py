@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import torch
 
-from engine.draft import Verdict
 from engine.engine import Engine
-from engine.launch import Launched
+from engine.step.draft import Verdict
+from engine.step.launch import Launched
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.block_manager import BlockManager
-from engine.sequence_blocks import SequenceBlocks
+from engine.kv.block_manager import BlockManager
+from engine.kv.sequence_blocks import SequenceBlocks
 from planner.kv_room import Keeping
 from planner.profile import LinkProfile
 from planner.scenarios import Slo, Study

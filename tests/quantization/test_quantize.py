@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 from typer.testing import CliRunner
 
 from deploy.cli import app
-from engine.loader import load_model
+from engine.load.loader import load_model
 from protocol.config import ServeConfig
 from quantization import command, methods
 from tests.quantization.tiny import GROUP, LENGTH, tiny_config, tiny_model, windows, write_tiny

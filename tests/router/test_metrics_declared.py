@@ -8,8 +8,8 @@ from typing import get_args
 
 import pytest
 
-from engine.tiers.disk import DiskCounters
-from engine.tiers.host import HostCounters
+from engine.kv.tiers.disk import DiskCounters
+from engine.kv.tiers.host import HostCounters
 from kvtransfer.pairs import PairCounter
 from protocol.metrics import PAIR_COUNTERS, PAIR_STATE, REPORTED, ROUTER, VLLM, WORKER, reported
 from router.metrics_docs import TARGET, render

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from engine.draft import Draft
+from engine.batch.rows import SequenceRows
 from engine.engine import Engine
-from engine.rows import SequenceRows
+from engine.step.draft import Draft
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams

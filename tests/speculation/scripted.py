@@ -10,13 +10,13 @@ from unittest import mock
 import msgspec
 from torch import Tensor
 
-from engine.draft import Draft
+from engine.devices.loaded_model import LoadedModel
 from engine.engine import Engine
-from engine.kv_pool import KVPool
-from engine.loader import LoadedModel
-from engine.pool_layout import Group
-from engine.recurrent.layout import StateLayout
-from engine.sequence import SequenceState
+from engine.kv.layout import Group
+from engine.kv.pool import KVPool
+from engine.kv.state_layout import StateLayout
+from engine.step.draft import Draft
+from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from deploy.config import load_config
-from engine.attention.select import available_backends
+from engine.devices.attention import available_backends
 from engine.engine import Engine
 from engine.linear.packed import kernel_fault
 from protocol.outputs import TokenLogprobs

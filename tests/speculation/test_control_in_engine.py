@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from engine.draft import Draft
 from engine.engine import Engine
-from engine.sequence import SequenceState
+from engine.step.draft import Draft
+from engine.step.sequence import SequenceState
 from messaging.sockets import ClusterKeys
 from protocol.roles import ROLES
 from speculation.control.controller import DraftController

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from engine.draft import Draft
 from engine.engine import Engine
-from engine.sequence import SequenceState
+from engine.step.draft import Draft
+from engine.step.sequence import SequenceState
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.custom import problem

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.download import Downloader
 from engine.sampler import Sampler
 from engine.sampler.rows import SamplingRow
-from engine.scheduler import ScheduledStep
-from engine.sequence import SequenceState
-from engine.speculation_interface import MakeRoom
+from engine.step.scheduler import ScheduledStep
+from engine.step.sequence import SequenceState
+from engine.step.speculation_interface import MakeRoom
 from engine.upload import upload_to
 from protocol.sampling import SamplingParams
 from speculation.control.controller import DraftController

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.loader import LoadedModel, load_model
+from engine.devices.loaded_model import LoadedModel
+from engine.load.loader import load_model
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from speculation.eagle.weights import load_head

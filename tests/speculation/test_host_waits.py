@@ -12,19 +12,19 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
-from engine.attention.triton_kernel.backend import TritonBackend
-from engine.cuda import runner as cuda_runner
-from engine.cuda.buckets import Buckets
-from engine.cuda.decoder import CudaDecoder
-from engine.cuda.runner import CudaRunner
-from engine.draft import Draft
-from engine.kv_pool import KVPool
-from engine.loader import LoadedModel
-from engine.pool_layout import TARGET, Group, PoolLayout, Segment
-from engine.rows import SequenceRows
+from engine.batch.rows import SequenceRows
+from engine.devices.cuda import runner as cuda_runner
+from engine.devices.cuda.attention.backend import TritonBackend
+from engine.devices.cuda.buckets import Buckets
+from engine.devices.cuda.decoder import CudaDecoder
+from engine.devices.cuda.runner import CudaRunner
+from engine.devices.loaded_model import LoadedModel
+from engine.kv.layout import TARGET, Group, PoolLayout, Segment
+from engine.kv.pool import KVPool
 from engine.sampler import Sampler
 from engine.sampler import sampler as choosing
-from engine.sequence import SequenceState
+from engine.step.draft import Draft
+from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams

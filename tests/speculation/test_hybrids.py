@@ -14,11 +14,11 @@ import pytest
 import torch
 import transformers
 
-from engine.draft import Draft
 from engine.engine import Engine
-from engine.recurrent.layout import RecurrentLayer, StateLayout
-from engine.recurrent.state_slots import StateSlots
-from engine.sequence import SequenceState
+from engine.kv.state_layout import RecurrentLayer, StateLayout
+from engine.kv.state_slots import StateSlots
+from engine.step.draft import Draft
+from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.outputs import TokenOutput

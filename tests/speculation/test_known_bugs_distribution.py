@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.draft import Draft
 from engine.engine import Engine
 from engine.sampler import Sampler
-from engine.sequence import SequenceState
+from engine.step.draft import Draft
+from engine.step.sequence import SequenceState
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import Verification

@@ -13,12 +13,12 @@ import msgspec
 import pytest
 from transformers import AutoConfig
 
+from engine.batch.rows import SequenceRows
+from engine.batch.step_inputs import StepShape
+from engine.devices.torch.forward import RowsForward
 from engine.engine import Engine
-from engine.forward import RowsForward
-from engine.profiling import ProfilingRun
-from engine.rows import SequenceRows
-from engine.sequence import SequenceStage
-from engine.step_inputs import StepShape
+from engine.step.profiling import ProfilingRun
+from engine.step.sequence import SequenceStage
 from protocol.errors import ConfigError
 from protocol.requests import EngineRequest
 from protocol.speculation import SpeculativeConfig

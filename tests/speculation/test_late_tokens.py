@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from engine.draft import Draft, late_among
-from engine.forward import RowsForward
-from engine.late_tokens import LateTokens
-from engine.runner import ForwardOutput
+from engine.batch.runner import ForwardOutput
+from engine.devices.torch.forward import RowsForward
 from engine.sampler import Sampler
 from engine.sampler.rows import needs_history
+from engine.step.draft import Draft, late_among
+from engine.step.late_tokens import LateTokens
 from protocol.requests import EngineRequest
 from protocol.speculation import Verification
 from speculation import chains

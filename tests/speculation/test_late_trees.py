@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.draft import Draft
-from engine.late_tokens import LateTokens
-from engine.late_trees import LateTrees
 from engine.sampler import Sampler, SamplingRow
+from engine.step.draft import Draft
+from engine.step.late_tokens import LateTokens
+from engine.step.late_trees import LateTrees
 from protocol.outputs import TokenOutput
 from protocol.speculation import Verification
 from speculation import draft_model

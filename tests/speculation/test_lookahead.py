@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.draft import Draft
-from engine.sequence import SequenceState
+from engine.step.draft import Draft
+from engine.step.sequence import SequenceState
 from protocol.speculation import MAX_TREE_NODES, SpeculativeConfig
 from speculation.drafter import Computed
 from speculation.verification.coupled import agreeing_path

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.loader import LoadedModel, load_model
+from engine.devices.loaded_model import LoadedModel
+from engine.load.loader import load_model
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from speculation.medusa.heads import MedusaHeads

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.engine import Engine
-from engine.sequence import SequenceStage
+from engine.step.sequence import SequenceStage
 from speculation.multi_step import multi_step_speculator
 from tests.speculation.small_engine import ask, prompt_of, run, small_config
 from tests.worker.tiny_model import write_tiny_llama

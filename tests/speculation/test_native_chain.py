@@ -12,13 +12,13 @@ import torch
 from scipy import stats
 from transformers import AutoTokenizer
 
-from engine.draft import Draft
+from engine.batch.rows import SequenceRows
 from engine.engine import Engine
+from engine.kv.sequence_blocks import SequenceBlocks
 from engine.linear.packed import kernel_fault
-from engine.rows import SequenceRows
 from engine.sampler import Purpose, draw, uniform_noise
-from engine.sequence import SequenceState
-from engine.sequence_blocks import SequenceBlocks
+from engine.step.draft import Draft
+from engine.step.sequence import SequenceState
 from models.bundled import BUNDLED_MODEL
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sequence import SequenceState
+from engine.step.sequence import SequenceState
 from protocol.speculation import SpeculativeConfig
 from speculation.weightless import ngram
 from speculation.weightless.ngram import NgramDrafter

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.draft import Draft
 from engine.engine import Engine
+from engine.kv.layout import TARGET
 from engine.linear import packed_quantized
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import PackedWeight
-from engine.pool_layout import TARGET
+from engine.load.select import load_packed
 from engine.quantization.weight import QuantizedWeight
-from engine.select_forward import load_packed
-from engine.sequence import SequenceState
+from engine.step.draft import Draft
+from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig

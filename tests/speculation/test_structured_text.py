@@ -14,10 +14,10 @@ import torch
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
-from engine.draft import Draft, Verdict
 from engine.engine import Engine
 from engine.sampler.grammars import Matcher
-from engine.sequence import SequenceState
+from engine.step.draft import Draft, Verdict
+from engine.step.sequence import SequenceState
 from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.download import Downloader
-from engine.draft import Draft
+from engine.step.draft import Draft
 from speculation.tree import DraftTrees, TreeRows
 
 VOCAB_SIZE = 5

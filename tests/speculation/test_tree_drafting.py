@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.engine import Engine
-from engine.pool_layout import DRAFT, TARGET
+from engine.kv.layout import DRAFT, TARGET
 from protocol.config import ServeConfig
 from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest

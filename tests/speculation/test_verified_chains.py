@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.draft import Draft, Verdict
 from engine.sampler import Sampler
-from engine.sequence import SequenceState
+from engine.step.draft import Draft, Verdict
+from engine.step.sequence import SequenceState
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import Verification

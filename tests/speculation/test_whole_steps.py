@@ -17,15 +17,15 @@ from transformers import PreTrainedModel
 pytest.importorskip("triton", reason="Triton is for Linux")
 
 from engine import engine as engine_module
-from engine.attention import select
-from engine.cuda import runner as cuda_runner
-from engine.draft import Draft
+from engine.devices import attention as select
+from engine.devices.cuda import runner as cuda_runner
+from engine.devices.loaded_model import LoadedModel
 from engine.engine import Engine
-from engine.loader import LoadedModel
+from engine.kv.layout import TARGET, Group, Segment
 from engine.lora.files import AdapterFiles, RawAdapter
 from engine.lora.table import Adapters, adaptable
-from engine.pool_layout import TARGET, Group, Segment
-from engine.sequence import SequenceState
+from engine.step.draft import Draft
+from engine.step.sequence import SequenceState
 from protocol.adapters import Adapter
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest

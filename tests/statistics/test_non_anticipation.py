@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.draft import Draft
-from engine.sequence import SequenceState
+from engine.step.draft import Draft
+from engine.step.sequence import SequenceState
 from protocol.speculation import Verification
 from tests.statistics.toy_speculation import ALPHA, Propose, chi_squared, generate, sampled_chain
 

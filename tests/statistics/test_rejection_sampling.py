@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.draft import Draft
 from engine.sampler import Purpose, draw, native, round_keys, sampler
-from engine.sequence import SequenceState
+from engine.step.draft import Draft
+from engine.step.sequence import SequenceState
 from protocol.speculation import Verification
 from speculation.verification import chains, rejection
 from speculation.verification.rejection import noise_keys

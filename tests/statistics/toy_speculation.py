@@ -15,9 +15,9 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from engine.draft import Draft
 from engine.sampler import Sampler
-from engine.sequence import SequenceState
+from engine.step.draft import Draft
+from engine.step.sequence import SequenceState
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import Verification

@@ -51,9 +51,9 @@ def test_what_every_test_has_reaches_none(imports: Imports) -> None:
 @pytest.mark.parametrize(
     ("changed", "is_kernel"),
     [
-        ("engine/attention/triton_kernel/attend.py", True),
+        ("engine/devices/cuda/attention/attend.py", True),
         ("tests/engine/interpreted/cases.py", True),
-        ("engine/scheduler.py", False),
+        ("engine/step/scheduler.py", False),
         ("docs/gpu.md", False),
     ],
 )
@@ -62,6 +62,6 @@ def test_kernels_and_their_interpreted_tests_are_known(changed: str, is_kernel: 
 
 
 def test_after_a_change_of_a_kernel_the_tests_that_interpret_it_run_whole() -> None:
-    changes = Changes("a commit", frozenset(["engine/attention/triton_kernel/attend.py"]))
+    changes = Changes("a commit", frozenset(["engine/devices/cuda/attention/attend.py"]))
     assert situation_of(ROOT, changes).whole == KERNEL_TESTS
-    assert not situation_of(ROOT, Changes("a commit", frozenset(["engine/scheduler.py"]))).whole
+    assert not situation_of(ROOT, Changes("a commit", frozenset(["engine/step/scheduler.py"]))).whole

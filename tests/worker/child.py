@@ -17,13 +17,13 @@ from typing import Any
 
 import msgspec
 
-import engine.calibration
+import engine.step.calibration
 import worker.fetch
 import worker.heartbeat
 import worker.peer_links
 import worker.progress
-from engine.results import StepResult
-from engine.scheduler import ScheduledStep
+from engine.step.results import StepResult
+from engine.step.scheduler import ScheduledStep
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.roles import RoleSpec
@@ -51,7 +51,7 @@ def run_child(
     of one of its parts, before it or after it, and "STOP:..." that one; "block:..." and
     "spin:..." let the loop wait or compute there until SIGUSR1. Several are joined by "+".
     """
-    engine.calibration._RUNS = engine.calibration._LEAST_RUNS  # hundreds of workers start
+    engine.step.calibration._RUNS = engine.step.calibration._LEAST_RUNS  # hundreds of workers start
     worker.heartbeat.HEARTBEAT_INTERVAL_S = 0.05
     worker.heartbeat.ROUTER_GRACE_S = 1.0
     worker.fetch.FETCH_TIMEOUT_S = 1.0

@@ -13,7 +13,7 @@ import msgspec
 
 import worker.loop
 from engine.engine import Engine
-from engine.prefix_cache import find_prefix
+from engine.kv.prefix_cache import find_prefix
 from kvtransfer.interface import Closed, Completed, Failed, ReceiveEvent, SendEvent, TransferError
 from protocol.handoff import Extent
 from protocol.peers import PeerAddress, TransferOffer

@@ -15,7 +15,7 @@ import zmq
 
 import worker.kv_events
 from engine.engine import Engine
-from engine.prefix_cache import find_prefix
+from engine.kv.prefix_cache import find_prefix
 from messaging.sockets import ClusterKeys, bind_router, start_authenticator
 from protocol.codec import encode, worker_to_router
 from protocol.kv_events import MAX_BLOCKS_PER_BATCH, Medium

@@ -9,7 +9,7 @@ import pytest
 
 from decode_worker.loop import DecodeLoop
 from engine.engine import Engine
-from engine.prefix_cache import hold_blocks
+from engine.kv.prefix_cache import hold_blocks
 from kvtransfer.interface import Arrival, Completed, Failed, Progress
 from protocol.ids import block_identities
 from protocol.requests import DraftPlan, EngineRequest

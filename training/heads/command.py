@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from engine.loader import choose_device, choose_dtype
+from engine.load.loader import choose_device, choose_dtype
 from protocol.errors import ConfigError
 from training.data import Windows, encode_texts, read_texts
 from training.heads import card

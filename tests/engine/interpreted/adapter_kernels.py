@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.cuda import adapters as beside
-from engine.cuda.adapters import AdaptedProduct
+from engine.devices.cuda import adapters as beside
+from engine.devices.cuda.adapters import AdaptedProduct
 from engine.lora.files import LinearShape, Product
 from engine.lora.placed import place, table_of
 from engine.lora.table import Adapters

@@ -13,25 +13,24 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.attention.triton_kernel.backend import TritonBackend
-from engine.cuda import runner as cuda_runner
-from engine.cuda.buckets import Buckets
-from engine.cuda.decoder import CudaDecoder
-from engine.cuda.modules import Modules
-from engine.cuda.products import TiledLinear, tile_linears
-from engine.cuda.runner import CudaRunner
-from engine.forward import Forward
-from engine.hybrid_forward import HybridForward
-from engine.kv_pool import KVPool
+from engine.batch.rows import SequenceRows
+from engine.batch.runner import Runner
+from engine.devices.cuda import runner as cuda_runner
+from engine.devices.cuda.attention.backend import TritonBackend
+from engine.devices.cuda.buckets import Buckets
+from engine.devices.cuda.decoder import CudaDecoder
+from engine.devices.cuda.modules import Modules
+from engine.devices.cuda.products import TiledLinear, tile_linears
+from engine.devices.cuda.runner import CudaRunner
+from engine.devices.loaded_model import LoadedModel
+from engine.devices.torch.forward import Forward
+from engine.kv.layout import TARGET
+from engine.kv.pool import KVPool
 from engine.linear.rounding import round_linears
-from engine.loader import LoadedModel
+from engine.load.select import _cuda_runner, modules_forward
 from engine.lora.layers import attach, begin_step
 from engine.lora.table import NOTHING, Adapters, adaptable
-from engine.pool_layout import TARGET
 from engine.quantization.weight import CodeFormat
-from engine.rows import SequenceRows
-from engine.runner import Runner
-from engine.select_forward import _cuda_runner
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 from speculation.self_speculative import drafter as drafts
@@ -249,7 +248,9 @@ def test_a_model_with_recurrent_layers(model_type: str, tmp_path: Path) -> None:
     buckets, graphs = Buckets([3], [1], [6], trees=False, adapters=True), RecordedGraphs()
     eager, replayed = (HybridSide(model_type, buckets, each, loaded=loaded) for each in (None, graphs))
     torchs = HybridSide(model_type, buckets, loaded=loaded)
-    torchs.runner = HybridForward(loaded, torchs.backend, torchs.state_slots, products="", packed=False)
+    torchs.runner = modules_forward(
+        loaded, torchs.backend, "off", (), torchs.state_slots, products="", packed=False
+    )
     for number in range(3):
         batch = [replace(rows_of(state_slot, number, 1), adapter=state_slot % 2) for state_slot in range(3)]
         expected = eager.logits(batch)

@@ -17,12 +17,12 @@ import triton.language as tl
 from hypothesis import example, given, settings
 from triton.runtime import interpreter
 
-from engine.attention.interface import LayerKv
-from engine.attention.torch_backend import TorchBackend
-from engine.attention.triton_kernel import backend, tiles
-from engine.attention.triton_kernel.backend import TritonBackend
-from engine.attention.triton_kernel.tiles import Tile
-from engine.kv_rows import CODE_DTYPES
+from engine.devices.cuda.attention import backend, tiles
+from engine.devices.cuda.attention.backend import TritonBackend
+from engine.devices.cuda.attention.tiles import Tile
+from engine.devices.torch.attention import TorchBackend
+from engine.kv.attention import LayerKv
+from engine.kv.row_codes import CODE_DTYPES
 from tests.engine.interpreted.cases import Case, Options, Sequence, Shape, Step, cases
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -10,8 +10,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.attention.interface import AttentionMetadata, LayerKv
-from engine.kv_rows import KvRows
+from engine.kv.attention import AttentionMetadata, LayerKv
+from engine.kv.row_codes import KvRows
 from tests.engine.attention_packs import empty_layer, put_rows
 
 

@@ -19,19 +19,19 @@ from transformers import (
     Qwen3Config,
 )
 
-from engine.attention import transformers_hook
-from engine.attention.triton_kernel.backend import TritonBackend
-from engine.cuda.buckets import Buckets
-from engine.cuda.decoder import CudaDecoder, fits
-from engine.cuda.products import tile_linears
-from engine.cuda.runner import CudaRunner
-from engine.forward import Forward
-from engine.kv_pool import KVPool
+from engine.batch.rows import BlockTable, SequenceRows
+from engine.batch.step_inputs import StepShape, step_inputs
+from engine.devices.cuda.attention.backend import TritonBackend
+from engine.devices.cuda.buckets import Buckets
+from engine.devices.cuda.decoder import CudaDecoder, fits
+from engine.devices.cuda.products import tile_linears
+from engine.devices.cuda.runner import CudaRunner
+from engine.devices.torch import transformers_hook
+from engine.devices.torch.forward import Forward
+from engine.kv.layout import TARGET, Group, PoolLayout, Segment
+from engine.kv.pool import KVPool
 from engine.linear.rounding import round_linears
-from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.quantization.weight import CodeFormat
-from engine.rows import BlockTable, SequenceRows
-from engine.step_inputs import StepShape, step_inputs
 from engine.upload import upload_to
 from tests.engine.interpreted.recorder import pageable_memory
 

@@ -12,20 +12,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.attention.triton_kernel.backend import TritonBackend
-from engine.cuda.buckets import Buckets
-from engine.cuda.decoder import CudaDecoder
-from engine.cuda.runner import CudaRunner
+from engine.batch.rows import SequenceRows
+from engine.batch.runner import ForwardOutput, LateRows, Runner
+from engine.devices.cuda.attention.backend import TritonBackend
+from engine.devices.cuda.buckets import Buckets
+from engine.devices.cuda.decoder import CudaDecoder
+from engine.devices.cuda.runner import CudaRunner
+from engine.devices.torch.forward import Forward
 from engine.download import Downloader
-from engine.draft import Draft
-from engine.forward import Forward
-from engine.kv_pool import KVPool
-from engine.late_tokens import LateTokens
-from engine.pool_layout import TARGET, Group, PoolLayout, Segment
-from engine.rows import SequenceRows
-from engine.runner import ForwardOutput, LateRows, Runner
+from engine.kv.layout import TARGET, Group, PoolLayout, Segment
+from engine.kv.pool import KVPool
 from engine.sampler import Sampler
-from engine.sequence import SequenceState
+from engine.step.draft import Draft
+from engine.step.late_tokens import LateTokens
+from engine.step.sequence import SequenceState
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig

@@ -13,25 +13,25 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from engine.attention import transformers_hook
-from engine.attention.tables import TablesBackend
-from engine.attention.triton_kernel import tiles
-from engine.attention.triton_kernel.backend import TritonBackend
-from engine.attention.triton_kernel.tiles import Tile
-from engine.cuda.buckets import Buckets
-from engine.cuda.decoder import CudaDecoder
-from engine.cuda.graphs import Graphs
-from engine.cuda.modules import Modules
-from engine.cuda.runner import CudaRunner
+from engine.batch.rows import SequenceRows
+from engine.batch.runner import ForwardOutput, Runner
+from engine.devices.attention_tables import TablesBackend
+from engine.devices.cuda.attention import tiles
+from engine.devices.cuda.attention.backend import TritonBackend
+from engine.devices.cuda.attention.tiles import Tile
+from engine.devices.cuda.buckets import Buckets
+from engine.devices.cuda.decoder import CudaDecoder
+from engine.devices.cuda.graphs import Graphs
+from engine.devices.cuda.modules import Modules
+from engine.devices.cuda.runner import CudaRunner
+from engine.devices.torch import transformers_hook
+from engine.devices.torch.forward import Forward
 from engine.download import Downloader
-from engine.draft import Draft
-from engine.forward import Forward
-from engine.kv_pool import KVPool
-from engine.late_tokens import LateTokens
-from engine.late_trees import LateTrees
-from engine.pool_layout import TARGET, Group, PoolLayout, Segment
-from engine.rows import SequenceRows
-from engine.runner import ForwardOutput, Runner
+from engine.kv.layout import TARGET, Group, PoolLayout, Segment
+from engine.kv.pool import KVPool
+from engine.step.draft import Draft
+from engine.step.late_tokens import LateTokens
+from engine.step.late_trees import LateTrees
 from tests.engine.interpreted.recorder import RecordedGraphs, pageable_memory
 
 CPU = torch.device("cpu")

@@ -16,24 +16,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.triton_kernel import tiles
-from engine.attention.triton_kernel.backend import TritonBackend
-from engine.attention.triton_kernel.tiles import Tile
-from engine.cuda.buckets import Buckets
-from engine.cuda.graphs import Graphs
-from engine.cuda.modules import HybridModules
-from engine.cuda.runner import CudaRunner
+from engine.batch.rows import SequenceRows
+from engine.batch.runner import Runner
+from engine.batch.step_inputs import StepShape
+from engine.devices.cuda.attention import tiles
+from engine.devices.cuda.attention.backend import TritonBackend
+from engine.devices.cuda.attention.tiles import Tile
+from engine.devices.cuda.buckets import Buckets
+from engine.devices.cuda.graphs import Graphs
+from engine.devices.cuda.modules import HybridModules
+from engine.devices.cuda.recurrent import operators
+from engine.devices.cuda.runner import CudaRunner
+from engine.devices.loaded_model import LoadedModel
 from engine.download import Downloader
-from engine.hybrid_forward import HybridForward
-from engine.kv_pool import KVPool
-from engine.late_tokens import LateTokens
-from engine.loader import LoadedModel, load_model
-from engine.pool_layout import TARGET, PoolLayout
-from engine.recurrent.state_slots import StateSlots
-from engine.recurrent.triton_kernel import operators
-from engine.rows import SequenceRows
-from engine.runner import Runner
-from engine.step_inputs import StepShape
+from engine.kv.layout import TARGET, PoolLayout
+from engine.kv.pool import KVPool
+from engine.kv.state_slots import StateSlots
+from engine.load.loader import load_model
+from engine.load.select import modules_forward
+from engine.step.late_tokens import LateTokens
 from protocol.config import ServeConfig
 from tests.e2e.architectures import write_model
 from tests.engine.interpreted.recorder import RecordedGraphs, pageable_memory
@@ -116,8 +117,8 @@ class Modules(Side):
 
     def __init__(self, model_type: str) -> None:
         super().__init__(model_type, CHAINS)
-        self.runner = HybridForward(
-            made(model_type), self.backend, self.state_slots, products="", packed=False
+        self.runner = modules_forward(
+            made(model_type), self.backend, "off", (), self.state_slots, products="", packed=False
         )
 
 

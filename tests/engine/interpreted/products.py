@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from engine.cuda.products import TiledLinear, TiledWeight, fits, join, tile_linears
+from engine.devices.cuda.products import TiledLinear, TiledWeight, fits, join, tile_linears
 from engine.linear.quantized import QuantizedLinear
 from engine.linear.rounding import round_to_nearest
 from engine.quantization.weight import CodeFormat, QuantizedWeight

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from triton.runtime.interpreter import InterpretedFunction
 
-from engine.attention import transformers_hook
+from engine.devices.torch import transformers_hook
 from engine.lora import layers
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty"}

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.recurrent.layout import RecurrentLayer
-from engine.recurrent.operators import TorchOperators
-from engine.recurrent.triton_kernel import operators
-from engine.recurrent.triton_kernel.operators import TritonOperators
+from engine.devices.cuda.recurrent import operators
+from engine.devices.cuda.recurrent.operators import TritonOperators
+from engine.devices.torch.recurrent import TorchOperators
+from engine.kv.state_layout import RecurrentLayer
 from tests.engine.recurrent_texts import Text, drafted, served, served_ahead
 
 LAYER = RecurrentLayer(channels=40, taps=4, num_heads=2, num_key_heads=1, key_dim=20, value_dim=18)

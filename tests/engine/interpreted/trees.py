@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.batch.rows import BlockTable, SequenceRows
+from engine.batch.step_inputs import StepInputs, StepShape, step_inputs
 from engine.download import Downloader
-from engine.draft import Draft
-from engine.late_trees import LateTrees
-from engine.rows import BlockTable, SequenceRows
-from engine.step_inputs import StepInputs, StepShape, step_inputs
+from engine.step.draft import Draft
+from engine.step.late_trees import LateTrees
 from engine.upload import upload_to
 from speculation import tree_growth
 from speculation.tree import DraftTrees, TreeRows

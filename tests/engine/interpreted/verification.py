@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from engine.download import Downloader
-from engine.draft import Draft, Verdict
-from engine.late_tokens import LateTokens
-from engine.late_trees import LateTrees
 from engine.sampler import Sampler
 from engine.sampler.rows import SamplingRow
 from engine.sampler.triton_kernel import chooser
 from engine.sampler.triton_kernel.chooser import TritonSampler
 from engine.sampler.triton_kernel.chosen import Chosen
-from engine.sequence import SequenceState
+from engine.step.draft import Draft, Verdict
+from engine.step.late_tokens import LateTokens
+from engine.step.late_trees import LateTrees
+from engine.step.sequence import SequenceState
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import Verification

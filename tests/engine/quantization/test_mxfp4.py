@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from engine.attention import transformers_hook
+from engine.devices.torch import transformers_hook
 from engine.errors import UnsupportedModelError
-from engine.loader import load_model
+from engine.load.loader import load_model
 from protocol.config import ServeConfig
 from tests.e2e.architectures import config_of
 from tests.engine.kernels import needs_kernel

@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, PreTrainedModel
 
-from engine.attention.cpu_kernel.backend import CpuBackend
+from engine.devices.cpu.attention.backend import CpuBackend
+from engine.devices.loaded_model import LoadedModel
 from engine.errors import UnsupportedModelError
 from engine.linear.quantized import QuantizedLinear
-from engine.loader import LoadedModel, load_model
-from engine.quantized_checkpoint import load_quantized
-from engine.select_forward import pack_model
+from engine.load.loader import load_model
+from engine.load.quantized_checkpoint import load_quantized
+from engine.load.select import pack_model
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from tests.engine.kernels import needs_kernel

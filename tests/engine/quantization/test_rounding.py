@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from engine.linear.packed_quantized import PackedQuantizedLinear
 from engine.linear.rounding import group_size, round_head, round_to_nearest
-from engine.loader import load_model
+from engine.load.loader import load_model
 from engine.quantization.weight import E2M1_VALUES, CodeFormat
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError

@@ -1,1 +1,0 @@
-"""Attention over the paged KV pool: one interface, one backend per kind of device."""

@@ -1,0 +1,1 @@
+"""A step's packed rows, their inputs on the device, and the interface that runs them."""

@@ -1,0 +1,146 @@
+"""The inputs of one packed forward: decode rows, verify rows and prefill chunks.
+
+The rows of all sequences lie one after another; the attention backend learns from the metadata which rows
+belong together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from engine.batch.recurrent_plan import Tables
+from engine.batch.rows import BlockTable, RowArrays, SequenceRows
+from engine.kv.attention import AttentionMetadata
+from engine.upload import Upload
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """The least sizes of a step's inputs; what is missing is padding, which writes nowhere."""
+
+    rows: int = 0
+    logits: int = 0
+    sequences: int = 0
+    rows_each: int = 0
+    """Of a sequence."""
+    blocks: int = 0
+    """Of a sequence, with as many as its keys need. Those behind them are left out."""
+    trees: bool = False
+    """Whether there are masks, even of chains alone."""
+    first_keys: bool = False
+    """Whether there are first keys, even where all of them are seen."""
+    adapters: bool = False
+    """Whether rows may have adapters, even if none has."""
+
+    def takes(self, other: StepShape) -> bool:
+        """Whether the steps of `other` fit this one."""
+        sizes = zip(vars(self).values(), vars(other).values(), strict=True)
+        return all(own >= least for own, least in sizes)
+
+
+class StepInputs(NamedTuple):
+    token_ids: Tensor
+    """int64 [rows], as `positions`."""
+    positions: Tensor
+    logit_rows: Tensor
+    """int64 [logits]: the rows that logits are wanted of."""
+    attention: AttentionMetadata
+    recurrent: Tables[Tensor] | None = None
+    adapters: Tensor | None = None
+    """int64 [rows], the address of each one's adapter, 0 for none; None where no row may have one."""
+
+    def take(self, chosen: Tensor) -> None:
+        """The tokens that the rows named by their places. Any, where none could be chosen (-1)."""
+        self.token_ids.copy_(chosen.clamp_min(0).index_select(0, self.token_ids))
+
+
+def are_chains(batch: Sequence[SequenceRows]) -> bool:
+    """Whether no rows belong to trees."""
+    return all(rows.masks is None for rows in batch)
+
+
+def step_inputs(
+    batch: Sequence[SequenceRows],
+    logit_rows: Sequence[int],
+    upload: Upload,
+    table: BlockTable,
+    least: StepShape,
+    recurrent: Tables[np.ndarray] | None = None,
+    adapters: Sequence[int] | None = None,
+) -> StepInputs:
+    """For the attention that `table` belongs to, on the device of `upload`, whose next call ends them. With
+    the tables of recurrent layers' operators, if there are any, and the addresses of the sequences'
+    `adapters`, if some row may have one.
+    """
+    block_size = table.block_size
+    rows = RowArrays.of(batch, table)
+    counts = rows.spans[1] - rows.spans[0]
+    owners = np.repeat(np.arange(len(batch)), counts)
+    padded, sequences = max(len(owners), least.rows), max(len(batch), least.sequences)
+    query_start = np.full(sequences + 1, len(owners), np.int32)
+    query_start[: len(batch)] = counts.cumsum() - counts
+    places = np.arange(len(owners)) + (rows.spans[0] - query_start[: len(batch)])[owners]
+    token_ids, positions = np.zeros((2, padded), np.int64)
+    token_ids[: len(owners)] = rows.token_ids
+    positions[: len(owners)] = places
+    several = rows.blocks.shape[:-2]
+    slots = np.full((*several, padded), -1, np.int64)
+    blocks, offsets = np.divmod(places, block_size)
+    slots[..., : len(owners)] = rows.blocks[..., owners, blocks].astype(np.int64) * block_size + offsets
+    wanted = np.zeros(max(len(logit_rows), least.logits), np.int64)
+    wanted[: len(logit_rows)] = logit_rows
+    longest = int(rows.spans[1].max(initial=0))
+    width = least.blocks or rows.blocks.shape[-1]
+    arrays = {
+        "query_start": query_start,
+        "context_len": _padded(rows.spans[1].astype(np.int32), sequences),
+        "block_table": _padded(rows.blocks[..., :width], *several, sequences, width),
+        "slot_mapping": slots,
+    }
+    if least.trees or not are_chains(batch):
+        arrays["visible"], arrays["tree_start"] = _trees(batch, positions, sequences)
+    if least.first_keys or rows.first_keys is not None:
+        first_keys = np.zeros(len(batch), np.int32) if rows.first_keys is None else rows.first_keys
+        arrays["first_key"] = _padded(first_keys, sequences)
+    listed = [] if recurrent is None else recurrent.arrays
+    owned = [] if adapters is None else [_padded(np.array(adapters, np.int64)[owners], padded)]
+    uploaded = upload([token_ids, positions, wanted, *arrays.values(), *owned, *listed])
+    step_tensors, tables = uploaded[: 3 + len(arrays)], uploaded[3 + len(arrays) :]
+    of_rows = None if adapters is None else tables.pop(0)
+    metadata = AttentionMetadata(
+        **dict(zip(arrays, step_tensors[3:], strict=True)),  # type: ignore[arg-type]
+        max_query_len=max(int(counts.max(initial=0)), least.rows_each),
+        max_context_len=max(longest, least.blocks * block_size),
+    )
+    of_recurrent = None if recurrent is None else recurrent.on(tables)
+    return StepInputs(step_tensors[0], step_tensors[1], step_tensors[2], metadata, of_recurrent, of_rows)
+
+
+def _padded(array: np.ndarray, *shape: int) -> np.ndarray:
+    """With zeros, to at least this shape."""
+    padded = np.zeros([*map(max, array.shape, shape)], array.dtype)
+    padded[tuple(map(slice, array.shape))] = array
+    return padded
+
+
+def _trees(
+    batch: Sequence[SequenceRows], positions: np.ndarray, sequences: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Masks and first places of trees; corrects the positions of their rows."""
+    visible = np.zeros(len(positions), np.uint64)
+    tree_start = np.full(sequences, -1, np.int32)
+    row = 0
+    for index, rows in enumerate(batch):
+        count = len(rows.token_ids)
+        if rows.masks is not None:
+            start = rows.start if rows.tree_start is None else rows.tree_start
+            tree_start[index] = start
+            visible[row : row + count] = rows.masks
+            positions[row : row + count] = [start + mask.bit_count() - 1 for mask in rows.masks]
+        row += count
+    return visible.view(np.int64), tree_start

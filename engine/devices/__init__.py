@@ -1,0 +1,1 @@
+"""Executes packed rows on a device: attention, recurrent layers and whole decoders."""

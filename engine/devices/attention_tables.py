@@ -1,0 +1,63 @@
+"""Attention over a pool in which layers of several block tables lie: a backend for each table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from engine.kv.attention import AttentionBackend, AttentionMetadata, LayerKv
+from engine.kv.layout import Group
+
+
+class TablesBackend:
+    """An `AttentionBackend` over all layers of a group. The metadata have the block table [num_tables,
+    num_seqs, max_blocks] and the slots [num_tables, total_tokens] of each table.
+    """
+
+    def __init__(self, backends: Sequence[AttentionBackend], tables: Sequence[int]) -> None:
+        """One of all layers for each table; `tables` says which is each layer's."""
+        self.name, self.block_size = backends[0].name, backends[0].block_size
+        self.block_pool, self.num_tables = backends[0].block_pool, len(backends)
+        self._backends = backends
+        self._by_layer = [backends[table] for table in tables]
+
+    def begin_step(self, metadata: AttentionMetadata) -> None:
+        tables = zip(self._backends, metadata.block_table, metadata.slot_mapping, strict=True)
+        for backend, block_table, slots in tables:
+            backend.begin_step(replace(metadata, block_table=block_table, slot_mapping=slots))
+
+    def forward(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """As `AttentionBackend.forward`."""
+        return self._by_layer[layer].forward(
+            layer,
+            query,
+            key,
+            value,
+            scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+
+
+def backend_over(
+    backend: type[AttentionBackend], layers: Sequence[LayerKv], group: Group
+) -> AttentionBackend:
+    """Of these layers of a pool, which are the group's."""
+    backends = [backend(layers, group.block_pool, group.rows) for _ in group.windows]
+    if len(backends) == 1:
+        return backends[0]
+    return TablesBackend(backends, [place.table for place in group.layers])

@@ -1,0 +1,1 @@
+"""Native kernels and the native decoder, for x86 CPUs."""

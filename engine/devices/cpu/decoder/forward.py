@@ -1,0 +1,259 @@
+"""The native decoder as a `Runner`, and drafting with it one token after the other."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch.rows import BlockTable, RowArrays, SequenceRows
+from engine.batch.runner import ForwardOutput
+from engine.batch.step_inputs import StepShape, are_chains, step_inputs
+from engine.devices.cpu.attention.backend import CpuBackend
+from engine.devices.cpu.decoder.adapters import NativeAdapters
+from engine.devices.cpu.decoder.native_model import NativeModel
+from engine.devices.cpu.decoder.recurrent import NativeStateSlots
+from engine.devices.cpu.decoder.structs import (
+    BatchArgs,
+    DraftArgs,
+    EntryArgs,
+    ExpertsArgs,
+    ExpertWeightsArgs,
+    LatentArgs,
+    LayerArgs,
+    ModelArgs,
+    RecurrentArgs,
+    RowsArgs,
+    WeightsArgs,
+)
+from engine.kv.state_slots import StateSlots
+from engine.linear import packed_quantized, routed
+from engine.linear.packed import kernel_address
+from engine.lora.layers import kernel_address as adapt_address
+from engine.lora.table import Adapters
+from engine.upload import upload_to
+from native.build import declare, load_library
+from native.threads import parallel
+
+_SOURCES = {torch.bfloat16: "decoder.cpp", torch.float32: "decoder_float32.cc"}
+
+
+@functools.cache
+def library(dtype: torch.dtype) -> ctypes.CDLL:
+    """Raises BuildError."""
+    structs = (
+        WeightsArgs,
+        RecurrentArgs,
+        LatentArgs,
+        ExpertWeightsArgs,
+        ExpertsArgs,
+        LayerArgs,
+        EntryArgs,
+        ModelArgs,
+        RowsArgs,
+        BatchArgs,
+        DraftArgs,
+    )
+    library = load_library(Path(__file__).parent / _SOURCES[dtype], *structs)
+    pointer = ctypes.c_void_p
+    declare(library, "tandem_decoder_create", pointer, pointer)
+    declare(library, "tandem_decoder_destroy", None, pointer)
+    declare(library, "tandem_decoder_forward", None, pointer, pointer, ctypes.c_int64)
+    declare(library, "tandem_decoder_run", ctypes.c_char_p, pointer, pointer, pointer, ctypes.c_int64)
+    declare(library, "tandem_decoder_draft", ctypes.c_char_p, pointer, pointer, ctypes.c_int64)
+    return library
+
+
+class NativeDecoder:
+    """Runs the described model over rows of its dtype on the CPU; its KV lies in `backend`'s pool.
+
+    Raises BuildError where the kernel cannot be built.
+    """
+
+    choice = "native decoder"
+    products = "packed weights, summed alike in every batch"
+    any_threads = deterministic = True
+
+    def __init__(
+        self,
+        description: NativeModel,
+        backend: CpuBackend,
+        adapters: Adapters | None = None,
+        state_slots: StateSlots | None = None,
+    ) -> None:
+        """Recurrent layers need `state_slots`."""
+        self._library = library(description.dtype)
+        self._dtype = description.dtype
+        self._description = description  # the decoder reads its memory
+        self._backend = backend
+        self._upload = upload_to(torch.device("cpu"))
+        model = description.model
+        self.vocab_size = model.vocab
+        self.block_table = BlockTable(backend.block_size, backend.block_pool)
+        self._hidden_size = model.hidden
+        model.attention, model.begin, model.attend = backend.addresses
+        model.linear, model.parallel = kernel_address(self._dtype), parallel()
+        backend.parallel = model.parallel
+        model.quantized_linear = packed_quantized.kernel_address()
+        model.routed_linear, model.routed_quantized_linear = routed.kernel_addresses()
+        self._adapters: NativeAdapters | None = None
+        if adapters is not None:
+            self._adapters = NativeAdapters(adapters, description.paths, description.columns)
+            model.adapt = adapt_address()
+        self._state_slots = NativeStateSlots(state_slots, model) if state_slots is not None else None
+        self.drafts = state_slots is None
+        """Whether `draft` may be called: a draft's rows would need states of their own."""
+        self._decoder: int = self._library.tandem_decoder_create(ctypes.byref(model))
+        weakref.finalize(self, self._library.tandem_decoder_destroy, self._decoder)
+
+    def warm_up(self) -> float:
+        """There is nothing to compile."""
+        return 0.0
+
+    def _forward(
+        self,
+        batch: Sequence[SequenceRows],
+        logit_rows: list[int],
+        hidden_layers: Tensor | None = None,
+        before: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Logits of `logit_rows`, and hidden states.
+
+        The hidden states are those of `hidden_layers`, [rows, layers, hidden_size]. A draft head takes those
+        `before` the rows instead, and returns those after `logit_rows`. Raises ValueError where the batch is
+        out of range.
+        """
+        chains = RowArrays.of(batch, self.block_table) if are_chains(batch) else None
+        if chains is not None:
+            count, token_ids, positions = len(chains.token_ids), chains.token_ids.ctypes.data, None
+        else:
+            inputs = step_inputs(batch, [], self._upload, self.block_table, StepShape())
+            self._backend.begin_step(inputs.attention)
+            count = len(inputs.token_ids)
+            token_ids, positions = inputs.token_ids.data_ptr(), inputs.positions.data_ptr()
+        before = None if before is None else before.contiguous()
+        wanted = np.array(logit_rows)
+        logits = torch.empty((len(logit_rows), self.vocab_size), dtype=self._dtype)
+        captured = 0 if hidden_layers is None else len(hidden_layers)
+        shape = (count, captured) if before is None else (len(logit_rows),)
+        hidden = torch.empty((*shape, self._hidden_size), dtype=self._dtype)
+        fields = RowsArgs(
+            token_ids,
+            positions,
+            count,
+            wanted.ctypes.data,
+            len(logit_rows),
+            logits.data_ptr(),
+            None if hidden_layers is None else hidden_layers.data_ptr(),
+            captured,
+            hidden.data_ptr(),
+            None if before is None else before.data_ptr(),
+            None if before is None else hidden.data_ptr(),
+        )
+        if self._adapters is not None:
+            self._adapters.place(batch, fields)
+        if self._state_slots is not None:
+            self._state_slots.place(batch, fields)
+        rows, threads = ctypes.byref(fields), torch.get_num_threads()
+        if chains is not None:
+            described = ctypes.byref(self._batch(chains))
+            _check(self._library.tandem_decoder_run(self._decoder, described, rows, threads))
+        else:
+            self._library.tandem_decoder_forward(self._decoder, rows, threads)
+        return logits, hidden
+
+    def draft(
+        self,
+        batch: RowArrays,
+        wishes: np.ndarray,
+        temperatures: np.ndarray,
+        vocab_size: int,
+        before: Tensor | None = None,
+        distributions: Tensor | None = None,
+    ) -> np.ndarray:
+        """Run the batch's rows, then draft token after token; int64 [most tokens, sequences].
+
+        `wishes`, int64 [2, sequences], has each sequence's seed and number of tokens, in descending order of
+        the latter; entries beyond that number mean nothing. A sequence's blocks have room for the KV of all
+        drafted tokens but the last. Only the first `vocab_size` logits count. `temperatures` are float32. A
+        head also takes the hidden states `before` the rows. Raises ValueError if the batch is out of range.
+
+        With `distributions`, float32 [sequences, most tokens, width], the draft's distributions over the
+        target's `width` token ids are written there, and tokens are drawn from them with noise of
+        `Purpose.DRAFT`. Without, tokens are chosen with the target's own noise.
+        """
+        before = None if before is None else before.contiguous()
+        drafted = np.empty((int(wishes[1, 0]), wishes.shape[1]), np.int64)
+        seeds, counts = (row.ctypes.data for row in wishes)
+        fields = DraftArgs(
+            self._batch(batch),
+            vocab_size,
+            counts,
+            seeds,
+            temperatures.ctypes.data,
+            None if before is None else before.data_ptr(),
+            drafted.ctypes.data,
+            None if distributions is None else distributions.data_ptr(),
+            0 if distributions is None else distributions.shape[2],
+        )
+        threads = torch.get_num_threads()
+        _check(self._library.tandem_decoder_draft(self._decoder, ctypes.byref(fields), threads))
+        return drafted
+
+    def _batch(self, batch: RowArrays) -> BatchArgs:
+        starts, ends = (row.ctypes.data for row in batch.spans)
+        return BatchArgs(
+            *batch.blocks.shape,
+            self._backend.block_size,
+            batch.token_ids.ctypes.data,
+            starts,
+            ends,
+            batch.blocks.ctypes.data,
+            None if batch.first_keys is None else batch.first_keys.ctypes.data,
+        )
+
+
+def _check(wrong: bytes | None) -> None:
+    if wrong:
+        raise ValueError(f"packed rows: {wrong.decode()} is out of range")
+
+
+class DecoderForward(NativeDecoder):
+    """Runs a whole model, as `engine.devices.torch.forward.Forward`."""
+
+    def __init__(
+        self,
+        description: NativeModel,
+        backend: CpuBackend,
+        hidden_layers: tuple[int, ...] = (),
+        adapters: Adapters | None = None,
+        state_slots: StateSlots | None = None,
+    ) -> None:
+        """`hidden_layers` are captured, as by `engine.devices.torch.forward.Forward`. Recurrent layers need
+        `state_slots`.
+        """
+        super().__init__(description, backend, adapters, state_slots)
+        self._order = sorted(hidden_layers)
+        self._asked = [self._order.index(layer) for layer in hidden_layers]
+        self._hidden_layers = torch.tensor(self._order)
+
+    def run(
+        self,
+        batch: Sequence[SequenceRows],
+        logit_rows: list[int],
+        *,
+        wants_hidden: bool = True,
+        before: Tensor | None = None,
+    ) -> ForwardOutput:
+        if not (wants_hidden and self._order):
+            return ForwardOutput(self._forward(batch, logit_rows)[0], None)
+        logits, hidden = self._forward(batch, logit_rows, self._hidden_layers)
+        if self._asked != sorted(self._asked):
+            hidden = hidden[:, self._asked]
+        return ForwardOutput(logits, hidden.flatten(1))

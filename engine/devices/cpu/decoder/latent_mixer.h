@@ -1,0 +1,86 @@
+// Latent attention (MLA, DeepSeek-V2, 2024), absorbed (engine/devices/torch/latent_attention.py), without positions. A layer's `qkv`
+// makes the heads' queries, or a short vector that they are made of past a norm; behind it a token's latent, which has
+// a norm too, and the part of a key that all heads share. Latent and shared part are the one key, and the latent is its
+// value.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "work.h"
+
+namespace {
+
+class LatentMixer {
+  public:
+    explicit LatentMixer(Work& work) : w(work), m(work.m) {}
+
+    // Fills `mixed` from a layer's `normed` rows, and returns its width.
+    int64_t mix(size_t l, const Rows& rows) {
+        const Layer& layer = w.layers[l];
+        const Latent& of = *layer.latent;
+        const int64_t n = rows.count, heads = m.num_heads, latent = of.to_latent->out;
+        const int64_t own = of.to_latent->in, shared = m.head_dim - own;  // of a query
+        const int64_t made = layer.qkv.out, before = made - latent - shared, key_dim = latent + shared;
+        const int64_t value_dim = of.to_value->out, width = heads * value_dim;
+        w.mixed.resize(w.room * width), queries.resize(n * heads * key_dim), attended.resize(n * heads * latent);
+        w.project(l, QKV, w.normed.data(), layer.qkv, w.product.data(), n);
+        Value* key = w.product.data() + before;
+        w.each_row(n, [&](int64_t r) {
+            norm_row(key + r * made, layer.key_norm, m.norms, latent, of.norm_epsilon, key + r * made);
+        });
+        if (of.queries) make_queries(layer, before, n);
+        const Strided made_queries = of.queries ? Strided{raised.data(), of.queries.out, m.head_dim}
+                                                : Strided{w.product.data(), made, m.head_dim};
+        const Strided query{queries.data(), heads * key_dim, key_dim};
+        each_head(made_queries, of.to_latent, query, n);
+        w.each_row(n, [&](int64_t r) {
+            for (int64_t h = 0; h < heads; h++)
+                memcpy(query.at(r, h) + latent, made_queries.at(r, h) + own, shared * sizeof(Value));
+        });
+        const Call call{query.first, key, key, attended.data(), query.row, query.head, made, 0, made, 0,
+                        heads * latent, latent, int64_t(l), heads, layer.window, m.attention_scale, 0.0};
+        m.attend(m.attention, &call);
+        each_head({attended.data(), heads * latent, latent}, of.to_value, {w.mixed.data(), width, value_dim}, n);
+        return width;
+    }
+
+  private:
+    // A part of each row for each head.
+    struct Strided {
+        Value* first;
+        int64_t row, head;  // from one to the next, in values
+
+        Value* at(int64_t r, int64_t h) const { return first + r * row + h * head; }
+    };
+
+    // Fills `raised` from the first `size` values of what a layer's `qkv` made of each row.
+    void make_queries(const Layer& layer, int64_t size, int64_t n) {
+        low.resize(n * size), raised.resize(n * layer.latent->queries.out);
+        w.each_row(n, [&](int64_t r) {
+            norm_row(&w.product[r * layer.qkv.out], layer.query_norm, m.norms, size, layer.latent->norm_epsilon,
+                     &low[r * size]);
+        });
+        w.multiply(low.data(), layer.latent->queries, raised.data(), n);
+    }
+
+    // Multiplies each head's part of the rows by the head's own weights.
+    void each_head(const Strided& from, const Weights* weights, const Strided& to, int64_t n) {
+        const int64_t in = weights->in, out = weights->out;
+        share_out(m.num_heads, w.threads, m.parallel, [&](int64_t h) {
+            thread_local std::vector<Value> inputs, outputs;
+            inputs.resize(n * in), outputs.resize(n * out);
+            for (int64_t r = 0; r < n; r++) memcpy(&inputs[r * in], from.at(r, h), in * sizeof(Value));
+            m.linear(inputs.data(), weights[h].values, nullptr, outputs.data(), n, in, out, 1, nullptr);
+            for (int64_t r = 0; r < n; r++) memcpy(to.at(r, h), &outputs[r * out], out * sizeof(Value));
+        });
+    }
+
+    Work& w;
+    const Model& m;
+    std::vector<Value> low, raised, queries, attended;
+};
+
+}  // namespace

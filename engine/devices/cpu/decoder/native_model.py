@@ -1,0 +1,116 @@
+"""The memory of a model that the native decoder runs: packed weights and tables, with their addresses."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.devices.cpu.decoder.structs import ExpertsArgs, LayerArgs, ModelArgs, WeightsArgs
+from engine.kv.host_memory import HugePages
+from engine.linear.packed import pack
+from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight, join
+from engine.linear.structs import QuantizedArgs
+from engine.model.families import NumberedPaths
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+class NativeModel:
+    """A model as the C++ side reads it. What `model` points to lives as long as this object."""
+
+    model: ModelArgs
+    layers: ctypes.Array[LayerArgs]
+    paths: Sequence[NumberedPaths] = ()
+    """Of the linear layers of each of `layers`, where adapters may come beside them."""
+    columns: Mapping[str, range] = {}
+    """Which outputs of a layer's linear layers it computes, by their paths; it does all of the others."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Its weights and rows are of `dtype`, one of `DTYPES`."""
+        self.dtype = dtype
+        self._memory = HugePages()
+        self._kept: list[Tensor] = []
+        self._quantized: dict[int, tuple[QuantizedArgs, PackedWeight, Tensor | None]] = {}
+        """By address: what lies there, with the packed weight and the bias that it points to."""
+        self._experts: list[ExpertsArgs | QuantizedArgs] = []
+
+    def keep(self, tensor: Tensor | None) -> int | None:
+        """The address of the tensor's values in the model's dtype."""
+        if tensor is None:
+            return None
+        values = tensor.detach().to(self.dtype).contiguous()
+        self._kept.append(values)
+        return values.data_ptr()
+
+    def keep_floats(self, tensor: Tensor | None) -> int | None:
+        """The address of the tensor's values in float32."""
+        if tensor is None:
+            return None
+        values = tensor.detach().float().contiguous()
+        self._kept.append(values)
+        return values.data_ptr()
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        """A copy of it as it is, kept."""
+        values = self._memory.copy(tensor.detach())
+        self._kept.append(values)
+        return values
+
+    def keep_experts(self, args: ExpertsArgs | QuantizedArgs) -> int:
+        """Their address."""
+        self._experts.append(args)
+        return ctypes.addressof(args)
+
+    def kept(self, address: int) -> Tensor:
+        """What `keep` gave the address of."""
+        return next(tensor for tensor in self._kept if tensor.data_ptr() == address)
+
+    def keep_quantized(self, weight: PackedWeight, bias: Tensor | None, first: int = 0) -> WeightsArgs:
+        args = weight.args(bias)
+        address = ctypes.addressof(args)
+        self._quantized[address] = args, weight, bias
+        return WeightsArgs(None, None, address, weight.in_features, weight.out_features, first)
+
+    def kept_quantized(self, address: int) -> tuple[PackedWeight, Tensor | None]:
+        """What `keep_quantized` got, with the bias."""
+        _, weight, bias = self._quantized[address]
+        return weight, bias
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors that the model reads."""
+        tensors = list(self._kept)
+        for _, weight, bias in self._quantized.values():
+            tensors += [each for each in (*weight.tensors, bias) if each is not None]
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+    def weights(self, *linears: nn.Linear | PackedQuantizedLinear) -> WeightsArgs:
+        """Linear layers of one input, as one product. Quantized ones are alike."""
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        bias = torch.cat(biases) if biases else None
+        packed = [linear.packed for linear in linears if isinstance(linear, PackedQuantizedLinear)]
+        if packed:
+            weight = join(packed).copied(self._memory.copy)
+            if isinstance(linears[0], PackedQuantizedLinear) and len(linears) == 1:  # a head stays in use
+                linears[0].words, linears[0].scales, linears[0].offsets = weight.tensors[:3]
+            return self.keep_quantized(weight, bias)
+        return self.matrix(torch.cat([linear.weight for linear in linears]), bias)
+
+    def matrix(self, weight: Tensor, bias: Tensor | None = None) -> WeightsArgs:
+        packed = pack(weight.detach(), together=2 if self.dtype is torch.bfloat16 else 1)
+        values, biases = self.keep(self._memory.copy(packed)), self.keep(bias)
+        return WeightsArgs(values, biases, None, weight.shape[1], len(weight))
+
+    def rotation(self, rotary: Any, positions: int) -> dict[str, Any]:
+        """Fields of `ModelArgs`, of a Transformers rotary embedding (None: none) at so many positions."""
+        if rotary is None:
+            return {}
+        with torch.inference_mode():
+            probe = torch.zeros(1, dtype=self.dtype)
+            cosines, sines = rotary(probe, torch.arange(positions).unsqueeze(0))
+        width = cosines.shape[-1]
+        return {"cosines": self.keep(cosines[0]), "sines": self.keep(sines[0]), "rotary_dim": width}

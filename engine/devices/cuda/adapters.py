@@ -1,0 +1,123 @@
+"""Adapters beside a product on a CUDA device: two launches add what each row's own one adds to it.
+
+A row's result has the same bits in every batch: inputs are added up in splits of one size, and a tile's rows
+that have one adapter are multiplied side by side, as in the tiles of `products`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from engine.devices.cuda.adapter_kernels import expand, shrink
+from engine.lora.table import Adapters
+from engine.triton_support import ceil_div, power_of_two
+
+_ROWS, _COLUMNS, _MOST_RANKS = 16, 128, 64
+"""Of a program."""
+_SPLIT, _DEPTH_BYTES = 1024, 256
+"""Inputs that a program adds up, and how much of them at a time."""
+_STEP = 16
+"""More would make no wider loads."""
+
+
+@dataclass(frozen=True)
+class AdaptedProduct:
+    """One product of one input, of which linear layers are parts, side by side: `parts` int32 [parts, 3] has
+    each layer's number in adapters' tables, its first column and its outputs, of which the widest has
+    `widest`; all begin and end at whole multiples of `step`. Adapters have the `dtype`, and at most
+    `max_rank`.
+    """
+
+    parts: Tensor
+    inputs: int
+    widest: int
+    step: int
+    max_rank: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, paths: Sequence[str], adapters: Adapters) -> AdaptedProduct:
+        """Of these linear layers."""
+        numbers, shapes = [*adapters.linears], [adapters.linears[path] for path in paths]
+        parts, first = [], 0
+        for path, shape in zip(paths, shapes, strict=True):
+            parts.append([numbers.index(path), first, shape.outputs])
+            first += shape.outputs
+        on_device = torch.tensor(parts, dtype=torch.int32, device=adapters.device)
+        outputs = [shape.outputs for shape in shapes]
+        step = gcd(_STEP, *outputs)
+        return cls(on_device, shapes[0].inputs, max(outputs), step, adapters.max_rank, adapters.dtype)
+
+    def add(self, out: Tensor, x: Tensor, adapters: Tensor) -> None:
+        """To `out` [..., outputs], for its inputs `x` [..., inputs], which each row's adapter adds: int64
+        [rows], its address (`Adapters.addresses`).
+        """
+        rows, whole = x.reshape(-1, self.inputs).to(self.dtype), out.view(-1, out.shape[-1])
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        self._expand(self._shrink(rows, adapters), whole, adapters)
+
+    def _shrink(self, rows: Tensor, adapters: Tensor) -> Tensor:
+        constants = self._constants
+        num_parts, splits, blocks = (constants[name] for name in ("PARTS", "SPLITS", "BLOCKS"))
+        sizes = len(rows), num_parts, splits, blocks * constants["RANKS"]
+        shrunk = rows.new_empty(sizes, dtype=torch.float32)
+        shrink[(len(rows), num_parts, splits * blocks)](
+            rows,
+            adapters,
+            self.parts,
+            shrunk,
+            len(rows),
+            rows.stride(0),
+            INPUTS=self.inputs,
+            SPLIT=_SPLIT,
+            DEPTH=_DEPTH_BYTES // self.dtype.itemsize,
+            **constants,
+        )
+        return shrunk
+
+    def _expand(self, shrunk: Tensor, out: Tensor, adapters: Tensor) -> None:
+        expand[(len(out), len(self.parts), ceil_div(self.widest, _COLUMNS))](
+            shrunk,
+            adapters,
+            self.parts,
+            out,
+            len(out),
+            out.stride(0),
+            COLUMNS=_COLUMNS,
+            STEP=self.step,
+            **self._constants,
+        )
+
+    @property
+    def _constants(self) -> dict[str, Any]:
+        ranks = min(power_of_two(self.max_rank), _MOST_RANKS)
+        return {
+            "PARTS": len(self.parts),
+            "SPLITS": ceil_div(self.inputs, _SPLIT),
+            "ROWS": _ROWS,
+            "RANKS": ranks,
+            "BLOCKS": ceil_div(self.max_rank, ranks),
+            "DTYPE": getattr(tl, str(self.dtype).removeprefix("torch.")),
+            "PRECISION": "ieee",
+            "num_warps": 4,
+        }
+
+
+class ModuleAdapters(NamedTuple):
+    """What a model's modules add in a step (`engine.lora.layers`): `products` by the paths of linear layers,
+    `adapters` of the rows, as `AdaptedProduct.add` has them.
+    """
+
+    products: Mapping[str, AdaptedProduct]
+    adapters: Tensor
+
+    def add(self, out: Tensor, x: Tensor, path: str) -> None:
+        self.products[path].add(out, x, self.adapters)

@@ -1,0 +1,322 @@
+"""The host's side of the Triton kernels. It launches, and reads nothing from the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from engine.devices.cuda.attention import tiles
+from engine.devices.cuda.attention.attend import attend
+from engine.devices.cuda.attention.merge import merge
+from engine.devices.cuda.attention.plan import plan
+from engine.devices.cuda.attention.write import write
+from engine.kv.attention import AttentionMetadata, LayerKv
+from engine.kv.row_codes import KvRows
+from engine.triton_support import ceil_div, power_of_two
+from protocol.handoff import ROW_QUANTIZATIONS
+
+LOG2E = 1.4426950408889634
+MULTIPLIED = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""What the matrix units take of rows of a dtype."""
+
+LARGEST_DIM = 512
+"""Of values and coded keys. Other keys may have so many more, as in latent attention."""
+
+PARTS_BYTES = 256 * 1024**2
+"""Of the parts of splits at a time. A step with more of them takes several launches a layer."""
+
+_TREE_KEYS = 64
+"""The most that a tree has."""
+
+_PLANNED_TOGETHER, _MERGED_TOGETHER = 64, 16
+_MOST_MEMBERS = 16
+"""Heads of a group in a tile. A larger group takes several tiles."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What `plan` lists."""
+
+    sequence: Tensor
+    first_row: Tensor
+
+    def __len__(self) -> int:
+        return self.sequence.shape[0]
+
+
+class PoolLayer:
+    """What the kernels are told of a layer's part of the pool."""
+
+    def __init__(self, kv: LayerKv, rows: KvRows) -> None:
+        _, self.block_size, self.kv_heads, key_dim = kv.keys.shape
+        self.dims = key_dim, value_dim = key_dim, kv.values.shape[3]
+        tail = 0 if rows.coded else min(max(0, key_dim - LARGEST_DIM), LARGEST_DIM)
+        if max(key_dim - tail, value_dim) > LARGEST_DIM:
+            raise ValueError(f"head_dim {max(self.dims)}: the triton kernel takes at most {LARGEST_DIM}")
+        self.padded = power_of_two(key_dim - tail), power_of_two(value_dim)
+        self.tail_padded = power_of_two(tail) if tail else 0
+        self.values_in_keys = kv.values_in_keys
+        self.strides = [stride for side in kv.sides for stride in side.values.stride()[:3]]
+        self.pool = kv.keys, kv.key_scales, kv.values, kv.value_scales
+        self.is_fp8 = rows.quantization == ROW_QUANTIZATIONS["fp8"]
+
+
+class TritonBackend:
+    """Reads the blocks in place. A row's result has the same bits whatever shares the step with it, and as
+    a decode row or among up to `tiles.SHORT` rows of its sequence. In a longer chunk they may differ.
+    """
+
+    name = "triton"
+
+    def __init__(self, layers: Sequence[LayerKv], block_pool: int = 0, rows: KvRows | None = None) -> None:
+        self.block_pool, self.num_tables = block_pool, 1
+        first = layers[0].keys
+        self._rows = rows or KvRows(first.dtype)
+        if self._rows.dtype not in MULTIPLIED or not layers[0].fits(self._rows):
+            raise ValueError(f"layers of {first.dtype} are not rows of {self._rows} that the kernel reads")
+        self.block_size = first.shape[1]
+        self.layers = [PoolLayer(layer, self._rows) for layer in layers]
+        self._shared = _shared_memory(first.device)
+        self._metadata: AttentionMetadata | None = None
+        self._plans: dict[tuple[bool, int], _Plan] = {}
+
+    def begin_step(self, metadata: AttentionMetadata) -> None:
+        self._metadata = metadata
+        self._plans.clear()
+
+    def forward(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        if self._metadata is None:
+            raise RuntimeError("begin_step must come before forward")
+        of = self.layers[layer]
+        query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
+        self._check(of, query, key, value)
+        out = query.new_empty((*query.shape[:2], value.shape[2]))
+        if not len(query):
+            return out
+        shape = _shape(of, query.shape[1])
+        self._write(of, key, value, out, shape)
+        self._attend_to_all(of, query, out, scale, sliding_window or 0, softcap, sinks, shape)
+        return out
+
+    def attend(self, layer: int, query: Tensor, *, scale: float, sliding_window: int | None) -> Tensor:
+        """As `forward` where the pool has the rows' keys and values already. What padding rows get means
+        nothing.
+        """
+        of = self.layers[layer]
+        out = query.new_empty((*query.shape[:2], of.dims[1]))
+        shape = _shape(of, query.shape[1])
+        self._attend_to_all(of, query, out, scale, sliding_window or 0, None, None, shape)
+        return out
+
+    def _write(self, of: PoolLayer, key: Tensor, value: Tensor, out: Tensor, shape: dict[str, Any]) -> None:
+        assert self._metadata is not None
+        write[(len(key), of.kv_heads)](
+            key,
+            value,
+            *of.pool,
+            out,
+            self._metadata.slot_mapping,
+            *key.stride()[:2],
+            *value.stride()[:2],
+            *of.strides,
+            **shape | {"KEY_PADDED": power_of_two(of.dims[0])},
+            num_warps=1,
+            enable_fp_fusion=False,  # codes would round otherwise than on other devices
+        )
+
+    def _attend_to_all(
+        self,
+        of: PoolLayer,
+        query: Tensor,
+        out: Tensor,
+        scale: float,
+        window: int,
+        softcap: float | None,
+        sinks: Tensor | None,
+        shape: dict[str, Any],
+    ) -> None:
+        assert self._metadata is not None
+        for short in (True, False):
+            if short or self._metadata.max_query_len > tiles.SHORT:
+                self._attend(short, of, query, out, scale, window, softcap, sinks, shape)
+
+    def _attend(
+        self,
+        short: bool,
+        of: PoolLayer,
+        query: Tensor,
+        out: Tensor,
+        scale: float,
+        window: int,
+        softcap: float | None,
+        sinks: Tensor | None,
+        shape: dict[str, Any],
+    ) -> None:
+        step = self._metadata
+        assert step is not None
+        tile = tiles.tile_of(short, of.dims, query.dtype.itemsize, self._rows.coded, self._shared)
+        members = min(_MOST_MEMBERS, 1 << (shape["GROUP"] - 1).bit_length())
+        tokens = tile.rows // members
+        planned = self._planned(short, tokens, len(query))
+        if not len(planned):
+            return
+        splits = _most_splits(step.max_context_len, window, tokens) if short else 1
+        together, tile_tokens = len(planned), min(tokens, step.max_query_len)
+        kept = (0, 0, 0, 0)
+        if splits > 1:
+            row_bytes = 4 * splits * tile_tokens * shape["HEADS"] * (of.dims[1] + 1)
+            together = max(1, min(together, PARTS_BYTES // row_bytes))
+            kept = (splits, together, tile_tokens, shape["HEADS"])
+        parts = torch.empty((*kept, of.dims[1]), dtype=torch.float32, device=out.device)
+        masses = torch.empty(kept, dtype=torch.float32, device=out.device)
+        sequences = (step.query_start, step.context_len)
+        for first_tile in range(0, len(planned), together):
+            count = min(together, len(planned) - first_tile)
+            attend[(count, of.kv_heads * ceil_div(shape["GROUP"], members), splits)](
+                query,
+                *of.pool,
+                sinks,
+                out,
+                parts,
+                masses,
+                planned.sequence,
+                planned.first_row,
+                *sequences,
+                step.block_table,
+                step.slot_mapping,
+                step.first_key,
+                step.visible,
+                step.tree_start,
+                first_tile,
+                together,
+                tile_tokens,
+                step.block_table.stride(0),
+                window,
+                *query.stride()[:2],
+                *of.strides,
+                scale / softcap if softcap else scale * LOG2E,
+                (softcap or 1.0) * LOG2E,
+                MEMBERS=members,
+                TOKENS=tokens,
+                KEYS=tile.keys,
+                SPLIT=tiles.SPLIT if short else 0,
+                WINDOWED=window > 0,
+                SOFTCAP=bool(softcap),
+                TAIL_PADDED=of.tail_padded,
+                MULTIPLIED=MULTIPLIED[query.dtype],
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+                **shape,
+            )
+            if splits > 1:
+                merge[(count * tile_tokens, shape["HEADS"])](
+                    parts,
+                    masses,
+                    sinks,
+                    out,
+                    planned.sequence,
+                    planned.first_row,
+                    *sequences,
+                    step.slot_mapping,
+                    step.first_key,
+                    step.tree_start,
+                    first_tile,
+                    together,
+                    tile_tokens,
+                    window,
+                    HEADS=shape["HEADS"],
+                    TOKENS=tokens,
+                    VALUE_DIM=of.dims[1],
+                    VALUE_PADDED=of.padded[1],
+                    SPLIT=tiles.SPLIT,
+                    TOGETHER=_MERGED_TOGETHER,
+                    WINDOWED=window > 0,
+                    num_warps=2,
+                )
+
+    def _planned(self, short: bool, tokens: int, num_rows: int) -> _Plan:
+        """The step's tiles of so many tokens, made once for all layers."""
+        step = self._metadata
+        assert step is not None
+        if (short, tokens) in self._plans:
+            return self._plans[short, tokens]
+        longest = min(step.max_query_len, tiles.SHORT) if short else step.max_query_len
+        shortest = 1 if short else tiles.SHORT + 1
+        sequences = len(step.context_len)
+        owners = min(sequences, num_rows // shortest)
+        size = min(owners * ceil_div(longest, tokens), num_rows // tokens + owners)
+        lists = torch.empty((2, size), dtype=torch.int32, device=step.query_start.device)
+        if size:
+            plan[(ceil_div(size, _PLANNED_TOGETHER),)](
+                step.query_start,
+                *lists,
+                sequences,
+                size,
+                shortest,
+                longest,
+                ROWS=tokens,
+                SEQUENCES=power_of_two(sequences),
+                TILES=_PLANNED_TOGETHER,
+            )
+        return self._plans.setdefault((short, tokens), _Plan(*lists))
+
+    def _check(self, of: PoolLayer, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """What the kernels would read or write out of bounds."""
+        assert self._metadata is not None
+        rows, (key_dim, value_dim) = len(self._metadata.slot_mapping), of.dims
+        keys, values = (rows, of.kv_heads, key_dim), (rows, of.kv_heads, value_dim)
+        if key.shape != keys or value.shape != values:
+            raise ValueError(
+                f"key {tuple(key.shape)} and value {tuple(value.shape)} are not {keys} and {values}"
+            )
+        if query.shape[::2] != keys[::2] or query.shape[1] % of.kv_heads:
+            raise ValueError(f"query {tuple(query.shape)} does not fit keys {keys}")
+        if not query.dtype is key.dtype is value.dtype is self._rows.dtype:
+            raise ValueError(f"query, key and value must be of the pool's {self._rows.dtype}")
+
+
+def _shape(of: PoolLayer, heads: int) -> dict[str, Any]:
+    """The constants that all kernels of a layer take."""
+    return {
+        "HEADS": heads,
+        "GROUP": heads // of.kv_heads,
+        "KEY_DIM": of.dims[0],
+        "VALUE_DIM": of.dims[1],
+        "KEY_PADDED": of.padded[0],
+        "VALUE_PADDED": of.padded[1],
+        "VALUES_IN_KEYS": of.values_in_keys,
+        "PAGE": of.block_size,
+        "FP8": of.is_fp8,
+    }
+
+
+def _most_splits(max_context_len: int, window: int, tokens: int) -> int:
+    """That a tile's keys lie in. With a window these are at most the window's before its rows and those of
+    a tree that began before these, and the rows themselves.
+    """
+    splits = ceil_div(max_context_len, tiles.SPLIT)
+    if not window:
+        return splits
+    return min(splits, ceil_div(window + _TREE_KEYS + tokens, tiles.SPLIT) + 1)
+
+
+def _shared_memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        return tiles.LEAST_SHARED
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)

@@ -1,0 +1,81 @@
+"""Puts a step's keys and values into the pool, and zeros where padding rows' results go."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from engine.devices.cuda.attention.codes import encode
+
+
+@triton.jit
+def scale_at(scales, block, token, head, block_bytes, token_bytes):
+    """Where a row's scale lies among `scales` [blocks, tokens, heads]."""
+    return scales + block * (block_bytes // 4) + token * (token_bytes // 4) + head
+
+
+@triton.jit
+def store_row(values, place, scale_place, DIM: tl.constexpr, PADDED: tl.constexpr, FP8: tl.constexpr):
+    """A head's key or value [PADDED], as the pool keeps it; `scale_place` is None where it is not coded."""
+    d = tl.arange(0, PADDED)
+    if scale_place is None:
+        tl.store(place + d, values.to(place.dtype.element_ty), mask=d < DIM)
+    else:
+        codes, scale = encode(values.to(tl.float32), FP8)
+        tl.store(place + d, codes, mask=d < DIM)
+        tl.store(scale_place, scale)
+
+
+@triton.jit
+def write(
+    key,
+    value,
+    keys,
+    key_scales,
+    values,
+    value_scales,
+    out,
+    slots,
+    key_row,
+    key_head,
+    value_row,
+    value_head,
+    keys_block,
+    keys_token,
+    keys_head,
+    values_block,
+    values_token,
+    values_head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr,
+    PAGE: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """Of a row (program 0) and a KV head (program 1). Strides are in elements, of codes in bytes."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        d = tl.arange(0, VALUE_PADDED)
+        for member in range(GROUP):
+            place = out + (row * HEADS + head * GROUP + member) * VALUE_DIM
+            tl.store(place + d, tl.zeros([VALUE_PADDED], out.dtype.element_ty), mask=d < VALUE_DIM)
+        return
+    block, token = slot // PAGE, slot % PAGE
+    key_place = block * keys_block + token * keys_token + head * keys_head
+    value_place = block * values_block + token * values_token + head * values_head
+    key_scale, value_scale = None, None
+    if key_scales is not None:
+        key_scale = scale_at(key_scales, block, token, head, keys_block, keys_token)
+        value_scale = scale_at(value_scales, block, token, head, values_block, values_token)
+    d = tl.arange(0, KEY_PADDED)
+    new_key = tl.load(key + row * key_row + head * key_head + d, mask=d < KEY_DIM, other=0.0)
+    store_row(new_key, keys + key_place, key_scale, KEY_DIM, KEY_PADDED, FP8)
+    if not VALUES_IN_KEYS:
+        d = tl.arange(0, VALUE_PADDED)
+        new_value = tl.load(value + row * value_row + head * value_head + d, mask=d < VALUE_DIM, other=0.0)
+        store_row(new_value, values + value_place, value_scale, VALUE_DIM, VALUE_PADDED, FP8)

@@ -1,0 +1,132 @@
+"""The shapes that steps of decode rows and of drafts to verify are padded to."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+from engine.batch.rows import SequenceRows
+from engine.batch.step_inputs import StepShape, are_chains
+from engine.devices.cuda.attention import tiles
+from engine.triton_support import ceil_div
+from protocol.config import ServeConfig
+
+MOST_ROWS = 512
+"""A step with more keeps the device busy for longer than the host needs to launch it."""
+
+_POWERS_UP_TO = 16
+
+
+class Buckets:
+    """By sequences, rows of each, and keys. A step takes the least of each that it fits."""
+
+    def __init__(
+        self,
+        sequences: Sequence[int],
+        rows_each: Sequence[int],
+        blocks: Sequence[int],
+        trees: bool,
+        first_keys: bool = False,
+        adapters: bool = False,
+    ) -> None:
+        """All rising. With `trees` several rows of a sequence may be a tree; with `first_keys` rows may not
+        look at the first keys; with `adapters` there are steps with these, and without.
+        """
+        self._sequences = sequences
+        self._rows_each = rows_each
+        self._blocks = blocks
+        self._trees = trees
+        self._first_keys = first_keys
+        self._adapters = adapters
+
+    @classmethod
+    def of(cls, config: ServeConfig, max_model_len: int, adapters: bool = False) -> Buckets:
+        drafted, trees = _drafted(config)
+        return cls(
+            _sequences(min(config.max_num_seqs, MOST_ROWS)),
+            [1 + count for count in drafted],
+            _blocks(max_model_len, config.block_size),
+            trees,
+            adapters=adapters,
+        )
+
+    @classmethod
+    def of_drafts(cls, config: ServeConfig, max_model_len: int) -> Buckets:
+        """For a model that drafts chains: of what was verified, one or two tokens are new to it."""
+        sequences = _sequences(min(config.max_num_seqs, MOST_ROWS))
+        return cls(sequences, [1, 2], _blocks(max_model_len, config.block_size), trees=False)
+
+    @classmethod
+    def of_heads(cls, config: ServeConfig, max_model_len: int) -> Buckets:
+        """For a head that drafts chains: it reads what was verified, but for the text's first token."""
+        sequences = _sequences(min(config.max_num_seqs, MOST_ROWS))
+        rows_each = [1 + count for count in _drafted(config)[0]]
+        return cls(sequences, rows_each, _blocks(max_model_len, config.block_size), False, first_keys=True)
+
+    def __iter__(self) -> Iterator[StepShape]:
+        """The largest first."""
+        for blocks in reversed(self._blocks):
+            for rows_each in reversed(self._rows_each):
+                for sequences in reversed(self._sequences):
+                    if sequences * rows_each <= MOST_ROWS:
+                        for adapters in (True, False) if self._adapters else (False,):
+                            yield self._shape(sequences, rows_each, blocks, adapters)
+
+    def shape_of(self, batch: Sequence[SequenceRows], num_logits: int, block_size: int) -> StepShape | None:
+        """None where the step fits none."""
+        if not self._first_keys and any(rows.first_key for rows in batch):
+            return None
+        if not (self._trees or are_chains(batch)):
+            return None
+        adapters = any(rows.adapter for rows in batch)
+        if adapters and not self._adapters:
+            return None
+        longest = max(len(rows.token_ids) for rows in batch)
+        keys = max(rows.start + len(rows.token_ids) for rows in batch)
+        least = [
+            _next(self._sequences, len(batch)),
+            _next(self._rows_each, longest),
+            _next(self._blocks, ceil_div(keys, block_size)),
+        ]
+        if None in least:
+            return None
+        shape = self._shape(*least, adapters)  # type: ignore[arg-type,call-arg]
+        return shape if num_logits <= shape.rows <= MOST_ROWS else None
+
+    def _shape(self, sequences: int, rows_each: int, blocks: int, adapters: bool) -> StepShape:
+        rows = sequences * rows_each
+        trees = self._trees and rows_each > 1
+        return StepShape(rows, rows, sequences, rows_each, blocks, trees, self._first_keys, adapters)
+
+
+def _next(rising: Sequence[int], least: int) -> int | None:
+    index = bisect_left(rising, least)
+    return rising[index] if index < len(rising) else None
+
+
+def _sequences(most: int) -> list[int]:
+    """Powers of two, and from 16 on the numbers halfway between them."""
+    powers = [1 << exponent for exponent in range(most.bit_length())]
+    halfway = [power * 3 // 2 for power in powers if power >= _POWERS_UP_TO]
+    return sorted(number for number in {*powers, *halfway, most} if number <= most)
+
+
+def _blocks(max_model_len: int, block_size: int) -> list[int]:
+    """Of one split of keys, of two, four and so on: attention is launched by the most splits."""
+    keys = [tiles.SPLIT << exponent for exponent in range((max_model_len // tiles.SPLIT).bit_length())]
+    needed = ceil_div(max_model_len, block_size)
+    return sorted({needed, *(max(1, each // block_size) for each in keys if each < max_model_len)})
+
+
+def _drafted(config: ServeConfig) -> tuple[list[int], bool]:
+    """Tokens of a draft: none, and the most halved again and again, as far as speculation goes by itself. And
+    whether they are trees.
+    """
+    options = config.speculative_config
+    if options is None:
+        return [0], False
+    trees = options.tree or options.method == "lookahead"
+    most = options.fixed_tokens or options.max_speculative_tokens
+    if trees:
+        most = options.tree_nodes if options.tree else options.lookahead_rows
+    return sorted({0, *(most >> halved for halved in range(most.bit_length()))}), trees

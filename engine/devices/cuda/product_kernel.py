@@ -1,0 +1,92 @@
+"""Products of rows with a weight matrix, plain or quantized, in tiles of a fixed size."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from engine.devices.cuda.attention.codes import decode
+
+PLAIN, INT8, FP8, INT4, MXFP4 = map(tl.constexpr, range(5))
+"""Kinds of weights. Values of FP8 are multiplied divided by 256, and those of MXFP4 doubled."""
+
+
+@triton.jit
+def _values(words, zero, like, KIND: tl.constexpr):
+    """What the low four bits of `words` stand for, or all eight, exactly, in the dtype of `like`."""
+    if KIND == PLAIN:
+        values = words
+    elif KIND == INT8:
+        values = decode(words, False)
+    elif KIND == FP8:
+        values = decode(words, True)
+    elif KIND == INT4:
+        values = (words & 15).to(tl.float32)
+        values = values - 8.0 if zero is None else values - zero
+    else:
+        exponent, odd = (words >> 1) & 3, (words & 1).to(tl.int32)
+        doubled = tl.where(exponent == 0, odd, (2 + odd) << (tl.maximum(exponent, 1) - 1).to(tl.int32))
+        values = tl.where((words & 8) != 0, -doubled, doubled).to(tl.float32)
+    return values.to(like.dtype.element_ty)
+
+
+@triton.jit
+def _inputs(x, order, k, is_row, inside):
+    """Columns `k` of the tile's rows: with an `order` those that it names."""
+    columns = k if order is None else tl.load(order + k)
+    return tl.load(x + columns[None, :], mask=is_row & inside, other=0.0)
+
+
+@triton.jit
+def multiply(
+    x,
+    weight,
+    scales,
+    zeros,
+    order,
+    bias,
+    out,
+    num_rows,
+    x_stride,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A tile of ROWS rows (program 1) by COLUMNS outputs (program 0). Inputs are added up DEPTH by DEPTH and
+    scaled. A byte of four-bit codes has input k in its low half and input k + DEPTH / 2 in its high one.
+    """
+    CODES: tl.constexpr = 2 if (KIND == INT4) | (KIND == MXFP4) else 1
+    HALF: tl.constexpr = DEPTH // CODES
+    GROUPS: tl.constexpr = INPUTS // GROUP
+    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    i = tl.arange(0, HALF)
+    is_row, is_output = (m < num_rows)[:, None], n < OUTPUTS
+    x += m.to(tl.int64)[:, None] * x_stride
+    weight += n.to(tl.int64)[:, None] * (INPUTS // CODES) + i[None, :]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, INPUTS, DEPTH):
+        inside = (start + i < INPUTS)[None, :]  # always, but where a plain matrix ends within a tile
+        words = tl.load(weight + start // CODES, mask=is_output[:, None] & inside, other=0)
+        zero = None
+        if zeros is not None:
+            zero = tl.load(zeros + n * GROUPS + start // GROUP, mask=is_output, other=0.0)[:, None]
+        inputs = _inputs(x, order, start + i, is_row, inside)
+        part = tl.dot(inputs, _values(words, zero, x, KIND).T, input_precision=PRECISION)
+        if CODES == 2:
+            inputs = _inputs(x, order, start + HALF + i, is_row, inside)
+            part = tl.dot(inputs, _values(words >> 4, zero, x, KIND).T, part, input_precision=PRECISION)
+        if GROUPS > 1:
+            part *= tl.load(scales + n * GROUPS + start // GROUP, mask=is_output, other=0.0)[None, :]
+        total += part
+    if GROUPS == 1 and scales is not None:
+        total *= tl.load(scales + n, mask=is_output, other=0.0)[None, :]
+    if bias is not None:
+        total += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    out += m.to(tl.int64)[:, None] * OUTPUTS + n[None, :]
+    tl.store(out, total.to(out.dtype.element_ty), mask=is_row & is_output[None, :])

@@ -1,0 +1,220 @@
+"""Linear layers on a CUDA device that multiply by our kernel: quantized ones, and with `--deterministic` all.
+
+A row's result has the same bits in every batch, since tiles have a fixed number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from engine.devices.cuda import product_kernel
+from engine.devices.cuda.product_kernel import multiply
+from engine.linear.packed import plain_weight
+from engine.linear.quantized import QuantizedLinear
+from engine.quantization.weight import CodeFormat, QuantizedWeight
+from engine.triton_support import ceil_div
+
+_KINDS = {
+    None: product_kernel.PLAIN,
+    CodeFormat.INT8: product_kernel.INT8,
+    CodeFormat.FP8: product_kernel.FP8,
+    CodeFormat.INT4: product_kernel.INT4,
+    CodeFormat.MXFP4: product_kernel.MXFP4,
+}
+_FACTORS = {CodeFormat.FP8: 256.0, CodeFormat.MXFP4: 0.5}
+"""Of the scales, where the kernel's values are not the format's."""
+_IN_HALVES = (CodeFormat.INT4, CodeFormat.MXFP4)
+_DEPTH, _LEAST_DEPTH = 64, 32
+"""Inputs that are added up before the sum is scaled; the lesser for small groups, and for float32."""
+_TENSORS = ("weight", "scales", "zeros", "order", "bias")
+_ROWS = 64
+"""Of a tile, whatever the batch: few rows take the time that memory takes to deliver the weights."""
+
+
+@dataclass(frozen=True)
+class TiledWeight:
+    """Of a product, each [outputs, ...]: `weight` has values, or codes in bytes, two of four bits in one;
+    `scales`, and `zeros` if there are zero points, are float32 [outputs, groups]. `order` is int32 [inputs]
+    where codes are not in the order of the inputs. `format` is None for plain values.
+    """
+
+    format: CodeFormat | None
+    depth: int
+    weight: Tensor
+    scales: Tensor | None
+    zeros: Tensor | None
+    order: Tensor | None
+    bias: Tensor | None
+
+    @classmethod
+    def quantized(cls, weight: QuantizedWeight, bias: Tensor | None) -> TiledWeight:
+        """Of a weight that `fits`."""
+        depth = _depth(weight.group_size)
+        assert depth is not None
+        codes = weight.codes.view(torch.uint8)
+        if weight.format in _IN_HALVES:
+            low, high = codes.unflatten(1, (-1, 2, depth // 2)).unbind(2)
+            codes = (low | high << 4).flatten(1)
+        scales = weight.scales * _FACTORS.get(weight.format, 1.0)
+        order = None if weight.permutation is None else weight.permutation.int()
+        return cls(weight.format, depth, codes, scales, weight.zeros, order, bias)
+
+    @classmethod
+    def plain(cls, weight: Tensor, bias: Tensor | None) -> TiledWeight:
+        depth = _DEPTH if weight.itemsize <= 2 else _LEAST_DEPTH
+        return cls(None, depth, weight, None, None, None, bias)
+
+    def is_like(self, other: TiledWeight) -> bool:
+        """Whether both can be one weight of the same inputs."""
+        same_order = self.order is other.order is None or (
+            self.order is not None and other.order is not None and torch.equal(self.order, other.order)
+        )
+        return same_order and self._kind == other._kind
+
+    @property
+    def _kind(self) -> tuple[object, ...]:
+        shapes = [None if each is None else each.shape[1:] for each in self.tensors]
+        return self.format, self.depth, *shapes
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Those of the outputs."""
+        return self.weight, self.scales, self.zeros, self.bias
+
+    def rows(self, rows: slice) -> TiledWeight:
+        """With these outputs alone."""
+        weight, scales, zeros, bias = (None if each is None else each[rows] for each in self.tensors)
+        assert weight is not None
+        return replace(self, weight=weight, scales=scales, zeros=zeros, bias=bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` [..., inputs] to [..., outputs]."""
+        rows = x.reshape(-1, x.shape[-1])
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        out = rows.new_empty((len(rows), len(self.weight)))
+        self._multiply(rows, out)
+        return out.view(*x.shape[:-1], len(self.weight))
+
+    def _multiply(self, rows: Tensor, out: Tensor) -> None:
+        outputs, inputs = out.shape[1], rows.shape[1]
+        is_few = len(rows) <= _ROWS
+        columns = 32 if is_few or rows.itemsize > 2 else 128
+        copied = _ROWS * rows.itemsize * self.depth // (2 if self.format in _IN_HALVES else 1)
+        is_thin = copied < 8 * 32 * 16  # of eight warps, each thread would copy less than 128 bits
+        multiply[(ceil_div(outputs, columns), ceil_div(len(rows), _ROWS))](
+            rows,
+            self.weight,
+            self.scales,
+            self.zeros,
+            self.order,
+            self.bias,
+            out,
+            len(rows),
+            rows.stride(0),
+            OUTPUTS=outputs,
+            INPUTS=inputs,
+            GROUP=inputs if self.scales is None else inputs // self.scales.shape[1],
+            KIND=_KINDS[self.format],
+            ROWS=_ROWS,
+            COLUMNS=columns,
+            DEPTH=self.depth,
+            PRECISION="ieee",
+            num_warps=4 if is_few or is_thin else 8,
+            num_stages=4 if is_few else 3,
+        )
+
+
+class TiledLinear(nn.Module):
+    """Replaces a linear layer."""
+
+    weight: Tensor
+    scales: Tensor | None
+    zeros: Tensor | None
+    order: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, weight: TiledWeight) -> None:
+        super().__init__()
+        self.format, self._depth, self.out_features = weight.format, weight.depth, len(weight.weight)
+        for name in _TENSORS:
+            self.register_buffer(name, getattr(weight, name))
+
+    @property
+    def tiled(self) -> TiledWeight:
+        return TiledWeight(
+            self.format, self._depth, self.weight, self.scales, self.zeros, self.order, self.bias
+        )
+
+    def become(self, weight: TiledWeight) -> None:
+        """The same weight, elsewhere."""
+        for name in _TENSORS:
+            setattr(self, name, getattr(weight, name))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tiled(x)
+
+
+def fits(weight: QuantizedWeight) -> bool:
+    """Whether the kernel multiplies by it."""
+    return _depth(weight.group_size) is not None
+
+
+def _depth(group_size: int) -> int | None:
+    return next((depth for depth in (_DEPTH, _LEAST_DEPTH) if group_size % depth == 0), None)
+
+
+def tile_linears(model: nn.Module, dtype: torch.dtype, *, plain: bool) -> None:
+    """Replace the model's quantized layers, freeing their weights, and with `plain` its other linear layers.
+    A quantized layer that the kernel does not fit becomes a plain one.
+    """
+    for path, module in list(model.named_modules()):
+        if isinstance(module, QuantizedLinear):
+            if fits(module.quantized):
+                model.set_submodule(path, TiledLinear(TiledWeight.quantized(module.quantized, module.bias)))
+                continue
+            model.set_submodule(path, module.plain(dtype))
+        module = model.get_submodule(path)
+        if plain and type(module) in (nn.Linear, Conv1D):
+            weight = plain_weight(module).detach().contiguous()
+            model.set_submodule(path, TiledLinear(TiledWeight.plain(weight, module.bias)))
+
+
+def join(linears: Sequence[TiledLinear]) -> TiledWeight:
+    """Layers of one input that are alike, as one product, of which they become parts. What is joined once is
+    the same when it is asked for again.
+    """
+    parts = [linear.tiled for linear in linears]
+    if len(parts) == 1:
+        return parts[0]
+    weight, scales, zeros, bias = map(concatenated, zip(*(part.tensors for part in parts), strict=True))
+    assert weight is not None
+    joined = replace(parts[0], weight=weight, scales=scales, zeros=zeros, bias=bias)
+    first = 0
+    for linear in linears:
+        linear.become(joined.rows(slice(first, first + linear.out_features)))
+        first += linear.out_features
+    return joined
+
+
+def concatenated(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Tensors [outputs, ...], or None for each. Of parts of one that was made so before, that one."""
+    there = [part for part in parts if part is not None]
+    if not there:
+        return None
+    first, size = there[0], sum(map(len, there))
+    if first.untyped_storage().nbytes() == size * first[0].numel() * first.itemsize:
+        return first.as_strided((size, *first.shape[1:]), first.stride(), 0)
+    return torch.cat(there)
+
+
+def describe(model: nn.Module, dtype: torch.dtype) -> str:
+    """What multiplies."""
+    plain = f"cuBLAS, {str(dtype).removeprefix('torch.')}"
+    count = sum(isinstance(module, TiledLinear) for module in model.modules())
+    return f"{count} layers in tiles, summed alike in every batch; others {plain}" if count else plain

@@ -1,0 +1,285 @@
+"""Linear attention: a program walks through a sequence's tiles, for a head and a block of its values.
+
+A tile has the rows of one grid, each where its position puts it, so what is computed of a row has the same
+shapes and order of sums in a prompt, alone, drafted and in a tree. Rows that are not there count as zeros.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from engine.batch import recurrent_plan as plan
+from engine.devices.cuda.recurrent.keep import NO_SEAT, SEQUENCE_COLUMNS, clear_rows
+
+TILE_COLUMNS = tl.constexpr(plan.TILE_COLUMNS)
+NOTHING = tl.constexpr(plan.NOTHING)
+DRAFTED = tl.constexpr(plan.DRAFTED)
+ADVANCE = tl.constexpr(plan.ADVANCE)
+CERTAIN = tl.constexpr(plan.CERTAIN)
+PRECISION = tl.constexpr("tf32x3")
+"""Of products: float32's, but for its last bits."""
+
+
+@triton.jit
+def _known(rows, window, sources, offset, inside, WIDTH: tl.constexpr):
+    """[n, m] of the step's rows or the state slot's window, of WIDTH columns each, from `offset` on."""
+    row, is_row, place, is_kept = sources
+    mine = rows + row[:, None] * WIDTH + offset[None, :]
+    new = tl.load(mine, mask=is_row[:, None] & inside[None, :], other=0.0)
+    slot_places = window + place[:, None] * WIDTH + offset[None, :]
+    old = tl.load(slot_places, mask=is_kept[:, None] & inside[None, :], other=0.0)
+    return tl.where(is_row[:, None], new, old)
+
+
+@triton.jit
+def _totals(decay, decays, sources, offset, inside, WIDTH: tl.constexpr):
+    """The logarithms of the decays from the grid point until behind each row."""
+    known = _known(decay, decays, sources, offset, inside, WIDTH)
+    if known.shape[1] == 1:  # Triton 3.6 compiles no scan of a single column
+        totals = tl.cumsum(tl.sum(known, 1), 0)[:, None]
+    else:
+        totals = tl.cumsum(known, 0)
+    return totals
+
+
+@triton.jit
+def _read(
+    query,
+    key,
+    decay,
+    keys,
+    decays,
+    cells,
+    sources,
+    new,
+    head,
+    key_head,
+    is_value,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PART: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    DELTA: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What queries and keys find in the state, [ROWS, BLOCK], and in each row's key, [ROWS, ROWS]."""
+    row = sources[0]
+    slot = tl.arange(0, ROWS)
+    lower = slot[:, None] >= slot[None, :]
+    seen = tl.zeros([ROWS, BLOCK], tl.float32)
+    lacks = tl.zeros([ROWS, BLOCK], tl.float32)
+    by_query = tl.zeros([ROWS, ROWS], tl.float32)
+    by_key = tl.zeros([ROWS, ROWS], tl.float32)
+    for first in range(0, KEY_DIM, PART):
+        d = first + tl.arange(0, PART)
+        inside = d < KEY_DIM
+        offset = key_head * KEY_DIM + d
+        k = _known(key, keys, sources, offset, inside, KEY_HEADS * KEY_DIM)
+        mine = query + row[:, None] * (KEY_HEADS * KEY_DIM) + offset[None, :]
+        q = tl.load(mine, mask=new[:, None] & inside[None, :], other=0.0)
+        state = tl.load(cells + d[:, None] * VALUE_DIM, mask=inside[:, None] & is_value[None, :], other=0.0)
+        far_q, far_k = q, k
+        if BY_CHANNEL:
+            total = _totals(decay, decays, sources, head * KEY_DIM + d, inside, HEADS * KEY_DIM)
+            faded = tl.exp(total[:, None, :] - total[None, :, :])
+            faded = tl.where(lower[:, :, None], faded * k[None, :, :], 0.0)
+            by_query += tl.sum(faded * q[:, None, :], 2)
+            by_key += tl.sum(faded * k[:, None, :], 2)
+            far_q, far_k = q * tl.exp(total), k * tl.exp(total)
+        else:
+            by_query = tl.dot(q, tl.trans(k), by_query, input_precision=PRECISION)
+            if DELTA:
+                by_key = tl.dot(k, tl.trans(k), by_key, input_precision=PRECISION)
+        seen = tl.dot(far_q, state, seen, input_precision=PRECISION)
+        if DELTA:
+            lacks = tl.dot(far_k, state, lacks, input_precision=PRECISION)
+    if not BY_CHANNEL:
+        offset = head + tl.zeros([1], tl.int32)
+        total = _totals(decay, decays, sources, offset, offset >= 0, HEADS)
+        faded = tl.where(lower, tl.exp(total - tl.trans(total)), 0.0)
+        by_query, by_key = by_query * faded, by_key * faded
+        seen, lacks = seen * tl.exp(total), lacks * tl.exp(total)
+    return seen, lacks, by_query, by_key
+
+
+@triton.jit
+def _solved(low, high, value, strength, lacks, by_key, added):
+    """What the new rows add to the state under their keys, one after the other, by the delta rule."""
+    slot = tl.arange(0, added.shape[0])
+    for t in range(low, high):
+        at = (slot == t)[:, None]
+        found = tl.sum(tl.where(at, by_key, 0.0), 0)
+        recent = tl.sum(found[:, None] * added, 0)
+        added = tl.where(at, strength[:, None] * (value - (lacks + recent[None, :])), added)
+    return added
+
+
+@triton.jit
+def _advance(
+    key,
+    decay,
+    keys,
+    decays,
+    cells,
+    target,
+    sources,
+    added,
+    head,
+    key_head,
+    is_value,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PART: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Puts the state behind a whole grid of rows at `target`."""
+    last = (tl.arange(0, ROWS) == ROWS - 1)[:, None]
+    for first in range(0, KEY_DIM, PART):
+        d = first + tl.arange(0, PART)
+        inside = d < KEY_DIM
+        k = _known(key, keys, sources, key_head * KEY_DIM + d, inside, KEY_HEADS * KEY_DIM)
+        if BY_CHANNEL:
+            total = _totals(decay, decays, sources, head * KEY_DIM + d, inside, HEADS * KEY_DIM)
+        else:
+            offset = head + tl.zeros([1], tl.int32)
+            total = _totals(decay, decays, sources, offset, offset >= 0, HEADS)
+        end = tl.sum(tl.where(last, total, 0.0), 0)
+        mask = inside[:, None] & is_value[None, :]
+        state = tl.load(cells + d[:, None] * VALUE_DIM, mask=mask, other=0.0) * tl.exp(end)[:, None]
+        weighted = tl.trans(k * tl.exp(end[None, :] - total))
+        state = tl.dot(weighted, added, state, input_precision=PRECISION)
+        tl.store(target + d[:, None] * VALUE_DIM, state, mask=mask)
+
+
+@triton.jit
+def attend(
+    query,
+    key,
+    value,
+    decay,
+    beta,
+    out,
+    state,
+    drafted,
+    keys,
+    deltas,
+    decays,
+    sequences,
+    tiles,
+    state_step,
+    keys_step,
+    deltas_step,
+    decays_step,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Programs: sequence, head and block of its values. Keys are read PART values at a time. `drafted` are
+    the states behind drafted rows. `keep` does what is left of the windows.
+    """
+    BLOCKS: tl.constexpr = (VALUE_DIM + BLOCK - 1) // BLOCK
+    DELTA: tl.constexpr = beta is not None
+    head = tl.program_id(1) // BLOCKS
+    key_head = head // (HEADS // KEY_HEADS)
+    entry = sequences + tl.program_id(0) * SEQUENCE_COLUMNS
+    state_slot = tl.load(entry).to(tl.int64)
+    start, first, kept = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    first_tile, end_tile = tl.load(entry + 5), tl.load(entry + 6)
+    slot = tl.arange(0, ROWS)
+    e = tl.program_id(1) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    is_value = e < VALUE_DIM
+    if state_slot == NO_SEAT:
+        clear_rows(out, entry, head * VALUE_DIM + e, HEADS * VALUE_DIM)
+        return
+    keys += state_slot * keys_step
+    deltas += state_slot * deltas_step
+    decays += state_slot * decays_step
+    cell = head * (KEY_DIM * VALUE_DIM) + e[None, :]
+    settled = state + state_slot * state_step + cell
+    ahead = drafted + tl.load(entry + 7).to(tl.int64) * (HEADS * KEY_DIM * VALUE_DIM) + cell
+
+    for tile in range(first_tile, end_tile):
+        entry = tiles + tile * (TILE_COLUMNS + ROWS)
+        low, high, flags = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+        source = tl.load(entry + TILE_COLUMNS + slot)
+        is_row = source >= 0
+        is_kept = (source < 0) & (source != NOTHING)
+        row = tl.where(is_row, source, 0).to(tl.int64)
+        place = tl.where(is_row, (start + source - first) % WINDOW, tl.where(is_kept, -1 - source, 0))
+        sources = (row, is_row, place, is_kept)
+        new = (slot >= low) & (slot < high)
+        cells = tl.where((flags & DRAFTED) != 0, ahead, settled)
+
+        is_new = new[:, None] & is_value[None, :]
+        value_place = row[:, None] * (HEADS * VALUE_DIM) + head * VALUE_DIM + e[None, :]
+        v = tl.load(value + value_place, mask=is_new, other=0.0)
+        delta_place = deltas + place[:, None] * (HEADS * VALUE_DIM) + head * VALUE_DIM + e[None, :]
+        is_old = ((slot < low) & (source != NOTHING))[:, None] & is_value[None, :]
+        added = tl.load(delta_place, mask=is_old, other=0.0)
+        if low < high:
+            seen, lacks, by_query, by_key = _read(
+                query,
+                key,
+                decay,
+                keys,
+                decays,
+                cells,
+                sources,
+                new,
+                head,
+                key_head,
+                is_value,
+                HEADS,
+                KEY_HEADS,
+                KEY_DIM,
+                VALUE_DIM,
+                PART,
+                BY_CHANNEL,
+                DELTA,
+                ROWS,
+                BLOCK,
+            )
+            if DELTA:
+                strength = tl.load(beta + row * HEADS + head, mask=new, other=0.0)
+                added = _solved(low, high, v, strength, lacks, by_key, added)
+            else:
+                added = tl.where(new[:, None], v, added)
+            result = tl.dot(by_query, added, seen, input_precision=PRECISION)
+            tl.store(out + value_place, result, mask=is_new)
+            tl.store(delta_place, added, mask=is_new & (row >= kept)[:, None])
+        if flags & ADVANCE:
+            tl.debug_barrier()  # all have read the state
+            _advance(
+                key,
+                decay,
+                keys,
+                decays,
+                cells,
+                tl.where((flags & CERTAIN) != 0, settled, ahead),
+                sources,
+                added,
+                head,
+                key_head,
+                is_value,
+                HEADS,
+                KEY_HEADS,
+                KEY_DIM,
+                VALUE_DIM,
+                PART,
+                BY_CHANNEL,
+                ROWS,
+            )
+        tl.debug_barrier()  # what a tile leaves is there for those behind it

@@ -1,0 +1,61 @@
+"""Puts what later rows will read of a step's rows into their state slots' windows."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from engine.batch import recurrent_plan as plan
+
+SEQUENCE_COLUMNS = tl.constexpr(plan.SEQUENCE_COLUMNS)
+NO_SEAT = tl.constexpr(plan.NO_SEAT)
+_ROWS = tl.constexpr(16)
+
+
+@triton.jit
+def keep_rows(rows, window, entry, column, WIDTH: tl.constexpr, WINDOW: tl.constexpr):
+    """These columns of a sequence's rows."""
+    start, first = tl.load(entry + 1), tl.load(entry + 2)
+    kept, end = tl.load(entry + 3), tl.load(entry + 4)
+    for begin in range(kept, end, _ROWS):
+        row = begin + tl.arange(0, _ROWS)
+        inside = (row < end)[:, None] & (column < WIDTH)[None, :]
+        values = tl.load(rows + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=inside)
+        place = (start + row - first) % WINDOW
+        tl.store(window + place[:, None] * WIDTH + column[None, :], values, mask=inside)
+
+
+@triton.jit
+def clear_rows(out, entry, column, WIDTH: tl.constexpr):
+    """These columns of the rows of a sequence without a state_slot."""
+    first, end = tl.load(entry + 2), tl.load(entry + 4)
+    for begin in range(first, end, _ROWS):
+        row = begin + tl.arange(0, _ROWS)
+        inside = (row < end)[:, None] & (column < WIDTH)[None, :]
+        tl.store(out + row.to(tl.int64)[:, None] * WIDTH + column[None, :], 0.0, mask=inside)
+
+
+@triton.jit
+def keep(
+    key,
+    decay,
+    keys,
+    decays,
+    sequences,
+    keys_step,
+    decays_step,
+    KEYS: tl.constexpr,
+    DECAYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Of a sequence (program 0), a block of the keys' columns and one of the decays'. Heads share keys, so
+    this comes behind all of them.
+    """
+    entry = sequences + tl.program_id(0) * SEQUENCE_COLUMNS
+    state_slot = tl.load(entry).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if tl.program_id(1) * BLOCK < KEYS:
+        keep_rows(key, keys + state_slot * keys_step, entry, column, KEYS, WINDOW)
+    if tl.program_id(1) * BLOCK < DECAYS:
+        keep_rows(decay, decays + state_slot * decays_step, entry, column, DECAYS, WINDOW)

@@ -1,0 +1,179 @@
+"""The host's side of the Triton kernels. It launches, and reads nothing from the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from engine.batch.recurrent_plan import Room, Tables, padded, tables_of, tile_rows
+from engine.devices.cuda.recurrent.attend import attend
+from engine.devices.cuda.recurrent.convolve import convolve
+from engine.devices.cuda.recurrent.keep import keep
+from engine.devices.cuda.recurrent.scan import scan
+from engine.kv.state_slots import LayerStateSlots, RowSpan, StateSlots
+from engine.triton_support import ceil_div, power_of_two
+from engine.upload import upload_to
+
+_ROWS, _CHANNELS = 16, 64
+_KEPT_COLUMNS = 256
+_HEADS = 32
+_PART, _PART_BY_CHANNEL, _VALUES = 32, 16, 32
+_ALIGNMENT = 16
+"""Bytes."""
+
+
+class TritonOperators:
+    """A row has the same bits in any chunks and company, drafted or not. In the state slots' windows the
+    decays are those of each token alone.
+    """
+
+    name = "triton"
+
+    def __init__(self, state_slots: StateSlots) -> None:
+        self._state_slots = state_slots
+        self._reach = max(layer.taps for layer in state_slots.layout.layers) - 1
+        self._upload = upload_to(state_slots.device)
+
+    def begin_step(self, spans: Sequence[RowSpan]) -> None:
+        tables = self.tables(spans)
+        self.use(tables.on(self._upload(tables.arrays)))
+
+    def tables(self, spans: Sequence[RowSpan], room: Room | None = None) -> Tables[np.ndarray]:
+        """Of a step that is about to run, with this room."""
+        bases = [self._state_slots.run(span) for span in spans]
+        tables = tables_of(spans, bases, self._state_slots.layout, self._reach)
+        return tables if room is None else padded(tables, room)
+
+    def use(self, tables: Tables[Tensor]) -> None:
+        """From now on."""
+        self._tables = tables
+
+    def causal_conv(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        of, inputs = self._state_slots.layers[layer], _aligned(inputs)
+        channels, taps = weight.shape
+        out = torch.empty(inputs.shape, dtype=torch.float32, device=inputs.device)
+        convolve[(len(self._tables.sequences), ceil_div(channels, _CHANNELS))](
+            inputs,
+            weight,
+            bias,
+            out,
+            of.tail,
+            of.inputs,
+            self._tables.sequences,
+            self._tables.before,
+            self._tables.tails,
+            of.tail.stride(0),
+            of.inputs.stride(0),
+            *weight.stride(),
+            CHANNELS=channels,
+            TAPS=taps,
+            PADDED_TAPS=triton.next_power_of_2(taps),
+            REACH=self._reach,
+            WINDOW=self._state_slots.layout.window,
+            ROWS=_ROWS,
+            BLOCK=_CHANNELS,
+            num_warps=4,
+        )
+        return out
+
+    def linear_attention(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None
+    ) -> Tensor:
+        of, layout = self._state_slots.layers[layer], self._state_slots.layout
+        query, key, value, decay = (_aligned(rows) for rows in (query, key, value, decay))
+        beta = None if beta is None else _aligned(beta)
+        (key_heads, key_dim), (heads, value_dim) = key.shape[1:], value.shape[1:]
+        out = torch.empty_like(value)
+        block = min(_VALUES, power_of_two(value_dim))
+        by_channel = decay.shape[2] > 1
+        drafted = value.new_empty((self._tables.num_drafted, heads, key_dim, value_dim))
+        attend[(len(self._tables.sequences), heads * ceil_div(value_dim, block))](
+            query,
+            key,
+            value,
+            decay,
+            beta,
+            out,
+            of.state,
+            drafted,
+            of.keys,
+            of.deltas,
+            of.decays,
+            self._tables.sequences,
+            self._tables.tiles,
+            *(state_slots.stride(0) for state_slots in (of.state, of.keys, of.deltas, of.decays)),
+            HEADS=heads,
+            KEY_HEADS=key_heads,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            PART=_PART_BY_CHANNEL if by_channel else _PART,
+            BLOCK=block,
+            BY_CHANNEL=by_channel,
+            ROWS=tile_rows(layout.grid),
+            WINDOW=layout.window,
+            num_warps=4,
+            num_stages=1,  # rows of a tree read what the tiles before have written
+        )
+        self._keep(of, key, decay)
+        return out
+
+    def selective_scan(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, times: Tensor, rates: Tensor
+    ) -> Tensor:
+        of, layout = self._state_slots.layers[layer], self._state_slots.layout
+        query, key, value, times, rates = (_aligned(rows) for rows in (query, key, value, times, rates))
+        heads, key_dim = rates.shape
+        out = torch.empty_like(value)
+        scan[(len(self._tables.sequences), ceil_div(heads, _HEADS))](
+            query,
+            key,
+            value,
+            times,
+            rates,
+            out,
+            of.state,
+            value.new_empty((self._tables.num_drafted, heads, key_dim)),
+            of.keys,
+            of.deltas,
+            of.decays,
+            self._tables.sequences,
+            self._tables.tiles,
+            *(state_slots.stride(0) for state_slots in (of.state, of.keys, of.deltas, of.decays)),
+            HEADS=heads,
+            KEY_DIM=key_dim,
+            KEY_PADDED=triton.next_power_of_2(key_dim),
+            BLOCK=_HEADS,
+            ROWS=tile_rows(layout.grid),
+            WINDOW=layout.window,
+            num_warps=4,
+            num_stages=1,
+        )
+        self._keep(of, key, times)
+        return out
+
+    def _keep(self, of: LayerStateSlots, key: Tensor, decay: Tensor) -> None:
+        keys, decays = key[0].numel(), decay[0].numel()
+        keep[(len(self._tables.sequences), ceil_div(max(keys, decays), _KEPT_COLUMNS))](
+            key,
+            decay,
+            of.keys,
+            of.decays,
+            self._tables.sequences,
+            of.keys.stride(0),
+            of.decays.stride(0),
+            KEYS=keys,
+            DECAYS=decays,
+            WINDOW=self._state_slots.layout.window,
+            BLOCK=_KEPT_COLUMNS,
+            num_warps=4,
+        )
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """Kernels are compiled anew for rows that are not, and other code might sum in another order."""
+    rows = rows.contiguous()
+    return rows.clone() if rows.data_ptr() % _ALIGNMENT else rows

@@ -1,0 +1,54 @@
+"""Linear layers for our kernel on a GPU (`engine.devices.cuda.products`)."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from engine.devices.attention import available_backends, select_backend
+from engine.linear.quantized import QuantizedLinear
+from protocol.config import ServeConfig
+
+_TILED = (nn.Linear, Conv1D, QuantizedLinear)
+_STATES = "A_log"
+"""A recurrent layer's parameter, which like its convolution our operators read, row by row."""
+
+
+def tile_fault(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why it can't be used: Triton can't."""
+    return None if "triton" in available_backends(device, dtype) else select_backend(device, dtype)[1]
+
+
+def tile_on_gpu(model: nn.Module, device: torch.device, dtype: torch.dtype, *, plain: bool = False) -> None:
+    """Pack the model's quantized layers, and with `plain` all linear ones. Where that can't be, torch
+    dequantizes layers in each step.
+    """
+    if tile_fault(device, dtype) is None:
+        importlib.import_module("engine.devices.cuda.products").tile_linears(model, dtype, plain=plain)
+
+
+def fault_of_options(config: ServeConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why `--deterministic` can't be kept on a GPU, whatever the model."""
+    if config.serves_adapters and config.compile != "auto":
+        how = f"with --compile {config.compile} torch's operators add adapters"
+        return f"{how}, whose sums depend on the batch"
+    if config.attention_backend == "torch":
+        return "with --attention-backend torch sums depend on the batch"
+    return tile_fault(device, dtype)
+
+
+def fault_of_weights(model: nn.Module) -> str | None:
+    """Why a model's products can't all be in tiles: some weights are no linear layer's."""
+    for path, module in model.named_modules():
+        if type(module) in _TILED or isinstance(module, nn.Embedding | nn.Conv1d):
+            continue
+        for name, weight in module.named_parameters(recurse=False):
+            if weight.squeeze().dim() > 1 and name != _STATES:
+                return (
+                    f"{path}.{name}, of {type(module).__name__}, is no linear layer's weight, and torch's "
+                    "products with it depend on the batch"
+                )
+    return None

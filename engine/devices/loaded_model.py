@@ -1,0 +1,57 @@
+"""A loaded model with what serving it needs to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.devices.cpu.decoder.native_model import NativeModel
+from engine.devices.torch.recurrent_hooks import RecurrentHooks
+from engine.kv.layout import Group
+from engine.kv.state_layout import StateLayout
+from engine.lora.table import Adapters
+
+
+class Recurrent(NamedTuple):
+    """A model's recurrent layers: where our operators go, and what they keep of a sequence."""
+
+    hooks: RecurrentHooks
+    state: StateLayout
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """`model` is in eval mode on `device`, its attention routed to the paged pool. If the native decoder runs
+    it, `description` has the weights of its layers.
+    """
+
+    model: PreTrainedModel
+    device: torch.device
+    dtype: torch.dtype
+    kv_group: Group
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: list[int]
+    weights: str
+    """Tells them from others of the same name; taken before they are packed."""
+    description: NativeModel | None = None
+    recurrent: Recurrent | None = None
+    adapters: Adapters | None = None
+    """What it can run beside its own weights; None without `--enable-lora`."""
+    in_ranks: bool = False
+    """Whether some workers have tensor-parallel ranks. All run it alike, as their KV goes around."""
+    expansion: str = ""
+    """Why the pool has keys and values that it could keep as latents (`latent_attention`)."""
+    checkpoint: str = ""
+    """What quantized its checkpoint, how, and what it is run as; "" if nothing did."""
+
+    @property
+    def num_layers(self) -> int:
+        return self.model.config.get_text_config(decoder=True).num_hidden_layers
+
+    @property
+    def hidden_size(self) -> int:
+        return self.model.config.get_text_config(decoder=True).hidden_size

@@ -1,0 +1,1 @@
+"""Plain torch operators, for any device: the fallback and the reference."""

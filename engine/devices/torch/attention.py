@@ -1,0 +1,199 @@
+"""Attention with torch's own operators: any device and dtype, and the reference for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.kv.attention import AttentionMetadata, LayerKv
+from engine.kv.row_codes import KvRows, StoredRows
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One sequence of the step, with its numbers on the host and its tensors on the device."""
+
+    first_row: int
+    query_len: int
+    context_len: int
+    first_key: int
+    blocks: Tensor
+    paths: Tensor | None
+    """Bool [query_len, n]: which of the last n keys, those of the tree, each row sees. None for a chain."""
+
+    @property
+    def first_position(self) -> int:
+        """No row sits before this position, and all of them may see the keys before it."""
+        return self.context_len - (self.query_len if self.paths is None else self.paths.shape[1])
+
+
+class TorchBackend:
+    """Gathers each sequence's context and hands it to scaled_dot_product_attention."""
+
+    name = "torch"
+
+    def __init__(self, layers: Sequence[LayerKv], block_pool: int = 0, rows: KvRows | None = None) -> None:
+        self.block_pool, self.num_tables = block_pool, 1
+        keys = layers[0].keys
+        self._stored = rows or KvRows(keys.dtype)
+        self._layers = list(layers)
+        self._device = keys.device
+        self.block_size = keys.shape[1]
+        self._sequences: list[_Sequence] = []
+
+    def begin_step(self, metadata: AttentionMetadata) -> None:
+        starts = metadata.query_start.tolist()
+        table = metadata.block_table.to(self._device)
+        first_keys = [0] * len(table) if metadata.first_key is None else metadata.first_key.tolist()
+        self._sequences = [
+            _Sequence(
+                starts[s],
+                starts[s + 1] - starts[s],
+                context_len,
+                first_keys[s],
+                table[s],
+                _paths(metadata, s, slice(starts[s], starts[s + 1])),
+            )
+            for s, context_len in enumerate(metadata.context_len.tolist())
+            if starts[s + 1] > starts[s]
+        ]
+        slots = metadata.slot_mapping.to(self._device)
+        self._padding = slots < 0
+        self._has_padding = bool(self._padding.any())
+        self._rows = (slots >= 0).nonzero().squeeze(1)
+        self._blocks = slots[self._rows] // self.block_size
+        self._offsets = slots[self._rows] % self.block_size
+
+    def forward(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        self._write(layer, key, value)
+        out = query.new_empty((*query.shape[:2], value.shape[2]))
+        for sequence in self._sequences:
+            rows = slice(sequence.first_row, sequence.first_row + sequence.query_len)
+            gathered, keys, values = self._gather(layer, sequence, sliding_window)
+            q = query[rows].transpose(0, 1)
+            if softcap or sinks is not None:
+                mask = _visible(sequence, gathered, sliding_window, q.device)
+                attended = _spelled_out_attention(q, keys, values, mask, scale, softcap, sinks)
+            else:
+                attended = _attention(q, keys, values, sequence, gathered, sliding_window, scale)
+            out[rows] = attended.transpose(0, 1)
+        if self._has_padding:
+            out[self._padding] = 0
+        return out
+
+    def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        if self._has_padding:
+            key, value = key[self._rows], value[self._rows]
+        of = self._layers[layer]
+        keys, values = of.sides
+        self._put(keys, key)
+        if not of.values_in_keys:
+            self._put(values, value)
+
+    def _put(self, pool: StoredRows, rows: Tensor) -> None:
+        values, scales = self._stored.encode(rows)
+        pool.values[self._blocks, self._offsets] = values
+        if pool.scales is not None and scales is not None:
+            pool.scales[self._blocks, self._offsets] = scales
+
+    def _gather(self, layer: int, sequence: _Sequence, window: int | None) -> tuple[int, Tensor, Tensor]:
+        """The position of the first gathered key, and keys and values [num_kv_heads, keys, head_dim]."""
+        size = self.block_size
+        first = sequence.first_key
+        if window:
+            first = max(first, sequence.first_position - window + 1)
+        first = first // size * size
+        last = -(-sequence.context_len // size)
+        blocks = sequence.blocks[first // size : last]
+
+        def gathered(pool: StoredRows) -> Tensor:
+            scales = None if pool.scales is None else pool.scales[blocks]
+            rows = self._stored.decode(StoredRows(pool.values[blocks], scales)).flatten(0, 1)
+            return rows[: sequence.context_len - first].transpose(0, 1)
+
+        of = self._layers[layer]
+        keys_of, values_of = of.sides
+        keys = gathered(keys_of)
+        values = keys[..., : of.values.shape[3]] if of.values_in_keys else gathered(values_of)
+        return first, keys, values
+
+
+def _paths(metadata: AttentionMetadata, s: int, rows: slice) -> Tensor | None:
+    if metadata.visible is None or metadata.tree_start is None or metadata.tree_start[s] < 0:
+        return None
+    num_keys = int(metadata.context_len[s] - metadata.tree_start[s])
+    masks = metadata.visible[rows, None]
+    return (masks >> torch.arange(num_keys, device=masks.device) & 1).bool()
+
+
+def _visible(sequence: _Sequence, gathered: int, window: int | None, device: torch.device) -> Tensor:
+    """Bool [query_len, keys]: which keys, of those from `gathered` on, each query row may see."""
+    paths = sequence.paths
+    if paths is None:
+        paths = torch.ones(sequence.query_len, sequence.query_len, dtype=torch.bool, device=device).tril()
+    keys = torch.arange(gathered, sequence.first_position, device=device)
+    before = (keys >= sequence.first_key).expand(len(paths), -1)
+    if window:
+        positions = sequence.first_position - 1 + paths.sum(1, keepdim=True)
+        before = before & (keys > positions - window)
+        paths = paths & (paths.flip(1).cumsum(1).flip(1) <= window)
+    return torch.cat([before, paths], dim=1)
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, sequence: _Sequence, gathered: int, window: int | None, scale: float
+) -> Tensor:
+    """q [num_heads, query_len, key_dim] over k [num_kv_heads, keys, key_dim] and v [num_kv_heads, keys,
+    value_dim]: [num_heads, query_len, value_dim].
+    """
+    kv_heads = k.shape[0]
+    has_edge = gathered < sequence.first_key or (window and k.shape[1] > window)
+    if sequence.query_len == 1 and sequence.paths is None and not has_edge:
+        grouped = q.reshape(1, kv_heads, -1, q.shape[-1])
+        attended = scaled_dot_product_attention(grouped, k[None], v[None], scale=scale)
+        return attended.reshape(q.shape[0], 1, -1)
+    causal = sequence.paths is None and not has_edge and sequence.query_len == sequence.context_len
+    mask = None if causal else _visible(sequence, gathered, window, q.device)
+    gqa = q.shape[0] != kv_heads
+    attended = scaled_dot_product_attention(
+        q[None], k[None], v[None], attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa
+    )
+    return attended[0]
+
+
+def _spelled_out_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The same in float32 at least, with capped scores or with sinks, which SDPA does not know."""
+    heads, query_len, head_dim = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    grouped = q.to(wide).reshape(k.shape[0], -1, head_dim)
+    scores = grouped @ k.to(wide).transpose(1, 2) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.view(heads, query_len, -1).masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(wide)[:, None, None].expand(-1, query_len, 1)], dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[1]].reshape(k.shape[0], -1, k.shape[1])
+    return (weights @ v.to(wide)).view(heads, query_len, -1).to(q.dtype)

@@ -1,0 +1,273 @@
+"""The model's forward over packed rows, compiled where that pays.
+
+A forward of a small model on a CPU is dominated by the many small operators between the matrix products.
+torch.compile fuses those, and inductor's freezing packs the weights for the matrix kernels once.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine.batch.rows import BlockTable, SequenceRows
+from engine.batch.runner import ForwardOutput, LateRows
+from engine.batch.step_inputs import StepInputs, StepShape, step_inputs
+from engine.devices.torch import transformers_hook
+from engine.devices.torch.products import torch_products
+from engine.kv.attention import AttentionBackend
+from engine.lora.layers import begin_step, groups_of
+from engine.lora.table import Adapters
+from engine.phases import phase
+from engine.upload import upload_to
+from native.build import own_inductor_cache
+from protocol.errors import ConfigError
+
+logger = logging.getLogger("tandem.engine")
+
+MIN_ROWS = 2
+"""torch.compile specializes on a size of 1, so one dynamic graph serves every size only from two rows on."""
+
+WARM_UP_ROWS = 64
+"""Unlike the number of logit rows, or torch.compile would take the two sizes for one."""
+
+LAYER_S = 3
+"""[s] The CPU time that torch.compile takes for a layer, as measured on a Llama of 30 layers."""
+
+ONEDNN_MIN_ROWS = 4
+"""oneDNN's matrix kernels take less time for four rows than for one or two."""
+
+
+class RowsForward(ABC):
+    """A `Runner` by a function of packed rows in torch, compiled where that pays."""
+
+    any_threads = False
+    deterministic = False
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        device: torch.device,
+        mode: str,
+        *,
+        products: str,
+        packed: bool = False,
+        adapters: Adapters | None = None,
+    ) -> None:
+        """`packed`: the linear layers are ours (`engine.linear`). Rows' `adapters` are attached to them."""
+        self.products = products
+        self._backend = backend
+        self._adapters = adapters
+        self._packed = packed
+        self._min_rows = MIN_ROWS if packed else ONEDNN_MIN_ROWS
+        self._device = device
+        self._upload = upload_to(device)
+        self._block_table = BlockTable(backend.block_size, backend.block_pool, backend.num_tables)
+        self._mode = mode
+        self.compiled, self.choice = _choose(mode, device)
+        self._run = _compile(self._compute, adapters is not None) if self.compiled else self._compute
+
+    def run(
+        self,
+        batch: Sequence[SequenceRows],
+        logit_rows: list[int],
+        *,
+        wants_hidden: bool = True,
+        before: Tensor | None = None,
+    ) -> ForwardOutput:
+        """As `Runner.run`."""
+        logits, hidden = self._execute(batch, logit_rows, self._least, before)
+        return ForwardOutput(logits[: len(logit_rows)], hidden if wants_hidden else None)
+
+    def run_late(
+        self,
+        batch: Sequence[SequenceRows],
+        logit_rows: list[int],
+        late: LateRows,
+        *,
+        wants_hidden: bool = True,
+        before: Tensor | None = None,
+    ) -> ForwardOutput:
+        """As `LateRunner.run_late`."""
+        logits, hidden = self._execute(batch, logit_rows, self._least, before, late=late)
+        return ForwardOutput(logits[: len(logit_rows)], hidden if wants_hidden else None)
+
+    def run_ahead(
+        self,
+        batch: Sequence[SequenceRows],
+        logit_rows: list[int],
+        chosen: Tensor,
+        *,
+        before: Tensor | None = None,
+    ) -> ForwardOutput:
+        """As `AheadRunner.run_ahead`."""
+        return self._execute(batch, logit_rows, StepShape(), before, chosen)
+
+    @property
+    def _least(self) -> StepShape:
+        return StepShape(self._min_rows, MIN_ROWS) if self.compiled else StepShape(logits=1)
+
+    @torch.inference_mode()
+    def _execute(
+        self,
+        batch: Sequence[SequenceRows],
+        logit_rows: list[int],
+        least: StepShape,
+        before: Tensor | None = None,
+        chosen: Tensor | None = None,
+        late: LateRows | None = None,
+    ) -> ForwardOutput:
+        """A logit for each row asked for, and those that pad them."""
+        backend = self._backend
+        inputs = step_inputs(batch, logit_rows, self._upload, self._block_table, least)
+        if chosen is not None:
+            inputs.take(chosen)
+        if late is not None:
+            late.fill_rows(inputs)
+        backend.begin_step(inputs.attention)
+        self._begin(batch)
+        return self._call(inputs, before)
+
+    def _begin(self, batch: Sequence[SequenceRows]) -> None:
+        """What the layers call is ready for the rows then."""
+        transformers_hook.set_current_backend(self._backend)
+        adapters = self._adapters
+        begin_step(groups_of(batch, adapters, self._device) if adapters is not None else ())
+
+    @abstractmethod
+    def _call(self, inputs: StepInputs, before: Tensor | None) -> ForwardOutput: ...
+
+    @abstractmethod
+    def _compute(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What is compiled."""
+
+    def _expected(self) -> str:
+        """The time that compiling takes."""
+        return "about ten seconds"
+
+    def warm_up(self) -> float:
+        """Compile by running padding rows; returns the seconds it took.
+
+        A model that does not compile runs eagerly from now on; with `--compile on` that is a ConfigError.
+        """
+        if self._packed and self._adapters is None:
+            compiled, self._run = self._run, self._compute
+            self.deterministic = not torch_products(
+                lambda: self._execute([], [0, 1], StepShape(WARM_UP_ROWS))
+            )
+            self._run = compiled
+        if not self.compiled:
+            return 0.0
+        start = time.monotonic()
+        try:
+            with phase("compiling the model", self._expected()):
+                self._execute([], [0, 1], StepShape(WARM_UP_ROWS))
+        except torch._dynamo.exc.TorchDynamoException as error:
+            if self._mode == "on":
+                raise ConfigError(f"--compile: the model does not compile: {error}") from error
+            logger.warning("the model does not compile, so it runs eagerly: %s", error)
+            self.compiled, self.choice = False, f"eager (torch.compile failed: {type(error).__name__})"
+            self._run = self._compute
+        return time.monotonic() - start
+
+
+class Forward(RowsForward):
+    """A model's own forward."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        backend: AttentionBackend,
+        mode: str,
+        hidden_layers: tuple[int, ...] = (),
+        *,
+        products: str,
+        packed: bool = False,
+        adapters: Adapters | None = None,
+    ) -> None:
+        """`hidden_layers` are captured, numbered as in Transformers' `hidden_states`."""
+        super().__init__(backend, model.device, mode, products=products, packed=packed, adapters=adapters)
+        self._model = model
+        self._hidden_layers = hidden_layers
+        self._can_capture = not hidden_layers
+
+    def _expected(self) -> str:
+        layers = self._model.config.get_text_config(decoder=True).num_hidden_layers
+        seconds = 10 + LAYER_S * layers
+        slower = "none with --compile off, which decodes several requests more slowly"
+        return f"about {seconds} s of CPU time for its {layers} layers, and {slower}"
+
+    def _call(self, inputs: StepInputs, before: Tensor | None) -> ForwardOutput:
+        rows = inputs.token_ids.unsqueeze(0), inputs.positions.unsqueeze(0), inputs.logit_rows
+        if self.compiled and not self._can_capture:
+            # Transformers sets its hooks in the first forward, which compiled code cannot.
+            self._compute(*rows)
+            self._can_capture = True
+        logits, hidden = self._run(*rows)
+        return ForwardOutput(logits[0], None if hidden is None else hidden[0])
+
+    def _compute(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        return run_model(self._model, self._hidden_layers, *inputs)
+
+
+def run_model(
+    model: PreTrainedModel, hidden_layers: Sequence[int], token_ids: Tensor, positions: Tensor, rows: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Of packed rows [1, total]: logits [1, rows asked for, vocab_size] and, if there are `hidden_layers`,
+    their states [1, total, layers * hidden_size].
+    """
+    capture = {"output_hidden_states": True} if hidden_layers else {}
+    output = model(
+        input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows, **capture
+    )
+    if not hidden_layers:
+        return output.logits, None
+    return output.logits, torch.cat([output.hidden_states[i] for i in hidden_layers], dim=-1)
+
+
+def _compile(
+    method: Callable[..., tuple[Tensor, Tensor | None]], with_adapters: bool
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
+
+    dynamo.specialize_float = True  # an epsilon or a scale is no input to be made a tensor of at each step
+    inductor.freezing = True
+    inductor.cpp.dynamic_threads = True
+    inductor.size_asserts = inductor.alignment_asserts = False
+    # The model never changes, so guards on it would only cost time at each step. But what is compiled
+    # belongs to the code, and without guards one model's would serve the next: so each has a code of its
+    # own.
+    options = {
+        "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
+        # One product for q, k, v and one for gate and up; it loses what adapters add to a part.
+        "cpp.enable_concat_linear": not with_adapters,
+    }
+    assert isinstance(method, types.MethodType)
+    function = method.__func__
+    own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    return torch.compile(
+        types.MethodType(own, method.__self__), fullgraph=True, dynamic=True, options=options
+    )
+
+
+def _choose(mode: str, device: torch.device) -> tuple[bool, str]:
+    if mode == "off":
+        return False, "eager (--compile off)"
+    if device.type != "cpu":
+        return False, f"eager (compiling is for CPU hosts, this is {device.type})"
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        return False, "eager (no C++ compiler on this host)"
+    try:
+        own_inductor_cache()
+    except OSError as error:
+        return False, f"eager (nowhere to compile: {error})"
+    return True, f"torch.compile with packed weights ({compiler})"

@@ -1,0 +1,239 @@
+"""Puts our operators in place of the functions over tokens that a model's recurrent layers call.
+
+Each such layer gets a forward of its own: the same code, with other functions under these names. So its
+projections, gates and norms stay Transformers', no other model in the process notices, and every call knows
+its layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import sigmoid, silu, softplus
+from transformers.activations import ACT2FN
+
+from engine.devices.torch.recurrent import Operators
+from engine.errors import UnsupportedModelError
+
+_EPSILON = 1e-6
+"""Of the L2 norm of queries and keys (flash-linear-attention's)."""
+
+_ADVISER = "transformers.integrations.hub_kernels"
+"""Its logger warns of slow functions, which run here at most while a model is probed."""
+
+
+class RecurrentHooks:
+    """The recurrent layers of a model, and what runs in them. Without `operators` Transformers' own functions
+    run, as in an untouched model.
+    """
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+        """The number in the model of each."""
+        self.operators: Operators | None = None
+
+
+def hook(model: nn.Module) -> RecurrentHooks | None:
+    """None for a model that calls none of these functions."""
+    hooks = RecurrentHooks()
+    for module in model.modules():
+        if type(module).__name__ == _LIGHTNING:
+            own = _bound_lightning(hooks, len(hooks.layers), module.forward)
+            module.forward = types.MethodType(own, module)
+            hooks.layers.append(module.layer_idx)
+            continue
+        forward = inspect.unwrap(type(module).forward)
+        if not isinstance(forward, types.FunctionType) or forward.__closure__ is not None:
+            continue
+        names = [name for name in _BOUND if name in forward.__code__.co_names]
+        number = getattr(module, "layer_idx", None)
+        if not names or number is None:
+            continue
+        known = dict(forward.__globals__)
+        for name in names:
+            known[name] = _BOUND[name](hooks, len(hooks.layers), known[name])
+        copy = types.FunctionType(forward.__code__, known, forward.__name__, forward.__defaults__)
+        copy.__kwdefaults__ = forward.__kwdefaults__
+        module.forward = types.MethodType(copy, module)
+        if _SCAN in names and hasattr(module, "dt_proj"):
+            module.dt_proj = TimeProjection(module.dt_proj)
+        hooks.layers.append(number)
+    if not hooks.layers:
+        return None
+    logging.getLogger(_ADVISER).setLevel(logging.ERROR)
+    return hooks
+
+
+def _bound_conv(hooks: RecurrentHooks, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    def causal_conv1d_fn(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if hooks.operators is None:
+            return original(hidden_states, weight, bias, activation=activation, **kwargs)
+        rows = hooks.operators.causal_conv(layer, _only(hidden_states).t(), weight, bias)
+        if activation is not None:
+            rows = ACT2FN[activation](rows)
+        return rows.to(hidden_states.dtype).t()[None]
+
+    return causal_conv1d_fn
+
+
+def _bound_delta_rule(hooks: RecurrentHooks, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    """The gated delta rule, with a decay for each head (Gated DeltaNet, 2024) or each of its key's channels
+    (Kimi Delta Attention, 2025).
+    """
+
+    def chunk_delta_rule(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if hooks.operators is None:
+            return original(
+                query, key, value, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **kwargs
+            )
+        q, k, v, decay, strength = (_only(rows).float() for rows in (query, key, value, g, beta))
+        if use_qk_l2norm_in_kernel:
+            q, k = (rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + _EPSILON) for rows in (q, k))
+        decay = decay if decay.dim() == 3 else decay[..., None]
+        out = hooks.operators.linear_attention(layer, q * q.shape[-1] ** -0.5, k, v, decay, strength)
+        return out[None].to(query.dtype), None
+
+    return chunk_delta_rule
+
+
+def _bound_state_space(hooks: RecurrentHooks, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Mamba2's scan (2024): linear attention with C as queries, B as keys and no delta rule."""
+
+    def mamba2_chunk_scan(
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        **kwargs: Any,
+    ) -> Any:
+        if hooks.operators is None:
+            options = {"D": D, "z": z, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+            return original(hidden_states, dt, A, B, C, chunk_size, **options, **kwargs)
+        if z is not None:
+            raise UnsupportedModelError("a gate inside of the scan (z) is not supported")
+        times = _only(dt) if dt_bias is None else _only(dt) + dt_bias.to(dt.dtype)
+        times = (softplus(times) if dt_softplus else times).clamp(*dt_limit).float()
+        rows = _only(hidden_states).float()
+        query, key = _only(C).float(), _only(B).float()
+        times = times[..., None]
+        out = hooks.operators.linear_attention(layer, query, key, rows * times, A[:, None] * times, None)
+        return (out if D is None else out + D[:, None] * rows)[None]
+
+    return mamba2_chunk_scan
+
+
+class TimeProjection(nn.Module):
+    """A linear layer of which a forward multiplies with `weight` and adds `bias` by itself: as a layer it may
+    be packed, and has the same bits in every batch, like all others.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.bias = linear.bias
+        linear.bias = None
+        self.linear = linear
+
+    @property
+    def weight(self) -> TimeProjection:
+        return self
+
+    def __matmul__(self, columns: Tensor) -> Tensor:
+        rows: Tensor = self(columns.transpose(1, 2))
+        return rows.transpose(1, 2)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        result: Tensor = self.linear(rows)
+        return result
+
+
+def _bound_scan(hooks: RecurrentHooks, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Mamba's selective scan (2023): a state of `A.shape[1]` values for each channel."""
+
+    def mamba_selective_scan(
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        delta_softplus: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if hooks.operators is None:
+            options = {"D": D, "z": z, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
+            return original(hidden_states, dt, A, B, C, **options, **kwargs)
+        times = _only(dt).t() if delta_bias is None else _only(dt).t() + delta_bias.to(dt.dtype)
+        times = (softplus(times) if delta_softplus else times).float()
+        rows = _only(hidden_states).t().float()
+        query, key = _only(C).t().float(), _only(B).t().float()
+        out = hooks.operators.selective_scan(layer, query, key, rows * times, times, A.float())
+        out = out if D is None else out + rows * D
+        return (out if z is None else out * silu(_only(z).t())).t()[None]
+
+    return mamba_selective_scan
+
+
+def _bound_lightning(hooks: RecurrentHooks, layer: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lightning attention (2024): linear attention with a constant decay for each head. It calls no function
+    over tokens, so its whole forward is ours.
+    """
+
+    def forward(module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if hooks.operators is None:
+            return original(hidden_states, *args, **kwargs)
+        heads: Any = module
+        states = _only(heads.act_fn(heads.qkv_proj(hidden_states))).unflatten(-1, (-1, 3 * heads.head_dim))
+        query, key, value = states.float().chunk(3, dim=-1)
+        decay = -heads.slope_rate.float().view(1, -1, 1).expand(len(states), -1, 1)
+        out = hooks.operators.linear_attention(layer, query, key, value, decay, None)
+        rows = heads.norm(out.to(hidden_states.dtype).flatten(1)[None])
+        return heads.out_proj(sigmoid(heads.output_gate(hidden_states)) * rows), None
+
+    return forward
+
+
+def _only(batch: Tensor) -> Tensor:
+    if batch.shape[0] != 1:
+        raise UnsupportedModelError(
+            f"rows must be packed as [1, total_tokens], got a batch of {batch.shape[0]}"
+        )
+    return batch[0]
+
+
+_SCAN, _LIGHTNING = "mamba_selective_scan", "MiniMaxLightningAttention"
+_BOUND = {
+    _SCAN: _bound_scan,
+    "causal_conv1d_fn": _bound_conv,
+    "torch_chunk_gated_delta_rule": _bound_delta_rule,
+    "chunk_kimi_delta_attention": _bound_delta_rule,
+    "mamba2_chunk_scan": _bound_state_space,
+}

@@ -1,0 +1,200 @@
+"""Registers the paged attention with Transformers under the name "tandem".
+
+The model's attention layers call `paged_attention_forward`, which refuses whatever the backends do not
+compute, and then an operator of our own, so that torch.compile(fullgraph=True) sees one opaque node. The
+operator runs the backend that `set_current_backend` named last; whoever runs the forward sets it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from engine.errors import UnsupportedModelError
+from engine.kv.attention import AttentionBackend
+
+NAME = "tandem"
+PROBE_NAME = "tandem_probe"
+"""The same with a mask function, which costs a device read per forward: see `refuse_masks`."""
+
+# Keyword arguments that Transformers hands through to attention and that do not alter what we compute.
+_HARMLESS = frozenset(
+    {
+        "is_causal",  # False is refused
+        "output_attentions",  # True is refused
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "return_dict",
+        "output_hidden_states",
+        "output_router_logits",
+        "num_items_in_batch",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+    }
+)
+
+
+class _Current(threading.local):
+    backend: AttentionBackend | None = None
+
+
+_current = _Current()
+
+
+def set_current_backend(backend: AttentionBackend | None) -> None:
+    """The backend that attention layers use from now on in this thread."""
+    _current.backend = backend
+
+
+def _run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    backend = _current.backend
+    if backend is None:
+        raise RuntimeError("no attention backend is set: call set_current_backend before the forward")
+    return backend.forward(
+        layer,
+        query,
+        key,
+        value,
+        scale=scale,
+        sliding_window=window or None,
+        softcap=softcap or None,
+        sinks=sinks,
+    )
+
+
+def _run_meta(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return query.new_empty((*query.shape[:2], value.shape[2]))
+
+
+_library = torch.library.Library(NAME, "FRAGMENT")
+_library.define(
+    "paged_attention(Tensor query, Tensor key, Tensor value, int layer, float scale, int window,"
+    " float softcap, Tensor? sinks=None) -> Tensor"
+)
+_library.impl("paged_attention", _run, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAME}::paged_attention", _run_meta, lib=_library)
+paged_attention = torch.ops.tandem.paged_attention.default
+"""Attention of packed rows over the current backend's pool: query [rows, num_heads, key_dim], key
+[rows, num_kv_heads, key_dim], value [rows, num_kv_heads, value_dim], layer, scale, sliding window (0: none),
+soft cap (0: none), sinks [num_heads] or None."""
+
+
+def paged_attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention function for packed rows.
+
+    query is [1, num_heads, total_tokens, head_dim], key and value the same with num_kv_heads; values may have
+    another head_dim. The result is [1, total_tokens, num_heads, value's head_dim]. `s_aux` are the heads'
+    attention sinks. A module with latent attention (`latent_attention`) may hand over latents as keys and
+    values of one head. Raises UnsupportedModelError for what would be computed wrongly.
+    """
+    _refuse_unsupported(module, query, key, value, attention_mask, dropout, kwargs)
+    _refuse_other_sinks(module, query.shape[1], s_aux)
+    absorbed: Any = getattr(module, "absorbed", None)
+    rows = query.squeeze(0).transpose(0, 1)
+    out = paged_attention(
+        rows if absorbed is None else absorbed.queries(rows),
+        key.squeeze(0).transpose(0, 1),
+        value.squeeze(0).transpose(0, 1),
+        _layer_of(module),
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window or 0,
+        softcap or 0.0,
+        s_aux,
+    )
+    return (out if absorbed is None else absorbed.values(out)).unsqueeze(0), None
+
+
+def _layer_of(module: torch.nn.Module) -> int:
+    number: object = getattr(module, "layer_idx", None)
+    if not isinstance(number, int):
+        raise UnsupportedModelError(f"{type(module).__name__}: layers without a number are not supported")
+    return number
+
+
+def _refuse_unsupported(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> None:
+    name = type(module).__name__
+    if query.shape[0] != 1:
+        raise UnsupportedModelError(
+            f"{name}: rows must be packed as [1, total_tokens], got a batch of {query.shape[0]}"
+        )
+    if attention_mask is not None:
+        raise UnsupportedModelError(f"{name}: an attention mask of its own is not supported")
+    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
+        raise UnsupportedModelError(f"{name}: attention that is not causal is not supported")
+    if dropout or kwargs.get("output_attentions"):
+        raise UnsupportedModelError(f"{name}: attention dropout and output_attentions are not supported")
+    for argument, given in kwargs.items():
+        if given is not None and argument not in _HARMLESS:
+            raise UnsupportedModelError(f"{name}: attention argument {argument!r} is not supported")
+
+
+def _refuse_other_sinks(module: torch.nn.Module, num_heads: int, sinks: Tensor | None) -> None:
+    name = type(module).__name__
+    if sinks is None and getattr(module, "sinks", None) is not None:
+        raise UnsupportedModelError(
+            f"{name}: attention sinks that are not passed to the attention function are not supported"
+        )
+    if sinks is not None and sinks.shape != (num_heads,):
+        raise UnsupportedModelError(
+            f"{name}: attention sinks of shape {list(sinks.shape)}, not one for each of {num_heads} heads, "
+            "are not supported"
+        )
+
+
+def refuse_masks(*args: Any, config: Any = None, use_vmap: bool = False, **kwargs: Any) -> None:
+    """Transformers' mask function while a model is probed: refuses patterns that the backends do not know.
+
+    In serving there is none, so that Transformers does not prepare masks: the backends mask by position.
+    """
+    if use_vmap:
+        raise UnsupportedModelError(
+            "overlaying the causal mask with a mask of the model's own is not supported"
+        )
+    for field in ("index_topk", "indexer_budget"):
+        if getattr(config, field, None) is not None:
+            raise UnsupportedModelError(
+                f"sparse attention to keys that an indexer chooses ({field}) is not supported"
+            )
+
+
+def register() -> None:
+    """Make both names known to Transformers as attention implementations. May be called again."""
+    AttentionInterface.register(NAME, paged_attention_forward)
+    AttentionInterface.register(PROBE_NAME, paged_attention_forward)
+    AttentionMaskInterface.register(PROBE_NAME, refuse_masks)

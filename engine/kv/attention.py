@@ -1,0 +1,133 @@
+"""The contract between the batch runner and the attention backends.
+
+A step runs one packed forward: the query rows of all its sequences lie one after another, whatever they
+are (decode rows, verify rows, prefill chunks). `AttentionMetadata` says which rows belong to which sequence
+and where their keys and values lie in the pool; it is built once a step and used by every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from engine.kv.row_codes import KvRows, StoredRows
+
+
+@dataclass
+class AttentionMetadata:
+    """One packed forward, and where its keys and values lie in one block pool of the pool.
+
+    Row j of a sequence with q query rows has key context_len - q + j.
+    """
+
+    query_start: Tensor
+    """int32 [num_seqs + 1]: sequence s owns the packed rows query_start[s]:query_start[s + 1]."""
+    context_len: Tensor
+    """int32 [num_seqs]: tokens in the KV cache, this step's query tokens included."""
+    block_table: Tensor
+    """int32 [num_seqs, max_blocks]: block ids in order of position; rows are padded with 0."""
+    slot_mapping: Tensor
+    """int64 [total_tokens]: block id * block_size + offset where a row's key and value go. -1 marks a padding
+    row, for which nothing is written and the output is zero. Rows past query_start[-1] must be padding."""
+    max_query_len: int
+    max_context_len: int
+    visible: Tensor | None = None
+    """int64 [total_tokens], None without trees. Bit i of a tree row's mask is set if the row sees key
+    `tree_start` + i of its sequence. The set bits are the row's path in the tree, and the last one is the row
+    itself. So its position is `tree_start` plus the number of set bits less one, and a sliding window keeps
+    the last keys of the path. A row sees all keys before `tree_start`. Masks of chains are ignored."""
+    tree_start: Tensor | None = None
+    """int32 [num_seqs], with `visible`: each tree's first key, or -1 for a chain. It is at most the first
+    query row's key, and the tree has at most 64 keys."""
+    first_key: Tensor | None = None
+    """int32 [num_seqs]: no row sees keys before this one. At most the first query row's key. None: all 0."""
+
+
+class LayerKv(NamedTuple):
+    """A layer's part of a pool: two views [num_blocks, block_size, num_kv_heads, head_dim], which may differ
+    in head_dim. Of coded rows there are scales, float32 [num_blocks, block_size, num_kv_heads], in the same
+    rows of heads.
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+    @classmethod
+    def of(cls, both: Tensor, scales: Tensor | None = None) -> LayerKv:
+        """Of views of both, [num_blocks, 2, ...]."""
+        return cls(*both.unbind(1), *((None, None) if scales is None else scales.unbind(1)))
+
+    @classmethod
+    def of_sides(cls, keys: StoredRows, values: StoredRows) -> LayerKv:
+        """The inverse of `sides`."""
+        return cls(keys.values, values.values, keys.scales, values.scales)
+
+    def fits(self, rows: KvRows) -> bool:
+        """Whether it has such rows."""
+        has_scales = self.key_scales is not None and self.value_scales is not None
+        return self.keys.dtype is rows.stored_dtype and has_scales is rows.coded
+
+    @property
+    def sides(self) -> tuple[StoredRows, StoredRows]:
+        """Keys, and values."""
+        return StoredRows(self.keys, self.key_scales), StoredRows(self.values, self.value_scales)
+
+    def of_heads(self, heads: slice) -> LayerKv:
+        """Some of the KV heads."""
+        return LayerKv.of_sides(*(side.part(slice(None), slice(None), heads) for side in self.sides))
+
+    @property
+    def values_in_keys(self) -> bool:
+        """Values are the first ones of each row of keys: written with these, and never alone."""
+        is_same = self.values.untyped_storage() is self.keys.untyped_storage()
+        return is_same and self.values.storage_offset() == self.keys.storage_offset()
+
+
+class AttentionBackend(Protocol):
+    """Attends causally over the layers of a pool, each with shapes of its own and the same blocks. `rows`
+    says how keys and values are kept if not as the model computes them.
+    """
+
+    name: str
+    block_size: int
+    block_pool: int
+    """Whose blocks the metadata name."""
+    num_tables: int
+    """Of these blocks: with more than one, the metadata have one dimension more (`TablesBackend`)."""
+
+    def __init__(
+        self, layers: Sequence[LayerKv], block_pool: int = 0, rows: KvRows | None = None
+    ) -> None: ...
+
+    def begin_step(self, metadata: AttentionMetadata) -> None:
+        """Prepare what all layers of the coming step share."""
+        ...
+
+    def forward(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Write key and value into the pool, then attend.
+
+        query is [total_tokens, num_heads, key_dim], key [total_tokens, num_kv_heads, key_dim] and value
+        [total_tokens, num_kv_heads, value_dim], all of the rows' dtype and with any strides.
+        A sliding window w lets position p see the positions in (p - w, p]; a soft cap c turns a score s into
+        c * tanh(s / c). `sinks`, floats [num_heads], are one more score per head, of a key that all rows see
+        and whose value is zero: it only adds to the softmax's denominator, and is neither scaled nor capped.
+        Where the pool's values lie in its keys, `value` is not read.
+        Returns a new contiguous tensor [total_tokens, num_heads, value_dim] of the query's dtype.
+        """
+        ...

@@ -1,0 +1,387 @@
+"""What lies in a block of the pool: groups of layers, their segments, and each layer's place in these.
+
+The pool has one or more block pools, each of blocks of one size. A block holds `block_size` tokens of all
+groups of its block pool: their segments, one after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.kv.row_codes import KvRows, StoredRows
+from engine.kv.state_layout import StateLayout
+from protocol.handoff import PAGED, WINDOWED, SegmentInfo
+
+TARGET, DRAFT = "target", "draft"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Layers of one shape. For each token a layer has `num_planes` planes, e.g. its keys and values.
+
+    `dtype` is what the model computes; `quantization` says how the pool keeps it (`engine.kv.row_codes`).
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    num_planes: int = 2
+    quantization: str = "none"
+
+    @property
+    def rows(self) -> KvRows:
+        return KvRows(self.dtype, self.quantization)
+
+    def block_shape(self, block_size: int) -> tuple[int, int, int, int, int]:
+        return (self.num_layers, self.num_planes, block_size, self.num_kv_heads, self.head_dim)
+
+    def block_bytes(self, block_size: int) -> int:
+        return math.prod(self.block_shape(block_size)[:-1]) * self.rows.row_bytes(self.head_dim)
+
+    def views(self, blocks: Tensor, block_size: int) -> StoredRows:
+        """Of bytes [num_blocks, block_bytes]: values [num_blocks, *block_shape], and scales of coded rows,
+        [num_blocks, num_layers, num_planes, block_size, num_kv_heads], behind the codes of each token.
+        """
+        *tokens, heads, head_dim = self.block_shape(block_size)
+        stored, end = blocks.unflatten(1, (*tokens, -1)), heads * head_dim * self.rows.stored_dtype.itemsize
+        values = stored[..., :end].view(self.rows.stored_dtype).unflatten(4, (heads, head_dim))
+        return StoredRows(values, stored[..., end:].view(torch.float32) if self.rows.coded else None)
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What a layer keeps of a token: keys and values, in some models of different sizes."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    values_in_keys: bool = False
+    """Values are the first ones of each key, of one head: latent attention."""
+
+    @property
+    def num_values(self) -> int:
+        return self.num_kv_heads * (self.key_dim + (0 if self.values_in_keys else self.value_dim))
+
+    def segments(self, num_layers: int, dtype: torch.dtype) -> tuple[Segment, ...]:
+        """Of so many such layers: one, or one of the keys and one of the values."""
+        if self.key_dim == self.value_dim:
+            return (Segment(num_layers, self.num_kv_heads, self.key_dim, dtype),)
+        dims = (self.key_dim,) if self.values_in_keys else (self.key_dim, self.value_dim)
+        return tuple(Segment(num_layers, self.num_kv_heads, dim, dtype, num_planes=1) for dim in dims)
+
+    def place(self, segment: int, index: int) -> LayerPlace:
+        """Of one of them, where this is the number of the first of `segments`."""
+        if self.values_in_keys:
+            return LayerPlace(segment, index, value_dim=self.value_dim)
+        return LayerPlace(segment, index, segment + 1 if self.key_dim != self.value_dim else None)
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """Where a layer's KV lies: `index` among the layers of its group's `segment`. This has the keys alone
+    where the values lie at the same index of `value_segment`, or are the first `value_dim` of each key. With
+    a `shape` it has rows of layers of several shapes: the layer's keys, and its values behind them, lie in
+    each from value `first` on.
+    """
+
+    segment: int
+    index: int
+    value_segment: int | None = None
+    table: int = 0
+    """Which of a sequence's block tables says in which blocks."""
+    value_dim: int | None = None
+    first: int = 0
+    shape: LayerShape | None = None
+
+
+MOST_TABLES = 16
+"""As many as a lease can have extents."""
+_MOST_PADDING = 0.25
+"""Of the places for layers in a block of each table: more than that is not worth what windows spare."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The KV of one model, in one block_pool. Layers that share their KV have the same place."""
+
+    name: str
+    segments: tuple[Segment, ...]
+    layers: tuple[LayerPlace, ...]
+    block_pool: int = 0
+    sights: tuple[int, ...] = ()
+    """Tokens that each layer's rows see at most, their own among them; 0: all. Empty: all layers see all."""
+    windows: tuple[int, ...] = (0,)
+    """The same of each block table. In blocks of a table lie all layers, or some where these are several."""
+
+    @classmethod
+    def uniform(cls, name: str, segment: Segment) -> Group:
+        """Each layer has its own place in one segment."""
+        return cls(name, (segment,), tuple(LayerPlace(0, index) for index in range(segment.num_layers)))
+
+    @classmethod
+    def of_layers(
+        cls,
+        name: str,
+        layers: Sequence[LayerShape | int | None],
+        dtype: torch.dtype,
+        sights: Sequence[int] = (),
+    ) -> Group:
+        """Layers of one shape lie together. A number stands for the KV of an earlier layer, which this one
+        shares. None is a layer without KV: it has a place by name alone, which nobody reads or writes.
+        """
+        counts = Counter(layer for layer in layers if isinstance(layer, LayerShape))
+        segments: list[Segment] = []
+        firsts: dict[LayerShape, int] = {}
+        for shape, count in counts.items():
+            firsts[shape] = len(segments)
+            segments += shape.segments(count, dtype)
+        places: list[LayerPlace] = []
+        taken: Counter[LayerShape] = Counter()
+        for layer in layers:
+            if layer is None:
+                places.append(next(iter(firsts)).place(0, 0))
+                continue
+            if isinstance(layer, int):
+                places.append(places[layer])
+                continue
+            places.append(layer.place(firsts[layer], taken[layer]))
+            taken[layer] += 1
+        return cls(name, tuple(segments), tuple(places), sights=tuple(sights))
+
+    def in_tables(self, longest: int, *, rows: bool = True) -> Group:
+        """The same KV in block tables by what layers see of a sequence of at most `longest` tokens: those
+        within a sliding window, each with as many layers as there are of the rarest sight, need no blocks
+        behind it. Layers of several shapes lie in `rows`. All in one table where that can't be: see `fault`.
+        """
+        sights = [sight if sight < longest else 0 for sight in self.sights]
+        if len({*sights}) == 1:
+            return replace(self, windows=(sights[0],))
+        if not sights or self._tables_fault(sights, rows):
+            return self
+        return self._in_rows(sights) if self._has_several_shapes else self._divided(sights)
+
+    def fault(self, longest: int, *, rows: bool = True) -> str:
+        """Why some layers attend within a window and keep all the same; empty if none do."""
+        sights = [sight if sight < longest else 0 for sight in self.sights]
+        return self._tables_fault(sights, rows) if len({*sights}) > 1 else ""
+
+    def draft_fault(self, draft: Group) -> str:
+        """Why a draft's KV can't lie beside these tables; empty if it can: in the first one, whose layers see
+        all, or as much as the draft's. In blocks of the others its places stay empty.
+        """
+        if self.windows[0] and not all(0 < sight <= self.windows[0] for sight in draft.sights or (0,)):
+            return "a draft sees more of a sequence"
+        own, drafted = (sum(segment.block_bytes(1) for segment in each.segments) for each in (self, draft))
+        padding = (self.num_tables - 1) * drafted / (self.num_tables * (own + drafted))
+        if padding > _MOST_PADDING:
+            return f"a draft's KV would leave {padding:.0%} of {self.num_tables} tables empty"
+        return ""
+
+    def _tables_fault(self, sights: list[int], rows: bool) -> str:
+        """Why layers with these sights can't lie in tables of their own."""
+        sight_of = dict(zip(self.layers, sights, strict=True))
+        if any(sight_of[place] != sight for place, sight in zip(self.layers, sights, strict=True)):
+            return "layers that share their KV see unlike parts of it"
+        if self._has_several_shapes:
+            if not rows or self.rows.coded or any(place.value_dim for place in self.layers):
+                return "layers have KV of several shapes, which is kept or sent in codes"
+            divided, whole = self._in_rows(sights), sum(self._shape(place).num_values for place in sight_of)
+            is_too_much = divided.num_tables > MOST_TABLES or divided.num_values > whole / (1 - _MOST_PADDING)
+            return "layers have KV of several shapes that do not divide" if is_too_much else ""
+        counts = Counter(sight_of.values())
+        each = min(counts.values())
+        tables = sum(-(-count // each) for count in counts.values())
+        if tables > MOST_TABLES or tables * each > counts.total() / (1 - _MOST_PADDING):
+            return f"{counts.total()} layers of which {each} are unlike the others do not divide"
+        return ""
+
+    def _by_sight(self, sights: list[int]) -> dict[int, list[LayerPlace]]:
+        """What sees most comes first."""
+        sight_of = dict(zip(self.layers, sights, strict=True))
+        order = sorted({*sights}, key=lambda sight: sight or math.inf, reverse=True)
+        return {sight: [place for place in sight_of if sight_of[place] == sight] for sight in order}
+
+    @property
+    def _has_several_shapes(self) -> bool:
+        return len({place.segment for place in self.layers}) > 1
+
+    def _shape(self, place: LayerPlace) -> LayerShape:
+        keys = self.segments[place.segment]
+        values = keys if place.value_segment is None else self.segments[place.value_segment]
+        return LayerShape(keys.num_kv_heads, keys.head_dim, values.head_dim)
+
+    def _row_width(self, sights: list[int]) -> int:
+        """Values of a token in a block, as many as some layers of one sight have: so that the tables, not too
+        many, take least.
+        """
+        kinds = self._by_sight(sights).values()
+        sizes = [[self._shape(place).num_values for place in alike] for alike in kinds]
+        least = max(itertools.chain(*sizes))
+        widths = {width for each in sizes for width in itertools.accumulate(each) if width >= least}
+
+        def room(width: int) -> tuple[bool, int]:
+            num_tables = len(self._rows_of(sights, width)[1])
+            return num_tables > MOST_TABLES, num_tables * width
+
+        return min(sorted(widths, reverse=True), key=room)
+
+    def _rows_of(self, sights: list[int], width: int) -> tuple[dict[LayerPlace, LayerPlace], list[int]]:
+        """Where layers lie in rows of so many values, and the windows of the tables."""
+        moved: dict[LayerPlace, LayerPlace] = {}
+        windows: list[int] = []
+        for sight, alike in self._by_sight(sights).items():
+            end = width
+            for place in alike:
+                shape = self._shape(place)
+                if end + shape.num_values > width:
+                    windows.append(sight)
+                    end = 0
+                moved[place] = LayerPlace(0, 0, table=len(windows) - 1, first=end, shape=shape)
+                end += shape.num_values
+        return moved, windows
+
+    def _in_rows(self, sights: list[int]) -> Group:
+        width = self._row_width(sights)
+        moved, windows = self._rows_of(sights, width)
+        row = Segment(1, 1, width, self.segments[0].dtype, num_planes=1)
+        layers = tuple(moved[place] for place in self.layers)
+        return replace(self, segments=(row,), layers=layers, windows=tuple(windows))
+
+    def _divided(self, sights: list[int]) -> Group:
+        by_sight = self._by_sight(sights)
+        each = min(map(len, by_sight.values()))
+        windows: list[int] = []
+        moved: dict[LayerPlace, LayerPlace] = {}
+        for sight, alike in by_sight.items():
+            for number, place in enumerate(alike):
+                table = len(windows) + number // each
+                moved[place] = replace(place, index=number % each, table=table)
+            windows += [sight] * -(-len(alike) // each)
+        return replace(
+            self,
+            segments=tuple(replace(segment, num_layers=each) for segment in self.segments),
+            layers=tuple(moved[place] for place in self.layers),
+            windows=tuple(windows),
+        )
+
+    @property
+    def num_tables(self) -> int:
+        return len(self.windows)
+
+    @property
+    def num_values(self) -> int:
+        """Of a token, in all layers."""
+        per_table = (
+            math.prod((s.num_layers, s.num_planes, s.num_kv_heads, s.head_dim)) for s in self.segments
+        )
+        return self.num_tables * sum(per_table)
+
+    @property
+    def rows(self) -> KvRows:
+        """Of the first segment, and all others where an attention backend reads them."""
+        return self.segments[0].rows
+
+    def stored_as(self, quantization: str) -> Group:
+        """The same KV, kept otherwise. Raises ValueError for heads that can't be kept so."""
+        if any(place.value_dim for place in self.layers):
+            raise ValueError("latents, of which heads make their keys and values, are kept as they are")
+        segments = tuple(replace(segment, quantization=quantization) for segment in self.segments)
+        for segment in segments:
+            if fault := segment.rows.fault(segment.head_dim):
+                raise ValueError(fault)
+        return replace(self, segments=segments)
+
+    def segment_name(self, index: int) -> str:
+        """Unique in the pool."""
+        return f"{self.name}.{index}" if index else self.name
+
+    def describe(self, block_size: int) -> str:
+        """Names the format, so that unlike KV never shares an identity."""
+        shapes = []
+        for segment in self.segments:
+            layers, planes, *_ = segment.block_shape(block_size)
+            shape = f"{layers}x{segment.num_kv_heads}x{segment.head_dim}"
+            values = segment.dtype_name + (f":{segment.quantization}" if segment.rows.coded else "")
+            shapes.append(f"{values}/{shape}" + (f"x{planes}" if planes != 2 else ""))
+        tables = f"/{self.num_tables} tables" if self.num_tables > 1 else ""
+        return f"{'+'.join(shapes)}/{block_size}{tables}"
+
+
+@dataclass(frozen=True)
+class PoolLayout:
+    """Beside the blocks there are `num_state_slots` state slots for the `state` of recurrent layers, and
+    for that of the draft's, if there are any.
+    """
+
+    groups: tuple[Group, ...]
+    block_size: int
+    state: StateLayout | None = None
+    num_state_slots: int = 0
+    draft_state: StateLayout | None = None
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Of each block table of a sequence: only its last so many tokens keep their KV there; 0: all do."""
+        return self.groups[0].windows
+
+    @property
+    def state_slot_bytes(self) -> int:
+        """Of one sequence."""
+        return sum(state.state_slot_bytes for state in (self.state, self.draft_state) if state is not None)
+
+    @property
+    def state_slots_bytes(self) -> int:
+        return self.num_state_slots * self.state_slot_bytes
+
+    @property
+    def state_blocks(self) -> int:
+        """Blocks that hold a state which is kept or moves; they are like all others."""
+        return -(-self.state.state_bytes // self.block_bytes) if self.state is not None else 0
+
+    @property
+    def state_unit(self) -> int:
+        """States are kept at multiples of so many tokens: grid points at which a block ends."""
+        return math.lcm(self.state.grid, self.block_size) if self.state is not None else 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block of each block_pool. A token has such a place in each table."""
+        return sum(segment.block_bytes(self.block_size) for g in self.groups for segment in g.segments)
+
+    def block_pools(self) -> list[dict[str, Segment]]:
+        """Each block pool's segments by name, in the order in which they lie in a block."""
+        block_pools: list[dict[str, Segment]] = [
+            {} for _ in range(1 + max(g.block_pool for g in self.groups))
+        ]
+        for group in self.groups:
+            for index, segment in enumerate(group.segments):
+                block_pools[group.block_pool][group.segment_name(index)] = segment
+        return block_pools
+
+    def describe(self) -> list[SegmentInfo]:
+        """For peers."""
+        size = self.block_size
+        return [
+            SegmentInfo(
+                name=name,
+                dtype=segment.dtype_name,
+                shape=segment.block_shape(size),
+                kind=WINDOWED if any(self.windows) else PAGED,
+                block_pool=block_pool,
+                quantization=segment.quantization,
+            )
+            for block_pool, segments in enumerate(self.block_pools())
+            for name, segment in segments.items()
+        ]

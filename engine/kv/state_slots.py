@@ -1,0 +1,175 @@
+"""The memory of running sequences' states: a state slot for each row of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kv.host_memory import host_zeros
+from engine.kv.state_layout import StateLayout
+from engine.upload import upload_to
+
+
+@dataclass(slots=True)  # not frozen: that takes four times as long to make, for each sequence in each step
+class RowSpan:
+    """`count` packed rows of one sequence from place `start` on, its state in `state_slot`. The tokens of
+    places
+    below `certain` are its own, those behind are drafted. With `masks`, as `SequenceRows` has them, they are
+    rows of a tree from place `tree_start` on.
+    """
+
+    state_slot: int
+    start: int
+    count: int
+    certain: int
+    masks: Sequence[int] | None = None
+    tree_start: int = 0
+
+    def path(self, place: int, first: int) -> list[int]:
+        """The places of the tokens before the row at this one, from position `first` on, in order of their
+        positions.
+        """
+        root = place if self.masks is None else self.tree_start
+        places = [*range(first, root)]
+        if self.masks is not None:
+            mask = self.masks[place - self.start]
+            path = [root + bit for bit in range(mask.bit_length() - 1) if mask >> bit & 1]
+            places += path[max(first - root, 0) :]
+        return places
+
+
+class LayerStateSlots(NamedTuple):
+    """One layer's part of all state_slots. `state` and `tail` are those of a grid point, the others belong
+    to the places behind it, each at its number modulo the window: the convolution's `inputs`, and of linear
+    attention the keys, what is added to the state under each of them, and the logarithms of the decays since
+    the last grid point, that token included; on CUDA devices, of that token alone; of a selective scan the
+    token's own time instead.
+    """
+
+    state: Tensor
+    """float32 [state slots, heads, key_dim, value_dim]"""
+    tail: Tensor
+    """[state slots, taps - 1, channels]"""
+    inputs: Tensor
+    """[state slots, window, channels]"""
+    keys: Tensor
+    """float32 [state slots, window, key heads, key_dim]"""
+    deltas: Tensor
+    """float32 [state slots, window, heads, value_dim]"""
+    decays: Tensor
+    """float32 [state slots, window, heads, decay_dim]"""
+
+
+class StateSlots:
+    """A state is at a grid point of tokens that are certain, at the last one or, where drafts were accepted
+    since, before it: so a draft is rolled back by forgetting it.
+    """
+
+    def __init__(self, layout: StateLayout, count: int, device: torch.device) -> None:
+        self.layout = layout
+        self._states = _zeros(count * layout.state_bytes, device).view(count, layout.state_bytes)
+        self._windows = _zeros(count * layout.window_bytes, device).view(count, layout.window_bytes)
+        self._free = list(range(count - 1, -1, -1))
+        self._bases = [0] * count
+        """The grid point of each state."""
+        states, windows = _Views(self._states), _Views(self._windows)
+        held = [states.take(torch.float32, layer.state_shape) for layer in layout.layers]
+        tails = [states.take(layout.dtype, layer.tail_shape) for layer in layout.layers]
+        recent = [
+            [
+                windows.take(torch.float32, (layout.window, *shape))
+                for shape in (
+                    (layer.num_key_heads, layer.key_dim),
+                    (layer.num_heads, layer.value_dim),
+                    (layer.num_heads, layer.decay_dim),
+                )
+            ]
+            for layer in layout.layers
+        ]
+        inputs = [windows.take(layout.dtype, (layout.window, layer.channels)) for layer in layout.layers]
+        self._upload = upload_to(device)
+        parts = zip(held, tails, inputs, recent, strict=True)
+        self.layers = [LayerStateSlots(*first, *others) for *first, others in parts]
+
+    @property
+    def device(self) -> torch.device:
+        return self._states.device
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        """For a sequence without tokens, until a state is loaded."""
+        state_slot = self._free.pop()
+        self._bases[state_slot] = 0
+        return state_slot
+
+    def position(self, state_slot: int) -> int:
+        """Where its state is."""
+        return self._bases[state_slot]
+
+    def give_back(self, state_slot: int) -> None:
+        self._free.append(state_slot)
+
+    def run(self, span: RowSpan) -> int:
+        """These rows are about to run. Returns where the state is until they have: then it is at the
+        last grid point of what is certain of them.
+        """
+        grid, state_slot, start = self.layout.grid, span.state_slot, span.start
+        if start == 0:
+            self._states[state_slot].zero_()
+            self._bases[state_slot] = 0
+        base = self._bases[state_slot]
+        if not 0 <= start - base <= self.layout.window:  # a made-up sequence: so is its state
+            base = start // grid * grid
+        end = min(span.certain, start + span.count)
+        self._bases[state_slot] = max(base, end // grid * grid)
+        return base
+
+    def move(self, state_slot: int, first: int, places: Sequence[int]) -> None:
+        """The inputs at place `first + places[i]`, of a draft's accepted tokens, go to `first + i`."""
+        if not places or places[-1] < len(places):
+            return
+        moves = first + np.array([places, range(len(places))], np.int64)
+        sources, targets = self._upload([moves % self.layout.window])[0]
+        for layer in self.layers:
+            for rows in (layer.inputs, layer.keys, layer.deltas, layer.decays):
+                rows[state_slot].index_copy_(0, targets, rows[state_slot].index_select(0, sources))
+
+    def save(self, state_slot: int, block_pool: Tensor, blocks: Sequence[int]) -> None:
+        """Copy the state slot's state to blocks of the pool, uint8 [blocks, block_bytes]."""
+        state = self._states[state_slot]
+        for block, part in zip(blocks, state.split(block_pool.shape[1]), strict=True):
+            block_pool[block, : len(part)] = part
+
+    def load(self, state_slot: int, block_pool: Tensor, blocks: Sequence[int], num_tokens: int) -> int:
+        """The reverse, of the last grid point of so many tokens: returns that."""
+        for block, part in zip(blocks, self._states[state_slot].split(block_pool.shape[1]), strict=True):
+            part.copy_(block_pool[block, : len(part)])
+        self._bases[state_slot] = self.layout.position(num_tokens)
+        return self._bases[state_slot]
+
+
+class _Views:
+    """Parts of each row of bytes, one behind the other."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+        self._end = 0
+
+    def take(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        start, self._end = self._end, self._end + dtype.itemsize * math.prod(shape)
+        return self._rows[:, start : self._end].view(dtype).unflatten(1, shape)
+
+
+def _zeros(nbytes: int, device: torch.device) -> Tensor:
+    return (
+        host_zeros(nbytes) if device.type == "cpu" else torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    )

@@ -1,0 +1,311 @@
+"""The host tier: blocks that the device pool evicted, in host memory, found again by their identity.
+
+A block is copied when the pool evicts it, not when it is published. So nothing is copied while the pool has
+room, and a block that was loaded from here and is evicted again needs no second copy.
+
+With a disk tier each block is also written to the disk, in the background and oldest first. Writing a block
+only when the host tier evicts it would be as many writes; but this way a burst of evictions finds most
+blocks written already, and a restart finds all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from engine.kv.cache_events import CacheLog
+from engine.kv.tiers.disk import DiskTier
+from engine.kv.tiers.memory import HostMemory
+from protocol.ids import BlockIdentity
+from protocol.kv_events import Medium
+
+FETCH_TIMEOUT_S = 2.0
+"""Seconds that a sequence waits for its blocks from the disk before it is computed instead."""
+
+MIN_SLOTS_WITH_DISK = 4
+"""So that the disk never uses all slots: it reads into at most half of them and writes at most a quarter."""
+
+
+class Evicted(NamedTuple):
+    """A published block of the device pool that is about to be overwritten."""
+
+    identity: BlockIdentity
+    block: int
+
+
+@dataclass(eq=False)
+class DiskFetch:
+    """Blocks on their way from the disk, for a waiting sequence. Times are `time.monotonic()`."""
+
+    deadline: float
+    remaining: int = 0
+    expired: bool = False
+
+
+@dataclass
+class HostCounters:
+    hit_blocks: float = 0
+    miss_blocks: float = 0
+    saved_blocks: float = 0
+    saved_bytes: float = 0
+    save_seconds: float = 0
+    loaded_bytes: float = 0
+    load_seconds: float = 0
+    evicted_blocks: float = 0
+
+
+class HostTier:
+    """The host memory below one block pool of a device pool. Only the engine's thread may call it, except
+    for the counters. Copies are in order with everything else that uses the device pool.
+
+    Each slot of `memory` is free, in the index, or lent to the disk tier, which fills it. A block that is
+    being written to the disk stays in the index and in its slot until the write is done.
+    """
+
+    def __init__(self, memory: HostMemory, disk: DiskTier | None = None) -> None:
+        least = MIN_SLOTS_WITH_DISK if disk is not None else 1
+        if memory.num_slots < least:
+            raise ValueError(f"the host tier needs {least} slots, not {memory.num_slots}")
+        self.capacity = memory.num_slots
+        self.counters = HostCounters()
+        self._memory = memory
+        self._disk = disk
+        self._log: CacheLog | None = None
+        self._slot_of: OrderedDict[BlockIdentity, int] = OrderedDict()
+        self._free = list(range(memory.num_slots - 1, -1, -1))
+        self._wanted: deque[BlockIdentity] = deque()
+        self._fetches: dict[BlockIdentity, list[DiskFetch]] = {}
+        """The fetches that wait for a block, which is being read or soon will be."""
+        self._unwritten: OrderedDict[BlockIdentity, None] = OrderedDict()
+        """Blocks that are in the index, and neither on the disk nor queued for it; oldest first."""
+        self._num_reading = 0
+        self._max_reading = self.capacity // 2
+        self._max_writing = self.capacity // 4
+
+    # --- the block manager's side -------------------------------------------------------------------
+
+    def watch(self, log: CacheLog) -> None:
+        """Tell the log what comes and goes, here and on the disk."""
+        self._log = log
+        if self._disk is not None:
+            self._disk.log = log
+
+    def contents(self) -> Iterator[tuple[Medium, BlockIdentity]]:
+        """All blocks, here and on the disk."""
+        for identity in self._slot_of:
+            yield Medium.CPU, identity
+        for identity in self._disk.stored() if self._disk is not None else ():
+            yield Medium.STORAGE, identity
+
+    def holds(self, identity: BlockIdentity) -> bool:
+        """Whether `load` would find the block now."""
+        return identity in self._slot_of
+
+    def knows(self, identity: BlockIdentity) -> bool:
+        """Whether the block is here or on the disk."""
+        return identity in self._slot_of or (self._disk is not None and self._disk.holds(identity))
+
+    def touch(self, identities: Sequence[BlockIdentity]) -> None:
+        """Mark blocks that will soon be loaded as recently used; the first one is evicted last."""
+        for identity in reversed(identities):
+            if identity in self._slot_of:
+                self._slot_of.move_to_end(identity)
+
+    def save(self, evicted: Sequence[Evicted]) -> None:
+        """Keep what these device blocks hold; the caller then overwrites them."""
+        started = time.perf_counter()
+        self._collect()
+        for identity, block in evicted:
+            if identity in self._slot_of:
+                self._slot_of.move_to_end(identity)
+                continue
+            slot = self._take_slot(may_drop=True)
+            assert slot is not None
+            self._memory.save(block, slot)
+            self._keep(identity, slot)
+            if self._disk is not None and not self._disk.holds(identity):
+                self._unwritten[identity] = None
+            self.counters.saved_blocks += 1
+            self.counters.saved_bytes += self._memory.block_bytes
+        self._begin_writes(self._max_writing)
+        self.counters.save_seconds += time.perf_counter() - started
+
+    def load(self, identities: Sequence[BlockIdentity], block_ids: Sequence[int]) -> int:
+        """Copy the blocks to the device, up to the first that is no longer here; returns how many."""
+        started = time.perf_counter()
+        num_loaded = 0
+        for identity, block in zip(identities, block_ids, strict=True):
+            slot = self._slot_of.get(identity)
+            if slot is None:
+                break
+            self._memory.load(slot, block)
+            num_loaded += 1
+        self.counters.hit_blocks += num_loaded
+        self.counters.loaded_bytes += num_loaded * self._memory.block_bytes
+        self.counters.load_seconds += time.perf_counter() - started
+        return num_loaded
+
+    def count_misses(self, num_blocks: int) -> None:
+        """Count full blocks of an admitted prompt that no tier had."""
+        self.counters.miss_blocks += num_blocks
+
+    def finish(self) -> None:
+        """Wait for copies that are queued on the device."""
+        self._memory.finish()
+
+    # --- the scheduler's side -----------------------------------------------------------------------
+
+    def fetch(self, identities: Iterable[BlockIdentity]) -> DiskFetch:
+        """Begin to read those of a prompt's next blocks that lie on the disk, so that `load` finds them.
+
+        At most half as many blocks as the host tier has: the blocks that they evict may be wanted too.
+        """
+        fetch = DiskFetch(time.monotonic() + FETCH_TIMEOUT_S)
+        if self._disk is None:
+            return fetch
+        present = []
+        missing = iter(identities)
+        for identity in missing:
+            if identity in self._slot_of:
+                present.append(identity)
+                continue
+            if identity not in self._fetches:
+                if not self._disk.holds(identity):
+                    self._disk.counters.miss_blocks += 1 + sum(1 for _ in missing)
+                    break
+                if fetch.remaining == self._max_reading:
+                    break
+                self._disk.touch(identity)
+                self._fetches[identity] = []
+                self._wanted.append(identity)
+            self._fetches[identity].append(fetch)
+            fetch.remaining += 1
+        self.touch(present)
+        self._begin_reads()
+        return fetch
+
+    def is_pending(self, fetch: DiskFetch) -> bool:
+        """Whether to wait for it: some blocks are still to come, and the deadline has not passed."""
+        if fetch.remaining == 0:
+            return False
+        if time.monotonic() < fetch.deadline:
+            return True
+        if not fetch.expired and self._disk is not None:
+            fetch.expired = True
+            self._disk.counters.fetch_timeouts += 1
+        return False
+
+    def poll(self) -> None:
+        """Take the jobs that the disk has done, and queue more reads."""
+        if self._disk is not None:
+            self._collect()
+            self._begin_reads()
+            self._begin_writes(self._max_writing)
+
+    # --- what it says of itself, to any thread ------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._slot_of)
+
+    @property
+    def num_disk_queued(self) -> int:
+        """Blocks to be read or written."""
+        return self._disk.num_queued + len(self._unwritten) if self._disk is not None else 0
+
+    def totals(self) -> dict[str, float]:
+        """Gauges and counters in Prometheus' naming; bytes and seconds say so in their names."""
+        totals = {f"kv_host_{name}_total": value for name, value in asdict(self.counters).items()}
+        totals |= {"kv_host_blocks": self.capacity, "kv_host_used_blocks": self.num_blocks}
+        if self._disk is not None:
+            totals |= {
+                "kv_disk_blocks": self._disk.capacity,
+                "kv_disk_used_blocks": self._disk.num_blocks,
+                "kv_disk_queued_blocks": self.num_disk_queued,
+            }
+            disk = asdict(self._disk.counters)
+            totals |= {f"kv_disk_{name}_total": value for name, value in disk.items()}
+        return totals
+
+    def describe(self) -> str:
+        text = f"host: {self.capacity} blocks"
+        if self._disk is not None:
+            text += f"; disk: {self._disk.num_blocks} of {self._disk.capacity} blocks found again"
+        return text
+
+    def close(self) -> None:
+        """Write the blocks that are not on the disk yet, for at most `CLOSE_TIMEOUT_S`. Idempotent."""
+        if self._disk is not None:
+            self._collect()
+            self._begin_writes(self.capacity)
+            self._disk.close()
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    def _keep(self, identity: BlockIdentity, slot: int) -> None:
+        self._slot_of[identity] = slot
+        if self._log is not None:
+            self._log.stored(Medium.CPU, identity)
+
+    def _take_slot(self, may_drop: bool) -> int | None:
+        """A slot to fill: a free one, or that of the least recently used block."""
+        full = len(self._slot_of) + self._num_reading >= self.capacity
+        if full and not self._give_up_oldest(may_drop):
+            return None
+        return self._free.pop()
+
+    def _give_up_oldest(self, may_drop: bool) -> bool:
+        """Evict the oldest block. False if all are being written, or it is unwritten and must not be lost."""
+        disk = self._disk
+        identity = next((i for i in self._slot_of if disk is None or not disk.is_writing(i)), None)
+        if identity is None or (identity in self._unwritten and not may_drop):
+            return False
+        self._free.append(self._slot_of.pop(identity))
+        self.counters.evicted_blocks += 1
+        if self._log is not None:
+            self._log.removed(Medium.CPU, identity)
+        if disk is not None and identity in self._unwritten:
+            del self._unwritten[identity]
+            disk.counters.dropped_blocks += 1
+        elif disk is not None and disk.holds(identity):
+            disk.touch(identity)
+        return True
+
+    def _begin_writes(self, limit: int) -> None:
+        disk = self._disk
+        while disk is not None and self._unwritten and disk.num_writing < limit and disk.can_write:
+            identity, _ = self._unwritten.popitem(last=False)
+            disk.write(identity, self._slot_of[identity])
+
+    def _begin_reads(self) -> None:
+        disk = self._disk
+        while disk is not None and self._wanted and self._num_reading < self._max_reading:
+            identity = self._wanted[0]
+            now = time.monotonic()
+            if all(now >= fetch.deadline for fetch in self._fetches[identity]) or not disk.holds(identity):
+                self._arrived(self._wanted.popleft())
+                continue
+            slot = self._take_slot(may_drop=False)
+            if slot is None:
+                return
+            disk.read(self._wanted.popleft(), slot)
+            self._num_reading += 1
+
+    def _collect(self) -> None:
+        for job in self._disk.finished() if self._disk is not None else ():
+            if not job.is_read:
+                continue
+            self._num_reading -= 1
+            if job.done and job.identity not in self._slot_of:
+                self._keep(job.identity, job.host_slot)
+            else:
+                self._free.append(job.host_slot)
+            self._arrived(job.identity)
+
+    def _arrived(self, identity: BlockIdentity) -> None:
+        """No fetch waits for the block any longer."""
+        for fetch in self._fetches.pop(identity):
+            fetch.remaining -= 1

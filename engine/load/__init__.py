@@ -1,0 +1,1 @@
+"""Loads a checkpoint, probes it, packs its weights and chooses the forward that runs it."""

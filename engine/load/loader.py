@@ -1,0 +1,256 @@
+"""Loads a Transformers decoder. A probe refuses models that the engine would serve wrong."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.utils import is_accelerate_available
+
+from checkpoints.source import hf_source
+from engine.devices.cpu.decoder.description import unfit
+from engine.devices.cuda.tiles import fault_of_options, fault_of_weights, tile_on_gpu
+from engine.devices.loaded_model import LoadedModel, Recurrent
+from engine.devices.torch import transformers_hook
+from engine.devices.torch.latent_attention import absorb, expansion_reason
+from engine.devices.torch.recurrent_hooks import hook
+from engine.errors import UnsupportedModelError
+from engine.kv.layout import Group
+from engine.limits import choose_max_model_len, refuse_second_quantization
+from engine.linear.experts import join_experts, split_experts
+from engine.linear.packed import kernel_fault
+from engine.linear.packed_quantized import pack_quantized_linears
+from engine.linear.rounding import round_head, round_linears
+from engine.load.preloaded import take_preloaded
+from engine.load.probe import probe
+from engine.load.quantized_checkpoint import describe_checkpoint, load_quantized, quantization_config
+from engine.lora.table import Adapters, adaptable
+from engine.model.fingerprint import model_fingerprint
+from engine.model.text_half import as_causal, load_checkpoint, make_model
+from engine.phases import phase
+from engine.quantization.weight import CodeFormat
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError
+from protocol.handoff import ROW_QUANTIZATIONS
+
+logger = logging.getLogger("tandem.engine")
+
+DUMMY_SEED = 0
+"""Workers with `--load-format dummy` must make the same weights."""
+
+
+def load_model(config: ServeConfig) -> LoadedModel:
+    """Raises `UnsupportedModelError` or `ConfigError`, naming what is wrong."""
+    loaded = take_preloaded(config)
+    if loaded is not None:
+        return loaded
+    device = choose_device(config.device)
+    transformers_hook.register()
+    hf_config = _load_hf_config(config)
+    text_config = hf_config.get_text_config(decoder=True)
+    longest = _longest(config, text_config)
+    _refuse_chunks(text_config, longest)
+    dtype = choose_dtype(config.dtype, hf_config, device)
+    in_tiles = config.deterministic and device.type == "cuda"
+    if in_tiles and (fault := fault_of_options(config, device, dtype)) is not None:
+        raise ConfigError(f"--deterministic: {fault}")
+    with phase(f"loading the weights of {config.model_name} ({_size(config)})", "seconds for each GB"):
+        model = _load_weights(config, hf_config, dtype, device)
+    if in_tiles and (fault := fault_of_weights(model)) is not None:
+        raise ConfigError(f"--deterministic: {fault}")
+    has_kernel = kernel_fault(device, dtype) is None
+    checkpoint = ""
+    if config.load_format != "dummy":
+        stays = has_kernel or device.type == "cuda"
+        run_as = "multiplied as stored" if stays else f"run in {str(dtype).removeprefix('torch.')}"
+        checkpoint = describe_checkpoint(model, hf_config, run_as)
+    if checkpoint:
+        logger.info("%s: %s", config.model_name, checkpoint)
+    if config.quantization is not None:
+        if has_kernel:
+            split_experts(model)
+        round_linears(model, CodeFormat(config.quantization))
+    if config.quantize_lm_head:
+        round_head(model)
+    weights = model_fingerprint(model).hex()
+    adapters = None
+    if config.serves_adapters:
+        adapters = Adapters(adaptable(model), device, dtype, config.max_lora_rank)
+    expansion = expansion_reason(model, config)
+    if not expansion:
+        absorb(model)
+    if has_kernel:
+        pack_quantized_linears(model)
+        join_experts(model)
+    elif device.type == "cuda":
+        tile_on_gpu(model, device, dtype, plain=in_tiles)
+    hooks = hook(model)
+    kept = probe(model, dtype, text_config.num_hidden_layers, hooks)
+    return LoadedModel(
+        model=model,
+        device=device,
+        dtype=dtype,
+        kv_group=_stored_as(_in_one_table(kept.kv, model), config.kv_cache_dtype),
+        vocab_size=text_config.vocab_size,
+        max_model_len=longest,
+        eos_token_ids=_eos_token_ids(config, model, text_config),
+        weights=weights,
+        recurrent=Recurrent(hooks, kept.state) if hooks is not None and kept.state is not None else None,
+        adapters=adapters,
+        in_ranks=max(config.prefill_tensor_parallel_size, config.decode_tensor_parallel_size) > 1,
+        expansion=expansion,
+        checkpoint=checkpoint,
+    )
+
+
+def _in_one_table(group: Group, model: PreTrainedModel) -> Group:
+    """Our own decoders read one block table, on whatever device: workers of one model must keep it alike."""
+    if len({*group.sights}) == 1 or unfit(model) is not None:
+        return group
+    logger.info("%s: layers within a sliding window keep all tokens", type(model).__name__)
+    return replace(group, sights=())
+
+
+def _stored_as(group: Group, kv_cache_dtype: str) -> Group:
+    if kv_cache_dtype == "auto":
+        return group
+    try:
+        return group.stored_as(ROW_QUANTIZATIONS[kv_cache_dtype])
+    except ValueError as error:
+        raise ConfigError(f"--kv-cache-dtype: {kv_cache_dtype}: {error}; use auto") from error
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model's dtype and the most that it takes, known without its weights."""
+
+    dtype: torch.dtype
+    vocab_size: int
+    max_model_len: int
+
+
+def model_shape(config: ServeConfig) -> ModelShape:
+    """Return the shape of the model that `load_model` would load. Raises `ConfigError`."""
+    hf_config = _load_hf_config(config)
+    text_config = hf_config.get_text_config(decoder=True)
+    return ModelShape(
+        choose_dtype(config.dtype, hf_config, choose_device(config.device)),
+        text_config.vocab_size,
+        _longest(config, text_config),
+    )
+
+
+def choose_device(requested: str) -> torch.device:
+    if requested == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device: cuda was asked for, but this host has no usable CUDA device")
+    if requested == "auto":
+        requested = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(requested)
+
+
+def choose_dtype(requested: str, hf_config: Any, device: torch.device) -> torch.dtype:
+    if requested != "auto":
+        return getattr(torch, requested)
+    stored = getattr(hf_config, "dtype", None) or torch.float32
+    if stored is torch.float16 and device.type == "cpu":
+        return torch.bfloat16
+    return stored
+
+
+def _longest(config: ServeConfig, text_config: Any) -> int:
+    positions = getattr(text_config, "max_position_embeddings", None)
+    return choose_max_model_len(config.max_model_len, positions if positions and positions > 0 else None)
+
+
+def _refuse_chunks(text_config: Any, longest: int) -> None:
+    """Attention in chunks is plain attention within the first."""
+    chunk = getattr(text_config, "attention_chunk_size", None)
+    if chunk is not None and longest > chunk:
+        raise UnsupportedModelError(
+            f"{text_config.model_type}: attention in chunks (attention_chunk_size) is supported within one "
+            f"chunk: set --max-model-len to at most {chunk}, not {longest}"
+        )
+
+
+def _load_hf_config(config: ServeConfig) -> Any:
+    try:
+        hf_config = AutoConfig.from_pretrained(
+            hf_source(config.model, config.revision),
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model: cannot load {config.model!r}: {error}") from error
+    if getattr(hf_config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{hf_config.model_type}: encoder-decoder models are not supported")
+    method = quantization_config(hf_config)
+    refuse_second_quantization(config, None if method is None else str(method.get("quant_method")))
+    return hf_config
+
+
+def _size(config: ServeConfig) -> str:
+    """The size of the model's files, where they lie in a folder."""
+    folder = Path(config.model)
+    if config.load_format == "dummy" or not folder.exists():
+        return "unknown size"
+    files = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")] if folder.is_dir() else [folder]
+    return f"{sum(file.stat().st_size for file in files) / 1e9:.2f} GB"
+
+
+def _load_weights(
+    config: ServeConfig, hf_config: Any, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    options: dict[str, Any] = {
+        "attn_implementation": transformers_hook.NAME,
+        "trust_remote_code": config.trust_remote_code,
+    }
+    try:
+        if config.load_format == "dummy":
+            torch.manual_seed(DUMMY_SEED)
+            model = as_causal(make_model(hf_config, dtype=dtype, **options))
+        elif quantization_config(hf_config) is not None:
+            has_kernel = kernel_fault(device, dtype) is None
+            model = load_quantized(
+                hf_source(config.model, config.revision),
+                config.revision,
+                hf_config,
+                dtype,
+                options,
+                device,
+                keeps_experts=has_kernel,
+            )
+        else:
+            if device.type == "cuda" and is_accelerate_available():
+                options["device_map"] = {
+                    "": device
+                }  # each tensor as it is read: the host needs no room for all
+            model = load_checkpoint(config.model, hf_config, revision=config.revision, dtype=dtype, **options)
+    except UnsupportedModelError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"--model: cannot load {config.model!r}: {error}") from error
+    except (ValueError, ImportError) as error:  # some parts need packages of their own
+        raise UnsupportedModelError(f"{hf_config.model_type}: {error}") from error
+    except KeyError as error:
+        if error.args != (transformers_hook.NAME,):
+            raise
+        raise UnsupportedModelError(
+            f"{hf_config.model_type}: attention that cannot be replaced by another is not supported"
+        ) from error
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _eos_token_ids(config: ServeConfig, model: PreTrainedModel, text_config: Any) -> list[int]:
+    generation = getattr(model, "generation_config", None)
+    if config.generation_config not in ("auto", "vllm"):
+        generation = GenerationConfig.from_pretrained(config.generation_config)
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(text_config, "eos_token_id", None)
+    if eos is None:
+        return []
+    return [eos] if isinstance(eos, int) else list(eos)

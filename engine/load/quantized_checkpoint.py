@@ -1,0 +1,172 @@
+"""Loads checkpoints whose linear layers are quantized, without the packages that made them.
+
+Transformers loads the rest as it always does. Where it gets a quantized layer's weight, it gets a placeholder
+without memory, and a `QuantizedLinear` takes the layer's place afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from checkpoints.gguf.config import METHOD
+from checkpoints.gguf.reader import read_gguf
+from engine.errors import UnsupportedModelError
+from engine.linear.experts import fused_experts
+from engine.linear.packed import plain_weight
+from engine.linear.quantized import QuantizedLinear
+from engine.load.quantized_experts import fill_experts, set_experts, take_experts
+from engine.model.text_half import as_causal, make_model, named_as_in
+from engine.quantization import gguf, mxfp4
+from engine.quantization.checkpoint import Layout, parse_layout
+from engine.quantization.files import read_tensors
+from engine.quantization.stored import StoredLayer, StoredWeights, placeholder
+from engine.quantization.weight import QuantizedWeight
+
+logger = logging.getLogger("tandem.engine")
+
+
+def quantization_config(hf_config: Any) -> dict[str, Any] | None:
+    """Return the `quantization_config` of config.json, or None if the checkpoint is not quantized."""
+    return getattr(hf_config, "quantization_config", None) or None
+
+
+def describe_checkpoint(model: PreTrainedModel, hf_config: Any, run_as: str) -> str:
+    """Return what quantized a loaded checkpoint, how, and what its weights are run as; "" if nothing did."""
+    method = quantization_config(hf_config)
+    if method is None:
+        return ""
+    linears = [each.quantized for each in model.modules() if isinstance(each, QuantizedLinear)]
+    formats = Counter(weight.describe() for weight in linears)
+    rounded = sum(weight.input_group > 0 for weight in linears)
+    parts = [f"{count} linear layers in {kind}" for kind, count in formats.most_common()]
+    parts += [f"{rounded} of them may round their inputs to int8"] if rounded else []
+    return ", ".join([f"{method.get('quant_method')} checkpoint", *parts, run_as])
+
+
+def load_quantized(
+    model: str,
+    revision: str | None,
+    hf_config: Any,
+    dtype: torch.dtype,
+    options: Mapping[str, Any],
+    device: torch.device,
+    *,
+    keeps_experts: bool,
+) -> PreTrainedModel:
+    """The model, made with Transformers' `options`: quantized weights go from the files to `device`, layer by
+    layer; the rest is on the CPU. With `keeps_experts` those that the model fuses stay quantized where they
+    can, and are to be joined (`join_experts`); else they are dequantized.
+
+    Raises UnsupportedModelError, naming a tensor or a field of the configuration, or ConfigError.
+    """
+    method = quantization_config(hf_config) or {}
+    plain_config = copy.deepcopy(hf_config)
+    del plain_config.quantization_config
+    with torch.device("meta"):
+        empty = make_model(plain_config, dtype=dtype, **options)
+    experts: dict[str, Iterable[QuantizedWeight]] = {}
+    known = fused_experts(empty, by_kernel=keeps_experts)
+    if method.get("quant_method") == METHOD:
+        paths = fused_experts(empty, by_kernel=False)
+        stored = gguf.read_weights(read_gguf(Path(method["file"])), empty, paths, dtype, device)
+    elif method.get("quant_method") == mxfp4.METHOD:
+        plain, stacked = mxfp4.split(named_as_in(empty, read_tensors(model, revision)))
+        unknown = sorted(name for name in stacked if name.rpartition(".")[0] not in known)
+        if unknown:
+            raise UnsupportedModelError(f"{unknown[0]}: no experts of the model have such a tensor")
+        stored = StoredWeights(plain)
+        experts |= {name: stack.to(device) for name, stack in stacked.items()}
+    else:
+        tensors = named_as_in(empty, read_tensors(model, revision))
+        stored = _split(tensors, parse_layout(method), empty, device)
+    rest, fused = stored.plain, stored.fused
+    experts |= take_experts(fused, known)
+    dequantized = len(fused) + (0 if keeps_experts else len(experts))
+    if dequantized:
+        logger.warning("%d fused tensors, such as experts, are dequantized", dequantized)
+    while fused:
+        name, weight = fused.popitem()
+        rest[f"{name}.weight"] = weight.dequantized().to(dtype)
+    rest |= {name: placeholder(empty.get_parameter(name)) for name in experts}
+    loaded = _load_rest(empty, rest)
+    if keeps_experts:
+        set_experts(loaded, experts)
+    else:
+        fill_experts(loaded, experts, dtype, device)
+    for name, weight in stored.linears.items():
+        loaded.set_submodule(name, QuantizedLinear(weight, loaded.get_submodule(name).bias))
+    _take_generation_config(loaded, model, revision)
+    return as_causal(loaded)
+
+
+def _split(
+    tensors: Mapping[str, Tensor], layout: Layout, empty: PreTrainedModel, device: torch.device
+) -> StoredWeights:
+    linears = {name: module for name, module in empty.named_modules() if type(module) in (nn.Linear, Conv1D)}
+    found = StoredWeights()
+    for name, stored in _by_layer(tensors).items():
+        if not layout.is_stored(stored):
+            found.plain.update(
+                {f"{name}.{suffix}" if name else suffix: each for suffix, each in stored.items()}
+            )
+            continue
+        if "bias" in stored:
+            found.plain[f"{name}.bias"] = stored["bias"]
+        stored = {suffix: each.to(device) for suffix, each in stored.items()}
+        if name in linears:
+            outputs, inputs = plain_weight(linears[name]).shape
+            found.linears[name] = layout.read(StoredLayer(name, outputs, inputs, stored))
+            found.plain[f"{name}.weight"] = placeholder(linears[name].weight)
+        else:
+            found.fused[name] = _fused(name, stored, layout)
+    return found
+
+
+def _by_layer(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    layers: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        layer, _, suffix = name.rpartition(".")
+        layers[layer][suffix] = tensor
+    return layers
+
+
+def _fused(name: str, stored: Mapping[str, Tensor], layout: Layout) -> QuantizedWeight:
+    shape = layout.shape(stored)
+    if shape is None:
+        raise UnsupportedModelError(
+            f"{name}: its quantized weight is missing next to {', '.join(sorted(stored))}"
+        )
+    return layout.read(StoredLayer(name, *shape, stored))
+
+
+def _load_rest(empty: PreTrainedModel, tensors: Mapping[str, Tensor]) -> PreTrainedModel:
+    for name, wanted in empty.state_dict().items():
+        if name in tensors and tensors[name].shape != wanted.shape:
+            raise UnsupportedModelError(
+                f"{name}: has shape {list(tensors[name].shape)}, not {list(wanted.shape)}"
+            )
+        if name in tensors and not tensors[name].is_floating_point():
+            raise UnsupportedModelError(f"{name}: is {tensors[name].dtype}, and has no scales")
+    loaded, info = type(empty).from_pretrained(
+        None, config=empty.config, state_dict=dict(tensors), dtype=empty.dtype, output_loading_info=True
+    )
+    if info["missing_keys"]:
+        raise UnsupportedModelError(f"{min(info['missing_keys'])}: is missing")
+    return loaded
+
+
+def _take_generation_config(loaded: PreTrainedModel, model: str, revision: str | None) -> None:
+    try:
+        loaded.generation_config = GenerationConfig.from_pretrained(model, revision=revision)
+    except OSError:
+        return  # it has none: what the configuration says stays

@@ -1,0 +1,170 @@
+"""Which forward runs a model: the native decoder where it fits, else Transformers' own, compiled or eager."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from engine.batch.runner import Runner
+from engine.devices.attention import select_backend
+from engine.devices.attention_tables import backend_over
+from engine.devices.cpu.attention.backend import CpuBackend
+from engine.devices.cpu.decoder.description import Description, unfit
+from engine.devices.cpu.decoder.forward import DecoderForward, library
+from engine.devices.cpu.decoder.native_model import DTYPES
+from engine.devices.cpu.recurrent.native import kernel_addresses
+from engine.devices.loaded_model import LoadedModel
+from engine.devices.recurrent import operators_of
+from engine.devices.torch.forward import Forward
+from engine.devices.torch.hybrid_forward import HybridForward
+from engine.devices.torch.latent_attention import pack_absorbed
+from engine.kv.attention import AttentionBackend
+from engine.kv.layout import TARGET
+from engine.kv.pool import KVPool
+from engine.kv.state_slots import StateSlots
+from engine.linear.experts import pack_experts
+from engine.linear.packed import PackedLinear, kernel_fault, pack_linears
+from engine.linear.packed_quantized import PackedQuantizedLinear, dequantize_linears
+from engine.linear.routed import RoutedLinear, RoutedQuantizedLinear
+from engine.load.loader import load_model
+from engine.lora.layers import attach
+from engine.model.families import has_experts
+from native.build import BuildError
+from protocol.config import ServeConfig
+
+logger = logging.getLogger("tandem.engine")
+
+MakeRunner = Callable[[ServeConfig, LoadedModel, KVPool, tuple[int, ...]], Runner]
+"""Makes what runs a packed model over this pool, and captures the hidden states of these layers."""
+
+
+def load_packed(config: ServeConfig) -> LoadedModel:
+    """The configuration's model, packed as the forward reads it that will run it. Raises as `load_model`."""
+    loaded = load_model(config)
+    backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
+    return pack_model(loaded, config.compile, backend)
+
+
+def runner_of_one_process(
+    config: ServeConfig, loaded: LoadedModel, pool: KVPool, hidden_layers: tuple[int, ...]
+) -> Runner:
+    backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
+    attention = backend_over(backend, pool.layers(TARGET), pool.groups[TARGET])
+    runner = _cuda_runner(config, loaded, attention, hidden_layers, state_slots=pool.state_slots)
+    return runner or build_runner(loaded, attention, config.compile, hidden_layers, pool.state_slots)
+
+
+def runner_of_drafts(
+    config: ServeConfig,
+    loaded: LoadedModel,
+    attention: AttentionBackend,
+    state_slots: StateSlots | None = None,
+) -> Runner:
+    """For a model that drafts chains."""
+    runner = _cuda_runner(config, loaded, attention, drafts=True, state_slots=state_slots)
+    return runner or build_runner(loaded, attention, config.compile, state_slots=state_slots)
+
+
+def _cuda_runner(
+    config: ServeConfig,
+    loaded: LoadedModel,
+    attention: AttentionBackend,
+    hidden_layers: tuple[int, ...] = (),
+    drafts: bool = False,
+    state_slots: StateSlots | None = None,
+) -> Runner | None:
+    """None where no steps are to be replayed as graphs."""
+    if attention.name != "triton" or config.compile != "auto":
+        return None
+    cuda = importlib.import_module("engine.devices.cuda.runner")  # Triton is not there on every host
+    runner: Runner = cuda.runner_of(config, loaded, attention, hidden_layers, drafts, state_slots)
+    return runner
+
+
+def build_runner(
+    loaded: LoadedModel,
+    backend: AttentionBackend,
+    compile: str,
+    hidden_layers: tuple[int, ...] = (),
+    state_slots: StateSlots | None = None,
+) -> Runner:
+    """`compile` is the option's value. A model that is not packed yet is packed: see `pack_model`. One with
+    recurrent layers needs `state_slots`.
+    """
+    loaded = pack_model(loaded, compile, type(backend))
+    if loaded.description is not None:
+        assert isinstance(backend, CpuBackend)
+        return DecoderForward(loaded.description, backend, hidden_layers, loaded.adapters, state_slots)
+    fault = kernel_fault(loaded.device, loaded.dtype)
+    if fault is not None:
+        if loaded.device.type == "cpu":
+            dequantize_linears(loaded.model, loaded.dtype)  # torch would do so in every step
+        return modules_forward(
+            loaded, backend, compile, hidden_layers, state_slots, products=fault, packed=False
+        )
+    packed_layers = PackedLinear, PackedQuantizedLinear, RoutedLinear, RoutedQuantizedLinear
+    count = sum(isinstance(module, packed_layers) for module in loaded.model.modules())
+    packed = f"{count} packed layers, summed alike in every batch"
+    return modules_forward(loaded, backend, compile, hidden_layers, state_slots, products=packed, packed=True)
+
+
+def modules_forward(
+    loaded: LoadedModel,
+    backend: AttentionBackend,
+    compile: str,
+    hidden_layers: tuple[int, ...],
+    state_slots: StateSlots | None,
+    *,
+    products: str,
+    packed: bool,
+) -> Forward:
+    """The model's own forward, whose layers are those that stay."""
+    if loaded.adapters is not None:
+        attach(loaded.model, loaded.adapters)
+    options: Any = {"products": products, "packed": packed, "adapters": loaded.adapters}
+    if state_slots is None:
+        return Forward(loaded.model, backend, compile, hidden_layers, **options)
+    assert loaded.recurrent is not None
+    operators = operators_of(state_slots)
+    return HybridForward(loaded.model, backend, loaded.recurrent.hooks, operators, hidden_layers, **options)
+
+
+def _runs_natively(loaded: LoadedModel) -> bool:
+    """Ranks share experts by their modules. The kernels of experts and adapters take bfloat16 alone."""
+    if kernel_fault(loaded.device, loaded.dtype, DTYPES) is not None or unfit(loaded.model) is not None:
+        return False
+    with_experts = has_experts(loaded.model)
+    if loaded.dtype is not torch.bfloat16 and (with_experts or loaded.adapters is not None):
+        return False
+    return not (with_experts and loaded.in_ranks)
+
+
+def pack_model(loaded: LoadedModel, compile: str, backend: type[AttentionBackend]) -> LoadedModel:
+    """The model with its weights packed as the forward for this backend reads them, if our kernels multiply.
+
+    "auto" takes the native decoder for the models that it knows. The model's layers then lose their weights:
+    only embeddings, final norm and head stay usable.
+    """
+    if loaded.description is not None:
+        return loaded
+    if compile == "auto" and issubclass(backend, CpuBackend) and _runs_natively(loaded):
+        try:
+            library(loaded.dtype)
+            if loaded.recurrent is not None:
+                kernel_addresses()
+        except BuildError as error:
+            logger.warning("the native decoder cannot be built: %s", error)
+        else:
+            if loaded.dtype is not torch.bfloat16:
+                dequantize_linears(loaded.model, loaded.dtype)
+            return replace(loaded, description=Description(loaded.model, loaded.max_model_len))
+    if kernel_fault(loaded.device, loaded.dtype) is None:
+        pack_experts(loaded.model)
+        pack_absorbed(loaded.model)
+        pack_linears(loaded.model)
+    return loaded

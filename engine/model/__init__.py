@@ -1,0 +1,1 @@
+"""Describes models: families, a checkpoint's text half, its fingerprint."""

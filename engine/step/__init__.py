@@ -1,0 +1,1 @@
+"""One step: schedule, pack, run, sample or verify, commit."""

@@ -1,0 +1,45 @@
+"""What the largest step takes of a GPU's memory beside the pool: measured before the pool is made."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.batch.rows import SequenceRows
+from engine.batch.runner import Runner
+from engine.kv.layout import PoolLayout
+from engine.kv.pool import KVPool
+
+_FIRST_TOKENS = 2
+"""Of a forward before the measured one: what the first one takes and keeps is no step's."""
+
+
+def activation_bytes(
+    make_runner: Callable[[KVPool], Runner],
+    layout: PoolLayout,
+    device: torch.device,
+    num_tokens: int,
+    rows: int,
+    choose: Callable[[Tensor], object],
+    adapter: int = 0,
+) -> int:
+    """Of a forward of `num_tokens` tokens of a prompt with an `adapter`'s slot, and of what `choose` does
+    with the logits of `rows` of them.
+    """
+    blocks = list(range(-(-num_tokens // layout.block_size)))
+    tables = [blocks] * len(layout.windows)
+    runner = make_runner(KVPool(layout, len(blocks), device, None))
+    with torch.inference_mode():
+        for count in (_FIRST_TOKENS, num_tokens):
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            batch = [SequenceRows([0] * count, 0, tables, adapter=adapter)]
+            choose(runner.run(batch, list(range(min(rows, count)))).logits)
+        taken = torch.cuda.max_memory_allocated(device) - before
+    del runner
+    gc.collect()
+    torch.cuda.empty_cache()
+    return taken

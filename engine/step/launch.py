@@ -1,0 +1,187 @@
+"""Puts steps on the device, and the next one behind the one that is waited for.
+
+While a GPU computes a step, the host has nothing to do until its tokens come. So it lays out the next step
+then, as far as that needs no token: the rows take the tokens that the device has chosen, as they are there.
+What the host does with the tokens, and all else up to the following launch, goes on beside the next step.
+
+Sequences know nothing of it. They hold what is committed, and get a step's tokens when the step is over. One
+that turns out to have ended has a row in the next step that nobody looks at. That writes KV behind its last
+token, so its blocks are kept until the step is over. Of the state of recurrent layers it changes nothing but
+what lies behind the grid point (see `pack_ahead`), and state slots are taken only when no step is ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from engine.batch.runner import AheadRunner, ForwardOutput, LateRunner, Runner
+from engine.kv.sequence_blocks import SequenceBlocks
+from engine.sampler import Sampler
+from engine.sampler.choice import TokenChoice
+from engine.sampler.rows import SamplingRow
+from engine.step.draft import Verdict
+from engine.step.packing import PackedStep, pack, pack_ahead
+from engine.step.scheduler import ScheduledStep, Scheduler
+from engine.step.sequence import SequenceStage, SequenceState
+from engine.step.speculation_interface import Speculator
+
+
+@dataclass(eq=False)
+class Launched:
+    """A step on the device. `choice`, for its `rows`, is None where none samples, or where drafts are to be
+    verified.
+    """
+
+    step: ScheduledStep
+    packed: PackedStep
+    logits: Tensor
+    hidden: Tensor | None = None
+    rows: Sequence[SamplingRow] = ()
+    choice: TokenChoice | None = None
+    kept: list[SequenceBlocks] = field(default_factory=list)
+    """Of sequences that have ended since, while the device may still write there."""
+
+    @property
+    def sampled(self) -> Tensor:
+        """The logits of the rows to sample from."""
+        count = self.packed.num_sampled_rows
+        return self.logits if len(self.logits) == count else self.logits[:count]
+
+    def free_kept(self) -> None:
+        """Once the step is over."""
+        for sequence_blocks in self.kept:
+            sequence_blocks.free()
+
+
+class StepLauncher:
+    def __init__(
+        self,
+        runner: Runner,
+        sampler: Sampler,
+        scheduler: Scheduler,
+        *,
+        runs_ahead: bool,
+        embeds: bool = False,
+        speculator: Speculator | None = None,
+    ) -> None:
+        """With `runs_ahead` the next step is launched behind one, if the runner can. With `embeds` requests
+        may ask for hidden states.
+        """
+        self._runner = runner
+        self._ahead_runner = runner if runs_ahead and isinstance(runner, AheadRunner) else None
+        self._late_runner = runner if isinstance(runner, LateRunner) else None
+        self._sampler = sampler
+        self._scheduler = scheduler
+        self._embeds = embeds
+        self._speculator = speculator
+        self._ahead: Launched | None = None
+
+    @property
+    def is_ahead(self) -> bool:
+        return self._ahead is not None
+
+    def step_ahead(self) -> ScheduledStep | None:
+        """What was launched ahead, if anything, of the sequences that still run."""
+        if self._ahead is None:
+            return None
+        step = self._ahead.step
+        step.sequences = [each for each in step.sequences if each.stage is SequenceStage.RUNNING]
+        step.num_tokens = [1] * len(step.sequences)
+        return step
+
+    def take_ahead(self) -> Launched | None:
+        """It is to be finished now."""
+        launched, self._ahead = self._ahead, None
+        if launched is not None and self._speculator is not None:
+            self._speculator.went_ahead(launched.step, self._scheduler.num_active)
+        return launched
+
+    def launch(self, step: ScheduledStep) -> Launched:
+        wants_hidden = False
+        if self._speculator is not None:
+            scheduler = self._scheduler
+            wants_hidden = self._speculator.prepare(step, scheduler.num_active, scheduler.make_room)
+        if self._embeds:
+            wants_hidden = any(sequence.params.embeds for sequence in step.sequences)
+        packed = pack(step, takes_late=self._late_runner is not None)
+        rows = _sampling_rows(packed)
+        self._sampler.expect(rows)
+        logits, hidden = self._run(packed, wants_hidden)
+        launched = Launched(step, packed, logits, hidden)
+        if rows and len(rows) == len(packed.sampled):
+            launched.rows = rows
+            launched.choice = self._sampler.begin(launched.sampled, rows)
+        return launched
+
+    def _run(self, packed: PackedStep, wants_hidden: bool) -> ForwardOutput:
+        batch, rows = packed.batch, packed.logit_rows
+        if packed.late is None:
+            return self._runner.run(batch, rows, wants_hidden=wants_hidden)
+        assert self._late_runner is not None
+        return self._late_runner.run_late(batch, rows, packed.late, wants_hidden=wants_hidden)
+
+    def launch_behind(self, launched: Launched) -> None:
+        """The next step, if it is one token more of each sequence that goes on, whatever this one brings."""
+        if self._ahead_runner is None or launched.choice is None:
+            return
+        step = self._scheduler.following(launched.step)
+        if step is None or not self._is_plain(step):
+            return
+        packed = pack_ahead(step.sequences, launched.packed)
+        chosen = launched.choice.token_ids
+        logits, _ = self._ahead_runner.run_ahead(packed.batch, packed.logit_rows, chosen)
+        rows = [sequence.row_after_next() for sequence in step.sequences]
+        self._ahead = Launched(step, packed, logits, None, rows, self._sampler.begin(logits, rows))
+
+    def _is_plain(self, step: ScheduledStep) -> bool:
+        """Whether no sequence of a step that may go ahead drafts in it."""
+        if self._speculator is None:
+            return True
+        return self._speculator.may_go_ahead(step, self._scheduler.num_active_with(len(step.sequences)))
+
+    def verdicts(self, launched: Launched) -> list[Verdict]:
+        """What each of the sequences that sample in this step gets; waits for its tokens."""
+        sampled = launched.packed.sampled
+        if not sampled:
+            return []
+        if launched.choice is None:
+            assert self._speculator is not None
+            return self._speculator.verify(sampled, launched.sampled)
+        output = self._sampler.finish(launched.choice, launched.sampled, launched.rows)
+        failed = set(output.failed_rows)
+        return [
+            Verdict([token_id], [], [logprobs], failed=index in failed)
+            for index, (token_id, logprobs) in enumerate(zip(output.token_ids, output.logprobs, strict=True))
+        ]
+
+    def collect_prompt_logprobs(self, launched: Launched) -> None:
+        """Of the step's chunks of prompts."""
+        place = launched.packed.num_sampled_rows
+        for sequence, count in launched.packed.prompts:
+            if not sequence.prompt_logprobs:
+                sequence.prompt_logprobs.append(None)
+            first = sequence.num_computed + 1
+            targets = sequence.prompt_token_ids[first : first + count]
+            num_top = sequence.params.prompt_logprobs or 0
+            logits = launched.logits[place : place + len(targets)]
+            sequence.prompt_logprobs.extend(self._sampler.prompt_logprobs(logits, targets, num_top))
+            place += count
+
+    def keep(self, sequence: SequenceState) -> None:
+        """The blocks of a sequence that ends, for as long as the device may write there."""
+        if self._ahead is not None and sequence.sequence_blocks is not None:
+            self._ahead.kept.append(sequence.sequence_blocks)
+            sequence.sequence_blocks = None
+
+
+def _sampling_rows(packed: PackedStep) -> list[SamplingRow]:
+    """Where drafts are verified, only if grammars have masks for them."""
+    sampled = packed.sampled
+    if packed.num_sampled_rows == len(sampled):
+        return [sequence.sampling_row() for sequence in sampled]
+    if any(sequence.params.grammar is not None for sequence in sampled):
+        return [row for sequence in sampled for row in sequence.step_rows()]
+    return []

@@ -1,0 +1,111 @@
+"""The sequences in the engine, by request: taken, committed step by step, failed and forgotten."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+
+from engine.lora.table import Adapters
+from engine.sampler import Sampler
+from engine.step.draft import Outcome, Verdict
+from engine.step.launch import StepLauncher
+from engine.step.outputs import failure, keep_tokens, token_output
+from engine.step.scheduler import ScheduledStep, Scheduler
+from engine.step.sequence import SequenceState
+from engine.step.slot_allocator import StateSlotAllocator
+from engine.step.speculation_interface import Speculator
+from protocol.outputs import ErrorKind, TokenOutput
+
+
+class LiveSequences(dict[str, SequenceState]):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        launcher: StepLauncher,
+        sampler: Sampler,
+        *,
+        speculator: Speculator | None,
+        slot_allocator: StateSlotAllocator | None,
+        adapters: Adapters | None,
+        eos: Collection[int],
+    ) -> None:
+        super().__init__()
+        self.launcher = launcher
+        self.sampler = sampler
+        self._scheduler = scheduler
+        self._speculator = speculator
+        self._slot_allocator = slot_allocator
+        self._adapters = adapters
+        self._eos = frozenset(eos)
+
+    def take(self, sequence: SequenceState) -> None:
+        if self._adapters is not None:
+            sequence.adapter = self._adapters.acquire(sequence.request.adapter)
+        self[sequence.request_id] = sequence
+
+    def commit(
+        self, sequence: SequenceState, count: int, verdict: Verdict | None, step: ScheduledStep
+    ) -> TokenOutput | None:
+        """The KV of `count` tokens was computed, and that of the drafts that `verdict` accepts."""
+        start, draft, sequence.draft = sequence.num_computed, sequence.draft, None
+        first_drafted = start + count
+        num_rows = count + (len(draft.token_ids) if draft is not None else 0)
+        chosen = verdict.token_ids if verdict is not None and not verdict.failed else []
+        kept = keep_tokens(sequence, chosen, self._eos)
+        accepted = verdict.accepted[: len(kept.token_ids)] if verdict is not None else []
+        sequence.num_computed = first_drafted + len(accepted)
+        outcome = Outcome(start, count + len(accepted), num_rows, len(accepted), draft, verdict)
+        step.outcomes.append(outcome)
+        if verdict is not None and verdict.failed:
+            problem = self.sampler.problem(sequence.request_id)
+            return self._fail(sequence, *failure(sequence, problem))
+        if sequence.hold_at is None:
+            sequence.held.commit(first_drafted, accepted, sequence.token_ids)
+        else:
+            sequence.held.commit(min(sequence.num_computed, sequence.num_given), [], sequence.token_ids)
+        if self._slot_allocator is not None:
+            self._slot_allocator.stepped(sequence, first_drafted, accepted)
+        if verdict is None:
+            return None
+        output = token_output(sequence, kept, outcome)
+        if kept.finish_reason is not None:
+            self.forget(sequence)
+        elif sequence.is_to_be_held:
+            self._scheduler.hold(sequence)
+        return output
+
+    def refuse(self) -> list[TokenOutput]:
+        """Fail those whose grammar turned out to be none."""
+        return [
+            self._fail(sequence, "invalid", str(error))
+            for sequence in list(self._scheduler.waiting)
+            if (error := sequence.grammar_error) is not None
+        ]
+
+    def expire(self) -> list[TokenOutput]:
+        """Fail those that are past their time limit."""
+        now = time.monotonic()
+        queued = self._scheduler.running + self._scheduler.waiting
+        return [
+            self._fail(sequence, "timeout", f"not finished within {sequence.request.timeout_s:g} s")
+            for sequence in queued
+            if now > sequence.deadline
+        ]
+
+    def forget(self, sequence: SequenceState) -> None:
+        """In whatever stage it is."""
+        self._scheduler.remove(sequence)
+        self.launcher.keep(sequence)
+        self._scheduler.free(sequence)
+        self.sampler.forget(sequence.request_id)
+        if self._speculator is not None:
+            self._speculator.forget(sequence)
+        del self[sequence.request_id]
+        if self._adapters is not None:
+            self._adapters.release(sequence.adapter)
+
+    def _fail(self, sequence: SequenceState, kind: ErrorKind, reason: str) -> TokenOutput:
+        self.forget(sequence)
+        return TokenOutput(
+            request_id=sequence.request_id, token_ids=[], finish_reason="error", error_kind=kind, error=reason
+        )
