@@ -233,7 +233,9 @@ def test_which_models_it_runs(gpu: AbsentGpu) -> None:
     loaded.model.config.hidden_act = "gelu"
     assert choice() == "the model's own modules, 2 graphs"
     loaded.model.model.norm.register_forward_hook(lambda module, args, out: out * out.max().item())
-    assert choice().startswith("the model's own modules, eager (not to be captured: /engine/forward.py")
+    assert choice().startswith(
+        "the model's own modules, eager (not to be captured: /engine/devices/torch/forward.py"
+    )
 
 
 def test_a_server_with_adapters_launches_as_much_for_who_has_none(gpu: AbsentGpu) -> None:
