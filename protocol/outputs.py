@@ -76,7 +76,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """One step's result for one request.
 
     `position` tokens of the answer come before this output's. `cached_tokens` comes with a sequence's first
-    token. Of the `drafted_tokens` that the step verified, `accepted_tokens` are among its tokens.
+    token. Of the `drafted_tokens` that the step verified, `accepted_tokens` are among its tokens, and the first
+    `predicted_tokens` came from the client's prediction of the answer.
     `prompt_logprobs` are pages. `embedding` is the prompt's, float32 in little-endian order.
     """
 
@@ -90,6 +91,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     cached_tokens: int | None = None
     timing: RequestTiming | None = None
     drafted_tokens: Count = 0
+    predicted_tokens: Count = 0
     accepted_tokens: Count = 0
     embedding: Annotated[bytes, Meta(max_length=2**20)] | None = None
     error_kind: ErrorKind | None = None

@@ -83,7 +83,7 @@ class Choice:
     `stop` strings are ignored within the first `min_tokens` tokens, and tokens after the one that completes
     a stop string are dropped. The text begins at character `offset`. `accepted_tokens` of the
     `drafted_tokens` that were verified are part of the answer; with `keep_spans` each delta marks their
-    text.
+    text. `predicted_tokens` of them came from the client's prediction, and `accepted_predicted` were accepted.
     """
 
     index: int
@@ -99,6 +99,8 @@ class Choice:
     cached_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    predicted_tokens: int = 0
+    accepted_predicted: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     keep_spans: bool = False
@@ -142,7 +144,10 @@ class Choice:
                 break
         if output.drafted_tokens:
             self.drafted_tokens += output.drafted_tokens
-            self.accepted_tokens += min(output.accepted_tokens, self.num_tokens - num_before)
+            accepted = min(output.accepted_tokens, self.num_tokens - num_before)
+            self.accepted_tokens += accepted
+            self.predicted_tokens += output.predicted_tokens
+            self.accepted_predicted += min(accepted, output.predicted_tokens)
         if output.finish_reason is not None and self.finish_reason is None:
             pieces.append(self._end(output))
         if self.keep_spans:

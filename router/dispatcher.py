@@ -417,8 +417,9 @@ def _complaint(request: LiveRequest, output: TokenOutput) -> str | None:
     num_tokens = len(output.token_ids)
     if len(request.output_token_ids) + num_tokens > request.sampling.max_tokens:
         return "sent more tokens than were asked for"
-    if output.accepted_tokens > num_tokens or output.accepted_tokens > output.drafted_tokens:
-        return "counted more tokens as accepted than it drafted or sent"
+    drafted = max(output.accepted_tokens, output.predicted_tokens)
+    if output.accepted_tokens > num_tokens or drafted > output.drafted_tokens:
+        return "counted more tokens as accepted or predicted than it drafted or sent"
     if output.logprobs is None:
         missing = num_tokens > 0 and request.sampling.logprobs is not None
     else:

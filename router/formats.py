@@ -61,14 +61,14 @@ class OutputOptions(AskedOutput, frozen=True, kw_only=True):
 def usage(choices: Sequence[Choice], only_prompt: bool = False) -> Fields:
     """Return the answer's usage. Each prompt counts once, however many choices it has.
 
-    As in OpenAI's API, rejected predictions are reported next to the completion's tokens; here they are not
-    part of them.
+    As in OpenAI's API, tokens of the client's prediction that were drafted and rejected are reported next to
+    the completion's tokens; here they are not part of them.
     """
     firsts = list({id(choice.prompt): choice for choice in reversed(choices)}.values())
     prompt_tokens = sum(len(choice.prompt.token_ids) for choice in firsts)
     completion_tokens = 0 if only_prompt else sum(choice.num_tokens for choice in choices)
-    drafted = sum(choice.drafted_tokens for choice in choices)
-    accepted = sum(choice.accepted_tokens for choice in choices)
+    predicted = sum(choice.predicted_tokens for choice in choices)
+    accepted = sum(choice.accepted_predicted for choice in choices)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -76,7 +76,7 @@ def usage(choices: Sequence[Choice], only_prompt: bool = False) -> Fields:
         "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in firsts)},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": drafted - accepted,
+            "rejected_prediction_tokens": predicted - accepted,
         },
     }
 

@@ -22,7 +22,8 @@ class Draft:
 
     `distributions` [nodes, vocab_size], float32, has the probabilities that each node was drawn with; None
     says that the draft is deterministic. `is_blind`: drafted with truncated context; its acceptance is
-    left out of statistics that requests share. While its tokens are `late`, `ids` has names of them; whoever
+    left out of statistics that requests share. The first `num_predicted` tokens came from the client's
+    prediction of the answer. While its tokens are `late`, `ids` has names of them; whoever
     asks for `token_ids` waits. If its shape is late too, all nodes follow the last token until it is settled.
     """
 
@@ -31,6 +32,7 @@ class Draft:
     probes: list[int] = field(default_factory=list)
     distributions: Tensor | None = None
     is_blind: bool = False
+    num_predicted: int = 0
     late: LateTokens | None = None
 
     @property
@@ -99,6 +101,7 @@ class Draft:
             parents[:num_nodes] if parents is not None and num_nodes else None,
             distributions=None if drawn is None else drawn[:num_nodes],
             is_blind=self.is_blind,
+            num_predicted=self.num_predicted,
         )
 
     def masks(self) -> list[int] | None:

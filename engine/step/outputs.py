@@ -59,6 +59,7 @@ def token_output(sequence: SequenceState, kept: Kept, outcome: Outcome) -> Token
     """The message for a sequence that got tokens."""
     assert outcome.verdict is not None
     is_first = sequence.first_token_time is None
+    draft = outcome.draft
     logprobs = outcome.verdict.logprobs[: len(kept.token_ids)]
     return TokenOutput(
         request_id=sequence.request_id,
@@ -70,7 +71,8 @@ def token_output(sequence: SequenceState, kept: Kept, outcome: Outcome) -> Token
         prompt_logprobs=(logprobs_pages(sequence.prompt_logprobs) or None) if is_first else None,
         cached_tokens=sequence.num_cached if is_first else None,
         timing=_first_token_timing(sequence) if is_first else None,
-        drafted_tokens=outcome.draft.num_nodes if outcome.draft is not None else 0,
+        drafted_tokens=draft.num_nodes if draft is not None else 0,
+        predicted_tokens=min(draft.num_predicted, draft.num_nodes) if draft is not None else 0,
         accepted_tokens=outcome.num_accepted,
     )
 

@@ -33,13 +33,16 @@ struct Corpus {
 
     int64_t symbol(uint32_t place) const { return symbols[place & mask]; }
     int32_t after(uint32_t place) const { return int32_t(symbol(place + 1)); }
+    bool is_predicted(uint32_t) const { return false; }
 };
 
+// The first `predicted` tokens are the client's prediction of the answer.
 struct Text {
     const int32_t* tokens;
-    int64_t length;
+    int64_t length, predicted;
 
     int32_t after(uint32_t place) const { return place + 1 < length ? tokens[place + 1] : NOTHING; }
+    bool is_predicted(uint32_t place) const { return place < predicted; }
 };
 
 // Earlier occurrences of the text's last tokens, the most recent first, and how many tokens match at each.
@@ -57,8 +60,8 @@ struct Places {
 
 struct Draft {
     int32_t* tokens;
-    int64_t length = 0;
-    double score = 0;  // the expected number of accepted tokens
+    int64_t length = 0, predicted = 0;  // the first `predicted` tokens follow each other in the prediction
+    double score = 0;                   // the expected number of accepted tokens
 };
 
 uint64_t mix(uint64_t hash, int64_t symbol) {
@@ -71,7 +74,7 @@ uint64_t mix(uint64_t hash, int64_t symbol) {
 template <class Source>
 void walk(const Source& source, uint32_t* places, int count, int64_t limit, double min_prob, int32_t* path,
           Draft& best) {
-    int64_t length = 0, sum = 0;
+    int64_t length = 0, sum = 0, predicted = 0;
     for (int alive = count; length < limit;) {
         int32_t next[RECENT], token = NOTHING;
         for (int i = 0; i < alive; i++) next[i] = source.after(places[i]);
@@ -90,11 +93,13 @@ void walk(const Source& source, uint32_t* places, int count, int64_t limit, doub
         alive = kept;
         sum += most;
         path[length++] = token;
+        if (source.is_predicted(places[alive - 1])) predicted = length;  // the last place is the earliest
     }
     const double score = double(sum) / count;
     if (score > best.score) {
         std::memcpy(best.tokens, path, length * sizeof(int32_t));
         best.length = length;
+        best.predicted = predicted;
         best.score = score;
     }
 }
@@ -183,16 +188,18 @@ extern "C" void tandem_suffix_enter(const Corpus* corpus, uint32_t start, int64_
     }
 }
 
-// The corpus is searched for the texts whose tenants[i] is not negative.
+// Each text begins with predicted[i] tokens of its request's prediction; then predicted[i] is set to how many of the
+// drafted tokens came from there. The corpus is searched for the texts whose tenants[i] is not negative.
 extern "C" void tandem_suffix_search(const Batch* batch, const Settings* settings, const Corpus* corpus,
-                                     const int64_t* tenants) {
+                                     const int64_t* tenants, int64_t* predicted) {
     std::vector<int32_t> path(batch->stride);
     for (int64_t i = 0; i < batch->size; i++) {
-        const Text text{batch->texts[i], batch->lengths[i]};
+        const Text text{batch->texts[i], batch->lengths[i], predicted[i]};
         const int64_t count = batch->counts[i];
         Draft best{batch->drafts + i * batch->stride};
         search_text(text, count, *settings, path.data(), best);
         if (tenants[i] >= 0) search_corpus(*corpus, text, tenants[i], count, *settings, path.data(), best);
         batch->found[i] = best.length;
+        predicted[i] = best.predicted;
     }
 }

@@ -52,7 +52,7 @@ def compiled() -> ctypes.CDLL | None:
         return None
     pointer = ctypes.c_void_p
     declare(library, "tandem_suffix_enter", None, pointer, ctypes.c_uint32, ctypes.c_int64)
-    declare(library, "tandem_suffix_search", None, pointer, pointer, pointer, pointer)
+    declare(library, "tandem_suffix_search", None, *[pointer] * 5)
     return library
 
 
@@ -77,10 +77,15 @@ class SuffixDrafter(TextDrafter):
         batch = TextBatch([self._updated(sequence) for sequence in sequences], counts)
         ring = ctypes.byref(self._corpus.ring()) if self._corpus is not None else None
         tenants = (ctypes.c_int64 * len(sequences))(*map(self._tenant, sequences))
+        lengths = [len(sequence.request.prediction) for sequence in sequences]
+        predicted = (ctypes.c_int64 * len(sequences))(*lengths)
         self._library.tandem_suffix_search(
-            ctypes.byref(batch), ctypes.byref(self._settings), ring, ctypes.byref(tenants)
+            *map(ctypes.byref, (batch, self._settings)), ring, *map(ctypes.byref, (tenants, predicted))
         )
-        return [Draft(token_ids) if token_ids else None for token_ids in batch.drafted()]
+        return [
+            Draft(token_ids, num_predicted=count) if token_ids else None
+            for token_ids, count in zip(batch.drafted(), predicted, strict=True)
+        ]
 
     def forget(self, request_id: str) -> None:
         text = self._texts.pop(request_id, None)

@@ -204,17 +204,17 @@ def test_requests_choose_for_themselves(
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "speculative.method"
 
 
-def test_usage_and_metrics_agree(serving: HttpServing) -> None:
-    """What the answers say of their predictions is what `/metrics` and `tandem status` count."""
+def test_answers_and_metrics_agree(serving: HttpServing) -> None:
+    """The drafts that answers report are what `/metrics` and `tandem status` count."""
 
     def counted() -> tuple[float, float, float]:
         return total(serving, "drafts"), total(serving, "draft_tokens"), total(serving, "accepted_tokens")
 
     serving.wait_empty()
     before = counted()
-    answer = serving.http.post("/v1/completions", json=body_of(REQUESTS["greedy"])).json()
-    usage = answer["usage"]["completion_tokens_details"]
-    accepted, rejected = usage["accepted_prediction_tokens"], usage["rejected_prediction_tokens"]
+    body = body_of(REQUESTS["greedy"], return_timing=True)
+    (choice,) = serving.http.post("/v1/completions", json=body).json()["timing"]["choices"]
+    accepted, rejected = choice["accepted_tokens"], choice["drafted_tokens"] - choice["accepted_tokens"]
     assert accepted > 0, "a test that cannot fail"
     serving.wait_empty()
     drafts, drafted, taken = (now - then for now, then in zip(counted(), before, strict=True))

@@ -109,12 +109,12 @@ def test_custom_policy(server: ServerProcess) -> None:
 
 def test_custom_drafter(server: ServerProcess) -> None:
     """The text repeats itself, as only some tokens are allowed."""
-    asked = {"temperature": 0, "allowed_token_ids": [5, 6, 7], "ignore_eos": True}
+    asked = {"return_timing": True, "temperature": 0, "allowed_token_ids": [5, 6, 7], "ignore_eos": True}
     drafted = complete(server, [5, 6, 7], **asked)
     plain = complete(server, [5, 6, 7], **asked, speculative={"enabled": False})
     assert drafted["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]
-    details = [answer["usage"]["completion_tokens_details"] for answer in (drafted, plain)]
-    assert details[0]["accepted_prediction_tokens"] > 0 == details[1]["accepted_prediction_tokens"]
+    choices = [answer["timing"]["choices"][0] for answer in (drafted, plain)]
+    assert choices[0]["accepted_tokens"] > 0 == choices[1]["accepted_tokens"]
 
 
 def test_a_killed_launcher_takes_its_workers_along(server: ServerProcess) -> None:

@@ -84,7 +84,7 @@ class FakeWorker:
     `hold` (an event) stops token output while it is set, `mute` the heartbeats; `peers` maps worker ids to
     fake decode workers, for the hand-off, which is left undone while `keep` is set. A job has no more than
     `stall_after` output tokens. With `rejected_per_step` all but the last of a step's tokens were drafted,
-    and so many more. A prefetch is answered as `prefetches` says, or not at all (None). Everything received
+    and so many more; the first of them, but for `not_predicted`, came from the prediction. A prefetch is answered as `prefetches` says, or not at all (None). Everything received
     is kept in `generated`, `aborted`, `redirects` and `prefetched`.
     """
 
@@ -100,6 +100,7 @@ class FakeWorker:
         step_s: float = 0.001,
         tokens_per_step: int = 1,
         rejected_per_step: int | None = None,
+        not_predicted: int = 0,
         peers: dict[str, FakeWorker] | None = None,
         vocab_size: int = 600,
         max_model_len: int = MAX_MODEL_LEN,
@@ -117,6 +118,7 @@ class FakeWorker:
         self.script, self.finish_reason = script, finish_reason
         self.step_s, self.tokens_per_step = step_s, tokens_per_step
         self.rejected_per_step = rejected_per_step
+        self.not_predicted = not_predicted
         self.peers = peers or {}
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self.heartbeat_s = heartbeat_s
@@ -435,6 +437,7 @@ class FakeWorker:
             prompt = job.request.prompt_token_ids
             rest = [self.logprob(token, i, sampling.prompt_logprobs) for i, token in enumerate(prompt[1:], 1)]
             prompt_logprobs = logprobs_pages([None, *rest])
+        drafted = 0 if self.rejected_per_step is None else len(tokens) - 1 + self.rejected_per_step
         return TokenOutput(
             request_id=job.request.request_id,
             token_ids=tokens,
@@ -447,7 +450,8 @@ class FakeWorker:
             cached_tokens=self.cached_tokens if first else None,
             timing=RequestTiming(queue_s=0.001, prefill_s=0.002) if first else None,
             accepted_tokens=0 if self.rejected_per_step is None else len(tokens) - 1,
-            drafted_tokens=0 if self.rejected_per_step is None else len(tokens) - 1 + self.rejected_per_step,
+            drafted_tokens=drafted,
+            predicted_tokens=drafted - self.not_predicted if drafted else 0,
         )
 
     def logprob(self, token: int, position: int, num_top: int) -> TokenLogprobs:

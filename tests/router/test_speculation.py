@@ -146,6 +146,13 @@ def test_continuous_usage_counts_along(make_router):
     assert counts[0]["accepted_prediction_tokens"] < counts[-1]["accepted_prediction_tokens"] == 9
 
 
+def test_other_drafts_are_not_counted(make_router):
+    """The first two of five drafted tokens come from the prediction in each step, and three are accepted."""
+    router = make_router()
+    router.add_worker(tokens_per_step=4, rejected_per_step=2, not_predicted=3)
+    assert post(router, max_tokens=12).json()["usage"]["completion_tokens_details"] == details(2 * 3, 0)
+
+
 def test_without_speculation_it_is_zero(router):
     assert post(router, max_tokens=5).json()["usage"]["completion_tokens_details"] == ZERO
 
@@ -169,15 +176,15 @@ def test_what_a_stop_string_cuts_is_counted_nowhere(make_router):
     eventually(lambda: worker.aborted and not worker.jobs)
 
 
-def test_a_worker_that_counts_wrongly_fails_the_request(make_router, pool):
+@pytest.mark.parametrize("counts", [{"accepted_tokens": 2}, {"predicted_tokens": 5}])
+def test_a_worker_that_counts_wrongly_fails_the_request(make_router, pool, counts):
     router = make_router()
     worker = router.add_worker()
     worker.hold.set()
     future = pool.submit(post, router, max_tokens=5)
     eventually(lambda: worker.generated)
-    output = TokenOutput(
-        request_id=worker.generated[0].request_id, token_ids=[7], drafted_tokens=4, accepted_tokens=2
-    )
+    wrong = {"drafted_tokens": 4, **counts}
+    output = TokenOutput(request_id=worker.generated[0].request_id, token_ids=[7], **wrong)
     worker.post(encode(StepOutput(worker_id="decode-0", incarnation=worker.incarnation, outputs=[output])))
     assert future.result(5).status_code == 500
     assert router.metric("tandem_messages_dropped_total", reason="malformed") == 1

@@ -80,8 +80,30 @@ def test_the_better_of_text_and_earlier_outputs() -> None:
     [([1, 2], []), ([1, 2, 5], [6]), ([1, 2, 5, 6], [7, 8]), ([1, 2, 5, 6, 7, 8], []), ([1, 2, 5, 9], [])],
 )
 def test_a_prediction_is_drafted_from_to_its_end(text: list[int], want: list[int]) -> None:
-    sequence = decoding(text, prediction=[4, 5, 6, 7, 8])
-    assert chains(drafter().propose([sequence], [8]))[0] == want
+    (draft,) = drafter().propose([decoding(text, prediction=[4, 5, 6, 7, 8])], [8])
+    assert chains([draft])[0] == want
+    assert draft is None or draft.num_predicted == len(want)
+
+
+@pytest.mark.parametrize(
+    ("text", "earlier", "want", "num_predicted"),
+    [
+        ([1, 2, 3, 9, 1, 2], [], [3, 9], 0),
+        ([5, 6, 7, 9, 5, 6], [], [7, 9], 1),
+        ([6, 7, 8, 3, 3, 5, 6], [], [7, 8], 2),
+        ([1, 2, 3, 5], [2, 3, 5, 6, 9, 9], [6, 9, 9], 0),
+    ],
+    ids=["of the text", "of both", "a later end", "of an earlier output"],
+)
+def test_what_came_from_the_prediction_is_counted(
+    text: list[int], earlier: list[int], want: list[int], num_predicted: int
+) -> None:
+    drafting = drafter()
+    if earlier:
+        keep(drafting, earlier)
+    (draft,) = drafting.propose([decoding(text, prediction=[4, 5, 6, 7, 8])], [8])
+    assert draft is not None and (draft.token_ids, draft.num_predicted) == (want, num_predicted)
+    assert draft.first(1).num_predicted == num_predicted
 
 
 def test_a_prediction_stays_before_the_text_as_it_grows_and_shrinks() -> None:
