@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,13 @@ import pytest
 from tests.e2e.serving import HttpServing
 
 TEMPLATE = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
-SIGNS = {"JSON": '<tool_call>{"name": ... </think>', "tags": "<tool_call>f<arg_key>a</arg_key><arg_value>"}
+SIGNS = {
+    "hermes": '<tool_call>{"name": ... </think>',
+    "glm47": "<tool_call>f<arg_key>a</arg_key><arg_value>",
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n",
+}
+KILLED = {"decode-0": "KILL:after:after_step:9", "decode-1": ""}
+"""The worker dies in the middle of the calls' arguments."""
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "maximum": 9}},
@@ -25,23 +32,35 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "now"}},
 ]
 WEATHER: Any = {"type": "function", "function": {"name": "weather"}}
+ASKED: Any = {
+    "model": "model",
+    "messages": [{"role": "user", "content": "?"}],
+    "tools": TOOLS,
+    "max_tokens": 200,
+}
+SEEDS = range(3)
 
 
-@pytest.fixture(scope="module", params=SIGNS.values(), ids=SIGNS)
-def client(folder: Path, request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
-    template = folder / "tools.jinja"
-    template.write_text(f"{TEMPLATE}{{# {request.param} #}}")
-    with (
-        HttpServing(folder, chat_template=str(template)) as serving,
-        openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0) as client,
-    ):
+@pytest.fixture(scope="module", params=SIGNS)
+def template(folder: Path, request: pytest.FixtureRequest) -> str:
+    path = folder / "tools.jinja"
+    path.write_text(f"{TEMPLATE}{{# {SIGNS[request.param]} #}}")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path, template: str) -> Iterator[openai.OpenAI]:
+    with HttpServing(folder, chat_template=template) as serving, client_of(serving) as client:
         yield client
+
+
+def client_of(serving: HttpServing) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.mark.parametrize("choice", ["required", WEATHER])
 def test_calls_that_must_be(client: openai.OpenAI, choice: Any) -> None:
-    asked: Any = {"model": "model", "messages": [{"role": "user", "content": "?"}], "tools": TOOLS}
-    asked |= {"tool_choice": choice, "max_tokens": 200}
+    asked = {**ASKED, "tool_choice": choice}
     for seed in range(4):
         answer = client.chat.completions.create(**asked, seed=seed)
         (told,) = answer.choices
@@ -55,6 +74,26 @@ def test_calls_that_must_be(client: openai.OpenAI, choice: Any) -> None:
                 name += delta.function.name or ""
                 arguments += delta.function.arguments or ""
         assert (name, arguments) == (call.function.name, call.function.arguments)
+
+
+def calls(client: openai.OpenAI, seed: int) -> tuple[list[int], list[tuple[str, str]]]:
+    """Return an answer's tokens and calls."""
+    answer = client.chat.completions.create(
+        **ASKED, tool_choice=WEATHER, seed=seed, extra_body={"return_token_ids": True}
+    )
+    (choice,) = answer.choices
+    functions = [call.function for call in choice.message.tool_calls or ()]
+    return choice.token_ids, [(each.name, each.arguments) for each in functions]  # type: ignore[attr-defined]
+
+
+def test_a_death_in_a_call_changes_nothing(client: openai.OpenAI, folder: Path, template: str) -> None:
+    expected = [calls(client, seed) for seed in SEEDS]
+    assert all(len(tokens) > 12 and len(made) == 1 for tokens, made in expected)
+    with HttpServing(folder, KILLED, chat_template=template) as serving, client_of(serving) as other:
+        with ThreadPoolExecutor(len(SEEDS)) as pool:
+            assert list(pool.map(lambda seed: calls(other, seed), SEEDS)) == expected
+        assert serving.metric("tandem_requests_placed_again_total") > 0
+        assert serving.metric("tandem_request_failures_total") == 0
 
 
 def check(name: str, arguments: str, choice: Any) -> None:
