@@ -85,10 +85,10 @@ class Chats:
         """Read a chat's body. Raises `InvalidRequestError`."""
         choice = tool_choice(body)
         with_tools = choice.may_call
-        messages = plain_messages(body.messages)
+        messages, offered = plain_messages(body.messages), plain_tools(body.tools or ())
         template = self._chosen(with_tools)
         tools = self._format_of(choice)
-        prompt = self._render(template, body, messages, with_tools)
+        prompt = self._render(template, body, messages, offered if with_tools else None)
         marks = None if self._reasoning is None else self._reasoning.marks
         if marks is None and body.thinking_token_budget is not None:
             reason = "the model's chat template shows no known way to think (--reasoning-parser)"
@@ -101,7 +101,7 @@ class Chats:
         is_open = marks is not None and marks.are_open(prompt, continued)
         answer = ChatAnswer(
             tools=_name_of(tools) if tools is not None and asked is None else None,
-            known=known_functions(body.tools or (), tools is not None and tools.has_types),
+            known=known_functions(offered, tools is not None and tools.has_types),
             one_call=not (choice.several(body.parallel_tool_calls) and template.traits.several_calls),
             must_call=choice.must_call,
             is_open=is_open,
@@ -200,22 +200,21 @@ class Chats:
 
     def render(self, body: TokenizeBody) -> str:
         """Return only the prompt."""
-        messages, with_tools = plain_messages(body.messages or ()), bool(body.tools)
-        return self._render(self._chosen(with_tools), body, messages, with_tools)
+        messages, tools = plain_messages(body.messages or ()), plain_tools(body.tools or ())
+        return self._render(self._chosen(bool(tools)), body, messages, tools or None)
 
     def _render(
         self,
         template: ChatTemplate,
         body: ChatBody | TokenizeBody,
         messages: Sequence[Mapping[str, Any]],
-        with_tools: bool,
+        tools: list[dict[str, Any]] | None,
     ) -> str:
         continues = bool(body.continue_final_message)
         variables = decode_object(body.chat_template_kwargs, "chat_template_kwargs") or {}
         if isinstance(body, ChatBody) and body.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", body.reasoning_effort)
-        tools = plain_tools(body.tools or ())
-        if with_tools:
+        if tools is not None:
             variables["tools"] = tools
         return template.render(
             messages,

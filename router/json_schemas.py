@@ -15,6 +15,7 @@ from decimal import Decimal
 from typing import Any, TypeGuard
 
 from protocol.errors import InvalidRequestError
+from router.parsing.parameters import pointed
 from router.regexes import ends_in_escape, from_ecma
 
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -74,6 +75,7 @@ def schema_grammar(
 
 def narrow_schema(schema: Mapping[str, Any], field: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a narrower schema that llguidance enforces exactly, with options for it."""
+    check_references(schema, field)
     try:
         narrowed = _Narrowed(schema, field, bool(options.get("lenient")))
     except RecursionError as error:
@@ -84,6 +86,40 @@ def narrow_schema(schema: Mapping[str, Any], field: str, options: Mapping[str, A
     escapes = {"json_allowed_escapes": 'nrbtf\\"'} if narrowed.one_spelling else {}
     narrowed.schema["x-guidance"] = {**own, **options, **escapes}
     return narrowed.schema
+
+
+def check_references(schema: Mapping[str, Any], field: str) -> None:
+    """Raises `InvalidRequestError` for a part of a schema that says nothing but that it is like itself."""
+    finite: set[int] = set()
+
+    def is_endless(node: Any, above: tuple[int, ...] = ()) -> bool:
+        """Return whether the node refers to itself, be it through others."""
+        if not isinstance(node, dict) or id(node) in finite:
+            return False
+        if id(node) in above:
+            return True
+        reference, parts = node.get("$ref"), node.get("allOf")
+        same = [*parts] if isinstance(parts, list) else []
+        if isinstance(reference, str) and reference.startswith("#"):
+            same.append(pointed(reference, schema))
+        if any(is_endless(each, (*above, id(node))) for each in same):
+            return True
+        finite.add(id(node))
+        return False
+
+    def check(node: Any, path: str) -> None:
+        if isinstance(node, dict) and is_endless(node):
+            key = "$ref" if "$ref" in node else "allOf"
+            raise InvalidRequestError(field, f"{path}{key}: leads back to itself")
+        members = node.items() if isinstance(node, dict) else enumerate(node)
+        for key, each in members:
+            if isinstance(each, (dict, list)) and key not in _DATA:
+                check(each, f"{path}{key}.")
+
+    try:
+        check(schema, "")
+    except RecursionError as error:
+        raise InvalidRequestError(field, str(error)) from error
 
 
 class _Narrowed:

@@ -9,7 +9,7 @@ import msgspec
 
 from protocol.errors import InvalidRequestError
 from router.argument_grammar import argument_grammar
-from router.json_schemas import schema_grammar
+from router.json_schemas import check_references, schema_grammar
 from router.lark import TEXT, Spelling, lark_grammar, named, quoted
 from router.parsing.forms import CallForm
 from router.parsing.reasoning import Marks
@@ -58,6 +58,7 @@ def tool_grammar(
         begin, end, name = " NUMBER ".join(pieces), spelling(form.end), f"arguments{number}"
         schema = offer.schema if offer.schema is not None else _NO_PARAMETERS
         try:
+            check_references(schema, "tools")
             if form.notation is not None:
                 lenient = not offer.strict
                 others += argument_grammar(name, schema, form.notation, spelling, lenient=lenient)

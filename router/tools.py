@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from protocol.errors import InvalidRequestError
@@ -55,13 +55,12 @@ def offers(tools: Sequence[Tool], name: str | None) -> list[Offer]:
     ]
 
 
-def known_functions(tools: Sequence[Tool], with_types: bool) -> dict[str, Parameters]:
-    """Return the functions that an answer may call, with their parameters' types if the parser needs them."""
+def known_functions(tools: Sequence[Mapping[str, Any]], with_types: bool) -> dict[str, Parameters]:
+    """Return the functions of `plain_tools`, with their parameters' types if the parser needs them."""
+    functions = [tool["function"] for tool in tools]
     return {
-        tool.function.name: parameters_of(decode_object(tool.function.parameters, "tools"))
-        if with_types
-        else Parameters()
-        for tool in tools
+        each["name"]: parameters_of(each.get("parameters")) if with_types else Parameters()
+        for each in functions
     }
 
 

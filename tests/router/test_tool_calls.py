@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import openai
 import pytest
@@ -476,10 +477,13 @@ def test_calls_that_are_not_in_hermes_form(tmp_path, name):
     tagged.message("Yes.", False, messages=[*ASK, message, result])
     assert text in tagged.prompt
     lists = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-    bad = {"type": "function", "function": {"name": "g", "strict": True, "parameters": lists}}
-    with pytest.raises(openai.BadRequestError, match="uniqueItems") as refused:
-        tagged.ask(said, tools=[*TOOLS, bad])
-    assert refused.value.param == "tools"
+    loop = {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#"}]}}}
+    within = {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}}
+    for schema, at in ((lists, "uniqueItems"), (loop, "$ref: "), (within, "properties.a.$ref: ")):
+        bad = {"type": "function", "function": {"name": "g", "strict": True, "parameters": schema}}
+        with pytest.raises(openai.BadRequestError, match=rf"tools: g: .*{re.escape(at)}") as refused:
+            tagged.ask(said, tools=[*TOOLS, bad])
+        assert refused.value.param == "tools"
     tagged.close()
 
 
