@@ -76,9 +76,9 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """One step's result for one request.
 
     `position` tokens of the answer come before this output's. `cached_tokens` comes with a sequence's first
-    token. Of the `drafted_tokens` that the step verified, `accepted_tokens` are among its tokens, and the first
-    `predicted_tokens` came from the client's prediction of the answer.
-    `prompt_logprobs` are pages. `embedding` is the prompt's, float32 in little-endian order.
+    token. Of the `drafted_tokens` that the step verified, `accepted_tokens` are among its tokens, and the
+    first `predicted_tokens` came from the client's prediction. `prompt_logprobs` are pages.
+    `embedding` is the prompt's, float32 in little-endian order.
     """
 
     request_id: Id

@@ -83,7 +83,7 @@ class Choice:
     `stop` strings are ignored within the first `min_tokens` tokens, and tokens after the one that completes
     a stop string are dropped. The text begins at character `offset`. `accepted_tokens` of the
     `drafted_tokens` that were verified are part of the answer; with `keep_spans` each delta marks their
-    text. `predicted_tokens` of them came from the client's prediction, and `accepted_predicted` were accepted.
+    text. `predicted_tokens` came from the client's prediction; `accepted_predicted` of these were accepted.
     """
 
     index: int

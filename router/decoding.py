@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 from msgspec import Raw
@@ -26,6 +27,7 @@ MAX_HARMLESS_BYTES = 64
 MAX_IGNORED, MAX_NAME = 16, 64
 """The most ignored fields that an answer names, and the most characters of one."""
 _UNSAFE = re.compile(r"[^\w.-]", re.ASCII)
+_INDEX = re.compile(r"\[\d+\]")
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
@@ -45,6 +47,9 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 """Values of unsupported fields that change nothing."""
+_UNSEEN = {"annotations", "cache_control", "caller", "citations", "data", "encrypted_content", "id", "index"}
+_UNSEEN |= {"logprobs", "signature"}
+"""Fields within messages and tools that clients send and no model sees."""
 
 _INSTEAD = {
     name: f"is not supported; use {own}"
@@ -70,10 +75,53 @@ def decode_body(raw: bytes, body_type: type[T]) -> T:
 
 
 def ignored_fields(raw: bytes, body_type: type[msgspec.Struct]) -> list[str]:
-    """Return the names of fields that this valid body has and its type has not, as a header may have them."""
-    known = set(body_type.__struct_fields__)
-    names = [name for name in msgspec.json.decode(raw, type=dict[str, Raw]) if name not in known]
-    return [_UNSAFE.sub("?", name[:MAX_NAME]) for name in names[:MAX_IGNORED]]
+    """Return the names of fields that this valid body has and its type has not, as a header may have them.
+
+    Fields within objects are named by their path, each once, unless no model would see their value.
+    """
+    found: dict[str, str] = {}
+    """Paths by what they are without indices."""
+    structs = _structs(body_type)
+    for name, value in msgspec.json.decode(raw, type=dict[str, Raw]).items():
+        if name not in structs:
+            found[name] = _safe(name)
+        elif (struct := structs[name]) is not None:
+            for path in _unknown(msgspec.json.decode(value), struct, name):
+                found.setdefault(_INDEX.sub("", path), path)
+        if len(found) >= MAX_IGNORED:
+            break
+    return list(found.values())[:MAX_IGNORED]
+
+
+def _unknown(value: Any, struct: type[msgspec.Struct], at: str) -> Iterator[str]:
+    """Yield the paths of fields that an object, or each in a list, has and its type has not."""
+    if isinstance(value, list):
+        for index, each in enumerate(value):
+            yield from _unknown(each, struct, f"{at}[{index}]")
+    elif isinstance(value, dict):
+        structs = _structs(struct)
+        for name, each in value.items():
+            if name not in structs:
+                if each and name not in _UNSEEN:
+                    yield f"{at}.{_safe(name)}"
+            elif (within := structs[name]) is not None:
+                yield from _unknown(each, within, f"{at}.{name}")
+
+
+@cache
+def _structs(struct: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct] | None]:
+    """Return the fields' names, each with the struct that the field's value, or its items, may be."""
+    return {field.name: _struct_in(field.type) for field in msgspec.structs.fields(struct)}
+
+
+def _struct_in(kind: Any) -> type[msgspec.Struct] | None:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return kind
+    return next(filter(None, map(_struct_in, get_args(kind))), None)
+
+
+def _safe(name: str) -> str:
+    return _UNSAFE.sub("?", name[:MAX_NAME])
 
 
 def decode_field(raw: Raw | bytes, field: str, kind: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any, TypeGuard
 
@@ -111,7 +111,7 @@ def check_references(schema: Mapping[str, Any], field: str) -> None:
         if isinstance(node, dict) and is_endless(node):
             key = "$ref" if "$ref" in node else "allOf"
             raise InvalidRequestError(field, f"{path}{key}: leads back to itself")
-        members = node.items() if isinstance(node, dict) else enumerate(node)
+        members: Iterable[tuple[Any, Any]] = node.items() if isinstance(node, dict) else enumerate(node)
         for key, each in members:
             if isinstance(each, (dict, list)) and key not in _DATA:
                 check(each, f"{path}{key}.")

@@ -30,7 +30,8 @@ MAX_RAW_BYTES = 64 * 1024
 """The most bytes of a field that is free-form JSON."""
 
 
-def _doc(text: str) -> Meta:
+def doc(text: str) -> Meta:
+    """Return a field's description in `/openapi.json`."""
     return Meta(description=text)
 
 
@@ -38,7 +39,8 @@ def _json(text: str, **schema: Any) -> Meta:
     return Meta(description=text, extra_json_schema=schema)
 
 
-def _absent() -> Any:
+def absent() -> Any:
+    """Return the default of a `Raw` field: empty, so that it differs from null."""
     return msgspec.field(default_factory=Raw)
 
 
@@ -61,257 +63,255 @@ PROMPTS = [_TEXT, _TOKENS, {"type": "array", "items": _TEXT}, {"type": "array", 
 class StreamOptions(msgspec.Struct, kw_only=True):
     """Options of a streamed response."""
 
-    include_usage: Annotated[bool | None, _doc("Send the usage before the end.")] = None
-    continuous_usage_stats: Annotated[bool | None, _doc("Send the usage with each chunk.")] = None
+    include_usage: Annotated[bool | None, doc("Send the usage before the end.")] = None
+    continuous_usage_stats: Annotated[bool | None, doc("Send the usage with each chunk.")] = None
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True):
     """A JSON schema, as OpenAI wraps it."""
 
-    schema: Annotated[Object, _json("The JSON schema.", type="object")] = _absent()
-    name: Annotated[str | None, _doc("Accepted and ignored.")] = None
-    description: Annotated[str | None, _doc("Accepted and ignored.")] = None
-    strict: Annotated[bool | None, _doc("Accepted: the answer always satisfies the schema.")] = None
+    schema: Annotated[Object, _json("The JSON schema.", type="object")] = absent()
+    name: Annotated[str | None, doc("Accepted and ignored.")] = None
+    description: Annotated[str | None, doc("Accepted and ignored.")] = None
+    strict: Annotated[bool | None, doc("Accepted: the answer always satisfies the schema.")] = None
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
     """OpenAI's structured outputs."""
 
-    type: Annotated[str, _doc("`text`, `json_object`, `json_schema` or `structural_tag`.")]
-    json_schema: Annotated[JsonSchemaFormat | None, _doc("With the type `json_schema`.")] = None
+    type: Annotated[str, doc("`text`, `json_object`, `json_schema` or `structural_tag`.")]
+    json_schema: Annotated[JsonSchemaFormat | None, doc("With the type `json_schema`.")] = None
     structures: Annotated[
         Raw, _json("With the type `structural_tag`.", type="array", items={"type": "object"})
-    ] = _absent()
-    triggers: Annotated[Raw, _json("With the type `structural_tag`.", type="array", items=_TEXT)] = _absent()
+    ] = absent()
+    triggers: Annotated[Raw, _json("With the type `structural_tag`.", type="array", items=_TEXT)] = absent()
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """vLLM's structured outputs: exactly one constraint."""
 
-    json: Annotated[Raw, _json("A JSON schema, or one as a string.", anyOf=_OBJECT_OR_TEXT)] = _absent()
-    regex: Annotated[str | None, _doc("A regular expression that the whole answer matches.")] = None
-    choice: Annotated[list[str] | None, _doc("The answer is one of these.")] = None
-    grammar: Annotated[str | None, _doc("A context-free grammar in Lark's or GBNF's notation.")] = None
-    json_object: Annotated[bool | None, _doc("Any JSON object.")] = None
+    json: Annotated[Raw, _json("A JSON schema, or one as a string.", anyOf=_OBJECT_OR_TEXT)] = absent()
+    regex: Annotated[str | None, doc("A regular expression that the whole answer matches.")] = None
+    choice: Annotated[list[str] | None, doc("The answer is one of these.")] = None
+    grammar: Annotated[str | None, doc("A context-free grammar in Lark's or GBNF's notation.")] = None
+    json_object: Annotated[bool | None, doc("Any JSON object.")] = None
     structural_tag: Annotated[
         Raw,
         _json("`structures` of `begin`, `schema` and `end`, and `triggers`.", anyOf=_OBJECT_OR_TEXT),
-    ] = _absent()
+    ] = absent()
     whitespace_pattern: Annotated[
-        str | None, _doc("A regular expression of the space between JSON's tokens.")
+        str | None, doc("A regular expression of the space between JSON's tokens.")
     ] = None
-    disable_any_whitespace: Annotated[bool | None, _doc("Accepted and ignored.")] = None
+    disable_any_whitespace: Annotated[bool | None, doc("Accepted and ignored.")] = None
 
 
 class SamplingBody(msgspec.Struct, kw_only=True):
     """The fields that all generating endpoints share."""
 
-    model: Annotated[str | None, _doc("The model's name; default: the served model.")] = None
-    frequency_penalty: Annotated[float | None, _doc("-2 to 2, for each time a token occurred.")] = None
-    presence_penalty: Annotated[float | None, _doc("-2 to 2, for each token that occurred.")] = None
+    model: Annotated[str | None, doc("The model's name; default: the served model.")] = None
+    frequency_penalty: Annotated[float | None, doc("-2 to 2, for each time a token occurred.")] = None
+    presence_penalty: Annotated[float | None, doc("-2 to 2, for each token that occurred.")] = None
     logit_bias: Annotated[
         Annotated[dict[int, float], Meta(max_length=MAX_LOGIT_BIAS)] | None,
-        _doc("Token id to a bias from -100 to 100."),
+        doc("Token id to a bias from -100 to 100."),
     ] = None
-    seed: Annotated[int | None, _doc("Equal requests with equal seeds get equal answers.")] = None
+    seed: Annotated[int | None, doc("Equal requests with equal seeds get equal answers.")] = None
     stop: Annotated[
-        Word | Annotated[list[Word], Meta(max_length=MAX_STOPS)] | None, _doc("Strings that end the answer.")
+        Word | Annotated[list[Word], Meta(max_length=MAX_STOPS)] | None, doc("Strings that end the answer.")
     ] = None
-    stream: Annotated[bool | None, _doc("Answer with server-sent events, token by token.")] = None
-    temperature: Annotated[float | None, _doc("0 (greedy) to 100; default: the model's, else 1.")] = None
-    top_p: Annotated[float | None, _doc("Above 0, up to 1: sample from the likeliest with this sum.")] = None
-    top_k: Annotated[int | None, _doc("Sample from this many of the likeliest; 0 or -1: from all.")] = None
-    min_p: Annotated[float | None, _doc("0 to 1: least probability, relative to the likeliest token's.")] = (
+    stream: Annotated[bool | None, doc("Answer with server-sent events, token by token.")] = None
+    temperature: Annotated[float | None, doc("0 (greedy) to 100; default: the model's, else 1.")] = None
+    top_p: Annotated[float | None, doc("Above 0, up to 1: sample from the likeliest with this sum.")] = None
+    top_k: Annotated[int | None, doc("Sample from this many of the likeliest; 0 or -1: from all.")] = None
+    min_p: Annotated[float | None, doc("0 to 1: least probability, relative to the likeliest token's.")] = (
         None
     )
-    repetition_penalty: Annotated[float | None, _doc("0.001 to 100; above 1 discourages repetition.")] = None
-    min_tokens: Annotated[int | None, _doc("Generate at least this many tokens.")] = None
+    repetition_penalty: Annotated[float | None, doc("0.001 to 100; above 1 discourages repetition.")] = None
+    min_tokens: Annotated[int | None, doc("Generate at least this many tokens.")] = None
     stop_token_ids: Annotated[
-        Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None, _doc("Tokens that end the answer.")
+        Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None, doc("Tokens that end the answer.")
     ] = None
-    include_stop_str_in_output: Annotated[bool | None, _doc("Keep the stop string in the text.")] = None
-    ignore_eos: Annotated[bool | None, _doc("Go on after the end-of-sequence token.")] = None
+    include_stop_str_in_output: Annotated[bool | None, doc("Keep the stop string in the text.")] = None
+    ignore_eos: Annotated[bool | None, doc("Go on after the end-of-sequence token.")] = None
     bad_words: Annotated[
         Annotated[list[Word], Meta(max_length=MAX_BAD_WORDS)] | None,
-        _doc("Strings that are never generated."),
+        doc("Strings that are never generated."),
     ] = None
     allowed_token_ids: Annotated[
-        Annotated[list[int], Meta(max_length=MAX_ALLOWED_TOKEN_IDS)] | None, _doc("Generate only these.")
+        Annotated[list[int], Meta(max_length=MAX_ALLOWED_TOKEN_IDS)] | None, doc("Generate only these.")
     ] = None
     skip_special_tokens: Annotated[
-        bool | None, _doc("Leave special tokens out of the text; default: true.")
+        bool | None, doc("Leave special tokens out of the text; default: true.")
     ] = None
     priority: Annotated[
         Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None,
-        _doc("Lower values are scheduled first, and shed last; default: 0."),
+        doc("Lower values are scheduled first, and shed last; default: 0."),
     ] = None
     truncate_prompt_tokens: Annotated[
         int | None,
-        _doc("Keep only this many tokens at the prompt's end; -1: as many as leave room for an answer."),
+        doc("Keep only this many tokens at the prompt's end; -1: as many as leave room for an answer."),
     ] = None
     cache_salt: Annotated[
         Annotated[str, Meta(max_length=256)] | None,
-        _doc("Share cached prefixes only with requests of equal salt."),
+        doc("Share cached prefixes only with requests of equal salt."),
     ] = None
     disaggregate: Annotated[
         bool | None,
-        _doc(
+        doc(
             "Compute the prompt on a prefill worker and decode on another, or not; default: the cheaper way."
         ),
     ] = None
-    user: Annotated[str | None, _doc("Accepted and ignored.")] = None
-    safety_identifier: Annotated[str | None, _doc("Accepted and ignored.")] = None
-    metadata: Annotated[Object, _doc("Accepted and ignored.")] = _absent()
-    store: Annotated[bool | None, _doc("Accepted and ignored: only responses are stored.")] = None
-    service_tier: Annotated[str | None, _doc("Accepted and ignored: the API key has a priority.")] = None
+    user: Annotated[str | None, doc("Accepted and ignored.")] = None
+    safety_identifier: Annotated[str | None, doc("Accepted and ignored.")] = None
+    metadata: Annotated[Object, doc("Accepted and ignored.")] = absent()
+    store: Annotated[bool | None, doc("Accepted and ignored: only responses are stored.")] = None
+    service_tier: Annotated[str | None, doc("Accepted and ignored: the API key has a priority.")] = None
     prompt_cache_key: Annotated[
-        str | None, _doc("Accepted and ignored: cached prefixes are found without it.")
+        str | None, doc("Accepted and ignored: cached prefixes are found without it.")
     ] = None
     speculative: Annotated[
         Object, _json("This request's speculation: `enabled`, `method`, `num_speculative_tokens`.")
-    ] = _absent()
+    ] = absent()
     structured_outputs: Annotated[
-        StructuredOutputs | None, _doc("The constraint on the answer, in vLLM's form.")
+        StructuredOutputs | None, doc("The constraint on the answer, in vLLM's form.")
     ] = None
 
-    length_penalty: Unsupported = _absent()
-    early_stopping: Unsupported = _absent()
-    json_schema: Unsupported = _absent()
-    regex: Unsupported = _absent()
-    ebnf: Unsupported = _absent()
-    grammar: Unsupported = _absent()
+    length_penalty: Unsupported = absent()
+    early_stopping: Unsupported = absent()
+    json_schema: Unsupported = absent()
+    regex: Unsupported = absent()
+    ebnf: Unsupported = absent()
+    grammar: Unsupported = absent()
 
 
 class GenerationBody(SamplingBody, kw_only=True):
     """The fields that completions and chat share."""
 
     max_tokens: Annotated[
-        int | None, _doc("Most tokens to generate; default: 16, in a chat all that fit.")
+        int | None, doc("Most tokens to generate; default: 16, in a chat all that fit.")
     ] = None
-    n: Annotated[Annotated[int, Meta(ge=1)] | None, _doc("Choices for each prompt.")] = None
-    stream_options: Annotated[StreamOptions | None, _doc("Only with `stream`.")] = None
-    prompt_logprobs: Annotated[
-        int | None, _doc("Likeliest alternatives to return for each prompt token.")
-    ] = None
-    spaces_between_special_tokens: Annotated[bool | None, _doc("Accepted and ignored.")] = None
-    add_special_tokens: Annotated[
-        bool | None, _doc("Let the tokenizer add special tokens; default: true, in a chat false.")
-    ] = None
-    return_token_ids: Annotated[bool | None, _doc("Return the token ids of the prompt and the answer.")] = (
+    n: Annotated[Annotated[int, Meta(ge=1)] | None, doc("Choices for each prompt.")] = None
+    stream_options: Annotated[StreamOptions | None, doc("Only with `stream`.")] = None
+    prompt_logprobs: Annotated[int | None, doc("Likeliest alternatives to return for each prompt token.")] = (
         None
     )
+    spaces_between_special_tokens: Annotated[bool | None, doc("Accepted and ignored.")] = None
+    add_special_tokens: Annotated[
+        bool | None, doc("Let the tokenizer add special tokens; default: true, in a chat false.")
+    ] = None
+    return_token_ids: Annotated[bool | None, doc("Return the token ids of the prompt and the answer.")] = None
     return_timing: Annotated[
         bool | None,
-        _doc(
+        doc(
             "Return where the time went, as `timing`, with `stream` in the last chunk, and in each choice "
             "which text was drafted, as `spans` of `text` and `drafted`. The header `x-return-timing` does "
             "the same."
         ),
     ] = None
     response_format: Annotated[
-        ResponseFormat | None, _doc("The answer's format, such as JSON or JSON of a schema.")
+        ResponseFormat | None, doc("The answer's format, such as JSON or JSON of a schema.")
     ] = None
 
-    best_of: Unsupported = _absent()
-    use_beam_search: Unsupported = _absent()
-    guided_json: Unsupported = _absent()
-    guided_regex: Unsupported = _absent()
-    guided_choice: Unsupported = _absent()
-    guided_grammar: Unsupported = _absent()
-    guided_whitespace_pattern: Unsupported = _absent()
-    logits_processors: Unsupported = _absent()
-    kv_transfer_params: Unsupported = _absent()
+    best_of: Unsupported = absent()
+    use_beam_search: Unsupported = absent()
+    guided_json: Unsupported = absent()
+    guided_regex: Unsupported = absent()
+    guided_choice: Unsupported = absent()
+    guided_grammar: Unsupported = absent()
+    guided_whitespace_pattern: Unsupported = absent()
+    logits_processors: Unsupported = absent()
+    kv_transfer_params: Unsupported = absent()
 
 
 class CompletionBody(GenerationBody, kw_only=True):
     """Continue a text."""
 
     prompt: Annotated[Raw, _json("A text, a list of token ids, or a list of either.", anyOf=PROMPTS)] = (
-        _absent()
+        absent()
     )
-    echo: Annotated[bool | None, _doc("Begin the answer with the prompt.")] = None
-    logprobs: Annotated[int | None, _doc("Likeliest alternatives to return for each token.")] = None
+    echo: Annotated[bool | None, doc("Begin the answer with the prompt.")] = None
+    logprobs: Annotated[int | None, doc("Likeliest alternatives to return for each token.")] = None
 
-    suffix: Unsupported = _absent()
-    prompt_embeds: Unsupported = _absent()
+    suffix: Unsupported = absent()
+    prompt_embeds: Unsupported = absent()
 
 
 class PoolingBody(msgspec.Struct, kw_only=True):
     """The fields that embeddings and scores share."""
 
-    model: Annotated[str | None, _doc("The model's name; default: the served model.")] = None
-    user: Annotated[str | None, _doc("Accepted and ignored.")] = None
+    model: Annotated[str | None, doc("The model's name; default: the served model.")] = None
+    user: Annotated[str | None, doc("Accepted and ignored.")] = None
     truncate_prompt_tokens: Annotated[
-        int | None, _doc("Keep only this many tokens at each text's end; -1: as many as the model allows.")
+        int | None, doc("Keep only this many tokens at each text's end; -1: as many as the model allows.")
     ] = None
     add_special_tokens: Annotated[
-        bool | None, _doc("Let the tokenizer add special tokens; default: true.")
+        bool | None, doc("Let the tokenizer add special tokens; default: true.")
     ] = None
     priority: Annotated[
-        Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None, _doc("Lower values are scheduled first.")
+        Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None, doc("Lower values are scheduled first.")
     ] = None
     cache_salt: Annotated[
         Annotated[str, Meta(max_length=256)] | None,
-        _doc("Share cached prefixes only with requests of equal salt."),
+        doc("Share cached prefixes only with requests of equal salt."),
     ] = None
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
     """A part of a message."""
 
-    type: Annotated[str, _doc("`text`; others are not supported.")]
-    text: Annotated[str | None, _doc("The part's text.")] = None
+    type: Annotated[str, doc("`text`; others are not supported.")]
+    text: Annotated[str | None, doc("The part's text.")] = None
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
     """A function's name and its arguments."""
 
-    name: Annotated[str, _doc("The function's name.")]
-    arguments: Annotated[str, _doc("An object as JSON text.")]
+    name: Annotated[str, doc("The function's name.")]
+    arguments: Annotated[str, doc("An object as JSON text.")]
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
     """A call that the assistant made."""
 
-    id: Annotated[str, _doc("The id that the `tool` message with the result refers to.")]
-    type: Annotated[str, _doc("`function`.")] = "function"
-    function: Annotated[CalledFunction, _doc("The called function.")]
+    id: Annotated[str, doc("The id that the `tool` message with the result refers to.")]
+    type: Annotated[str, doc("`function`.")] = "function"
+    function: Annotated[CalledFunction, doc("The called function.")]
 
 
 class FunctionName(msgspec.Struct, kw_only=True):
     """A function by its name alone."""
 
-    name: Annotated[str, _doc("The function's name.")]
+    name: Annotated[str, doc("The function's name.")]
 
 
 class PredictedContent(msgspec.Struct, kw_only=True):
     """A text that much of the answer may repeat."""
 
-    type: Annotated[str, _doc("`content`.")] = "content"
-    content: Annotated[str | list[ContentPart], _doc("The predicted text.")]
+    type: Annotated[str, doc("`content`.")] = "content"
+    content: Annotated[str | list[ContentPart], doc("The predicted text.")]
 
 
 class NamedTool(msgspec.Struct, kw_only=True):
     """The tool that the answer must call."""
 
-    type: Annotated[str, _doc("`function`.")]
-    function: Annotated[FunctionName, _doc("The function.")]
+    type: Annotated[str, doc("`function`.")]
+    function: Annotated[FunctionName, doc("The function.")]
 
 
 class Function(msgspec.Struct, kw_only=True):
     """A function that the model may call."""
 
-    name: Annotated[CallableName, _doc("The function's name.")]
-    description: Annotated[str | None, _doc("Tells the model what it does and when to call it.")] = None
-    parameters: Annotated[Object, _json("A JSON schema of the arguments.")] = _absent()
-    strict: Annotated[bool | None, _doc("The arguments always satisfy the schema.")] = None
+    name: Annotated[CallableName, doc("The function's name.")]
+    description: Annotated[str | None, doc("Tells the model what it does and when to call it.")] = None
+    parameters: Annotated[Object, _json("A JSON schema of the arguments.")] = absent()
+    strict: Annotated[bool | None, doc("The arguments always satisfy the schema.")] = None
 
 
 class Tool(msgspec.Struct, kw_only=True):
     """A tool that the model may use."""
 
-    type: Annotated[str, _doc("`function`; others are not supported.")]
-    function: Annotated[Function, _doc("The function.")]
+    type: Annotated[str, doc("`function`; others are not supported.")]
+    function: Annotated[Function, doc("The function.")]
 
 
 Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
@@ -320,23 +320,23 @@ Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 class ChatMessage(msgspec.Struct, kw_only=True):
     """One message of a chat."""
 
-    role: Annotated[str, _doc("`system`, `developer`, `user`, `assistant` or `tool`.")]
+    role: Annotated[str, doc("`system`, `developer`, `user`, `assistant` or `tool`.")]
     content: Annotated[
-        str | list[ContentPart] | None, _doc("The message's text; may be null with `tool_calls`.")
+        str | list[ContentPart] | None, doc("The message's text; may be null with `tool_calls`.")
     ] = None
-    name: Annotated[str | None, _doc("Passed to the chat template.")] = None
+    name: Annotated[str | None, doc("Passed to the chat template.")] = None
     tool_calls: Annotated[
         Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None,
-        _doc("Functions that the assistant called."),
+        doc("Functions that the assistant called."),
     ] = None
-    tool_call_id: Annotated[str | None, _doc("In a `tool` message: the id of the call that it answers.")] = (
+    tool_call_id: Annotated[str | None, doc("In a `tool` message: the id of the call that it answers.")] = (
         None
     )
     reasoning_content: Annotated[
-        str | None, _doc("The assistant's reasoning; the chat template decides whether to show it.")
+        str | None, doc("The assistant's reasoning; the chat template decides whether to show it.")
     ] = None
-    function_call: Unsupported = _absent()
-    audio: Unsupported = _absent()
+    function_call: Unsupported = absent()
+    audio: Unsupported = absent()
 
 
 Messages = Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)]
@@ -346,63 +346,63 @@ TemplateVariables = Annotated[Object, _json("Variables for the chat template.")]
 class ChatBody(GenerationBody, kw_only=True):
     """Answer messages."""
 
-    messages: Annotated[Messages, _doc("The chat so far.")]
-    max_completion_tokens: Annotated[int | None, _doc("The same as `max_tokens`, but takes precedence.")] = (
+    messages: Annotated[Messages, doc("The chat so far.")]
+    max_completion_tokens: Annotated[int | None, doc("The same as `max_tokens`, but takes precedence.")] = (
         None
     )
-    logprobs: Annotated[bool | None, _doc("Return each token's log-probability.")] = None
-    top_logprobs: Annotated[int | None, _doc("Likeliest alternatives to return for each token.")] = None
-    add_generation_prompt: Annotated[bool | None, _doc("Begin the assistant's turn; default: true.")] = None
-    continue_final_message: Annotated[bool | None, _doc("Continue the last message instead.")] = None
-    chat_template_kwargs: TemplateVariables = _absent()
+    logprobs: Annotated[bool | None, doc("Return each token's log-probability.")] = None
+    top_logprobs: Annotated[int | None, doc("Likeliest alternatives to return for each token.")] = None
+    add_generation_prompt: Annotated[bool | None, doc("Begin the assistant's turn; default: true.")] = None
+    continue_final_message: Annotated[bool | None, doc("Continue the last message instead.")] = None
+    chat_template_kwargs: TemplateVariables = absent()
 
-    tools: Annotated[Tools | None, _doc("Functions that the model may call.")] = None
+    tools: Annotated[Tools | None, doc("Functions that the model may call.")] = None
     tool_choice: Annotated[
         str | NamedTool | None,
-        _doc("`auto` (the default with `tools`), `none`, `required`, or the function to call."),
+        doc("`auto` (the default with `tools`), `none`, `required`, or the function to call."),
     ] = None
     parallel_tool_calls: Annotated[
-        bool | None, _doc("Allow several calls in an answer; default: true unless a call is required.")
+        bool | None, doc("Allow several calls in an answer; default: true unless a call is required.")
     ] = None
     thinking_token_budget: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        _doc("Most tokens of reasoning; after that many, the reasoning is ended."),
+        doc("Most tokens of reasoning; after that many, the reasoning is ended."),
     ] = None
-    reasoning_effort: Annotated[str | None, _doc("Passed to the chat template.")] = None
+    reasoning_effort: Annotated[str | None, doc("Passed to the chat template.")] = None
     prediction: Annotated[
-        PredictedContent | None, _doc("A text to draft from; it changes no token of the answer.")
+        PredictedContent | None, doc("A text to draft from; it changes no token of the answer.")
     ] = None
 
-    functions: Unsupported = _absent()
-    function_call: Unsupported = _absent()
-    modalities: Unsupported = _absent()
-    audio: Unsupported = _absent()
-    web_search_options: Unsupported = _absent()
-    documents: Unsupported = _absent()
-    chat_template: Unsupported = _absent()
-    include_reasoning: Unsupported = _absent()
-    verbosity: Unsupported = _absent()
-    echo: Unsupported = _absent()
+    functions: Unsupported = absent()
+    function_call: Unsupported = absent()
+    modalities: Unsupported = absent()
+    audio: Unsupported = absent()
+    web_search_options: Unsupported = absent()
+    documents: Unsupported = absent()
+    chat_template: Unsupported = absent()
+    include_reasoning: Unsupported = absent()
+    verbosity: Unsupported = absent()
+    echo: Unsupported = absent()
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
     """Turn a text or a chat into token ids."""
 
-    model: Annotated[str | None, _doc("The model's name; default: the served model.")] = None
-    prompt: Annotated[str | None, _doc("A text; either this or `messages` is required.")] = None
-    messages: Annotated[Messages | None, _doc("A chat.")] = None
+    model: Annotated[str | None, doc("The model's name; default: the served model.")] = None
+    prompt: Annotated[str | None, doc("A text; either this or `messages` is required.")] = None
+    messages: Annotated[Messages | None, doc("A chat.")] = None
     add_special_tokens: Annotated[
-        bool | None, _doc("Let the tokenizer add special tokens; default: true for a prompt.")
+        bool | None, doc("Let the tokenizer add special tokens; default: true for a prompt.")
     ] = None
-    add_generation_prompt: Annotated[bool, _doc("Begin the assistant's turn.")] = True
-    continue_final_message: Annotated[bool, _doc("Leave the last message open.")] = False
-    return_token_strs: Annotated[bool | None, _doc("Return each token as the vocabulary spells it.")] = None
-    tools: Annotated[Tools | None, _doc("Functions that the model may call in the chat.")] = None
-    chat_template_kwargs: TemplateVariables = _absent()
+    add_generation_prompt: Annotated[bool, doc("Begin the assistant's turn.")] = True
+    continue_final_message: Annotated[bool, doc("Leave the last message open.")] = False
+    return_token_strs: Annotated[bool | None, doc("Return each token as the vocabulary spells it.")] = None
+    tools: Annotated[Tools | None, doc("Functions that the model may call in the chat.")] = None
+    chat_template_kwargs: TemplateVariables = absent()
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
     """Turn token ids into text."""
 
-    model: Annotated[str | None, _doc("The model's name; default: the served model.")] = None
-    tokens: Annotated[list[int], _doc("At most as many as the model's context has.")]
+    model: Annotated[str | None, doc("The model's name; default: the served model.")] = None
+    tokens: Annotated[list[int], doc("At most as many as the model's context has.")]

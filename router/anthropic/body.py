@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Raw
+from msgspec import Meta
 
 from router.openai_types import (
     MAX_MESSAGES,
@@ -18,67 +18,62 @@ from router.openai_types import (
     TemplateVariables,
     Unsupported,
     Word,
+    absent,
+    doc,
 )
-
-
-def _doc(text: str) -> Meta:
-    return Meta(description=text)
-
-
-def _absent() -> Any:
-    return msgspec.field(default_factory=Raw)
 
 
 class Block(msgspec.Struct, kw_only=True):
     """A content block."""
 
     type: Annotated[
-        str, _doc("`text`, `tool_use`, `tool_result`, `thinking` or `redacted_thinking`, which is ignored.")
+        str, doc("`text`, `tool_use`, `tool_result`, `thinking` or `redacted_thinking`, which is ignored.")
     ]
-    text: Annotated[str | None, _doc("The text of a `text` block.")] = None
+    text: Annotated[str | None, doc("The text of a `text` block.")] = None
     thinking: Annotated[
-        str | None, _doc("The assistant's reasoning; the chat template decides whether to show it.")
+        str | None, doc("The assistant's reasoning; the chat template decides whether to show it.")
     ] = None
-    id: Annotated[str | None, _doc("The id of a `tool_use`.")] = None
-    name: Annotated[str | None, _doc("The name of the used tool.")] = None
-    input: Annotated[Object, _doc("The arguments of a `tool_use`.")] = _absent()
-    tool_use_id: Annotated[str | None, _doc("In a `tool_result`: the id of its `tool_use`.")] = None
-    content: Annotated[
-        str | list[ContentPart] | None, _doc("The text of a `tool_result`; default: none.")
-    ] = None
+    id: Annotated[str | None, doc("The id of a `tool_use`.")] = None
+    name: Annotated[str | None, doc("The name of the used tool.")] = None
+    input: Annotated[Object, doc("The arguments of a `tool_use`.")] = absent()
+    tool_use_id: Annotated[str | None, doc("In a `tool_result`: the id of its `tool_use`.")] = None
+    is_error: Annotated[bool | None, doc("The `tool_result` is an error: the model reads `Error: `.")] = None
+    content: Annotated[str | list[ContentPart] | None, doc("The text of a `tool_result`; default: none.")] = (
+        None
+    )
 
 
 class SystemBlock(msgspec.Struct, kw_only=True):
     """A part of the system prompt."""
 
-    type: Annotated[str, _doc("`text`.")]
-    text: Annotated[str, _doc("The part's text.")]
+    type: Annotated[str, doc("`text`.")]
+    text: Annotated[str, doc("The part's text.")]
 
 
 class Message(msgspec.Struct, kw_only=True):
     """One message of a conversation."""
 
-    role: Annotated[str, _doc("`user`, `assistant` or `system`.")]
-    content: Annotated[str | list[Block], _doc("The message's text, or blocks.")]
+    role: Annotated[str, doc("`user`, `assistant` or `system`.")]
+    content: Annotated[str | list[Block], doc("The message's text, or blocks.")]
 
 
 class MessageTool(msgspec.Struct, kw_only=True):
     """A tool that the model may use."""
 
-    type: Annotated[str | None, _doc("`custom`, the default; others are not supported.")] = None
-    name: Annotated[CallableName, _doc("The tool's name.")]
-    description: Annotated[str | None, _doc("Tells the model what it does and when to use it.")] = None
-    input_schema: Annotated[Object, _doc("A JSON schema of the arguments.")] = _absent()
-    strict: Annotated[bool | None, _doc("The arguments always satisfy the schema; default: false.")] = None
+    type: Annotated[str | None, doc("`custom`, the default; others are not supported.")] = None
+    name: Annotated[CallableName, doc("The tool's name.")]
+    description: Annotated[str | None, doc("Tells the model what it does and when to use it.")] = None
+    input_schema: Annotated[Object, doc("A JSON schema of the arguments.")] = absent()
+    strict: Annotated[bool | None, doc("The arguments always satisfy the schema; default: false.")] = None
 
 
 class MessageToolChoice(msgspec.Struct, kw_only=True):
     """Whether the answer uses tools."""
 
-    type: Annotated[str, _doc("`auto` (the default), `any`, `tool` or `none`.")]
-    name: Annotated[str | None, _doc("The tool to use, with the type `tool`.")] = None
+    type: Annotated[str, doc("`auto` (the default), `any`, `tool` or `none`.")]
+    name: Annotated[str | None, doc("The tool to use, with the type `tool`.")] = None
     disable_parallel_tool_use: Annotated[
-        bool | None, _doc("Use at most one tool; default: false, unless a tool must be used.")
+        bool | None, doc("Use at most one tool; default: false, unless a tool must be used.")
     ] = None
 
 
@@ -87,29 +82,29 @@ class Thinking(msgspec.Struct, kw_only=True):
 
     type: Annotated[
         str,
-        _doc(
+        doc(
             "`enabled` or `disabled`: the variables `enable_thinking` and `thinking` of the chat template; "
             "`adaptive`: as the template has it."
         ),
     ]
     budget_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        _doc("Most tokens of reasoning, with the type `enabled`; after that many, the reasoning is ended."),
+        doc("Most tokens of reasoning, less than `max_tokens`; after that many, the reasoning is ended."),
     ] = None
 
 
 class OutputFormat(msgspec.Struct, kw_only=True):
     """The required format of the answer's text."""
 
-    type: Annotated[str, _doc("`json_schema`.")]
-    schema: Annotated[Object, _doc("The JSON schema.")] = _absent()
+    type: Annotated[str, doc("`json_schema`.")]
+    schema: Annotated[Object, doc("The JSON schema.")] = absent()
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
     """Options of the answer."""
 
-    effort: Annotated[str | None, _doc("Passed to the chat template as `reasoning_effort`.")] = None
-    format: Annotated[OutputFormat | None, _doc("Default: free text.")] = None
+    effort: Annotated[str | None, doc("Passed to the chat template as `reasoning_effort`.")] = None
+    format: Annotated[OutputFormat | None, doc("Default: free text.")] = None
 
 
 class MessageBody(SamplingBody, kw_only=True):
@@ -117,26 +112,32 @@ class MessageBody(SamplingBody, kw_only=True):
 
     messages: Annotated[
         Annotated[list[Message], Meta(max_length=MAX_MESSAGES)],
-        _doc("The conversation so far; a last message of the assistant is continued."),
+        doc("The conversation so far; a last message of the assistant is continued."),
     ]
     max_tokens: Annotated[
-        int | None, _doc("Most tokens to generate; required, except for counting tokens.")
+        int | None, doc("Most tokens to generate; required, except for counting tokens.")
     ] = None
-    system: Annotated[str | list[SystemBlock] | None, _doc("The system prompt.")] = None
+    system: Annotated[str | list[SystemBlock] | None, doc("The system prompt.")] = None
+    temperature: Annotated[
+        Annotated[float, Meta(ge=0, le=1)] | None, doc("0 (greedy) to 1; default: the model's, else 1.")
+    ] = None
+    top_k: Annotated[
+        Annotated[int, Meta(ge=0)] | None, doc("Sample from this many of the likeliest; 0: from all.")
+    ] = None
     stop_sequences: Annotated[
-        Annotated[list[Word], Meta(max_length=MAX_STOPS)] | None, _doc("Strings that end the answer.")
+        Annotated[list[Word], Meta(max_length=MAX_STOPS)] | None, doc("Strings that end the answer.")
     ] = None
     tools: Annotated[
         Annotated[list[MessageTool], Meta(max_length=MAX_TOOLS)] | None,
-        _doc("Tools that the model may use."),
+        doc("Tools that the model may use."),
     ] = None
-    tool_choice: Annotated[MessageToolChoice | None, _doc("Whether the answer uses tools.")] = None
-    thinking: Annotated[Thinking | None, _doc("Options of the reasoning; default: the template's.")] = None
-    output_config: Annotated[OutputConfig | None, _doc("The answer's format, and its effort.")] = None
-    chat_template_kwargs: TemplateVariables = _absent()
+    tool_choice: Annotated[MessageToolChoice | None, doc("Whether the answer uses tools.")] = None
+    thinking: Annotated[Thinking | None, doc("Options of the reasoning; default: the template's.")] = None
+    output_config: Annotated[OutputConfig | None, doc("The answer's format, and its effort.")] = None
+    chat_template_kwargs: TemplateVariables = absent()
 
-    stop: Unsupported = _absent()  # type: ignore[assignment]
-    container: Unsupported = _absent()
-    mcp_servers: Unsupported = _absent()
-    n: Unsupported = _absent()
-    response_format: Unsupported = _absent()
+    stop: Unsupported = absent()  # type: ignore[assignment]
+    container: Unsupported = absent()
+    mcp_servers: Unsupported = absent()
+    n: Unsupported = absent()
+    response_format: Unsupported = absent()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+import msgspec
+
 from protocol.errors import InvalidRequestError
 from router.anthropic.body import Block, Message, SystemBlock
 from router.converted_chat import ConvertedMessages
@@ -84,12 +86,23 @@ class MessageConversation(ConvertedMessages):
                 if texts:
                     self._append(ChatMessage(role=role, content=texts), at)
                     texts = []
-                result = ChatMessage(role="tool", content=block.content or "", tool_call_id=block.tool_use_id)
+                result = ChatMessage(role="tool", content=_result(block), tool_call_id=block.tool_use_id)
                 self._append(result, place)
             else:
                 raise _unknown(place, "text or tool_result", block.type)
         if texts or not blocks:
             self._append(ChatMessage(role=role, content=texts), at)
+
+
+def _result(block: Block) -> str | list[ContentPart]:
+    """Return the content of a tool's result; chat templates have no other place to tell an error."""
+    content = block.content or ""
+    if not block.is_error:
+        return content
+    if isinstance(content, str):
+        return f"Error: {content}"
+    first, *others = content
+    return [msgspec.structs.replace(first, text=f"Error: {first.text or ''}"), *others]
 
 
 def _part(block: Block, at: str) -> ContentPart:

@@ -45,6 +45,10 @@ def read_message(reader: RequestReader, raw: bytes, model: ServedModel) -> Prepa
     body = decode_body(raw, MessageBody)
     if body.max_tokens is None:
         raise InvalidRequestError("max_tokens", "is required")
+    budget = None if body.thinking is None else body.thinking.budget_tokens
+    if budget is not None and budget >= body.max_tokens:
+        limit = f"must be less than max_tokens, {body.max_tokens}; got {budget}"
+        raise InvalidRequestError("thinking.budget_tokens", limit)
     return _chat(body, reader.has_reasoning).read(reader.chat_of, model)
 
 

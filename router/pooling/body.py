@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Raw
 
-from router.openai_types import PROMPTS, PoolingBody, Unsupported
+from router.openai_types import PROMPTS, PoolingBody, Unsupported, absent, doc
 
 MAX_INPUTS = 2048
 Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
-
-
-def _doc(text: str) -> Meta:
-    return Meta(description=text)
-
-
-def _absent() -> Any:
-    return msgspec.field(default_factory=Raw)
 
 
 class EmbeddingBody(PoolingBody, kw_only=True):
@@ -30,32 +22,32 @@ class EmbeddingBody(PoolingBody, kw_only=True):
             description="A text, a list of token ids, or a list of either, at most 2048.",
             extra_json_schema={"anyOf": PROMPTS},
         ),
-    ] = _absent()
-    encoding_format: Annotated[str | None, _doc("`float`, the default, or `base64`: float32's bytes.")] = None
-    dimensions: Unsupported = _absent()
+    ] = absent()
+    encoding_format: Annotated[str | None, doc("`float`, the default, or `base64`: float32's bytes.")] = None
+    dimensions: Unsupported = absent()
 
 
 class ScoreBody(PoolingBody, kw_only=True):
     """Compare texts: the cosine of the angle between their vectors."""
 
-    text_1: Annotated[Texts, _doc("One text for all of `text_2`, or as many texts.")]
-    text_2: Annotated[Texts, _doc("One or several.")]
+    text_1: Annotated[Texts, doc("One text for all of `text_2`, or as many texts.")]
+    text_2: Annotated[Texts, doc("One or several.")]
 
 
 class Document(msgspec.Struct, kw_only=True):
     """A document that is compared with the query."""
 
-    text: Annotated[str, _doc("The document's text.")]
+    text: Annotated[str, doc("The document's text.")]
 
 
 class RerankBody(PoolingBody, kw_only=True):
     """Sort documents by their likeness to a query: the cosine of the angle between their vectors."""
 
-    query: Annotated[str, _doc("The text that the documents are compared with.")]
+    query: Annotated[str, doc("The text that the documents are compared with.")]
     documents: Annotated[
-        Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_INPUTS)], _doc("Texts.")
+        Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_INPUTS)], doc("Texts.")
     ]
-    top_n: Annotated[Annotated[int, Meta(ge=0)] | None, _doc("Most results; default, and 0: all.")] = None
-    return_documents: Annotated[bool | None, _doc("Repeat the documents' texts; default: true.")] = None
-    rank_fields: Unsupported = _absent()
-    max_tokens_per_doc: Unsupported = _absent()
+    top_n: Annotated[Annotated[int, Meta(ge=1)] | None, doc("Most results; default: all.")] = None
+    return_documents: Annotated[bool | None, doc("Repeat the documents' texts; default: true.")] = None
+    rank_fields: Unsupported = absent()
+    max_tokens_per_doc: Unsupported = absent()

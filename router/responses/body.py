@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Raw
+from msgspec import Meta
 
 from router.openai_types import (
     MAX_MESSAGES,
@@ -17,25 +17,19 @@ from router.openai_types import (
     SamplingBody,
     TemplateVariables,
     Unsupported,
+    absent,
+    doc,
 )
-
-
-def _doc(text: str) -> Meta:
-    return Meta(description=text)
-
-
-def _absent() -> Any:
-    return msgspec.field(default_factory=Raw)
 
 
 class ItemPart(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A part of an item's text."""
 
     type: Annotated[
-        str, _doc("`input_text`, `output_text`, `reasoning_text`, `summary_text`, `text` or `refusal`.")
+        str, doc("`input_text`, `output_text`, `reasoning_text`, `summary_text`, `text` or `refusal`.")
     ]
-    text: Annotated[str | None, _doc("The part's text.")] = None
-    refusal: Annotated[str | None, _doc("The text of a `refusal`.")] = None
+    text: Annotated[str | None, doc("The part's text.")] = None
+    refusal: Annotated[str | None, doc("The text of a `refusal`.")] = None
 
 
 ItemText = str | list[ItemPart]
@@ -44,61 +38,59 @@ ItemText = str | list[ItemPart]
 class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
     """An item of a conversation: a message, reasoning, a call, or its output."""
 
-    type: Annotated[str, _doc("`message`, `reasoning`, `function_call` or `function_call_output`.")] = (
+    type: Annotated[str, doc("`message`, `reasoning`, `function_call` or `function_call_output`.")] = (
         "message"
     )
-    role: Annotated[str | None, _doc("A message's role: `user`, `assistant`, `system` or `developer`.")] = (
-        None
-    )
-    content: Annotated[ItemText | None, _doc("The text of a message or of reasoning.")] = None
-    summary: Annotated[list[ItemPart] | None, _doc("Of reasoning; read only without `content`.")] = None
-    call_id: Annotated[str | None, _doc("The id of a call, or of an output's call.")] = None
-    name: Annotated[str | None, _doc("The name of the called function.")] = None
-    arguments: Annotated[str | None, _doc("The arguments of a call, an object as JSON text.")] = None
-    output: Annotated[ItemText | None, _doc("The function's result.")] = None
-    status: Annotated[str | None, _doc("An `incomplete` call is ignored unless it has an output.")] = None
+    role: Annotated[str | None, doc("A message's role: `user`, `assistant`, `system` or `developer`.")] = None
+    content: Annotated[ItemText | None, doc("The text of a message or of reasoning.")] = None
+    summary: Annotated[list[ItemPart] | None, doc("Of reasoning; read only without `content`.")] = None
+    call_id: Annotated[str | None, doc("The id of a call, or of an output's call.")] = None
+    name: Annotated[str | None, doc("The name of the called function.")] = None
+    arguments: Annotated[str | None, doc("The arguments of a call, an object as JSON text.")] = None
+    output: Annotated[ItemText | None, doc("The function's result.")] = None
+    status: Annotated[str | None, doc("An `incomplete` call is ignored unless it has an output.")] = None
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):
     """A function that the model may call."""
 
-    type: Annotated[str, _doc("`function`; others are not supported.")]
-    name: Annotated[CallableName | None, _doc("The function's name.")] = None
-    description: Annotated[str | None, _doc("Tells the model what it does and when to call it.")] = None
-    parameters: Annotated[Object, _doc("A JSON schema of the arguments.")] = _absent()
-    strict: Annotated[bool | None, _doc("The arguments always satisfy the schema; default: false.")] = None
+    type: Annotated[str, doc("`function`; others are not supported.")]
+    name: Annotated[CallableName | None, doc("The function's name.")] = None
+    description: Annotated[str | None, doc("Tells the model what it does and when to call it.")] = None
+    parameters: Annotated[Object, doc("A JSON schema of the arguments.")] = absent()
+    strict: Annotated[bool | None, doc("The arguments always satisfy the schema; default: false.")] = None
 
 
 class ToolName(FunctionName, kw_only=True):
     """The function that the answer is to call."""
 
-    type: Annotated[str, _doc("`function`.")]
+    type: Annotated[str, doc("`function`.")]
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
     """The required format of the answer's text."""
 
-    type: Annotated[str, _doc("`text`, `json_object` or `json_schema`.")]
-    schema: Annotated[Object, _doc("With the type `json_schema`.")] = _absent()
-    name: Annotated[str | None, _doc("Repeated in the response.")] = None
-    description: Annotated[str | None, _doc("Repeated in the response.")] = None
+    type: Annotated[str, doc("`text`, `json_object` or `json_schema`.")]
+    schema: Annotated[Object, doc("With the type `json_schema`.")] = absent()
+    name: Annotated[str | None, doc("Repeated in the response.")] = None
+    description: Annotated[str | None, doc("Repeated in the response.")] = None
     strict: Annotated[
-        bool | None, _doc("Repeated in the response: the answer always satisfies the schema.")
+        bool | None, doc("Repeated in the response: the answer always satisfies the schema.")
     ] = None
 
 
 class TextOptions(msgspec.Struct, kw_only=True):
     """Options of the answer's text."""
 
-    format: Annotated[TextFormat | None, _doc("Default: free text.")] = None
-    verbosity: Annotated[str | None, _doc("Only `medium`, which changes nothing.")] = None
+    format: Annotated[TextFormat | None, doc("Default: free text.")] = None
+    verbosity: Annotated[str | None, doc("Only `medium`, which changes nothing.")] = None
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
     """Options of the model's reasoning."""
 
-    effort: Annotated[str | None, _doc("Passed to the chat template.")] = None
-    summary: Annotated[str | None, _doc("Only `auto`: reasoning items have the whole text.")] = None
+    effort: Annotated[str | None, doc("Passed to the chat template.")] = None
+    summary: Annotated[str | None, doc("Only `auto`: reasoning items have the whole text.")] = None
 
 
 class ResponseBody(SamplingBody, kw_only=True):
@@ -106,46 +98,46 @@ class ResponseBody(SamplingBody, kw_only=True):
 
     input: Annotated[
         str | Annotated[list[Item], Meta(max_length=MAX_MESSAGES)] | None,
-        _doc("The user's text, or items; required."),
+        doc("The user's text, or items; required."),
     ] = None
-    instructions: Annotated[str | None, _doc("A system message for this answer alone.")] = None
-    previous_response_id: Annotated[str | None, _doc("The response that this one continues.")] = None
+    instructions: Annotated[str | None, doc("A system message for this answer alone.")] = None
+    previous_response_id: Annotated[str | None, doc("The response that this one continues.")] = None
     store: Annotated[
-        bool | None, _doc("Store the response, so that others can continue it; default: true.")
+        bool | None, doc("Store the response, so that others can continue it; default: true.")
     ] = None
-    max_output_tokens: Annotated[int | None, _doc("Most tokens to generate; default: all that fit.")] = None
+    max_output_tokens: Annotated[int | None, doc("Most tokens to generate; default: all that fit.")] = None
     tools: Annotated[
         Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None,
-        _doc("Functions that the model may call."),
+        doc("Functions that the model may call."),
     ] = None
     tool_choice: Annotated[
-        str | ToolName | None, _doc("`auto` (the default), `none`, `required`, or the function to call.")
+        str | ToolName | None, doc("`auto` (the default), `none`, `required`, or the function to call.")
     ] = None
     parallel_tool_calls: Annotated[
-        bool | None, _doc("Allow several calls in an answer; default: true unless a call is required.")
+        bool | None, doc("Allow several calls in an answer; default: true unless a call is required.")
     ] = None
-    text: Annotated[TextOptions | None, _doc("The required format of the answer's text.")] = None
-    reasoning: Annotated[ReasoningOptions | None, _doc("Options of the model's reasoning.")] = None
+    text: Annotated[TextOptions | None, doc("The required format of the answer's text.")] = None
+    reasoning: Annotated[ReasoningOptions | None, doc("Options of the model's reasoning.")] = None
     include: Annotated[
-        list[str] | None, _doc("Only `reasoning.encrypted_content`: reasoning items have the text itself.")
+        list[str] | None, doc("Only `reasoning.encrypted_content`: reasoning items have the text itself.")
     ] = None
-    metadata: Annotated[Metadata | None, _doc("Repeated in the response.")] = None  # type: ignore[assignment]
-    user: Annotated[str | None, _doc("Repeated in the response.")] = None
+    metadata: Annotated[Metadata | None, doc("Repeated in the response.")] = None  # type: ignore[assignment]
+    user: Annotated[str | None, doc("Repeated in the response.")] = None
     thinking_token_budget: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        _doc("Most tokens of reasoning; after that many, the reasoning is ended."),
+        doc("Most tokens of reasoning; after that many, the reasoning is ended."),
     ] = None
-    chat_template_kwargs: TemplateVariables = _absent()
+    chat_template_kwargs: TemplateVariables = absent()
 
-    background: Unsupported = _absent()
-    context_management: Unsupported = _absent()
-    conversation: Unsupported = _absent()
-    max_tool_calls: Unsupported = _absent()
-    moderation: Unsupported = _absent()
-    prompt: Unsupported = _absent()
-    top_logprobs: Unsupported = _absent()
-    truncation: Unsupported = _absent()
-    max_tokens: Unsupported = _absent()
-    messages: Unsupported = _absent()
-    n: Unsupported = _absent()
-    response_format: Unsupported = _absent()
+    background: Unsupported = absent()
+    context_management: Unsupported = absent()
+    conversation: Unsupported = absent()
+    max_tool_calls: Unsupported = absent()
+    moderation: Unsupported = absent()
+    prompt: Unsupported = absent()
+    top_logprobs: Unsupported = absent()
+    truncation: Unsupported = absent()
+    max_tokens: Unsupported = absent()
+    messages: Unsupported = absent()
+    n: Unsupported = absent()
+    response_format: Unsupported = absent()

@@ -84,8 +84,9 @@ class FakeWorker:
     `hold` (an event) stops token output while it is set, `mute` the heartbeats; `peers` maps worker ids to
     fake decode workers, for the hand-off, which is left undone while `keep` is set. A job has no more than
     `stall_after` output tokens. With `rejected_per_step` all but the last of a step's tokens were drafted,
-    and so many more; the first of them, but for `not_predicted`, came from the prediction. A prefetch is answered as `prefetches` says, or not at all (None). Everything received
-    is kept in `generated`, `aborted`, `redirects` and `prefetched`.
+    and so many more; the first of them, but for `not_predicted`, came from the prediction. A prefetch is
+    answered as `prefetches` says, or not at all (None). Everything received is kept in `generated`,
+    `aborted`, `redirects` and `prefetched`.
     """
 
     def __init__(

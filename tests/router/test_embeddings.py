@@ -112,7 +112,7 @@ BAD = {
     "no documents": ("/v1/rerank", {"query": "x", "documents": []}, "documents"),
     "a document without a text": ("/v1/rerank", {"query": "x", "documents": [{}]}, "documents[0]"),
     "an empty document": ("/v1/rerank", {"query": "x", "documents": ["x", ""]}, "documents"),
-    "fewer than no results": ("/v1/rerank", {"query": "x", "documents": ["x"], "top_n": -1}, "top_n"),
+    "no results": ("/v1/rerank", {"query": "x", "documents": ["x"], "top_n": 0}, "top_n"),
     "fields to rank by": (
         "/v1/rerank",
         {"query": "x", "documents": ["x"], "rank_fields": ["a"]},

@@ -113,6 +113,42 @@ def test_a_conversation_with_tools(client, hermes):
     assert counted == len(hermes.worker.generated[-1].prompt_token_ids)
 
 
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        ({}, ""),
+        ({"content": "no net"}, "no net"),
+        ({"content": [{"type": "text", "text": "no net"}]}, "no net"),
+    ],
+)
+def test_a_tools_error_reaches_the_model(hermes, content, shown):
+    result = {**RESULT, "is_error": True, **content}
+    messages = [*said(USE, role="assistant"), *said(result)[1:]]
+    assert hermes.router.http.post("/v1/messages", json=asked(hermes, "No.", messages)).status_code == 200
+    assert f"<tool>Error: {shown}\n" in hermes.prompt or f"'text': 'Error: {shown}'" in hermes.prompt
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions", "/v1/responses"])
+def test_ignored_fields_within_others_are_named(hermes, path):
+    """Each once, without those that no model sees or that say nothing."""
+    unseen = {"cache_control": {"type": "ephemeral"}, "citations": [1], "note": None, "parts": []}
+    kind = "input_text" if path == "/v1/responses" else "text"
+    message = {"role": "user", "content": [{"type": kind, "text": "x", "mood": "sad", **unseen}], "weight": 2}
+    tool = {"name": "f", "input_schema": {"type": "object", "mood": 1}, "examples": [1], **unseen}
+    if path == "/v1/chat/completions":
+        tool = {"type": "function", "function": {"name": "f", "examples": [1], **unseen}}
+    elif path == "/v1/responses":
+        tool = {"type": "function", "name": "f", "examples": [1], **unseen}
+    field = "input" if path == "/v1/responses" else "messages"
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body = {field: [message, message], limit: 20, "tools": [tool], "a\n": 1}
+    answer = hermes.router.http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    function = "tools[0].function" if path == "/v1/chat/completions" else "tools[0]"
+    named = [f"{field}[0].content[0].mood", f"{field}[0].weight", f"{function}.examples", "a?"]
+    assert answer.headers["x-tandem-ignored-fields"].split(", ") == named
+
+
 def test_a_begun_answer_is_continued(client, hermes):
     messages = [ASK, {"role": "assistant", "content": "It"}]
     assert client.messages.create(**asked(hermes, " is.", messages)).content[0].text == " is."
@@ -130,7 +166,7 @@ def test_a_client_that_bills_leaves_the_prefix_as_it_is(client, hermes):
 
 @pytest.mark.parametrize(
     ("thinking", "end", "budget"),
-    [({"type": "enabled", "budget_tokens": 1024}, "", 1024), ({"type": "disabled"}, "<think></think>", None)],
+    [({"type": "enabled", "budget_tokens": 64}, "", 64), ({"type": "disabled"}, "<think></think>", None)],
 )
 def test_thinking(client, hermes, monkeypatch, thinking, end, budget):
     chats, budgets = hermes.router.server.state.chats, []
@@ -209,6 +245,14 @@ BAD = {
     "a choice without a name": ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name"),
     "a choice that is unknown": ({"tools": TOOLS, "tool_choice": {"type": "x"}}, "tool_choice.type"),
     "thinking that is unknown": ({"thinking": {"type": "x"}}, "thinking.type"),
+    "too hot": ({"temperature": 1.5}, "temperature: expected float <= 1.0"),
+    "too cold": ({"temperature": -0.1}, "temperature: expected float >= 0.0"),
+    "fewer than no choices": ({"top_k": -1}, "top_k: expected int >= 0"),
+    "more than all": ({"top_p": 1.1}, "top_p: must be in (0, 1]"),
+    "a budget of all tokens": (
+        {"thinking": {"type": "enabled", "budget_tokens": 2}},
+        "thinking.budget_tokens: must be less than max_tokens, 2; got 2",
+    ),
     "a budget of nothing": ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
     "a format that is unknown": ({"output_config": {"format": {"type": "x"}}}, "output_config.format.type"),
     "no schema": ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
