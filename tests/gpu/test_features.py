@@ -16,7 +16,7 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
 from tests.e2e.architectures import write_model
 from tests.engine.adapter_files import merge, write_adapter
-from tests.engine.test_recurrent import needs_hooks
+from tests.engine.devices.test_recurrent import needs_hooks
 from tests.gpu.test_tokens import LENGTHS, NUM_TOKENS, engine_of, generate, prompts
 from tests.worker.tiny_model import greedy, load
 

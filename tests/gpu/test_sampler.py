@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from engine.sampler import Sampler
 from tests.engine.interpreted.sampling_cases import EDITS, Case, cases
-from tests.engine.test_sampler_native import FILTERS
+from tests.engine.sampler.test_sampler_native import FILTERS
 
 CUDA = torch.device("cuda")
 

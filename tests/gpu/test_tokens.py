@@ -19,8 +19,8 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
 from speculation.speculator import speculate
 from tests.e2e.architectures import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, write_model
+from tests.engine.devices.test_recurrent import needs_hooks
 from tests.engine.quantization.quantized_model import EXPERTS, write_quantized
-from tests.engine.test_recurrent import needs_hooks
 from tests.worker.tiny_model import greedy, load
 
 DEVICE = "cuda"

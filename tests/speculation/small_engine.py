@@ -27,7 +27,8 @@ CHUNK = 64
 
 
 INTERPRETED = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="tests/engine/test_interpreted_kernels.py runs it"
+    os.environ.get("TRITON_INTERPRET") != "1",
+    reason="test_interpreted_kernels.py runs it",
 )
 """What launches Triton's kernels on a CPU."""
 

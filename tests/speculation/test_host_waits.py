@@ -37,7 +37,7 @@ from speculation.self_speculative import drafter as self_drafter
 from speculation.self_speculative.drafter import SelfDrafter
 from speculation.verification.verify import prepare, verify
 from tests.engine.absent_gpu import GPU, AbsentGpu, absent_gpu
-from tests.engine.test_host_waits import CountedGraphs, pool_of, qwen3, runner_of
+from tests.engine.step.test_host_waits import CountedGraphs, pool_of, qwen3, runner_of
 from tests.speculation import eagle_files
 
 CHAIN = Draft([5, 6, 7])

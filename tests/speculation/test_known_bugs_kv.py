@@ -1,7 +1,7 @@
 """Faults of other servers with the KV of drafted tokens. The numbers are the reference's.
 
 Number 19, hidden states that the drafter only guessed and keeps: tests/speculation/test_eagle_drafter.py.
-Number 21 with the model itself, whose state cannot be rolled back: tests/engine/test_loader.py.
+Number 21 with the model itself, whose state cannot be rolled back: tests/engine/load/test_loader.py.
 """
 
 from __future__ import annotations

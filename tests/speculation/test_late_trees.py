@@ -1,6 +1,6 @@
 """Trees that grow where the model runs, and that the host learns with the verdicts: they are those that it
 would have grown itself, and so are all tokens. Where a model drafts, they grow by Triton's kernels:
-`tests/engine/test_interpreted_kernels.py` runs these tests with its interpreter.
+`tests/engine/devices/test_interpreted_kernels.py` runs these tests with its interpreter.
 """
 
 from __future__ import annotations

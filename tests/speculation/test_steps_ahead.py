@@ -17,8 +17,8 @@ from protocol.speculation import RequestSpeculation, SpeculativeConfig
 from speculation.control.controller import DraftController
 from speculation.speculator import BatchSpeculator
 from tests.e2e.architectures import write_model
+from tests.engine.devices.test_recurrent import needs_hooks
 from tests.engine.late_device import LateDevice, put_on_late_device
-from tests.engine.test_recurrent import needs_hooks
 from tests.speculation.small_engine import prompt_of, small_config
 from tests.worker.tiny_model import write_tiny_llama
 from worker.setup import build_engine

@@ -36,7 +36,7 @@ from speculation.drafter import Drafter
 from speculation.eagle import graphed
 from speculation.speculator import speculate
 from tests.engine.absent_gpu import DEVICE_MS, GPU, AbsentGpu, absent_gpu
-from tests.engine.test_host_waits import CountedGraphs, qwen3
+from tests.engine.step.test_host_waits import CountedGraphs, qwen3
 from tests.speculation import eagle_files, medusa_files
 
 LAYERS = 8

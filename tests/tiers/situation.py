@@ -11,7 +11,7 @@ from tests.tiers.changes import Changes
 from tests.tiers.choice import Situation
 from tests.tiers.reach import Imports
 
-KERNEL_TESTS = ("tests/docs/test_gpu_table.py", "tests/engine/test_interpreted_kernels.py")
+KERNEL_TESTS = ("tests/docs/test_gpu_table.py", "tests/engine/devices/test_interpreted_kernels.py")
 """They interpret and compile Triton's kernels for minutes, and run whole when a kernel changed."""
 _INTERPRETED = "tests/engine/interpreted/"
 _IMPORTS_TRITON = re.compile(r"^(?:import|from) triton\b", re.MULTILINE)

@@ -22,7 +22,7 @@ def test_a_test_that_imports_a_module_is_nearer_than_one_that_serves_with_it(imp
     distances = imports.distances(["router/journal.py"])
     assert distances["tests/router/test_any_interleaving.py"] == 1
     assert distances["tests/e2e/test_failover.py"] > 1
-    assert "tests/engine/test_sampler.py" not in distances
+    assert "tests/engine/sampler/test_sampler.py" not in distances
 
 
 def test_a_changed_test_is_at_no_distance_and_reaches_what_imports_it(imports: Imports) -> None:
@@ -32,7 +32,7 @@ def test_a_changed_test_is_at_no_distance_and_reaches_what_imports_it(imports: I
 @pytest.mark.parametrize(
     ("changed", "test"),
     [
-        ("engine/sampler/choose.cpp", "tests/engine/test_sampler_native.py"),
+        ("engine/sampler/choose.cpp", "tests/engine/sampler/test_sampler_native.py"),
         ("router/api/pages/index.html", "tests/router/test_page.py"),
         ("decode_worker/loop.py", "tests/e2e/test_failover.py"),
         ("deploy/serve.py", "tests/deploy/test_serve.py"),

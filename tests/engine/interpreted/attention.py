@@ -1,7 +1,7 @@
 """The Triton kernels in Triton's interpreter against torch's backend. `test_interpreted_kernels.py` runs it
 in a process of its own: TRITON_INTERPRET must be set before Triton is imported.
 
-ATTENTION_STEPS=300 pytest tests/engine/test_interpreted_kernels.py draws so many random steps.
+ATTENTION_STEPS=300 pytest tests/engine/devices/test_interpreted_kernels.py draws so many random steps.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from engine.sampler import Sampler, SamplingRow
 from engine.sampler.triton_kernel import chooser
 from engine.sampler.triton_kernel.chooser import TritonSampler
 from tests.engine.interpreted.sampling_cases import EDITS, Case, cases
+from tests.engine.sampler.test_grammars import Fixed, masked_rows
+from tests.engine.sampler.test_sampler_native import FILTERS, equal_scores, exact_nuclei, make_rows
 from tests.engine.sampler_reference import make_row
-from tests.engine.test_grammars import Fixed, masked_rows
-from tests.engine.test_sampler_native import FILTERS, equal_scores, exact_nuclei, make_rows
 
 CPU = torch.device("cpu")
 few = settings(max_examples=6, deadline=None, database=None)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.sampler import SamplingRow
+from tests.engine.sampler.test_sampler_native import FILTERS
 from tests.engine.sampler_reference import make_row
-from tests.engine.test_sampler_native import FILTERS
 
 EDITS: dict[str, dict[str, Any]] = {
     "none": {},

@@ -10,7 +10,7 @@ from hypothesis.stateful import initialize, invariant, rule
 from engine.kv.block_manager import BlockManager
 from engine.kv.tiers.host import HostTier
 from protocol.ids import BlockIdentity, child_identity
-from tests.engine.test_block_manager_properties import (
+from tests.engine.kv.test_block_manager_properties import (
     ROOTS,
     STATEFUL,
     BlockManagerMachine,

@@ -30,9 +30,9 @@ from protocol.adapters import Adapter
 from protocol.config import ServeConfig
 from tests.e2e.architectures import VOCAB_SIZE, config_of, write_model
 from tests.engine.adapter_files import write_adapter
+from tests.engine.devices.test_decoder import assert_same, most_swaps
+from tests.engine.devices.test_recurrent import needs_hooks
 from tests.engine.kernels import CPU, needs_kernel
-from tests.engine.test_decoder import assert_same, most_swaps
-from tests.engine.test_recurrent import needs_hooks
 
 BLOCK, NUM_BLOCKS, DRAFTS = 16, 24, 32
 LAYOUT = StateLayout((RecurrentLayer(8, 4),), torch.bfloat16)

@@ -26,7 +26,7 @@ from native import build, ownership
 from tests.engine.attention_packs import make_pack, run
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SOURCE = Path(cpu_backend.__file__).parent / "attention.cpp"
 PLAIN: Any = {"scale": 1.0, "sliding_window": None, "softcap": None}
 has_compiler = pytest.mark.skipif(

@@ -21,8 +21,8 @@ from engine.linear.quantized import QuantizedLinear
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 from native import build
 from tests.engine.kernels import needs_kernel
+from tests.engine.linear.test_packed_linear import EMULATED, EMULATING, HAS_PAIRS
 from tests.engine.quantized_weights import make_weight
-from tests.engine.test_packed_linear import EMULATED, EMULATING, HAS_PAIRS
 
 pytestmark = needs_kernel
 

@@ -21,9 +21,9 @@ from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from tests.e2e.architectures import write_model
+from tests.engine.devices.test_recurrent import needs_hooks
 from tests.engine.late_device import LateDevice, put_on_late_device
 from tests.engine.test_engine import prompt_of, tokens
-from tests.engine.test_recurrent import needs_hooks
 from tests.worker.tiny_model import VOCAB_SIZE
 from worker.setup import build_engine
 

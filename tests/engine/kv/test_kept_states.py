@@ -21,10 +21,10 @@ from protocol.ids import BlockIdentity, block_identities
 from protocol.kv_events import Medium
 from protocol.outputs import TokenOutput
 from tests.e2e.architectures import write_model
+from tests.engine.devices.test_recurrent import assert_empty, needs_hooks, room_of
 from tests.engine.fake_pool import FakePool
 from tests.engine.listener import Listener
 from tests.engine.test_engine import ask, prompt_of, run, tiny_engine, tokens
-from tests.engine.test_recurrent import assert_empty, needs_hooks, room_of
 from tests.tiers.seeds import seeds
 from tests.worker.tiny_model import greedy, write_tiny_llama
 

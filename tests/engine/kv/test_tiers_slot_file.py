@@ -22,7 +22,7 @@ from engine.kv.tiers.slot_file import ENTRY_BYTES, CorruptBlockError, SlotFile
 from protocol.errors import ConfigError
 from tests.engine.tiers_parts import check_blocks, content_of, identity_of, open_file, write_blocks
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 BLOCK_BYTES = 1000
 
 

@@ -22,7 +22,7 @@ from protocol.sampling import SamplingParams
 from tests.engine.sampler_reference import make_row
 from tests.engine.test_engine import run, tiny_engine, tokens
 
-MODEL = Path(__file__).parents[2] / "models" / "tandem-code-10m"
+MODEL = Path(__file__).parents[3] / "models" / "tandem-code-10m"
 LIST = 'start: "[" item ("," item)* "] is a list of words"\nitem: /[a-z]{1,6}/'
 NUMBER = "start: /[0-9]{30,200}/"
 

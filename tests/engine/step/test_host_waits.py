@@ -46,7 +46,7 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
 from tests.e2e.architectures import config_of
 from tests.engine.absent_gpu import GPU, AbsentGpu, absent_gpu
-from tests.engine.test_recurrent import needs_hooks
+from tests.engine.devices.test_recurrent import needs_hooks
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 8, 2, 16
 

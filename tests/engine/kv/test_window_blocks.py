@@ -16,8 +16,8 @@ from protocol.ids import block_identities, table_identity
 from protocol.kv_events import Medium
 from protocol.window import Window
 from tests.engine.fake_pool import FakePool
+from tests.engine.kv.test_sequence_blocks import FakeTier
 from tests.engine.listener import Listener, really_held
-from tests.engine.test_sequence_blocks import FakeTier
 
 ROOT = b"r" * 16
 SIZE, BLOCK, ROWS = 40, 16, 48

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton", reason="Triton is for Linux")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HERE = "tests/engine/interpreted"
 GROUPS = {
     "attention": ["adapter_kernels", "adapters", "attention", "decoder"],

@@ -10,8 +10,8 @@ import torch
 from scipy import stats
 
 from engine.sampler import Purpose, Sampler, draw, gumbel_noise, round_keys, stream_keys, uniform_noise
+from tests.engine.sampler.test_sampler import EOS, PARAMS, crowd
 from tests.engine.sampler_reference import distribution, make_row
-from tests.engine.test_sampler import EOS, PARAMS, crowd
 
 VOCAB_SIZE = 300
 

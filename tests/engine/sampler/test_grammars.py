@@ -18,11 +18,11 @@ from engine.sampler.masks import TokenMasks
 from protocol.errors import InvalidRequestError
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
+from tests.engine.sampler.test_sampler_native import FILTERS, make_rows
 from tests.engine.sampler_reference import make_row
 from tests.engine.test_engine import tiny_engine
-from tests.engine.test_sampler_native import FILTERS, make_rows
 
-MODEL = Path(__file__).parents[2] / "models" / "tandem-code-10m"
+MODEL = Path(__file__).parents[3] / "models" / "tandem-code-10m"
 ANY_LIST = 'start: "[" item ("," item)* "]"\nitem: /[a-z]{1,6}/'
 LIST_AND_TEXT = ANY_LIST.replace('"]"', '"] is a list of words"')
 

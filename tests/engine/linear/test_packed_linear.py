@@ -20,7 +20,7 @@ pytestmark = needs_kernel
 
 
 KERNELS = ["tandem_linear", "tandem_linear_in_pairs", "tandem_linear_in_floats"]
-EMULATED = Path(__file__).parent / "emulated" / "product.cpp"
+EMULATED = Path(__file__).parents[1] / "emulated" / "product.cpp"
 EMULATING = [*build._FLAGS, f"-I{EMULATED.parent}", "-O1"]  # the compiler takes a third of -O3's time
 HAS_PAIRS = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
 

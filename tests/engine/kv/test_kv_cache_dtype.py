@@ -19,8 +19,8 @@ from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
 from speculation.speculator import speculate
+from tests.engine.kv.test_tiers_engine import written
 from tests.engine.test_engine import prompt_of, run, tokens
-from tests.engine.test_tiers_engine import written
 
 Make = Callable[..., Engine]
 NUM_TOKENS = 24
