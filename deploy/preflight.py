@@ -27,7 +27,7 @@ from engine.limits import (
 from engine.lora.config import AdapterError, check_files
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
-from router.generation_defaults import GenerationDefaults, load_defaults
+from router.text.generation_defaults import GenerationDefaults, load_defaults
 from worker.cores import host_cores
 
 _POSITIONS = ("max_position_embeddings", "n_positions")

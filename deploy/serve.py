@@ -33,8 +33,8 @@ from protocol.addresses import is_loopback, is_wildcard
 from protocol.config import ServeConfig
 from protocol.errors import TandemError
 from protocol.version import version
-from router.generation_defaults import GenerationDefaults
 from router.server import RouterServer, http_url
+from router.text.generation_defaults import GenerationDefaults
 from worker.cores import host_cores
 
 log = logging.getLogger(__name__)

@@ -19,14 +19,14 @@ from protocol.costs import itl_bound
 from protocol.kv_events import Medium
 from protocol.peers import PeerAddress
 from protocol.worker_to_router import PairState, Register, WorkerState
-from router.demand import DemandMeter
-from router.kv_index import KvIndex
-from router.loads import Loads
+from router.dispatch.placer import FIRST_OUTPUT, OUTPUT_PACE
 from router.placement import PlacementPolicy
 from router.placement.interface import Placement, PolicyState, Refusal, RequestFacts
 from router.placement.slo import refusal as slo_refusal
-from router.placer import FIRST_OUTPUT, OUTPUT_PACE
-from router.registry import Registry, Worker
+from router.workers.demand import DemandMeter
+from router.workers.kv_index import KvIndex
+from router.workers.loads import Loads
+from router.workers.registry import Registry, Worker
 
 REPORT_INTERVAL_S = 0.25
 """Seconds between two reports of a worker's KV usage, like heartbeats."""

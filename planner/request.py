@@ -8,8 +8,8 @@ from math import inf
 
 from planner.trace import TraceRequest
 from protocol.roles import Task
-from router.kv_index import KEY_BITS
-from router.registry import Worker
+from router.workers.kv_index import KEY_BITS
+from router.workers.registry import Worker
 
 
 @dataclass(eq=False, slots=True)

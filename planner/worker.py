@@ -8,7 +8,7 @@ from planner.engine import SimulatedEngine, SimulatedSequence
 from planner.kv_room import Holding
 from protocol.costs import StepCosts
 from router.placement.interface import LinkSpeed
-from router.registry import Worker
+from router.workers.registry import Worker
 
 
 class SimulatedWorker:

@@ -12,11 +12,11 @@ from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 from protocol.router_to_worker import LoadAdapter, UnloadAdapter
 from protocol.worker_to_router import AdapterLoaded
+from router.dispatch.placer import Send
 from router.errors import ApiError, failed_generation, unavailable
-from router.placer import Send
-from router.registry import Registry, Worker
+from router.reading.served import unknown_model
 from router.scaling.turns import Turns
-from router.served import unknown_model
+from router.workers.registry import Registry, Worker
 
 logger = logging.getLogger(__name__)
 

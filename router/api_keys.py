@@ -12,9 +12,9 @@ from typing import NoReturn
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from router.errors import ApiError
-from router.journal import NO_KEY, Generation, LiveRequest
 from router.key_file import KeyEntry, hash_of, read_key_file
-from router.metrics import Limit, Metrics
+from router.observe.metrics import Limit, Metrics
+from router.requests.journal import NO_KEY, Generation, LiveRequest
 
 logger = logging.getLogger(__name__)
 

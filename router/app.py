@@ -10,6 +10,8 @@ import msgspec
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
+from router.answers.formats import AnswerWriter, CompletionFormat
+from router.answers.parsed_chat import chat_format
 from router.anthropic.answer import MessageAnswer
 from router.anthropic.body import MessageBody
 from router.anthropic.request import own_field
@@ -24,10 +26,8 @@ from router.api.placement import placement_operations
 from router.api.responses import response_operations
 from router.api.tokenize import converter
 from router.browsers import BrowserGuard
-from router.formats import AnswerWriter, CompletionFormat
 from router.middleware import Envelope
 from router.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from router.parsed_chat import chat_format
 from router.pooling.body import EmbeddingBody, RerankBody, ScoreBody
 from router.pooling.requests import EmbeddingAnswer, RankingAnswer, ScoreAnswer
 from router.state import RouterState

@@ -12,7 +12,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from router.errors import ApiError
-from router.metrics import ConnectionEnd
+from router.observe.metrics import ConnectionEnd
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from router.anthropic.errors import error_body, speaks_anthropic
 from router.api_keys import Admission, ApiKeys
 from router.browsers import BrowserGuard
 from router.errors import ApiError, client_gone
-from router.metrics import Metrics
+from router.observe.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

@@ -32,35 +32,35 @@ from protocol.worker_to_router import (
 from router.adapters import AdapterTable
 from router.api_keys import ApiKeys
 from router.bodies import Bodies
-from router.chats import Chats
-from router.dispatcher import Dispatcher
-from router.drainer import Drainer
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.drainer import Drainer
+from router.dispatch.kv_feed import KvFeed
+from router.dispatch.placer import Placer
+from router.dispatch.roll_call import RollCall
+from router.dispatch.worker_link import WorkerLink
 from router.errors import unavailable
-from router.generation_defaults import load_defaults
-from router.grammar_compiler import GrammarCompiler
-from router.journal import Journal
-from router.kv_feed import KvFeed
-from router.metrics import Metrics
+from router.observe.metrics import Metrics
 from router.placement import placement_policy
-from router.placer import Placer
 from router.preprocessing.client import Preprocessor
+from router.preprocessing.grammar_compiler import GrammarCompiler
 from router.preprocessing.reading import BodyReader
 from router.preprocessing.requests import RequestPreparer
-from router.registry import SWEEP_INTERVAL_S, ModelFacts, Registry, Worker, WorkerKey
-from router.request_builder import RequestBuilder
+from router.reading.chats import Chats
+from router.reading.request_builder import RequestBuilder
+from router.reading.served import ServedModel
+from router.requests.journal import Journal
+from router.requests.slices import Slices
 from router.responses.store import ResponseStore, response_store
-from router.restarter import Restarter
-from router.roll_call import RollCall
 from router.scaling.autoscaler import Autoscaler
+from router.scaling.restarter import Restarter
 from router.scaling.scaler import Scaler
 from router.scaling.turns import Turns
-from router.served import ServedModel
-from router.slices import Slices
-from router.tokenizer import Tokenizer
-from router.worker_link import WorkerLink
+from router.text.generation_defaults import load_defaults
+from router.text.tokenizer import Tokenizer
+from router.workers.registry import SWEEP_INTERVAL_S, ModelFacts, Registry, Worker, WorkerKey
 
 if TYPE_CHECKING:
-    from router.tracing import Tracing
+    from router.observe.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +257,7 @@ def _tracing(config: ServeConfig, metrics: Metrics) -> Tracing | None:
     if config.otlp_traces_endpoint is None:
         return None
     try:
-        from router.tracing import Tracing
+        from router.observe.tracing import Tracing
     except ImportError as error:
         needed = "needs OpenTelemetry: pip install 'tandem-serve[otel]'"
         raise ConfigError(f"--otlp-traces-endpoint: {needed} ({error})") from error

@@ -8,11 +8,11 @@ from messaging.sockets import ClusterKeys
 from protocol.adapters import Adapter, AdapterName
 from protocol.codec import BoundedDecoder
 from protocol.config import ServeConfig
-from router.demand import RoleDemand
 from router.scaling.interface import ScaleAnswer, ScaleRequest
 from router.scaling.log import ScalingEvent
 from router.scaling.turns import Change
 from router.server import RouterPlace
+from router.workers.demand import RoleDemand
 
 MAX_MESSAGE_BYTES = 1024 * 1024
 

@@ -45,11 +45,11 @@ from deploy.routers.ports import RouterPorts
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, ProtocolError
-from router.demand import Demand, sum_of
 from router.scaling.interface import ScaleAnswer, ScaleRequest
 from router.scaling.log import ScalingLog
 from router.scaling.turns import Changes
 from router.server import RouterPlace, http_url
+from router.workers.demand import Demand, sum_of
 
 log = logging.getLogger(__name__)
 

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from router.answer_parts import AnswerParts
+from router.answers.answer_parts import AnswerParts
+from router.answers.formats import OutputOptions, StreamedAnswer
 from router.anthropic.blocks import ContentBlocks, Fields
 from router.anthropic.errors import error_body
-from router.choice import Choice
 from router.errors import ApiError
-from router.formats import OutputOptions, StreamedAnswer
-from router.slices import json_pieces
-from router.timing import ResponseTiming
-from router.tokenizer import Tokenizer
+from router.observe.timing import ResponseTiming
+from router.requests.slices import json_pieces
+from router.text.choice import Choice
+from router.text.tokenizer import Tokenizer
 
 _json = msgspec.json.Encoder().encode
 

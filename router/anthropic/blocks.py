@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from router.answer_parts import AnswerPart, CallStart, MoreArguments
-from router.call_arguments import parsed_arguments
+from router.answers.answer_parts import AnswerPart, CallStart, MoreArguments
 from router.parsing.answer import Content, Reasoning
+from router.templates.call_arguments import parsed_arguments
 
 Fields = dict[str, Any]
 

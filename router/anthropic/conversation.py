@@ -9,8 +9,8 @@ import msgspec
 
 from protocol.errors import InvalidRequestError
 from router.anthropic.body import Block, Message, SystemBlock
-from router.converted_chat import ConvertedMessages
 from router.openai_types import CalledFunction, ChatMessage, ContentPart, ToolCall
+from router.reading.converted_chat import ConvertedMessages
 
 _ROLES = ("user", "assistant", "system")
 _UNSEEN = "x-anthropic-billing-header"

@@ -10,7 +10,6 @@ from msgspec import Raw
 from protocol.errors import InvalidRequestError
 from router.anthropic.body import MessageBody, MessageTool, OutputFormat
 from router.anthropic.conversation import MessageConversation
-from router.converted_chat import ConvertedChat, renamer
 from router.decoding import decode_body, decode_object, refuse_unsupported
 from router.openai_types import (
     ChatBody,
@@ -22,9 +21,10 @@ from router.openai_types import (
     SamplingBody,
     Tool,
 )
-from router.prepared import Prepared
-from router.request_reader import RequestReader
-from router.served import ServedModel
+from router.reading.converted_chat import ConvertedChat, renamer
+from router.reading.prepared import Prepared
+from router.reading.request_reader import RequestReader
+from router.reading.served import ServedModel
 
 own_field = renamer(
     {

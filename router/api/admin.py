@@ -14,8 +14,8 @@ from starlette.responses import Response
 from protocol.adapters import Adapter
 from protocol.version import version
 from router.api.openapi import Operation
-from router.registry import Worker
 from router.state import RouterState
+from router.workers.registry import Worker
 
 _WORKERS = "`workers`, `awaited` (`id` and `role` of those that are being started or replaced), `router`"
 

@@ -14,16 +14,16 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import InvalidRequestError
+from router.answers.formats import AnswerWriter, OutputOptions, StreamedAnswer
 from router.api.sending import AnswerSender
 from router.api_keys import Admission
 from router.connection import DIRECT_WRITER, DirectWriter
 from router.errors import ApiError
-from router.formats import AnswerWriter, OutputOptions, StreamedAnswer
 from router.middleware import ADMISSION, ANSWER_HEADERS, REQUEST_ID_KEY
-from router.prepared import Prepared
-from router.served import ServedModel
+from router.reading.prepared import Prepared
+from router.reading.served import ServedModel
 from router.state import RouterState
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 SESSION_HEADER = "x-session-id"
 TIMING_HEADER = "x-return-timing"

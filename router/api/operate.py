@@ -20,7 +20,7 @@ from protocol.scaling import MAX_WORKERS
 from router.api.openapi import Operation
 from router.bodies import SMALL_BYTES
 from router.decoding import decode_body
-from router.drainer import DrainReport
+from router.dispatch.drainer import DrainReport
 from router.errors import ApiError
 from router.state import RouterState
 

@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api.openapi import Operation
-from router.decisions import MAX_DECISIONS
+from router.dispatch.decisions import MAX_DECISIONS
 from router.errors import ApiError
-from router.journal import LIVE_STAGES, LiveRequest
-from router.registry import Worker
+from router.requests.journal import LIVE_STAGES, LiveRequest
 from router.state import RouterState
+from router.workers.registry import Worker
 
 DEFAULT_LIMIT = 100
 MAX_REQUESTS = 1000

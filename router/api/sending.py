@@ -7,11 +7,11 @@ from itertools import chain
 
 from starlette.types import Message, Send
 
+from router.answers.formats import AnswerWriter, StreamedAnswer
 from router.connection import DirectWriter
-from router.formats import AnswerWriter, StreamedAnswer
-from router.journal import Generation
-from router.slices import Slices
-from router.timing import response_timing
+from router.observe.timing import response_timing
+from router.requests.journal import Generation
+from router.requests.slices import Slices
 
 PART_BYTES = 64 * 1024
 """A shorter answer has its length in its head."""

@@ -11,8 +11,8 @@ import msgspec
 from protocol.costs import UNKNOWN_COSTS, StepCosts
 from protocol.roles import Task
 from protocol.speculation import StepTimeState
-from router.registry import Worker
 from router.state import RouterState
+from router.workers.registry import Worker
 
 
 class WorkerSample(msgspec.Struct, frozen=True, kw_only=True):

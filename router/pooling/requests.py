@@ -14,17 +14,17 @@ from typing import Any
 import msgspec
 
 from protocol.errors import InvalidRequestError
-from router.choice import Choice
+from router.answers.formats import AnswerWriter, OutputOptions, usage
 from router.decoding import decode_body, refuse_unsupported
-from router.formats import AnswerWriter, OutputOptions, usage
+from router.observe.timing import ResponseTiming
 from router.pooling.body import MAX_INPUTS, EmbeddingBody, RerankBody, ScoreBody
-from router.prepared import Prepared, PreparedRanking
-from router.prompts import decode_prompts
-from router.request_reader import RequestReader
-from router.served import ServedModel
-from router.slices import json_pieces
-from router.timing import ResponseTiming
-from router.tokenizer import Tokenizer
+from router.reading.prepared import Prepared, PreparedRanking
+from router.reading.prompts import decode_prompts
+from router.reading.request_reader import RequestReader
+from router.reading.served import ServedModel
+from router.requests.slices import json_pieces
+from router.text.choice import Choice
+from router.text.tokenizer import Tokenizer
 
 
 class PoolingAnswer(AnswerWriter, ABC):

@@ -32,7 +32,7 @@ from router.preprocessing.wire import (
     content_of,
     framed,
 )
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

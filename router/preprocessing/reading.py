@@ -11,17 +11,17 @@ import msgspec
 from protocol.config import ServeConfig
 from router.anthropic.body import MessageBody
 from router.anthropic.request import count_tokens, read_message
-from router.chats import Chats
 from router.decoding import ignored_fields
 from router.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.pooling.body import EmbeddingBody, RerankBody, ScoreBody
 from router.pooling.requests import read_embeddings, read_ranking, read_score
-from router.prepared import EarlierResponse, Prepared
-from router.request_reader import RequestReader
+from router.reading.chats import Chats
+from router.reading.prepared import EarlierResponse, Prepared
+from router.reading.request_reader import RequestReader
+from router.reading.served import ServedModel
 from router.responses.body import ResponseBody
 from router.responses.turn import read_response
-from router.served import ServedModel
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 Reading = Prepared | EarlierResponse | bytes
 """Bytes are a complete answer."""

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from protocol.errors import InvalidRequestError
-from router.prepared import EarlierResponse, Prepared
 from router.preprocessing.client import CpuLimitError, CrashError, Preprocessor
 from router.preprocessing.reading import BODIES, CONVERSIONS, BodyReader, Reading
 from router.preprocessing.wire import ReadingDetails, TaskCall
-from router.request_builder import Built, RequestBuilder
-from router.served import ServedModel
+from router.reading.prepared import EarlierResponse, Prepared
+from router.reading.request_builder import Built, RequestBuilder
+from router.reading.served import ServedModel
 
 INLINE_BYTES = 2048
 """The preprocessor reads larger bodies, so that they do not delay other requests' tokens."""

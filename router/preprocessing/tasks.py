@@ -10,13 +10,13 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from protocol.errors import InvalidRequestError
 from protocol.sampling import MAX_GRAMMAR_BYTES
-from router.chats import Chats
-from router.grammar_request import GrammarRequest
-from router.prepared import Prepared
+from router.grammars.grammar_request import GrammarRequest
+from router.grammars.structured_outputs import Grammar
 from router.preprocessing.reading import BodyReader
 from router.preprocessing.wire import GRAMMAR, ReadingDetails, Setup, TaskCall
-from router.structured_outputs import Grammar
-from router.tokenizer import Tokenizer
+from router.reading.chats import Chats
+from router.reading.prepared import Prepared
+from router.text.tokenizer import Tokenizer
 
 MAX_REASON = 400
 STACK_BYTES = 1024 * 1024

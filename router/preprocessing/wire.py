@@ -15,7 +15,7 @@ import msgspec
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 from router.errors import ApiError
-from router.served import ServedModel
+from router.reading.served import ServedModel
 
 LENGTH = struct.Struct("!Q")
 ACCEPTED = b"."

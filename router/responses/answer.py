@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-from router.answer_parts import AnswerParts
-from router.choice import Choice
+from router.answers.answer_parts import AnswerParts
+from router.answers.formats import OutputOptions, StreamedAnswer, usage
 from router.errors import ApiError
-from router.formats import OutputOptions, StreamedAnswer, usage
+from router.observe.timing import ResponseTiming
+from router.requests.slices import json_pieces
 from router.responses.items import Fields, OutputItems
-from router.slices import json_pieces
-from router.timing import ResponseTiming
-from router.tokenizer import Tokenizer
+from router.text.choice import Choice
+from router.text.tokenizer import Tokenizer
 
 _json = msgspec.json.Encoder().encode
 _PIECE = re.compile(r".{4096}\S{0,4096}|.+", re.DOTALL)

@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 from protocol.errors import InvalidRequestError
-from router.converted_chat import ConvertedMessages
 from router.openai_types import CalledFunction, ChatMessage, ContentPart, ToolCall
+from router.reading.converted_chat import ConvertedMessages
 from router.responses.body import Item, ItemPart
 
 _ROLES = ("user", "assistant", "system", "developer")

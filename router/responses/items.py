@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from router.answer_parts import AnswerPart, CallStart, MoreArguments
+from router.answers.answer_parts import AnswerPart, CallStart, MoreArguments
 from router.parsing.answer import Content, Reasoning
 
 Fields = dict[str, Any]

@@ -11,7 +11,6 @@ import msgspec
 
 from protocol.errors import InvalidRequestError
 from protocol.sampling import SamplingParams
-from router.converted_chat import ConvertedChat, renamer
 from router.decoding import refuse_unsupported
 from router.openai_types import (
     ChatBody,
@@ -22,6 +21,7 @@ from router.openai_types import (
     SamplingBody,
     Tool,
 )
+from router.reading.converted_chat import ConvertedChat, renamer
 from router.responses.body import Item, ResponseBody, ResponseTool, TextFormat
 from router.responses.conversation import Conversation
 

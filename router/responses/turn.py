@@ -10,18 +10,18 @@ import msgspec
 from msgspec import Raw
 
 from protocol.errors import InvalidRequestError
+from router.answers.formats import OutputOptions
 from router.decoding import decode_body
 from router.errors import ApiError
-from router.formats import OutputOptions
-from router.prepared import EarlierResponse, Prepared, PreparedResponse
-from router.request_reader import RequestReader
+from router.reading.prepared import EarlierResponse, Prepared, PreparedResponse
+from router.reading.request_reader import RequestReader
+from router.reading.served import ServedModel
 from router.responses.answer import ResponseAnswer
 from router.responses.body import Item, ResponseBody
 from router.responses.items import Fields
 from router.responses.request import converted_chat, echoed_fields, own_field
 from router.responses.store import ResponseStore, StoredResponse
-from router.served import ServedModel
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 _NOTHING_KEPT = (
     "nothing is kept here (--max-stored-responses is 0, or several routers without --response-store)"

@@ -12,15 +12,15 @@ from typing import Any
 
 from protocol.config import ServeConfig
 from protocol.roles import ROLES
-from router.demand import Demand, DemandMeter, RoleDemand, sum_of
-from router.drainer import Drainer
+from router.dispatch.drainer import Drainer
 from router.errors import ApiError
-from router.metrics import Metrics
-from router.registry import Registry
+from router.observe.metrics import Metrics
 from router.scaling.decide import INTERVAL_S, ScalerState, ScalingDecision, ScalingPolicy, decide
 from router.scaling.facts import RoleLoad, ScalingFacts, role_load
 from router.scaling.log import ScalingEvent, ScalingLog
 from router.scaling.scaler import Scaler, least_worth
+from router.workers.demand import Demand, DemandMeter, RoleDemand, sum_of
+from router.workers.registry import Registry
 
 logger = logging.getLogger(__name__)
 

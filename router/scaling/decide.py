@@ -16,8 +16,8 @@ from math import ceil, exp, inf, sqrt
 from typing import NamedTuple
 
 from protocol.scaling import WorkerRange
-from router.demand import RoleDemand
 from router.scaling.facts import RoleLoad, ScalingFacts
+from router.workers.demand import RoleDemand
 
 INTERVAL_S = 5.0
 """[seconds] The time between two decisions."""

@@ -7,9 +7,9 @@ from math import inf
 from typing import NamedTuple
 
 from protocol.costs import UNKNOWN_COSTS, StepCosts
-from router.demand import RoleDemand
 from router.placement.interface import WorkerSnapshot
-from router.registry import Worker
+from router.workers.demand import RoleDemand
+from router.workers.registry import Worker
 
 
 class RoleLoad(NamedTuple):

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from math import inf
 
 from protocol.config import ServeConfig
-from router.drainer import Drainer, DrainReport
+from router.dispatch.drainer import Drainer, DrainReport
 from router.errors import ApiError
-from router.registry import Registry, Worker
 from router.scaling.interface import AskToScale, ScaleRequest, refuse_to_scale
 from router.scaling.turns import Turns
+from router.workers.registry import Registry, Worker
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from deploy.hub import check_source
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 
 class Hub(HTTPServer):

@@ -33,10 +33,10 @@ from protocol.adapters import Adapter
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.scaling import WorkerRange
-from router.demand import RoleDemand
 from router.scaling.decide import ScalingDecision
 from router.scaling.log import ScalingEvent
 from router.server import bind_http
+from router.workers.demand import RoleDemand
 
 
 def test_a_taken_port_is_one_clear_error() -> None:

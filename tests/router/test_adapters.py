@@ -8,8 +8,8 @@ from several import TwoRouters
 
 from protocol.adapters import Adapter
 from protocol.kv_events import CacheFormat
-from router.choice import Prompt
 from router.key_file import add_key
+from router.text.choice import Prompt
 
 SQL = Adapter(name="sql", path="/adapters/sql", digest="1" * 32)
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

@@ -43,11 +43,11 @@ from protocol.worker_to_router import (
     StepOutput,
     WorkerState,
 )
-from router.choice import Choice, Prompt
+from router.dispatch.roll_call import ASK_AFTER_S
 from router.errors import ApiError
-from router.journal import Generation
-from router.roll_call import ASK_AFTER_S
+from router.requests.journal import Generation
 from router.state import RouterState
+from router.text.choice import Choice, Prompt
 
 IDS = ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2")
 LOSABLE = (Generate, Abort, CallRoll, Redirect, StepOutput, HandoverFailed, Absent)

@@ -15,8 +15,8 @@ from router_clients import eventually
 from protocol.config import ServeConfig
 from router import api_keys
 from router.key_file import KeyEntry, add_key
-from router.metrics import Metrics
-from router.registry import Registry
+from router.observe.metrics import Metrics
+from router.workers.registry import Registry
 
 BODY = {"prompt": "the quick brown fox", "max_tokens": 3}
 

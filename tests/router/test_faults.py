@@ -309,7 +309,7 @@ def test_tokens_that_do_not_follow_are_computed_anew(make_router, shift):
 
 def test_a_first_token_that_got_lost_is_not_waited_for(make_router, pool, monkeypatch):
     """Its decode worker goes on, but nothing of what it sends can be used."""
-    monkeypatch.setattr("router.roll_call.ASK_AFTER_S", 0.2)
+    monkeypatch.setattr("router.dispatch.roll_call.ASK_AFTER_S", 0.2)
     router = make_router()
     prefill, decode = make_pair(router)
     decode.stall_after = 5
@@ -326,7 +326,7 @@ def test_a_first_token_that_got_lost_is_not_waited_for(make_router, pool, monkey
 
 
 def test_a_request_that_waits_where_it_was_sent_is_not_lost(make_router, pool, monkeypatch):
-    monkeypatch.setattr("router.roll_call.ASK_AFTER_S", 0.1)
+    monkeypatch.setattr("router.dispatch.roll_call.ASK_AFTER_S", 0.1)
     router = make_router()
     prefill, decode = make_pair(router)
     asked: list[str] = []

@@ -12,7 +12,7 @@ from router_clients import eventually
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 from router.preprocessing.requests import FAST_INLINE_BYTES, INLINE_OBJECTS
-from router.tokenizer import PIECE_CHARACTERS, Tokenizer
+from router.text.tokenizer import PIECE_CHARACTERS, Tokenizer
 
 MB = 1_000_000
 USER = b'{"role":"user","content":"x"}'
@@ -135,7 +135,7 @@ def test_a_text_of_too_many_tokens_is_never_tokenized_as_a_whole(model_folder, m
         return encode(text, *arguments)
 
     monkeypatch.setattr(tokenizer, "encode", noting)
-    monkeypatch.setattr("router.tokenizer.SAFE_CHARACTERS_PER_TOKEN", 1)
+    monkeypatch.setattr("router.text.tokenizer.SAFE_CHARACTERS_PER_TOKEN", 1)
     with pytest.raises(InvalidRequestError, match=r"prompt: it exceeds .* 300000 tokens"):
         tokenizer.encode_prompt("x" * 1_000_000, True, 300_000, "prompt")
     assert max(lengths) == PIECE_CHARACTERS

@@ -180,7 +180,7 @@ FAULTS = [
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_fault(make_router, pool, fault, point, monkeypatch):
-    monkeypatch.setattr("router.roll_call.ASK_AFTER_S", 0.2)
+    monkeypatch.setattr("router.dispatch.roll_call.ASK_AFTER_S", 0.2)
     # A worker of a busy machine must not pass for a frozen one where none is.
     timeout_s = 1.0 if fault is holder_freezes_and_thaws else 10.0
     scene = Scene(make_router(worker_timeout=timeout_s), pool, point)

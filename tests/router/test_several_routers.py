@@ -17,7 +17,7 @@ from protocol.config import ServeConfig
 from protocol.ids import router_of
 from protocol.peers import PeerAddress
 from protocol.worker_to_router import Register, WorkerState
-from router.registry import Registry
+from router.workers.registry import Registry
 
 
 @pytest.fixture

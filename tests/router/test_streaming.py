@@ -10,7 +10,7 @@ import httpx
 from router_clients import BODY, emitted, eventually, post
 
 from router.connection import DirectWriter, Outbox
-from router.journal import Generation
+from router.requests.journal import Generation
 
 NUM_TOKENS = 400
 

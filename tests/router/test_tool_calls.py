@@ -10,12 +10,12 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel
 from scripted import ASK, HERMES, NOW, PARIS, WEATHER, Scripted
-from test_chat_templates import FOLDER
-from test_parsing import in_form
-from test_tool_grammar import NOTATIONS
 
 from router.parsing.formats import tool_format
 from router.parsing.reasoning import THINK
+from tests.router.grammars.test_tool_grammar import NOTATIONS
+from tests.router.parsing.test_parsing import in_form
+from tests.router.templates.test_chat_templates import FOLDER
 
 HARMONY = (
     "{{ reasoning_effort }}{% for m in messages %}{{ m.content }}{% endfor %}<|start|>assistant"

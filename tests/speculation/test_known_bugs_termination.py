@@ -1,6 +1,6 @@
 """Faults of other servers when a sequence ends within its accepted tokens. The numbers are the reference's.
 
-Number 10, stop strings within a run, is the router's: tests/router/test_choice.py.
+Number 10, stop strings within a run, is the router's: tests/router/text/test_choice.py.
 """
 
 from __future__ import annotations

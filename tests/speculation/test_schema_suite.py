@@ -10,9 +10,9 @@ from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation
 from router.decoding import decode_body
-from router.grammar_request import grammar_request
+from router.grammars.grammar_request import grammar_request
+from router.grammars.structured_outputs import requested_grammar
 from router.openai_types import CompletionBody
-from router.structured_outputs import requested_grammar
 from tests.speculation.engines import DRAFT, TARGET, make_engine
 from tests.speculation.schema_suite import EOS_BIAS, MAX_TOKENS, Case, is_valid, load
 from tests.speculation.small_engine import run

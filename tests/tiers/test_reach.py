@@ -19,7 +19,7 @@ def imports() -> Imports:
 
 
 def test_a_test_that_imports_a_module_is_nearer_than_one_that_serves_with_it(imports: Imports) -> None:
-    distances = imports.distances(["router/journal.py"])
+    distances = imports.distances(["router/requests/journal.py"])
     assert distances["tests/router/test_any_interleaving.py"] == 1
     assert distances["tests/e2e/test_failover.py"] > 1
     assert "tests/engine/sampler/test_sampler.py" not in distances

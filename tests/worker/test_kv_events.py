@@ -24,10 +24,10 @@ from protocol.peers import PeerAddress
 from protocol.roles import ROLES
 from protocol.router_to_worker import ReplayKvEvents
 from protocol.worker_to_router import KvEvents, Register, StepOutput
-from router.kv_feed import LATE_S, KvFeed
-from router.kv_index import block_keys
-from router.metrics import Metrics
-from router.registry import Registry
+from router.dispatch.kv_feed import LATE_S, KvFeed
+from router.observe.metrics import Metrics
+from router.workers.kv_index import block_keys
+from router.workers.registry import Registry
 from tests.engine.listener import really_held
 from tests.worker.harness import request, tiny_config
 from tests.worker.light_loop import BLOCK_BYTES

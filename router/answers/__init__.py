@@ -1,0 +1,1 @@
+"""Answers in the formats of OpenAI's endpoints."""

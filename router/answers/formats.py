@@ -1,0 +1,304 @@
+"""Answers as JSON: whole ones, and the chunks of a stream. The constant parts are encoded once.
+
+All come in pieces, since a client may ask for long ones: see `router.requests.slices`.
+"""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from router.answers.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from router.errors import ApiError
+from router.observe.timing import ResponseTiming
+from router.parsing.formats import Parsing
+from router.requests.slices import json_members, json_pieces
+from router.text.choice import Choice, ChoiceDelta, Prompt
+from router.text.tokenizer import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+_json = msgspec.json.Encoder().encode
+Fields = dict[str, Any]
+
+
+class AskedOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of the answer that the client asks for. `num_top` None: no log-probabilities."""
+
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    echo: bool = False
+    only_prompt: bool = False
+    num_top: int | None = None
+    num_prompt_top: int | None = None
+    return_token_ids: bool = False
+    return_timing: bool = False
+    skip_special_tokens: bool = True
+
+    @property
+    def keep_details(self) -> bool:
+        """Whether token ids and their log-probabilities are part of the answer."""
+        return self.num_top is not None or self.return_token_ids
+
+    @property
+    def only_text(self) -> bool:
+        """Whether most chunks of a stream contain only text."""
+        return not (self.keep_details or self.return_timing or self.continuous_usage)
+
+
+class OutputOptions(AskedOutput, frozen=True, kw_only=True):
+    """The parts of the answer that the client gets."""
+
+    parsing: Parsing | None = None
+    """Finds calls and reasoning in a chat's answer; None: the answer is all content."""
+
+
+def usage(choices: Sequence[Choice], only_prompt: bool = False) -> Fields:
+    """Return the answer's usage. Each prompt counts once, however many choices it has.
+
+    As in OpenAI's API, tokens of the client's prediction that were drafted and rejected are reported next to
+    the completion's tokens; here they are not part of them.
+    """
+    firsts = list({id(choice.prompt): choice for choice in reversed(choices)}.values())
+    prompt_tokens = sum(len(choice.prompt.token_ids) for choice in firsts)
+    completion_tokens = 0 if only_prompt else sum(choice.num_tokens for choice in choices)
+    predicted = sum(choice.predicted_tokens for choice in choices)
+    accepted = sum(choice.accepted_predicted for choice in choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in firsts)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": predicted - accepted,
+        },
+    }
+
+
+class AnswerWriter(abc.ABC):
+    """Writes one request's answer."""
+
+    @abc.abstractmethod
+    def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterable[bytes]:
+        """Return the whole answer."""
+
+    def failed(self, choices: Sequence[Choice], error: ApiError) -> Iterable[bytes]:
+        """Return the body of an answer that failed."""
+        return [error.body()]
+
+    async def keep(self) -> None:  # noqa: B027
+        """Store the data that later requests may ask for, before the client sees the answer's end."""
+
+
+class StreamedAnswer(AnswerWriter):
+    """An answer that can also be sent as server-sent events."""
+
+    @abc.abstractmethod
+    def chunk(self, choice: Choice) -> Iterable[bytes]:
+        """Return events for one choice's new output."""
+
+    @abc.abstractmethod
+    def last_chunk(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterable[bytes]:
+        """Return the last events, after all choices are complete."""
+
+    def failure(self, error: ApiError) -> Iterable[bytes]:
+        """Return the last event of a stream that fails after it has begun."""
+        return [b"data: " + error.body() + b"\n\n"]
+
+
+class AnswerFormat(StreamedAnswer):
+    """Writes one API's answers."""
+
+    stream_object: str
+    whole_object: str
+    id_prefix: str
+    before_text: bytes
+    after_text: bytes
+    """A choice's JSON before and after its text, in a chunk that contains only text."""
+
+    def __init__(self, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions) -> None:
+        self._tokenizer = tokenizer
+        self._options = options
+        self._begun: dict[int, bytes] = {}
+        """The start of a text-only chunk for each choice that has begun; empty if chunks contain more."""
+        self._encoded_ids: dict[int, Raw] = {}
+        self._head = {
+            "id": self.id_prefix + request_id,
+            "object": self.stream_object if options.stream else self.whole_object,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._chunk_start = b"data: " + _json(self._head)[:-1] + b',"choices":['
+        self._chunk_end = b'],"usage":null}\n\n' if options.include_usage else b"]}\n\n"
+        self._text_end = self.after_text + self._chunk_end
+
+    def chunk(self, choice: Choice) -> Iterable[bytes]:
+        before_text = self._begun.get(choice.index)
+        if before_text and choice.finish_reason is None:
+            return (before_text + _json(choice.take_text()) + self._text_end,)
+        if before_text is None:
+            start = self._chunk_start + self.before_text % choice.index
+            self._begun[choice.index] = start if self._options.only_text else b""
+        return self._full_chunk(choice, choice.take_delta(), before_text is None)
+
+    @abc.abstractmethod
+    def _full_chunk(self, choice: Choice, delta: ChoiceDelta, first: bool) -> Iterator[bytes]:
+        """Yield a chunk with all fields that the choice has now."""
+
+    def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterator[bytes]:
+        return self._whole(self._head, choices, {} if timing is None else {"timing": timing})
+
+    def failed(self, choices: Sequence[Choice], error: ApiError) -> Iterator[bytes]:
+        """Return the error with the incomplete answer, whose `finish_reason` is "error"."""
+        head = {**self._head, "object": self.whole_object}
+        return self._whole(head, choices, {"error": error.detail})
+
+    def last_chunk(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> Iterator[bytes]:
+        fields: Fields = {}
+        if self._options.include_usage:
+            fields["usage"] = usage(choices, self._options.only_prompt)
+        if timing is not None:
+            fields["timing"] = timing
+        if fields:
+            yield self._chunk_start + b"]," + _json(fields)[1:] + b"\n\n"
+        yield DONE
+
+    def _whole(self, head: Fields, choices: Sequence[Choice], extras: Fields) -> Iterator[bytes]:
+        yield _json(head)[:-1] + b',"choices":['
+        for number, choice in enumerate(choices):
+            yield b"," if number else b""
+            yield from self._whole_choice(choice)
+        fields = {"usage": usage(choices, self._options.only_prompt), **self._about_prompt(choices), **extras}
+        yield b"],"
+        yield from json_members(fields)
+
+    @abc.abstractmethod
+    def _whole_choice(self, choice: Choice) -> Iterator[bytes]:
+        """Yield one choice of the whole answer."""
+
+    def _about_prompt(self, choices: Sequence[Choice]) -> Fields:
+        """Return the whole answer's top-level fields about the prompt."""
+        return {}
+
+    def _event(
+        self, choice: Choice, body: Fields, *, is_short: bool, extras: Fields | None = None
+    ) -> Iterator[bytes]:
+        """Yield one event about a choice. `extras` are further fields at the top level."""
+        fields = dict(extras or {})
+        if self._options.continuous_usage:
+            fields["usage"] = usage([choice], self._options.only_prompt)
+        yield self._chunk_start
+        yield from json_pieces(body, is_short=is_short)
+        if not fields:
+            yield self._chunk_end
+            return
+        yield b"],"
+        yield from json_members(fields)
+        yield b"\n\n"
+
+    def _common(self, choice: Choice, delta: ChoiceDelta) -> Fields:
+        """Return the fields that choices of both APIs have."""
+        fields: Fields = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        if self._options.return_token_ids:
+            fields["token_ids"] = delta.token_ids
+        if self._options.return_timing:
+            fields["spans"] = delta.spans
+        return fields
+
+    def _of_prompt(self, choice: Choice) -> Fields:
+        """Return vLLM's extra fields about the prompt. Completions have them in each choice, chats at the
+        top level.
+        """
+        fields: Fields = {}
+        if self._options.return_token_ids:
+            fields["prompt_token_ids"] = self._prompt_ids(choice.prompt)
+        if self._options.num_prompt_top is not None:
+            top = self._options.num_prompt_top
+            fields["prompt_logprobs"] = prompt_logprobs(self._tokenizer, choice, top)
+        return fields
+
+    def _prompt_ids(self, prompt: Prompt) -> Raw:
+        """Return the prompt's token ids, encoded once for all choices."""
+        known = self._encoded_ids.get(id(prompt))
+        if known is None:
+            known = self._encoded_ids[id(prompt)] = Raw(_json(prompt.token_ids))
+        return known
+
+
+class CompletionFormat(AnswerFormat):
+    """The format of `/v1/completions`."""
+
+    stream_object = whole_object = "text_completion"
+    id_prefix = "cmpl-"
+    before_text = b'{"index":%d,"text":'
+    after_text = b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
+
+    def _full_chunk(self, choice: Choice, delta: ChoiceDelta, first: bool) -> Iterator[bytes]:
+        return self._event(choice, self._choice(choice, delta, first), is_short=delta.is_short and not first)
+
+    def _whole_choice(self, choice: Choice) -> Iterator[bytes]:
+        return json_pieces(self._choice(choice, choice.take_delta(), True))
+
+    def _choice(self, choice: Choice, delta: ChoiceDelta, first: bool) -> Fields:
+        options = self._options
+        echo = options.echo and first
+        if options.only_prompt:
+            delta = ChoiceDelta()
+        text = delta.text
+        if echo and choice.prompt.echo is not None:
+            text = choice.prompt.echo.text + text
+        logprobs = None
+        if options.num_top is not None:
+            logprobs = completion_logprobs(self._tokenizer, choice, delta, options.num_top, echo)
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": logprobs,
+            **self._common(choice, delta),
+            **(self._of_prompt(choice) if first else {}),
+        }
+
+
+class ChatFormat(AnswerFormat):
+    """The format of `/v1/chat/completions`."""
+
+    stream_object = "chat.completion.chunk"
+    whole_object = "chat.completion"
+    id_prefix = "chatcmpl-"
+    before_text = b'{"index":%d,"delta":{"content":'
+    after_text = b'},"logprobs":null,"finish_reason":null}'
+
+    def _whole_choice(self, choice: Choice) -> Iterator[bytes]:
+        delta = choice.take_delta()
+        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        return json_pieces({"index": choice.index, "message": message, **self._details(choice, delta)})
+
+    def _about_prompt(self, choices: Sequence[Choice]) -> Fields:
+        return self._of_prompt(choices[0])
+
+    def _full_chunk(self, choice: Choice, delta: ChoiceDelta, first: bool) -> Iterator[bytes]:
+        if first:
+            yield from self._role(choice)
+        body = {"index": choice.index, "delta": {"content": delta.text}, **self._details(choice, delta)}
+        yield from self._event(choice, body, is_short=delta.is_short)
+
+    def _role(self, choice: Choice) -> Iterator[bytes]:
+        """Yield a choice's first event."""
+        role = {
+            "index": choice.index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        return self._event(choice, role, is_short=True, extras=self._of_prompt(choice))
+
+    def _details(self, choice: Choice, delta: ChoiceDelta) -> Fields:
+        num_top = self._options.num_top
+        logprobs = None if num_top is None else chat_logprobs(self._tokenizer, delta, num_top)
+        return {"logprobs": logprobs, **self._common(choice, delta)}

@@ -1,0 +1,1 @@
+"""Sends requests to workers, places them again, and moves them off workers that leave."""

@@ -1,0 +1,427 @@
+"""Starts and ends requests, passes the workers' tokens to them, and places them again when a worker fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Literal, NoReturn
+
+from protocol.config import ServeConfig
+from protocol.outputs import ErrorKind, TokenOutput
+from protocol.router_to_worker import Abort, Redirect
+from protocol.worker_to_router import HandoverFailed, StepOutput
+from router.dispatch.placer import Placer, Send
+from router.errors import ApiError, client_gone, failed_generation, not_placed, unavailable
+from router.observe.metrics import Metrics, RefusalReason
+from router.observe.request_log import RequestLog, ids
+from router.requests.journal import Generation, Journal, LiveRequest
+from router.requests.slices import SLICE_S
+from router.workers.registry import Registry, Worker
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 3
+"""The placements of a request that may end without a token from the lost worker.
+
+The request itself may be what kills workers, so it must not be retried forever. A placement whose worker had
+sent a token does not count, and once a decode worker sends one, the failures are reset: a request survives
+any number of deaths as long as it makes progress. Nor does a worker count that fell silent: then its whole
+process was stopped, since heartbeats have their own thread, which no request can block.
+"""
+MAX_REDIRECTS = 3
+"""After this many decode workers failed to take over a request, its prefill worker decodes it."""
+
+Cause = ErrorKind | Literal["drain", "thinking"]
+_REPLACEABLE = ("worker_lost", "transfer")
+
+
+class Dispatcher:
+    """Dispatches all requests. Runs on the event loop only."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        journal: Journal,
+        registry: Registry,
+        metrics: Metrics,
+        send: Send,
+        placer: Placer,
+    ) -> None:
+        self._config = config
+        self._journal = journal
+        self._registry = registry
+        self._placer = placer
+        self._metrics = metrics
+        self._send = send
+        self._log = RequestLog(config.enable_log_requests)
+
+    async def start(self, generation: Generation) -> None:
+        """Place all its sequences, or none and raise `ApiError` if there is no room or no worker.
+
+        Other requests get a turn after every few sequences; the request may end before all are placed.
+        """
+        generation.started = time.monotonic()
+        gives_way = self._gives_way(generation)
+        turn_ends = time.perf_counter() + SLICE_S
+        for request in generation.requests:
+            if time.perf_counter() >= turn_ends:
+                await asyncio.sleep(0)
+                if generation.is_over:
+                    return
+                turn_ends = time.perf_counter() + SLICE_S
+            refusal = self._placer.place(request, checks_slo=request is generation.requests[0])
+            if refusal is not None:
+                self._placer.meter.refused(refusal, self._registry.live())
+                self._refuse(generation, refusal.missed or "no_worker", not_placed(refusal))
+        for other in gives_way:
+            self._metrics.refused("shed")
+            self.fail(other, self._queue_is_full("a more urgent one came, and "))
+        left = max(0.0, generation.deadline - time.monotonic())
+        generation.timeout = asyncio.get_running_loop().call_later(left, self._timed_out, generation)
+
+    def _gives_way(self, newcomer: Generation) -> list[Generation]:
+        """Return the generations to shed for a newcomer: the least urgent ones without an answer, as many as
+        the queue's limit is exceeded by.
+
+        Raises `ApiError` if too few are less urgent than the newcomer.
+        """
+        excess = len(self._journal) + len(newcomer.requests) - self._config.max_queued_requests
+        shed: list[Generation] = []
+        others = self._journal.less_urgent(newcomer.priority) if excess > 0 else []
+        for other in others:
+            if excess > 0:
+                shed.append(other)
+                excess -= other.num_unfinished
+        if excess > 0:
+            self._refuse(newcomer, "queue_full", self._queue_is_full())
+        return shed
+
+    def _queue_is_full(self, why: str = "") -> ApiError:
+        limit = self._config.max_queued_requests
+        reason = f"{why}more than --max-queued-requests={limit} requests are unfinished"
+        return ApiError(429, reason, code="overloaded", retry_after_s=1.0)
+
+    def _refuse(self, generation: Generation, reason: RefusalReason, error: ApiError) -> NoReturn:
+        self._metrics.refused(reason)
+        self._metrics.failed("overloaded")
+        self._placer.withdraw(generation.requests)
+        generation.error = error
+        raise error
+
+    def send_waiting(self) -> None:
+        """Send the waiting requests that have room now."""
+        if self._placer.num_parked:
+            self.resume_parked()
+        for request in self._placer.ahead.send_waiting():
+            reason = f"worker {request.holders[0].key.worker_id} cannot be reached"
+            self._place_again_or_fail(request, "worker_lost", reason, counts=False)
+
+    def resume_parked(self) -> None:
+        """Place the requests that waited for a worker. Fail the ones that no worker will come for."""
+        while (left := self._placer.resume()) is not None:
+            request, refusal = left
+            self.fail(request.generation, unavailable(refusal.reason))
+
+    def cancel(self, generation: Generation) -> None:
+        """End a generation whose client is gone or has its answer."""
+        self.fail(generation, client_gone())
+        self.send_waiting()
+
+    def fail(self, generation: Generation, error: ApiError) -> None:
+        if generation.is_over:
+            return
+        generation.error = error
+        for choice in generation.choices:
+            choice.fail()
+        self._metrics.failed(error.code)
+        self._log.failed(generation, error)
+        self._placer.withdraw(generation.requests)
+        self._close(generation)
+        generation.notify()
+
+    def fail_all(self, error: ApiError) -> None:
+        for request in self._journal:
+            self.fail(request.generation, error)
+
+    def worker_lost(self, worker: Worker, reason: str) -> None:
+        """Place the lost worker's requests again. Prompts that were to be handed off to it go to another
+        decode worker.
+        """
+        message = f"worker {worker.key.worker_id} was lost: {reason}"
+        was_stopped = worker.silence_s > self._config.worker_timeout and not worker.is_stalled
+        for request in self._journal:
+            if worker is request.assigned.get("decode") and "prefill" in request.assigned:
+                self.redirect(request, "worker_lost", message)
+            elif worker in request.holders:
+                had_it = request not in self._placer.ahead and worker is not request.answered_by
+                self._place_again_or_fail(request, "worker_lost", message, counts=had_it and not was_stopped)
+
+    def lost(self, request: LiveRequest, worker: Worker, reason: str) -> None:
+        """Place a request again that `worker` should have and does not."""
+        self._place_again_or_fail(request, "worker_lost", reason, counts=worker is not request.answered_by)
+
+    def handover_failed(self, message: HandoverFailed) -> None:
+        """Handle a prefill worker's report that the decode worker did not take over a prompt."""
+        worker = self._registry.current(message.worker_id, message.incarnation)
+        request = self._journal.get(message.request_id)
+        if worker is None:
+            self._metrics.dropped("stale_incarnation")
+        elif request is None:
+            self._metrics.dropped("unknown_request")
+            self._send(worker, Abort(request_ids=[message.request_id]))
+        elif not _is_decoded_by(request, message.decode_incarnation):
+            self._metrics.dropped("redirected_before")
+        elif worker is request.assigned.get("prefill"):
+            may_ask_again = message.error_kind == "transfer" and not message.manifest_sent
+            self.redirect(request, message.error_kind, message.reason, may_ask_again)
+        elif worker is request.prefilled_by:
+            # The decode worker's tokens came before this report: it had begun, and the prefill worker has
+            # told it to give the request up.
+            self._send(worker, Abort(request_ids=[message.request_id]))
+            self._place_again_or_fail(request, "transfer", message.reason)
+        else:
+            self._metrics.dropped("not_the_holder")
+
+    def step(self, message: StepOutput) -> None:
+        """Pass one step's tokens to their requests."""
+        worker = self._registry.current(message.worker_id, message.incarnation)
+        if worker is None:
+            self._metrics.dropped("stale_incarnation")
+            return
+        now = time.monotonic()
+        worker.silence_s = 0.0
+        num_tokens = 0
+        unknown: list[str] = []
+        for output in message.outputs:
+            request = self._journal.get(output.request_id)
+            if request is None:
+                self._metrics.dropped("unknown_request")
+                if output.finish_reason is None:
+                    unknown.append(output.request_id)
+            elif worker not in request.assigned.values():
+                self._metrics.dropped("not_the_holder")
+            elif output.finish_reason in ("error", "abort"):
+                kind = output.error_kind or "internal"
+                reason = output.error or f"worker {worker.key.worker_id} gave the request up"
+                self._place_again_or_fail(request, kind, reason)
+            else:
+                num_tokens += self._handle_or_fail(request, worker, output, now)
+        if unknown:  # an abort got lost, or crossed this message
+            self._send(worker, Abort(request_ids=unknown))
+        if num_tokens:
+            self._metrics.generation_tokens.inc(num_tokens)
+        self.send_waiting()
+
+    def _handle_or_fail(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> int:
+        """Return the number of tokens that the answer gained."""
+        if request.is_early(worker):
+            request.early.append(output)
+            return 0
+        num_before = request.choice.num_tokens
+        try:
+            self._handle(request, worker, output, now)
+            while request.early and self._journal.get(request.request_id):
+                self._handle(request, request.assigned["decode"], request.early.pop(0), now)
+        except Exception:  # one request's output must not take the others down
+            logger.exception("request %s failed in the router", request.request_id, extra=ids(request))
+            self.fail(request.generation, failed_generation("internal", "the router failed on this request"))
+        return request.choice.num_tokens - num_before
+
+    def _handle(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> None:
+        complaint = _complaint(request, output)
+        if complaint is not None:
+            self._metrics.dropped("malformed")
+            reason = f"worker {worker.key.worker_id} {complaint}"
+            self.fail(request.generation, failed_generation("internal", reason))
+            return
+        if output.token_ids and output.position != len(request.output_token_ids):
+            self._metrics.dropped("tokens_missing")
+            here, there = len(request.output_token_ids), output.position
+            reason = f"worker {worker.key.worker_id} sent token {there} where token {here} comes next"
+            self._place_again_or_fail(request, "worker_lost", reason)
+            return
+        cut = request.past_budget(output)
+        output = cut or output
+        if output.token_ids:
+            self._count_tokens(request, worker, output, now)
+        choice = request.choice
+        choice.push(output)
+        if output.timing is not None:
+            request.note(output.timing)
+            self._metrics.observe_timing(output.timing)
+        if choice.finish_reason is not None:
+            request.times.ended_at = now
+            if output.finish_reason is None:
+                self._placer.abort([request])
+            self._placer.finished(request, now)
+            self._journal.remove(request)
+            self._metrics.request_finished(request, now)
+            self._log.finished(request, now)
+            generation = request.generation
+            generation.num_unfinished -= 1
+            if generation.is_over:
+                self._close(generation)
+        elif cut is not None:
+            self._resume_after_thinking(request, worker, now)
+        request.generation.notify()
+
+    def _count_tokens(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> None:
+        num_before = len(request.output_token_ids)
+        if num_before == request.num_emitted_before:
+            request.times.answered_at = now
+            self._placer.answered(request, now)
+        if not num_before:
+            request.first_token_time = now
+            self._metrics.first_token(request, now)
+        else:
+            request.times.num_steps += 1
+            self._metrics.inter_token_latency.observe(now - request.last_token_time)
+        if worker is request.assigned["decode"]:
+            request.failures = 0
+            if "prefill" in request.assigned:
+                request.times.taken_over_at = now
+                self._placer.loads.leave_prefill(request)
+        request.answered_by = worker
+        request.last_token_time = now
+        request.output_token_ids.extend(output.token_ids)
+
+    # --- failover ---------------------------------------------------------------------------------
+
+    def _place_again_or_fail(
+        self, request: LiveRequest, kind: ErrorKind, reason: str, *, counts: bool = True
+    ) -> None:
+        """Place the request again, or fail it. The journal has all that another worker needs: the prompt and
+        the tokens emitted so far.
+        """
+        if request.generation.is_over:
+            return
+        request.failures += counts
+        if kind not in _REPLACEABLE:
+            self.fail(request.generation, failed_generation(kind, reason))
+        elif (end := self._end_of(request)) is not None:
+            self._placer.abort([request])
+            self._handle(request, request.holders[0], end, time.monotonic())
+        elif request.failures >= MAX_FAILURES:
+            self.fail(request.generation, failed_generation(kind, reason))
+        else:
+            self.place_again(request, kind, reason)
+
+    def _end_of(self, request: LiveRequest) -> TokenOutput | None:
+        model = self._registry.model
+        return request.end(model.eos_token_ids if model is not None else ())
+
+    def _resume_after_thinking(self, request: LiveRequest, worker: Worker, now: float) -> None:
+        """Place the request again: its worker has other tokens than the end of thinking that the answer
+        got.
+        """
+        if (end := self._end_of(request)) is not None:
+            self._placer.abort([request])
+            self._handle(request, worker, end, now)
+        else:
+            self.place_again(request, "thinking", "its thinking was ended")
+
+    def place_again(self, request: LiveRequest, cause: Cause, reason: str) -> None:
+        """Assign a request, with its tokens so far, to other workers. Fail it if there is none."""
+        self._placer.withdraw([request])
+        refusal = self._placer.place(request)
+        if refusal is not None:
+            kind = "worker_lost" if cause == "drain" or cause == "thinking" else cause
+            self.fail(request.generation, failed_generation(kind, f"{reason}; {refusal.reason}"))
+            return
+        how = "placed again" if request.assigned else "parked"
+        logger.log(
+            logging.INFO if cause == "thinking" else logging.WARNING,
+            "%s as %s after %d tokens: %s",
+            how,
+            request.request_id,
+            request.num_emitted_before,
+            reason,
+            extra=ids(request),
+        )
+        request.times.num_placed_again += 1
+        self._metrics.placed_again(cause)
+
+    def redirect(
+        self,
+        request: LiveRequest,
+        kind: ErrorKind | Literal["drain"],
+        reason: str,
+        may_ask_again: bool = False,
+    ) -> None:
+        """Name another decode worker to the prefill worker, which keeps the KV that it has computed.
+
+        If there is none, the prefill worker decodes the request itself.
+        """
+        if request in self._placer.ahead:
+            self.place_again(request, kind, reason)
+            return
+        prefill, failed = request.assigned["prefill"], request.assigned["decode"]
+        may_ask_again = may_ask_again and failed.key.incarnation not in request.failed
+        request.failed.add(failed.key.incarnation)
+        target = self._next_decode(request, prefill, failed if may_ask_again else None)
+        message = Redirect(
+            incarnation=prefill.key.incarnation,
+            request_id=request.request_id,
+            decode=None if target is prefill else target.address,
+        )
+        if not self._send(prefill, message):
+            reason = f"{reason}; worker {prefill.key.worker_id} cannot be reached"
+            self._place_again_or_fail(request, "worker_lost", reason, counts=False)
+            return
+        decoder = target.key.worker_id
+        logger.warning(
+            "request %s: %s decodes it: %s", request.request_id, decoder, reason, extra=ids(request)
+        )
+        request.redirects += 1
+        request.early.clear()
+        self._placer.loads.move_decode(request, target)
+        request.workers = {task: worker.key.worker_id for task, worker in request.assigned.items()}
+        if target is not failed:
+            self._send(failed, Abort(request_ids=[request.request_id]))
+        if target is prefill:
+            self._metrics.taken_over(kind)
+        else:
+            self._metrics.redirected(kind)
+
+    def _next_decode(self, request: LiveRequest, prefill: Worker, again: Worker | None) -> Worker:
+        """Return the worker that decodes it next: another decode worker, the only one once more (`again`),
+        or `prefill`.
+        """
+        if request.redirects >= MAX_REDIRECTS:
+            return prefill
+        decodes = [worker for worker in self._registry.live() if worker.role.purpose == "decode"]
+        others = [worker for worker in decodes if worker.key.incarnation not in request.failed]
+        if again is not None and decodes == [again]:
+            others = decodes
+        return self._placer.next_decode(request, prefill, others)
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def _timed_out(self, generation: Generation) -> None:
+        limit = self._config.request_timeout
+        self.fail(generation, ApiError(504, f"the request took longer than {limit:g} s", code="timeout"))
+
+    def _close(self, generation: Generation) -> None:
+        if generation.timeout is not None:
+            generation.timeout.cancel()
+
+
+def _is_decoded_by(request: LiveRequest, incarnation: str) -> bool:
+    decode = request.assigned.get("decode")
+    return decode is not None and decode.key.incarnation == incarnation
+
+
+def _complaint(request: LiveRequest, output: TokenOutput) -> str | None:
+    """Return the reason why a worker's output is invalid, as far as its type cannot express it; else None."""
+    num_tokens = len(output.token_ids)
+    if len(request.output_token_ids) + num_tokens > request.sampling.max_tokens:
+        return "sent more tokens than were asked for"
+    drafted = max(output.accepted_tokens, output.predicted_tokens)
+    if output.accepted_tokens > num_tokens or drafted > output.drafted_tokens:
+        return "counted more tokens as accepted or predicted than it drafted or sent"
+    if output.logprobs is None:
+        missing = num_tokens > 0 and request.sampling.logprobs is not None
+    else:
+        missing = len(output.logprobs) != num_tokens
+    return "sent no log-probabilities for some tokens" if missing else None

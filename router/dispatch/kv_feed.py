@@ -1,0 +1,174 @@
+"""Applies the workers' KV events to the index, each once and in order, and asks for lost events again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import msgspec
+
+from protocol.kv_events import IDENTITY_BYTES, CacheFormat, KvChange
+from protocol.router_to_worker import ReplayKvEvents
+from protocol.window import Window
+from protocol.worker_to_router import KvEvents, WorkerState
+from router.observe.metrics import Metrics
+from router.requests.journal import LiveRequest
+from router.workers.kv_index import KvIndex, block_keys
+from router.workers.registry import Registry, Worker
+
+logger = logging.getLogger(__name__)
+
+LATE_S = 1.0
+"""The time that events announced by a heartbeat may take, since they use another connection. Then they count
+as lost.
+"""
+
+REPLAY_INTERVAL_S = 1.0
+"""The time after which a missing replay is requested again."""
+
+SWEEP_S = 0.002
+"""The duration of one sweep, short enough not to delay the event loop."""
+
+
+@dataclass(eq=False)
+class _Source:
+    """One incarnation of a worker. `announced` is the number of batches it had sent at the oldest heartbeat
+    whose batches have not all come, or else at the latest heartbeat.
+    """
+
+    worker: Worker
+    slot: int
+    has_blocks: bool = False
+    next: int = 0
+    announced: int = 0
+    announced_at: float = 0.0
+    asked_at: float = float("-inf")
+
+
+class KvFeed:
+    """Tracks the KV blocks that workers hold. Runs on the event loop only."""
+
+    def __init__(
+        self, registry: Registry, metrics: Metrics, send: Callable[[Worker, msgspec.Struct], bool]
+    ) -> None:
+        self.index: KvIndex[str] = KvIndex()
+        """The blocks of each worker, by its id."""
+        self._registry = registry
+        self._metrics = metrics
+        self._send = send
+        self._sources: dict[str, _Source] = {}
+        self.formats: Collection[CacheFormat] = ()
+        """The formats of the workers' block identities; usually one."""
+
+    def cached_tokens(self, request: LiveRequest) -> dict[str, int]:
+        """Return the number of leading tokens of a request that each worker has in its pool, by worker id."""
+        found: dict[str, int] = {}
+        for cache in self.formats:
+            keys = request.block_keys(cache)
+            if cache.has_states:  # the last token is computed from a state before it
+                leading = self.index.find_ends(keys[: (len(request.token_ids) - 1) // cache.block_size])
+            elif cache.window:
+                leading = self.index.find_windows(keys, Window(cache.window, cache.block_size))
+            else:
+                leading = self.index.find(keys)
+            found |= {worker_id: num_blocks * cache.block_size for worker_id, num_blocks in leading.items()}
+        return found
+
+    # --- events -------------------------------------------------------------------------------------
+
+    def register(self, worker: Worker) -> None:
+        """Track a worker that has registered, perhaps not for the first time. A new incarnation starts
+        without blocks.
+        """
+        known = self._sources.get(worker.key.worker_id)
+        if known is not None and known.worker is worker:
+            return
+        if known is not None:
+            self._forget(known)
+        worker_id = worker.key.worker_id
+        self._sources[worker_id] = _Source(worker, self.index.add_holder(worker_id))
+        self._collect_formats()
+
+    def receive(self, message: KvEvents) -> None:
+        """Apply events. Drop them if they are not from a current incarnation, came before, or come too
+        early.
+        """
+        source = self._source(message.worker_id, message.incarnation)
+        if source is None:
+            self._metrics.kv_events_dropped("unknown_worker")
+            return
+        if message.changes and message.changes[0].kind == "cleared":
+            source.next = message.sequence
+        if message.sequence < source.next:
+            self._metrics.kv_events_dropped("duplicate")
+        elif message.sequence > source.next:
+            self._metrics.kv_events_dropped("gap")
+            self._ask(source)
+        else:
+            source.next += 1
+            for change in message.changes:
+                self._apply(source, change)
+
+    def check(self, state: WorkerState, now: float) -> None:
+        """Check for lost events. Heartbeats may overtake the events that they count, and several may be read
+        late.
+        """
+        source = self._source(state.worker_id, state.incarnation)
+        if source is None:
+            return
+        if source.next >= source.announced:
+            source.announced, source.announced_at = state.num_kv_events, now
+        elif now > source.announced_at + LATE_S:
+            self._ask(source)
+
+    def sweep(self) -> None:
+        """Forget the blocks of workers that are gone, a part at each call."""
+        gone = [source for source in self._sources.values() if not self._is_current(source.worker)]
+        for source in gone:
+            self._forget(source)
+        self.index.sweep(SWEEP_S)
+
+    def _is_current(self, worker: Worker) -> bool:
+        return self._registry.current(*worker.key) is worker
+
+    def _source(self, worker_id: str, incarnation: str) -> _Source | None:
+        source = self._sources.get(worker_id)
+        if source is None or source.worker.key.incarnation != incarnation:
+            return None
+        return source
+
+    def _forget(self, source: _Source) -> None:
+        self.index.remove_holder(source.slot)
+        del self._sources[source.worker.key.worker_id]
+        self._collect_formats()
+
+    def _collect_formats(self) -> None:
+        caches = (source.worker.cache for source in self._sources.values())
+        self.formats = {cache for cache in caches if cache is not None}
+
+    def _apply(self, source: _Source, change: KvChange) -> None:
+        if len(change.identities) % IDENTITY_BYTES:
+            self._metrics.kv_events_dropped("malformed")
+        elif change.kind == "cleared":
+            if source.has_blocks:
+                self.index.remove_holder(source.slot)
+                source.slot = self.index.add_holder(source.worker.key.worker_id)
+                source.has_blocks = False
+        elif change.kind == "stored":
+            source.has_blocks = True
+            self.index.store(source.slot, change.medium, block_keys(change.identities))
+        else:
+            self.index.evict(source.slot, change.medium, block_keys(change.identities))
+
+    def _ask(self, source: _Source) -> None:
+        worker, now = source.worker, time.monotonic()
+        if now - source.asked_at < REPLAY_INTERVAL_S:
+            return
+        source.asked_at = now
+        self._metrics.kv_event_gaps.inc()
+        logger.warning(
+            "worker %s: KV events from number %d on are missing", worker.key.worker_id, source.next
+        )
+        self._send(worker, ReplayKvEvents(incarnation=worker.key.incarnation, first=source.next))

@@ -1,0 +1,314 @@
+"""Assigns requests to workers by the placement policy, and parks requests that must wait for a worker."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import msgspec
+
+from protocol.config import ServeConfig
+from protocol.roles import Task
+from protocol.router_to_worker import Abort, Generate
+from router.dispatch.decisions import DecisionLog
+from router.dispatch.draft_planner import DraftPlanner
+from router.dispatch.kv_feed import KvFeed
+from router.dispatch.send_ahead import SendAhead
+from router.observe.metrics import Metrics
+from router.placement import PlacementPolicy
+from router.placement.cluster import Cluster
+from router.placement.interface import Placement, PolicyState, Refusal, RequestFacts
+from router.placement.slo import refusal as slo_refusal
+from router.requests.journal import Journal, LiveRequest
+from router.workers.demand import DemandMeter
+from router.workers.loads import Loads
+from router.workers.registry import Registry, Worker
+
+logger = logging.getLogger(__name__)
+
+FIRST_OUTPUT = 128.0
+"""[tokens] The assumed mean length of an answer before any request has ended."""
+OUTPUT_PACE = 0.05
+"""The weight of each ended request in that mean."""
+
+Send = Callable[[Worker, msgspec.Struct], bool]
+
+
+class Placer:
+    """Places requests. Runs on the event loop only. `send` queues a message and returns whether the worker
+    can be reached.
+
+    If no worker can serve a request, the journal keeps it parked as long as a worker is starting. Parked
+    requests are placed in order of arrival. While more workers are starting, the ready ones get only enough
+    requests to fill their batches, so that the first worker to come back does not get all of them.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        journal: Journal,
+        registry: Registry,
+        metrics: Metrics,
+        send: Send,
+        policy: PlacementPolicy,
+        kv_feed: KvFeed,
+    ) -> None:
+        self._config = config
+        self._journal = journal
+        self._registry = registry
+        self._policy = policy
+        self._metrics = metrics
+        self._send = send
+        self._parked: dict[LiveRequest, None] = {}
+        self._missing: Task | None = None
+        self._kv_feed = kv_feed
+        self._state = PolicyState()
+        self._mean_output = FIRST_OUTPUT
+        self.loads = Loads(registry)
+        self.meter = DemandMeter()
+        self.ahead = SendAhead(metrics, self._transmit, lambda: self._mean_output, config.max_num_seqs)
+        self.decisions = DecisionLog(metrics)
+        self.drafts = DraftPlanner(config, journal, registry, metrics, send, self._tokens_left)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def place(self, request: LiveRequest, *, checks_slo: bool = False) -> Refusal | None:
+        """Add the request to the journal and send it to its workers, or park it. A refused request is in
+        neither place.
+
+        With `checks_slo` the request is refused if it is expected to miss its SLO.
+        """
+        request.start_placement()
+        self._journal.add(request)
+        refusal = None if self._parked else self._offer(request, checks_slo)
+        if self._parked or (refusal is not None and not refusal.missed and self._registry.awaited()):
+            self._park(request)
+            return None
+        if refusal is not None:
+            self._journal.remove(request)
+        return refusal
+
+    def resume(self) -> tuple[LiveRequest, Refusal] | None:
+        """Place parked requests while there is room. Returns a request that no worker will ever serve, if
+        there is one.
+        """
+        while self._parked:
+            request = next(iter(self._parked))
+            refusal = self._offer(request)
+            if refusal is not None and self._registry.awaited():
+                return None
+            self._unpark(request)
+            if refusal is not None:
+                return request, refusal
+        return None
+
+    def withdraw(self, requests: Iterable[LiveRequest]) -> None:
+        """Remove the unfinished requests from the journal and abort them on their workers."""
+        unfinished = [request for request in requests if self._journal.remove(request)]
+        self.abort(request for request in unfinished if request not in self.ahead)
+        for request in unfinished:
+            self._unpark(request)
+            self._release(request)
+
+    def abort(self, requests: Iterable[LiveRequest]) -> None:
+        by_worker: dict[Worker, list[str]] = defaultdict(list)
+        for request in requests:
+            for worker in request.holders:
+                by_worker[worker].append(request.request_id)
+        for worker, request_ids in by_worker.items():
+            self._send(worker, Abort(request_ids=request_ids))
+
+    def next_decode(self, request: LiveRequest, prefill: Worker, workers: list[Worker]) -> Worker:
+        """Return the worker of `workers` that is to decode the prompt computed by `prefill`, or `prefill`
+        itself if there is none.
+        """
+        cluster = Cluster(worker.load for worker in workers)
+        name = self._policy.next_decode(self._facts(request), cluster, self._state)
+        return self._registry.named(name) if name is not None else prefill
+
+    def other_decode(self, request: LiveRequest, leaves: Worker) -> Worker | None:
+        """Return another worker that could go on decoding the request of `leaves`."""
+        decodes = [worker for worker in self._registry.live() if worker.role.purpose == "decode"]
+        other = self.next_decode(request, leaves, decodes)
+        return None if other is leaves else other
+
+    def move(self, request: LiveRequest, target: Worker) -> bool:
+        """Let `target` go on with the request. Returns False if `target` cannot be reached: the caller must
+        place the request again.
+        """
+        self.withdraw([request])
+        request.start_placement()
+        self._journal.add(request)
+        self._assign(request, Placement({"decode": target.key.worker_id}), self._facts(request))
+        return self.ahead.offer(request)
+
+    def answered(self, request: LiveRequest, now: float) -> None:
+        """Record that the placement's first token has arrived."""
+        if not request.first_token_time:
+            ttft_s = now - request.generation.arrival
+            self.meter.answered(request, request.holders[0], ttft_s, request.generation.slo_ttft_s)
+        self.loads.answered(request)
+        self.ahead.free(request)
+        self.decisions.answered(request, now)
+
+    def finished(self, request: LiveRequest, now: float) -> None:
+        """Record that the request has all its tokens."""
+        self.decisions.finished(request, now)
+        self._judge_pace(request, now)
+        self._mean_output += OUTPUT_PACE * (len(request.output_token_ids) - self._mean_output)
+        self._release(request)
+
+    def _judge_pace(self, request: LiveRequest, now: float) -> None:
+        others, decode = request.choice.num_tokens - 1, request.assigned.get("decode")
+        if others > 0 and decode is not None:
+            tpot_s = (now - request.first_token_time) / others
+            self.meter.finished(decode, tpot_s, request.generation.slo_tpot_s)
+
+    # --- parking ----------------------------------------------------------------------------------
+
+    @property
+    def num_parked(self) -> int:
+        return len(self._parked)
+
+    def _park(self, request: LiveRequest) -> None:
+        if not self._parked:
+            awaited = ", ".join(self._registry.awaited())
+            logger.warning("no worker can take requests: they wait for %s", awaited or "their turn")
+        self._parked[request] = None
+        request.times.park()
+        self._metrics.parked(len(self._parked))
+
+    def _unpark(self, request: LiveRequest) -> None:
+        if request not in self._parked:
+            return
+        del self._parked[request]
+        request.times.unpark()
+        self._metrics.num_parked.set(len(self._parked))
+        if not self._parked:
+            logger.info("no request waits for a worker any more")
+
+    def _has_room(self) -> bool:
+        limit = self._config.max_num_seqs
+        return any(worker.outstanding_requests < limit for worker in self._registry.live())
+
+    # --- placement --------------------------------------------------------------------------------
+
+    def _offer(self, request: LiveRequest, checks_slo: bool = False) -> Refusal | None:
+        """Send the request to the workers that the policy names, or to others if those cannot be reached."""
+        if self._parked and self._registry.awaited() and not self._has_room():
+            return Refusal("every ready worker is busy")
+        unreachable: Refusal | None = None
+        began = time.monotonic()
+        while True:
+            facts = self._facts(request)
+            placement, self._state = self._policy.place(facts, self._registry.cluster, self._state)
+            if isinstance(placement, Refusal):
+                return unreachable or placement
+            late = self._late(request, facts, placement) if checks_slo else None
+            if late is not None:
+                return late
+            first = self._assign(request, placement, facts)
+            assigned = time.monotonic()  # after this point the time counts as placed, or as waiting
+            if self.ahead.offer(request):
+                request.times.placement_s += assigned - began
+                self._metrics.placed("prefill" in placement.workers)
+                self.decisions.placed(request, facts, placement)
+                self._note_fallback(placement)
+                return None
+            first.is_reachable = False
+            self._registry.changed(first)
+            unreachable = Refusal(f"worker {first.key.worker_id} cannot be reached")
+            self._release(request)
+
+    def _late(self, request: LiveRequest, facts: RequestFacts, placement: Placement) -> Refusal | None:
+        """Return why the request is expected to miss its SLO, if it is, given the requests that it
+        overtakes.
+        """
+        first = self._registry.named(next(iter(placement.workers.values())))
+        share, predicted = self.ahead.overtaken_share(request, first), placement.predicted
+        if share > 0 and predicted is not None:
+            facts = replace(facts, waited_s=facts.waited_s - share * predicted.queue_s)
+        return slo_refusal(facts, self._registry.cluster, placement)
+
+    def _facts(self, request: LiveRequest) -> RequestFacts:
+        holder = request.prefilled_by
+        holds = holder is not None and holder.live and holder.key.incarnation not in request.failed
+        return RequestFacts(
+            num_tokens=request.num_prefill_tokens,
+            output_tokens=self._tokens_left(request),
+            mean_output_tokens=self._mean_output,
+            disaggregate=self._config.disaggregation,
+            prefix_at=holder.key.worker_id if holder is not None and holds else None,
+            cached_tokens=self._cached_tokens(request),
+            session=request.generation.session,
+            avoid=self._registry.named_by(request.failed) if request.failed else frozenset(),
+            split=request.generation.split,
+            waited_s=time.monotonic() - request.generation.arrival,
+            slo_ttft_s=request.generation.slo_ttft_s,
+            slo_tpot_s=request.generation.slo_tpot_s,
+        )
+
+    def _tokens_left(self, request: LiveRequest) -> float:
+        """Return how many tokens the request is still expected to generate."""
+        return min(request.sampling.max_tokens - len(request.output_token_ids), self._mean_output)
+
+    def _cached_tokens(self, request: LiveRequest) -> dict[str, int]:
+        if request.sampling.prompt_logprobs is not None:  # it computes its whole prompt
+            return {}
+        return self._kv_feed.cached_tokens(request)
+
+    def _assign(self, request: LiveRequest, placement: Placement, facts: RequestFacts) -> Worker:
+        """Store the placement in the request. Returns the worker that begins."""
+        request.assigned = {task: self._registry.named(name) for task, name in placement.workers.items()}
+        request.workers = placement.workers
+        first = request.holders[0]
+        if first.role.purpose == "prefill":
+            request.prefilled_by = first
+        request.prefix = placement.prefix
+        source = first.key.worker_id if placement.prefix is None else placement.prefix
+        cached = min(facts.cached_tokens.get(source, 0), facts.num_tokens - 1)
+        self.loads.assign(request, facts.num_tokens - cached)
+        self.meter.placed(request, first)
+        request.cost = request.cost or request.num_uncached + facts.output_tokens
+        self.drafts.plan(request)
+        return first
+
+    def _release(self, request: LiveRequest) -> None:
+        """Forget the request's assignment: no worker serves it any more."""
+        self.drafts.end(request)
+        self.ahead.forget(request)
+        self.loads.release(request)
+
+    def _transmit(self, request: LiveRequest) -> bool:
+        now, worker = time.monotonic(), request.holders[0]
+        left = request.generation.deadline - now
+        fetch_from = self._registry.current_of(request.prefix)
+        message = Generate(
+            incarnation=worker.key.incarnation,
+            request=request.engine_request(max(left, 0.0)),
+            decode=request.assigned["decode"].address if "prefill" in request.assigned else None,
+            prefix=fetch_from.address if fetch_from is not None else None,
+        )
+        if not self._send(worker, message):
+            return False
+        request.times.placed_at = now
+        return True
+
+    def _note_fallback(self, placement: Placement) -> None:
+        """Count the requests that one worker serves alone because the other role is missing. Log when that
+        changes.
+        """
+        missing = placement.missing
+        if missing not in self._registry.known_purposes:
+            missing = None
+        if missing is not None:
+            self._metrics.role_fallback(missing)
+        if missing != self._missing:
+            if missing is not None:
+                logger.warning("no %s worker is left: the others serve whole requests", missing)
+            else:
+                logger.warning("there is a %s worker again", self._missing)
+            self._missing = missing

@@ -1,0 +1,65 @@
+"""Asks workers about requests that were silent for a while, and has lost ones placed again.
+
+A request is lost if a message was lost with its connection: the message that brought the request to its
+worker, or the last one of its answer. The question follows the first message on the same connection, and its
+answer follows the last, so no request whose message is still under way is taken for lost.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from protocol.router_to_worker import CallRoll
+from protocol.worker_to_router import Absent
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.placer import Send
+from router.observe.metrics import Metrics
+from router.requests.journal import Journal, LiveRequest
+from router.workers.registry import Registry, Worker
+
+ASK_AFTER_S = 1.0
+"""Many times the length of a step, and about the time that clients wait after a worker's death."""
+
+
+class RollCall:
+    """Finds lost requests. Runs on the event loop only."""
+
+    def __init__(
+        self, journal: Journal, registry: Registry, metrics: Metrics, send: Send, dispatcher: Dispatcher
+    ) -> None:
+        self._journal = journal
+        self._registry = registry
+        self._metrics = metrics
+        self._send = send
+        self._dispatcher = dispatcher
+
+    def sweep(self, now: float) -> None:
+        """Ask about requests that were silent for `ASK_AFTER_S`, at most that often. To be called a few
+        times a second with the monotonic time.
+        """
+        silent: defaultdict[Worker, list[str]] = defaultdict(list)
+        for request in self._journal:
+            if request.times.placed_at and now - max(request.heard_at, request.asked_at) > ASK_AFTER_S:
+                silent[request.keeper].append(request.request_id)
+                request.asked_at = now
+        for worker, request_ids in silent.items():
+            if worker.is_reachable:
+                self._send(worker, CallRoll(incarnation=worker.key.incarnation, request_ids=request_ids))
+
+    def absent(self, message: Absent) -> None:
+        worker = self._registry.current(message.worker_id, message.incarnation)
+        if worker is None:
+            self._metrics.dropped("stale_incarnation")
+            return
+        for request_id in message.request_ids:
+            request = self._journal.get(request_id)
+            if request is not None and request.keeper is worker:
+                self._on_absent(request, worker)
+
+    def _on_absent(self, request: LiveRequest, worker: Worker) -> None:
+        if worker is request.assigned.get("prefill") and request.has_answered:
+            request.is_handed_over = True
+            return
+        self._metrics.requests_lost.inc()
+        reason = f"worker {worker.key.worker_id} has nothing of it: a message got lost"
+        self._dispatcher.lost(request, worker, reason)

@@ -1,0 +1,222 @@
+"""Sends requests to their workers, only as many ahead as keep the workers busy.
+
+A worker serves requests in the order in which it receives them, so a request that was sent ahead cannot be
+overtaken. The rest waits here, where API keys take turns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from router.dispatch.fair_queue import FairQueue
+from router.observe.metrics import Metrics
+from router.placement.interface import WorkerSnapshot
+from router.placement.predict import chunk_tokens, compute_s
+from router.requests.journal import LiveRequest
+from router.workers.registry import Worker
+
+AHEAD_S = 0.1
+"""[seconds] Work to send beyond what runs: some steps, and many times the latency of a message."""
+MIN_AHEAD = 2
+"""Requests to send whatever their length: one that runs, and the next."""
+AHEAD_STEPS = 2
+"""Steps to fill with prompt tokens: the one that runs, and the next."""
+
+
+@dataclass(eq=False)
+class _WorkerQueue:
+    """The requests that wait for one worker, with `tokens` uncached tokens in all, and the cost of each API
+    key's requests at that worker.
+    """
+
+    tokens: int = 0
+    sent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    waiting: FairQueue[LiveRequest] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.waiting = FairQueue(self.sent.__getitem__)
+
+
+class SendAhead:
+    """Holds requests until their workers have room. Runs on the event loop only.
+
+    `transmit` sends an assigned request to its first worker and returns whether that worker can be reached.
+    `mean_output` returns the mean number of tokens of answers.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        transmit: Callable[[LiveRequest], bool],
+        mean_output: Callable[[], float],
+        max_num_seqs: int,
+    ) -> None:
+        self._metrics = metrics
+        self._transmit = transmit
+        self._mean_output = mean_output
+        self._max_num_seqs = max_num_seqs
+        self._queues: defaultdict[Worker, _WorkerQueue] = defaultdict(_WorkerQueue)
+        self._rows: Counter[Worker] = Counter()
+        """How many waiting requests each worker is to decode."""
+        self._freed: dict[Worker, None] = {}
+        """Workers that may have room again."""
+        self._blocked: defaultdict[Worker, set[Worker]] = defaultdict(set)
+        """For each decode worker without a free row, the workers whose queues wait for that row."""
+
+    def __contains__(self, request: LiveRequest) -> bool:
+        return bool(request.assigned) and request in self._queue_of(request).waiting
+
+    def offer(self, request: LiveRequest) -> bool:
+        """Send the request now, or later in its turn. Returns False if its worker cannot be reached.
+
+        A request that has already generated tokens does not wait: its client has seen it run.
+        """
+        queue = self._queue_of(request)
+        if request.output_token_ids:
+            return self._send(request, queue)
+        others_wait = bool(queue.waiting)
+        self._enter(request, queue)
+        if not others_wait and self._has_room(request, queue):
+            self._leave(request, queue)
+            return self._send(request, queue)
+        request.times.park()
+        self._metrics.key_waits(request.generation.key, 1)
+        return True
+
+    def forget(self, request: LiveRequest) -> None:
+        """Remove a request that has ended or is placed again: its workers have room for others."""
+        if not request.assigned:
+            return
+        queue = self._queue_of(request)
+        if request in queue.waiting:
+            self._stop_waiting(request, queue)
+        charged = self._queues.get(request.charged) if request.charged is not None else None
+        if charged is not None:
+            charged.sent[request.generation.key] -= request.cost
+        request.charged = None
+        self.free(request)
+
+    def free(self, request: LiveRequest) -> None:
+        """Note that the request's workers may have room for others."""
+        self._freed.update(dict.fromkeys(request.holders))
+
+    def check_all(self) -> None:
+        """Check every queue again, since predictions change and workers leave."""
+        self._blocked.clear()
+        for worker, queue in list(self._queues.items()):
+            if queue.waiting:
+                self._freed[worker] = None
+            elif not worker.live:
+                del self._queues[worker]
+
+    def send_waiting(self) -> Iterator[LiveRequest]:
+        """Send the requests that have room now. Yields the requests whose worker cannot be reached."""
+        while self._freed:
+            freed, _ = self._freed.popitem()
+            for worker in {freed, *self._blocked.pop(freed, ())}:
+                yield from self._send_queue(worker)
+
+    def num_held(self, worker: Worker) -> int:
+        """Return how many requests wait here for room at the worker."""
+        queue = self._queues.get(worker)
+        return len(queue.waiting) if queue is not None else 0
+
+    def overtaken_share(self, request: LiveRequest, first: Worker) -> float:
+        """Return the share of the prompts outstanding at `first` that the request overtakes."""
+        queue = self._queues.get(first)
+        if queue is None or first.outstanding_prompts <= 0:
+            return 0.0
+        generation = request.generation
+        count = queue.waiting.overtaken(generation.key, generation.priority, request.cost)
+        return min(count / first.outstanding_prompts, 1.0)
+
+    # --- a worker's queue -------------------------------------------------------------------------
+
+    def _queue_of(self, request: LiveRequest) -> _WorkerQueue:
+        return self._queues[request.holders[0]]
+
+    def _send_queue(self, worker: Worker) -> Iterator[LiveRequest]:
+        queue = self._queues.get(worker)
+        while queue is not None and queue.waiting:
+            request = queue.waiting.head()
+            if not self._has_room(request, queue):
+                return
+            self._stop_waiting(request, queue, in_turn=True)
+            if not self._send(request, queue):
+                yield request
+
+    def _enter(self, request: LiveRequest, queue: _WorkerQueue) -> None:
+        generation = request.generation
+        queue.waiting.add(request, generation.key, generation.priority, request.cost)
+        queue.tokens += request.num_uncached
+        self._rows[request.assigned["decode"]] += 1
+
+    def _leave(self, request: LiveRequest, queue: _WorkerQueue, in_turn: bool = True) -> None:
+        (queue.waiting.pop if in_turn else queue.waiting.remove)(request)
+        queue.tokens -= request.num_uncached
+        decode = request.assigned["decode"]
+        self._rows[decode] -= 1
+        if not self._rows[decode]:
+            del self._rows[decode]
+
+    def _stop_waiting(self, request: LiveRequest, queue: _WorkerQueue, in_turn: bool = False) -> None:
+        self._leave(request, queue, in_turn)
+        request.times.unpark()
+        self._metrics.key_waits(request.generation.key, -1)
+        self._metrics.key_waited(request.generation.key, time.monotonic() - request.times.parked_at)
+
+    def _send(self, request: LiveRequest, queue: _WorkerQueue) -> bool:
+        if not self._transmit(request):
+            return False
+        request.charged = request.holders[0]
+        queue.sent[request.generation.key] += request.cost
+        self._metrics.key_sent(request.generation.key, request.cost)
+        return True
+
+    # --- how much is sent ahead -------------------------------------------------------------------
+
+    def _has_room(self, request: LiveRequest, queue: _WorkerQueue) -> bool:
+        """Return whether the request's workers would soon be idle without it."""
+        first, decode = request.holders[0], request.assigned["decode"]
+        prompts = first.outstanding_prompts - len(queue.waiting)
+        tokens = first.outstanding_prefill_tokens - queue.tokens
+        if not self._has_prompt_room(first, prompts, tokens):
+            return False
+        prefill_s = 0.0 if first is decode else compute_s(first.load, tokens + request.num_uncached, 0)
+        if not self._has_row_room(decode, prefill_s):
+            self._blocked[decode].add(first)
+            return False
+        return True
+
+    def _has_prompt_room(self, first: Worker, prompts: int, tokens: int) -> bool:
+        if prompts < MIN_AHEAD:
+            return True
+        load = self._running(first)
+        if tokens < AHEAD_STEPS * chunk_tokens(load, 0):
+            return True
+        return prompts * compute_s(load, tokens / prompts, 0) < AHEAD_S
+
+    def _has_row_room(self, decode: Worker, prefill_s: float) -> bool:
+        """Return whether the decode worker may get another request.
+
+        Rows that end while a prompt is computed elsewhere, and in `AHEAD_S` after that, make room for as
+        many new ones. At most one more batch is sent, since answers may get longer than the latest ones.
+        """
+        load = self._running(decode)
+        steps = max(self._mean_output() / max(load.costs.tokens_per_row, 1.0), 1.0)
+        request_s = steps * load.costs_now.decode_s(load.rows, load.context_tokens)
+        ending = (AHEAD_S + prefill_s) * load.rows / request_s if request_s > 0 else self._max_num_seqs
+        return self._sent_rows(decode) < self._max_num_seqs + max(MIN_AHEAD, min(ending, self._max_num_seqs))
+
+    def _running(self, worker: Worker) -> WorkerSnapshot:
+        """Return the worker's load without the requests that wait, here or there."""
+        load = worker.load
+        rows = min(self._sent_rows(worker), self._max_num_seqs)
+        context = load.context_tokens * rows / load.rows if load.rows > 0 else 0.0
+        return replace(load, rows=rows, context_tokens=context)
+
+    def _sent_rows(self, worker: Worker) -> int:
+        return worker.outstanding_rows - self._rows[worker]

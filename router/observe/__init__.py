@@ -1,0 +1,1 @@
+"""Metrics, logs, timings and spans."""

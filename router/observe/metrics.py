@@ -1,0 +1,212 @@
+"""The router's Prometheus metrics, which `protocol.metrics` declares."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from math import inf
+from typing import Any, Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from protocol.metrics import PREFIX, ROUTER, VLLM, Metric
+from protocol.outputs import RequestTiming
+from router.observe.histogram import LoopHistogram
+from router.placement.drafts.interface import DraftSite
+from router.requests.journal import LiveRequest
+from router.workers.registry import Worker
+from router.workers.worker_metrics import WorkerCollector
+
+_TRANSFER_STAGES = {
+    "reserve_s": "request_kv_reserve_time_seconds",
+    "transfer_s": "request_kv_transfer_time_seconds",
+    "exposed_s": "request_kv_transfer_exposed_time_seconds",
+    "wait_s": "request_kv_transfer_wait_time_seconds",
+    "handoff_s": "request_kv_handoff_time_seconds",
+    "transferred_bytes": "request_kv_transfer_bytes",
+}
+"""The histogram of each field of `TransferTiming`."""
+
+_VLLM = "|".join(name.removesuffix("_total") for name in VLLM)
+_AS_VLLM = re.compile(
+    rf"^(# (?:HELP|TYPE) )?{PREFIX}((?:{_VLLM})(?:_total|_created|_bucket|_sum|_count)?[ {{])".encode(),
+    re.MULTILINE,
+)
+
+Limit = Literal["key_requests", "key_tokens", "key_concurrent"]
+"""A limit of an API key."""
+RefusalReason = Literal["queue_full", "shed", "no_worker", "slo_ttft", "slo_tpot"] | Limit
+ConnectionEnd = Literal["late_head", "large_head", "malformed", "unread", "too_many"]
+"""The reason why the router closed a client's connection."""
+
+
+class Metrics:
+    """All metrics of the router, in their own registry."""
+
+    def __init__(self, model_name: str, workers: Iterable[Worker], as_vllm: bool = False) -> None:
+        """Each scrape reads `workers` again. `as_vllm`: what vLLM has too is rendered with its names."""
+        self._as_vllm = as_vllm
+        self.registry = CollectorRegistry()
+        self.registry.register(WorkerCollector(workers, model_name))
+        self._model_name = model_name
+        self._families: list[Any] = []
+        self._metrics: dict[str, Any] = {metric.name: self._create(metric) for metric in ROUTER}
+        self.prompt_tokens: Counter = self._metrics["prompt_tokens_total"]
+        self.generation_tokens: Counter = self._metrics["generation_tokens_total"]
+        self.inter_token_latency: LoopHistogram = self._metrics["inter_token_latency_seconds"]
+        self.num_parked: Gauge = self._metrics["num_requests_parked"]
+        self.failed = self._counting("request_failures_total")
+        self.refused: Callable[[RefusalReason], None] = self._counting("requests_refused_total")
+        self.dropped = self._counting("messages_dropped_total")
+        self.kv_events_dropped = self._counting("kv_events_dropped_total")
+        self.kv_event_gaps: Counter = self._metrics["kv_event_gaps_total"]
+        self.num_indexed_blocks: Gauge = self._metrics["kv_index_blocks"]
+        self.ready: Gauge = self._metrics["ready"]
+        self.num_awaited: Gauge = self._metrics["num_workers_awaited"]
+        self.placed_again = self._counting("requests_placed_again_total")
+        self.worker_lost: Callable[[Literal["ended", "silent", "stalled"]], None] = self._counting(
+            "workers_lost_total"
+        )
+        self.fields_ignored: Counter = self._metrics["requests_fields_ignored_total"]
+        self.tools_unseen: Counter = self._metrics["requests_tools_unseen_total"]
+        self.process_replaced: Callable[[str], None] = self._counting("processes_replaced_total")
+        self.requests_lost: Counter = self._metrics["requests_lost_total"]
+        self.redirected = self._counting("handoff_redirects_total")
+        self.taken_over = self._counting("handoff_takeovers_total")
+        self.role_fallback = self._counting("role_fallbacks_total")
+        self.spans_dropped = self._counting("trace_spans_dropped_total")
+        self.http_response = self._counting("http_responses_total")
+        self.connection_ended: Callable[[ConnectionEnd], None] = self._counting(
+            "http_connections_ended_total"
+        )
+        self.response_dropped: Callable[[Literal["full", "failed"]], None] = self._counting(
+            "stored_responses_dropped_total"
+        )
+        self.preprocessing_failed = self._counting("preprocessing_failures_total")
+        self.keys_reloaded = self._counting("api_key_reloads_total")
+        self._seconds = {
+            name: self._metrics[f"placement_{name}_seconds_total"]
+            for name in ("predicted", "observed", "error")
+        }
+        self.draft_planned: Callable[[DraftSite], None] = self._counting("draft_plans_total")
+        self.draft_tried: Callable[[DraftSite], None] = self._counting("draft_trials_total")
+        self.draft_replanned = self._counting("draft_replans_total")
+        self._placed = self._counting("placements_total")
+        self._cpu_s = self._core_wait_s = 0.0
+        self._keys: dict[tuple[str, str], Any] = {}
+        self._succeeded = self._counting("request_success_total")
+
+    def render(self) -> bytes:
+        """Return all metrics in Prometheus' text format. Of many workers it is long: call it in a thread."""
+        text = generate_latest(self.registry)
+        return _AS_VLLM.sub(rb"\1vllm:\2", text) if self._as_vllm else text
+
+    def own_samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
+        """Yield the name, labels and value of each of the router's own samples, without the workers'.
+        Histograms yield only their sum and count.
+        """
+        for family in self._families:
+            for sample in next(iter(family.collect())).samples:
+                if not sample.name.endswith(("_bucket", "_created")):
+                    yield sample.name.removeprefix(PREFIX), sample.labels, sample.value
+
+    def observe_loop(self, late_s: float, cpu_s: float, core_wait_s: float) -> None:
+        """Record that the event loop ran a timer `late_s` too late. `cpu_s` and `core_wait_s` are the
+        thread's totals: its CPU time and the time that it waited for a core.
+        """
+        self._observe("router_loop_lag_seconds", max(late_s, 0.0))
+        self._metrics["router_cpu_seconds_total"].inc(max(cpu_s - self._cpu_s, 0.0))
+        self._metrics["router_core_wait_seconds_total"].inc(max(core_wait_s - self._core_wait_s, 0.0))
+        self._cpu_s, self._core_wait_s = cpu_s, core_wait_s
+
+    def placed(self, disaggregated: bool) -> None:
+        self._placed("disaggregated" if disaggregated else "colocated")
+
+    def predicted(self, quantity: Literal["ttft", "tpot"], predicted_s: float, observed_s: float) -> None:
+        """Record a placement's predicted time and the time that was measured."""
+        error_s = abs(predicted_s - observed_s)
+        for name, seconds in (("predicted", predicted_s), ("observed", observed_s), ("error", error_s)):
+            if 0 <= seconds < inf:
+                self._seconds[name].labels(quantity, self._model_name).inc(seconds)
+
+    def drafts_made(self, where: DraftSite, steps: int, predicted: float, observed: int) -> None:
+        """Record the steps that a request made under one draft plan, and the tokens predicted and observed
+        for them.
+        """
+        for name, value in (("steps", steps), ("predicted_tokens", predicted), ("observed_tokens", observed)):
+            self._metrics[f"draft_plan_{name}_total"].labels(where, self._model_name).inc(value)
+
+    def scaled(self, role: str, direction: Literal["up", "down", "change"]) -> None:
+        self._metrics["scaling_decisions_total"].labels(role, direction, self._model_name).inc()
+
+    def workers_wanted(self, role: str, wanted: int) -> None:
+        self._metrics["workers_wanted"].labels(role, self._model_name).set(wanted)
+
+    def scaling_failed(self) -> None:
+        self._metrics["scaling_failures_total"].inc()
+
+    def migrated(self) -> None:
+        self._metrics["requests_migrated_total"].inc()
+
+    def parked(self, total: int) -> None:
+        """Count one more parked request; `total` requests are parked now."""
+        self._metrics["requests_parked_total"].inc()
+        self.num_parked.set(total)
+
+    def key_waits(self, key: str, change: int) -> None:
+        """Change by `change` the number of the API key's requests that wait for room at their worker."""
+        self._of_key("num_requests_held", key).inc(change)
+
+    def key_waited(self, key: str, seconds: float) -> None:
+        self._of_key("request_held_seconds_total", key).inc(seconds)
+
+    def key_sent(self, key: str, cost: float) -> None:
+        """Add `cost` tokens to what the API key has used."""
+        self._of_key("api_key_tokens_total", key).inc(cost)
+
+    def _of_key(self, name: str, key: str) -> Any:
+        known = self._keys.get((name, key))
+        if known is None:
+            known = self._keys[name, key] = self._metrics[name].labels(key, self._model_name)
+        return known
+
+    def first_token(self, request: LiveRequest, now: float) -> None:
+        self._observe("time_to_first_token_seconds", now - request.generation.arrival)
+        self.prompt_tokens.inc(len(request.choice.prompt.token_ids))
+
+    def observe_timing(self, timing: RequestTiming) -> None:
+        if timing.queue_s or timing.prefill_s:
+            self._observe("request_queue_time_seconds", timing.queue_s)
+            self._observe("request_prefill_time_seconds", timing.prefill_s)
+        if timing.transfer is not None:
+            for field, name in _TRANSFER_STAGES.items():
+                self._observe(name, getattr(timing.transfer, field))
+
+    def request_finished(self, request: LiveRequest, now: float) -> None:
+        self._succeeded(request.choice.finish_reason or "stop")
+        self._observe("e2e_request_latency_seconds", now - request.generation.arrival)
+        others = request.choice.num_tokens - 1
+        if others > 0:
+            seconds = (now - request.first_token_time) / others
+            self._observe("request_time_per_output_token_seconds", seconds)
+
+    def _observe(self, name: str, value: float) -> None:
+        self._metrics[name].observe(value)
+
+    def _counting(self, name: str) -> Callable[[object], None]:
+        """Return a function that increments the counter for a value of its label."""
+        family = self._metrics[name]
+        return lambda value: family.labels(str(value), self._model_name).inc()
+
+    def _create(self, metric: Metric) -> Any:
+        """Create the metric. Return the family if it has labels of its own, else its only child."""
+        name = PREFIX + metric.name
+        if metric.kind == "histogram":
+            histogram = LoopHistogram(name, metric.help, metric.buckets, self._model_name)
+            self.registry.register(histogram)
+            self._families.append(histogram)
+            return histogram
+        kind: type = {"counter": Counter, "gauge": Gauge}[metric.kind]
+        family = kind(name, metric.help, [*metric.labels, "model_name"], registry=self.registry)
+        self._families.append(family)
+        return family if metric.labels else family.labels(self._model_name)

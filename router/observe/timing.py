@@ -1,0 +1,177 @@
+"""The timing record of an answer: where its seconds went, which workers served it, and its drafts."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from protocol.roles import Task
+from router.requests.journal import Generation, LiveRequest
+
+
+class ChoiceTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """The timing of one sequence. With the answer's `prepare_s` its stages add up to `total_s`.
+
+    queue_s: parked until a worker had room; placement_s: choosing the workers; earlier_s: in earlier
+    placements. Then, at the final workers: worker_queue_s and prefill_s up to the first token, takeover_s
+    from there to the decode worker's first output, decode_s to the last token. In addition to the stages,
+    ttft_s is the time from the arrival to the client's first token, and decode_queue_s the part of the
+    hand-off in which the decode worker had everything and waited for its next step. `drafts` lists the draft
+    plans in order, each with its results.
+    """
+
+    index: int
+    mode: Literal["whole", "split"]
+    workers: dict[Task, str]
+    queue_s: float
+    placement_s: float
+    earlier_s: float
+    worker_queue_s: float
+    prefill_s: float
+    takeover_s: float
+    decode_s: float
+    ttft_s: float
+    total_s: float
+    decode_queue_s: float
+    transfer: dict[str, Any] | None
+    tokens: int
+    decode_steps: int
+    drafted_tokens: int
+    accepted_tokens: int
+    drafts: list[dict[str, Any]]
+    placed_again: int
+    migrated: int
+    redirected: int
+
+
+class ResponseTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """The timing of an answer, in seconds from its arrival; prepare_s is spent on reading, checking and
+    tokenizing.
+    """
+
+    prepare_s: float
+    total_s: float
+    choices: list[ChoiceTiming]
+
+
+class Stage(NamedTuple):
+    """A stage of one request, in monotonic seconds of the router's clock."""
+
+    name: str
+    began: float
+    ended: float
+    attributes: dict[str, Any]
+
+
+def stages(generation: Generation) -> list[Stage]:
+    """Return the stages that the generation has reached. Durations measured by workers are aligned to the
+    arrival of their tokens.
+    """
+    found = [Stage("prepare", generation.arrival, generation.started, {})]
+    for request in generation.requests:
+        found += _stages(request)
+    return found
+
+
+def span_attributes(generation: Generation) -> dict[str, Any]:
+    """Return the attributes of the whole request's span, with vLLM's names where it has them. Numbers are
+    sums over the choices.
+    """
+    requests = generation.requests
+    prompt_tokens = {id(choice.prompt): len(choice.prompt.token_ids) for choice in generation.choices}
+    firsts = [request.first_token_time for request in requests if request.first_token_time]
+    found: dict[str, Any] = {
+        "gen_ai.request.n": len(requests),
+        "gen_ai.usage.prompt_tokens": sum(prompt_tokens.values()),
+        "gen_ai.usage.completion_tokens": sum(choice.num_tokens for choice in generation.choices),
+        "gen_ai.latency.e2e": time.monotonic() - generation.arrival,
+        "tandem.drafted_tokens": sum(choice.drafted_tokens for choice in generation.choices),
+        "tandem.accepted_tokens": sum(choice.accepted_tokens for choice in generation.choices),
+        "tandem.draft_replans": sum(request.drafts.num_replans for request in requests),
+        "tandem.decode_steps": sum(request.times.num_steps for request in requests),
+        "tandem.placed_again": sum(request.times.num_placed_again for request in requests),
+        "tandem.migrated": sum(request.times.num_migrated for request in requests),
+        "tandem.redirected": sum(request.redirects for request in requests),
+    }
+    if firsts:
+        found["gen_ai.latency.time_to_first_token"] = min(firsts) - generation.arrival
+    return found
+
+
+def _stages(request: LiveRequest) -> list[Stage]:
+    times, timing = request.times, request.timing
+    about: dict[str, Any] = {"tandem.choice": request.choice.index}
+    found: list[Stage] = []
+    if times.earlier_s:
+        started = request.generation.started
+        found.append(Stage("earlier", started, started + times.earlier_s, about))
+    placing = times.placed_at - times.placement_s
+    if times.queue_s and times.placed_at:
+        found.append(Stage("queue", placing - times.queue_s, placing, about))
+    if times.placed_at:
+        workers = {f"tandem.{task}_worker": worker for task, worker in request.workers.items()}
+        mode: dict[str, str] = {"tandem.mode": _mode(request)}
+        if request.drafts.periods:
+            mode["tandem.drafts"] = request.drafts.periods[-1].decision.place.where
+        found.append(Stage("placement", placing, times.placed_at, about | workers | mode))
+    if not times.answered_at:
+        return found
+    prefilling = times.answered_at - timing.prefill_s
+    found.append(Stage("worker_queue", prefilling - timing.queue_s, prefilling, about))
+    found.append(Stage("prefill", prefilling, times.answered_at, about))
+    decoding = times.taken_over_at or times.answered_at
+    if timing.transfer is not None:
+        transfer = timing.transfer
+        moved = {f"tandem.transfer.{name}": value for name, value in msgspec.structs.asdict(transfer).items()}
+        arrived = times.answered_at + transfer.exposed_s
+        decoding = arrived + transfer.handoff_s
+        found.append(Stage("transfer", arrived - transfer.transfer_s, arrived, about | moved))
+        found.append(Stage("decode_queue", decoding - timing.decode_queue_s, decoding, about))
+    found.append(Stage("decode", decoding, max(decoding, request.last_token_time), about))
+    return found
+
+
+def response_timing(generation: Generation) -> ResponseTiming:
+    """Return the timing of a complete answer."""
+    choices = [choice_timing(request) for request in generation.requests]
+    return ResponseTiming(
+        prepare_s=generation.started - generation.arrival,
+        total_s=max(choice.total_s for choice in choices),
+        choices=choices,
+    )
+
+
+def _mode(request: LiveRequest) -> Literal["whole", "split"]:
+    return "split" if "prefill" in request.workers else "whole"
+
+
+def choice_timing(request: LiveRequest) -> ChoiceTiming:
+    times, timing, choice = request.times, request.timing, request.choice
+    arrival = request.generation.arrival
+    decoding_since = times.taken_over_at or times.answered_at
+    return ChoiceTiming(
+        index=choice.index,
+        mode=_mode(request),
+        workers=dict(request.workers),
+        queue_s=times.queue_s,
+        placement_s=times.placement_s,
+        earlier_s=times.earlier_s,
+        worker_queue_s=timing.queue_s,
+        prefill_s=timing.prefill_s,
+        takeover_s=decoding_since - times.answered_at,
+        decode_s=times.ended_at - decoding_since if decoding_since else 0.0,
+        ttft_s=request.first_token_time - arrival,
+        total_s=times.ended_at - arrival,
+        decode_queue_s=timing.decode_queue_s,
+        transfer=None if timing.transfer is None else msgspec.structs.asdict(timing.transfer),
+        tokens=choice.num_tokens,
+        decode_steps=times.num_steps,
+        drafted_tokens=choice.drafted_tokens,
+        accepted_tokens=choice.accepted_tokens,
+        drafts=request.drafts.periods_as_json(),
+        placed_again=times.num_placed_again,
+        migrated=times.num_migrated,
+        redirected=request.redirects,
+    )

@@ -1,0 +1,240 @@
+"""Turns a chat's messages and tools into a prompt and the parts that its answer may have."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from protocol.config import ServeConfig
+from protocol.errors import InvalidRequestError
+from router.decoding import decode_object
+from router.grammars.grammar_request import AskedGrammar, Calls, GrammarRequest, asked_grammar
+from router.grammars.lark import Spelling
+from router.grammars.structured_outputs import Grammar, requested_grammar
+from router.grammars.tool_grammar import after_thinking, tool_grammar
+from router.openai_types import ChatBody, ResponseFormat, StructuredOutputs, TokenizeBody
+from router.parsing.formats import (
+    MARKERS,
+    TOOL_FORMATS,
+    Parsing,
+    ToolFormat,
+    reasoning_format,
+    tool_format,
+)
+from router.parsing.reasoning import HARMONY
+from router.reading.prepared import ChatAnswer
+from router.reading.tools import ToolChoice, known_functions, offers, plain_tools, tool_choice
+from router.requests.thinking import ThinkingBudget
+from router.templates.chat_template import ChatTemplate
+from router.templates.messages import plain_messages, text_of
+from router.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+TOOLS_UNSEEN = "the model's chat template does not tell the model of tools"
+_NO_TEMPLATE = (
+    "the model has no chat template (--chat-template FILE gives it one; /v1/completions needs none)"
+)
+
+
+class Chat(NamedTuple):
+    """A chat that was read. `answer` is None if the answer can only be content."""
+
+    prompt: str
+    answer: ChatAnswer | None
+    grammar: AskedGrammar | None = None
+    warning: str | None = None
+    """Names a part of the request that has no effect."""
+
+
+class Chats:
+    """Reads chats with the model, which has one format for tool calls and one for reasoning."""
+
+    def __init__(self, config: ServeConfig, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._template, self._tool_template = tokenizer.chat_template, tokenizer.tool_template
+        self._tools = tool_format(config.tool_call_parser, _source(self._tool_template))
+        self._reasoning = reasoning_format(config.reasoning_parser, _source(self._template))
+        formats = (self._tools, self._reasoning)
+        self._is_harmony = any(each is not None and each.is_harmony for each in formats)
+        self._takes_tools = config.tool_call_parser != "none"
+        if self._template is not None and not self._template.traits.shows_user:
+            logger.warning("the chat template does not show what the user says")
+        if self.has_template and self._takes_tools and not self._shows_tools:
+            logger.warning("%s: it calls none unless tool_choice demands it", TOOLS_UNSEEN)
+
+    @property
+    def has_template(self) -> bool:
+        return self._template is not None
+
+    @property
+    def has_tools(self) -> bool:
+        return self._tools is not None and self._shows_tools
+
+    @property
+    def has_reasoning(self) -> bool:
+        return self._reasoning is not None
+
+    @property
+    def _shows_tools(self) -> bool:
+        return self._tool_template is not None and self._tool_template.traits.shows_tools
+
+    def read(self, body: ChatBody) -> Chat:
+        """Read a chat's body. Raises `InvalidRequestError`."""
+        choice = tool_choice(body)
+        with_tools = choice.may_call
+        messages, offered = plain_messages(body.messages), plain_tools(body.tools or ())
+        template = self._chosen(with_tools)
+        tools = self._format_of(choice)
+        prompt = self._render(template, body, messages, offered if with_tools else None)
+        marks = None if self._reasoning is None else self._reasoning.marks
+        if marks is None and body.thinking_token_budget is not None:
+            reason = "the model's chat template shows no known way to think (--reasoning-parser)"
+            raise InvalidRequestError("thinking_token_budget", reason)
+        warning = f"tools: {TOOLS_UNSEEN}" if with_tools and not self._shows_tools else None
+        asked = asked_grammar(body)
+        if tools is None and marks is None:
+            return Chat(prompt, None, grammar=asked, warning=warning)
+        continued = text_of(messages[-1]["content"]) if body.continue_final_message else None
+        is_open = marks is not None and marks.are_open(prompt, continued)
+        answer = ChatAnswer(
+            tools=_name_of(tools) if tools is not None and asked is None else None,
+            known=known_functions(offered, tools is not None and tools.has_types),
+            one_call=not (choice.several(body.parallel_tool_calls) and template.traits.several_calls),
+            must_call=choice.must_call,
+            is_open=is_open,
+            is_exact=asked is not None,
+            thinking_budget=body.thinking_token_budget,
+        )
+        calls = None if tools is None else _constrained_calls(body, choice, not answer.one_call)
+        thinks = marks is not None or self._is_harmony
+        grammar = asked_grammar(body, calls, is_open if thinks else None)
+        return Chat(prompt, answer, grammar, warning)
+
+    def parsing(self, answer: ChatAnswer) -> Parsing:
+        """Return the parsing that finds these parts in the answer."""
+        return Parsing(
+            tools=None if answer.tools is None else TOOL_FORMATS[answer.tools],
+            known=answer.known,
+            one_call=answer.one_call,
+            must_call=answer.must_call,
+            is_harmony=self._is_harmony,
+            marks=None if self._reasoning is None else self._reasoning.marks,
+            is_open=answer.is_open,
+            is_exact=answer.is_exact,
+        )
+
+    def thinking(self, answer: ChatAnswer) -> ThinkingBudget | None:
+        if answer.thinking_budget is None or self._reasoning is None:
+            return None
+        marks = self._reasoning.marks
+        end = self._tokenizer.encode(marks.end, add_special_tokens=False)
+        decode = partial(self._tokenizer.decode, skip_special_tokens=False)
+        return ThinkingBudget(answer.thinking_budget, marks, answer.is_open, end, decode)
+
+    def _chosen(self, with_tools: bool) -> ChatTemplate:
+        template = self._tool_template if with_tools else self._template
+        if template is None:
+            raise InvalidRequestError("messages", _NO_TEMPLATE)
+        return template
+
+    def _format_of(self, choice: ToolChoice) -> ToolFormat | None:
+        """Return the format of the answer's calls, None if the answer has no calls.
+
+        If a call is required, a grammar enforces a format even if the template shows none.
+        """
+        if not choice.may_call or self._tools is not None:
+            return self._tools if choice.may_call else None
+        if not self._takes_tools:
+            raise InvalidRequestError("tools", "this server takes none (--tool-call-parser none)")
+        if choice.must_call:
+            is_harmony = self._reasoning is not None and self._reasoning.is_harmony
+            return TOOL_FORMATS["openai" if is_harmony else "hermes"]
+        if self._shows_tools:
+            raise InvalidRequestError(
+                "tools", "the model's chat template shows no known way to call them (--tool-call-parser)"
+            )
+        return None
+
+    @property
+    def constant_grammars(self) -> list[AskedGrammar]:
+        """Return grammars that many requests ask for with the same fields."""
+        wanted, structured = ResponseFormat(type="json_object"), StructuredOutputs(json_object=True)
+        starts = (None, False, True) if self._is_harmony or self.has_reasoning else (None,)
+        requests = [GrammarRequest(wanted, is_open=is_open) for is_open in starts]
+        requests += [GrammarRequest(structured_outputs=structured, is_open=is_open) for is_open in starts]
+        return [request.asked() for request in requests]
+
+    def grammar(self, request: GrammarRequest) -> Grammar:
+        """Return the grammar of the answer, or of its calls, after its thinking. Raises
+        `InvalidRequestError`.
+        """
+        asked, calls = requested_grammar(request, self._tokenizer.special_ids), request.calls
+        marks = None
+        if request.is_open is not None:
+            marks = HARMONY if self._is_harmony or self._reasoning is None else self._reasoning.marks
+        spelling = Spelling(MARKERS, self._tokenizer.token_id)
+        if calls is None:
+            assert asked is not None
+            if marks is None:
+                return asked
+            return asked._replace(text=after_thinking(asked.text, spelling, marks, bool(request.is_open)))
+        if asked is not None:
+            raise InvalidRequestError(
+                asked.field, "not together with strict functions or a call that must be"
+            )
+        tools = self._format_of(ToolChoice(True, calls.must_call, calls.name))
+        assert tools is not None
+        text = tool_grammar(
+            tools.form(_source(self._tool_template)),
+            offers(calls.tools, calls.name),
+            spelling,
+            demanded=calls.must_call,
+            several=calls.several,
+            marks=marks,
+            is_open=bool(request.is_open),
+        )
+        return Grammar(text, "tools")
+
+    def render(self, body: TokenizeBody) -> str:
+        """Return only the prompt."""
+        messages, tools = plain_messages(body.messages or ()), plain_tools(body.tools or ())
+        return self._render(self._chosen(bool(tools)), body, messages, tools or None)
+
+    def _render(
+        self,
+        template: ChatTemplate,
+        body: ChatBody | TokenizeBody,
+        messages: Sequence[Mapping[str, Any]],
+        tools: list[dict[str, Any]] | None,
+    ) -> str:
+        continues = bool(body.continue_final_message)
+        variables = decode_object(body.chat_template_kwargs, "chat_template_kwargs") or {}
+        if isinstance(body, ChatBody) and body.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", body.reasoning_effort)
+        if tools is not None:
+            variables["tools"] = tools
+        return template.render(
+            messages,
+            add_generation_prompt=body.add_generation_prompt is not False and not continues,
+            continue_final_message=continues,
+            variables=variables,
+        )
+
+
+def _name_of(tools: ToolFormat) -> str:
+    return next(name for name, each in TOOL_FORMATS.items() if each is tools)
+
+
+def _source(template: ChatTemplate | None) -> str:
+    return "" if template is None else template.source
+
+
+def _constrained_calls(body: ChatBody, choice: ToolChoice, several: bool) -> Calls | None:
+    """Return the constraint on the answer's calls, None if calls are forbidden or unconstrained."""
+    tools = body.tools or []
+    if not choice.must_call and not any(tool.function.strict for tool in tools):
+        return None
+    return Calls(tools, choice.must_call, several, choice.name)

@@ -1,0 +1,1 @@
+"""Live requests and what one of them carries."""

@@ -1,0 +1,350 @@
+"""The journal: every live request, with all that is needed to run it on another worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Literal, get_args
+
+import msgspec
+
+from protocol.adapters import Adapter
+from protocol.ids import new_request_id
+from protocol.kv_events import CacheFormat
+from protocol.outputs import FinishReason, RequestTiming, TokenOutput
+from protocol.requests import DraftPlan, EngineRequest
+from protocol.roles import Task
+from protocol.sampling import SamplingParams, check_grammar
+from protocol.speculation import RequestSpeculation
+from router.errors import ApiError
+from router.placement.decision import PlacementDecision
+from router.placement.drafts.history import DraftCounts, DraftHistory
+from router.placement.drafts.kinds import ExpectedTokens
+from router.requests.thinking import ThinkingBudget
+from router.requests.times import RequestTimes
+from router.text.choice import Choice
+from router.workers.prompt_blocks import hash_blocks
+from router.workers.registry import Worker
+
+LiveStage = Literal["queue", "prefill", "transfer", "decode"]
+""""queue": no worker has the request; "prefill": its first token has not come; "transfer": its decode worker
+has not taken it over; "decode": it is being decoded.
+"""
+LIVE_STAGES: tuple[LiveStage, ...] = get_args(LiveStage)
+
+NO_KEY = "0"
+"""The API key's name if the server needs none."""
+
+
+@dataclass(eq=False, slots=True)
+class LiveRequest:
+    """One sequence: its prompt, the tokens emitted so far, and the workers that it is assigned to.
+
+    The workers know it by `request_id`; the journal gives it a new one for each placement, so that a late
+    token of an earlier placement is never taken for one of the current placement. `failed` holds the
+    incarnations that failed to do their part of this request; `failures` counts the placements that ended
+    without a token because of that since a decode worker last sent one.
+    """
+
+    generation: Generation
+    choice: Choice
+    sampling: SamplingParams
+    request_id: str = ""
+    failures: int = 0
+    redirects: int = 0
+    failed: set[str] = field(default_factory=set)
+    assigned: dict[Task, Worker] = field(default_factory=dict)
+    """The worker for each task, in the order of the tasks; empty while the request is parked."""
+    answered_by: Worker | None = None
+    """The worker that sent the current placement's newest token."""
+    is_handed_over: bool = False
+    """Whether the prefill worker has freed everything of the request."""
+    waits_at: Worker | None = None
+    """The worker from which the current placement's first token is due. It computes `num_uncached` tokens
+    for it.
+    """
+    num_uncached: int = 0
+    num_computed_by_decode: int = 0
+    """The part of `num_uncached` that the decode worker computes."""
+    decision: PlacementDecision | None = None
+    """The current placement's decision."""
+    drafts: DraftHistory = field(default_factory=DraftHistory)
+    drafts_by: tuple[Worker, Worker] | None = None
+    """The decode worker and the draft worker that drafts for it, which was given `num_tokens_given` tokens
+    to read.
+    """
+    num_tokens_given: int = 0
+    expected: ExpectedTokens | None = None
+    """The expected output with its current drafts, since the router's latest look at it."""
+    prefix: str | None = None
+    """The id of the worker from which the first worker fetches the beginning of the prompt."""
+    cost: float = 0.0
+    """The charge to its API key's share: uncached prompt tokens plus expected output, at arrival."""
+    charged: Worker | None = None
+    """The worker at which the cost counts, from when the request was sent there."""
+    prefilled_by: Worker | None = None
+    """The worker whose prefix cache has the prompt, or will have it."""
+    output_token_ids: list[int] = field(default_factory=list)
+    num_emitted_before: int = 0
+    """The number of tokens from earlier placements."""
+    early: list[TokenOutput] = field(default_factory=list)
+    """Outputs of the decode worker that arrived before the prefill worker's token."""
+    workers: Mapping[Task, str] = field(default_factory=dict)
+    """The id of the worker for each task, also after the request has left it."""
+    times: RequestTimes = field(default_factory=RequestTimes)
+    timing: RequestTiming = field(default_factory=RequestTiming)
+    """The current placement's times as the workers report them."""
+    first_token_time: float = 0.0
+    last_token_time: float = 0.0
+    asked_at: float = 0.0
+    """The time when its worker was last asked about it, for lack of news."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt and the answer so far."""
+        return self.choice.prompt.token_ids + self.output_token_ids
+
+    def block_keys(self, cache: CacheFormat) -> list[int]:
+        """Return the index's keys of the full blocks in a cache format, including the answer so far."""
+        chain = self.choice.prompt.blocks(cache, self.generation.cache_salt, self.generation.adapter)
+        if not self.output_token_ids:
+            return chain.keys
+        rest = self.token_ids[len(chain.keys) * cache.block_size :]
+        return chain.keys + hash_blocks(chain.last, rest, cache.block_size).keys
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether a token of the current placement has come."""
+        return len(self.output_token_ids) > self.num_emitted_before
+
+    @property
+    def stage(self) -> LiveStage:
+        if not self.times.placed_at:
+            return "queue"
+        if not self.has_answered:
+            return "prefill"
+        return "transfer" if "prefill" in self.assigned else "decode"
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """The tokens that the current placement computes before its first token if nothing is cached."""
+        return len(self.choice.prompt.token_ids) + self.num_emitted_before
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        choice, num_tokens = self.choice, len(self.output_token_ids)
+        return DraftCounts(
+            self.times.num_steps, max(num_tokens - 1, 0), choice.drafted_tokens, choice.accepted_tokens
+        )
+
+    @property
+    def draft_plan(self) -> DraftPlan | None:
+        """The plan for its decode worker; None leaves drafting to the worker."""
+        place = self.drafts.place
+        if place is None:
+            return None
+        at = self.drafts_by[1].address if self.drafts_by is not None else None
+        return DraftPlan(method=place.method, max_tokens=place.max_tokens, at=at)
+
+    def past_budget(self, output: TokenOutput) -> TokenOutput | None:
+        """Return the output that replaces `output` because the thinking budget is used up; None if it is
+        not.
+        """
+        thinking = self.generation.thinking
+        if thinking is None:
+            return None
+        return thinking.exceeded(self.output_token_ids, output, self.sampling.max_tokens)
+
+    def start_placement(self) -> None:
+        """Start a placement on other workers, with the tokens so far."""
+        self.num_emitted_before = len(self.output_token_ids)
+        self.times.start_placement()
+        self.timing = RequestTiming()
+        self.answered_by = None
+        self.is_handed_over = False
+        self.early.clear()
+
+    def note(self, timing: RequestTiming) -> None:
+        """Merge reported times: the prefill worker reports its part, then the decode worker the hand-off."""
+        if timing.transfer is not None:
+            timing = msgspec.structs.replace(
+                self.timing, transfer=timing.transfer, decode_queue_s=timing.decode_queue_s
+            )
+        self.timing = timing
+
+    def is_early(self, worker: Worker) -> bool:
+        """Whether outputs of `worker` belong after a token that the prefill worker has not sent yet."""
+        if "prefill" not in self.assigned or self.has_answered:
+            return False
+        return worker is self.assigned["decode"]
+
+    @property
+    def keeper(self) -> Worker:
+        """The worker that has the request or has already sent its end, unless a message got lost."""
+        prefill = None if self.is_handed_over else self.assigned.get("prefill")
+        return prefill or self.assigned["decode"]
+
+    @property
+    def heard_at(self) -> float:
+        """The time when the request was sent to its worker or its newest token came."""
+        return max(self.times.placed_at, self.last_token_time)
+
+    @property
+    def holders(self) -> list[Worker]:
+        """The workers that may hold blocks or a place in a queue for it."""
+        return list(self.assigned.values())
+
+    def end(self, eos_token_ids: Sequence[int]) -> TokenOutput | None:
+        """Return the output with which the last worker would have ended it, if its tokens so far already end
+        it.
+        """
+        reason: FinishReason | None = None
+        stop_token_id = None
+        last = self.output_token_ids[-1] if self.output_token_ids else None
+        if last in self.sampling.stop_token_ids:
+            reason, stop_token_id = "stop", last
+        elif last in eos_token_ids and not self.sampling.ignore_eos:
+            reason = "stop"
+        elif len(self.output_token_ids) >= self.sampling.max_tokens:
+            reason = "length"
+        if reason is None:
+            return None
+        return TokenOutput(
+            request_id=self.request_id, token_ids=[], finish_reason=reason, stop_token_id=stop_token_id
+        )
+
+    def engine_request(self, timeout_s: float) -> EngineRequest:
+        sampling = self.sampling
+        if self.choice.prompt_logprobs:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        return EngineRequest(
+            request_id=self.request_id,
+            prompt_token_ids=self.choice.prompt.token_ids,
+            sampling=sampling,
+            output_token_ids=self.output_token_ids,
+            priority=self.generation.priority,
+            timeout_s=timeout_s,
+            slo_tpot_s=self.generation.slo_tpot_s,
+            cache_salt=self.generation.cache_salt,
+            adapter=self.generation.adapter,
+            speculation=self.generation.speculation,
+            prediction=self.choice.prompt.prediction,
+            draft_plan=self.draft_plan,
+        )
+
+
+class Generation:
+    """All sequences of one HTTP request, and the handler that waits for their tokens."""
+
+    def __init__(
+        self,
+        choices: Sequence[tuple[Choice, SamplingParams]],
+        *,
+        arrival: float,
+        timeout_s: float,
+        priority: int = 0,
+        cache_salt: str = "",
+        adapter: Adapter | None = None,
+        speculation: RequestSpeculation | None = None,
+        session: str = "",
+        split: bool | None = None,
+        thinking: ThinkingBudget | None = None,
+    ) -> None:
+        self.session, self.split = session, split
+        self.http_id = ""
+        """The HTTP request's id."""
+        self.key = NO_KEY
+        """The name of the API key that the request came with."""
+        self.slo_ttft_s = self.slo_tpot_s = inf
+        """The SLOs that the client asks for."""
+        self.arrival = self.started = arrival
+        self.deadline = arrival + timeout_s
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.adapter = adapter
+        self.speculation = speculation
+        self.thinking = thinking
+        self.requests = [LiveRequest(self, choice, sampling) for choice, sampling in choices]
+        self.choices = [choice for choice, _ in choices]
+        self.num_unfinished = len(self.requests)
+        self.error: ApiError | None = None
+        self.timeout: asyncio.TimerHandle | None = None
+        self._has_news = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._write: Callable[[], bool] | None = None
+
+    def constrain(self, grammar: str) -> None:
+        """Constrain every answer to the grammar. Raises `InvalidRequestError`."""
+        for request in self.requests:
+            request.sampling = msgspec.structs.replace(request.sampling, grammar=grammar)
+            check_grammar(request.sampling)
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_unfinished == 0 or self.error is not None
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether a token of any sequence has come."""
+        return any(request.output_token_ids for request in self.requests)
+
+    def notify(self) -> None:
+        """Tell the handler of new output. It is not woken if the output can be written at once."""
+        if self._has_news:
+            return
+        if self._write is not None and self._write():
+            return
+        self._has_news = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self, write: Callable[[], bool] | None = None) -> None:
+        """Wait for output that came since the last call and that `write` has not written during the wait.
+
+        There is one handler, so one future is enough.
+        """
+        if not self._has_news:
+            self._waiter, self._write = asyncio.get_running_loop().create_future(), write
+            try:
+                await self._waiter
+            finally:
+                self._waiter = self._write = None
+        self._has_news = False
+
+
+class Journal:
+    """Live requests by the ids that the workers know. `router` is the incarnation of the router that owns
+    them.
+    """
+
+    def __init__(self, router: str) -> None:
+        self._router = router
+        self._requests: dict[str, LiveRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        return iter(list(self._requests.values()))
+
+    def add(self, request: LiveRequest) -> None:
+        """Add a request with a new id."""
+        request.request_id = new_request_id(self._router)
+        self._requests[request.request_id] = request
+
+    def get(self, request_id: str) -> LiveRequest | None:
+        return self._requests.get(request_id)
+
+    def remove(self, request: LiveRequest) -> bool:
+        """Remove a request. Return False if it was not in the journal."""
+        return self._requests.pop(request.request_id, None) is not None
+
+    def less_urgent(self, priority: int) -> list[Generation]:
+        """Return the generations without an answer that are less urgent, the least urgent first, then the
+        youngest.
+        """
+        others = {each.generation: None for each in self if each.generation.priority > priority}
+        waiting = [generation for generation in others if not generation.has_answered]
+        return sorted(waiting, key=lambda each: (-each.priority, -each.arrival))

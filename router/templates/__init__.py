@@ -1,0 +1,1 @@
+"""Chat templates: what they can show, and how messages are rendered."""

@@ -1,0 +1,248 @@
+"""The router's tokenizer: the library `tokenizers` alone, with the settings that Transformers would apply."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as FastTokenizer
+
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError, InvalidRequestError
+from router.templates.chat_template import ChatTemplate
+from router.text.choice import Echo
+from router.text.detokenizer import (
+    BytesDetokenizer,
+    Detokenizer,
+    TokenBytes,
+    TokenTexts,
+    WindowDetokenizer,
+    piece_decoding,
+)
+from router.text.fast_encoder import UNSURE, fast_encode
+from router.text.tokenizer_files import load_files
+
+SAFE_CHARACTERS_PER_TOKEN = 8
+PIECE_CHARACTERS = 64 * 1024
+
+_TRIM = re.compile(r'("trim_offsets"\s*:\s*)true\b')
+"""Offsets that exclude a token's spaces do not tell where it begins. No token id depends on them."""
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Encodes, decodes, and renders chats."""
+
+    def __init__(
+        self, tokenizer_json: str, settings: Mapping[str, Any], chat_template: str | None = None
+    ) -> None:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        try:
+            self._fast = FastTokenizer.from_str(_TRIM.sub(r"\1false", tokenizer_json))
+        except Exception as error:  # tokenizers raises no narrower type
+            raise ConfigError(f"--tokenizer: tokenizer.json is not usable: {error}") from error
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self.special_tokens = _special_tokens(settings)
+        _mark_special(self._fast, self.special_tokens, settings)
+        self._fast_encode = fast_encode(self._fast)
+        added = self._fast.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_ids = {each.content: token for token, each in added.items() if _is_special(each)}
+        """Ids of the tokens that llguidance treats as special, by text."""
+        self._decoding = piece_decoding(json.loads(self._fast.to_str())["decoder"])
+        if self._decoding is not None:
+            self._all_bytes = TokenBytes(self._fast, self._decoding, frozenset())
+            self._texts: dict[frozenset[int], TokenTexts] = {frozenset(): TokenTexts(self._all_bytes)}
+            """Token texts, by the set of tokens that have no text."""
+        source, source_for_tools = (chat_template, None) if chat_template else _templates_of(settings)
+        self.chat_template = None if source is None else ChatTemplate(source, self.special_tokens)
+        self.tool_template = self.chat_template
+        """The template for chats with tools: some models have a separate one."""
+        if source_for_tools is not None:
+            self.tool_template = ChatTemplate(source_for_tools, self.special_tokens)
+        self._longest_token = max((len(token) for token in self._fast.get_vocab()), default=1)
+
+    @classmethod
+    def load(cls, config: ServeConfig) -> Tokenizer:
+        """Load the tokenizer from the configured folder or hub id. Raises `ConfigError`."""
+        chat_template = None
+        if config.chat_template is not None:
+            chat_template = _read_template(Path(config.chat_template))
+        return cls(*load_files(config), chat_template)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._fast.get_vocab_size()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if self._fast_encode is not None and UNSURE not in text:
+            return self._fast_encode(text, add_special_tokens)
+        # the batch call releases the GIL, the single one doesn't
+        return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def encode_end(self, text: str, add_special_tokens: bool, num_tokens: int) -> list[int]:
+        """Return the last `num_tokens` tokens of a text. Tokenizes no more text than these can cover."""
+        end = text[-num_tokens * self._longest_token :]
+        return self.encode(end, add_special_tokens)[-num_tokens:]
+
+    def encode_prompt(self, text: str, add_special_tokens: bool, max_tokens: int, field: str) -> list[int]:
+        """Tokenize a prompt. Raises `InvalidRequestError` if the text cannot fit in `max_tokens`.
+
+        Tokenizing takes a few hundred bytes of memory for each token, so a long text is first counted piece
+        by piece.
+        """
+        if len(text) > max_tokens * self._longest_token:
+            raise InvalidRequestError(
+                field,
+                f"{len(text)} characters exceed the model's maximum context length of {max_tokens} tokens",
+            )
+        if len(text) > max_tokens * SAFE_CHARACTERS_PER_TOKEN:
+            self._check_pieces(text, max_tokens, field)
+        return self.encode(text, add_special_tokens)
+
+    def _check_pieces(self, text: str, max_tokens: int, field: str) -> None:
+        num_tokens = 0
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            piece = text[start : start + PIECE_CHARACTERS]
+            # a token that was cut apart counts as several
+            num_tokens += max(0, len(self.encode(piece, False)) - 2 * self._longest_token)
+            if num_tokens > max_tokens:
+                raise InvalidRequestError(
+                    field, f"it exceeds the model's maximum context length of {max_tokens} tokens"
+                )
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether `fastokens` encodes the same ids as the tokenizer."""
+        return self._fast_encode is not None
+
+    def as_json(self) -> str:
+        """Return the text of `tokenizer.json`, including tokens that only the settings mark as special."""
+        return self._fast.to_str()
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of `tokenizer_config.json` that are not in the tokenizer's own file."""
+        templates = {"default": self.chat_template, "tool_use": self.tool_template}
+        named = [{"name": name, "template": each.source} for name, each in templates.items() if each]
+        return {**self.special_tokens, "chat_template": named}
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def echo(self, text: str, add_special_tokens: bool) -> Echo:
+        """Return the text with the offset of each of its tokens; added tokens are empty."""
+        encoding = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        offsets, end = [], 0
+        for start, stop in encoding.offsets:
+            offsets.append(start if stop > start else end)
+            end = max(end, stop)
+        return Echo(text, offsets)
+
+    def echo_tokens(self, token_ids: Sequence[int], skip_special_tokens: bool) -> Echo:
+        """Return the tokens' text with the offset of each token. An incomplete last character is left to the
+        tokens that follow.
+        """
+        detokenizer = self.detokenizer([], skip_special_tokens)
+        pieces = [detokenizer.push(token_id) for token_id in token_ids]
+        return Echo("".join(pieces), list(accumulate(map(len, pieces), initial=0))[:-1])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that one token stands for, special or not."""
+        if self._decoding is not None:
+            return self._all_bytes[token_id]
+        return self._fast.decode([token_id], skip_special_tokens=False).encode()
+
+    def token_id(self, text: str) -> int | None:
+        """Return the id of the token that the vocabulary spells as `text`."""
+        return self._fast.token_to_id(text)
+
+    def token_string(self, token_id: int) -> str | None:
+        """Return the token as the vocabulary spells it."""
+        return self._fast.id_to_token(token_id)
+
+    def detokenizer(
+        self,
+        prompt_token_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        keep: frozenset[str] = frozenset(),
+    ) -> Detokenizer:
+        """Return a new detokenizer for the tokens that follow the prompt. It never skips the tokens in
+        `keep`.
+        """
+        context = prompt_token_ids[-8:]
+        skip = self._special_ids if skip_special_tokens else frozenset()
+        if keep:
+            skip -= {token_id for text in keep if (token_id := self._fast.token_to_id(text)) is not None}
+        if self._decoding is None:
+            return WindowDetokenizer(self._fast, context, skip)
+        texts = self._texts.get(skip)
+        if texts is None:
+            texts = self._texts[skip] = TokenTexts(TokenBytes(self._fast, self._decoding, skip))
+        at_start = not any(texts.table[token_id] for token_id in context)
+        return BytesDetokenizer(texts, context, self._decoding.leading_spaces if at_start else 0)
+
+
+def _read_template(path: Path) -> str:
+    """Read and check a chat template. Raises `ConfigError`, also if it does not compile."""
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"--chat-template: {path} is no file")
+        source = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template: cannot read {path}: {error}") from error
+    try:
+        ChatTemplate(source, {})
+    except ConfigError as error:
+        raise ConfigError(f"--chat-template: {path}: {error}") from error
+    return source
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    named = {}
+    for name in _SPECIAL_NAMES:
+        token = settings.get(name)
+        content = token.get("content") if isinstance(token, Mapping) else token
+        if isinstance(content, str):
+            named[name] = content
+    return named
+
+
+def _is_special(token: AddedToken) -> bool:
+    return token.special or (token.content.startswith("<") and token.content.endswith(">"))
+
+
+def _mark_special(fast: FastTokenizer, named: Mapping[str, str], settings: Mapping[str, Any]) -> None:
+    """Mark the vocabulary's tokens as special that only the settings mark so."""
+    contents = list(named.values())
+    for entry in (settings.get("added_tokens_decoder") or {}).values():
+        if entry.get("special"):
+            contents.append(entry["content"])
+    known = {token.content for token in fast.get_added_tokens_decoder().values() if token.special}
+    missing = [content for content in dict.fromkeys(contents) if content not in known]
+    fast.add_special_tokens(
+        [
+            AddedToken(content, special=True, normalized=False)
+            for content in missing
+            if fast.token_to_id(content) is not None
+        ]
+    )
+
+
+def _templates_of(settings: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the chat template, and the template for tools if it differs. A model may have a list of
+    templates by name.
+    """
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        by_name = {entry.get("name"): entry.get("template") for entry in template}
+        default = by_name.get("default") or next(iter(by_name.values()), None)
+        return default, by_name.get("tool_use")
+    return (template if isinstance(template, str) else None), None

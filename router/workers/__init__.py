@@ -1,0 +1,1 @@
+"""The workers that this router knows, their load and their caches."""

@@ -1,0 +1,400 @@
+"""The router plans where drafts are made, and plans anew in mid-request."""
+
+from __future__ import annotations
+
+import asyncio
+from math import inf
+from types import SimpleNamespace
+
+import pytest
+from router_clients import emitted, eventually, is_idle, lose, make_pair, post
+
+from protocol.config import ServeConfig
+from protocol.requests import DraftPlan
+from protocol.roles import ROLES
+from protocol.speculation import SpeculativeConfig
+from router.dispatch import draft_planner
+from router.dispatch.draft_planner import DraftPlanner
+from router.placement.drafts import seen, trials
+from router.placement.interface import WorkerSnapshot
+from tests.router.drafted import CPU_LIKE, GPU_LIKE, drafter, speculation
+
+DRAFTS = SpeculativeConfig(method="draft_model", model="m")
+COSTLY_HERE = GPU_LIKE | {"level_s": 6e-3}
+LONG = 300
+
+
+@pytest.fixture
+def predictions_stand(monkeypatch):
+    """Nothing is learned: how fast these workers are does not depend on where drafts are made."""
+    monkeypatch.setattr(seen, "LEAST_S", inf)
+    monkeypatch.setattr(trials, "SETTLES_S", inf)
+
+
+@pytest.fixture
+def make(make_router, predictions_stand):
+    """A router and its decode worker."""
+
+    def make(model=GPU_LIKE, **options):
+        router = make_router(**{"speculative_config": DRAFTS, "max_num_seqs": 64, **options})
+        return router, router.add_worker("decode-0", speculation=speculation(**model), step_s=0.005)
+
+    return make
+
+
+def add_drafter(router, name="draft-0"):
+    return router.add_worker(name, "draft", costs=drafter().costs)
+
+
+def begin(router, pool, count=1, **fields):
+    """Long requests, once they all have a token."""
+    before = len(emitted(router))
+    found = [pool.submit(post, router, **{"max_tokens": LONG, **fields}) for _ in range(count)]
+    eventually(lambda: len(emitted(router)) == before + count and all(emitted(router)))
+    return found
+
+
+def sweep(router) -> None:
+    """Now, whatever the loop does in between."""
+
+    async def look() -> None:
+        router.server.state.placer.drafts.sweep()
+
+    asyncio.run_coroutine_threadsafe(look(), router.server._loop).result(10)
+
+
+def plans(router) -> list[DraftPlan | None]:
+    return [request.draft_plan for request in router.server.state.journal]
+
+
+def wheres(router) -> set[str]:
+    return {request.drafts.place.where for request in router.server.state.journal}
+
+
+def test_a_plan_goes_with_each_request(make):
+    router, decode = make()
+    post(router, max_tokens=2)
+    post(router, max_tokens=2, speculative={"enabled": False})
+    post(router, max_tokens=2, speculative={"method": "ngram", "num_speculative_tokens": 3})
+    assert [request.draft_plan for request in decode.generated] == [
+        DraftPlan(method="draft_model", max_tokens=8),
+        DraftPlan(max_tokens=0),
+        DraftPlan(method="ngram", max_tokens=3),
+    ]
+    assert router.metric("tandem_draft_plans_total", place="local") == 2
+    assert router.metric("tandem_draft_plans_total", place="none") == 1
+
+
+def test_without_drafts_there_is_nothing_to_plan(make):
+    router, decode = make(speculative_config=None)
+    assert post(router, max_tokens=2).status_code == 200
+    assert decode.generated[0].draft_plan is None
+    assert router.http.get("/decisions").json()["decisions"][0]["drafts"] is None
+    post(router, max_tokens=2, speculative={"method": "ngram", "num_speculative_tokens": 3})
+    assert decode.generated[1].draft_plan == DraftPlan(method="ngram", max_tokens=3), "unless the client asks"
+
+
+def test_a_draft_worker_gets_the_drafts_that_are_costly_here_and_no_requests(make, pool):
+    router, decode = make(COSTLY_HERE)
+    shared = add_drafter(router)
+    running = begin(router, pool, 2)
+    (plan,) = {(plan.method, plan.at.worker_id, plan.at.incarnation) for plan in plans(router)}
+    assert plan == ("draft_model", "draft-0", shared.incarnation)
+    assert router.server.state.registry.named("draft-0").load.rows == 2
+    found = router.http.get("/cluster").json()
+    assert found["drafts"] == [{"decode": "decode-0", "at": "draft-0", "requests": 2}]
+    assert all(future.result().status_code == 200 for future in running)
+    assert shared.generated == [] and not decode.replans
+    eventually(lambda: is_idle(router))
+    load = router.server.state.registry.named("draft-0").load
+    assert (load.rows, load.requests, load.context_tokens) == (0, 0, 0)
+
+
+def test_a_lost_draft_worker_is_replanned_at_once_and_used_again(make, pool):
+    router, decode = make(COSTLY_HERE)
+    shared = add_drafter(router)
+    running = begin(router, pool, 2)
+    lose(router, shared)
+    eventually(lambda: len(decode.replans) == 2)
+    assert {replan.plan for replan in decode.replans} == {DraftPlan(method="draft_model", max_tokens=8)}
+    assert router.metric("tandem_draft_replans_total", reason="lost") == 2
+    again = add_drafter(router)
+    eventually(lambda: len(decode.replans) == 4)
+    assert {replan.plan.at.incarnation for replan in decode.replans[2:]} == {again.incarnation}
+    assert all(future.result().status_code == 200 for future in running)
+    assert router.metric("tandem_draft_replans_total", reason="load") == 2
+
+
+def test_draft_workers_hear_of_a_lost_decode_worker(make, pool):
+    router, decode = make(COSTLY_HERE)
+    shared = add_drafter(router)
+    running = begin(router, pool)
+    other = router.add_worker("decode-1", step_s=0.001)
+    lose(router, decode)
+    assert running[0].result().status_code == 200
+    eventually(lambda: shared.gone)
+    router.server.mark_dead("decode-0", decode.incarnation, "the launcher tells again")
+    lose(router, add_drafter(router, "draft-1"))
+    other.mute.set()
+    eventually(lambda: len(shared.gone) > 1)
+    assert shared.gone == [("decode-0", decode.incarnation), ("decode-1", other.incarnation)]
+    assert other.gone == [], "it drafts for nobody"
+
+
+def test_what_was_learned_of_a_lost_worker_goes_with_it(make, pool):
+    router, decode = make()
+    other = router.add_worker("decode-1", speculation=speculation())
+    running = begin(router, pool, 2)
+    kinds = router.server.state.placer.drafts._kinds
+    assert {key[0].key.worker_id for key in kinds} == {"decode-0", "decode-1"}
+    lose(router, decode)
+    assert all(future.result().status_code == 200 for future in running)
+    assert {key[0].key.worker_id for key in kinds} == {other.worker_id}
+
+
+def test_a_draft_worker_that_was_started_anew_is_told_anew(make, pool):
+    router, decode = make(COSTLY_HERE)
+    first = add_drafter(router)
+    running = begin(router, pool)
+    router.kill(first)
+    second = add_drafter(router)
+    eventually(lambda: decode.replans and decode.replans[-1].plan.at is not None)
+    assert decode.replans[-1].plan.at.incarnation == second.incarnation
+    assert running[0].result().status_code == 200
+
+
+def test_a_draft_worker_that_is_drained_loses_its_requests_and_leaves(make, pool):
+    router, decode = make(COSTLY_HERE)
+    add_drafter(router)
+    running = begin(router, pool)
+    answer = router.http.post("/workers/draft-0/drain")
+    assert answer.status_code == 200, answer.text
+    eventually(lambda: decode.replans)
+    assert decode.replans[-1].plan == DraftPlan(method="draft_model", max_tokens=8)
+    assert running[0].result().status_code == 200
+
+
+def test_drafts_stop_where_load_makes_them_a_loss_and_come_back(make, pool):
+    router, decode = make(CPU_LIKE | {"token_s": 0.5e-3})
+    first = begin(router, pool)
+    assert wheres(router) == {"local"}
+    others = begin(router, pool, 7, max_tokens=LONG // 2)
+    eventually(lambda: "none" in wheres(router))
+    for future in others:
+        assert future.result().status_code == 200
+    eventually(lambda: wheres(router) == {"local"} and len(emitted(router)) == 1)
+    answer = first[0].result().json()
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert router.metric("tandem_draft_replans_total", reason="load") >= 2
+    mine = [
+        replan.plan.method for replan in decode.replans if replan.request_id == decode.replans[-1].request_id
+    ]
+    assert mine == [None, "draft_model"], "there and back, no more"
+
+
+def test_what_a_client_asked_for_stays_whatever_the_load(make, pool):
+    router, decode = make(CPU_LIKE | {"token_s": 2e-3})
+    wish = {"num_speculative_tokens": 5}
+    running = begin(router, pool, 4, max_tokens=150, speculative=wish)
+    assert {(plan.method, plan.max_tokens) for plan in plans(router)} == {("draft_model", 5)}
+    assert all(future.result().status_code == 200 for future in running)
+    assert decode.replans == []
+
+
+@pytest.mark.parametrize("where", ["none", "local", "remote"])
+def test_the_operator_can_fix_the_place(make, where):
+    router, decode = make(draft_placement=where)
+    add_drafter(router)
+    post(router, max_tokens=2)
+    plan = decode.generated[0].draft_plan
+    assert (plan.method is None, plan.at is not None) == (where == "none", where == "remote")
+    post(router, max_tokens=2, speculative={"num_speculative_tokens": 2})
+    assert decode.generated[1].draft_plan.max_tokens == 2, "the client's wish goes first"
+
+
+@pytest.mark.parametrize("where", ["none", "local", "remote"])
+def test_a_client_can_fix_the_place(make, where):
+    router, decode = make(draft_placement="local" if where == "none" else "none")
+    add_drafter(router)
+    post(router, max_tokens=2, speculative={"place": where})
+    plan = decode.generated[0].draft_plan
+    assert (plan.method is None, plan.at is not None) == (where == "none", where == "remote")
+
+
+def test_what_requests_brought_corrects_what_is_predicted(make_router, pool, monkeypatch):
+    """This worker brings a token of each request every 40 ms, whatever it drafts."""
+    monkeypatch.setattr(trials, "SETTLES_S", float("inf"))  # the next request is for what is best
+    router = make_router(speculative_config=DRAFTS, max_num_seqs=64)
+    router.add_worker("decode-0", speculation=speculation(start_s=480e-3), step_s=0.04)
+    running = begin(router, pool, 4, max_tokens=40)
+    assert all(future.result().status_code == 200 for future in running)
+    post(router, max_tokens=2)
+    latest = router.http.get("/decisions").json()["decisions"][0]["drafts"]
+    assert latest["chosen"]["where"] == "local"
+    predicted = latest["chosen"]["predicted"]
+    # The worker brings 25. Four requests bring 100, and a slow host delays some tokens and bunches others.
+    assert 12.5 < predicted["tokens_per_s"] < 50, "one request, by what four brought"
+    assert predicted["seen_to_predicted"] > 2
+
+
+def test_trials_are_counted(make_router, pool, monkeypatch):
+    monkeypatch.setattr(trials, "SETTLES_S", 0.01)
+    router = make_router(speculative_config=DRAFTS, max_num_seqs=64)
+    decode = router.add_worker("decode-0", speculation=speculation(**COSTLY_HERE), step_s=0.005)
+    running = begin(router, pool, 2, max_tokens=200)
+    eventually(lambda: decode.replans)
+    tried = decode.replans[0].plan
+    assert router.metric("tandem_draft_trials_total", place="none" if tried.method is None else "local") == 1
+    assert all(future.result().status_code == 200 for future in running)
+
+
+def test_requests_that_are_handed_over_are_planned_anew_once_they_decode(make_router, pool):
+    router = make_router(speculative_config=DRAFTS)
+    prefill, decode = make_pair(router, speculation=speculation(**COSTLY_HERE), step_s=0.005)
+    prefill.keep.set()
+    running = pool.submit(post, router, max_tokens=LONG)
+    eventually(lambda: prefill.held)
+    eventually(lambda: all(emitted(router)))
+    add_drafter(router)
+    assert prefill.generated[0].draft_plan == DraftPlan(method="draft_model", max_tokens=8)
+    (job,) = prefill.held.values()
+    prefill.keep.clear()
+    sweep(router)
+    assert wheres(router) == {"local"}, "the decode worker does not know the request yet"
+    del prefill.held[job.request.request_id]
+    prefill._hand_over(job)
+    eventually(lambda: decode.replans)
+    assert decode.replans[0].plan.at.worker_id == "draft-0"
+    assert running.result().status_code == 200 and not prefill.replans
+
+
+def test_a_request_without_a_token_is_not_planned_anew(make, pool):
+    router, decode = make(COSTLY_HERE)
+    decode.hold.set()
+    running = pool.submit(post, router, max_tokens=LONG)
+    eventually(lambda: decode.generated)
+    add_drafter(router)
+    sweep(router)
+    assert wheres(router) == {"local"}
+    decode.hold.clear()
+    eventually(lambda: wheres(router) == {"remote"})
+    assert running.result().status_code == 200
+
+
+def test_of_more_requests_than_fit_a_batch_the_batch_counts_and_none_that_only_pass_by():
+    planner = DraftPlanner(ServeConfig(model="m", max_num_seqs=4), [], None, None, None, None)
+
+    def rows(decoded: float) -> float:
+        load = WorkerSnapshot("decode-0", ROLES["decode"].tasks, requests=9, rows=decoded)
+        return planner._target(SimpleNamespace(load=load, state=SimpleNamespace(speculation=None))).rows
+
+    assert [rows(3), rows(5)] == [3, 4]
+
+
+def test_drafts_follow_a_request_to_another_decode_worker(make_router, predictions_stand, pool):
+    router = make_router(speculative_config=DRAFTS)
+    add_drafter(router)
+    known = {"speculation": speculation(**COSTLY_HERE), "step_s": 0.005}
+    prefill, decode = make_pair(router, **known)
+    prefill.keep.set()
+    running = pool.submit(post, router, max_tokens=LONG)
+    eventually(lambda: prefill.held)
+
+    def drafting() -> list[tuple[str, int]]:
+        return [(each["decode"], each["requests"]) for each in router.http.get("/cluster").json()["drafts"]]
+
+    def counted() -> list[tuple[str, int]]:
+        """By it the load of a draft worker that others cause is reckoned."""
+        pairs = dict(router.server.state.placer.drafts._drafting).items()
+        return [(decode.key.worker_id, count) for (decode, _), count in pairs]
+
+    assert drafting() == counted() == [("decode-0", 1)]
+    prefill.peers["decode-1"] = other = router.add_worker("decode-1", **known)
+    prefill.keep.clear()
+    lose(router, decode)
+    eventually(lambda: drafting() == counted() == [("decode-1", 1)])
+    assert running.result().status_code == 200
+    assert not other.replans, "its plan holds there, too"
+    eventually(lambda: is_idle(router))
+
+
+def test_a_decode_worker_counts_its_own_requests_once(make, pool):
+    """A draft worker's other requests are those of other decode workers."""
+    router, _ = make(COSTLY_HERE)
+    add_drafter(router)
+    running = begin(router, pool, 2)
+    planner = router.server.state.placer.drafts
+    request = next(iter(router.server.state.journal))
+    known = router.server.state.registry.named
+    own, another = (planner._drafters(known(name), request) for name in ("decode-0", "draft-0"))
+    router.add_worker("decode-1", speculation=speculation(**COSTLY_HERE))
+    eventually(lambda: router.server.state.registry.current_of("decode-1"))
+    others = planner._drafters(known("decode-1"), request)
+    assert ([each.others for each in own], another, [each.others for each in others]) == ([0], [], [2])
+    assert all(future.result().status_code == 200 for future in running)
+
+
+def test_a_draft_worker_that_drains_counts_as_lost(make, pool):
+    router, decode = make(COSTLY_HERE)
+    add_drafter(router)
+    running = begin(router, pool)
+    worker = router.server.state.registry.named("draft-0")
+    router.server._loop.call_soon_threadsafe(router.server.state.registry.drain, worker)
+    eventually(lambda: decode.replans)
+    assert decode.replans[0].plan.at is None
+    assert router.metric("tandem_draft_replans_total", reason="lost") == 1
+    assert running[0].result().status_code == 200
+
+
+def test_a_sweep_that_takes_long_goes_on_where_it_stopped(monkeypatch):
+    now, looked_at = 0.0, []
+    monkeypatch.setattr(draft_planner, "time", SimpleNamespace(monotonic=lambda: now))
+
+    class Slow(DraftPlanner):
+        def _reconsider(self, request):
+            nonlocal now
+            now += 0.6 * draft_planner.SWEEP_S
+            looked_at.append(request)
+
+    journal = list("abcde")
+    planner = Slow(ServeConfig(model="m"), journal, None, None, None, None)
+    for _ in range(4):
+        planner.sweep()
+    assert "".join(looked_at) == "abcdeab"
+    del journal[1:]
+    planner.sweep()
+    assert looked_at[-1] == "a"
+
+
+def test_it_is_shown(make, caplog):
+    router, decode = make(COSTLY_HERE, log_level="debug")
+    caplog.set_level("DEBUG", "router")
+    decode.tokens_per_step, decode.rejected_per_step = 3, 2
+    add_drafter(router)
+    timing = post(router, max_tokens=31, return_timing=True).json()["timing"]
+    assert any("by the plan remote" in line for line in caplog.messages)
+    (period,) = timing["choices"][0]["drafts"]
+    assert (period["where"], period["worker"], period["method"]) == ("remote", "draft-0", "draft_model")
+    assert (period["steps"], period["tokens"]) == (10, 30), "all but the first"
+    assert period["drafted_tokens"] >= period["accepted_tokens"] > 0
+    (decision,) = router.http.get("/decisions").json()["decisions"]
+    drafts = decision["drafts"]
+    assert drafts["chosen"]["where"] == "remote" and drafts["replans"] == 0 and drafts["reason"]
+    assert [option["where"] for option in drafts["alternatives"]] == ["none", "local"]
+    rates = [option["predicted"]["tokens_per_s"] for option in (drafts["chosen"], *drafts["alternatives"])]
+    assert rates[0] > rates[2] > rates[1] > 0
+    assert router.metric("tandem_draft_plan_steps_total", place="remote") == 10
+    assert router.metric("tandem_draft_plan_observed_tokens_total", place="remote") == 30
+    predicted = router.metric("tandem_draft_plan_predicted_tokens_total", place="remote")
+    assert predicted == pytest.approx(10 * drafts["chosen"]["predicted"]["tokens_per_step"])
+
+
+def test_requests_stay_with_their_draft_worker_though_others_have_less_to_do(make, pool):
+    """Of three the two that have the least to do are compared, and the one that the others use."""
+    router, decode = make(COSTLY_HERE)
+    for name in ("draft-0", "draft-1", "draft-2"):
+        add_drafter(router, name)
+    running = begin(router, pool, 3)
+    assert len({plan.at.worker_id for plan in plans(router)}) == 1
+    assert all(future.result().status_code == 200 for future in running)
+    assert not decode.replans

@@ -1,0 +1,205 @@
+"""Deficit round robin among API keys."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from router.dispatch.fair_queue import QUANTUM, FairQueue
+
+NOTHING: Counter[int] = Counter()
+
+
+def queue_of(sent: Counter[int] = NOTHING) -> FairQueue[str]:
+    return FairQueue(sent.__getitem__)
+
+
+def drain(queue: FairQueue[str]) -> list[str]:
+    order = []
+    while len(queue):
+        order.append(queue.head())
+        queue.pop(order[-1])
+    return order
+
+
+@pytest.mark.parametrize("costs", [(100, 100), (100, 1000), (37, 5000, 700), (3000, 3000, 10, 900)])
+def test_keys_that_always_wait_get_equal_shares(costs: tuple[int, ...]) -> None:
+    """At any time, up to one turn and one request, whatever their requests cost."""
+    rng = random.Random(1)
+    queue, served, number = queue_of(), Counter[int](), 0
+    cost_of: dict[str, float] = {}
+
+    def come(key: int) -> None:
+        nonlocal number
+        number += 1
+        item = f"{key} {number}"
+        cost_of[item] = costs[key] * rng.uniform(0.5, 1.5)
+        queue.add(item, key, 0, cost_of[item])
+
+    for key in range(len(costs)):
+        come(key)
+        come(key)
+    for _ in range(1000):
+        item = queue.head()
+        queue.pop(item)
+        key = int(item.split()[0])
+        served[key] += cost_of[item]
+        come(key)
+        bound = QUANTUM + 1.5 * max(costs)
+        assert max(served.values()) - min(served[key] for key in range(len(costs))) <= 2 * bound
+    fair = sum(served.values()) / len(costs)
+    assert all(abs(served[key] - fair) < 2 * bound for key in range(len(costs)))
+
+
+def test_within_a_key_first_come_first_served() -> None:
+    queue = queue_of()
+    for index in range(20):
+        queue.add(f"{index % 2} {index}", index % 2, 0, 300)
+    order = drain(queue)
+    for key in "01":
+        numbers = [int(item.split()[1]) for item in order if item.startswith(key)]
+        assert numbers == sorted(numbers)
+
+
+def test_a_single_request_comes_before_a_flood() -> None:
+    sent = Counter({0: 30_000})
+    queue = queue_of(sent)
+    for index in range(64):
+        queue.add(f"flood {index}", 0, 0, 600)
+    queue.pop(queue.head())
+    queue.add("single", 1, 0, 600)
+    assert queue.head() == "single"
+
+
+def test_who_has_more_at_the_worker_owes_the_difference() -> None:
+    """A key with as much there as the flood gets nothing in advance."""
+    queue = queue_of(Counter({0: 3 * QUANTUM, 1: 3 * QUANTUM}))
+    for index in range(8):
+        queue.add(f"flood {index}", 0, 0, QUANTUM)
+        queue.add(f"other {index}", 1, 0, QUANTUM)
+    assert Counter(item.split()[0] for item in drain(queue)[:6]) == {"flood": 3, "other": 3}
+    queue = queue_of(Counter({0: 3 * QUANTUM, 1: 0}))
+    for index in range(8):
+        queue.add(f"flood {index}", 0, 0, QUANTUM)
+        queue.add(f"other {index}", 1, 0, QUANTUM)
+    assert Counter(item.split()[0] for item in drain(queue)[:5]) == {"flood": 1, "other": 4}
+
+
+def test_idle_time_earns_nothing() -> None:
+    """A key that was away while the other waited shares equally from its return on."""
+    queue = queue_of()
+    for index in range(100):
+        queue.add(f"0 {index}", 0, 0, QUANTUM)
+    for _ in range(50):
+        queue.pop(queue.head())
+    for index in range(50):
+        queue.add(f"1 {index}", 1, 0, QUANTUM)
+    first = Counter(item[0] for item in drain(queue)[:40])
+    assert abs(first["0"] - first["1"]) <= 2
+
+
+def test_urgent_ones_come_first_whatever_their_key_had() -> None:
+    queue = queue_of()
+    for index in range(4):
+        queue.add(f"0 {index}", 0, 0, 10)
+    queue.add("1 urgent", 1, -1, 10**6)
+    queue.add("1 idle", 1, 5, 1)
+    order = drain(queue)
+    assert (order[0], order[-1]) == ("1 urgent", "1 idle")
+
+
+def test_nothing_is_lost_or_doubled() -> None:
+    """Whatever comes, goes and is given up, in any order."""
+    rng = random.Random(7)
+    queue, waiting, gone = queue_of(), set[str](), set[str]()
+    for index in range(5000):
+        what = rng.random()
+        if what < 0.5 or not waiting:
+            item = str(index)
+            queue.add(item, rng.randrange(5), rng.choice([0, 0, 0, 1]), rng.expovariate(1 / 700))
+            waiting.add(item)
+        elif what < 0.8:
+            item = queue.head()
+            assert item == queue.head()
+            queue.pop(item)
+            waiting.remove(item)
+            gone.add(item)
+        else:
+            item = rng.choice(sorted(waiting))
+            queue.remove(item)
+            waiting.remove(item)
+            gone.add(item)
+        assert len(queue) == len(waiting)
+        assert item in queue or item in gone
+    assert set(drain(queue)) == waiting
+    assert not queue._turns
+
+
+def test_keys_alternate_as_finely_as_small_requests_allow() -> None:
+    queue = queue_of()
+    for index in range(6):
+        for key in (0, 1):
+            queue.add(f"{key} {index}", key, 0, 32)
+    assert [item[0] for item in drain(queue)] == list("010101010101")
+
+
+def test_a_cost_beyond_all_bounds_takes_no_more_turns() -> None:
+    queue = queue_of()
+    for key in (0, 1):
+        queue.add(f"{key}", key, 0, 1e15)
+    assert drain(queue) == ["0", "1"]
+
+
+def test_turns_are_those_of_the_plain_algorithm() -> None:
+    """Turn by turn, as its authors wrote it; the queue skips turns in which nobody goes."""
+    rng = random.Random(3)
+    queue = queue_of()
+    flows: dict[int, list[tuple[str, float]]] = {}
+    deficits: dict[int, float] = {}
+
+    def head() -> tuple[int, str, float]:
+        while True:
+            key, flow = next(iter(flows.items()))
+            if len(flows) == 1 or flow[0][1] <= deficits[key]:
+                return key, *flow[0]
+            deficits[key] += QUANTUM
+            flows[key] = flows.pop(key)
+
+    for index in range(4000):
+        what = rng.random()
+        if what < 0.5 or not flows:
+            key, cost = rng.randrange(4), rng.choice([1.0, QUANTUM, rng.expovariate(1 / 300)])
+            queue.add(str(index), key, 0, cost)
+            if key not in flows:
+                flows[key], deficits[key] = [], 0.0
+                if len(flows) == 2:
+                    deficits = dict.fromkeys(flows, 0.0)
+            flows[key].append((str(index), cost))
+            continue
+        key, item, cost = head()
+        assert queue.head() == item
+        if what < 0.9:
+            queue.pop(item)
+            deficits[key] -= cost if len(flows) > 1 else 0.0
+        else:
+            key = rng.choice(sorted(flows))
+            item, _ = rng.choice(flows[key])
+            queue.remove(item)
+        flows[key] = [each for each in flows[key] if each[0] != item]
+        if not flows[key]:
+            del flows[key]
+
+
+def test_how_many_a_request_would_overtake() -> None:
+    queue = queue_of()
+    for index in range(10):
+        queue.add(f"flood {index}", 0, 0, 100)
+        queue.add(f"idle {index}", 0, 1, 100)
+    assert queue.overtaken(key=0, priority=0, cost=100) == 10
+    assert queue.overtaken(key=1, priority=0, cost=100) == 19
+    assert queue.overtaken(key=1, priority=0, cost=2000) == 10
+    assert queue.overtaken(key=1, priority=2, cost=100) == 0
+    queue.add("own", 2, 0, 300)
+    assert queue.overtaken(key=2, priority=0, cost=100) == pytest.approx(10 * 0.6 + 10), "its own comes first"

@@ -1,0 +1,291 @@
+"""What is sent ahead to workers, and who of those that wait in the router comes next."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from router_clients import eventually, is_idle, lose, make_pair, post
+
+from protocol.costs import StepCosts
+from router.dispatch import placer
+
+KEYS = ("first-key", "second-key")
+ROWS = 2
+AHEAD = ROWS + 2
+"""What a worker of which nothing was measured gets."""
+
+
+@pytest.fixture
+def router(make_router):
+    return make_router(max_num_seqs=ROWS, api_key=", ".join(KEYS), drain_timeout=1.0)
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(64) as executor:
+        yield executor
+
+
+def ask(pool, router, key: int, count: int = 1, **fields) -> list:
+    """Returns once the router has them."""
+    before = len(router.server.state.journal)
+    headers = {"authorization": f"Bearer {KEYS[key]}"}
+    body = {"prompt": "the quick brown fox", "max_tokens": 3, **fields}
+    asked = [
+        pool.submit(router.http.post, "/v1/completions", json=body, headers=headers) for _ in range(count)
+    ]
+    eventually(lambda: len(router.server.state.journal) == before + count)
+    return asked
+
+
+def held(router, key: int = 0) -> int:
+    return int(router.metric("tandem_num_requests_held", api_key=str(key)))
+
+
+def test_workers_get_what_keeps_them_busy_and_the_rest_waits(router, pool):
+    worker = router.add_worker()
+    worker.hold.set()
+    asked = ask(pool, router, 0, count=30)
+    eventually(lambda: held(router) == 30 - AHEAD)
+    assert len(worker.generated) == AHEAD
+    workers = router.http.get("/workers", headers={"authorization": f"Bearer {KEYS[0]}"}).json()["workers"]
+    assert workers[0]["outstanding_requests"] == 30
+    worker.hold.clear()
+    assert [each.result(10).status_code for each in asked] == [200] * 30
+    ids = [request.request_id for request in worker.generated]
+    assert len(set(ids)) == len(ids) == 30
+    assert held(router) == 0
+    assert router.metric("tandem_request_held_seconds_total", api_key="0") > 0
+    eventually(lambda: is_idle(router))
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_after_short_answers_long_ones_are_not_all_sent_ahead(make_router, pool, monkeypatch, split):
+    """Fast workers end hundreds of short answers in `AHEAD_S`; a flood of long ones must not fill that."""
+    monkeypatch.setattr(placer, "FIRST_OUTPUT", 1.0)
+    rows = 4
+    router = make_router(max_num_seqs=rows, api_key=", ".join(KEYS))
+    costs = StepCosts(step_s=1e-4, row_s=0.0, context_s=0.0, token_s=1e-7, attention_s=0.0)
+    pair = make_pair(router, costs=costs) if split else [router.add_worker(costs=costs)]
+    pair[0].hold.set()
+    flood = ask(pool, router, 0, count=30, max_tokens=50)
+    single = ask(pool, router, 1, max_tokens=4)
+    eventually(lambda: held(router) == 30 - 2 * rows)
+    pair[0].hold.clear()
+    assert [each.result(10).status_code for each in (*single, *flood)] == [200] * 31
+    lengths = [request.sampling.max_tokens for request in pair[0].generated]
+    assert lengths.index(4) == 2 * rows, "it came next"
+
+
+def test_a_first_token_makes_room_for_the_next_prompt_at_once(make_router, pool):
+    """No look at all lines, a few times a second, is needed for it."""
+    router = make_router(max_num_seqs=16, api_key=", ".join(KEYS))
+    router.server.state.placer.ahead.check_all = lambda: None
+    worker = router.add_worker(costs=StepCosts(token_s=0.1, chunk_tokens=1), stall_after=1)
+    worker.hold.set()
+    asked = ask(pool, router, 0, count=6)
+    assert held(router) == 4
+    worker.hold.clear()
+    eventually(lambda: len(worker.generated) == 6)
+    worker.stall_after = 3
+    assert [each.result(10).status_code for each in asked] == [200] * 6
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_flood_does_not_keep_others_waiting(router, pool, split):
+    worker = make_pair(router)[0] if split else router.add_worker()
+    worker.hold.set()
+    flood = ask(pool, router, 0, count=40)
+    eventually(lambda: held(router) > 20)
+    num_ahead = len(worker.generated)
+    single = ask(pool, router, 1, max_tokens=4)
+    worker.hold.clear()
+    assert single[0].result(10).status_code == 200
+    assert [each.result(10).status_code for each in flood] == [200] * 40
+    lengths = [request.sampling.max_tokens for request in worker.generated]
+    assert lengths.index(4) == num_ahead, "it came next"
+
+
+def test_a_flood_starves_nobody_on_a_pair_under_cost(make_router, pool):
+    """Both workers serve the flood, each in a line of its own."""
+    router = make_router(max_num_seqs=ROWS, api_key=", ".join(KEYS), placement="cost")
+    costs = StepCosts(step_s=2e-3, row_s=1e-3, context_s=0.0, token_s=1e-4, attention_s=0.0)
+    started: list[tuple[str, int]] = []
+    pair = make_pair(router, step_s=2e-3, costs=costs)
+    for worker in pair:
+
+        def script(request, name=worker.worker_id, usual=worker.script):
+            started.append((name, request.sampling.max_tokens))
+            return usual(request)
+
+        worker.script = script
+        worker.hold.set()
+    flood = []
+    for length in random.Random(1).choices((20, 200, 400), k=60):
+        flood += ask(pool, router, 0, prompt=[2] * length, max_tokens=20)
+    for worker in pair:
+        worker.hold.clear()
+    headers = {"authorization": f"Bearer {KEYS[1]}"}
+    for length in (20, 400, 200, 20):
+        before = len(started)
+        body = {"prompt": [1] * length, "max_tokens": 5}
+        assert router.http.post("/v1/completions", json=body, headers=headers).status_code == 200
+        came_before = [tokens for _, tokens in started[before:]].index(5)
+        assert came_before <= 2 * AHEAD, "no more of the flood than both workers have at a time"
+    assert held(router) > 10, "the flood goes on"
+    assert [each.result(20).status_code for each in flood] == [200] * 60
+    assert {name for name, _ in started} == {"prefill-0", "decode-0"}
+
+
+def test_two_floods_share_equally(router, pool):
+    worker = router.add_worker()
+    worker.hold.set()
+    asked = ask(pool, router, 0, count=25, max_tokens=200)
+    asked += ask(pool, router, 1, count=25, max_tokens=201)
+    worker.hold.clear()
+    assert [each.result(20).status_code for each in asked] == [200] * 50
+    lengths = [request.sampling.max_tokens for request in worker.generated]
+    assert 12 <= lengths[AHEAD : AHEAD + 30].count(200) <= 18
+    sent = [router.metric("tandem_api_key_tokens_total", api_key=str(key)) for key in (0, 1)]
+    assert sent[0] == pytest.approx(sent[1], rel=0.2)
+
+
+def test_urgent_ones_come_before_the_turns(router, pool):
+    worker = router.add_worker()
+    worker.hold.set()
+    asked = ask(pool, router, 0, count=10)
+    asked += ask(pool, router, 1, count=1, max_tokens=5)
+    asked += ask(pool, router, 0, count=1, max_tokens=4, priority=-1)
+    worker.hold.clear()
+    assert [each.result(10).status_code for each in asked] == [200] * 12
+    assert [request.sampling.max_tokens for request in worker.generated][AHEAD : AHEAD + 2] == [4, 5]
+
+
+def test_who_gives_up_while_it_waits_was_never_sent(router, pool):
+    worker = router.add_worker()
+    worker.hold.set()
+    asked = ask(pool, router, 0, count=10)
+    headers = {"authorization": f"Bearer {KEYS[1]}"}
+    body = {"prompt": "x", "max_tokens": 9}
+    with pytest.raises(Exception, match="timed out"):
+        router.http.post("/v1/completions", json=body, headers=headers, timeout=0.3)
+    eventually(lambda: len(router.server.state.journal) == 10)
+    assert held(router, 1) == 0
+    worker.hold.clear()
+    assert [each.result(10).status_code for each in asked] == [200] * 10
+    assert 9 not in [request.sampling.max_tokens for request in worker.generated]
+    assert worker.aborted == []
+    eventually(lambda: is_idle(router))
+
+
+def test_what_waits_for_a_worker_that_dies_goes_to_another(router, pool):
+    """It was not what killed it."""
+    worker = router.add_worker("decode-0")
+    worker.hold.set()
+    asked = ask(pool, router, 0, count=20)
+    other = router.add_worker("decode-1")
+    lose(router, worker)
+    assert [each.result(10).status_code for each in asked] == [200] * 20
+    assert len(other.generated) == 20
+    failures = [request.failures for request in router.server.state.journal]
+    assert not any(failures)
+    eventually(lambda: is_idle(router))
+
+
+def test_a_decode_worker_that_dies_before_the_prompt_was_sent_is_replaced(router, pool):
+    prefill, decode = make_pair(router)
+    prefill.hold.set()
+    asked = ask(pool, router, 0, count=20)
+    eventually(lambda: held(router) > 5)
+    prefill.peers["decode-1"] = router.add_worker("decode-1")
+    lose(router, decode)
+    prefill.hold.clear()
+    assert [each.result(10).status_code for each in asked] == [200] * 20
+    eventually(lambda: is_idle(router))
+    assert held(router) == 0
+
+
+def test_what_waits_for_a_worker_that_leaves_goes_to_another(router, pool):
+    prefill, decode = make_pair(router)
+    prefill.hold.set()
+    asked = ask(pool, router, 0, count=20)
+    eventually(lambda: held(router) > 5)
+    num_sent = len(prefill.generated)
+    other = router.add_worker("prefill-1", "prefill", peers={"decode-0": decode})
+    headers = {"authorization": f"Bearer {KEYS[0]}"}
+    pool.submit(router.http.post, "/workers/prefill-0/drain", json={}, headers=headers)
+    eventually(lambda: len(other.generated) > 0)
+    prefill.hold.clear()
+    assert [each.result(10).status_code for each in asked] == [200] * 20
+    assert len(prefill.generated) == num_sent
+    assert len(other.generated) >= 20 - num_sent, "what was sent may follow at --drain-timeout"
+
+
+def test_full_rows_hold_prompts_back(router, pool):
+    """The prefill worker is quick, the decode worker has rows for two."""
+    prefill, decode = make_pair(router)
+    decode.hold.set()
+    asked = ask(pool, router, 0, count=20)
+    eventually(lambda: len(prefill.generated) >= AHEAD)
+    eventually(lambda: held(router) == 20 - len(prefill.generated))
+    assert len(prefill.generated) <= AHEAD + 1
+    decode.hold.clear()
+    assert [each.result(10).status_code for each in asked] == [200] * 20
+
+
+def test_who_has_begun_waits_for_nobody(router, pool):
+    """Its client has seen it run."""
+    first = router.add_worker("decode-0")
+    first.stall_after = 2
+    running = ask(pool, router, 0, max_tokens=6)
+    eventually(lambda: [len(r.output_token_ids) for r in router.server.state.journal] == [2])
+    second = router.add_worker("decode-1")
+    second.hold.set()
+    flood = ask(pool, router, 0, count=20)
+    lose(router, first)
+    eventually(lambda: 6 in [request.sampling.max_tokens for request in second.generated])
+    second.hold.clear()
+    assert [each.result(10).status_code for each in running + flood] == [200] * 21
+
+
+def test_an_slo_counts_only_those_that_come_before(router, pool):
+    """A flood of one key makes no other key's request late."""
+    worker = router.add_worker()
+    worker.hold.set()
+    flood = ask(pool, router, 0, count=40, prompt=list(range(2, 302)))
+    body = {"prompt": list(range(2, 302)), "max_tokens": 3}
+    slo = {"x-slo-ttft-ms": "700"}
+
+    def with_key(key: int) -> dict[str, str]:
+        return {"authorization": f"Bearer {KEYS[key]}", **slo}
+
+    refused = router.http.post("/v1/completions", json=body, headers=with_key(0))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "slo_ttft")
+    taken = pool.submit(router.http.post, "/v1/completions", json=body, headers=with_key(1))
+    eventually(lambda: held(router, 1) == 1)
+    worker.hold.clear()
+    assert [each.result(20).status_code for each in [taken, *flood]] == [200] * 41
+
+
+def test_any_of_the_keys_will_do_and_none_is_shown(make_router, caplog):
+    router = make_router(api_key=" one,two ,,one")
+    router.add_worker()
+    for key, status in {"one": 200, "two": 200, "one,two": 401, "three": 401}.items():
+        answer = router.http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+        assert answer.status_code == status
+        assert key not in answer.text or status == 200
+    headers = {"authorization": "Bearer two"}
+    body = {"prompt": "x", "max_tokens": 1}
+    assert router.http.post("/v1/completions", json=body, headers=headers).status_code == 200
+    shown = router.http.get("/metrics").text + caplog.text
+    assert 'api_key_tokens_total{api_key="1"' in shown
+    assert "two" not in shown
+
+
+def test_without_keys_all_share_one_line(make_router):
+    router = make_router()
+    router.add_worker()
+    assert post(router, max_tokens=2).status_code == 200
+    assert router.metric("tandem_api_key_tokens_total", api_key="0") > 0

@@ -1,0 +1,231 @@
+"""What the router knows of the workers' prefix caches, and what the placement makes of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from protocol.config import ServeConfig
+from protocol.ids import block_identities
+from protocol.kv_events import CacheFormat, KvChange, Medium
+from protocol.peers import PeerAddress
+from protocol.router_to_worker import ReplayKvEvents
+from protocol.sampling import SamplingParams
+from protocol.worker_to_router import KvEvents, Register, WorkerState
+from router.dispatch.kv_feed import LATE_S, KvFeed
+from router.dispatch.placer import Placer
+from router.observe.metrics import Metrics
+from router.placement import placement_policy
+from router.requests.journal import Generation, Journal, LiveRequest
+from router.text.choice import Choice, Prompt
+from router.workers.registry import Registry
+
+CACHE = CacheFormat(model="m", kv_format="f", block_size=16)
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(1000), k=length)
+
+
+def ask(prompt: list[int], salt: str = "", **sampling: Any) -> LiveRequest:
+    choice = Choice(0, Prompt(prompt), None)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=1, **sampling)
+    return Generation([(choice, params)], arrival=0.0, timeout_s=1.0, cache_salt=salt).requests[0]
+
+
+class Router:
+    """A router's registry, feed and placer. `sent` has what would go to workers."""
+
+    def __init__(self) -> None:
+        self.registry = Registry(5.0)
+        self.metrics = Metrics("m", self.registry)
+        self.sent: list[Any] = []
+        self.feed = KvFeed(self.registry, self.metrics, self._send)
+        self.registry.on_registered = self.feed.register
+        shared = (ServeConfig(), Journal("r"), self.registry, self.metrics, self._send)
+        self.placer = Placer(*shared, placement_policy("least_loaded"), self.feed)
+        self.numbers: dict[str, int] = {}
+
+    def _send(self, worker: object, message: msgspec.Struct) -> bool:
+        self.sent.append(message)
+        return True
+
+    def start(self, *worker_ids: str, incarnation: str = "new", cache: CacheFormat = CACHE) -> None:
+        for worker_id in worker_ids:
+            address = PeerAddress(worker_id=worker_id, incarnation=incarnation, control="tcp://x:1")
+            state = WorkerState(worker_id=worker_id, incarnation=incarnation, role="decode")
+            facts: dict[str, Any] = {"max_model_len": 1000, "vocab_size": 1000, "eos_token_ids": []}
+            self.registry.register(
+                Register(address=address, role="decode", model="m", state=state, cache=cache, **facts)
+            )
+            self.tell(worker_id, KvChange("cleared"), incarnation=incarnation, number=0)
+
+    def tell(
+        self, worker_id: str, *changes: KvChange, incarnation: str = "new", number: int | None = None
+    ) -> None:
+        number = self.numbers.get(worker_id, 0) if number is None else number
+        self.numbers[worker_id] = number + 1
+        self.feed.receive(
+            KvEvents(worker_id=worker_id, incarnation=incarnation, sequence=number, changes=list(changes))
+        )
+
+    def found(self, prompt: list[int], salt: str = "") -> dict[str, int]:
+        return self.feed.cached_tokens(ask(prompt, salt))
+
+    def dropped(self, reason: str) -> float:
+        labels = {"reason": reason, "model_name": "m"}
+        return self.metrics.registry.get_sample_value("tandem_kv_events_dropped_total", labels) or 0.0
+
+
+@pytest.fixture
+def router() -> Router:
+    return Router()
+
+
+def blocks(
+    kind: Any, token_ids: Sequence[int], first: int = 0, *, medium: Medium = Medium.GPU, salt: str = ""
+) -> KvChange:
+    """Of the full blocks of these tokens, those from `first` on."""
+    identities = list(block_identities(CACHE.root(salt), token_ids, CACHE.block_size))
+    return KvChange(kind, medium, b"".join(identities[first:]))
+
+
+def test_the_longest_common_prefix_of_each_worker_is_found(router: Router) -> None:
+    router.start("a", "b", "c")
+    router.tell("a", blocks("stored", tokens(500)[:200]))
+    router.tell("b", blocks("stored", tokens(500)))
+    router.tell("c", blocks("stored", tokens(500), medium=Medium.CPU))
+    asked = tokens(500)[:400] + tokens(100, seed=1)
+    assert router.found(asked) == {"a": 192, "b": 400}
+    assert router.found(asked[:250]) == {"a": 192, "b": 240}
+    assert router.found(tokens(500, seed=2)) == {}
+    assert router.found(asked, "tenant") == {}
+    assert router.found(asked[:15]) == {}
+    router.tell("a", blocks("stored", tokens(500), salt="tenant"))
+    assert router.found(asked, "tenant") == {"a": 400}
+
+
+def test_a_gap_ends_a_workers_prefix(router: Router) -> None:
+    """The head was evicted: the tail alone is of no use."""
+    router.start("a", "b")
+    router.tell("a", blocks("stored", tokens(320)))
+    router.tell("b", blocks("stored", tokens(320)), blocks("removed", tokens(320), 15))
+    assert router.found(tokens(320)) == {"a": 320, "b": 240}
+    router.tell("a", blocks("removed", tokens(160)))
+    assert router.found(tokens(320)) == {"b": 240}
+
+
+def test_the_answer_counts_where_a_request_is_placed_anew(router: Router) -> None:
+    router.start("a")
+    conversation = tokens(100)
+    router.tell("a", blocks("stored", conversation))
+    request = ask(conversation[:50])
+    request.output_token_ids = conversation[50:]
+    assert router.feed.cached_tokens(request) == {"a": 96}
+    request.output_token_ids = [999 - token for token in conversation[50:]]
+    assert router.feed.cached_tokens(request) == {"a": 48}
+
+
+def test_where_states_are_kept_a_prefix_counts_up_to_one_of_them(router: Router) -> None:
+    """Such workers tell of the blocks alone behind which they keep a state."""
+    cache = msgspec.structs.replace(CACHE, has_states=True)
+    router.start("a", "b", "c", cache=cache)
+    whole = [*block_identities(cache.root(), tokens(320), 16)]
+    router.tell("a", KvChange("stored", Medium.GPU, whole[3] + whole[11]))
+    router.tell("b", KvChange("stored", Medium.GPU, whole[7]))
+    assert router.found(tokens(320)) == {"a": 192, "b": 128}
+    assert router.found(tokens(320)[:192]) == {"a": 64, "b": 128}, "the last token is computed"
+    assert router.found(tokens(320)[:193]) == {"a": 192, "b": 128}
+    assert router.found(tokens(320)[:100]) == {"a": 64}
+    router.tell("a", KvChange("removed", Medium.GPU, whole[11]))
+    assert router.found(tokens(320)) == {"a": 64, "b": 128}
+
+
+def test_unlike_formats_do_not_mix(router: Router) -> None:
+    small = CacheFormat(model="m", kv_format="f/8", block_size=8)
+    router.start("a")
+    router.start("b", cache=small)
+    router.tell("a", blocks("stored", tokens(100)))
+    identities = b"".join(block_identities(small.root(), tokens(100), 8))
+    router.tell("b", KvChange("stored", Medium.GPU, identities))
+    assert router.found(tokens(100)) == {"a": 96, "b": 96}
+    assert router.found(tokens(15)) == {"b": 8}
+
+
+def test_what_a_restarted_worker_had_is_forgotten(router: Router) -> None:
+    router.start("a", incarnation="old")
+    router.tell("a", blocks("stored", tokens(100)), incarnation="old")
+    router.start("a", "b", incarnation="new")
+    assert router.found(tokens(100)) == {}
+    router.tell("a", blocks("stored", tokens(100)), incarnation="old", number=2)
+    assert router.dropped("unknown_worker") == 1
+    router.tell("a", blocks("stored", tokens(50)), number=1)
+    router.tell("b", blocks("stored", tokens(100)))
+    for _ in range(10_000):
+        router.feed.sweep()
+    assert router.found(tokens(100)) == {"a": 48, "b": 96}
+    router.registry.mark_dead("b", "new", "it was killed")
+    router.feed.sweep()
+    assert router.found(tokens(100)) == {"a": 48}
+
+
+def test_bad_events_are_counted_and_change_nothing(router: Router) -> None:
+    router.start("a")
+    router.tell("a", blocks("stored", tokens(100)))
+    stored = blocks("stored", tokens(100))
+    router.tell("nobody", stored)
+    router.tell("a", KvChange("removed", Medium.GPU, stored.identities[:-1]))
+    router.tell("a", blocks("removed", tokens(100)), number=1)
+    assert [router.dropped(why) for why in ("unknown_worker", "malformed", "duplicate")] == [1, 1, 1]
+    assert router.found(tokens(100)) == {"a": 96}
+    assert router.sent == []
+
+
+def test_what_is_missing_is_asked_for_once_in_a_while(router: Router) -> None:
+    router.start("a")
+    for number in (2, 3):
+        router.tell("a", blocks("stored", tokens(100)), number=number)
+    assert router.dropped("gap") == 2
+    assert router.sent == [ReplayKvEvents(incarnation="new", first=1)]
+    assert router.found(tokens(100)) == {}
+
+
+def test_a_heartbeat_shows_that_the_last_events_got_lost(router: Router) -> None:
+    """It may overtake them, and so may others that are read with it; after a while they are lost."""
+    router.start("a")
+    state = WorkerState(worker_id="a", incarnation="new", role="decode", num_kv_events=2)
+    for now in (0, 0, LATE_S):
+        router.feed.check(state, now)
+        assert router.sent == []
+    router.feed.check(state, LATE_S + 0.1)
+    assert router.sent == [ReplayKvEvents(incarnation="new", first=1)]
+
+
+def test_events_that_were_announced_may_come_while_more_are(router: Router) -> None:
+    router.start("a")
+    for number in range(1, 10):
+        state = WorkerState(worker_id="a", incarnation="new", role="decode", num_kv_events=number + 2)
+        router.feed.check(state, 0.7 * number * LATE_S)
+        router.tell("a", blocks("stored", tokens(100)), number=number)
+    assert router.sent == []
+
+
+@pytest.mark.parametrize(
+    ("incarnation", "sampling", "asked"),
+    [("new", {}, "decode-1"), ("old", {}, None), ("new", {"prompt_logprobs": 1}, None)],
+)
+def test_only_the_incarnation_that_computed_a_prefix_is_asked_for_it(
+    router: Router, incarnation: str, sampling: dict[str, Any], asked: str | None
+) -> None:
+    router.start("decode-0")
+    router.start("decode-1", incarnation=incarnation)
+    router.tell("decode-1", blocks("stored", tokens(500)), incarnation=incarnation)
+    router.start("decode-1") if incarnation == "old" else None
+    assert router.placer.place(ask(tokens(500), **sampling)) is None
+    (message,) = router.sent
+    assert message.incarnation == "new"
+    assert (message.prefix.worker_id if message.prefix else None) == asked

@@ -1,0 +1,191 @@
+"""Grammars of arguments in Python's and Gemma's notation: they hold schemas, and parsers read their texts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+
+from protocol.errors import InvalidRequestError
+from router.grammars.tool_grammar import Offer, tool_grammar
+from router.parsing import forms
+from router.parsing.formats import TOOL_FORMATS, Parsing
+from router.parsing.parameters import Parameters
+from tests.router.grammars.test_tool_grammar import Model
+from tests.router.parsing.test_parsing import block, parsed
+
+FORMS = {"pythonic": forms.PYTHONIC, "gemma4": forms.GEMMA4}
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tokens", "texts"])
+def model(request):
+    return Model(request.param)
+
+
+def call(kind: str, arguments: dict[str, Any]) -> str:
+    return block(FORMS[kind], ("f", json.dumps(arguments)))
+
+
+def grammar(model: Model, kind: str, schema: dict[str, Any] | None, strict: bool = True) -> str:
+    return tool_grammar(
+        FORMS[kind], [Offer("f", schema, strict)], model.spelling, demanded=True, several=False
+    )
+
+
+def closed(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+TREE = {
+    "properties": {"n": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/T"}, {"type": "null"}]}}
+}
+TREE |= {"required": ["n"], "additionalProperties": False}
+SCHEMAS: dict[str, tuple[dict[str, Any] | None, list[Any], list[Any]]] = {
+    "none": (None, [{}], [{"a": 1}]),
+    "all kinds": (
+        {
+            **closed(
+                s={"type": "string"},
+                i={"type": "integer"},
+                b={"type": "boolean"},
+                n={"type": ["number", "null"]},
+            ),
+            "required": ["s", "b"],
+        },
+        [
+            {"s": 'é 🙂 {"[(', "b": True},
+            {"s": "", "i": -3, "b": False, "n": None},
+            {"s": "a", "b": True, "n": 2.5},
+        ],
+        [
+            {"s": "a"},
+            {"b": True, "s": "a"},
+            {"s": 1, "b": True},
+            {"s": "a", "i": 1.5, "b": True},
+            {"s": "a", "b": None},
+        ],
+    ),
+    "anything": (
+        {},
+        [{}, {"a": [1, {"b": None, "c": ["x", True]}], "d": {}}],
+        [],
+    ),
+    "others of a type": (
+        {"properties": {"a": {"type": "string"}}, "additionalProperties": {"type": "integer"}},
+        [{"a": "x", "b": 1, "c": 2}, {"b": 1}],
+        [{"a": 1}, {"b": "x"}, {"b": 1, "a": 1}],
+    ),
+    "constants": (
+        closed(a={"enum": ["x y", 'q"', 3, None, True, [1, "z"], {"k": "v"}]}, c={"const": ""}),
+        [
+            {"a": "x y"},
+            {"a": 'q"'},
+            {"a": 3},
+            {"a": None},
+            {"a": True},
+            {"a": [1, "z"]},
+            {"a": {"k": "v"}},
+            {"c": ""},
+        ],
+        [{"a": "x"}, {"a": 4}, {"a": False}, {"a": [1]}, {"c": "d"}],
+    ),
+    "lists": (
+        closed(
+            a={"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2},
+            b={"items": {"enum": [1]}},
+        ),
+        [{"a": ["x"]}, {"a": ["x", "y"]}, {"b": []}, {"b": [1, 1, 1]}],
+        [{"a": []}, {"a": ["x", "y", "z"]}, {"a": [1]}, {"b": [2]}],
+    ),
+    "lengths and bounds": (
+        closed(a={"type": "string", "minLength": 2, "maxLength": 3}, b={"type": "integer", "minimum": 5}),
+        [{"a": "é🙂"}, {"a": "abc", "b": 5}],
+        [{"a": "a"}, {"a": "abcd"}, {"b": 4}],
+    ),
+    "references": (
+        {**closed(t={"$ref": "#/$defs/T"}), "$defs": {"T": TREE}},
+        [{"t": {"n": 1}}, {"t": {"n": 1, "next": {"n": 2, "next": None}}}],
+        [{"t": {"next": None}}, {"t": {"n": 1, "next": {}}}],
+    ),
+    "nested": (
+        closed(o={**closed(a={"type": "boolean"}, b={"type": "string"}), "required": ["b"]}),
+        [{"o": {"b": "x"}}, {"o": {"a": True, "b": "x"}}],
+        [{"o": {}}, {"o": {"b": "x", "a": True}}, {"o": {"b": "x", "c": 1}}],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize(("schema", "good", "bad"), SCHEMAS.values(), ids=SCHEMAS)
+def test_a_schema_is_held_and_read_again(model, kind, schema, good, bad):
+    made = grammar(model, kind, schema)
+    parsing = Parsing(tools=TOOL_FORMATS[kind], known={"f": Parameters()})
+    for arguments in good:
+        text = call(kind, arguments)
+        assert model.takes(made, text), text
+        _, content, ((_, found),) = parsed(parsing, list(text))
+        assert content == "" and json.loads(found) == arguments and list(json.loads(found)) == list(arguments)
+    for arguments in bad:
+        assert not model.takes(made, call(kind, arguments)), arguments
+
+
+CANNOT = {
+    "uniqueItems": closed(a={"type": "array", "uniqueItems": True}),
+    "allOf": closed(a={"allOf": [{}]}),
+    "patternProperties": {"patternProperties": {"a": {}}},
+    "unevaluatedProperties": {"properties": {}, "unevaluatedProperties": False},
+    "a(b": closed(**{"a(b": {}}),
+}
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("keyword", CANNOT)
+def test_what_cannot_be_held_is_named_and_matters_to_strict_functions_alone(kind, keyword):
+    model = Model(has_tokens=True)
+    with pytest.raises(InvalidRequestError, match="tools: f: ") as refused:
+        grammar(model, kind, CANNOT[keyword])
+    assert refused.value.field == "tools" and keyword in refused.value.message
+    assert model.takes(grammar(model, kind, CANNOT[keyword], strict=False), call(kind, {}))
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": ["a"]},
+        closed(a={"$ref": "#/$defs/none"}),
+        closed(a={"type": "text"}),
+        closed(a=False),
+        closed(a={"type": "array", "minItems": 2, "maxItems": 1}),
+        closed(a={"type": "string", "enum": [1]}),
+    ],
+)
+def test_what_is_no_schema_is_refused(kind, schema):
+    model = Model(has_tokens=True)
+    with pytest.raises(InvalidRequestError, match="tools: f: "):
+        grammar(model, kind, {**schema, "required": ["a"]})
+
+
+def test_patterns_of_strings_hold_in_python_and_are_refused_in_gemmas_notation(model):
+    schema = closed(a={"type": "string", "pattern": "^[a-c]+$"}, d={"type": "string", "format": "date"})
+    made = grammar(model, "pythonic", schema)
+    assert model.takes(made, '[f(a="abc", d="2024-02-29")]')
+    assert not model.takes(made, '[f(a="d")]') and not model.takes(made, '[f(d="2023-02-29")]')
+    with pytest.raises(InvalidRequestError, match=r"properties\.a\.pattern"):
+        grammar(model, "gemma4", schema)
+
+
+def test_a_mark_within_a_string_ends_it(model):
+    made = grammar(model, "gemma4", closed(a={"type": "string", "minLength": 6}))
+    assert not model.takes(made, '<|tool_call>call:f{a:<|"|>a<|"|>b<|"|>}<tool_call|>')
+    assert model.takes(made, '<|tool_call>call:f{a:<|"|><|"|a><|"|>}<tool_call|>')
+
+
+def test_grammars_compile():
+    """With a hundred parameters, each of which may be left out."""
+    model = Model(has_tokens=True)
+    schema = {"properties": {f"p{number}": {"type": "string"} for number in range(100)}}
+    for kind in FORMS:
+        assert not LLMatcher(model.ll, grammar(model, kind, schema), log_level=0).is_error()

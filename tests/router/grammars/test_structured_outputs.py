@@ -1,0 +1,237 @@
+"""What clients ask of structured outputs becomes a grammar of just those texts, or a 400 that says why."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from router_clients import eventually
+
+from protocol.config import ServeConfig
+from protocol.errors import InvalidRequestError
+from router.decoding import decode_body
+from router.grammars.grammar_request import GrammarRequest, grammar_request
+from router.grammars.structured_outputs import Grammar, requested_grammar
+from router.openai_types import CompletionBody
+from router.preprocessing.client import Preprocessor
+from router.preprocessing.grammar_compiler import GrammarCompiler
+from router.text.tokenizer import Tokenizer
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TAG = {
+    "structures": [{"begin": "<call=f>", "schema": PERSON, "end": "</call>"}],
+    "triggers": ["<call"],
+}
+TAGS = {
+    "structures": [
+        {"begin": '<call=f\x7f"🙂">', "schema": PERSON, "end": "\\</call>"},
+        {"begin": "<call=g>", "schema": json.dumps({"type": "integer"})},
+    ],
+    "triggers": ["<call="],
+}
+BOB = '{"name": "Bob", "age": 3}'
+COMPACT = '{"name":"Bob","age":3}'
+
+
+def structured(**fields: Any) -> dict[str, Any]:
+    return {"structured_outputs": fields}
+
+
+def formatted(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"response_format": {"type": kind, **fields}}
+
+
+CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+    "json": (structured(json=PERSON), [BOB], ["{}", COMPACT, BOB[:-1], '{"name": 3, "age": 3}']),
+    "json in a string": (structured(json=json.dumps(PERSON)), [BOB], ["{}"]),
+    "spaces of its own": (structured(json=PERSON, whitespace_pattern=" ?"), [COMPACT, BOB], ['{  "name"']),
+    "regex": (structured(regex="[a-c]+x"), ["abcx", "ax"], ["x", "abx ", "dx"]),
+    "choice": (structured(choice=["ja", 'n"ö\n', "ja!"]), ["ja", 'n"ö\n', "ja!"], ["nein", "j"]),
+    "Lark": (structured(grammar='start: "a" /[0-9]+/'), ["a12"], ["a"]),
+    "GBNF": (structured(grammar='root ::= "a" [0-9]+'), ["a12"], ["a"]),
+    "any object": (structured(json_object=True), ["{}", '{"a": [1, null]}'], ["[]", "1"]),
+    "a tag": (
+        structured(structural_tag=TAG),
+        ["free text", f"I <call=f>{BOB}</call> and <call=f>{BOB}</call>"],
+        ["<call=g>", "<call=f>{}</call>"],
+    ),
+    "two tags of a trigger": (
+        structured(structural_tag=TAGS),
+        [f'see <call=f\x7f"🙂">{BOB}\\</call>, <call=g>5', "<cal"],
+        [f"<call=f>{BOB}", "<call=g>x", f'<call=f\x7f"🙂">{COMPACT}\\</call>', "<call=g> 5"],
+    ),
+    "json_object": (formatted("json_object"), ["{}"], ["[]"]),
+    "json_schema": (
+        formatted("json_schema", json_schema={"name": "p", "strict": True, "schema": PERSON}),
+        [BOB],
+        ["{}"],
+    ),
+    "structural_tag": (formatted("structural_tag", **TAG), [f"<call=f>{BOB}</call>"], ["<call=f>{}</call>"]),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_folder: Path) -> Tokenizer:
+    return Tokenizer.load(ServeConfig(model=str(model_folder)))
+
+
+def grammar_of(fields: dict[str, Any]) -> Grammar | None:
+    asked = request_of(fields)
+    return None if asked is None else requested_grammar(asked, {})
+
+
+def request_of(fields: dict[str, Any]) -> GrammarRequest | None:
+    raw = json.dumps({"prompt": "x", **fields}).encode()
+    return grammar_request(decode_body(raw, CompletionBody))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_grammar_has_just_the_texts(
+    tokenizer: Tokenizer, case: tuple[dict[str, Any], list[str], list[str]]
+) -> None:
+    fields, right, wrong = case
+    grammar = grammar_of(fields)
+    assert grammar is not None
+    vocabulary = LLTokenizer(tokenizer.as_json())
+    for text in [*right, *wrong]:
+        matcher = LLMatcher(vocabulary, grammar.text)
+        token_ids = tokenizer.encode(text, False)
+        is_whole = matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+        assert is_whole == (text in right), text
+
+
+ODD = [*range(1, 32), 0x7F, 0x80, 0xA0, 0xAD, 0x200B, 0x2028, 0xFEFF, 0xFFFD, 0xFFFF, 0x1F600, 0x10FFFF]
+LETTERS = LLTokenizer("byte")
+
+
+def test_any_character_in_a_choice() -> None:
+    texts = [f"a{chr(code)}b" for code in [*ODD, *map(ord, "\"\\/#'[]")]]
+    grammar = grammar_of(structured(choice=[*texts, ""]))
+    assert grammar is not None
+    start = LLMatcher(LETTERS, grammar.text, log_level=0)
+    assert start.is_accepting(), start.get_error()
+    for text in texts:
+        matcher = start.deep_copy()
+        assert matcher.consume_tokens(list(text.encode())) and matcher.is_accepting(), text
+
+
+def test_a_regex_that_ends_in_an_escape() -> None:
+    assert grammar_of(structured(regex="a\\\\")) is not None
+    with pytest.raises(InvalidRequestError, match=r"structured_outputs.regex: ends within an escape"):
+        grammar_of(structured(regex="a\\"))
+
+
+def test_what_asks_for_nothing() -> None:
+    for fields in ({}, {"response_format": None, "structured_outputs": None}, formatted("text")):
+        assert grammar_of(fields) is None
+
+
+UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
+    "keyword": ({"type": "object", "not": {"type": "string"}}, "not"),
+    "another": ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    "leniently": ({"x-guidance": {"lenient": True}, "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+    "format": ({"type": "string", "format": "colour"}, "colour"),
+    "type": ({"type": "colour"}, "colour"),
+    "far away": ({"$ref": "http://example.com/schema"}, "example.com"),
+    "contradiction": ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "nsatisfiable"),
+}
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_what_is_not_supported_is_named(router: Any, case: tuple[dict[str, Any], str]) -> None:
+    schema, named = case
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    body |= formatted("json_schema", json_schema={"name": "x", "schema": schema})
+    answer = router.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == "response_format.json_schema.schema"
+    assert named in error["message"]
+
+
+def test_workers_get_the_grammar(router: Any) -> None:
+    worker = next(worker for worker in router.workers if worker.role == "prefill")
+    worker.generated.clear()
+    fields = {"prompt": "x", "max_tokens": 2, "n": 2, **structured(regex="[ab]+")}
+    assert router.http.post("/v1/completions", json=fields).status_code == 200
+    wanted = grammar_of(structured(regex="[ab]+"))
+    assert wanted is not None
+    assert [request.sampling.grammar for request in worker.generated] == [wanted.text] * 2
+
+
+EXPLOSIVE = {
+    "nested repetition": structured(regex="((a{1,500}b?){1,500}c?){1,500}"),
+    "many optional fields": structured(
+        json={"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}
+    ),
+    "long alternatives": structured(regex="(" + "|".join(f"x{i}.*y{i}" for i in range(2000)) + ")*z"),
+    "deep": structured(json='{"items":' * 500 + "{}" + "}" * 500),
+    "negated": structured(regex="(.*a.{20}){30}"),
+    "long minimum": structured(json={"type": "array", "minItems": 10**9, "items": {"type": "string"}}),
+}
+
+
+@pytest.fixture(scope="module")
+def preprocessor(tokenizer: Tokenizer) -> Iterator[Preprocessor]:
+    made = Preprocessor(ServeConfig(), tokenizer)
+    yield made
+    made.close()
+
+
+def test_constant_grammars_are_compiled_at_the_start(
+    make_router: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = make_router(prepares=True)
+    router.add_worker()
+    state = router.server.state
+    eventually(lambda: len(state.grammars._prepared) == len(state.chats.constant_grammars))
+    monkeypatch.setattr(state.preprocessor, "run", None)  # nothing can be compiled any more
+    for fields in (formatted("json_object"), structured(json_object=True)):
+        body = {"prompt": "x", "max_tokens": 2, **fields}
+        assert router.http.post("/v1/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize("fields", EXPLOSIVE.values(), ids=EXPLOSIVE)
+def test_a_verdict_comes_soon_and_leaves_no_more_than_itself(
+    preprocessor: Preprocessor, fields: dict[str, Any]
+) -> None:
+    """Whatever it is."""
+
+    async def check() -> None:
+        compiler = GrammarCompiler(preprocessor)
+        request = request_of(fields)
+        assert request is not None
+        for _ in range(2):
+            with suppress(InvalidRequestError):
+                await compiler.compile(request.asked())
+        assert len(compiler._known) <= 1
+
+    asyncio.run(check())
+
+
+def test_outcomes_are_kept_within_a_bound(
+    preprocessor: Preprocessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.preprocessing.grammar_compiler.MAX_KNOWN_BYTES", 800)
+
+    async def check() -> None:
+        compiler = GrammarCompiler(preprocessor)
+        for text in ("a", "b", "a", "c"):
+            request = request_of(structured(choice=[text]))
+            assert request is not None
+            assert text in await compiler.compile(request.asked())
+        assert len(compiler._known) == 2
+        assert compiler._known_bytes <= 800
+
+    asyncio.run(check())

@@ -1,0 +1,392 @@
+"""Grammars of calls: what they let a model write, and that the parsers read it."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import jsonschema
+import numpy as np
+import pytest
+from conftest import byte_level_tokenizer
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken
+
+from protocol.errors import InvalidRequestError
+from router.grammars.lark import Spelling
+from router.grammars.structural_tags import tag_grammar
+from router.grammars.tool_grammar import MAX_CALLS, Offer, after_thinking, tool_grammar
+from router.parsing import forms, tagged
+from router.parsing.formats import TOOL_FORMATS, Parsing
+from router.parsing.parameters import parameters_of
+from router.parsing.reasoning import GRANITE, HARMONY, THINK
+from tests.router.grammars.test_structured_outputs import grammar_of
+from tests.router.parsing.test_parsing import TAGS, block, in_form, parsed
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+OFFERS = [
+    Offer("get_weather", WEATHER, True),
+    Offer("now", None, False),
+    Offer("any", {"type": "object"}, False),
+]
+PARIS = '{"city": "Paris", "days": 3}'
+MARKERS = frozenset(
+    {marker for each in TOOL_FORMATS.values() for marker in each.markers} | {"<think>", "</think>"}
+)
+FORMS = {
+    "hermes": ("hermes", forms.HERMES),
+    "llama": ("llama3_json", forms.LLAMA3),
+    "granite": ("granite", forms.GRANITE),
+    "mistral": ("mistral", forms.MISTRAL),
+    "mistral by name": ("mistral", forms.MISTRAL_NAMED),
+    "deepseek": ("deepseek_v3", forms.DEEPSEEK_V3),
+    "deepseek 3.1": ("deepseek_v31", forms.DEEPSEEK_V31),
+    "kimi": ("kimi_k2", forms.KIMI_K2),
+    "hunyuan": ("hunyuan_a13b", forms.HUNYUAN),
+    "internlm": ("internlm", forms.INTERNLM),
+    "phi": ("phi4_mini_json", forms.PHI4),
+    "xlam": ("xlam", forms.XLAM),
+    "pythonic": ("pythonic", forms.PYTHONIC),
+    "gemma": ("gemma4", forms.GEMMA4),
+    "harmony": ("openai", forms.HARMONY),
+    **{name: (name, forms.tagged(tags)) for name, tags in TAGS.items()},
+}
+
+
+class Model:
+    """A tokenizer whose marks are added tokens, or texts like others."""
+
+    def __init__(self, has_tokens: bool) -> None:
+        self.has_tokens = has_tokens
+        self.fast = byte_level_tokenizer(500)
+        if has_tokens:
+            self.fast.add_tokens([AddedToken(text, normalized=False) for text in sorted(MARKERS)])
+        self.ll = LLTokenizer(self.fast.to_str(), eos_token=1)
+        self.spelling = Spelling(MARKERS, self.fast.token_to_id)
+
+    def takes(self, grammar: str, text: str) -> bool:
+        """Whether `text` can be a whole answer."""
+        matcher = LLMatcher(self.ll, grammar, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        token_ids = self.fast.encode(text, add_special_tokens=False).ids
+        return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tokens", "texts"])
+def model(request):
+    return Model(request.param)
+
+
+def calls(form: forms.CallForm) -> list[str]:
+    """Answers with one call and, where the form has several, with two."""
+    one = block(form, ("get_weather", PARIS))
+    if form.separator is not None:
+        return [one, block(form, ("get_weather", PARIS), ("now", "{}"))]
+    return [one] if form.between is None else [one, one + form.between + block(form, ("now", "{}"))]
+
+
+def bad(form: forms.CallForm) -> list[str]:
+    of_weather = [
+        '{"city": "Paris", "days": 1.5}',
+        '{"city": "Paris"}',
+        '{"city": "Paris", "days": 3, "x": 1}',
+    ]
+    texts = [
+        *(block(form, ("get_weather", arguments)) for arguments in of_weather),
+        block(form, ("now", '{"x": 1}')),
+        block(form, ("other", "{}")),
+    ]
+    if form.trigger and form.elsewhere:
+        other = "<tool_call>[" if form is forms.GRANITE else ""
+        texts += [text.replace(form.trigger + form.open, other) for text in texts]
+    if form.tags is None:
+        texts.append(block(form, ("get_weather", '{"city": 3, "days": 3}')))
+    if form.tags is form.notation is None:
+        texts.append(block(form, ("any", "[]")))
+    return texts
+
+
+def thoughts(kind: str) -> str:
+    marks = HARMONY if kind == "openai" else THINK
+    return f"{marks.open[0]} 1 < 2, {{hm}} {marks.close[0]}"
+
+
+@pytest.mark.parametrize(("kind", "form"), FORMS.values(), ids=FORMS)
+def test_demanded_calls(model, kind, form):
+    marks = HARMONY if kind == "openai" else THINK
+    grammar = tool_grammar(form, OFFERS, model.spelling, demanded=True, several=True, marks=marks)
+    for text in calls(form):
+        assert model.takes(grammar, text)
+        assert model.takes(grammar, thoughts(kind) + text)
+    for text in [*bad(form), "", "hello", thoughts(kind), "hello " + calls(form)[0]]:
+        assert not model.takes(grammar, text)
+
+
+@pytest.mark.parametrize(("kind", "form"), FORMS.values(), ids=FORMS)
+def test_calls_beside_text(model, kind, form):
+    grammar = tool_grammar(form, OFFERS, model.spelling, demanded=False, several=True, marks=None)
+    begin = "I look. " if form.trigger else ""
+    for text in ["", "a < b {x}", *(begin + text for text in calls(form))]:
+        assert model.takes(grammar, text)
+    for text in bad(form):
+        assert not model.takes(grammar, begin + text)
+
+
+@pytest.mark.parametrize(("kind", "form"), FORMS.values(), ids=FORMS)
+def test_one_call(model, kind, form):
+    grammar = tool_grammar(form, OFFERS, model.spelling, demanded=True, several=False)
+    assert model.takes(grammar, calls(form)[0])
+    assert not any(model.takes(grammar, text) for text in calls(form)[1:])
+
+
+@pytest.mark.parametrize(("kind", "form"), FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("demanded", [True, False])
+def test_the_number_of_calls_is_bounded(model, kind, form, demanded):
+    if form.separator is None and form.between is None:
+        return
+    grammar = tool_grammar(form, OFFERS, model.spelling, demanded=demanded, several=True)
+
+    def answer(number: int) -> str:
+        if form.separator is not None:
+            return block(form, *[("now", "{}")] * number)
+        return form.between.join([block(form, ("now", "{}"))] * number)
+
+    assert model.takes(grammar, answer(MAX_CALLS))
+    assert not model.takes(grammar, answer(MAX_CALLS + 1))
+
+
+def test_a_strict_function_leaves_harmonys_final_channel():
+    model = Model(has_tokens=True)
+    grammar = tool_grammar(forms.HARMONY, OFFERS, model.spelling, demanded=False, several=True, marks=HARMONY)
+    thought = HARMONY.open[0] + "Hm." + HARMONY.close[0]
+    for before in ("", thought):
+        assert model.takes(grammar, f"{before}{HARMONY.lead}It rains.")
+        assert model.takes(grammar, before + calls(forms.HARMONY)[0])
+    assert not model.takes(grammar, bad(forms.HARMONY)[0])
+
+
+QWEN3 = forms.tagged(tagged.QWEN3)
+ARGUMENTS = {
+    "none": {},
+    "an optional one": {"days": 3},
+    "of Unicode": {"city": "Zürich 🙂 \u2028", "days": -1},
+    "white space": {"city": " \n a\n\n", "days": 0},
+    "empty": {"city": ""},
+    "JSON in a string": {"city": '{"a": "\\n"}', "options": {"a": [{"b": [None, 1.5, "é </x>"]}], "c": {}}},
+    "tags in a string": {
+        "city": "<b> < </function>\n</tool_call></invoke> <parameter=x> <arg_key> </arg_value"
+    },
+}
+TRIP = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "options": {"type": "object"}},
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS.values(), ids=ARGUMENTS)
+@pytest.mark.parametrize(("kind", "form"), FORMS.values(), ids=FORMS)
+def test_what_the_grammar_takes_is_read_wherever_it_is_split_or_cut_off(model, kind, form, arguments):
+    offers = [Offer("trip", TRIP, True), Offer("now", None, False)]
+    wanted = [("trip", json.dumps(arguments, ensure_ascii=False)), ("now", "{}")]
+    has_one = form.separator is None and form.between is None
+    wanted = wanted[:1] if has_one else wanted
+    text, marks = in_form(form, *wanted), HARMONY if kind == "openai" else THINK
+    grammar = tool_grammar(form, offers, model.spelling, demanded=True, several=True, marks=marks)
+    said = f"{marks.open[0]}Hm.{marks.close[0]}{text}"
+    assert model.takes(grammar, said) or (model.has_tokens and "<b>" in said)  # no marks within strings
+    known = {offer.name: parameters_of(offer.schema) for offer in offers}
+    is_harmony = kind == "openai"
+    parsing = Parsing(tools=TOOL_FORMATS[kind], known=known, is_harmony=is_harmony, marks=marks)
+    assert parsed(parsing, [said]) == parsed(parsing, list(said)) == ("Hm.", "", wanted)
+    if model.has_tokens or form.tags is None:
+        return
+    for cut in range(len(said) - len(text), len(said)):
+        _, content, found = parsed(parsing, [said[:cut]], is_cut=True)
+        assert content in ("", "<")
+        for (name, start), (whole_name, whole) in zip(found, wanted, strict=False):
+            assert name == whole_name and whole.startswith(start), said[:cut]
+
+
+PARAMETERS = {
+    "text": {"type": "string"},
+    "short": {"type": "string", "minLength": 1, "maxLength": 3},
+    "code": {"type": "string", "pattern": "^[A-Z]{2}/[0-9]+$"},
+    "part": {"type": "string", "pattern": "a|b"},
+    "day": {"type": "string", "format": "date"},
+    "mail": {"type": "string", "format": "email"},
+    "unit": {"enum": ["celsius", "kelvin"]},
+    "mixed": {"enum": ["a", 1, None]},
+    "maybe": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+    "either": {"type": ["string", "integer"], "maximum": 5},
+    "list or text": {
+        "anyOf": [{"type": "array", "items": {"type": "integer"}, "maxItems": 2}, {"type": "string"}]
+    },
+    "kind": {"$ref": "#/$defs/Kind"},
+    "const": {"const": "x y"},
+    "same": {"$ref": "#/properties/place"},
+    "count": {"type": "integer", "minimum": 1, "maximum": 20},
+    "is": {"type": "boolean"},
+    "place": {
+        "type": "object",
+        "properties": {"x": {"type": "integer"}},
+        "required": ["x"],
+        "additionalProperties": False,
+    },
+    "any": {},
+}
+SCHEMA = {
+    "type": "object",
+    "properties": PARAMETERS,
+    "required": [name for number, name in enumerate(PARAMETERS) if number % 3],
+    "additionalProperties": False,
+    "$defs": {"Kind": {"type": "string", "enum": ["one", "two"]}},
+}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", TAGS)
+def test_written_calls_satisfy_their_schemas(name, seed):
+    """Written at random as far as the grammar allows; closing marks are tried often, so that values end."""
+    model, rng, tags = Model(has_tokens=bool(seed)), random.Random(seed), TAGS[name]
+    offers = [Offer("f", SCHEMA, True)]
+    grammar = tool_grammar(forms.tagged(tags), offers, model.spelling, demanded=True, several=False)
+    matcher, token_ids = LLMatcher(model.ll, grammar, log_level=0), []
+    closing = [
+        model.fast.encode(text, add_special_tokens=False).ids
+        for text in (tags.pad + tags.value_end, '"', "]", "}")
+    ]
+    while not matcher.is_stopped():
+        mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        chosen = [int(rng.choice(np.flatnonzero(mask)))]
+        for text in rng.sample(closing, len(closing)):
+            if rng.random() < 0.3 and matcher.validate_tokens(text) == len(text):
+                chosen = text
+        assert matcher.consume_tokens(chosen)
+        token_ids += chosen
+    said = model.fast.decode(token_ids, skip_special_tokens=False).removesuffix("<|end|>")
+    parsing = Parsing(tools=TOOL_FORMATS[name], known={"f": parameters_of(SCHEMA)})
+    _, content, ((_, arguments),) = parsed(parsing, [said])
+    assert content == ""
+    jsonschema.validate(json.loads(arguments), SCHEMA, format_checker=jsonschema.FormatChecker())
+
+
+EITHER = {"anyOf": [{"enum": ["7", "a"]}, {"type": "integer", "maximum": 5}]}
+LIST_OR_TEXT = {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "string"}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "takes", "refuses"),
+    [
+        ({"type": ["integer", "string"], "maximum": 5}, ["5", "-3", "a 7", "-x"], ["7", "7a", " 7", "-.9"]),
+        (EITHER, ["a", "5"], ["7", "b"]),
+        (LIST_OR_TEXT, ["[1, 2]", "x [", ""], ['["a"]', "[", "\n[1"]),
+        ({"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]}, ["null", "a\nb"], ["abcd"]),
+        ({"type": "string", "minLength": 20}, ["a" * 20], ["a" * 19, "a\n</parameter>\n" + "a" * 20]),
+    ],
+)
+def test_no_text_is_read_as_what_its_schema_refuses(model, schema, takes, refuses):
+    whole = {"type": "object", "properties": {"p": schema}}
+    grammar = tool_grammar(QWEN3, [Offer("f", whole, True)], model.spelling, demanded=True, several=False)
+
+    def call(text: str) -> str:
+        return block(QWEN3, ("f", json.dumps({"p": text})))
+
+    assert all(model.takes(grammar, call(text)) for text in takes)
+    assert not any(model.takes(grammar, call(text)) for text in refuses)
+
+
+REFUSED = {
+    "properties.p.pattern: look-around": {"type": "string", "pattern": "(?=a)b"},
+    "properties.p.pattern: its anchors": {"type": "string", "pattern": "^a|b$"},
+    "properties.p.format: 'idn-email'": {"type": "string", "format": "idn-email"},
+    "properties.p.not: cannot": {"type": "string", "not": {"const": "a"}},
+    "properties.p.multipleOf: 0.123456789012 has": {"type": "number", "multipleOf": 0.123456789012},
+}
+
+
+@pytest.mark.parametrize(("reason", "schema"), REFUSED.items(), ids=REFUSED)
+def test_a_strict_function_names_the_keyword_that_no_tags_can_hold(model, reason, schema):
+    schema = {"type": "object", "properties": {"p": schema}}
+
+    def grammar(strict: bool) -> str:
+        return tool_grammar(QWEN3, [Offer("f", schema, strict)], model.spelling, demanded=True, several=True)
+
+    with pytest.raises(InvalidRequestError, match=re.escape(f"f: {reason}")):
+        grammar(True)
+    assert model.takes(grammar(False), block(QWEN3, ("f", '{"p": 1}')))
+
+
+def test_an_answer_behind_thoughts(model):
+    schema = LLMatcher.grammar_from_json_schema({"type": "integer"})
+    grammar = after_thinking(schema, model.spelling, THINK, is_open=False)
+    assert model.takes(grammar, "12") and model.takes(grammar, "<think>is it 3?</think>\n\n12")
+    assert not model.takes(grammar, "<think>12") and not model.takes(grammar, "is it 3?</think>12")
+    grammar = after_thinking(schema, model.spelling, GRANITE, is_open=True)
+    assert model.takes(grammar, "is it 3? Here's my response: 12")
+    assert not model.takes(grammar, "12")
+
+
+NOTATIONS = {
+    "choice": {"choice": ["yes", "no"]},
+    "Lark": {"grammar": 'start: "yes" | "no"'},
+    "GBNF": {"grammar": 'root ::= "yes" | "no"'},
+    "regex": {"regex": "yes|no"},
+    "JSON": {"json": {"enum": ["yes", "no"]}},
+    "tags": {
+        "structural_tag": {"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f>"]}
+    },
+}
+
+
+@pytest.mark.parametrize("marks", [THINK, GRANITE, HARMONY], ids=["think", "granite", "harmony"])
+@pytest.mark.parametrize("wanted", NOTATIONS.values(), ids=NOTATIONS)
+def test_any_notation_behind_thoughts(model, marks, wanted):
+    """No white space stands before the answer but the gap behind the thoughts."""
+    says = {"json": '"yes"', "structural_tag": "see <f>1</f>"}.get(*wanted, "yes")
+    grammar = after_thinking(grammar_of({"structured_outputs": wanted}).text, model.spelling, marks, False)
+    thought = f"{marks.open[0]}Hm.{marks.close[0]}"
+    whole = [marks.lead + says, thought + marks.gap + marks.lead + says]
+    assert all(model.takes(grammar, text) for text in whole)
+    assert "structural_tag" in wanted or not any(
+        model.takes(grammar, text.replace(says, space + says)) for text in whole for space in SPACES
+    )
+
+
+def test_tags_of_tokens_beside_tags_of_texts():
+    model = Model(has_tokens=True)
+    tokens = {text: model.fast.token_to_id(text) for text in ("<tool_call>", "</tool_call>")}
+    structures = [
+        {"begin": "<tool_call>f", "schema": {"type": "integer"}, "end": "</tool_call>"},
+        {"begin": "<g>", "schema": {"type": "boolean"}, "end": "</g>"},
+    ]
+    raw = json.dumps({"structures": structures, "triggers": ["<tool_call>", "<g>"]}).encode()
+    grammar = tag_grammar(raw, "f", tokens)
+    assert model.takes(grammar, "a <tool_call>f5</tool_call> <g>true</g> <tool_call>f6</tool_call>")
+    for text in ("<tool_call>f", "<tool_call>ftrue</tool_call>", "<g>5</g>", "</tool_call>"):
+        assert not model.takes(grammar, text)
+
+
+SPACES = [" ", "\n", "\u2003", "\u205f"]
+
+
+def test_white_space_before_calls_is_bounded_and_of_json(model):
+    grammar = tool_grammar(forms.HERMES, OFFERS, model.spelling, demanded=True, several=True, marks=THINK)
+    call = calls(forms.HERMES)[0]
+    for before in ("", "<think>Hm.</think>"):
+        assert model.takes(grammar, f"{before} \n\t\r{call}")
+        assert not any(model.takes(grammar, before + space + call) for space in ["\n" * 5, *SPACES[2:], "\v"])
+
+
+def test_keywords_that_cannot_be_kept_to_matter_to_strict_functions_alone(model):
+    schema = {"type": "object", "properties": {}, "unevaluatedProperties": False}
+    for strict in (False, True):
+        offers = [Offer("f", schema, strict)]
+        grammar = tool_grammar(forms.HERMES, offers, model.spelling, demanded=True, several=True)
+        assert LLMatcher(model.ll, grammar, log_level=0).is_error() is strict

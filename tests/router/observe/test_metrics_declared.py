@@ -1,0 +1,92 @@
+"""Every metric is declared once, and the document lists them all."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from typing import get_args
+
+import pytest
+
+from engine.kv.tiers.disk import DiskCounters
+from engine.kv.tiers.host import HostCounters
+from kvtransfer.pairs import PairCounter
+from protocol.metrics import PAIR_COUNTERS, PAIR_STATE, REPORTED, ROUTER, VLLM, WORKER, reported
+from router.observe.metrics_docs import TARGET, render
+from speculation.account import Account
+from worker.counters import Counters
+
+BY_NAME = {metric.name: metric for metric in REPORTED}
+
+
+def test_the_document_is_up_to_date():
+    assert TARGET.read_text() == render(), "run: python -m router.observe.metrics_docs"
+
+
+def test_names_are_unique_and_say_their_kind():
+    groups = ([*ROUTER, *WORKER, *REPORTED], [*PAIR_STATE, *PAIR_COUNTERS])
+    for metrics in groups:
+        assert len({metric.name for metric in metrics}) == len(metrics)
+        for metric in metrics:
+            assert metric.name.endswith("_total") == (metric.kind == "counter")
+            assert bool(metric.buckets) == (metric.kind == "histogram")
+
+
+def test_vllms_names_are_given_where_they_are_asked_for(make_router):
+    texts = {}
+    reports = {
+        f'{name}{{method="ngram"' + (', position="0"}' if "per_pos" in name else "}"): 1.0
+        for name in VLLM
+        if name.startswith("spec_decode")
+    }
+    for names in ("tandem", "vllm"):
+        router = make_router(metric_names=names)
+        router.add_worker(counters=reports)
+        assert router.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3}).status_code == 200
+        texts[names] = router.http.get("/metrics").text
+    assert "vllm:" not in texts["tandem"]
+    for name in VLLM:
+        assert re.search(rf"^vllm:{name}(_bucket|_count)?{{", texts["vllm"], re.MULTILINE), name
+        assert not re.search(rf"tandem_{name}", texts["vllm"]), name
+    renamed = texts["vllm"].replace("vllm:", "tandem_")
+    assert re.findall(r"^# .*", renamed, re.MULTILINE) == re.findall(r"^# .*", texts["tandem"], re.MULTILINE)
+
+
+def test_what_the_parts_of_a_worker_count_is_declared():
+    account = Account()
+    account.chose("ngram", 3)
+    account.stepped(0.1, True)
+    account.drafted("ngram", 0.1)
+    account.verified("ngram", 3, 2)
+    account.collapsed("ngram", "computed")
+    account.lost_draft("request", "a test")
+    names = list(account.counters())
+    names += [f"kv_host_{field.name}_total" for field in fields(HostCounters)]
+    names += [f"kv_disk_{field.name}_total" for field in fields(DiskCounters)]
+    assert [name for name in names if reported(name, BY_NAME) is None] == []
+    assert set(get_args(PairCounter)) < {metric.name for metric in PAIR_COUNTERS}
+
+
+def test_a_worker_counts_only_what_is_declared():
+    with pytest.raises(KeyError):
+        Counters().add("made_up_total")
+
+
+@pytest.mark.parametrize(
+    ("key", "found"),
+    [
+        ('spec_decode_choices_total{method="ngram", k="4"}', ["ngram", "4"]),
+        ("spec_decode_choices_total{k=4,method=ngram}", ["ngram", "4"]),
+        ("spec_decode_choices_total{k=4}", None),
+        ("spec_decode_choices_total{k=4,method=a,kind=b}", None),
+        ("spec_decode_choices_total{k=4,k=5}", None),
+        ("spec_decode_choices_total", None),
+        ("handoffs_total", []),
+        ("handoffs_total{}", []),
+        ("handoffs_total{worker=other}", None),
+        ("made_up_total", None),
+    ],
+)
+def test_reported_names(key, found):
+    declared = reported(key, BY_NAME)
+    assert (declared[1] if declared else None) == found

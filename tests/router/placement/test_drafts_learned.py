@@ -1,0 +1,232 @@
+"""DraftSite predictions are wrong, what was seen corrects them: a decode worker in simulated time."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from math import exp, inf, nan
+
+import pytest
+
+from router.placement.drafts.interface import (
+    NOWHERE,
+    DraftDecision,
+    DraftFacts,
+    DraftMaker,
+    DraftOption,
+    DraftPlace,
+    DraftSite,
+)
+from router.placement.drafts.kinds import DraftKind, ExpectedTokens, expect
+from router.placement.drafts.prospects import Prospects
+from router.placement.drafts.seen import SeenRates
+from router.placement.drafts.trials import TRIAL_S, Trials
+from tests.router.drafted import CPU_LIKE, GPU_LIKE, drafter, target
+
+SWEEP_S = 0.25
+NEW = DraftFacts()
+TEXTS = 0.2
+"""By which what a second brings differs from text to text."""
+
+HOLDS: dict[DraftSite, float] = {"none": 1.0, "local": 1.0, "remote": 1.0}
+SHARED_CORES: dict[DraftSite, float] = {"none": 1.0, "local": 0.95, "remote": 0.4}
+BAD_START: dict[DraftSite, float] = {"none": 1.0, "local": 2.2, "remote": 0.9}
+NOT_HERE: dict[DraftSite, float] = {"none": 1.0, "local": 0.4, "remote": 1.1}
+
+
+class Simulated:
+    """What is predicted for a place really brings `truth` times as much."""
+
+    def __init__(
+        self, model: dict[str, float], truth: dict[DraftSite, float], rows: int, seed: int = 1
+    ) -> None:
+        self.truth, self._model = truth, model
+        self._random = random.Random(seed)
+        self.kind = DraftKind()
+        self.seconds: Counter[DraftSite] = Counter()
+        self._place: DraftPlace | None = None
+        self.resize(rows)
+
+    def resize(self, rows: int) -> None:
+        """So many requests run from now on."""
+        self._rows = rows
+        plain = Prospects(target(rows, model=self._model), [drafter()])
+        self._options = [
+            option
+            for option in (plain.nowhere(NEW), plain.local(NEW), *plain.elsewhere(NEW))
+            if option is not None
+        ]
+
+    def run(self, seconds: float) -> float:
+        """What is reached of the best place."""
+        tokens = 0.0
+        for _ in range(round(seconds / SWEEP_S)):
+            self._place = self._decide(self._rows).place
+            option = self._option(self._place)
+            tokens += SWEEP_S * self._rate(option)
+            self.seconds[self._place.where] += SWEEP_S
+            for _ in range(self._rows):
+                self._brings(expect(option, self._rows, 0.0, 0))
+        return tokens / seconds / max(map(self._rate, self._options))
+
+    def arrive(self, rows: int) -> None:
+        """One after the other at once, so that each is planned with those before it."""
+        self.resize(rows)
+        for expected in [expect(self._decide(each).chosen, each, 0.0, 0) for each in range(1, rows + 1)]:
+            self._brings(expected)
+
+    def _decide(self, rows: int) -> DraftDecision:
+        at = target(rows, model=self._model)
+        prospects = Prospects(at, [drafter()], seen=self.kind.seen)
+        return self.kind.decide(DraftFacts(current=self._place), prospects)
+
+    def _brings(self, expected: ExpectedTokens) -> None:
+        """One of the requests that run, until the router looks at it again."""
+        rate = next(self._rate(each) for each in self._options if each.place.maker == expected.maker)
+        tokens = SWEEP_S * rate / self._rows * max(self._random.gauss(1, TEXTS), 0.1)
+        self.kind.note(expected, 0.0, tokens, self._rows, SWEEP_S)
+
+    def _option(self, place: DraftPlace) -> DraftOption:
+        return next(option for option in self._options if option.place.maker == place.maker)
+
+    def _rate(self, option: DraftOption) -> float:
+        return self.truth[option.place.where] * option.rate
+
+
+@pytest.mark.parametrize("rows", [1, 4, 32])
+@pytest.mark.parametrize("truth", [HOLDS, SHARED_CORES, BAD_START, NOT_HERE])
+def test_the_best_place_is_found_and_kept(truth, rows):
+    simulated = Simulated(CPU_LIKE, truth, rows)
+    simulated.run(20.0)  # to learn
+    assert simulated.run(100.0) >= 0.97
+
+
+def test_what_seems_to_lose_by_much_is_hardly_tried():
+    simulated = Simulated(GPU_LIKE, HOLDS, rows=4)
+    simulated.run(100.0)
+    assert 0 < simulated.seconds["none"] <= 4.0
+
+
+def test_what_changes_is_noticed():
+    """The draft worker's cores go to somebody else, and come back."""
+    simulated = Simulated(GPU_LIKE | {"level_s": 6e-3}, HOLDS, rows=2)
+    for truth, where in ((HOLDS, "remote"), (SHARED_CORES, "local"), (HOLDS, "remote")):
+        simulated.truth = truth
+        simulated.run(60.0)
+        simulated.seconds.clear()
+        simulated.run(40.0)
+        assert simulated.seconds[where] >= 0.8 * 40.0
+
+
+def test_what_requests_bring_while_others_come_tells_nothing_of_lower_loads():
+    simulated = Simulated(CPU_LIKE, HOLDS, rows=1)
+    for _ in range(20):
+        simulated.arrive(16)
+        simulated.run(1.0)
+    assert simulated.kind.seen.correction(simulated._place.maker, 1) == pytest.approx(1.0, abs=0.1)
+    simulated.resize(1)
+    assert simulated.run(4.0) >= 0.97
+
+
+def test_a_place_that_loses_at_high_loads_is_used_at_low_ones():
+    """What is seen at this load of one place says more of another than what that brought at a far load."""
+    simulated = Simulated(CPU_LIKE, SHARED_CORES | {"local": 0.2}, rows=16)
+    simulated.run(60.0)
+    assert simulated.kind.seen.correction(simulated._options[1].place.maker, 16) < 0.5
+    simulated.truth = HOLDS
+    simulated.resize(1)
+    assert simulated.run(10.0) >= 0.9, "one of its trials counted"
+
+
+def test_a_prediction_that_was_far_too_high_is_soon_forgotten():
+    seen, own = SeenRates(), DraftMaker("draft_model")
+    seen.note(own, 1, 0.25, seen=100.0, predicted=1e9)
+    for _ in range(8):
+        seen.note(own, 1, 0.25, seen=100.0, predicted=100.0)
+    assert seen.correction(own, 1) > 0.85
+
+
+def test_a_worker_that_stands_still_and_impossible_predictions_leave_a_number_to_divide_by():
+    seen, own = SeenRates(), DraftMaker("draft_model")
+    for predicted in (nan, inf, 0.0, -1.0):
+        seen.note(own, 1, 1.0, seen=5.0, predicted=predicted)
+    assert seen.correction(own, 1) == 1.0
+    seen.note(own, 1, 1.0, seen=0.0, predicted=100.0)
+    assert seen.correction(own, 1) == 0.01
+
+
+def test_what_was_seen_counts_for_other_loads_and_the_nearest_one_counts():
+    seen, (own, other) = SeenRates(), (DraftMaker("draft_model"), DraftMaker("draft_model", "draft-0"))
+    assert seen.correction(own, 4) == 1.0
+    seen.note(own, 4, 4.0, seen=50.0, predicted=100.0)
+    assert seen.correction(own, 4) == seen.correction(own, 64) == 0.5
+    assert seen.correction(other, 4) == 0.5, "as long as nothing is known of it"
+    seen.note(other, 64, 64.0, seen=300.0, predicted=100.0)
+    seen.note(own, 64, 10.0, seen=900.0, predicted=1.0)
+    assert seen.correction(own, 64) == 0.5, "that was too short, for one of 64"
+    assert (seen.knows(own, 4), seen.knows(own, 64), seen.knows(other, 4)) == (True, False, False)
+    assert seen.correction(other, 1) == 3.0
+    for rows, tokens in ((1, 10.0), (6, 20.0), (16, 30.0)):
+        seen.note(own, rows, rows, seen=tokens, predicted=10.0)
+    nearest = {1: 1.0, 4: 0.5, 5: 2.0, 6: 2.0, 11: 3.0, 16: 3.0, 64: 3.0}
+    assert {rows: seen.correction(own, rows) for rows in nearest} == nearest
+
+
+def test_what_was_seen_long_ago_fades():
+    seen, own = SeenRates(), DraftMaker("draft_model")
+    for seconds, gain in ((1000.0, 1.0), (4.0, 2.0)):
+        for _ in range(round(seconds)):
+            seen.note(own, 1, 1.0, seen=gain * 100.0, predicted=100.0)
+    assert seen.correction(own, 1) == pytest.approx(2 - exp(-4 / 8), rel=0.02)
+
+
+@pytest.mark.parametrize("truth", [SHARED_CORES, NOT_HERE])
+def test_what_is_learned_is_what_predictions_miss(truth):
+    """Not what is left after it was corrected already."""
+    simulated = Simulated(CPU_LIKE, truth, rows=4)
+    simulated.run(60.0)
+    place = simulated._place
+    assert place is not None
+    found = simulated.kind.seen.correction(place.maker, 4)
+    assert found == pytest.approx(truth[place.where], rel=0.1)
+
+
+def test_what_counts_is_what_came_since_the_first_token():
+    kind, own = DraftKind(), DraftMaker("draft_model")
+    planned = ExpectedTokens(own, rows=1, per_s=100.0, since=0.0, num_tokens=1)
+    kind.note(planned, answered_at=1000.0, num_tokens=101, rows=1, now=1002.0)
+    assert kind.seen.correction(own, 1) == pytest.approx(0.5)
+
+
+def test_a_trial_ends_before_the_next_one_and_nothing_else_is_none():
+    trials = Trials()
+    trials.passed(100.0)
+    places = [NOWHERE, DraftPlace("draft_model", 8), DraftPlace("draft_model", 8, "draft-0")]
+    best, *others = (DraftOption(place, 100.0, 100.0, 1.0) for place in places)
+    assert not trials.consider(DraftDecision(best, (best,)))
+    idle = best._replace(worth=0.0)
+    assert not trials.consider(DraftDecision(idle, (idle, *others)))
+    assert trials.consider(DraftDecision(best, (best, *others)))
+    first = trials.place
+    assert first is not None and not trials.consider(DraftDecision(best, (best, *others)))
+    assert trials.place == first
+    trials.passed(TRIAL_S)
+    assert trials.place is None
+
+
+def test_of_places_that_are_as_good_the_other_is_tried_once_in_ten_seconds():
+    trials, began = Trials(), 0
+    best, other = (DraftOption(place, 100.0, 100.0, 1.0) for place in (NOWHERE, DraftPlace("draft_model", 8)))
+    trials.passed(100.0)
+    while trials.consider(DraftDecision(best, (best, other))):  # what the first trials may lose
+        trials.passed(TRIAL_S)
+    for _ in range(1000):
+        trials.passed(1.0)
+        began += trials.consider(DraftDecision(best, (best, other)))
+    assert 80 <= began <= 101
+
+
+def test_what_is_expected_is_what_was_predicted_before_it_was_corrected():
+    """For one of the batch."""
+    option = DraftOption(NOWHERE, rate=90.0, worth=70.0, tokens_per_step=1.0, correction=0.9)
+    assert expect(option, 2.0, 5.0, 7) == (NOWHERE.maker, 2.0, pytest.approx(50.0), 5.0, 7)

@@ -1,0 +1,73 @@
+"""A choice's text doesn't depend on how its tokens are spread over steps."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.config import ServeConfig
+from protocol.outputs import TokenLogprobs, TokenOutput
+from router.text.choice import Choice, Prompt
+from router.text.tokenizer import Tokenizer
+
+
+def run(tokenizer: Tokenizer, steps: list[list[int]], finish: str = "length", **options):
+    """Text, counted tokens and reasons, taking the news after every step."""
+    choice = Choice(0, Prompt([5]), tokenizer.detokenizer([5]), keep_details=True, **options)
+    text, token_ids, logprobs, offsets = "", [], [], []
+    for index, step in enumerate(steps):
+        last = index == len(steps) - 1
+        choice.push(
+            TokenOutput(
+                request_id="r",
+                token_ids=step,
+                logprobs=[TokenLogprobs(-float(token_id), 1) for token_id in step],
+                finish_reason=finish if last else None,
+            )
+        )
+        delta = choice.take_delta()
+        text += delta.text
+        token_ids += delta.token_ids
+        logprobs += [entry.logprob for entry in delta.all_logprobs()]
+        offsets += delta.offsets
+        if choice.finish_reason is not None:
+            break
+    assert choice.num_tokens == len(token_ids) == len(offsets)
+    assert logprobs == [-float(token_id) for token_id in token_ids]
+    return text, token_ids, offsets, choice.finish_reason, choice.stop_reason
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    steps=st.lists(st.lists(st.integers(0, 599), min_size=1, max_size=5), min_size=1, max_size=8),
+    stops=st.lists(st.text("the o", min_size=1, max_size=3), max_size=3),
+    include=st.booleans(),
+    min_tokens=st.integers(0, 4),
+    finish=st.sampled_from(["length", "stop"]),
+)
+def test_steps_do_not_matter(model_folder, steps, stops, include, min_tokens, finish):
+    tokenizer = _tokenizer(str(model_folder))
+    options = {"stop": stops, "include_stop": include, "min_tokens": min_tokens}
+
+    def outcome(steps):
+        return run(tokenizer, steps, finish, **options)
+
+    token_ids = [token_id for step in steps for token_id in step]
+    one_by_one = [[token_id] for token_id in token_ids]
+    assert outcome(steps) == outcome([token_ids]) == outcome(one_by_one)
+
+
+def test_without_stops_it_is_the_whole_text(model_folder):
+    tokenizer = _tokenizer(str(model_folder))
+    token_ids = tokenizer.encode("naïve 🙂 日本")
+    text, counted, *_ = run(tokenizer, [token_ids])
+    assert (text, counted) == ("naïve 🙂 日本", token_ids)
+
+
+_TOKENIZERS: dict[str, Tokenizer] = {}
+
+
+def _tokenizer(folder: str) -> Tokenizer:
+    if folder not in _TOKENIZERS:
+        _TOKENIZERS[folder] = Tokenizer.load(ServeConfig(model=folder))
+    return _TOKENIZERS[folder]

@@ -1,0 +1,66 @@
+"""Stop strings: cut exactly, however the text is split."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.text.stop_strings import StopStringMatcher
+
+ALPHABET = "ab\n🙂"
+
+
+def cut(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
+    """The plain definition: the first character at which some stop string is complete ends the text."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            longest = max(found, key=len)
+            return text[:end] if include else text[: end - len(longest)], longest
+    return text, None
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    pieces=st.lists(st.text(ALPHABET, max_size=4), max_size=12),
+    stops=st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1, max_size=4),
+    include=st.booleans(),
+)
+def test_equals_cutting_the_whole_text(pieces, stops, include):
+    text, matched = cut("".join(pieces), stops, include)
+    matcher = StopStringMatcher(stops, include)
+    assert "".join(matcher.push(piece) for piece in pieces) + matcher.flush() == text
+    assert matcher.matched == matched
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(st.text(ALPHABET, max_size=4), max_size=8),
+    stops=st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1, max_size=4),
+)
+def test_holds_back_only_what_may_begin_a_stop(pieces, stops):
+    matcher = StopStringMatcher(stops)
+    seen = shown = ""
+    for piece in pieces:
+        seen += piece
+        shown += matcher.push(piece)
+        if matcher.matched is not None:
+            break
+        held = seen[len(shown) :]
+        assert seen.startswith(shown)
+        assert held == "" or any(stop.startswith(held) for stop in stops)
+
+
+def test_several_complete_in_one_piece():
+    matcher = StopStringMatcher(["END", "STOP"])
+    assert matcher.push("one STOP two END") == "one "
+    assert matcher.matched == "STOP"
+    assert matcher.push("more") == ""
+
+
+def test_longest_of_those_that_end_together():
+    matcher = StopStringMatcher(["\n", "\n\n\n"])
+    assert matcher.push("a\n") == "a"
+    matcher = StopStringMatcher(["c", "bc"])
+    assert matcher.push("abc") == "a"
+    assert matcher.matched == "bc"

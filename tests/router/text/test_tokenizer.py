@@ -1,0 +1,176 @@
+"""The router's tokenizer does what Transformers' does with the same files."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError, InvalidRequestError
+from router.text.tokenizer import Tokenizer
+
+TEXTS = ["hello fox", "  two  spaces ", "naïve 🙂\n日本", "<|end|>mid<|end|>", "", "x" * 3000]
+BUNDLED = Path(__file__).parents[3] / "models" / "tandem-code-10m"
+
+
+def save(folder: Path, fast: FastTokenizer, **settings) -> ServeConfig:
+    fast.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return ServeConfig(model=str(folder))
+
+
+def llama_like() -> FastTokenizer:
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    vocab |= {piece: 259 + i for i, piece in enumerate(["▁", "h", "e", "he", "▁he", "l", "o"])}
+    fast = FastTokenizer(
+        models.BPE(vocab, [("h", "e"), ("▁", "he")], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    fast.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    fast.add_special_tokens(["<unk>", "<s>", "</s>"])
+    fast.post_processor = TemplateProcessing(single="<s> $A", pair=None, special_tokens=[("<s>", 1)])
+    return fast
+
+
+def transformers_tokenizer(config: ServeConfig):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(config.model)
+
+
+def check_equal(config: ServeConfig) -> None:
+    ours, theirs = Tokenizer.load(config), transformers_tokenizer(config)
+    for text in TEXTS:
+        for special in (True, False):
+            token_ids = ours.encode(text, special)
+            assert token_ids == theirs.encode(text, add_special_tokens=special)
+            for skip in (True, False):
+                plain = theirs.decode(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+                assert ours.decode(token_ids, skip) == plain
+    if theirs.chat_template:
+        messages = [{"role": "user", "content": "hi"}]
+        rendered = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert ours.chat_template.render(messages) == rendered
+
+
+SETTINGS = [
+    {},
+    {"bos_token": "<|pad|>", "eos_token": "<|end|>", "add_bos_token": True},
+    {"bos_token": "<|pad|>", "eos_token": "<|end|>", "add_bos_token": False, "add_eos_token": True},
+    {
+        "eos_token": "<|end|>",
+        "chat_template": "{{ eos_token }}{% for m in messages %}{{ m.content }}{% endfor %}",
+    },
+    {"eos_token": {"content": "the", "__type": "AddedToken"}},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_byte_level_equals_transformers(tmp_path, fast_tokenizer, settings):
+    check_equal(save(tmp_path, fast_tokenizer, **settings))
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False}], ids=str
+)
+def test_llama_like_equals_transformers(tmp_path, settings):
+    check_equal(save(tmp_path, llama_like(), **settings))
+
+
+@pytest.mark.skipif(not (BUNDLED / "tokenizer.json").exists(), reason="the bundled model is not there")
+def test_bundled_equals_transformers():
+    check_equal(ServeConfig(model=str(BUNDLED)))
+
+
+def test_template_file_comes_before_the_settings(tmp_path, fast_tokenizer):
+    config = save(tmp_path, fast_tokenizer, chat_template="from the settings")
+    assert Tokenizer.load(config).chat_template.render([]) == "from the settings"
+    (tmp_path / "chat_template.jinja").write_text("from the file")
+    assert Tokenizer.load(config).chat_template.render([]) == "from the file"
+
+
+NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+
+
+def test_named_templates(tmp_path, fast_tokenizer):
+    tokenizer = Tokenizer.load(save(tmp_path, fast_tokenizer, chat_template=NAMED))
+    assert (tokenizer.chat_template.render([]), tokenizer.tool_template.render([])) == ("plain", "tools")
+    config = save(tmp_path, fast_tokenizer, chat_template=[NAMED[0]])
+    assert Tokenizer.load(config).chat_template.render([]) == "tools", "there is no other"
+    chosen = tmp_path / "chosen.jinja"
+    chosen.write_text("chosen")
+    tokenizer = Tokenizer.load(ServeConfig(model=config.model, chat_template=str(chosen)))
+    assert tokenizer.tool_template is tokenizer.chat_template and tokenizer.chat_template.source == "chosen"
+
+
+def test_named_templates_as_transformers_saves_them(tmp_path, fast_tokenizer):
+    from transformers import PreTrainedTokenizerFast
+
+    saved = PreTrainedTokenizerFast(tokenizer_object=FastTokenizer.from_str(fast_tokenizer.to_str()))
+    saved.chat_template = {entry["name"]: entry["template"] for entry in NAMED}
+    saved.save_pretrained(tmp_path)
+    assert "chat_template" not in json.loads((tmp_path / "tokenizer_config.json").read_text())
+    tokenizer = Tokenizer.load(ServeConfig(model=str(tmp_path)))
+    assert (tokenizer.chat_template.render([]), tokenizer.tool_template.render([])) == ("plain", "tools")
+
+
+def test_without_a_template(tmp_path, fast_tokenizer):
+    tokenizer = Tokenizer.load(save(tmp_path, fast_tokenizer))
+    assert tokenizer.chat_template is tokenizer.tool_template is None
+
+
+def test_truncation_and_padding_of_the_file_are_off(tmp_path, fast_tokenizer):
+    fast = FastTokenizer.from_str(fast_tokenizer.to_str())
+    fast.enable_truncation(3)
+    fast.enable_padding(length=50)
+    tokenizer = Tokenizer.load(save(tmp_path, fast))
+    assert len(tokenizer.encode("the quick brown fox jumps over the lazy dog")) not in (3, 50)
+
+
+def test_a_text_that_cannot_fit_is_not_tokenized(model_folder):
+    tokenizer = Tokenizer.load(ServeConfig(model=str(model_folder)))
+    with pytest.raises(InvalidRequestError, match=r"prompt: 8000000 characters exceed .* 512 tokens"):
+        tokenizer.encode_prompt("a" * 8_000_000, True, 512, "prompt")
+    long = "the fox " * 1000
+    assert tokenizer.encode_prompt(long, True, 10_000, "prompt") == tokenizer.encode(long)
+
+
+def test_slow_tokenizers_are_converted(tmp_path):
+    """Only vocabulary files, as older models have: another process converts them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate([*alphabet, "he", "<|endoftext|>"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nh e\n")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    tokenizer = Tokenizer.load(ServeConfig(model=str(tmp_path)))
+    assert tokenizer.encode("he") == [vocab["he"]]
+
+
+@pytest.mark.parametrize("content", [None, "not JSON", '{"version": "1.0"}'])
+def test_unusable_files(tmp_path, content):
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"--tokenizer|--model"):
+        Tokenizer.load(ServeConfig(model=str(tmp_path)))
+
+
+def test_unusable_template(tmp_path, fast_tokenizer):
+    config = save(tmp_path, fast_tokenizer, chat_template="{% for %}")
+    with pytest.raises(ConfigError, match="does not compile"):
+        Tokenizer.load(config)
+    with pytest.raises(ConfigError, match="--chat-template"):
+        Tokenizer.load(ServeConfig(model=config.model, chat_template=str(tmp_path / "missing")))
+    for content in (b"{% for %}", b"\xff", None):
+        path = tmp_path / "template"
+        path.write_bytes(content) if content is not None else (path.unlink(), os.mkfifo(path))
+        with pytest.raises(ConfigError, match=f"--chat-template: .*{path}"):
+            Tokenizer.load(ServeConfig(model=config.model, chat_template=str(path)))

@@ -1,0 +1,253 @@
+"""The registry of workers, on its own."""
+
+from __future__ import annotations
+
+import msgspec
+
+from protocol.peers import PeerAddress
+from protocol.version import PROTOCOL, version
+from protocol.worker_to_router import Register, WorkerState
+from router.workers.registry import Registry
+
+
+class Recorder:
+    """A registry, and what it called."""
+
+    def __init__(self) -> None:
+        self.greeted: list[str] = []
+        self.lost: list[str] = []
+        self.registry = Registry(5.0)
+        self.registry.on_registered = lambda worker: self.greeted.append(worker.key.incarnation)
+        self.registry.on_lost = lambda worker, reason: self.lost.append(worker.key.incarnation)
+
+    def register(
+        self, incarnation: str, max_model_len: int = 100, role: str = "decode", worker_id="w", host=""
+    ):
+        return self.registry.register(
+            Register(
+                address=PeerAddress(worker_id=worker_id, incarnation=incarnation, control="tcp://x:1"),
+                host=host,
+                role=role,
+                model="m",
+                max_model_len=max_model_len,
+                vocab_size=10,
+                eos_token_ids=[0],
+                state=state(incarnation),
+            )
+        )
+
+
+def state(incarnation: str) -> WorkerState:
+    return WorkerState(worker_id="w", incarnation=incarnation, role="decode")
+
+
+def test_a_new_incarnation_replaces_the_old():
+    recorder = Recorder()
+    recorder.register("one")
+    recorder.register("two")
+    assert (recorder.greeted, recorder.lost) == (["one", "two"], ["one"])
+    assert recorder.registry.current("w", "one") is None
+    assert not recorder.registry.update(state("one"))
+    assert recorder.registry.update(state("two"))
+    assert recorder.register("one") is None, "a registration that comes late"
+    assert [worker.key.incarnation for worker in recorder.registry.live()] == ["two"]
+
+
+def test_registering_again_is_harmless():
+    recorder = Recorder()
+    assert recorder.register("one") is recorder.register("one")
+    assert (recorder.greeted, recorder.lost) == (["one", "one"], [])
+
+
+def test_a_workers_load_is_what_was_sent_or_reported_whichever_is_more():
+    worker = Recorder().register("one")
+    worker.outstanding_requests, worker.outstanding_prefill_tokens = 2, 50
+    worker.update_load()
+    assert (worker.load.requests, worker.load.prefill_tokens, worker.load.kv_usage) == (2, 50, 0.0)
+    load = {"num_running": 1, "num_waiting": 2, "waiting_tokens": 40}
+    blocks = {"total_blocks": 10, "free_blocks": 3, "cached_blocks": 2}
+    worker.update(msgspec.structs.replace(state("one"), **load, **blocks))
+    assert (worker.load.requests, worker.load.prefill_tokens, worker.load.kv_usage) == (3, 50, 0.5)
+
+
+def sweep_for(registry: Registry, seconds: float, *, begin: float = 0.0, interval_s: float = 0.25) -> None:
+    """Let this time pass, as the router's timer does."""
+    for turn in range(round(seconds / interval_s) + 1):
+        registry.sweep(begin + turn * interval_s)
+
+
+def test_silence_and_return():
+    recorder = Recorder()
+    recorder.register("one")
+    recorder.registry.sweep(0.0)
+    assert recorder.registry.update(state("one"))
+    sweep_for(recorder.registry, 4.75)
+    assert recorder.lost == []
+    sweep_for(recorder.registry, 0.75, begin=4.75)
+    assert (recorder.lost, recorder.registry.live()) == (["one"], [])
+    assert recorder.registry.update(state("one"))
+    assert len(recorder.registry.live()) == 1
+
+
+def test_a_heartbeat_that_tells_of_a_stuck_loop_is_no_sign_of_life():
+    recorder = Recorder()
+    worker = recorder.register("one")
+    recorder.registry.sweep(0.0)
+    assert recorder.registry.update(state("one"))
+    stuck = msgspec.structs.replace(state("one"), stalled_s=12.0)
+    for turn in range(1, 30):
+        assert recorder.registry.update(stuck)
+        recorder.registry.sweep(turn * 0.25)
+    assert recorder.lost == ["one"] and worker.silence_s > 5
+    assert recorder.registry.update(state("one")), "it goes on"
+    assert worker.live and worker.silence_s == 0
+
+
+def test_a_pause_of_the_router_is_no_silence_of_a_worker():
+    """It read nothing in that time, so nobody could be heard."""
+    recorder = Recorder()
+    worker = recorder.register("one")
+    recorder.registry.sweep(0.0)
+    assert recorder.registry.update(state("one"))
+    sweep_for(recorder.registry, 60.0, begin=10.0, interval_s=10.0)
+    assert recorder.lost == [], "seven turns of the timer"
+    sweep_for(recorder.registry, 5.0, begin=70.0)
+    assert recorder.lost == ["one"]
+    assert worker.silence_s > 5
+
+
+def test_all_silent_workers_are_lost_at_once():
+    """Or the requests of the first would be placed at the second."""
+    recorder = Recorder()
+    workers = [recorder.register("one", worker_id="v"), recorder.register("two", worker_id="w")]
+    live_then = []
+    recorder.registry.on_lost = lambda worker, reason: live_then.append(len(recorder.registry.live()))
+    recorder.registry.sweep(0.0)
+    for worker in workers:
+        recorder.registry.heard(worker)
+    sweep_for(recorder.registry, 6.0)
+    assert live_then == [0, 0]
+
+
+def test_an_unknown_role_is_refused():
+    recorder = Recorder()
+    assert recorder.register("one", role="boss") is None
+    assert recorder.registry.live() == []
+
+
+def test_who_is_awaited():
+    recorder = Recorder()
+    recorder.registry.expected = {"v": "decode", "w": "decode"}
+    assert recorder.registry.awaited() == ["v", "w"]
+    worker = recorder.register("one")
+    assert recorder.registry.awaited() == ["v"]
+    worker.is_reachable = False
+    assert recorder.registry.awaited() == ["v", "w"]
+    assert recorder.registry.update(state("one"))
+    assert recorder.registry.awaited() == ["v"]
+
+
+def test_a_dead_one_never_returns():
+    recorder = Recorder()
+    recorder.register("one")
+    recorder.registry.mark_dead("w", "one", "it was killed")
+    recorder.registry.mark_dead("w", "one", "again")
+    assert recorder.lost == ["one"]
+    assert not recorder.registry.update(state("one"))
+    assert recorder.register("one") is None
+    recorder.registry.mark_dead("w", "two", "before it could register")
+    assert recorder.register("two") is None
+    assert recorder.register("three") is not None
+
+
+def test_another_model_is_refused():
+    recorder = Recorder()
+    recorder.register("one")
+    assert recorder.register("two", max_model_len=50) is None
+    assert recorder.registry.current("w", "one") is not None
+
+
+def in_cluster(registry: Registry) -> list[str]:
+    """Whom policies see."""
+    return [worker.worker_id for worker in registry.cluster]
+
+
+def test_policies_see_those_that_can_be_reached():
+    recorder = Recorder()
+    registry = recorder.registry
+    registry.sweep(0.0)
+    worker = recorder.register("one")
+    assert in_cluster(registry) == ["w"]
+    worker.is_reachable = False
+    registry.changed(worker)
+    assert in_cluster(registry) == []
+    assert registry.update(state("one"))
+    assert in_cluster(registry) == ["w"]
+    sweep_for(registry, 6.0)
+    assert in_cluster(registry) == []
+    registry.update(state("one"))
+    new = recorder.register("two")
+    assert registry.cluster.get("w") is new.load, "not the load of the incarnation before"
+    registry.changed(worker)
+    assert registry.cluster.get("w") is new.load
+    registry.mark_dead("w", "two", "it was killed")
+    assert in_cluster(registry) == []
+
+
+def test_what_others_had_sent_is_not_counted_twice():
+    """Requests that this router sends and gets back between two reports are counted at once."""
+    worker = Recorder().register("one")
+    worker.outstanding_requests = 2
+    worker.update(msgspec.structs.replace(state("one"), num_running=5))
+    worker.outstanding_requests = 4
+    worker.update_load()
+    assert worker.load.requests == 7
+    worker.outstanding_requests = 0
+    worker.update_load()
+    assert worker.load.requests == 3
+
+
+def test_workers_of_one_host_know_each_other():
+    recorder = Recorder()
+    hosts = {"a": "one", "b": "one", "c": "two", "d": "", "e": ""}
+    workers = {name: recorder.register(f"{name}1", worker_id=name, host=host) for name, host in hosts.items()}
+
+    def beside(name):
+        return [other.worker_id for other in workers[name].load.on_host]
+
+    assert [beside(name) for name in hosts] == [["a", "b"], ["a", "b"], ["c"], [], []]
+    workers["b"] = recorder.register("b2", worker_id="b", host="one")
+    assert workers["a"].load.on_host[1] is workers["b"].load
+    recorder.registry.mark_dead("a", "a1", "it died")
+    assert beside("b") == ["b"]
+    recorder.registry.dismiss(workers["c"])
+    assert beside("b") == ["b"]
+
+
+def refused_with(recorder: Recorder, **changes) -> str:
+    """Why a worker that is like the others but for `changes` is not taken."""
+    reasons: list[str] = []
+    recorder.registry.on_refused = lambda key, reason: reasons.append(reason)
+    recorder.register("one")
+    register = Register(
+        address=PeerAddress(worker_id="v", incarnation="two", control="tcp://x:1"),
+        role="decode",
+        model="m",
+        max_model_len=100,
+        vocab_size=10,
+        eos_token_ids=[0],
+        state=state("two"),
+    )
+    assert recorder.registry.register(msgspec.structs.replace(register, **changes)) is None
+    assert [worker.key.worker_id for worker in recorder.registry.live()] == ["w"]
+    (reason,) = reasons
+    return reason
+
+
+def test_workers_of_another_protocol_or_of_other_weights_are_refused_by_name():
+    reason = refused_with(Recorder(), protocol=PROTOCOL + 1, release="9.8")
+    assert reason == (
+        f"the router (Tandem {version()}) speaks protocol {PROTOCOL}, the worker (Tandem 9.8) {PROTOCOL + 1}"
+    )
+    assert "weights='other'" in refused_with(Recorder(), weights="other")
+    assert refused_with(Recorder(), role="cook") == "there is no role 'cook'"
