@@ -56,7 +56,8 @@ class Launcher(threading.Thread):
     def run(self) -> None:
         try:
             if self.cluster.is_local and forks_workers(self._config):
-                self._template.connect()  # its imports take as long as Ray's start
+                self._template.connect()
+                self._template.preload(self._config)  # imports and loading take as long as Ray's start
             self.cluster.start(self._stop_requested)
             if self.cluster.head is not None:
                 self._watch = HeadWatch(*self.cluster.head, self._on_head_lost)

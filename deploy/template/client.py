@@ -23,6 +23,7 @@ from deploy.template.messages import (
     MAX_MESSAGE_BYTES,
     REPORT_END,
     Ended,
+    Preload,
     Spawn,
     Spawned,
     SpawnFailed,
@@ -30,6 +31,7 @@ from deploy.template.messages import (
     peer_of,
     template_reply,
 )
+from protocol.config import ServeConfig
 from protocol.errors import ProtocolError, TandemError
 
 _STATUS_TIMEOUT_S = 10.0
@@ -119,6 +121,12 @@ class TemplateClient:
                     self._watch = ProcessWatch(peer.pid)
                 return
         raise TemplateError("the template process ends as soon as it is started")
+
+    def preload(self, config: ServeConfig) -> None:
+        """Have the template load a model as soon as it can, so that `spawn` need not wait for that."""
+        assert self._connection is not None
+        with contextlib.suppress(OSError):  # a template that has ended shows at the next request
+            self._connection.send(msgspec.msgpack.encode(Preload(config)))
 
     def spawn(self, launch: bytes, patience_s: float) -> WorkerProcess:
         """Have a worker forked. The template may load a model first, for up to `patience_s`. Raises

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.codec import BoundedDecoder
+from protocol.config import ServeConfig
 
 MAX_MESSAGE_BYTES = 128 * 1024
 MAX_REASON_CHARS = 4096
@@ -30,6 +31,12 @@ class Spawn(msgspec.Struct, frozen=True, tag="spawn"):
     environment: dict[str, str]
 
 
+class Preload(msgspec.Struct, frozen=True, tag="preload"):
+    """Load this configuration's model now, for workers to come. There is no answer."""
+
+    config: ServeConfig
+
+
 class Spawned(msgspec.Struct, frozen=True, tag="spawned"):
     pid: _Pid
 
@@ -47,7 +54,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
 TemplateReply = Spawned | SpawnFailed | Ended
 
-template_request: BoundedDecoder[Spawn] = BoundedDecoder(Spawn)
+template_request: BoundedDecoder[Spawn | Preload] = BoundedDecoder(Spawn | Preload)
 template_reply: BoundedDecoder[TemplateReply] = BoundedDecoder(TemplateReply)
 
 

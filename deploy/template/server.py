@@ -32,12 +32,15 @@ from deploy.template.messages import (
     MAX_REASON_CHARS,
     REPORT_END,
     Ended,
+    Preload,
+    Spawn,
     Spawned,
     SpawnFailed,
     peer_of,
     template_request,
 )
 from protocol.codec import BoundedDecoder
+from protocol.config import ServeConfig
 from protocol.errors import ProtocolError, TandemError
 from protocol.logs import log_to_stderr
 from protocol.roles import ROLES
@@ -119,16 +122,22 @@ class Template:
             data, fds = b"", []
         try:
             if data:
-                _send(client, self._answer(client, data, fds))
+                answer = self._answer(client, data, fds)
+                if answer is not None:
+                    _send(client, answer)
             else:
                 self._drop(client)
         finally:
             for fd in fds:
                 os.close(fd)
 
-    def _answer(self, client: socket.socket, data: bytes, fds: list[int]) -> Spawned | SpawnFailed:
+    def _answer(self, client: socket.socket, data: bytes, fds: list[int]) -> Spawned | SpawnFailed | None:
         try:
-            return Spawned(self._spawn(client, data, fds))
+            request = template_request.decode(data)
+            if isinstance(request, Preload):
+                self._preload(request.config)
+                return None
+            return Spawned(self._spawn(client, request, fds))
         except Exception as error:
             if not isinstance(error, TandemError):
                 log.exception("a worker cannot be started")
@@ -154,17 +163,19 @@ class Template:
                 if client in self._clients:
                     _send(client, Ended(pid, status))
 
-    def _spawn(self, client: socket.socket, data: bytes, fds: list[int]) -> int:
+    def _preload(self, config: ServeConfig) -> None:
         from worker.preload import preload_models
         from worker.setup import set_up_worker_logging
 
-        request = template_request.decode(data)
+        set_up_worker_logging(config, "template")
+        if preload_models(config):
+            _settle()
+
+    def _spawn(self, client: socket.socket, request: Spawn, fds: list[int]) -> int:
         launch = _launch.decode(request.launch)
         if not fds:
             raise ProtocolError("a worker's control socket is missing")
-        set_up_worker_logging(launch.config, "template")
-        if preload_models(launch.config):
-            _settle()
+        self._preload(launch.config)
         place = self._places.first_free()
         pid = os.fork()
         if pid == 0:

@@ -183,13 +183,18 @@ def test_a_worker_goes_with_its_client(host: Host, tiny_folder: Path) -> None:
     assert psutil.wait_procs([worker], timeout=10)[0]
 
 
-def test_two_workers_hold_their_weights_once(host: Host, tmp_path: Path) -> None:
+def test_a_model_is_loaded_ahead_and_held_once(host: Host, tmp_path: Path) -> None:
     LlamaConfig(
         hidden_size=1024, intermediate_size=4096, num_hidden_layers=12, vocab_size=8192
     ).save_pretrained(tmp_path)
     config = tiny_config(tmp_path, dtype="bfloat16", load_format="dummy", compile="auto", max_model_len=64)
     used: list[int] = []
     workers: list[WorkerProcess] = []
+    client, template = host.client(), host.template()
+    client.connect()
+    before = proportional_bytes(template.pid)
+    client.preload(config)
+    host.cluster.wait(lambda: proportional_bytes(template.pid) > before + 200e6, 60)
     for worker_id in ("memory-0", "memory-1"):
         workers.append(host.spawn(worker_id, config))
         host.wait_ready(worker_id, timeout_s=60)
