@@ -10,6 +10,8 @@ from math import inf
 
 from torch import Tensor
 
+from costs.chunk_bound import ChunkBound
+from costs.steps import StepTimes
 from engine.batch.runner import Runner
 from engine.check import check_hybrid
 from engine.devices.loaded_model import LoadedModel
@@ -25,13 +27,11 @@ from engine.lora.table import NOTHING
 from engine.model.grammar_tokenizer import load_grammar_tokenizer
 from engine.sampler import Grammars, Sampler, SamplingRow
 from engine.step.activations import activation_bytes
-from engine.step.chunk_bound import ChunkBound
 from engine.step.launch import StepLauncher
 from engine.step.live_sequences import LiveSequences
 from engine.step.scheduler import Scheduler
 from engine.step.slot_allocator import StateSlotAllocator
 from engine.step.speculation_interface import Speculator
-from engine.step.step_times import StepTimes
 from protocol.config import ServeConfig
 from protocol.costs import StepCosts, itl_bound
 from protocol.errors import ConfigError

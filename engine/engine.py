@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
+from costs.steps import work_of
 from engine.assembly import Assembly, load_served
 from engine.check import check_adapter, check_request
 from engine.devices.loaded_model import LoadedModel
@@ -30,7 +31,6 @@ from engine.step.scheduler import ScheduledStep
 from engine.step.sequence import SequenceStage, SequenceState
 from engine.step.slot_allocator import StateSlotAllocator
 from engine.step.speculation_interface import Speculator
-from engine.step.step_times import work_of
 from protocol.config import ServeConfig
 from protocol.costs import StepCosts
 from protocol.errors import InvalidRequestError
@@ -316,7 +316,8 @@ class Engine:
         launched.free_kept()
         ended = time.perf_counter()
         if self._kept_cores is None or self._kept_cores():
-            self._times.observe(work, ended - self._started_at, step.outcomes, self._spread)
+            accepted = sum([outcome.num_accepted for outcome in step.outcomes])
+            self._times.observe(work, ended - self._started_at, accepted, self._spread)
         self._ended_at = ended if self.has_work() else None
         return result
 

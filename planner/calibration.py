@@ -21,7 +21,7 @@ import httpx
 import msgspec
 import numpy as np
 
-from engine.step.nonnegative_fit import NonNegativeFit
+from costs.regression import Regression
 from planner.profile import LinkProfile, Profile
 from protocol.costs import StepCosts
 from protocol.errors import TandemError
@@ -262,7 +262,7 @@ def with_prompts(costs: StepCosts, took: Mapping[int, float]) -> tuple[StepCosts
     """
     seconds = np.array(list(took.values()))
     features = np.array([(1.0, tokens, tokens * tokens / 2) for tokens in took])
-    fit = NonNegativeFit(inf)
+    fit = Regression(3, inf)
     fit.learn(features, seconds, seconds)
     once_s, token_s, attention_s = fit.weights.tolist()
     prompt = {"chunk_s": 0.0, "token_s": token_s, "attention_s": attention_s}

@@ -1,35 +1,167 @@
-"""A simulated cluster: the router's own registry, loads, index and policies with simulated workers."""
+"""A simulated cluster: the router's registry, loads, index and policies with engines on a virtual clock."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from math import inf
+from operator import attrgetter
 
 import msgspec
 
-from planner.engine import SimulatedEngine, SimulatedSequence
-from planner.events import Events
-from planner.kv_room import KvRoom
+from engine.kv.prefix_cache import hold_blocks, reserve_blocks
+from engine.kv.prefix_room import find_room
+from engine.kv.sequence_blocks import SequenceBlocks
+from engine.step.sequence import SequenceState
+from planner.engine import Clock, TimedEngine
 from planner.profile import Profile
-from planner.request import SimulatedRequest
-from planner.worker import SimulatedHandoff, SimulatedWorker
-from protocol.costs import itl_bound
+from planner.trace import TraceRequest
+from protocol.costs import StepCosts, itl_bound
+from protocol.ids import block_identities
 from protocol.kv_events import Medium
 from protocol.peers import PeerAddress
+from protocol.requests import EngineRequest
+from protocol.roles import Task
+from protocol.sampling import SamplingParams
+from protocol.window import Window
 from protocol.worker_to_router import PairState, Register, WorkerState
 from router.dispatch.placer import FIRST_OUTPUT, OUTPUT_PACE
 from router.placement import PlacementPolicy
 from router.placement.interface import Placement, PolicyState, Refusal, RequestFacts
 from router.placement.slo import refusal as slo_refusal
 from router.workers.demand import DemandMeter
-from router.workers.kv_index import KvIndex
+from router.workers.kv_index import KvIndex, block_keys
 from router.workers.loads import Loads
 from router.workers.registry import Registry, Worker
 
 REPORT_INTERVAL_S = 0.25
 """Seconds between two reports of a worker's KV usage, like heartbeats."""
+_PROMPT_IDS, _OWN_IDS = 2**30, 2**31
+"""The ids of shared prompt tokens are below the first, those of a request's own ones from there on."""
+
+
+@dataclass(eq=False, slots=True)
+class SimulatedRequest:
+    """A request of a trace, in the form that the router's `Loads` count. `hash_ids` name the contents of its
+    prompt's blocks of `block_tokens` tokens. Times are seconds of the simulation; it `ended` with its last
+    token, or when it was refused. `workers` has the names of the workers it was placed on.
+    """
+
+    trace: TraceRequest
+    block_tokens: int
+    number: int = 0
+    is_refused: bool = False
+    workers: Mapping[Task, str] = field(default_factory=dict)
+    first_token: float = inf
+    ended: float = inf
+    assigned: dict[Task, Worker] = field(default_factory=dict)
+    waits_at: Worker | None = None
+    num_uncached: int = 0
+    num_computed_by_decode: int = 0
+
+    @property
+    def arrival(self) -> float:
+        return self.trace.arrival
+
+    @property
+    def num_tokens(self) -> int:
+        return self.trace.input_len
+
+    num_prefill_tokens = num_tokens
+
+    @property
+    def output_tokens(self) -> int:
+        return self.trace.output_len
+
+    @property
+    def holders(self) -> list[Worker]:
+        return list(self.assigned.values())
+
+    @property
+    def was_split(self) -> bool:
+        return "prefill" in self.workers
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token - self.arrival
+
+    @property
+    def tpot_s(self) -> float:
+        """Return the mean time of the tokens after the first one; 0 if there are none."""
+        return (self.ended - self.first_token) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
+
+    def engine_request(self) -> EngineRequest:
+        """Return the request with token ids that are equal where the trace's blocks are."""
+        token_ids: list[int] = []
+        for hash_id in self.trace.hash_ids:
+            token_ids += [hash(hash_id) % _PROMPT_IDS] * self.block_tokens
+        del token_ids[self.num_tokens :]
+        token_ids += [_OWN_IDS + self.number] * (self.num_tokens - len(token_ids))
+        return EngineRequest(
+            request_id=str(self.number),
+            prompt_token_ids=token_ids,
+            sampling=SamplingParams(max_tokens=self.output_tokens),
+        )
+
+
+class SimulatedWorker:
+    """An engine, the wire on which its blocks leave, and the router's view of both.
+
+    `reserving` are the hand-offs that wait for room here, in strict order. `slot` is its place in the prefix
+    index.
+    """
+
+    def __init__(self, known: Worker, engine: TimedEngine, profile: Profile, slot: int) -> None:
+        self.known, self.engine, self.slot = known, engine, slot
+        self.reserving: deque[SimulatedHandoff] = deque()
+        self._kv_bytes, self._wire = profile.costs.kv_bytes, profile.wire
+        self._wire_free_at = 0.0
+
+    def send(self, tokens: float, begin: float) -> float:
+        """Queue the KV of `tokens` tokens, in all tables, on the wire. Return the time of their arrival."""
+        begin = max(begin, self._wire_free_at)
+        self._wire_free_at = begin + self._wire.seconds(tokens * self._kv_bytes)
+        return self._wire_free_at
+
+
+@dataclass(eq=False)
+class SimulatedHandoff:
+    """A hand-off. Its receiver reserves room when its sender begins with the prompt; each chunk moves while
+    the next one is computed. `reserved` is that room, once there is some.
+    """
+
+    request: EngineRequest
+    sender: SimulatedWorker
+    receiver: SimulatedWorker
+    prompt: SequenceState | None = None
+    """The sender's sequence, once a part of it is computed."""
+    reserved: SequenceBlocks | None = None
+    num_sent: int = 0
+    arrives_at: float = 0.0
+
+    def reserve(self) -> bool:
+        """Return whether the receiver has room for the prompt, and reserve it. Blocks cached there are not
+        sent.
+        """
+        engine = self.receiver.engine
+        engine.interrupt()
+        root = engine.root(self.request)
+        found = reserve_blocks(engine.blocks, self.request.prompt_token_ids, root, from_state=False)
+        if found is not None:
+            self.reserved, self.num_sent = found
+        return found is not None
+
+    def push(self, costs: StepCosts, now: float) -> None:
+        """Send the tokens computed since the last push."""
+        assert self.prompt is not None
+        computed = min(self.prompt.num_computed, len(self.request.prompt_token_ids))
+        self.arrives_at = max(self.arrives_at, now)
+        if computed > self.num_sent:
+            unsent = costs.kept_tokens(computed) - costs.kept_tokens(self.num_sent)
+            self.num_sent = computed
+            self.arrives_at = self.sender.send(unsent, now)
 
 
 @dataclass(frozen=True)
@@ -49,17 +181,11 @@ class ClusterLayout:
 
 
 class SimulatedCluster:
-    def __init__(
-        self,
-        layout: ClusterLayout,
-        profile: Profile,
-        block_tokens: int,
-    ) -> None:
+    def __init__(self, layout: ClusterLayout, profile: Profile) -> None:
         bound_s = itl_bound(profile.costs.itl_budget_s, layout.slo_tpot_s)
         costs = msgspec.structs.replace(profile.costs, itl_budget_s=bound_s)
-        self.events = Events()
+        self.clock = Clock()
         self._layout, self._profile = layout, msgspec.structs.replace(profile, costs=costs)
-        self._block_tokens = block_tokens
         self.num_ended = 0
         self.meter = DemandMeter()
         self._registry = Registry(worker_timeout=inf, max_rows=profile.max_num_seqs)
@@ -67,9 +193,10 @@ class SimulatedCluster:
         self._index: KvIndex[str] = KvIndex()
         self._state = PolicyState()
         self._mean_output = FIRST_OUTPUT
-        self._order = itertools.count()
         self._reported_at = -inf
-        self._handoffs: dict[SimulatedRequest, SimulatedHandoff] = {}
+        self._requests: dict[str, SimulatedRequest] = {}
+        """The requests that run, by their ids."""
+        self._handoffs: dict[str, SimulatedHandoff] = {}
         names = [f"{role}-{number}" for number, role in enumerate(layout.roles)]
         self.workers = {
             name: self._start(name, role, names) for name, role in zip(names, layout.roles, strict=True)
@@ -81,41 +208,35 @@ class SimulatedCluster:
 
     def run(self, requests: Sequence[SimulatedRequest]) -> None:
         """Simulate all requests to their ends."""
-        for request in requests:
-            self.events.at(request.arrival, lambda request=request: self._place(request))  # type: ignore[misc]
-        self.events.run()
+        for number, request in enumerate(requests):
+            request.number = number
+            self.clock.at(request.arrival, lambda request=request: self._place(request))  # type: ignore[misc]
+        self.clock.run()
 
     def _start(self, name: str, role: str, peers: Sequence[str]) -> SimulatedWorker:
-        profile, slot = self._profile, self._index.add_holder(name)
-        incarnation = f"{name}-{next(self._order)}"
-        room = KvRoom(
-            profile.kv_tokens,
-            self._block_tokens,
-            lambda blocks: self._index.store(slot, Medium.GPU, blocks),
-            lambda blocks: self._index.evict(slot, Medium.GPU, blocks),
-            profile.keeping,
-        )
-        engine = SimulatedEngine(profile, room, self.events)
-        worker = self._registry.register(_registration(name, incarnation, role, peers, profile))
-        assert worker is not None
-        simulated = SimulatedWorker(worker, engine, profile.wire, profile.costs, slot)
+        profile = self._profile
+        engine = TimedEngine(profile, self.clock)
+        known = self._registry.register(_registration(name, role, peers, profile))
+        assert known is not None
+        worker = SimulatedWorker(known, engine, profile, self._index.add_holder(name))
         engine.on_scheduled = self._on_scheduled
         engine.on_computed = self._on_computed
         engine.on_first_token = self._on_first_token
         engine.on_finished = self._on_finished
-        engine.on_room = lambda: self._serve(simulated)
-        return simulated
+        engine.on_room = lambda: self._serve(worker)
+        return worker
 
     # --- the router -----------------------------------------------------------------------------------
 
     def _place(self, request: SimulatedRequest) -> None:
         self._report()
-        facts, cluster = self._facts(request), self._registry.cluster
+        asked = request.engine_request()
+        facts, cluster = self._facts(request, asked), self._registry.cluster
         placement, self._state = self._layout.policy.place(facts, cluster, self._state)
         late = placement if isinstance(placement, Refusal) else slo_refusal(facts, cluster, placement)
         if late is not None:
             request.is_refused = True
-            request.ended = self.events.now
+            request.ended = self.clock.now
             self.num_ended += 1
             self.meter.refused(late, self._registry.live())
             return
@@ -127,61 +248,74 @@ class SimulatedCluster:
         cached = min(facts.cached_tokens.get(source, 0), request.num_tokens - 1)
         self._loads.assign(request, request.num_tokens - cached)
         self.meter.placed(request, first.known)
-        arrives_at = self.events.now + self._profile.request_s
+        arrives_at = self.clock.now + self._profile.request_s
         if placement.prefix is not None:
-            arrives_at = max(arrives_at, self._fetch(request, first, self.workers[placement.prefix]))
-        self.events.at(arrives_at, lambda: self._submit(request, first))
+            arrives_at = max(arrives_at, self._fetch(asked, first, self.workers[placement.prefix]))
+        self.clock.at(arrives_at, lambda: self._submit(request, asked, first))
 
-    def _facts(self, request: SimulatedRequest) -> RequestFacts:
-        window = self._profile.keeping.window(self._block_tokens)
-        index, blocks = self._index, request.blocks
-        found = index.find(blocks) if window is None else index.find_windows(blocks, window)
+    def _facts(self, request: SimulatedRequest, asked: EngineRequest) -> RequestFacts:
+        size, windows = self._profile.block_size, self._profile.costs.kv_windows
+        root = next(iter(self.workers.values())).engine.root(asked)
+        keys = block_keys(b"".join(block_identities(root, asked.prompt_token_ids, size)))
+        for worker in self.workers.values():
+            self._follow_cache(worker)
+        window = Window(windows[0], size) if len(windows) == 1 and windows[0] else None
+        found = self._index.find(keys) if window is None else self._index.find_windows(keys, window)
         return RequestFacts(
             num_tokens=request.num_tokens,
             output_tokens=min(request.output_tokens, self._mean_output),
             mean_output_tokens=self._mean_output,
             disaggregate=self._layout.disaggregation,
-            cached_tokens={name: count * self._block_tokens for name, count in found.items()},
+            cached_tokens={name: count * size for name, count in found.items()},
             slo_ttft_s=self._layout.slo_ttft_s,
             slo_tpot_s=self._layout.slo_tpot_s,
         )
 
+    def _follow_cache(self, worker: SimulatedWorker) -> None:
+        for kind, run in groupby(worker.engine.log.take(), key=attrgetter("kind")):
+            keys = block_keys(b"".join([event.identity for event in run]))
+            change = self._index.store if kind == "stored" else self._index.evict
+            change(worker.slot, Medium.GPU, keys)
+
     def _report(self) -> None:
-        if self.events.now - self._reported_at < REPORT_INTERVAL_S:
+        if self.clock.now - self._reported_at < REPORT_INTERVAL_S:
             return
-        self._reported_at = self.events.now
-        for simulated in self.workers.values():
-            simulated.known.load.kv_usage = simulated.engine.room.usage
-            self._registry.changed(simulated.known)
+        self._reported_at = self.clock.now
+        for worker in self.workers.values():
+            worker.known.load.kv_usage = worker.engine.usage
+            self._registry.changed(worker.known)
 
     def _named(self, worker: Worker) -> SimulatedWorker:
         return self.workers[worker.key.worker_id]
 
     # --- a request's way ------------------------------------------------------------------------------
 
-    def _fetch(self, request: SimulatedRequest, first: SimulatedWorker, holder: SimulatedWorker) -> float:
+    def _fetch(self, asked: EngineRequest, first: SimulatedWorker, holder: SimulatedWorker) -> float:
         """Send the blocks that `first` lacks, after the holder's current step. Return the time of their
         arrival.
         """
-        lacking = first.engine.room.covered(request.blocks)
-        blocks = request.blocks[lacking : holder.engine.room.covered(request.blocks)]
-        if not blocks:
-            return self.events.now
-        tokens = self._profile.costs.kept_tokens(len(blocks) * self._block_tokens)
-        arrives_at = holder.send(tokens, holder.engine.boundary())
-        self.events.at(arrives_at, lambda: first.engine.room.insert(blocks))
+        first.engine.interrupt()
+        room = find_room(first.engine.blocks, asked.prompt_token_ids, first.engine.root(asked))
+        if room is None:
+            return self.clock.now
+        size = self._profile.block_size
+        lent = hold_blocks(holder.engine.blocks, room.wanted, room.covered // size)
+        count = len(lent.identities)
+        lent.free()
+        tokens = self._profile.costs.kept_tokens(count * size)
+        arrives_at = holder.send(tokens, holder.engine.boundary()) if count else self.clock.now
+        self.clock.at(arrives_at, lambda: room.keep(count))
         return arrives_at
 
-    def _submit(self, request: SimulatedRequest, first: SimulatedWorker) -> None:
-        prompt = SimulatedSequence(request, next(self._order), request.num_tokens, request.output_tokens)
+    def _submit(self, request: SimulatedRequest, asked: EngineRequest, first: SimulatedWorker) -> None:
+        self._requests[asked.request_id] = request
         if request.was_split:
-            prompt.hands_over = True
             receiver = self._named(request.assigned["decode"])
-            self._handoffs[request] = SimulatedHandoff(prompt, first, receiver)
-        first.engine.submit(prompt)
+            self._handoffs[asked.request_id] = SimulatedHandoff(asked, first, receiver)
+        first.engine.submit(asked, prefill_only=request.was_split)
 
-    def _on_scheduled(self, sequence: SimulatedSequence) -> None:
-        handoff = self._handoffs.get(sequence.request)
+    def _on_scheduled(self, asked: EngineRequest) -> None:
+        handoff = self._handoffs.get(asked.request_id)
         if handoff is not None:
             handoff.receiver.reserving.append(handoff)
             self._serve(handoff.receiver)
@@ -189,45 +323,56 @@ class SimulatedCluster:
     def _serve(self, receiver: SimulatedWorker) -> None:
         """Start hand-offs for which the receiver has room now."""
         while receiver.reserving and receiver.reserving[0].reserve():
-            self._push(receiver.reserving.popleft())
+            handoff = receiver.reserving.popleft()
+            if handoff.prompt is not None:
+                self._push(handoff)
 
-    def _on_computed(self, sequence: SimulatedSequence) -> None:
-        handoff = self._handoffs[sequence.request]
-        if handoff.is_granted:
+    def _on_computed(self, sequence: SequenceState) -> None:
+        handoff = self._handoffs[sequence.request_id]
+        handoff.prompt = sequence
+        if handoff.reserved is not None:
             self._push(handoff)
 
     def _push(self, handoff: SimulatedHandoff) -> None:
-        handoff.push(self.events.now)
-        if handoff.prompt.has_answered:
-            taken_at = handoff.arrives_at + self._profile.handoff_s
-            self.events.at(taken_at, lambda: self._take_over(handoff))
+        handoff.push(self._profile.costs, self.clock.now)
+        assert handoff.prompt is not None
+        if handoff.prompt.first_token_time is not None:
+            self.clock.at(handoff.arrives_at + self._profile.handoff_s, lambda: self._take_over(handoff))
 
     def _take_over(self, handoff: SimulatedHandoff) -> None:
-        request = handoff.prompt.request
-        del self._handoffs[request]
-        self._loads.leave_prefill(request)
-        handoff.sender.engine.free(handoff.prompt)
-        handoff.receiver.engine.join(handoff.received(next(self._order)))
+        asked = handoff.request
+        del self._handoffs[asked.request_id]
+        self._loads.leave_prefill(self._requests[asked.request_id])
+        assert handoff.prompt is not None and handoff.reserved is not None
+        handoff.sender.engine.release(handoff.prompt)
+        handoff.receiver.engine.join(asked, handoff.reserved)
 
-    def _on_first_token(self, sequence: SimulatedSequence) -> None:
-        request = sequence.request
-        request.first_token = self.events.now
+    def _on_first_token(self, sequence: SequenceState) -> None:
+        request = self._requests[sequence.request_id]
+        request.first_token = self.clock.now
         self.meter.answered(request, request.holders[0], request.ttft_s, self._layout.slo_ttft_s)
         self._loads.answered(request)
 
-    def _on_finished(self, sequence: SimulatedSequence) -> None:
-        request = sequence.request
-        request.ended = self.events.now
-        handoff = self._handoffs.pop(request, None)
+    def _on_finished(self, sequence: SequenceState) -> None:
+        request = self._requests.pop(sequence.request_id)
+        request.ended = self.clock.now
+        handoff = self._handoffs.pop(sequence.request_id, None)
         if handoff is not None:
-            handoff.withdraw()
+            self._withdraw(handoff)
         self.meter.finished(request.assigned["decode"], request.tpot_s, self._layout.slo_tpot_s)
         self._mean_output += OUTPUT_PACE * (request.output_tokens - self._mean_output)
         self._loads.release(request)
         self.num_ended += 1
 
+    def _withdraw(self, handoff: SimulatedHandoff) -> None:
+        """Release the reservation, since the prompt's first token was its last."""
+        if handoff.reserved is not None:
+            handoff.reserved.free()
+        else:
+            handoff.receiver.reserving.remove(handoff)
 
-def _registration(name: str, incarnation: str, role: str, peers: Sequence[str], profile: Profile) -> Register:
+
+def _registration(name: str, role: str, peers: Sequence[str], profile: Profile) -> Register:
     """Return the registration of a worker with the profile's figures."""
     wire = profile.wire
     links = [
@@ -236,21 +381,20 @@ def _registration(name: str, incarnation: str, role: str, peers: Sequence[str], 
         )
         for peer in peers
     ]
-    num_blocks = profile.kv_tokens // profile.block_size * len(profile.costs.kv_windows)
     state = WorkerState(
         worker_id=name,
-        incarnation=incarnation,
+        incarnation=name,
         role=role,
-        total_blocks=num_blocks,
-        free_blocks=num_blocks,
+        total_blocks=profile.num_blocks,
+        free_blocks=profile.num_blocks,
         pairs=links,
         costs=profile.costs,
     )
     return Register(
-        address=PeerAddress(worker_id=name, incarnation=incarnation, control="", offers=[]),
+        address=PeerAddress(worker_id=name, incarnation=name, control="", offers=[]),
         role=role,
         model=profile.name,
-        max_model_len=profile.keeping.longest(profile.kv_tokens),
+        max_model_len=profile.kv_tokens,
         vocab_size=1,
         eos_token_ids=[],
         state=state,

@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from planner.drafts import draft_choices
-from planner.plot import plot
 from planner.profile import DEFAULT_PROFILE, read_profile
-from planner.report import print_drafts, print_plan
+from planner.report import plot, print_drafts, print_plan
 from planner.scenarios import PlanOutcome, Slo, Study, best, scenarios
 from planner.trace import TraceFit, fitted, read_trace
 from protocol.config import flag_name

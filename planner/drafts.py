@@ -8,9 +8,8 @@ from operator import mul
 
 import msgspec
 
+from costs.drafting import StepCurve, local_rate, plain_rate
 from protocol.speculation import MethodState, SpeculationState
-from router.placement.drafts.interface import DraftTarget
-from router.placement.drafts.rates import StepCurve, local_rate, plain_rate
 
 LEAST_GAIN = 1.03
 """The speedup below which decode workers do not draft."""
@@ -35,7 +34,7 @@ def last_paying(choices: Sequence[DraftChoice]) -> int:
 
 
 def _choice(known: SpeculationState, method: MethodState, rows: int) -> DraftChoice:
-    curve = StepCurve(DraftTarget(rows, speculation=known))
+    curve = StepCurve(rows, known)
     chances = list(accumulate(method.acceptance, mul))
     plain = plain_rate(rows, curve).tokens_per_s
     speedups = {

@@ -1,168 +1,186 @@
-"""A simulated worker's engine: the batches that `engine/step/scheduler.py` would form, in simulated time.
+"""A worker's engine on a virtual clock: the real scheduler and block manager, with steps that take what the
+profile says instead of being computed.
 
-Steps that only decode are not simulated one by one: while no request comes or ends, the time of many steps
-has a closed form.
+While nothing comes or ends, many steps that only decode are committed at once.
 """
 
 from __future__ import annotations
 
-import bisect
 import heapq
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil, sqrt
+from math import ceil, floor
 
-from engine.step.chunk_bound import ChunkBound
-from planner.events import Events
-from planner.kv_room import Holding, KvRoom
+import numpy as np
+
+from costs.chunk_bound import ChunkBound
+from costs.steps import work_of
+from engine.kv.block_manager import BlockManager
+from engine.kv.block_pool import OutOfBlocksError
+from engine.kv.sequence_blocks import SequenceBlocks
+from engine.step.scheduler import ScheduledStep, Scheduler
+from engine.step.sequence import SequenceState
 from planner.profile import Profile
-from planner.request import SimulatedRequest
+from protocol.ids import BlockIdentity
+from protocol.requests import EngineRequest
+from protocol.window import Window
+
+OUTPUT_TOKEN = 2**32 - 1
+"""The id of every token that is generated. No prompt contains it."""
+_ANY = 2**31
+"""More tokens than any sequence has."""
 
 
-@dataclass(slots=True, eq=False)
-class SimulatedSequence:
-    """A request's work on one worker.
+class Clock:
+    """Simulated time: a queue of events. Events of the same time happen in the order of their planning."""
 
-    `computed` of its `num_tokens` tokens are done; then it generates `left` more, or only the first of them
-    if it `hands_over`. `order` is its place in the queue.
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._planned: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+
+    def at(self, time: float, happen: Callable[[], None]) -> None:
+        """Plan an event at `time`, or now if that has passed."""
+        heapq.heappush(self._planned, (max(time, self.now), next(self._order), happen))
+
+    def run(self) -> None:
+        """Run until no event is left."""
+        while self._planned:
+            self.now, _, happen = heapq.heappop(self._planned)
+            happen()
+
+
+@dataclass(eq=False)
+class _NoBytes:
+    """A KV pool without bytes. The block manager asks it for numbers of blocks alone."""
+
+    block_size: int
+    num_blocks: int
+    state_blocks: int = 0
+    state_unit: int = 0
+
+    @property
+    def block_pools(self) -> list[range]:
+        return [range(self.num_blocks)]
+
+    def copy_block(self, block_pool: int, source: int, target: int) -> None:
+        """Copy nothing."""
+
+
+def block_manager(profile: Profile) -> BlockManager:
+    """Return the block manager of a worker with this profile."""
+    size, costs = profile.block_size, profile.costs
+    windows = [Window(window, size) if window else None for window in costs.kv_windows]
+    pool = _NoBytes(size, profile.num_blocks)
+    return BlockManager(pool, windows=windows, most_rows=costs.chunk_tokens)  # type: ignore[arg-type]
+
+
+def longest_sequence(profile: Profile) -> int:
+    """Return the tokens of the longest sequence that a worker has room for."""
+    low, high, blocks = 0, _ANY, SequenceBlocks(block_manager(profile), b"")
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = blocks.fits(0, middle, profile.costs.chunk_tokens)
+        low, high = (middle, high) if fits else (low, middle)
+    return low
+
+
+class TimedEngine:
+    """Calls `on_scheduled(request)` when a request first runs, `on_computed(sequence)` after a step that
+    computed a part of a prompt that is to be handed over, `on_first_token(sequence)` and
+    `on_finished(sequence)` for tokens, and `on_room()` when there may be more room for KV.
     """
 
-    request: SimulatedRequest
-    order: int
-    num_tokens: int
-    left: float
-    hands_over: bool = False
-    computed: int = 0
-    holding: Holding | None = None
-    was_admitted: bool = False
-    has_answered: bool = False
-    began_at: int = 0
-    """The engine's number of steps when it began to decode."""
-    growth: float = 1.0
-    """KV room that each of its tokens takes from then on."""
-
-    @property
-    def blocks(self) -> Sequence[int]:
-        """Return the full blocks of its prompt."""
-        return self.request.blocks
-
-    @property
-    def uncomputed(self) -> int:
-        return self.num_tokens - self.computed
-
-    @property
-    def held(self) -> Holding:
-        assert self.holding is not None
-        return self.holding
-
-
-class DecodeRun:
-    """`count` steps that decode the same rows: each takes `growth` seconds longer than the one before."""
-
-    def __init__(self, started: float, first_s: float, growth_s: float, count: int) -> None:
-        self.started, self.count = started, count
-        self._first_s, self._growth_s = first_s, growth_s
-
-    def after(self, steps: int) -> float:
-        """Return the time at which `steps` of them are over."""
-        return self.started + steps * self._first_s + self._growth_s * steps * (steps - 1) / 2
-
-    def steps_until(self, now: float) -> int:
-        """Return the number of steps up to the end of the one that runs at `now`."""
-        passed, steps = now - self.started, float(self.count)
-        if self._growth_s > 0:
-            linear = self._first_s - self._growth_s / 2
-            steps = (sqrt(linear * linear + 2 * self._growth_s * passed) - linear) / self._growth_s
-        elif self._first_s > 0:
-            steps = passed / self._first_s
-        return min(max(ceil(steps - 1e-9), 1), self.count)
-
-
-class SimulatedEngine:
-    """Calls `on_scheduled(s)` when a sequence first runs, `on_computed(s)` after a step that computed a part
-    of its prompt, `on_first_token(s)` and `on_finished(s)` for its tokens, and `on_room()` when there may be
-    more room for KV.
-    """
-
-    on_scheduled: Callable[[SimulatedSequence], None]
-    on_computed: Callable[[SimulatedSequence], None]
-    on_first_token: Callable[[SimulatedSequence], None]
-    on_finished: Callable[[SimulatedSequence], None]
+    on_scheduled: Callable[[EngineRequest], None]
+    on_computed: Callable[[SequenceState], None]
+    on_first_token: Callable[[SequenceState], None]
+    on_finished: Callable[[SequenceState], None]
     on_room: Callable[[], None]
 
-    def __init__(self, profile: Profile, room: KvRoom, events: Events) -> None:
-        self.room = room
-        self.num_preemptions = 0
-        self._profile, self._costs = profile, profile.costs
-        self._events = events
-        self._bound = ChunkBound(
-            lambda: profile.costs, profile.costs.itl_budget_s, least_tokens=profile.block_size
+    def __init__(self, profile: Profile, clock: Clock) -> None:
+        costs = profile.costs
+        self.blocks = block_manager(profile)
+        self.log = self.blocks.watch()
+        self.scheduler = Scheduler(
+            self.blocks,
+            model=profile.name,
+            kv_format="",
+            max_num_seqs=profile.max_num_seqs,
+            max_num_batched_tokens=costs.chunk_tokens,
+            bound=ChunkBound(lambda: costs, costs.itl_budget_s, profile.block_size),
         )
-        self._waiting: list[SimulatedSequence] = []
-        self._prefilling: list[SimulatedSequence] = []
-        self._rows: list[tuple[int, int, SimulatedSequence]] = []
-        """A heap of rows: (number of steps at its end, order, sequence)."""
-        self._joining: list[SimulatedSequence] = []
-        """Sequences that wait for a free row, in order."""
-        self._context = 0.0
-        """Tokens that the rows attend to."""
-        self._row_growth = 0.0
-        """KV room that a token of each row takes, summed."""
-        self._steps = 0
-        self._step: list[tuple[SimulatedSequence, int]] | None = None
-        """The parts of prompts that the current step computes; None between steps."""
-        self._run: DecodeRun | None = None
+        self._profile, self._costs, self._clock = profile, costs, clock
+        self._order = itertools.count()
+        self._step: ScheduledStep | None = None
+        self._rows: list[SequenceState] = []
+        """The sequences of the step that decode."""
+        self._ends = np.zeros(0)
+        """The ends of the planned steps: several only if they decode the same rows."""
         self._version = 0
-        """The version of the planned end of the current step or run."""
-        self._computing: dict[int, SimulatedSequence] = {}
-        """Prompt blocks that are being computed."""
-        self.neighbours: Sequence[SimulatedEngine] = ()
+        """The version of the planned end."""
+        self._credit = 0.0
+        """The tokens of a row that its steps have brought in part."""
+        self.neighbours: Sequence[TimedEngine] = ()
         """Engines of the same host, which slow this one while they work."""
-        self._began = self._ends = 0.0
-        """The beginning and end of the current step or run."""
+        self._began = 0.0
         self.decode_s = self.row_seconds = 0.0
         """Seconds in which something was decoded; the same, times the rows."""
 
     # --- what comes and goes --------------------------------------------------------------------------
 
-    def submit(self, sequence: SimulatedSequence) -> None:
-        bisect.insort(self._waiting, sequence, key=lambda waiting: waiting.order)
-        self._wake()
+    @property
+    def is_busy(self) -> bool:
+        return self._step is not None
 
-    def join(self, sequence: SimulatedSequence) -> None:
+    @property
+    def usage(self) -> float:
+        """Return the share of the pool that requests hold."""
+        return 1 - sum(self.blocks.available) / self.blocks.num_blocks
+
+    def root(self, request: EngineRequest) -> BlockIdentity:
+        return self.scheduler.root(request)
+
+    def submit(self, request: EngineRequest, *, prefill_only: bool = False) -> None:
+        self._add(SequenceState(request, next(self._order), prefill_only))
+
+    def join(self, request: EngineRequest, blocks: SequenceBlocks) -> None:
         """Let a sequence whose prompt is in its blocks decode once there is a row for it."""
-        self._joining.append(sequence)
+        sequence = SequenceState(request, next(self._order))
+        sequence.sequence_blocks, sequence.num_computed = blocks, len(sequence.token_ids)
+        blocks.publish(sequence.token_ids, sequence.num_computed)
+        sequence.append(OUTPUT_TOKEN)
+        sequence.first_token_time = self._clock.now
+        self._add(sequence)
+
+    def _add(self, sequence: SequenceState) -> None:
+        self.scheduler.add_waiting(sequence)
         self._wake()
 
-    def free(self, sequence: SimulatedSequence) -> None:
-        """Free the room of a sequence that was handed over."""
-        self.room.free(sequence.held)
+    def release(self, sequence: SequenceState) -> None:
+        """Free the blocks of a sequence that has ended or was handed over."""
+        self.scheduler.remove(sequence)
+        self.scheduler.free(sequence)
         self.on_room()
         self._wake()
 
     def boundary(self) -> float:
         """Return the end of the current step, when messages are handled."""
-        now = self._events.now
-        if self._step is None:
-            return now
-        return self._run.after(self._run.steps_until(now)) if self._run is not None else self._ends
-
-    @property
-    def is_busy(self) -> bool:
-        return self._step is not None
+        return float(self._ends[self._current()]) if self.is_busy else self._clock.now
 
     def interrupt(self) -> None:
-        """End a run with its current step, and release the room for the steps after it."""
-        run = self._run
-        if run is None:
-            return
-        steps = run.steps_until(self._events.now)
-        self.room.give_back((run.count - steps) * self._growth)
-        run.count = steps
-        self._plan_end(run.after(steps))
+        """End with the current step, since something has come. Take the room up to its end."""
+        if len(self._ends) > 1:
+            self._ends = self._ends[: self._current() + 1]
+            self._grow(len(self._ends))
+            self._plan_end()
+
+    def _current(self) -> int:
+        """Return the index of the step that runs now."""
+        return min(int(np.searchsorted(self._ends, self._clock.now - 1e-12)), len(self._ends) - 1)
 
     def _wake(self) -> None:
-        """Begin a step, or end the current run early, since something new has come."""
+        """Begin a step, or end the current ones early, since something new has come."""
         if self._step is None:
             self._begin()
         else:
@@ -171,45 +189,51 @@ class SimulatedEngine:
     # --- steps ----------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        was_busy = self.is_busy
-        self._plan_step()
+        was_busy, step = self.is_busy, self.scheduler.schedule()
+        self._step, self._ends = None, np.zeros(0)
+        if step.sequences:
+            self._step, self._began = step, self._clock.now
+            self._rows = [row for row in step.sequences if row.output_token_ids and row.num_uncomputed == 1]
+            first_s, growth_s, count = self._seconds(step)
+            self._ends = self._began + np.cumsum(first_s + growth_s * np.arange(count))
+            self._plan_end()
+        for request in step.first_time:
+            self.on_scheduled(request)
         if self.is_busy != was_busy:
             for other in self.neighbours:
                 other.interrupt()
 
-    def _plan_step(self) -> None:
-        self._step, self._run = [], None
-        while self._joining and self._has_row:
-            self._add_row(self._joining.pop(0))
-        self._make_room_for_rows()
-        self.room.reserve(self._growth)
-        step = self._schedule()
-        rows, context = len(self._rows), self._context
-        if not step and not rows:
-            self._step = None
-            return
-        now, costs = self._events.now, self._costs
-        self._step, self._began = step, now
-        if not step:
-            count = self._longest_run()
-            self.room.reserve((count - 1) * self._growth)
-            slower = self._slower(self._profile.decode_beside)
-            first_s = costs.decode_s(rows, context)
-            growth_s = costs.context_s * rows * costs.tokens_per_row
-            self._run = DecodeRun(now, slower * first_s, slower * growth_s, count)
-            self._plan_end(self._run.after(count))
-            return
-        seconds, parts = 0.0, 0
-        for sequence, count in step:
-            if count == 1:
-                rows, context = rows + 1, context + sequence.computed
-            else:
-                parts += 1
-                seconds += costs.chunks_s(count, sequence.computed, count)
-        seconds -= max(parts - 1, 0) * costs.chunk_s
-        seconds *= self._slower(self._profile.prefill_beside)
-        seconds += self._slower(self._profile.decode_beside) * costs.decode_s(rows, context)
-        self._plan_end(now + seconds)
+    def _seconds(self, step: ScheduledStep) -> tuple[float, float, int]:
+        """Return the seconds of the step, how many more each following one takes, and how many of them
+        decode the same rows.
+        """
+        costs, work = self._costs, work_of(step.sequences, step.num_tokens)
+        slower = self._slower(self._profile.decode_beside)
+        prompt_s = work.tokens * costs.token_s + work.pairs * costs.attention_s
+        prompt_s += costs.chunk_s if work.tokens else 0.0
+        first_s = slower * costs.decode_s(work.rows, work.context)
+        first_s += self._slower(self._profile.prefill_beside) * prompt_s
+        growth_s = slower * costs.context_s * work.rows * costs.tokens_per_row
+        return first_s, growth_s, self._count(step)
+
+    def _count(self, step: ScheduledStep) -> int:
+        """Return after how many such steps a row ends or room may run out."""
+        if not len(self._rows) == len(step.sequences) == len(self.scheduler.running):
+            return 1
+        left = min(map(_left, self._rows))
+        count = max(ceil((left - self._credit) / self._costs.tokens_per_row), 1)
+        while count > 1 and not self._has_room(count):
+            count //= 2
+        return count
+
+    def _has_room(self, steps: int) -> bool:
+        new, [available] = self._new_tokens(steps), self.blocks.available
+        needed = (row.held.needs(row.num_computed, row.num_computed + new) for row in self._rows)
+        return sum(map(sum, needed)) <= available
+
+    def _new_tokens(self, steps: int) -> int:
+        """Return the tokens of a row in so many steps."""
+        return max(floor(self._credit + steps * self._costs.tokens_per_row + 1e-9), 1)
 
     def _slower(self, beside: float) -> float:
         """Return how many times as long work takes while the neighbours work."""
@@ -218,175 +242,61 @@ class SimulatedEngine:
         working = sum(other.is_busy for other in self.neighbours) / len(self.neighbours)
         return 1 + working * (beside - 1)
 
-    def _plan_end(self, time: float) -> None:
+    def _plan_end(self) -> None:
         self._version += 1
-        self._ends, version = time, self._version
-        self._events.at(time, lambda: self._end(version))
+        version = self._version
+        self._clock.at(float(self._ends[-1]), lambda: self._end(version))
 
-    @property
-    def _growth(self) -> float:
-        """Return the KV room that one step of the rows takes."""
-        return self._row_growth * self._costs.tokens_per_row
-
-    def _longest_run(self) -> int:
-        """Return the number of steps until a row ends or room runs out; the first step has its room
-        already.
+    def _grow(self, steps: int) -> int:
+        """Take the room of the rows' tokens in so many steps. Returns how many tokens each gets: one where
+        there is no room for more.
         """
-        ends = self._rows[0][0] - self._steps
-        return min(ends, 1 + int(self.room.available / self._growth)) if self._growth else ends
+        new = self._new_tokens(steps)
+        try:
+            for row in self._rows if new > 1 else ():
+                row.held.grow(row.num_computed, row.num_computed + min(new, _left(row)))
+        except OutOfBlocksError:
+            return 1
+        return new
 
     def _end(self, version: int) -> None:
         if version != self._version:
-            return  # the run was cut short
-        step, run = self._step, self._run
+            return  # the end was planned anew
+        step, steps = self._step, len(self._ends)
         assert step is not None
-        self._run = None  # later events belong to the time after this run
-        self._decoded(run.count if run is not None else 1)
-        for sequence, count in step:
-            self._computed(sequence, count)
-        while self._rows and self._rows[0][0] <= self._steps:
-            sequence = heapq.heappop(self._rows)[2]
-            self._leave_rows(sequence)
-            self._finish(sequence)
+        new, passed = self._grow(steps), self._clock.now - self._began
+        self.decode_s += passed if self._rows else 0.0
+        self.row_seconds += passed * len(self._rows)
+        self._credit = max(self._credit + steps * self._costs.tokens_per_row - new, 0.0)
+        self._ends = np.zeros(0)  # whoever comes meanwhile waits for the next step
+        for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
+            self._commit(sequence, count, new)
         self._begin()
 
-    def _decoded(self, steps: int) -> None:
-        if self._rows:
-            self.decode_s += self._events.now - self._began
-            self.row_seconds += (self._events.now - self._began) * len(self._rows)
-        self._context += steps * len(self._rows) * self._costs.tokens_per_row
-        self._steps += steps
-
-    def _computed(self, sequence: SimulatedSequence, count: int) -> None:
-        if sequence not in self._prefilling:
-            return  # the sequence was preempted
-        sequence.computed += count
-        full = sequence.computed // self.room.block_tokens
-        self.room.publish(sequence.held, sequence.blocks[:full])
-        if sequence.uncomputed == 0:
-            self._leave_prefill(sequence)
-            self._add_token(sequence)
-        elif sequence.hands_over:
-            self.on_computed(sequence)
-
-    def _add_token(self, sequence: SimulatedSequence) -> None:
-        """Add the token after a prompt."""
-        sequence.left -= 1
-        if not sequence.has_answered:
-            sequence.has_answered = True
+    def _commit(self, sequence: SequenceState, count: int, new: int) -> None:
+        """Commit `count` computed tokens and, if they are the last ones, what follows: `new` tokens if the
+        sequence was decoding.
+        """
+        left, gets = _left(sequence), 0
+        if count == sequence.num_uncomputed:
+            gets = min(new, left) if count == 1 and sequence.output_token_ids else 1
+        sequence.num_computed += count + max(gets - 1, 0)
+        sequence.output_token_ids += [OUTPUT_TOKEN] * gets
+        sequence.token_ids += [OUTPUT_TOKEN] * gets
+        sequence.held.commit(sequence.num_computed, [], sequence.token_ids)
+        if gets and sequence.first_token_time is None:
+            sequence.first_token_time = self._clock.now
             self.on_first_token(sequence)
-        if sequence.left <= 0:
-            self._finish(sequence)
-        elif sequence.hands_over:
+        if gets == left:
+            self.scheduler.remove(sequence)
+            self.scheduler.free(sequence)
+            self.on_finished(sequence)
+            self.on_room()
+        elif sequence.prefill_only:
+            if gets:
+                self.scheduler.hold(sequence)
             self.on_computed(sequence)
-        else:
-            self._add_row(sequence)
 
-    def _finish(self, sequence: SimulatedSequence) -> None:
-        self.room.free(sequence.held)
-        self.on_finished(sequence)
-        self.on_room()
 
-    # --- rows -----------------------------------------------------------------------------------------
-
-    def _add_row(self, sequence: SimulatedSequence) -> None:
-        sequence.began_at = self._steps
-        ends_at = self._steps + ceil(sequence.left / self._costs.tokens_per_row)
-        heapq.heappush(self._rows, (ends_at, sequence.order, sequence))
-        self._context += sequence.num_tokens
-        self.room.settle(sequence.held, sequence.num_tokens)
-        sequence.growth = self.room.keeping.growth(sequence.num_tokens, sequence.left)
-        self._row_growth += sequence.growth
-
-    def _leave_rows(self, sequence: SimulatedSequence) -> float:
-        """Remove a row. Return how many tokens it has generated as one."""
-        grown = (self._steps - sequence.began_at) * self._costs.tokens_per_row
-        sequence.held.private += grown * sequence.growth
-        self._context -= sequence.num_tokens + grown
-        self._row_growth = sum(row[2].growth for row in self._rows)
-        return grown
-
-    def _make_room_for_rows(self) -> None:
-        while self._rows and self.room.available < self._growth:
-            if self._joining:
-                self._preempt(self._joining[-1])
-                continue
-            others = [sequence for sequence in self._prefilling if not sequence.hands_over]
-            victim = max((*others, *(row[2] for row in self._rows)), key=lambda sequence: sequence.order)
-            self._preempt(victim)
-
-    def _preempt(self, victim: SimulatedSequence) -> None:
-        """Release its room; it is computed again later, with the tokens that it has generated."""
-        if victim in self._prefilling:
-            self._leave_prefill(victim)
-        elif victim in self._joining:
-            self._joining.remove(victim)
-        else:
-            self._rows = [row for row in self._rows if row[2] is not victim]
-            heapq.heapify(self._rows)
-            grown = self._leave_rows(victim)
-            victim.num_tokens += int(grown)
-            victim.left -= grown
-        self.room.free(victim.held)
-        victim.holding, victim.computed = None, 0
-        self.num_preemptions += 1
-        bisect.insort(self._waiting, victim, key=lambda waiting: waiting.order)
-
-    @property
-    def _has_row(self) -> bool:
-        return len(self._rows) + len(self._prefilling) < self._profile.max_num_seqs
-
-    # --- prompts --------------------------------------------------------------------------------------
-
-    def _schedule(self) -> list[tuple[SimulatedSequence, int]]:
-        """Return the parts of prompts that the next step computes in addition to the rows."""
-        budget = self._costs.chunk_tokens - len(self._rows)
-        self._bound.begin(len(self._rows), int(self._context))
-        step: list[tuple[SimulatedSequence, int]] = []
-        for sequence in self._prefilling:
-            budget -= self._add_chunk(sequence, budget, step)
-        waiting = 0
-        while budget > 0 and waiting < len(self._waiting) and not self._bound.is_full:
-            sequence = self._waiting[waiting]
-            if not self._has_row:
-                break
-            covered = self.room.covered(sequence.blocks)
-            if self._computing.keys() & sequence.blocks[covered : covered + 1]:
-                waiting += 1  # another sequence computes the block that it needs next
-                continue
-            if not self._admit(sequence, covered):
-                break
-            del self._waiting[waiting]
-            budget -= self._add_chunk(sequence, budget, step)
-        return step
-
-    def _add_chunk(
-        self, sequence: SimulatedSequence, budget: int, step: list[tuple[SimulatedSequence, int]]
-    ) -> int:
-        count = max(min(budget, sequence.uncomputed), 0)
-        if count > 1:
-            count = self._bound.tokens(count, sequence.computed)
-        if count > 0:
-            step.append((sequence, count))
-        return count
-
-    def _admit(self, sequence: SimulatedSequence, covered: int) -> bool:
-        """Start a sequence if there is room for all of it."""
-        room, blocks = self.room, sequence.blocks[:covered]
-        spare = self._profile.block_size * (len(self._rows) + len(self._prefilling))
-        if room.lacks(blocks, sequence.num_tokens) + spare > room.available:
-            return False
-        sequence.holding = room.take(blocks, sequence.num_tokens)
-        sequence.computed = min(covered * room.block_tokens, sequence.num_tokens - 1)
-        self._prefilling.append(sequence)
-        self._computing.update(dict.fromkeys(sequence.blocks[covered:], sequence))
-        if not sequence.was_admitted:
-            sequence.was_admitted = True
-            self.on_scheduled(sequence)
-        return True
-
-    def _leave_prefill(self, sequence: SimulatedSequence) -> None:
-        self._prefilling.remove(sequence)
-        for block in sequence.blocks:
-            if self._computing.get(block) is sequence:
-                del self._computing[block]
+def _left(sequence: SequenceState) -> int:
+    return sequence.params.max_tokens - len(sequence.output_token_ids)

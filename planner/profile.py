@@ -8,7 +8,6 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from planner.kv_room import Keeping
 from protocol.costs import StepCosts
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculationState
@@ -54,8 +53,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     speculation: SpeculationState | None = None
 
     @property
-    def keeping(self) -> Keeping:
-        return Keeping(self.costs.kv_windows, self.block_size, self.costs.chunk_tokens)
+    def num_blocks(self) -> int:
+        """Return the blocks of a worker's pool; a token has a block in each table."""
+        return self.kv_tokens // self.block_size * len(self.costs.kv_windows)
 
     @property
     def wire(self) -> LinkSpeed:

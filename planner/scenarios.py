@@ -13,16 +13,16 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from planner.cluster import ClusterLayout, SimulatedCluster
+from planner.cluster import ClusterLayout, SimulatedCluster, SimulatedRequest
+from planner.engine import longest_sequence
 from planner.profile import Profile
-from planner.request import SimulatedRequest, simulated
 from planner.trace import TraceRequest
 from protocol.errors import ConfigError
 from router.placement import placement_policy
 
 Mode = Literal["colocated", "disaggregated", "conditional"]
 
-FEW = 3000
+FEW = 1000
 """Requests that are simulated in a second, which is the time that starting further processes takes."""
 LEAST_GAIN = 0.01
 """The share of goodput below which layouts count as equal."""
@@ -116,7 +116,7 @@ class Study:
     def __post_init__(self) -> None:
         """Check the trace. Raises `ConfigError` for requests that no worker has room for."""
         longest = max(request.input_len + request.output_len for request in self.requests)
-        room = self.profile.keeping.longest(self.profile.kv_tokens - self.block_tokens)
+        room = longest_sequence(self.profile)
         if longest > room:
             raise ConfigError(
                 f"--trace: its longest request has {longest} tokens, a worker of the profile "
@@ -145,13 +145,10 @@ class Study:
         )
 
     def run(self, layout: ClusterLayout) -> tuple[list[SimulatedRequest], SimulatedCluster]:
-        requests = self.simulated()
-        cluster = SimulatedCluster(layout, self.profile, self.block_tokens)
+        requests = [SimulatedRequest(request, self.block_tokens) for request in self.requests]
+        cluster = SimulatedCluster(layout, self.profile)
         cluster.run(requests)
         return requests, cluster
-
-    def simulated(self) -> list[SimulatedRequest]:
-        return [simulated(request, self.block_tokens) for request in self.requests]
 
     def is_good(self, request: SimulatedRequest) -> bool:
         return request.ttft_s <= self.slo.ttft_s and request.tpot_s <= self.slo.tpot_s

@@ -14,6 +14,7 @@ from pathlib import Path
 PACKAGES = (
     "checkpoints",
     "bench",
+    "costs",
     "decode_worker",
     "deploy",
     "draft_worker",

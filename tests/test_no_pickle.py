@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = (
-    *("protocol", "messaging", "native", "engine", "speculation", "kvtransfer", "worker", "prefill_worker"),
+    *("protocol", "messaging", "native", "costs", "engine", "speculation", "kvtransfer", "worker"),
+    "prefill_worker",
     *("decode_worker", "draft_worker", "router", "planner", "deploy", "models", "training", "quantization"),
 )
 MODULES = {

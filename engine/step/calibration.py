@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
+from costs.steps import StepWork, work_of
 from engine.sampler import Sampler
 from engine.step.profiling import ProfilingRun
-from engine.step.step_times import StepWork, work_of
 
 _SHORT, _LONG = 64, 1024
 """Tokens before those that are computed; where there is no room for as many, half, and so on."""

@@ -17,12 +17,12 @@ import time
 from dataclasses import dataclass, field
 from math import inf
 
+from costs.chunk_bound import ChunkBound
 from engine.kv.block_manager import BlockManager
 from engine.kv.block_pool import OutOfBlocksError
 from engine.kv.lower_states import bring_up, missing_with_state
 from engine.kv.prefix_cache import find_prefix, missing_blocks
 from engine.kv.tiers.host import HostTier
-from engine.step.chunk_bound import ChunkBound
 from engine.step.draft import Outcome
 from engine.step.sequence import SequenceStage, SequenceState
 from engine.step.slot_allocator import StateSlotAllocator

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from costs.drafting import SharedDrafter
 from protocol.config import ServeConfig
 from protocol.router_to_worker import PeerGone, Replan
 from protocol.speculation import RequestClass, RequestSpeculation
@@ -24,7 +25,6 @@ from router.placement.drafts.interface import (
     DraftPlace,
     DraftSite,
     DraftTarget,
-    SharedDrafter,
 )
 from router.placement.drafts.kinds import DraftKind, expect
 from router.placement.drafts.prospects import Prospects
@@ -226,7 +226,10 @@ class DraftPlanner:
         load = target.rows, [(each.worker_id, each.others) for each in drafters]
         known = self._prospects.get(key)
         if known is None or known[0] != load:
-            known = self._prospects[key] = load, Prospects(target, drafters, asked, request_class, seen)
+            known = self._prospects[key] = (
+                load,
+                Prospects(target, drafters, asked, request_class, seen),
+            )
         return known[1]
 
     def _target(self, decode: Worker) -> DraftTarget:

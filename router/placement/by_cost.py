@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import TypeVar
 
+from costs.explorer import TRIAL_SHARE
 from protocol.roles import Task
 from router.placement.cluster import Cluster
 from router.placement.interface import Option, Placement, Prediction, Refusal, RequestFacts, WorkerSnapshot
@@ -32,10 +33,6 @@ CANDIDATES = 2
 MARGIN = 0.03
 """[share of the best cost] Differences to ignore, since predictions are no better. Among equals the worker
 that got a request longest ago is chosen; otherwise equal workers would get nothing.
-"""
-TRIALS = 0.01
-"""[share of all placements' cost] The most that retrying idle workers may add. A worker that measured badly
-once is measured again only with requests.
 """
 
 
@@ -131,7 +128,7 @@ def _choose(request: RequestFacts, cluster: Cluster, options: Sequence[Option]) 
     best = min(totals)
     trials = []
     for option, total in zip(options, totals, strict=True):
-        saved = TRIALS * _unasked(cluster, option) / len(cluster)
+        saved = TRIAL_SHARE * _unasked(cluster, option) / len(cluster)
         if saved > MARGIN and total <= best * (1 + saved):
             trials.append((-saved, total, option))
     if trials:

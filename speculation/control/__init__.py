@@ -1,1 +1,1 @@
-"""Decides how many tokens requests draft: `estimator`, `planner`, `explorer`, and `controller` above them."""
+"""Decides how many tokens requests draft: `estimator`, `planner`, and `controller` above them."""

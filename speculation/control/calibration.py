@@ -7,26 +7,28 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from costs.widths import UNMEASURED, MeasuredCurve
 from engine.step.draft import Draft, Verdict
 from engine.step.profiling import ProfilingRun
 from engine.step.sequence import SequenceState
-from speculation.control.step_time import UNMEASURED, MeasuredCurve
 from speculation.drafter import Computed, Drafter, HiddenRows
 
 Verify = Callable[[Sequence[SequenceState], Tensor], list[Verdict]]
 
 _RUNS = 3
-"""Of which the fastest counts: whatever disturbs only adds."""
+"""Runs of each measurement. The fastest counts: disturbances only add."""
 _LONGEST_S = 0.05
 """Forwards that take longer are not measured, so that workers start soon."""
 _CONTEXT, _PROMPT = 64, 256
 """Tokens of a sequence that decodes, and of one that is prefilled."""
 _ROWS = 32
-"""Of a sequence, at most: drafts are hardly ever longer."""
+"""The most rows of a sequence: drafts are hardly ever longer."""
 
 
 def measure_target(profiling: ProfilingRun, verify: Verify, max_sequences: int) -> MeasuredCurve:
-    """For powers of two of rows, of as few sequences as may have so many. `UNMEASURED` if two do not fit."""
+    """Measure powers of two of rows, of as few sequences as may have so many. Return `UNMEASURED` if two do
+    not fit.
+    """
     rows: list[int] = []
     seconds: list[float] = []
     while not seconds or 2 * seconds[-1] < _LONGEST_S:
@@ -50,7 +52,7 @@ def measure_target(profiling: ProfilingRun, verify: Verify, max_sequences: int) 
 
 
 def _verify_seconds(profiling: ProfilingRun, verify: Verify, num_sequences: int, rows: int) -> float | None:
-    """A decode step with so many rows of each sequence; None if there is no room for it."""
+    """Measure a decode step with so many rows of each sequence; None if there is no room for it."""
     sequences = profiling.sequences(num_sequences, _CONTEXT, rows)
     if sequences is None:
         return None
@@ -61,7 +63,7 @@ def _verify_seconds(profiling: ProfilingRun, verify: Verify, num_sequences: int,
 
 
 def measure_reading(profiling: ProfilingRun, drafter: Drafter) -> float | None:
-    """Seconds that a head adds to each token of a prompt; None if there is no room."""
+    """Measure the seconds that a head adds to each token of a prompt; None if there is no room."""
     prompt = min(_PROMPT, profiling.max_model_len - 1)
     sequences = profiling.sequences(1, prompt, 1)
     if sequences is None:

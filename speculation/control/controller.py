@@ -9,38 +9,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from costs.explorer import TRIAL_SHARE, Explorer
 from protocol.speculation import Source
-from speculation.control.estimator import Estimator
-from speculation.control.explorer import Explorer
+from speculation.control.estimator import WINDOW_STEPS, Estimator
 from speculation.control.planner import Plan, Step, plain_and_best
 from speculation.control.request import SpeculatingRequest
-from speculation.control.settings import Settings
+
+MIN_GAIN = 0.03
+"""[share] Drafting must be faster by so much: about the uncertainty of a step's time."""
+DRAFT_STANDS = WINDOW_STEPS
+"""[steps] The duration of a plan that drafts: planning takes 5 % of a 0.4 ms step."""
+PLAIN_STANDS = 16
+"""[steps] The duration where nothing is drafted, but would be by a request whose text is not hard."""
+IDLE_STANDS = 64
+"""[steps] The duration where not even that pays, or all numbers are fixed."""
+TRIAL_STEPS = 6
+"""[steps] The duration of a trial: enough to outweigh its first step, which runs with cold caches."""
 
 
 class DraftController:
-    """For the engine's thread. Deterministic, given the clock."""
+    """Belongs to the engine's thread. Deterministic, given the clock."""
 
-    def __init__(self, max_sequences: int, max_tokens: int, settings: Settings | None = None) -> None:
+    def __init__(self, max_sequences: int, max_tokens: int, trial_share: float = TRIAL_SHARE) -> None:
         """`max_tokens`: the most that one draft has."""
-        self._settings = settings or Settings()
-        self.estimator = Estimator(max_sequences, max_tokens, self._settings)
-        self._explorer = Explorer(self._settings.trial_share)
+        self.estimator = Estimator(max_sequences, max_tokens)
+        self._explorer = Explorer(trial_share)
         self._load = 0, 0
         """Requests that decode, and that will soon."""
         self._steps_left = 0
-        """For which the present plan stands."""
+        """The steps for which the present plan still stands."""
         self._fixed_to_come = False
         """Whether a request with a number of its own may be among those that will decode soon."""
         self._pays: dict[int, bool] = {}
         """Whether typical requests would draft, by the number of bits of how many there are."""
         self.drafts = False
-        """Whether anybody does by the present plan."""
+        """Whether anybody drafts by the present plan."""
         self._sees = False
         """Whether anybody's prompt was read, by a method that must not miss a step after that."""
 
     def begin_step(self, num_decoding: int, num_to_come: int = 0) -> bool:
-        """Whether to `plan` the coming step; otherwise the present plan stands. Plans are made as if the
-        requests to come did decode: what was read of their prompts is lost where drafting then doesn't pay.
+        """Return whether to `plan` the coming step; otherwise the present plan stands. Plans are made as if
+        the requests to come did decode: what was read of their prompts is lost where drafting then doesn't
+        pay.
         """
         before, load = self._load, (num_decoding, num_to_come)
         is_due = self._is_due(load)
@@ -61,28 +71,28 @@ class DraftController:
         return False
 
     def _is_due(self, load: tuple[int, int]) -> bool:
-        """Whether a step of this load needs a plan of its own."""
+        """Return whether a step of this load needs a plan of its own."""
         has_come = load[0] > self._load[0] or load[1] != self._load[1]
         return self._steps_left <= 0 or (has_come and (self._fixed_to_come or self._may_pay(load)))
 
     def may_go_ahead(self, num_decoding: int, num_to_come: int, reads_hidden: bool) -> bool:
-        """Whether nobody drafts in the coming step, which the present plan is for. Drafters that read hidden
-        states miss none that it would capture: see `reads_steps`.
+        """Return whether nobody drafts in the coming step, and the present plan stands for it. Drafters that
+        read hidden states miss none that it would capture: see `reads_steps`.
         """
         if self.drafts or self._is_due((num_decoding, num_to_come)):
             return False
         return not (reads_hidden and (self._sees or self._steps_left == 1))
 
     def went_ahead(self, num_decoding: int, num_to_come: int) -> None:
-        """The coming step was launched by the present plan. One that has become due since waits for the step
-        behind it.
+        """Note that the coming step was launched by the present plan. A plan that has become due since waits
+        for the step after it.
         """
         if self.begin_step(num_decoding, num_to_come):
             self.end_window()
             self._steps_left = 0
 
     def join(self, request: SpeculatingRequest, *, is_read: bool) -> None:
-        """A request joins, to which the present plan grants nothing. `is_read`: its prompt was, elsewhere.
+        """Add a request, to which the present plan grants nothing. `is_read`: its prompt was, elsewhere.
 
         Where drafting doesn't pay at this load the plan stands: a new request is as likely to draft well as
         any other.
@@ -100,11 +110,11 @@ class DraftController:
 
     @property
     def reads_steps(self) -> bool:
-        """Whether what a step without drafts computes may be read by a later draft."""
+        """Whether a later draft may read what a step without drafts computes."""
         return self.drafts or self._sees or self._steps_left <= 0
 
     def reads_prompts(self, method: Source, num_tokens: int) -> bool:
-        """Whether so many tokens of prompts, prefilled in this step, are to be read for drafting."""
+        """Return whether so many tokens of prompts, prefilled in this step, are to be read for drafting."""
         size = sum(self._load)
         pays = self._pays.get(size.bit_length())
         if pays is None:
@@ -124,7 +134,7 @@ class DraftController:
         fixed = [request for request in requests if request.granted]
         tokens = size + sum([sum(request.acceptance.survival()[: request.granted]) for request in fixed])
         step = Step(size, tokens, sum([request.granted for request in fixed]))
-        self._steps_left = self._settings.idle_stands
+        self._steps_left = IDLE_STANDS
         self._sees = False
         for method, known in self.estimator.methods.items():
             group = [request for request in requests if request.method == method]
@@ -137,41 +147,40 @@ class DraftController:
         self.estimator.begin_window(len(requests))
 
     def _choose(self, method: Source, requests: list[SpeculatingRequest], step: Step) -> Step:
-        """Grant tokens to those that draft as many as pay, or for a trial. Returns the step with them."""
-        settings, size = self._settings, step.num_sequences
+        """Grant tokens to the requests: as many as pay, or for a trial. Return the step with their drafts."""
+        size = step.num_sequences
         plain, best = plain_and_best(self.estimator, method, requests, step)
-        pays = self._is_faster(best, plain)
+        pays = _is_faster(best, plain)
         self._pays[size.bit_length()] = pays or self._typical_pays(method, size)
         if pays:
-            chosen, other, stands = best, plain, settings.draft_stands
+            chosen, other, stands = best, plain, DRAFT_STANDS
         else:
-            stands = settings.plain_stands if self._may_pay() else settings.idle_stands
-            chosen, other = plain, best
+            chosen, other, stands = plain, best, PLAIN_STANDS if self._may_pay() else IDLE_STANDS
         reads_prompts = self.estimator.methods[method].reads_prompts
         shows_something = not (reads_prompts and all(request.is_blind for request in requests))
         if shows_something and self._explorer.tries(self._price(method, requests, other, chosen)):
-            chosen, stands = other, settings.trial_steps
+            chosen, stands = other, TRIAL_STEPS
         self._steps_left = min(self._steps_left, stands)
         for request, granted in zip(requests, chosen.granted, strict=True):
             request.granted = granted
         return chosen.step
 
     def _price(self, method: Source, requests: list[SpeculatingRequest], trial: Plan, instead: Plan) -> float:
-        """Seconds that a trial is expected to lose."""
-        settings = self._settings
+        """Return the seconds that a trial is expected to lose."""
         drafting = zip(requests, trial.granted, strict=True)
         unread = sum([request.unread for request, granted in drafting if granted])
-        lost = max(1 - trial.rate / instead.rate, settings.min_gain)
-        return settings.trial_steps * trial.seconds * lost + self.estimator.read_seconds(method, unread)
+        lost = max(1 - trial.rate / instead.rate, MIN_GAIN)
+        return TRIAL_STEPS * trial.seconds * lost + self.estimator.read_seconds(method, unread)
 
     def _typical_pays(self, method: Source, num_requests: int) -> bool:
-        """Whether so many requests would draft, the prompts of which are to be read first."""
+        """Return whether so many requests would draft, the prompts of which are to be read first."""
         typical = self.estimator.new_request(method, None)
         if self.estimator.methods[method].reads_text:
             typical.unread = int(self.estimator.mean_prompt)
         step = Step(num_requests, num_requests)
         plain, best = plain_and_best(self.estimator, method, [typical] * num_requests, step)
-        return self._is_faster(best, plain)
+        return _is_faster(best, plain)
 
-    def _is_faster(self, plan: Plan, other: Plan) -> bool:
-        return plan.rate > other.rate * (1 + self._settings.min_gain)
+
+def _is_faster(plan: Plan, other: Plan) -> bool:
+    return plan.rate > other.rate * (1 + MIN_GAIN)

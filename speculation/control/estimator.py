@@ -1,4 +1,4 @@
-"""What is known of the machine, the methods and the requests, learned from windows of steps."""
+"""Estimates of the machine, the methods and the requests, learned from windows of steps."""
 
 from __future__ import annotations
 
@@ -8,11 +8,25 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
 
+from costs.widths import UNMEASURED, DraftTime, MeasuredCurve, TargetTime
 from protocol.speculation import MethodState, RequestClass, Source, SpeculationState, StepTimeState
 from speculation.control.acceptance import MethodAcceptance, RequestAcceptance
 from speculation.control.request import Shape, SpeculatingRequest
-from speculation.control.settings import Settings
-from speculation.control.step_time import UNMEASURED, DraftTime, MeasuredCurve, TargetTime
+
+DRAFT_LEVEL = 0.003
+"""[plain steps] A level of drafting, until it is measured. Optimistic, so that it is tried and measured."""
+READ_SHARE = 0.15
+"""[share] Time to read a token of a prompt for drafting, as a share of its prefill, before it was measured:
+that of the bundled heads.
+"""
+LEAST_READ = 32
+"""[tokens] Fewer are read along with any draft and tell nothing of how long reading takes."""
+FIRST_PROMPT, FIRST_OUTPUT = 256.0, 128.0
+"""[tokens] The mean prompt and answer before any request ended. Reading a text must pay within the answer."""
+LENGTH_PACE = 0.05
+"""[share] The weight of a request that ends in both means."""
+WINDOW_STEPS = 8
+"""[steps] A window of so many counts fully."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,8 +62,8 @@ class PlanWindow:
         self.drafting.append(0.0)
 
     def step_seconds(self, end: float) -> tuple[float, float]:
-        """The mean step, and the mean beside drafting. The longest step is left out with its drafting: it may
-        hold a pause of the process, or a draft that first had to read a text.
+        """Return the mean step with and without its drafting. The longest step is left out: it may hold a
+        pause of the process, or a draft that first had to read a text.
         """
         whole = [after - before for before, after in pairwise([*self.begun, end])]
         steps = sorted(zip(whole, self.drafting, strict=True))
@@ -58,38 +72,35 @@ class PlanWindow:
 
 
 class Estimator:
-    def __init__(self, max_sequences: int, max_tokens: int, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, max_sequences: int, max_tokens: int) -> None:
         self._max_sequences, self._max_tokens = max_sequences, max_tokens
-        self.target = TargetTime(UNMEASURED, settings)
+        self.target = TargetTime(UNMEASURED)
         self.methods: dict[Source, MethodEstimate] = {}
         self.window: PlanWindow | None = None
-        self.mean_prompt, self.mean_output = settings.first_prompt, settings.first_output
+        self.mean_prompt, self.mean_output = FIRST_PROMPT, FIRST_OUTPUT
 
     def set_target_times(self, curve: MeasuredCurve) -> None:
-        self.target = TargetTime(curve, self._settings)
+        self.target = TargetTime(curve)
 
     def add_method(
         self, method: Source, shape: Shape, max_depth: int, *, reads_text: bool, reads_prompts: bool
     ) -> None:
-        level = self._settings.draft_level * float(self.target.seconds(1, [0])[0])
-        acceptance = MethodAcceptance(max_depth, self._settings)
-        time_ = DraftTime(self._settings, level)
+        time_ = DraftTime(DRAFT_LEVEL * float(self.target.seconds(1, [0])[0]))
+        acceptance = MethodAcceptance(max_depth)
         self.methods[method] = MethodEstimate(shape, acceptance, time_, reads_text, reads_prompts)
 
     def new_request(
         self, method: Source | None, fixed_tokens: int | None, request_class: RequestClass | None = None
     ) -> SpeculatingRequest:
         if method is None:
-            none = MethodAcceptance(0, self._settings)
-            return SpeculatingRequest(None, fixed_tokens, RequestAcceptance(none, self._settings))
+            return SpeculatingRequest(None, fixed_tokens, RequestAcceptance(MethodAcceptance(0)))
         known, of_class = self.methods[method], None
         if request_class is not None:
             of_class = known.by_class.get(request_class)
             if of_class is None:
-                of_class = known.by_class[request_class] = known.acceptance.part()
-        acceptance = RequestAcceptance(known.acceptance, self._settings, of_class)
-        return SpeculatingRequest(method, fixed_tokens, acceptance)
+                rates = known.acceptance.rates()
+                of_class = known.by_class[request_class] = MethodAcceptance(len(rates), rates)
+        return SpeculatingRequest(method, fixed_tokens, RequestAcceptance(known.acceptance, of_class))
 
     # --- learning -----------------------------------------------------------------------------------
 
@@ -98,33 +109,31 @@ class Estimator:
         self.window.begin_step()
 
     def disturb(self) -> None:
-        """The latest step did something else beside decoding: nothing is learned from its window's time."""
+        """Note that the latest step did more than decode: nothing is learned from its window's time."""
         if self.window is not None:
             self.window.is_clean = False
 
     def end_window(self) -> float:
-        """The window's seconds, from which times are learned; 0 without one, or where its steps did
-        something else too.
-        """
+        """Learn times from the window, and return its seconds; 0 without one, or if it was disturbed."""
         window, self.window = self.window, None
         if window is None or not window.is_clean:
             return 0.0
         steps = len(window.begun)
-        seconds, beside = window.step_seconds(time.perf_counter())
-        weight = min(steps / self._settings.draft_stands, 1.0)
-        self.target.observe(window.num_sequences, window.drafted / steps, beside, weight)
+        seconds, without_drafting = window.step_seconds(time.perf_counter())
+        weight = min(steps / WINDOW_STEPS, 1.0)
+        self.target.observe(window.num_sequences, window.drafted / steps, without_drafting, weight)
         return seconds * steps
 
     def drafted(
         self, method: Source, requests: Sequence[SpeculatingRequest], counts: Sequence[int], seconds: float
     ) -> None:
-        """Drafts of up to `counts[i]` tokens were made for these requests."""
+        """Note that drafts of up to `counts[i]` tokens were made for these requests."""
         if self.window is not None:
             self.window.drafting[-1] += seconds
         known = self.methods[method]
         levels, tokens = 1 if known.shape.whole else max(counts), sum(counts)
         unread = sum([request.unread for request in requests])
-        if unread >= self._settings.least_read:
+        if unread >= LEAST_READ:
             drafting = known.time.unit(len(requests)) * known.time.units(levels, tokens)
             known.time.observe_reading(unread, seconds - drafting)
         else:
@@ -142,32 +151,33 @@ class Estimator:
         place: int = 0,
         is_blind: bool = False,
     ) -> None:
-        """The request, now `place` tokens long, had room for so many tokens in a step. Its draft was `depth`
-        deep, if it had one.
+        """Note that the request, now `place` tokens long, had room for so many tokens in a step. Its draft
+        was `depth` deep, if it had one.
         """
         if self.window is not None:
             self.window.drafted += num_drafted
-        request.acceptance.observe_found(num_granted, num_drafted)
+        request.acceptance.method.observe_found(num_granted, num_drafted)
         if depth:
             request.acceptance.observe(depth, num_accepted, place, is_blind=is_blind)
 
     def ended(self, num_prompt: int, num_output: int) -> None:
-        """A request ended with so many tokens of output, and of a prompt that was computed here."""
-        pace = self._settings.length_pace
-        self.mean_prompt += pace * (num_prompt - self.mean_prompt)
-        self.mean_output += pace * (num_output - self.mean_output)
+        """Note that a request ended with so many tokens of output, and of a prompt that was computed here."""
+        self.mean_prompt += LENGTH_PACE * (num_prompt - self.mean_prompt)
+        self.mean_output += LENGTH_PACE * (num_output - self.mean_output)
 
     # --- what is known ------------------------------------------------------------------------------
 
     def read_seconds(self, method: Source, num_tokens: int) -> float:
-        """To read so many tokens for drafting."""
+        """Return the seconds to read so many tokens for drafting."""
         per_read = self.methods[method].time.per_read
         if per_read is None:
-            per_read = self._settings.read_share * self.target.per_prompt_token
+            per_read = READ_SHARE * self.target.per_prompt_token
         return per_read * num_tokens
 
     def report(self, max_tokens: int) -> SpeculationState:
-        """`max_tokens`: the most that a request drafts by the deployment's configuration. For any thread."""
+        """Return the router's report. `max_tokens`: the most that a request drafts by the deployment's
+        configuration. For any thread.
+        """
         sequences = _powers_of_two(self._max_sequences)
         drafted = [0, *_powers_of_two(self._max_tokens)]
         seconds = [
@@ -187,9 +197,9 @@ class Estimator:
             num_tokens=known.num_tokens,
             acceptance=known.acceptance.rates(),
             by_class={name: rates.rates() for name, rates in known.by_class.copy().items()},
-            start_s=self._settings.draft_start * unit,
+            start_s=known.time.start * unit,
             level_s=unit,
-            token_s=self._settings.draft_token * unit,
+            token_s=known.time.token * unit,
             read_s=self.read_seconds(method, 1) if known.reads_text else 0.0,
             found=min(max(known.acceptance.found, 0.0), 1.0),
         )

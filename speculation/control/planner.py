@@ -1,4 +1,4 @@
-"""How many tokens the requests of a method should draft so that a step commits the most in a second.
+"""Chooses how many tokens the requests of a method draft, so that a step commits the most in a second.
 
 Slots of all requests are taken in the order of their chance of survival, as long as expected tokens over
 expected seconds rises (DSpark, arXiv 2607.05147; vLLM's adaptive verification). Pure arithmetic.
@@ -16,7 +16,7 @@ from speculation.control.request import SpeculatingRequest
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Of so many sequences: tokens that it should commit, rows that it drafts, and seconds of drafting."""
+    """A step of so many sequences: tokens that it should commit, rows that it drafts, seconds of drafting."""
 
     num_sequences: int
     tokens: float
@@ -37,8 +37,8 @@ class Plan:
 def plain_and_best(
     estimator: Estimator, method: Source, requests: Sequence[SpeculatingRequest], step: Step
 ) -> tuple[Plan, Plan]:
-    """Plans without and with drafts of these requests of one method, on top of what `step` has. The same if
-    none of them can draft.
+    """Return plans without and with drafts of these requests of one method, in addition to those of `step`.
+    They are the same if none of the requests can draft.
     """
     known = estimator.methods[method]
     width, weight = known.shape.width, known.acceptance.found * known.shape.width
@@ -70,7 +70,7 @@ def plain_and_best(
 
 
 def _slot_chances(known: MethodEstimate, request: SpeculatingRequest) -> list[float]:
-    """The chance of each slot's tokens; for a tree the mean over those that it has."""
+    """Return the chance of each slot's tokens; for a tree the mean over its tokens."""
     survival, most = request.acceptance.survival(), known.shape.max_tokens
     if not known.shape.whole:
         return survival[: request.most]

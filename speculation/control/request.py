@@ -11,14 +11,14 @@ from speculation.control.acceptance import RequestAcceptance
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a method can draft: chains of up to `max_tokens`; `whole`: so many tokens or none."""
+    """The drafts of a method: chains of up to `max_tokens`; `whole`: so many tokens or none."""
 
     max_tokens: int
     whole: bool = False
 
     @property
     def width(self) -> int:
-        """Tokens of a slot: what is drafted or not."""
+        """The tokens of a slot, which are drafted together or not at all."""
         return self.max_tokens if self.whole else 1
 
 

@@ -155,7 +155,7 @@ def scenario_of(workers: int, layout: str) -> Scenario:
 
 def test_plans_are_what_the_simulator_gives(study: Study) -> None:
     rows = table("How many workers does a load take?")
-    assert len(rows) == 8
+    assert len(rows) == 5
     for workers, layout, *cells in rows:
         outcome = study.outcome(scenario_of(int(workers), layout))
         assert cells == [

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from planner.cluster import ClusterLayout, SimulatedCluster
+from planner.cluster import ClusterLayout, SimulatedCluster, SimulatedRequest
 from planner.profile import LinkProfile, Profile
-from planner.request import SimulatedRequest
+from planner.trace import TraceRequest
 from protocol.costs import StepCosts
 from router.placement import placement_policy
 
@@ -45,14 +45,13 @@ def layout(prefill: int, decode: int, policy: str = "cost", **changes: Any) -> C
 def request(arrival: float, num_tokens: int, output_tokens: int, prompt: int = 0) -> SimulatedRequest:
     """Requests of the same `prompt` number share their blocks; those of 0 share nothing."""
     first = prompt or next(_numbers)
-    return SimulatedRequest(
-        arrival, num_tokens, output_tokens, [first * 1000 + block for block in range(num_tokens // BLOCK)]
-    )
+    blocks = [first * 1000 + block for block in range(num_tokens // BLOCK)]
+    return SimulatedRequest(TraceRequest(arrival, num_tokens, output_tokens, blocks), BLOCK)
 
 
 def run(
     where: ClusterLayout, requests: list[SimulatedRequest], using: Profile | None = None
 ) -> SimulatedCluster:
-    cluster = SimulatedCluster(where, using or profile(), BLOCK)
+    cluster = SimulatedCluster(where, using or profile())
     cluster.run(requests)
     return cluster

@@ -127,7 +127,7 @@ def test_a_bad_profile_is_named_with_its_field(files, change, complaint):
 
 
 def test_a_request_that_no_worker_has_room_for_is_refused(files):
-    write_profile(profile(kv_tokens=1000), files / "profile.json")
+    write_profile(profile(kv_tokens=900), files / "profile.json")
     result = run(files)
     assert result.exit_code == 1 and "940 tokens" in result.output and "--max-input-len" in result.output
     assert run(files, max_input_len="300").exit_code == 0

@@ -9,8 +9,8 @@ from itertools import accumulate
 import pytest
 
 import planner.cluster
-from planner.cluster import SimulatedCluster
-from planner.request import SimulatedRequest
+from planner.cluster import SimulatedCluster, SimulatedRequest
+from planner.trace import TraceRequest
 from protocol import costs
 from protocol.costs import SLO_SHARE
 from router.placement.interface import Refusal
@@ -50,9 +50,10 @@ def goodput(rate: float, output: int, count: int = 1000) -> float:
         own = min(max(int(rng.lognormvariate(5.0, 0.9)), 8), 1500)
         blocks = [conversation * 1000 + block for block in range(shared)]
         blocks += [(100 + number) * 1000 + block for block in range(own // BLOCK)]
-        requests.append(SimulatedRequest(at, shared * BLOCK + own, output, blocks))
+        trace = TraceRequest(at, shared * BLOCK + own, output, blocks)
+        requests.append(SimulatedRequest(trace, BLOCK))
     where = layout(1, 1, slo_ttft_s=SLO_TTFT_S, slo_tpot_s=SLO_TPOT_S)
-    SimulatedCluster(where, profile(500_000, **SMALL), BLOCK).run(requests)
+    SimulatedCluster(where, profile(500_000, **SMALL)).run(requests)
     good = [each for each in requests if each.ttft_s <= SLO_TTFT_S and each.tpot_s <= SLO_TPOT_S]
     return len(good) / at
 

@@ -7,9 +7,9 @@ from math import inf
 
 import pytest
 
-from planner.events import Events
+from planner.cluster import SimulatedRequest
+from planner.engine import Clock
 from planner.profile import LinkProfile
-from planner.request import SimulatedRequest, simulated
 from planner.trace import TraceRequest
 from router.placement import RULES
 from tests.planner.planned import BLOCK, layout, profile, request, run
@@ -26,7 +26,7 @@ def load(seed: int, count: int = 150, rate: float = 6.0) -> list[SimulatedReques
 
 
 def test_events_happen_in_order():
-    events, seen = Events(), []
+    events, seen = Clock(), []
     events.at(2.0, lambda: seen.append(("second", events.now)))
     events.at(1.0, lambda: events.at(0.5, lambda: seen.append(("late", events.now))))
     events.at(2.0, lambda: seen.append(("third", events.now)))
@@ -55,7 +55,7 @@ def test_every_request_ends_once_and_nothing_is_left(policy, prefill, decode):
         load_ = worker.known.load
         counts = load_.requests, load_.rows, load_.prompts, load_.prefill_tokens, load_.context_tokens
         assert counts == (0, 0, 0, 0, 0)
-        assert worker.engine.room.usage == pytest.approx(0)
+        assert worker.engine.usage == pytest.approx(0)
 
 
 def test_the_same_trace_gives_the_same_times():
@@ -147,9 +147,10 @@ def test_late_requests_are_refused_by_the_slo():
     assert [each.is_refused for each in requests] == [False, False, True, True, True]
 
 
-def test_keys_of_equal_blocks_differ_behind_different_ones():
-    first = simulated(TraceRequest(0.0, 3 * BLOCK, 1, [1, 2, 3]), BLOCK)
-    second = simulated(TraceRequest(0.0, 3 * BLOCK + 50, 1, [1, 7, 3, 9]), BLOCK)
-    assert first.blocks[0] == second.blocks[0]
-    assert set(first.blocks[1:]).isdisjoint(second.blocks[1:])
-    assert len(second.blocks) == 3, "the last block is not full"
+def test_tokens_are_equal_where_blocks_are():
+    """A part of a block has its id, too. Tokens after the last id are the request's own."""
+    traces = [TraceRequest(0.0, length, 1, [1, 2, 3]) for length in (250, 350, 350)]
+    requests = [SimulatedRequest(trace, BLOCK, number) for number, trace in enumerate(traces)]
+    first, second, third = (each.engine_request().prompt_token_ids for each in requests)
+    assert first == second[:250] and second[:300] == third[:300]
+    assert len(set(first)) == 3 and set(second[300:]).isdisjoint(third)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
-from planner.engine import DecodeRun
 from tests.planner.planned import layout, profile, request, run
 
 ALONE = layout(0, 1)
@@ -79,9 +76,9 @@ def test_when_room_runs_out_the_last_one_is_computed_again():
     requests = [request(0.0, 200, 300), request(0.0, 200, 300)]
     cluster = run(ALONE, requests, profile(kv_tokens=800))
     [worker] = cluster.workers.values()
-    assert worker.engine.num_preemptions > 0
+    assert worker.engine.scheduler.num_preemptions > 0
     assert requests[0].ended < requests[1].ended < 100
-    assert worker.engine.room.usage == 0
+    assert worker.engine.usage == 0
 
 
 def test_no_more_than_max_num_seqs_run():
@@ -98,28 +95,14 @@ def test_what_is_handed_over_waits_for_a_row(kv_tokens: int, preempts: bool):
     assert requests[2].first_token < requests[0].ended
     assert requests[2].ended - requests[0].ended > 240 * 0.011
     engine = next(each.engine for name, each in cluster.workers.items() if "decode" in name)
-    assert (engine.num_preemptions > 0) == preempts
-    assert engine.room.usage == 0
+    assert (engine.scheduler.num_preemptions > 0) == preempts
+    assert engine.usage == 0
 
 
 def test_fewer_steps_where_drafts_are_accepted():
     [one] = requests = [request(0.0, 10, 101)]
     run(ALONE, requests, profile(tokens_per_row=2.0))
     assert one.ended - one.first_token == pytest.approx(50 * 0.011)
-
-
-@pytest.mark.parametrize("growth", [0.0, 1e-4])
-def test_a_run_of_steps_ends_with_the_step_that_runs(growth):
-    run_ = DecodeRun(5.0, 0.01, growth, 100)
-    by_hand = [5.0]
-    for step in range(100):
-        by_hand.append(by_hand[-1] + 0.01 + growth * step)
-    assert [run_.after(count) for count in range(101)] == pytest.approx(by_hand)
-    rng = random.Random(0)
-    for _ in range(50):
-        now = rng.uniform(5.0, by_hand[-1])
-        steps = run_.steps_until(now)
-        assert by_hand[steps - 1] - 1e-9 <= now <= by_hand[steps] + 1e-9
 
 
 def test_a_batch_in_one_run_takes_as_long_as_step_by_step():

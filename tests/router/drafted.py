@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from costs.drafting import SharedDrafter
 from protocol.costs import StepCosts
 from protocol.speculation import (
     REMOTE,
@@ -19,7 +20,6 @@ from router.placement.drafts.interface import (
     DraftFacts,
     DraftPlace,
     DraftTarget,
-    SharedDrafter,
 )
 from router.placement.drafts.prospects import Prospects
 

@@ -12,12 +12,11 @@ from functools import cache
 
 import pytest
 
+from costs.widths import MeasuredCurve
 from protocol.speculation import Method
 from speculation.control import estimator
 from speculation.control.controller import DraftController
 from speculation.control.request import Shape, SpeculatingRequest
-from speculation.control.settings import Settings
-from speculation.control.step_time import MeasuredCurve
 
 Rate = Callable[[int, int], float]
 """(request's number, its tokens so far) -> chance that a drafted token is accepted after those before it."""
@@ -105,7 +104,6 @@ class SimulatedServer:
     output_tokens: int = 128
     calibrated: Callable[[int], float] | None = None
     """What was measured at the start of `target`, if not the truth."""
-    settings: Settings = field(default_factory=Settings)
     overhead: float = 1e-5
     """To plan, for one request."""
     seed: int = 0
@@ -119,7 +117,7 @@ class SimulatedServer:
         self._random = random.Random(self.seed)
         self.patch.setattr(estimator.time, "perf_counter", lambda: self.clock)
         profile = self.profile
-        self.controller = DraftController(self.num_requests, profile.shape.max_tokens, self.settings)
+        self.controller = DraftController(self.num_requests, profile.shape.max_tokens)
         measured = self.calibrated or (lambda rows: self.target(1, rows))
         self.controller.estimator.set_target_times(
             MeasuredCurve(ROWS, [measured(rows) for rows in ROWS], PREFILL)

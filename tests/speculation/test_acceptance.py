@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from speculation.control.acceptance import MethodAcceptance, RequestAcceptance
-from speculation.control.settings import Settings
+from speculation.control.acceptance import FIRST_RATE, TEXT_MEMORY, MethodAcceptance, RequestAcceptance
 
 DEPTH = 4
-SETTINGS = Settings()
 
 
 def method_of(outcomes: list[tuple[int, int]]) -> MethodAcceptance:
-    method = MethodAcceptance(DEPTH, SETTINGS)
+    method = MethodAcceptance(DEPTH)
     for depth, num_accepted in outcomes:
         method.observe(depth, num_accepted)
     return method
 
 
 def request_of(method: MethodAcceptance, outcomes: list[tuple[int, int]] = []) -> RequestAcceptance:  # noqa: B006
-    request = RequestAcceptance(method, SETTINGS)
+    request = RequestAcceptance(method)
     for depth, num_accepted in outcomes:
         request.observe(depth, num_accepted, 0, is_blind=True)
     return request
@@ -27,14 +25,14 @@ def request_of(method: MethodAcceptance, outcomes: list[tuple[int, int]] = []) -
 
 def test_before_anything_is_known_the_guess_stands() -> None:
     survival = request_of(method_of([])).survival()
-    assert survival == pytest.approx([SETTINGS.first_rate ** (place + 1) for place in range(DEPTH)])
+    assert survival == pytest.approx([FIRST_RATE ** (place + 1) for place in range(DEPTH)])
 
 
 def test_a_class_has_rates_of_its_own_beside_the_methods() -> None:
     method = method_of([(4, 4)] * 400)
-    sampled = method.part()
+    sampled = MethodAcceptance(DEPTH, method.rates())
     assert sampled.rates() == pytest.approx(method.rates()), "it begins with what is known"
-    request = RequestAcceptance(method, SETTINGS, sampled)
+    request = RequestAcceptance(method, sampled)
     for _ in range(40):
         request.observe(4, 0, 0)
     request.observe(4, 4, 0, is_blind=True)
@@ -70,22 +68,22 @@ def test_a_request_in_hard_text_is_told_from_one_in_easy_text() -> None:
 def test_what_a_request_showed_fades_with_its_text() -> None:
     method = method_of([(4, 4), (4, 1)] * 50)
     request = request_of(method, [(4, 0)] * 5)
-    request.age(int(6 * SETTINGS.text_memory))
+    request.age(int(6 * TEXT_MEMORY))
     assert request.survival() == pytest.approx(request_of(method).survival(), abs=0.02)
 
 
 def test_what_a_request_shows_counts_for_its_method_unless_it_is_blind() -> None:
-    method = MethodAcceptance(DEPTH, SETTINGS)
+    method = MethodAcceptance(DEPTH)
     before = method.rates()
-    RequestAcceptance(method, SETTINGS).observe(4, 0, 9, is_blind=True)
+    RequestAcceptance(method).observe(4, 0, 9, is_blind=True)
     assert method.rates() == before
-    RequestAcceptance(method, SETTINGS).observe(4, 0, 9)
+    RequestAcceptance(method).observe(4, 0, 9)
     assert method.rates()[0] < before[0]
     assert method.rates()[1:] == before[1:]
 
 
 def test_the_share_that_is_found() -> None:
-    method = MethodAcceptance(DEPTH, SETTINGS)
+    method = MethodAcceptance(DEPTH)
     for _ in range(3000):
         method.observe_found(8, 8)
         method.observe_found(8, 0)

@@ -7,11 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from speculation.control.controller import DraftController
-from speculation.control.explorer import Explorer
+from costs.explorer import Explorer
+from costs.widths import MeasuredCurve
+from speculation.control.controller import (
+    DRAFT_STANDS,
+    IDLE_STANDS,
+    PLAIN_STANDS,
+    DraftController,
+)
 from speculation.control.request import Shape, SpeculatingRequest
-from speculation.control.settings import Settings
-from speculation.control.step_time import MeasuredCurve
 from tests.speculation.simulated import (
     PROFILES,
     Profile,
@@ -168,7 +172,7 @@ def test_trials_save_for_the_next_one_only() -> None:
 
 def controller(row_seconds: float = 0.0, reads_prompts: bool = False) -> DraftController:
     """A step of any batch takes 10 ms, and each row `row_seconds` more."""
-    made = DraftController(64, 8, Settings(trial_share=0.0))
+    made = DraftController(64, 8, trial_share=0.0)
     made.estimator.add_method("eagle", Shape(8), 8, reads_text=reads_prompts, reads_prompts=reads_prompts)
     curve = MeasuredCurve((1, 1024), (1e-2 + row_seconds, 1e-2 + 1024 * row_seconds))
     made.estimator.set_target_times(curve)
@@ -190,18 +194,17 @@ def stands(made: DraftController, asked: list[SpeculatingRequest]) -> int:
 
 
 def test_a_plan_stands_the_longer_the_less_it_drafts() -> None:
-    settings = Settings()
     drafting, idle = controller(row_seconds=1e-3), controller(row_seconds=1.0)
-    assert stands(drafting, requests(drafting, 2)) == settings.draft_stands
+    assert stands(drafting, requests(drafting, 2)) == DRAFT_STANDS
     assert drafting.drafts and drafting.reads_steps
-    assert stands(idle, requests(idle, 2)) == settings.idle_stands
+    assert stands(idle, requests(idle, 2)) == IDLE_STANDS
     assert not idle.drafts
     hard = requests(drafting, 2)
     for request in hard:
         for _ in range(20):
             request.acceptance.observe(8, 0, 0, is_blind=True)
-    assert stands(drafting, hard) == settings.plain_stands
-    assert stands(drafting, requests(drafting, 2, fixed=3)) == settings.idle_stands
+    assert stands(drafting, hard) == PLAIN_STANDS
+    assert stands(drafting, requests(drafting, 2, fixed=3)) == IDLE_STANDS
 
 
 def test_who_joins_is_planned_for_and_who_leaves_is_not() -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from speculation.control.acceptance import RequestAcceptance
+from costs.widths import DraftTime, MeasuredCurve
+from speculation.control.acceptance import MethodAcceptance, RequestAcceptance
 from speculation.control.estimator import Estimator
 from speculation.control.planner import Plan, Step, plain_and_best
 from speculation.control.request import Shape, SpeculatingRequest
-from speculation.control.settings import Settings
-from speculation.control.step_time import DraftTime, MeasuredCurve
 
 PLAIN = 1e-2
 """Seconds of a step without drafts."""
@@ -26,20 +25,19 @@ class Batch:
         row_seconds: float = 0.0,
         shape: Shape = Shape(8),
         level_seconds: float = 0.0,
-        **settings: float,
+        draft_start: float = 0.0,
+        draft_token: float = 0.0,
     ) -> None:
-        chosen = Settings(**{"draft_start": 0.0, "draft_token": 0.0, **settings})
-        self.estimator = Estimator(64, 8, chosen)
+        self.estimator = Estimator(64, 8)
         self.estimator.add_method("eagle", shape, 8, reads_text=False, reads_prompts=False)
         self.known = self.estimator.methods["eagle"]
-        self.known.time = DraftTime(chosen, level_seconds)
+        self.known.time = DraftTime(level_seconds, draft_start, draft_token)
         first = PLAIN - (len(rates) - 1) * row_seconds
         self.estimator.set_target_times(MeasuredCurve((1, 1001), (first, first + 1000 * row_seconds)))
         self.requests = []
         for rate in rates:
-            own = self.known.acceptance.part()
-            own._accepted = [rate * tried for tried in own._tried]
-            self.requests.append(SpeculatingRequest("eagle", None, RequestAcceptance(own, chosen)))
+            own = MethodAcceptance(8, [rate] * 8)
+            self.requests.append(SpeculatingRequest("eagle", None, RequestAcceptance(own)))
 
     def plans(self, drafted: float = 0.0, drafting: float = 0.0) -> tuple[Plan, Plan]:
         size = len(self.requests)

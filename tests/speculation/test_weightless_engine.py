@@ -11,7 +11,7 @@ import pytest
 from engine.engine import Engine
 from protocol.requests import EngineRequest
 from protocol.speculation import WEIGHTLESS, Method, RequestSpeculation, SpeculativeConfig
-from speculation.control.settings import Settings
+from speculation.control.acceptance import FIRST_RATE
 from speculation.speculator import BatchSpeculator, speculate
 from speculation.weightless.text import TextDrafter
 from tests.speculation.engines import ticks
@@ -61,7 +61,7 @@ def test_behind_the_ends_of_a_tree_nothing_is_expected(model: Path, monkeypatch:
     run(engine, requests(SAMPLING["of few tokens"], max_tokens=160))
     state = engine.speculation()
     assert state is not None
-    assert state.methods[0].acceptance[3] < Settings.first_rate / 2
+    assert state.methods[0].acceptance[3] < FIRST_RATE / 2
 
 
 def test_a_tree_has_room_beside_a_single_sequence(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,24 +80,6 @@ class DraftTarget:
     drafts_itself: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class SharedDrafter:
-    """A draft worker, as one target sees it.
-
-    It drafts with `method` for `others` requests of other targets, with `context_tokens` each, and has
-    `waiting_tokens` of texts to read. A target that sends it a message between two steps has the answer,
-    between two steps, after `answer_s`; 0: not measured.
-    """
-
-    worker_id: str
-    method: Method
-    costs: StepCosts = UNKNOWN_COSTS
-    others: float = 0.0
-    context_tokens: float = 0.0
-    waiting_tokens: float = 0.0
-    answer_s: float = 0.0
-
-
 class DraftOption(NamedTuple):
     """The prediction for a place if all requests of the batch drafted there.
 

@@ -1,16 +1,30 @@
-"""Measured draft gains of similar requests on one decode worker, by the worker that makes the drafts."""
+"""Chooses where all similar requests of one decode worker draft, and learns what that brings.
+
+Now and then all of them move to another place for a trial: a place shows its rate only in a batch that drafts
+there as a whole.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from costs.explorer import Explorer
 from router.placement.drafts.decide import decide
 from router.placement.drafts.interface import DraftDecision, DraftFacts, DraftMaker, DraftOption, DraftSite
 from router.placement.drafts.prospects import Prospects
 from router.placement.drafts.seen import SeenRates, load_of
-from router.placement.drafts.trials import Trials
+
+TRIAL_S = 1.0
+"""[seconds of the worker] The length of a trial: some requests of a hundred tokens each."""
+SETTLES_S = 2.0
+"""[seconds of the worker] The time until the best place is known well enough to compare a trial with it."""
+LEAST_LOSS = 0.1
+"""[share] The least loss to assume for a trial, since its requests move there and back: at most one trial in
+10 s.
+"""
 
 
 class ExpectedTokens(NamedTuple):
@@ -28,25 +42,44 @@ class ExpectedTokens(NamedTuple):
 class DraftKind:
     """Requests of one decode worker and class with the same settings. All draft with `maker` if that pays.
 
-    `tried` is called with each trial that begins.
+    `tried` is called with each trial that begins. Its time passes as the worker decodes. The first trial is
+    free, since predictions are worst then.
     """
 
     def __init__(self, tried: Callable[[DraftSite], None] = lambda where: None) -> None:
         self._tried = tried
         self.seen = SeenRates()
-        self.trials = Trials()
         self.maker: DraftMaker | None = None
+        self._explorer = Explorer(seconds=TRIAL_S)
+        self._passed_s = self._left_s = 0.0
+        self._trial: DraftMaker | None = None
+        self._counts: Counter[DraftMaker] = Counter()
+
+    @property
+    def trial(self) -> DraftMaker | None:
+        """The place where requests are to draft for a trial."""
+        return self._trial if self._left_s > 0 else None
 
     def decide(self, facts: DraftFacts, prospects: Prospects) -> DraftDecision:
         """Decide where a request drafts, or where all of them draft for a trial that begins."""
         facts = replace(facts, others=self.maker)
         decision = decide(facts, prospects)
         self.maker = decision.place.maker
-        begins = self.trials.consider(decision)
-        trial = self.trials.place
-        if begins and trial is not None:
-            self._tried(trial.where)
-        return decide(replace(facts, trial=trial), prospects) if trial is not None else decision
+        self._consider_trial(decision)
+        return decide(replace(facts, trial=self.trial), prospects) if self.trial is not None else decision
+
+    def _consider_trial(self, decision: DraftDecision) -> None:
+        """Begin a trial in place of the best option if there is time to spend: cheap ones come more often."""
+        best = decision.chosen
+        others = [option for option in decision.options if option.place.maker != best.place.maker]
+        if self.trial is not None or self._passed_s < SETTLES_S or not others or best.worth <= 0:
+            return
+        prices = {each.place.maker: TRIAL_S * max(1 - each.worth / best.worth, LEAST_LOSS) for each in others}
+        place = min(prices, key=lambda each: prices[each] * (1 + self._counts[each]))
+        if self._explorer.buys(prices[place]):
+            self._trial, self._left_s = place, TRIAL_S
+            self._counts[place] += 1
+            self._tried(place.where)
 
     def note(
         self, expected: ExpectedTokens, answered_at: float, num_tokens: int, rows: float, now: float
@@ -63,7 +96,12 @@ class DraftKind:
         if load_of(rows) == load_of(expected.rows):
             tokens = num_tokens - expected.num_tokens
             self.seen.note(expected.maker, expected.rows, seconds, tokens, expected.per_s * seconds)
-        self.trials.passed(seconds / expected.rows)
+        self.pass_time(seconds / expected.rows)
+
+    def pass_time(self, seconds: float) -> None:
+        self._passed_s += seconds
+        self._left_s -= seconds
+        self._explorer.passed(seconds)
 
 
 def expect(option: DraftOption, rows: float, since: float, num_tokens: int) -> ExpectedTokens:

@@ -1,7 +1,7 @@
 """Predicts what each place for drafts brings, in tokens a second of a decode worker's whole batch.
 
-`rates` predicts it from step times, acceptance and load. The prediction is corrected by the latest
-observations (`seen`). For a single request, the time that its drafter needs to read its text is subtracted.
+`costs.drafting` predicts it from step times, acceptance and load. The prediction is corrected by the latest
+observations. For a single request, the time that its drafter needs to read its text is subtracted.
 """
 
 from __future__ import annotations
@@ -11,6 +11,15 @@ from itertools import accumulate
 from math import isfinite
 from operator import mul
 
+from costs.drafting import (
+    Rate,
+    SharedDrafter,
+    StepCurve,
+    local_rate,
+    plain_rate,
+    reading_seconds,
+    remote_rate,
+)
 from protocol.speculation import (
     MAX_TREE_NODES,
     REMOTE,
@@ -20,22 +29,7 @@ from protocol.speculation import (
     RequestSpeculation,
     SpeculationState,
 )
-from router.placement.drafts.interface import (
-    NOWHERE,
-    DraftFacts,
-    DraftOption,
-    DraftPlace,
-    DraftTarget,
-    SharedDrafter,
-)
-from router.placement.drafts.rates import (
-    Rate,
-    StepCurve,
-    local_rate,
-    plain_rate,
-    reading_seconds,
-    remote_rate,
-)
+from router.placement.drafts.interface import NOWHERE, DraftFacts, DraftOption, DraftPlace, DraftTarget
 from router.placement.drafts.seen import SeenRates
 
 FIRST_RATES = [0.75] * 8
@@ -62,7 +56,7 @@ class Prospects:
     ) -> None:
         asked = asked or RequestSpeculation()
         self._target, self._rows = target, max(target.rows, 1.0)
-        self._curve = StepCurve(target)
+        self._curve = StepCurve(target.rows, target.speculation, target.costs, target.context_tokens)
         self._method = asked.method or target.method
         count = asked.num_speculative_tokens
         self._count = target.fixed_tokens if count is None else count

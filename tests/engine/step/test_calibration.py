@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from costs.steps import StepWork
 from engine.step import calibration
 from engine.step.calibration import measure_steps
-from engine.step.step_times import StepWork
 
 DISTURBED_S = 0.1
 QUICK_S, SLOW_S = 0.001, 0.2

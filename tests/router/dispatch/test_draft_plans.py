@@ -15,7 +15,7 @@ from protocol.roles import ROLES
 from protocol.speculation import SpeculativeConfig
 from router.dispatch import draft_planner
 from router.dispatch.draft_planner import DraftPlanner
-from router.placement.drafts import seen, trials
+from router.placement.drafts import kinds, seen
 from router.placement.interface import WorkerSnapshot
 from tests.router.drafted import CPU_LIKE, GPU_LIKE, drafter, speculation
 
@@ -28,7 +28,7 @@ LONG = 300
 def predictions_stand(monkeypatch):
     """Nothing is learned: how fast these workers are does not depend on where drafts are made."""
     monkeypatch.setattr(seen, "LEAST_S", inf)
-    monkeypatch.setattr(trials, "SETTLES_S", inf)
+    monkeypatch.setattr(kinds, "SETTLES_S", inf)
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def test_a_client_can_fix_the_place(make, where):
 
 def test_what_requests_brought_corrects_what_is_predicted(make_router, pool, monkeypatch):
     """This worker brings a token of each request every 40 ms, whatever it drafts."""
-    monkeypatch.setattr(trials, "SETTLES_S", float("inf"))  # the next request is for what is best
+    monkeypatch.setattr(kinds, "SETTLES_S", float("inf"))  # the next request is for what is best
     router = make_router(speculative_config=DRAFTS, max_num_seqs=64)
     router.add_worker("decode-0", speculation=speculation(start_s=480e-3), step_s=0.04)
     running = begin(router, pool, 4, max_tokens=40)
@@ -238,7 +238,7 @@ def test_what_requests_brought_corrects_what_is_predicted(make_router, pool, mon
 
 
 def test_trials_are_counted(make_router, pool, monkeypatch):
-    monkeypatch.setattr(trials, "SETTLES_S", 0.01)
+    monkeypatch.setattr(kinds, "SETTLES_S", 0.01)
     router = make_router(speculative_config=DRAFTS, max_num_seqs=64)
     decode = router.add_worker("decode-0", speculation=speculation(**COSTLY_HERE), step_s=0.005)
     running = begin(router, pool, 2, max_tokens=200)

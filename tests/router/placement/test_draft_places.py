@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from costs.drafting import Rate, SharedDrafter
 from protocol.costs import StepCosts
 from protocol.speculation import (
     METHODS,
@@ -27,11 +28,9 @@ from router.placement.drafts.interface import (
     DraftMaker,
     DraftPlace,
     DraftTarget,
-    SharedDrafter,
 )
 from router.placement.drafts.kinds import DraftKind
 from router.placement.drafts.prospects import Prospects
-from router.placement.drafts.rates import Rate
 from tests.router.drafted import CPU_LIKE, GPU_LIKE, decided, drafter, place, speculation, target
 
 HERE = DraftPlace("draft_model", 8)

@@ -17,10 +17,9 @@ from router.placement.drafts.interface import (
     DraftPlace,
     DraftSite,
 )
-from router.placement.drafts.kinds import DraftKind, ExpectedTokens, expect
+from router.placement.drafts.kinds import TRIAL_S, DraftKind, ExpectedTokens, expect
 from router.placement.drafts.prospects import Prospects
 from router.placement.drafts.seen import SeenRates
-from router.placement.drafts.trials import TRIAL_S, Trials
 from tests.router.drafted import CPU_LIKE, GPU_LIKE, drafter, target
 
 SWEEP_S = 0.25
@@ -199,31 +198,30 @@ def test_what_counts_is_what_came_since_the_first_token():
 
 
 def test_a_trial_ends_before_the_next_one_and_nothing_else_is_none():
-    trials = Trials()
-    trials.passed(100.0)
+    kind = DraftKind()
+    kind.pass_time(100.0)
     places = [NOWHERE, DraftPlace("draft_model", 8), DraftPlace("draft_model", 8, "draft-0")]
     best, *others = (DraftOption(place, 100.0, 100.0, 1.0) for place in places)
-    assert not trials.consider(DraftDecision(best, (best,)))
     idle = best._replace(worth=0.0)
-    assert not trials.consider(DraftDecision(idle, (idle, *others)))
-    assert trials.consider(DraftDecision(best, (best, *others)))
-    first = trials.place
-    assert first is not None and not trials.consider(DraftDecision(best, (best, *others)))
-    assert trials.place == first
-    trials.passed(TRIAL_S)
-    assert trials.place is None
+    for decision in (DraftDecision(best, (best,)), DraftDecision(idle, (idle, *others))):
+        kind._consider_trial(decision)
+        assert kind.trial is None
+    kind._consider_trial(DraftDecision(best, (best, *others)))
+    first = kind.trial
+    kind._consider_trial(DraftDecision(best, (best, *others)))
+    assert kind.trial == first is not None
+    kind.pass_time(TRIAL_S)
+    assert kind.trial is None
 
 
 def test_of_places_that_are_as_good_the_other_is_tried_once_in_ten_seconds():
-    trials, began = Trials(), 0
+    began = []
+    kind = DraftKind(began.append)
     best, other = (DraftOption(place, 100.0, 100.0, 1.0) for place in (NOWHERE, DraftPlace("draft_model", 8)))
-    trials.passed(100.0)
-    while trials.consider(DraftDecision(best, (best, other))):  # what the first trials may lose
-        trials.passed(TRIAL_S)
     for _ in range(1000):
-        trials.passed(1.0)
-        began += trials.consider(DraftDecision(best, (best, other)))
-    assert 80 <= began <= 101
+        kind.pass_time(1.0)
+        kind._consider_trial(DraftDecision(best, (best, other)))
+    assert 80 <= len(began) <= 111
 
 
 def test_what_is_expected_is_what_was_predicted_before_it_was_corrected():

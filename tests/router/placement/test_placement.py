@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from costs.explorer import TRIAL_SHARE
 from protocol.costs import StepCosts
 from protocol.errors import ConfigError
 from router.placement import RULES, placement_policy
-from router.placement.by_cost import TRIALS, cheapest_decode, cheapest_prefill, place_by_cost
+from router.placement.by_cost import cheapest_decode, cheapest_prefill, place_by_cost
 from router.placement.cluster import Cluster
 from router.placement.interface import (
     LinkSpeed,
@@ -284,7 +285,7 @@ def test_who_measured_badly_is_asked_again_and_costs_little_by_it():
     ratio = predicted(placed("cost", workers[1:])).total_s / predicted(placed("cost", workers[:1])).total_s
     count = asked(workers, 2000)["slow"]
     assert count > 0
-    assert count * (ratio - 1) <= 2000 * TRIALS
+    assert count * (ratio - 1) <= 2000 * TRIAL_SHARE
     workers[1].costs = COSTS
     assert asked(workers, 100)["slow"] == 50
 

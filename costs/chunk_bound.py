@@ -1,4 +1,4 @@
-"""How many tokens of prompts a step may compute beside sequences that decode, so that these do not stall."""
+"""Bounds the prompt tokens of a step that also decodes, so that the decoding sequences do not stall."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from protocol.costs import StepCosts, itl_bound
 
 
 class ChunkBound:
-    """Without a budget (0), or with nothing to decode, there is no bound. `least_tokens` of a prompt always
-    fit beside what decodes.
+    """The bound of one step after the other. Without a budget (0), or with nothing to decode, there is none.
+    `least_tokens` of a prompt always fit.
     """
 
     def __init__(self, costs: Callable[[], StepCosts], itl_budget_s: float, least_tokens: int) -> None:
@@ -18,8 +18,8 @@ class ChunkBound:
         self._left_s: float | None = None
 
     def begin(self, rows: int, context: int, slo_tpot_s: float = inf) -> None:
-        """A step that decodes so many sequences, which attend to `context` tokens in all. The strictest of
-        their clients asks for `slo_tpot_s`.
+        """Begin a step that decodes so many sequences, which attend to `context` tokens in all. The strictest
+        of their clients asks for `slo_tpot_s`.
         """
         if not rows or not self._budget_s:
             self._left_s = None
@@ -28,7 +28,7 @@ class ChunkBound:
         self._left_s = self._costs().chunk_seconds(rows, context, budget_s)
 
     def tokens(self, wanted: int, before: int) -> int:
-        """So many of the `wanted` tokens of a prompt, after `before` others, still fit; 0 if none do."""
+        """Return how many of the `wanted` tokens of a prompt, after `before` others, still fit."""
         if self._left_s is None:
             return wanted
         if self._left_s <= 0:

@@ -14,12 +14,31 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite
 from typing import NamedTuple
 
-from protocol.speculation import MethodState, StepTimeState
-from router.placement.drafts.interface import DraftTarget, SharedDrafter
+from protocol.costs import UNKNOWN_COSTS, StepCosts
+from protocol.speculation import Method, MethodState, SpeculationState, StepTimeState
+
+
+@dataclass(frozen=True, slots=True)
+class SharedDrafter:
+    """A draft worker, as one target sees it.
+
+    It drafts with `method` for `others` requests of other targets, with `context_tokens` each, and has
+    `waiting_tokens` of texts to read. A target that sends it a message between two steps has the answer,
+    between two steps, after `answer_s`; 0: not measured.
+    """
+
+    worker_id: str
+    method: Method
+    costs: StepCosts = UNKNOWN_COSTS
+    others: float = 0.0
+    context_tokens: float = 0.0
+    waiting_tokens: float = 0.0
+    answer_s: float = 0.0
 
 
 class Rate(NamedTuple):
@@ -32,8 +51,14 @@ class Rate(NamedTuple):
 class StepCurve:
     """Seconds of a target's step, by the number of drafted tokens that each of its requests verifies."""
 
-    def __init__(self, target: DraftTarget) -> None:
-        rows, known = target.rows, target.speculation
+    def __init__(
+        self,
+        rows: float,
+        known: SpeculationState | None,
+        costs: StepCosts = UNKNOWN_COSTS,
+        context_tokens: float = 0.0,
+    ) -> None:
+        """`costs` count if the worker reports no table of times."""
         table = known.step_time if known is not None else StepTimeState()
         if _is_sound(table):
             columns = zip(*table.seconds, strict=True)
@@ -41,8 +66,7 @@ class StepCurve:
             self._seconds = [_interpolate(table.sequences, column, rows) for column in columns]
         else:
             self._drafted = (0, 1)
-            costs, context = target.costs, target.context_tokens
-            self._seconds = [costs.decode_s(rows, context), costs.decode_s(2 * rows, context)]
+            self._seconds = [costs.decode_s(count * rows, context_tokens) for count in (1, 2)]
 
     def seconds(self, drafted: float) -> float:
         return max(_interpolate(self._drafted, self._seconds, drafted), 1e-9)

@@ -1,8 +1,8 @@
-"""How long steps take: a curve measured at start, corrected by the steps that run.
+"""How long a decoding step takes with drafts of some width, and how long drafting takes, learned online.
 
-Times are corrected by batch size and by how much wider drafts make the step: each pair has a ratio of
-measured to predicted time. Whatever the curve leaves out (contexts, sockets, the drafters' bookkeeping) is
-part of the ratio.
+A step's time is a curve that was measured at the start, corrected by the steps that run: by batch size and by
+how much wider drafts make the step, each pair has a ratio of measured to predicted time. Whatever the curve
+leaves out (contexts, sockets, the drafters' bookkeeping) is part of the ratio.
 """
 
 from __future__ import annotations
@@ -15,10 +15,16 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from speculation.control.settings import Settings
-
 T = TypeVar("T")
 
+PACE = 0.1
+"""[share] The part of the difference between a measured and a predicted time that is corrected at once."""
+LONGEST_STRIDE = 0.5
+"""[log ratio] The largest difference that counts: a measurement may hold a pause of the machine."""
+DRAFT_START = 4.0
+"""[levels] The fixed cost of drafting for a batch: that of the bundled draft and heads."""
+DRAFT_TOKEN = 0.5
+"""[levels] The cost of each drafted token: the same."""
 _WIDTHS = np.arange(7.0)
 """Powers of two of the rows of a sequence, which are at most 64."""
 _MOST_ROWS = 1 << 20
@@ -39,40 +45,39 @@ UNMEASURED = MeasuredCurve(rows=(1, 1024), seconds=(4e-3, 132e-3))
 
 
 class TargetTime:
-    """Seconds of a step beside its drafting, by its number of sequences and its drafted rows."""
+    """Seconds of a step without its drafting, by its number of sequences and its drafted rows."""
 
-    def __init__(self, curve: MeasuredCurve, settings: Settings) -> None:
+    def __init__(self, curve: MeasuredCurve) -> None:
         self.per_prompt_token = curve.per_prompt_token
-        self._settings = settings
-        seconds = np.minimum.accumulate(curve.seconds[::-1])[::-1]  # what disturbs only adds
+        seconds = np.minimum.accumulate(curve.seconds[::-1])[::-1]  # a disturbance only adds
         slope = (seconds[-1] - seconds[-2]) / (curve.rows[-1] - curve.rows[-2])
         self._rows = np.array([*curve.rows, _MOST_ROWS], float)
         self._seconds = np.append(seconds, seconds[-1] + slope * (_MOST_ROWS - curve.rows[-1]))
         self._logs: dict[int, np.ndarray] = {}
-        """Ratios as logarithms by width, for each number of bits of a batch's size. Between the powers of two
+        """Logarithms of ratios by width, for each number of bits of a batch's size. Between the powers of two
         they are interpolated."""
         self._seen: dict[int, np.ndarray] = {}
-        """Windows that each was learned from."""
+        """The number of windows that each was learned from."""
 
     def seconds(self, num_sequences: int, drafted: ArrayLike) -> np.ndarray:
-        """With so many drafted rows, ascending: never falling."""
+        """Return the seconds with so many drafted rows (ascending): never falling."""
         rows = num_sequences + np.asarray(drafted, float)
         logs = np.interp(np.log2(rows / num_sequences), _WIDTHS, self._ratios(num_sequences))
         seconds = np.interp(rows, self._rows, self._seconds) * np.exp(logs)
         return np.maximum.accumulate(seconds)
 
     def observe(self, num_sequences: int, drafted: float, measured: float, weight: float = 1.0) -> None:
-        """The mean of a window of steps; `weight` is 1 for one of full length."""
-        settings, size = self._settings, num_sequences.bit_length()
+        """Learn from the mean of a window of steps; `weight` is 1 for one of full length."""
+        size = num_sequences.bit_length()
         if size not in self._logs:
             self._logs[size] = self._ratios(num_sequences).copy()
             self._seen[size] = np.zeros(len(_WIDTHS))
         seen = self._seen[size]
         near = (1 - abs(_WIDTHS - math.log2(1 + drafted / num_sequences))).clip(0)
         error = math.log(max(measured, 1e-9) / self.seconds(num_sequences, [drafted])[0])
-        stride = weight * min(max(error, -settings.longest_stride), settings.longest_stride)
-        pace = near * np.maximum(settings.pace, 1 / (1 + seen))
-        self._logs[size] += stride * np.where(seen > 0, pace, pace.max())  # what was not seen goes along
+        stride = weight * min(max(error, -LONGEST_STRIDE), LONGEST_STRIDE)
+        pace = near * np.maximum(PACE, 1 / (1 + seen))
+        self._logs[size] += stride * np.where(seen > 0, pace, pace.max())  # widths not seen yet follow
         self._seen[size] = seen + weight * near
 
     def _ratios(self, num_sequences: int) -> np.ndarray:
@@ -84,40 +89,40 @@ class DraftTime:
     scale is measured for each power of two of the batch's size.
     """
 
-    def __init__(self, settings: Settings, first_unit: float) -> None:
-        self._settings = settings
+    def __init__(self, first_unit: float, start: float = DRAFT_START, token: float = DRAFT_TOKEN) -> None:
+        """A level takes `first_unit` seconds before it was measured; `start` and `token` are levels."""
+        self.start, self.token = start, token
         self._units: dict[int, float] = {}
         self._first_unit = first_unit
         self.per_read: float | None = None
         """Seconds to read a token that was not drafted from before, once measured."""
 
     def unit(self, num_requests: int) -> float:
-        """Seconds of a level."""
+        """Return the seconds of a level."""
         return _nearest(self._units, num_requests, self._first_unit)
 
     def units(self, levels: int, tokens: int) -> float:
-        """What drafts so many `levels` deep take, of so many tokens in all, in levels."""
-        return self._settings.draft_start + levels + self._settings.draft_token * tokens
+        """Return the time of drafts that are `levels` deep and have `tokens` tokens in all, in levels."""
+        return self.start + levels + self.token * tokens
 
     def observe(self, num_requests: int, levels: int, tokens: int, measured: float) -> None:
-        size = num_requests.bit_length()
-        found = measured / self.units(levels, tokens)
+        size, found = num_requests.bit_length(), measured / self.units(levels, tokens)
         known = self._units.get(size)
         if known is not None:
-            longest = math.exp(self._settings.longest_stride)
+            longest = math.exp(LONGEST_STRIDE)
             found = min(max(found, known / longest), known * longest)
-            found = known + self._settings.pace * (found - known)
+            found = known + PACE * (found - known)
         self._units[size] = found
 
     def observe_reading(self, num_tokens: int, seconds: float) -> None:
-        """So many tokens of prompts were read for drafting."""
+        """Learn from prompts of so many tokens that were read for drafting."""
         found = max(seconds, 0.0) / num_tokens
         known = self.per_read
-        self.per_read = found if known is None else known + self._settings.pace * (found - known)
+        self.per_read = found if known is None else known + PACE * (found - known)
 
 
 def _nearest(known: dict[int, T], num_requests: int, default: T) -> T:
-    """What is known of the nearest batch size that was seen, by the number of bits."""
+    """Return what is known of the nearest batch size, by the number of bits."""
     size = num_requests.bit_length()
     sizes = list(known)  # at once, for any thread
     return known[min(sizes, key=lambda other: abs(other - size))] if sizes else default

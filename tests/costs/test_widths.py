@@ -6,14 +6,13 @@ import random
 
 import pytest
 
-from speculation.control.settings import Settings
-from speculation.control.step_time import DraftTime, MeasuredCurve, TargetTime
+from costs.widths import DraftTime, MeasuredCurve, TargetTime
 
 CURVE = MeasuredCurve(rows=(1, 4, 16, 64), seconds=(2e-3, 3e-3, 5e-3, 13e-3))
 
 
 def made() -> TargetTime:
-    return TargetTime(CURVE, Settings())
+    return TargetTime(CURVE)
 
 
 def seconds(target: TargetTime, num_sequences: int, drafted: float) -> float:
@@ -26,7 +25,7 @@ def test_the_curve_is_interpolated_and_continued() -> None:
 
 
 def test_a_noisy_measurement_leaves_no_dent() -> None:
-    target = TargetTime(MeasuredCurve((1, 2, 4, 8), (9e-3, 2e-3, 3e-3, 4e-3)), Settings())
+    target = TargetTime(MeasuredCurve((1, 2, 4, 8), (9e-3, 2e-3, 3e-3, 4e-3)))
     assert seconds(target, 1, 0) == pytest.approx(2e-3)
 
 
@@ -78,7 +77,7 @@ def test_short_windows_count_less() -> None:
 
 
 def test_drafting_takes_its_first_measurement_and_then_follows() -> None:
-    draft = DraftTime(Settings(), 1e-4)
+    draft = DraftTime(1e-4)
     assert draft.unit(4) == 1e-4
     draft.observe(1, levels=4, tokens=4, measured=1e-3)
     assert draft.unit(1) == draft.unit(64) == pytest.approx(1e-4)
@@ -90,7 +89,7 @@ def test_drafting_takes_its_first_measurement_and_then_follows() -> None:
 
 
 def test_reading_is_measured_by_the_token() -> None:
-    draft = DraftTime(Settings(), 1e-4)
+    draft = DraftTime(1e-4)
     draft.observe_reading(200, 1e-3)
     assert draft.per_read == pytest.approx(5e-6)
     draft.observe_reading(200, -1.0)
