@@ -190,11 +190,13 @@ def test_a_model_is_loaded_ahead_and_held_once(host: Host, tmp_path: Path) -> No
     config = tiny_config(tmp_path, dtype="bfloat16", load_format="dummy", compile="auto", max_model_len=64)
     used: list[int] = []
     workers: list[WorkerProcess] = []
-    client, template = host.client(), host.template()
+    client = host.client()
     client.connect()
-    before = proportional_bytes(template.pid)
+    assert client._watch is not None
+    template = client._watch.pid
+    before = proportional_bytes(template)
     client.preload(config)
-    host.cluster.wait(lambda: proportional_bytes(template.pid) > before + 200e6, 60)
+    host.cluster.wait(lambda: proportional_bytes(template) > before + 200e6, 60)
     for worker_id in ("memory-0", "memory-1"):
         workers.append(host.spawn(worker_id, config))
         host.wait_ready(worker_id, timeout_s=60)
