@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.batch.rows import SequenceRows
-from engine.batch.runner import ForwardOutput, Runner
+from engine.batch.runner import ForwardOutput, Runner, Step
 from engine.devices.cpu.decoder.forward import DecoderForward
 from engine.sampler import Sampler
 from engine.step.draft import Draft
@@ -72,7 +72,7 @@ class ChainDrafting:
 
     def _run(self, batch: Sequence[SequenceRows]) -> ForwardOutput:
         ends = [end - 1 for end in accumulate(len(rows.token_ids) for rows in batch)]
-        return self._runner.run(batch, ends, wants_hidden=False)
+        return self._runner.run(Step(batch, ends, wants_hidden=False))
 
     def _whole(self, logits: Tensor) -> Tensor:
         return logits[:, : self._vocab_size]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.batch.rows import SequenceRows
-from engine.batch.runner import AheadRunner, ForwardOutput, Runner
+from engine.batch.runner import ForwardOutput, Runner, Step
 from engine.download import Downloader
 from engine.sampler.rows import needs_history
 from engine.step.draft import Draft
@@ -24,7 +24,7 @@ RowOf = Callable[[SequenceState, int, int], SequenceRows]
 
 
 class ChainsAhead:
-    def __init__(self, runner: AheadRunner, drawing: Drawing, device: torch.device, row_of: RowOf) -> None:
+    def __init__(self, runner: Runner, drawing: Drawing, device: torch.device, row_of: RowOf) -> None:
         self._runner = runner
         self._drawing = drawing
         self._download = Downloader(device)
@@ -50,10 +50,11 @@ class ChainsAhead:
         for place in range(counts[0]):
             growing = [each for each, count in zip(sequences, counts, strict=True) if count > place]
             if place:
-                batch = [self._row_of(each, row, place - 1) for row, each in enumerate(growing)]
+                batch = [self._row_of(each, ~row, place - 1) for row, each in enumerate(growing)]
                 before = None if hidden is None else hidden[: len(growing)]
-                rows = list(range(len(growing)))
-                logits, hidden = self._runner.run_ahead(batch, rows, drawn[-1].token_ids, before=before)
+                newest = LateTokens(drawn[-1].token_ids, self._download)
+                step = Step(batch, range(len(growing)), hidden=before)
+                logits, hidden = self._runner.run(step, newest.fill)
             drawn.append(self._drawing.draw(growing, whole(logits), place))
         late = LateTokens(torch.cat([each.token_ids for each in drawn]).clamp_min(0), self._download)
         firsts = [0, *accumulate(len(each.token_ids) for each in drawn)]
@@ -68,6 +69,6 @@ class ChainsAhead:
 
 def chains_ahead(runner: Runner, drawing: Drawing, device: torch.device, row_of: RowOf) -> ChainsAhead | None:
     """Where there is something to wait for, and the runner can."""
-    if device.type == "cpu" or not isinstance(runner, AheadRunner):
+    if device.type == "cpu" or not runner.can_fill:
         return None
     return ChainsAhead(runner, drawing, device, row_of)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine import limits
 from engine.batch.rows import SequenceRows
-from engine.batch.runner import ForwardOutput, LateRows, LateRunner
+from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.devices.attention import select_backend
 from engine.devices.loaded_model import LoadedModel
 from engine.errors import UnsupportedModelError
@@ -165,13 +165,13 @@ class DraftModel(Drafter):
         for sequence in sequences:
             self._computed[sequence.request_id] = len(sequence.token_ids)
 
-        def run(grown: list[TreeRows], _: Tensor | None, late: LateRows | None) -> ForwardOutput:
-            return ForwardOutput(self._run_trees(sequences, grown, late), None)
+        def run(grown: list[TreeRows], _: Tensor | None, fill: Fill | None) -> ForwardOutput:
+            return ForwardOutput(self._run_trees(sequences, grown, fill), None)
 
         return self._tree_drafting.draft(sequences, counts, first, run)
 
     def _run_trees(
-        self, sequences: Sequence[SequenceState], grown: list[TreeRows], late: LateRows | None
+        self, sequences: Sequence[SequenceState], grown: list[TreeRows], fill: Fill | None
     ) -> Tensor:
         batch = []
         for sequence, rows in zip(sequences, grown, strict=True):
@@ -190,13 +190,10 @@ class DraftModel(Drafter):
                         certain=certain,
                     )
                 )
-                if late is None:
+                if fill is None:
                     self._computed[sequence.request_id] = start + len(rows.token_ids)
-        every = list(range(sum(len(rows.token_ids) for rows in batch)))
-        if late is None:
-            return self._runner.run(batch, every).logits[:, : self._vocab_size]
-        assert isinstance(self._runner, LateRunner)
-        return self._runner.run_late(batch, every, late).logits[:, : self._vocab_size]
+        every = range(sum(len(rows.token_ids) for rows in batch))
+        return self._runner.run(Step(batch, every), fill).logits[:, : self._vocab_size]
 
     def _unread_rows(self, sequences: Sequence[SequenceState]) -> list[SequenceRows]:
         return [self._rows(each, self._first_unread(each), len(each.token_ids)) for each in sequences]
@@ -217,7 +214,7 @@ class DraftModel(Drafter):
         start = self._first_unread(sequence)
         while start < end:
             rows = self._rows(sequence, start, min(end, start + _READ_AT_ONCE))
-            self._runner.run([rows], [0])
+            self._runner.run(Step([rows], [0]))
             start += len(rows.token_ids)
         self._computed[sequence.request_id] = start
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.batch.rows import BlockTable, SequenceRows
-from engine.batch.runner import ForwardOutput, LateRows, LateRunner, Runner
+from engine.batch.runner import Fill, ForwardOutput, Runner
 from engine.batch.step_inputs import StepShape, step_inputs
 from engine.devices.loaded_model import LoadedModel
 from engine.download import Downloader
@@ -28,9 +28,9 @@ from speculation.ranking import rank
 from speculation.tree import TREE_WIDTH, DraftTrees, TreeRows
 from speculation.tree_growth import TreeGrowth
 
-RunRows = Callable[[list[TreeRows], Tensor | None, LateRows | None], ForwardOutput]
-"""Runs rows of each sequence, whose parents have those hidden states, and of which the device knows the rest.
-Of each row there are logits [rows, vocab_size], and hidden states if rows are run on these.
+RunRows = Callable[[list[TreeRows], Tensor | None, Fill | None], ForwardOutput]
+"""Runs rows of each sequence, with the hidden states of the rows before them, completed on the device.
+Returns logits [rows, vocab_size] for every row, and hidden states if the next rows need them.
 """
 
 
@@ -57,7 +57,7 @@ class TreeDrafting:
         if hidden is not None:
             level.before(hidden)
         rows, table = SequenceRows([0], 1, [[0]], [1], tree_start=0), BlockTable(self._block_size)
-        level.fill_rows(step_inputs([rows], [0], self._upload_rows, table, StepShape()))
+        level.fill(step_inputs([rows], [0], self._upload_rows, table, StepShape()))
         growth.end(scores, scores.long())
 
     def draft(
@@ -88,7 +88,7 @@ class TreeDrafting:
             depths = [depth] * level.num_rows
             before = None if hidden is None else level.before(hidden)
             rows = [unknown_rows(min(depth * TREE_WIDTH, count), len(depths)) for count in counts]
-            logits, hidden = run(rows, before, level)
+            logits, hidden = run(rows, before, level.fill)
         nodes = growth.end(*self._rank(logits, sequences, [depths] * len(sequences)))
         late = LateTrees(nodes, self._download)
         firsts = range(0, len(counts) * counts[0], counts[0])
@@ -117,7 +117,7 @@ def can_grow_on_device(runner: Runner, draft: LoadedModel, *others: LoadedModel)
     """
     is_cpu = draft.device.type == "cpu"
     recurs = any(model.recurrent is not None for model in (draft, *others))
-    return not is_cpu and not recurs and isinstance(runner, LateRunner)
+    return not is_cpu and not recurs and runner.can_fill
 
 
 def unknown_rows(end: int, count: int) -> TreeRows:

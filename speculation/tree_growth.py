@@ -97,7 +97,7 @@ class Level:
         )
         return out
 
-    def fill_rows(self, inputs: StepInputs) -> None:
+    def fill(self, inputs: StepInputs) -> None:
         """The step's rows are these. Their KV goes behind that of their trees' rows before."""
         from speculation.tree_kernels import lay_out
 

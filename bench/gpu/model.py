@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from bench.gpu.roofline import Costs
 from engine.batch.rows import SequenceRows
-from engine.batch.runner import Runner
+from engine.batch.runner import Runner, Step
 from engine.devices.attention import select_backend
 from engine.devices.loaded_model import LoadedModel
 from engine.devices.torch import transformers_hook
@@ -147,4 +147,4 @@ class Forwards:
             for number in range(len(batch))
             for row in range(rows_each - logits_each, rows_each)
         ]
-        self._runner.run(batch, wanted)
+        self._runner.run(Step(batch, wanted))

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from engine.batch.rows import SequenceRows
+from engine.batch.runner import Step
 from engine.engine import Engine
 from models.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
 
@@ -62,7 +63,7 @@ def _log_probabilities(engine: Engine, token_ids: list[int]) -> Tensor:
     parts = []
     for start in range(0, len(token_ids), _CHUNK):
         rows = SequenceRows(token_ids[start : start + _CHUNK], start, [blocks])
-        parts.append(engine._runner.run([rows], list(range(len(rows.token_ids))), wants_hidden=False).logits)
+        parts.append(engine._runner.run(Step([rows], range(len(rows.token_ids)), wants_hidden=False)).logits)
     logits = torch.cat(parts)[:-1, : engine.vocab_size]
     return logits.float().log_softmax(-1)
 

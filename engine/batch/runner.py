@@ -1,9 +1,9 @@
-"""What runs packed forwards of a model over the blocks of a pool."""
+"""The interface of what runs a model's packed forwards over a KV pool."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -11,83 +11,52 @@ from engine.batch.rows import SequenceRows
 from engine.batch.step_inputs import StepInputs
 
 
+class Step(NamedTuple):
+    """What one forward runs: the rows of each sequence, one sequence after the other."""
+
+    batch: Sequence[SequenceRows]
+    logit_rows: Sequence[int]
+    """The packed rows that need logits."""
+    wants_hidden: bool = True
+    hidden: Tensor | None = None
+    """For a draft head, [rows, hidden_size]: the hidden state before each row."""
+
+
 class ForwardOutput(NamedTuple):
-    """`logits` [rows asked for, vocab_size]. `hidden` [all rows, captured layers * hidden_size], if any."""
+    """`logits` [rows asked for, vocab_size], until the runner's next call. `hidden`, if the runner captures
+    any: [all rows, captured layers * hidden_size], or those of the rows asked for if it runs a draft head.
+    """
 
     logits: Tensor
     hidden: Tensor | None
 
 
+Fill = Callable[[StepInputs], None]
+"""Writes into a step's inputs, on the device, what the host does not know yet."""
+
+
 class Runner(Protocol):
-    """`choice` says what it is, `products` how its linear layers multiply. With `any_threads` it may run on
-    another number of threads at each call: its results have the same bits. From `warm_up` on `deterministic`
-    says whether a row's result has the same bits in every batch.
-    """
-
     products: str
+    """How the linear layers multiply."""
     any_threads: bool
+    """Whether results have the same bits on any number of threads, which may change between calls."""
+    can_fill: bool
+    """Whether `run` takes a `fill`."""
 
     @property
-    def deterministic(self) -> bool: ...
+    def deterministic(self) -> bool:
+        """Whether a row's result has the same bits in every batch. Known after `warm_up`."""
+        ...
 
     @property
-    def choice(self) -> str: ...
+    def choice(self) -> str:
+        """The runner's name, for logs and metrics."""
+        ...
 
     def warm_up(self) -> float:
-        """Compile the forward if it is to be; returns the seconds it took."""
+        """Compile or capture the forward, if it can be. Returns the seconds it took."""
         ...
 
-    def run(
-        self,
-        batch: Sequence[SequenceRows],
-        logit_rows: list[int],
-        *,
-        wants_hidden: bool = True,
-        before: Tensor | None = None,
-    ) -> ForwardOutput:
-        """Write the KV of all rows; the logits are those of the packed rows asked for.
-
-        `before` [rows, hidden_size]: for a draft head, the hidden states before the rows.
-        """
-        ...
-
-
-@runtime_checkable
-class AheadRunner(Protocol):
-    """A `Runner` that can run tokens which the host does not know yet."""
-
-    def run_ahead(
-        self,
-        batch: Sequence[SequenceRows],
-        logit_rows: list[int],
-        chosen: Tensor,
-        *,
-        before: Tensor | None = None,
-    ) -> ForwardOutput:
-        """As `run`. In the rows stand places in `chosen`, the tokens on the device. Of the step before nobody
-        reads the results any more but the device; these hold until the next call.
-        """
-        ...
-
-
-class LateRows(Protocol):
-    """What the device knows of a step's rows and the host does not."""
-
-    def fill_rows(self, inputs: StepInputs) -> None: ...
-
-
-@runtime_checkable
-class LateRunner(Protocol):
-    """A `Runner` that can run some drafted rows which the host does not know yet."""
-
-    def run_late(
-        self,
-        batch: Sequence[SequenceRows],
-        logit_rows: list[int],
-        late: LateRows,
-        *,
-        wants_hidden: bool = True,
-        before: Tensor | None = None,
-    ) -> ForwardOutput:
-        """As `run`, when `late` has filled in what it knows."""
+    def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
+        """Write the KV of all rows, and compute the logits asked for. `fill` completes the inputs first."""
         ...

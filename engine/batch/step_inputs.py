@@ -54,10 +54,6 @@ class StepInputs(NamedTuple):
     adapters: Tensor | None = None
     """int64 [rows], the address of each one's adapter, 0 for none; None where no row may have one."""
 
-    def take(self, chosen: Tensor) -> None:
-        """The tokens that the rows named by their places. Any, where none could be chosen (-1)."""
-        self.token_ids.copy_(chosen.clamp_min(0).index_select(0, self.token_ids))
-
 
 def are_chains(batch: Sequence[SequenceRows]) -> bool:
     """Whether no rows belong to trees."""

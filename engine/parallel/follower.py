@@ -8,6 +8,7 @@ import socket
 
 import torch
 
+from engine.batch.runner import Step
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
@@ -36,7 +37,7 @@ def follow(config: ServeConfig, ranks: Ranks, link: socket.socket) -> None:
         match message:
             case RunStep(batch, logit_rows, wants_hidden):
                 try:
-                    runner.run(batch, logit_rows, wants_hidden=wants_hidden)
+                    runner.run(Step(batch, logit_rows, wants_hidden))
                 except LostRankError:
                     if receive(link, messages.to_others) is None:
                         return  # the lost one is rank 0

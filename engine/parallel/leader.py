@@ -10,13 +10,10 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from torch import Tensor
-
-from engine.batch.rows import SequenceRows
-from engine.batch.runner import ForwardOutput
+from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.pool import KVPool
 from engine.lora.config import AdapterError
@@ -144,7 +141,7 @@ class Leader:
 class LeadingRunner:
     """Runs a model on all ranks: rank 0 tells the others, and does its own part."""
 
-    any_threads = False
+    any_threads = can_fill = False
 
     def __init__(self, own: ShareRunner, leader: Leader) -> None:
         self._own = own
@@ -159,17 +156,10 @@ class LeadingRunner:
         """The others do so by themselves."""
         return self._own.warm_up()
 
-    def run(
-        self,
-        batch: Sequence[SequenceRows],
-        logit_rows: list[int],
-        *,
-        wants_hidden: bool = True,
-        before: Tensor | None = None,
-    ) -> ForwardOutput:
+    def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
         """As `Runner.run`. Raises LostRankError."""
-        self._leader.tell(encode(RunStep(list(batch), logit_rows, wants_hidden)))
-        return self._own.run(batch, logit_rows, wants_hidden=wants_hidden, before=before)
+        self._leader.tell(encode(RunStep([*step.batch], [*step.logit_rows], step.wants_hidden)))
+        return self._own.run(step)
 
 
 @contextlib.contextmanager

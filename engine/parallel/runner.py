@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import Tensor
-
-from engine.batch.rows import SequenceRows
-from engine.batch.runner import ForwardOutput, Runner
+from engine.batch.runner import Fill, ForwardOutput, Runner, Step
 from engine.devices.attention import select_backend
 from engine.devices.attention_tables import backend_over
 from engine.devices.loaded_model import LoadedModel
@@ -30,7 +26,7 @@ class ShareRunner:
     move, are cached and freed without regard to how many ranks there are on either side.
     """
 
-    any_threads = False
+    any_threads = can_fill = False
 
     def __init__(
         self,
@@ -66,16 +62,9 @@ class ShareRunner:
     def warm_up(self) -> float:
         return self._runner.warm_up()
 
-    def run(
-        self,
-        batch: Sequence[SequenceRows],
-        logit_rows: list[int],
-        *,
-        wants_hidden: bool = True,
-        before: Tensor | None = None,
-    ) -> ForwardOutput:
+    def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
         """As `Runner.run`. Raises LostRankError."""
-        output = self._runner.run(batch, logit_rows, wants_hidden=wants_hidden, before=before)
+        output = self._runner.run(step)
         self._ranks.check()
         return output
 

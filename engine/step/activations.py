@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.batch.rows import SequenceRows
-from engine.batch.runner import Runner
+from engine.batch.runner import Runner, Step
 from engine.kv.layout import PoolLayout
 from engine.kv.pool import KVPool
 
@@ -37,7 +37,7 @@ def activation_bytes(
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
             batch = [SequenceRows([0] * count, 0, tables, adapter=adapter)]
-            choose(runner.run(batch, list(range(min(rows, count)))).logits)
+            choose(runner.run(Step(batch, range(min(rows, count)))).logits)
         taken = torch.cuda.max_memory_allocated(device) - before
     del runner
     gc.collect()

@@ -25,12 +25,12 @@ class LateTrees(LateTokens):
         super().__init__(nodes[:2].flatten(), download)
         _, self._rows_before, self._masks, self._deeper = nodes
 
-    def fill_rows(self, inputs: StepInputs) -> None:
+    def fill(self, inputs: StepInputs) -> None:
         names, visible = inputs.token_ids, inputs.attention.visible
         assert visible is not None
         visible.copy_(taken(self._masks, names, visible))
         inputs.positions.add_(self.further(names))
-        super().fill_rows(inputs)
+        super().fill(inputs)
 
     def fill_nodes(self, nodes: Tensor) -> None:
         names, parents = nodes.unbind(1)

@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from engine.batch.runner import AheadRunner, ForwardOutput, LateRunner, Runner
+from engine.batch.runner import ForwardOutput, Runner
 from engine.kv.sequence_blocks import SequenceBlocks
 from engine.sampler import Sampler
 from engine.sampler.choice import TokenChoice
 from engine.sampler.rows import SamplingRow
 from engine.step.draft import Verdict
+from engine.step.late_tokens import LateTokens
 from engine.step.packing import PackedStep, pack, pack_ahead
 from engine.step.scheduler import ScheduledStep, Scheduler
 from engine.step.sequence import SequenceStage, SequenceState
@@ -71,8 +72,7 @@ class StepLauncher:
         may ask for hidden states.
         """
         self._runner = runner
-        self._ahead_runner = runner if runs_ahead and isinstance(runner, AheadRunner) else None
-        self._late_runner = runner if isinstance(runner, LateRunner) else None
+        self._runs_ahead = runs_ahead and runner.can_fill
         self._sampler = sampler
         self._scheduler = scheduler
         self._embeds = embeds
@@ -106,7 +106,7 @@ class StepLauncher:
             wants_hidden = self._speculator.prepare(step, scheduler.num_active, scheduler.make_room)
         if self._embeds:
             wants_hidden = any(sequence.params.embeds for sequence in step.sequences)
-        packed = pack(step, takes_late=self._late_runner is not None)
+        packed = pack(step, takes_late=self._runner.can_fill)
         rows = _sampling_rows(packed)
         self._sampler.expect(rows)
         logits, hidden = self._run(packed, wants_hidden)
@@ -117,22 +117,19 @@ class StepLauncher:
         return launched
 
     def _run(self, packed: PackedStep, wants_hidden: bool) -> ForwardOutput:
-        batch, rows = packed.batch, packed.logit_rows
-        if packed.late is None:
-            return self._runner.run(batch, rows, wants_hidden=wants_hidden)
-        assert self._late_runner is not None
-        return self._late_runner.run_late(batch, rows, packed.late, wants_hidden=wants_hidden)
+        fill = packed.late.fill if packed.late is not None else None
+        return self._runner.run(packed.step(wants_hidden=wants_hidden), fill)
 
     def launch_behind(self, launched: Launched) -> None:
         """The next step, if it is one token more of each sequence that goes on, whatever this one brings."""
-        if self._ahead_runner is None or launched.choice is None:
+        if not self._runs_ahead or launched.choice is None:
             return
         step = self._scheduler.following(launched.step)
         if step is None or not self._is_plain(step):
             return
-        packed = pack_ahead(step.sequences, launched.packed)
-        chosen = launched.choice.token_ids
-        logits, _ = self._ahead_runner.run_ahead(packed.batch, packed.logit_rows, chosen)
+        chosen = LateTokens(launched.choice.token_ids, self._sampler.download)
+        packed = pack_ahead(step.sequences, launched.packed, chosen)
+        logits, _ = self._run(packed, wants_hidden=False)
         rows = [sequence.row_after_next() for sequence in step.sequences]
         self._ahead = Launched(step, packed, logits, None, rows, self._sampler.begin(logits, rows))
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.batch.rows import SequenceRows
+from engine.batch.runner import Step
 from engine.step.draft import late_among
 from engine.step.late_tokens import LateTokens
 from engine.step.scheduler import ScheduledStep
@@ -18,7 +19,7 @@ class PackedStep:
 
     `logit_rows` are the packed rows that need logits: those of the `sampled` sequences, after their last
     token and after each drafted one, then whole chunks of `prompts` (with their number of rows) that want
-    log-probabilities. Rows of drafted tokens that are `late` have their names.
+    log-probabilities. Where the host does not know a token yet, the row has its id among the `late` ones.
     """
 
     batch: list[SequenceRows] = field(default_factory=list)
@@ -28,6 +29,9 @@ class PackedStep:
     num_sampled_rows: int = 0
     num_tokens: int = 0
     late: LateTokens | None = None
+
+    def step(self, *, wants_hidden: bool) -> Step:
+        return Step(self.batch, self.logit_rows, wants_hidden)
 
 
 def pack(step: ScheduledStep, *, takes_late: bool = False) -> PackedStep:
@@ -67,16 +71,16 @@ def pack(step: ScheduledStep, *, takes_late: bool = False) -> PackedStep:
     return packed
 
 
-def pack_ahead(sequences: Sequence[SequenceState], before: PackedStep) -> PackedStep:
-    """The tokens that `before` chooses for these sequences: a row's token is its place among them.
+def pack_ahead(sequences: Sequence[SequenceState], before: PackedStep, chosen: LateTokens) -> PackedStep:
+    """A row for each sequence, with the token that the step `before` chooses for it.
 
-    None of them is certain, as it may be beyond its sequence's end. So a recurrent layer's state comes to a
-    grid point only with the step behind that, and at each commit it is where it is without steps ahead.
+    No token counts as certain, since its sequence may end with it. So a recurrent layer's state reaches a
+    grid point one step later, and at each commit it is where it would be without steps ahead.
     """
     places = {sequence: place for place, sequence in enumerate(before.sampled)}
     batch = [
         SequenceRows(
-            [places[each]],
+            [~places[each]],
             each.position,
             each.held.blocks,
             state_slot=each.state_slot,
@@ -86,4 +90,4 @@ def pack_ahead(sequences: Sequence[SequenceState], before: PackedStep) -> Packed
         for each in sequences
     ]
     count = len(batch)
-    return PackedStep(batch, [*sequences], [], [*range(count)], count, count)
+    return PackedStep(batch, [*sequences], [], [*range(count)], count, count, chosen)

@@ -58,7 +58,7 @@ class ProfilingRun:
     def forward(self, sequences: list[SequenceState], *, wants_hidden: bool = True) -> ForwardOutput:
         """Run all uncomputed tokens and the drafts; logits for the last token and each drafted one."""
         packed = pack(ScheduledStep(sequences, [sequence.num_uncomputed for sequence in sequences]))
-        return self._runner.run(packed.batch, packed.logit_rows, wants_hidden=wants_hidden)
+        return self._runner.run(packed.step(wants_hidden=wants_hidden))
 
     def free(self) -> None:
         for sequence in reversed(self._sequences):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.batch.rows import SequenceRows
-from engine.batch.runner import ForwardOutput, LateRows, LateRunner
+from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.devices.attention import select_backend
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.layout import DRAFT, Group, Segment
@@ -143,7 +143,7 @@ class EagleDrafter(Drafter):
         rows, features = self._committed_rows(sequences)
         logits, hidden = self._run(rows, self._combine(features))
 
-        def run(grown: list[TreeRows], before: Tensor | None, late: LateRows | None) -> ForwardOutput:
+        def run(grown: list[TreeRows], before: Tensor | None, fill: Fill | None) -> ForwardOutput:
             assert before is not None
             batch = [
                 self._tree_rows(sequence, rows)
@@ -151,7 +151,7 @@ class EagleDrafter(Drafter):
                 if rows.token_ids
             ]
             every = range(len(before))
-            logits, hidden = self._after(batch, every, before, late)
+            logits, hidden = self._after(batch, every, before, fill)
             return ForwardOutput(self._whole(logits), hidden)
 
         return self._tree_drafting.draft(sequences, counts, ForwardOutput(self._whole(logits), hidden), run)
@@ -197,14 +197,10 @@ class EagleDrafter(Drafter):
         return self._after(batch, [n - 1 for n in accumulate(len(rows.token_ids) for rows in batch)], before)
 
     def _after(
-        self, batch: list[SequenceRows], ends: Sequence[int], before: Tensor, late: LateRows | None = None
+        self, batch: list[SequenceRows], ends: Sequence[int], before: Tensor, fill: Fill | None = None
     ) -> tuple[Tensor, Tensor]:
         """After these of the rows: logits [ends, draft_vocab_size] and hidden states [ends, hidden_size]."""
-        if late is None:
-            logits, fed_back = self._runner.run(batch, list(ends), before=before)
-        else:
-            assert isinstance(self._runner, LateRunner)
-            logits, fed_back = self._runner.run_late(batch, list(ends), late, before=before)
+        logits, fed_back = self._runner.run(Step(batch, ends, hidden=before), fill)
         assert fed_back is not None
         return logits, fed_back
 
@@ -238,7 +234,7 @@ class EagleDrafter(Drafter):
             batch.append(SequenceRows(token_ids, start, tables, first_key=known.first))
             features.append(torch.cat([piece.cut() for piece in known.features])[:-1])
             known.written, known.features = end, [known.features[-1].newest()]
-        self._runner.run(batch, [], before=self._combine(torch.cat(features)))
+        self._runner.run(Step(batch, [], hidden=self._combine(torch.cat(features))))
 
     def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
         place = sequence.num_computed

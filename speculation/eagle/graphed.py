@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from engine.batch.rows import SequenceRows
-from engine.batch.runner import ForwardOutput, LateRows
+from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.batch.step_inputs import StepInputs
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import MOST_ROWS, Buckets
@@ -48,7 +45,7 @@ class FedHead:
 
 
 class HeadRunner(CudaRunner):
-    """`hidden` of the output has the rows of the logits, and no others."""
+    """The output's hidden states, too, hold until the next call."""
 
     def __init__(
         self,
@@ -63,54 +60,12 @@ class HeadRunner(CudaRunner):
         self._head = head
 
     @torch.inference_mode()
-    def run(
-        self,
-        batch: Sequence[SequenceRows],
-        logit_rows: list[int],
-        *,
-        wants_hidden: bool = True,
-        before: Tensor | None = None,
-    ) -> ForwardOutput:
-        logits, hidden = self._run_fed(batch, logit_rows, before)
-        return ForwardOutput(logits, hidden.clone())
-
-    @torch.inference_mode()
-    def run_late(
-        self,
-        batch: Sequence[SequenceRows],
-        logit_rows: list[int],
-        late: LateRows,
-        *,
-        wants_hidden: bool = True,
-        before: Tensor | None = None,
-    ) -> ForwardOutput:
-        logits, hidden = self._run_fed(batch, logit_rows, before, late=late)
-        return ForwardOutput(logits, hidden.clone())
-
-    @torch.inference_mode()
-    def run_ahead(
-        self,
-        batch: Sequence[SequenceRows],
-        logit_rows: list[int],
-        chosen: Tensor,
-        *,
-        before: Tensor | None = None,
-    ) -> ForwardOutput:
-        return ForwardOutput(*self._run_fed(batch, logit_rows, before, chosen))
-
-    def _run_fed(
-        self,
-        batch: Sequence[SequenceRows],
-        logit_rows: list[int],
-        before: Tensor | None,
-        chosen: Tensor | None = None,
-        late: LateRows | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        assert before is not None
-        self._head.feed(before)
-        logits, hidden, _ = self._run(batch, logit_rows, chosen, late)
+    def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
+        assert step.hidden is not None
+        self._head.feed(step.hidden)
+        logits, hidden, _ = self._run(step, fill)
         assert hidden is not None
-        return logits, hidden[: len(logit_rows)]
+        return ForwardOutput(logits, hidden[: len(step.logit_rows)])
 
 
 def head_runner_of(

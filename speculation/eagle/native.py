@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from engine.batch.rows import SequenceRows
-from engine.batch.runner import ForwardOutput
+from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.devices.cpu.attention.backend import CpuBackend
 from engine.devices.cpu.decoder.description import ROPE_TYPES, num_weights
 from engine.devices.cpu.decoder.forward import NativeDecoder
@@ -49,17 +47,9 @@ class NativeHead(NativeDecoder):
         self.mixes = description.mixes
         """Whether `draft` takes the target's hidden states as they are, [rows, feature_size]."""
 
-    def run(
-        self,
-        batch: Sequence[SequenceRows],
-        logit_rows: list[int],
-        *,
-        wants_hidden: bool = True,
-        before: Tensor | None = None,
-    ) -> ForwardOutput:
-        """`hidden` of the output has the rows of the logits, and no others."""
-        assert before is not None
-        return ForwardOutput(*self._forward(batch, logit_rows, before=before))
+    def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
+        assert step.hidden is not None
+        return ForwardOutput(*self._forward(step))
 
 
 class _HeadDescription(NativeModel):

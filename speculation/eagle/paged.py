@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from engine.batch.rows import SequenceRows
-from engine.batch.runner import ForwardOutput
+from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.batch.step_inputs import StepInputs
 from engine.devices.torch import transformers_hook
 from engine.devices.torch.forward import RowsForward
@@ -48,7 +44,7 @@ class PagedHead(nn.Module):
 
 
 class HeadForward(RowsForward):
-    """A head by torch's operators. `hidden` of the output has the rows of the logits, and no others."""
+    """A head by torch's operators."""
 
     def __init__(
         self,
@@ -63,9 +59,9 @@ class HeadForward(RowsForward):
         super().__init__(backend, device, mode, products=products, packed=packed)
         self._head = head
 
-    def run(self, batch: Sequence[SequenceRows], logit_rows: list[int], **options: Any) -> ForwardOutput:
-        logits, hidden = super().run(batch, logit_rows, **options)
-        return ForwardOutput(logits, None if hidden is None else hidden[: len(logit_rows)])
+    def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
+        logits, hidden = super().run(step, fill)
+        return ForwardOutput(logits, None if hidden is None else hidden[: len(step.logit_rows)])
 
     def _call(self, inputs: StepInputs, before: Tensor | None) -> ForwardOutput:
         token_ids, positions, logit_rows = inputs[:3]

@@ -392,7 +392,7 @@ def compiled_trees(name: str, capability: int) -> Code:
         growth = TreeGrowth([24] * 4, TREE_WIDTH, 16, upload)
         level = growth.grow(meta(4, 64, dtype=torch.float32), meta(4, 64, dtype=torch.int64))
         level.before(meta(4, 4096, dtype=torch.bfloat16))
-        level.fill_rows(tree_inputs(16))
+        level.fill(tree_inputs(16))
         growth.end(meta(16, 64, dtype=torch.float32), meta(16, 64, dtype=torch.int64))
     return Code.of(next(kernel for kernel in kernels if kernel.name == TREE_KERNELS[name]))
 

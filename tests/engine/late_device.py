@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.assembly import Assembly
 from engine.batch.rows import SequenceRows, span_of
-from engine.batch.runner import ForwardOutput
+from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.engine import Engine
 from engine.kv.state_slots import RowSpan
 from engine.sampler.choice import TokenChoice
@@ -98,7 +98,9 @@ class LateStateSlots:
 
 
 class LateRunner:
-    """Rows are as they are at the launch; tokens of `chosen`, as they are on the device by then."""
+    """Rows are as they are at the launch; what fills them is read on the device by then."""
+
+    can_fill = True
 
     def __init__(
         self, runner: Any, vocab_size: int, device: LateDevice, state_slots: LateStateSlots | None = None
@@ -109,34 +111,24 @@ class LateRunner:
         self._kept = torch.empty(256, vocab_size)
         """Logits, until others are computed."""
 
-    def run(self, batch: Sequence[SequenceRows], logit_rows: list[int], **options: Any) -> ForwardOutput:
-        return ForwardOutput(self._launch(self._runner.run, batch, logit_rows), None)
-
-    def run_ahead(
-        self, batch: Sequence[SequenceRows], logit_rows: list[int], chosen: Tensor
-    ) -> ForwardOutput:
-        return ForwardOutput(self._launch(self._runner.run_ahead, batch, logit_rows, chosen), None)
-
-    def _launch(
-        self, run: Callable[..., Any], batch: Sequence[SequenceRows], logit_rows: list[int], *chosen: Tensor
-    ) -> Tensor:
+    def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
         rows = [
             replace(each, token_ids=[*each.token_ids], tables=[[*blocks] for blocks in each.tables])
-            for each in batch
+            for each in step.batch
         ]
-        logits = self._kept[: len(logit_rows)]
+        logits = self._kept[: len(step.logit_rows)]
         if self._state_slots is not None:
             self._state_slots.launch(rows)
 
         def compute() -> None:
-            computed = run(rows, logit_rows, *chosen).logits
+            computed = self._runner.run(step._replace(batch=rows), fill).logits
             self._kept.fill_(torch.nan)
             logits.copy_(computed)
 
         self._device.log.append(("launch", self._device.num_steps))
         self._device.num_steps += 1
         self._device.put(compute)
-        return logits
+        return ForwardOutput(logits, None)
 
 
 class LateSampler:

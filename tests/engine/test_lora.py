@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.batch.rows import SequenceRows
+from engine.batch.runner import Step
 from engine.engine import Engine
 from engine.lora.config import AdapterError
 from engine.lora.files import Product
@@ -124,7 +125,7 @@ def logits_of(engine: Engine, batch: list[SequenceRows]) -> list[Tensor]:
     for rows in batch:
         end += len(rows.token_ids)
         ends.append(end - 1)
-    return list(engine._runner.run(batch, ends).logits.clone())
+    return list(engine._runner.run(Step(batch, ends)).logits.clone())
 
 
 @needs_kernel

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from engine.batch.rows import SequenceRows
-from engine.batch.runner import Runner
+from engine.batch.runner import Runner, Step
 from engine.devices.attention import select_backend
 from engine.devices.cpu.decoder.native_model import DTYPES
 from engine.devices.loaded_model import LoadedModel
@@ -108,7 +108,7 @@ def run(loaded: LoadedModel, size: int) -> tuple[list[Tensor], Tensor]:
         config, ranks = tiny_config(Path()), Ranks(size)
         runners = [ShareRunner(config, loaded, pool, ranks.other(rank), ()) for rank in range(size)]
     with ThreadPoolExecutor(size) as threads:
-        outputs = [list(threads.map(lambda runner: runner.run(*step), runners)) for step in steps()]  # noqa: B023
+        outputs = [list(threads.map(lambda runner: runner.run(Step(*step)), runners)) for step in steps()]  # noqa: B023
     for step in outputs:
         assert all(torch.equal(output.logits, step[0].logits) for output in step), "ranks agree"
     return [step[0].logits for step in outputs], pool.block_pools[0]

@@ -166,7 +166,7 @@ def test_drafted_chains_change_no_token(sampling: dict[str, Any], tmp_path: Path
 def test_steps_ahead_give_the_tokens_of_one_after_another(sampling: dict[str, Any], tmp_path: Path) -> None:
     write_model("qwen3", tmp_path)
     ahead, apart = engine_of(tmp_path), engine_of(tmp_path)
-    apart._launcher._ahead_runner = None
+    apart._launcher._runs_ahead = False
     launched_ahead, launched_apart = steps_ahead_of(ahead), steps_ahead_of(apart)
     sampling = sampling | {"stop_token_ids": list(range(0, VOCAB_SIZE, 10))}
     batch = prompts(LENGTHS)

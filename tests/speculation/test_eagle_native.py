@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.batch.runner import Step
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import PackedQuantizedLinear
 from engine.quantization.weight import CodeFormat
@@ -112,7 +113,7 @@ def assert_native_rows(watched: Watched, tolerance: float = 0.03) -> None:
             width = head.shape.hidden_size
             hidden = torch.randn(count, width, generator=random).to(watched.target.dtype)
             rows = [watched.rows(prompt(start, count), start, [4, 2, 7])]
-            parts.append(runner.run(rows, list(range(count)), before=hidden))
+            parts.append(runner.run(Step(rows, range(count), hidden=hidden)))
         outputs.append(parts)
     for ours, theirs in zip(*outputs, strict=True):
         for mine, other in ((ours.logits, theirs.logits), (ours.hidden, theirs.hidden)):

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is for Linux")
 
 from engine.batch.rows import SequenceRows
+from engine.batch.runner import Step
 from engine.devices.cuda import runner as cuda_runner
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
@@ -84,7 +85,7 @@ def sampling_of(gpu: AbsentGpu, sequences: list[SequenceState]) -> list[str]:
     count = sum(len(each.token_ids) for each in rows)
     for _ in range(2):
         gpu.clear()
-        logits = runner.run(rows, list(range(count))).logits
+        logits = runner.run(Step(rows, range(count))).logits
         assert not gpu.waits, "\n".join(gpu.waits)
         gpu.launches.clear()
         verdicts = verify("coupled", sequences, logits, sampler)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from transformers import AutoConfig
 
-from engine.batch.rows import SequenceRows
+from engine.batch.runner import Fill, Step
 from engine.batch.step_inputs import StepShape
 from engine.devices.torch.forward import RowsForward
 from engine.engine import Engine
@@ -42,14 +42,14 @@ def checked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a model runs, each row has a place in a block of its sequence's own."""
     run_rows = RowsForward.run
 
-    def checked(self: RowsForward, batch: list[SequenceRows], logit_rows: list[int], **options: Any) -> Any:
+    def checked(self: RowsForward, step: Step, fill: Fill | None = None) -> Any:
         written: list[int] = []
-        for rows in batch:
+        for rows in step.batch:
             end = rows.start + len(rows.token_ids)
             assert end <= len(rows.tables[0]) * BLOCK_SIZE
             written += rows.tables[0][rows.start // BLOCK_SIZE : -(-end // BLOCK_SIZE)]
         assert len(written) == len(set(written))
-        return run_rows(self, batch, logit_rows, **options)
+        return run_rows(self, step, fill)
 
     monkeypatch.setattr(RowsForward, "run", checked)
 
@@ -113,7 +113,7 @@ def test_bug_20_no_step_writes_to_blocks_of_a_conversation_that_waits(pair: tupl
     assert len(cached) == engine.blocks.num_cached == (len(text) - 1) // BLOCK_SIZE
     before = engine.pool.block_pools[0][cached].clone()
     assert isinstance(engine._runner, RowsForward)
-    engine._runner._execute([], [0, 1], StepShape(64))
+    engine._runner._execute(Step([], [0, 1]), StepShape(64))
     with ProfilingRun(engine.blocks, engine._runner, MAX_LEN) as profiling:
         sequences = profiling.sequences(3, 40, NUM_DRAFTED)
         assert sequences is not None

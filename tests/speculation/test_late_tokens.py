@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from engine.batch.runner import ForwardOutput
+from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.devices.torch.forward import RowsForward
 from engine.sampler import Sampler
 from engine.sampler.rows import needs_history
@@ -48,13 +48,13 @@ def refuse(*_: object) -> NoReturn:
 def late_steps(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Chains are drafted as on a GPU; counts the steps that take their tokens from the device."""
     steps: Counter[str] = Counter()
-    run_late = RowsForward.run_late
+    run = RowsForward.run
 
-    def counted(self: RowsForward, *args: Any, **options: Any) -> ForwardOutput:
-        steps["late"] += 1
-        return run_late(self, *args, **options)
+    def counted(self: RowsForward, step: Step, fill: Fill | None = None) -> ForwardOutput:
+        steps["late"] += fill is not None and len(step.batch) < len(step.logit_rows)
+        return run(self, step, fill)
 
-    monkeypatch.setattr(RowsForward, "run_late", counted)
+    monkeypatch.setattr(RowsForward, "run", counted)
     for module in (chains, eagle_drafter):
         monkeypatch.setattr(module, "chains_ahead", ChainsAhead)
     return steps
@@ -165,7 +165,7 @@ def test_tokens_fill_the_rows_that_name_them() -> None:
     (draft,), downloads = late_drafts([7, 8, 9], [3])
     assert draft.late is not None
     nodes = torch.tensor([[-3, -1], [5, 0], [-1, 1], [0, 2]])
-    draft.late.fill(nodes[:, 0])
+    draft.late.fill_ids(nodes[:, 0])
     assert nodes.tolist() == [[9, -1], [5, 0], [7, 1], [0, 2]]
     assert draft.late.bring(torch.tensor([1, 2]), lambda found: found) == [1, 2]  # type: ignore[arg-type]
     assert draft.token_ids == [7, 8, 9] and not downloads

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.batch.recurrent_plan import Tables
 from engine.batch.rows import BlockTable, SequenceRows
-from engine.batch.runner import ForwardOutput, LateRows
+from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.batch.step_inputs import StepInputs, StepShape, step_inputs
 from engine.devices.cpu.decoder.description import unfit
 from engine.devices.cuda.attention.backend import TritonBackend
@@ -46,6 +46,7 @@ class CudaRunner:
     """
 
     any_threads = deterministic = False
+    can_fill = True
 
     def __init__(
         self,
@@ -104,72 +105,22 @@ class CudaRunner:
         return graph
 
     @torch.inference_mode()
-    def run(
-        self,
-        batch: Sequence[SequenceRows],
-        logit_rows: list[int],
-        *,
-        wants_hidden: bool = True,
-        before: Tensor | None = None,
-    ) -> ForwardOutput:
-        """As `Runner.run`. The logits hold until the next call."""
-        return self._run_whole(batch, logit_rows, wants_hidden)
-
-    @torch.inference_mode()
-    def run_late(
-        self,
-        batch: Sequence[SequenceRows],
-        logit_rows: list[int],
-        late: LateRows,
-        *,
-        wants_hidden: bool = True,
-        before: Tensor | None = None,
-    ) -> ForwardOutput:
-        """As `LateRunner.run_late`. The logits hold until the next call."""
-        return self._run_whole(batch, logit_rows, wants_hidden, late)
-
-    def _run_whole(
-        self,
-        batch: Sequence[SequenceRows],
-        logit_rows: list[int],
-        wants_hidden: bool,
-        late: LateRows | None = None,
-    ) -> ForwardOutput:
-        logits, hidden, is_kept = self._run(batch, logit_rows, late=late)
-        if not wants_hidden or hidden is None:
+    def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
+        logits, hidden, is_kept = self._run(step, fill)
+        if not step.wants_hidden or hidden is None:
             return ForwardOutput(logits, None)
-        hidden = hidden[: sum(len(rows.token_ids) for rows in batch)]
+        hidden = hidden[: sum(len(rows.token_ids) for rows in step.batch)]
         return ForwardOutput(logits, hidden.clone() if is_kept else hidden)
 
-    @torch.inference_mode()
-    def run_ahead(
-        self,
-        batch: Sequence[SequenceRows],
-        logit_rows: list[int],
-        chosen: Tensor,
-        *,
-        before: Tensor | None = None,
-    ) -> ForwardOutput:
-        """As `AheadRunner.run_ahead`."""
-        logits, hidden, _ = self._run(batch, logit_rows, chosen)
-        return ForwardOutput(logits, hidden)
-
-    def _run(
-        self,
-        batch: Sequence[SequenceRows],
-        logit_rows: Sequence[int],
-        chosen: Tensor | None = None,
-        late: LateRows | None = None,
-    ) -> tuple[Tensor, Tensor | None, bool]:
-        """Logits, hidden states of all rows and those that pad them, and whether the next call ends them."""
+    def _run(self, step: Step, fill: Fill | None) -> tuple[Tensor, Tensor | None, bool]:
+        """Logits, hidden states of all rows and of padding, and whether the next call overwrites them."""
+        batch, logit_rows = step.batch, step.logit_rows
         shape = self._buckets.shape_of(batch, len(logit_rows), self._backend.block_size)
         if shape is not None:
             shape = self._stand_ins.get(shape, shape)
         inputs = self._inputs(batch, logit_rows, shape)
-        if chosen is not None:
-            inputs.take(chosen)
-        if late is not None:
-            late.fill_rows(inputs)
+        if fill is not None:
+            fill(inputs)
         graph = self._captured.get(shape) if shape is not None else None
         if graph is None:
             logits, hidden = self._forward(inputs)

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.batch.rows import BlockTable, SequenceRows
-from engine.batch.runner import ForwardOutput, LateRows
+from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.batch.step_inputs import StepInputs, StepShape, step_inputs
 from engine.devices.torch import transformers_hook
 from engine.devices.torch.products import torch_products
@@ -48,8 +48,8 @@ ONEDNN_MIN_ROWS = 4
 class RowsForward(ABC):
     """A `Runner` by a function of packed rows in torch, compiled where that pays."""
 
-    any_threads = False
-    deterministic = False
+    any_threads = deterministic = False
+    can_fill = True
 
     def __init__(
         self,
@@ -74,66 +74,20 @@ class RowsForward(ABC):
         self.compiled, self.choice = _choose(mode, device)
         self._run = _compile(self._compute, adapters is not None) if self.compiled else self._compute
 
-    def run(
-        self,
-        batch: Sequence[SequenceRows],
-        logit_rows: list[int],
-        *,
-        wants_hidden: bool = True,
-        before: Tensor | None = None,
-    ) -> ForwardOutput:
-        """As `Runner.run`."""
-        logits, hidden = self._execute(batch, logit_rows, self._least, before)
-        return ForwardOutput(logits[: len(logit_rows)], hidden if wants_hidden else None)
-
-    def run_late(
-        self,
-        batch: Sequence[SequenceRows],
-        logit_rows: list[int],
-        late: LateRows,
-        *,
-        wants_hidden: bool = True,
-        before: Tensor | None = None,
-    ) -> ForwardOutput:
-        """As `LateRunner.run_late`."""
-        logits, hidden = self._execute(batch, logit_rows, self._least, before, late=late)
-        return ForwardOutput(logits[: len(logit_rows)], hidden if wants_hidden else None)
-
-    def run_ahead(
-        self,
-        batch: Sequence[SequenceRows],
-        logit_rows: list[int],
-        chosen: Tensor,
-        *,
-        before: Tensor | None = None,
-    ) -> ForwardOutput:
-        """As `AheadRunner.run_ahead`."""
-        return self._execute(batch, logit_rows, StepShape(), before, chosen)
-
-    @property
-    def _least(self) -> StepShape:
-        return StepShape(self._min_rows, MIN_ROWS) if self.compiled else StepShape(logits=1)
+    def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
+        least = StepShape(self._min_rows, MIN_ROWS) if self.compiled else StepShape(logits=1)
+        logits, hidden = self._execute(step, least, fill)
+        return ForwardOutput(logits[: len(step.logit_rows)], hidden if step.wants_hidden else None)
 
     @torch.inference_mode()
-    def _execute(
-        self,
-        batch: Sequence[SequenceRows],
-        logit_rows: list[int],
-        least: StepShape,
-        before: Tensor | None = None,
-        chosen: Tensor | None = None,
-        late: LateRows | None = None,
-    ) -> ForwardOutput:
+    def _execute(self, step: Step, least: StepShape, fill: Fill | None = None) -> ForwardOutput:
         """A logit for each row asked for, and those that pad them."""
-        backend = self._backend
-        inputs = step_inputs(batch, logit_rows, self._upload, self._block_table, least)
-        if chosen is not None:
-            inputs.take(chosen)
-        if late is not None:
-            late.fill_rows(inputs)
-        backend.begin_step(inputs.attention)
-        self._begin(batch)
-        return self._call(inputs, before)
+        inputs = step_inputs(step.batch, step.logit_rows, self._upload, self._block_table, least)
+        if fill is not None:
+            fill(inputs)
+        self._backend.begin_step(inputs.attention)
+        self._begin(step.batch)
+        return self._call(inputs, step.hidden)
 
     def _begin(self, batch: Sequence[SequenceRows]) -> None:
         """What the layers call is ready for the rows then."""
@@ -160,7 +114,7 @@ class RowsForward(ABC):
         if self._packed and self._adapters is None:
             compiled, self._run = self._run, self._compute
             self.deterministic = not torch_products(
-                lambda: self._execute([], [0, 1], StepShape(WARM_UP_ROWS))
+                lambda: self._execute(Step([], [0, 1]), StepShape(WARM_UP_ROWS))
             )
             self._run = compiled
         if not self.compiled:
@@ -168,7 +122,7 @@ class RowsForward(ABC):
         start = time.monotonic()
         try:
             with phase("compiling the model", self._expected()):
-                self._execute([], [0, 1], StepShape(WARM_UP_ROWS))
+                self._execute(Step([], [0, 1]), StepShape(WARM_UP_ROWS))
         except torch._dynamo.exc.TorchDynamoException as error:
             if self._mode == "on":
                 raise ConfigError(f"--compile: the model does not compile: {error}") from error

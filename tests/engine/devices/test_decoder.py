@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.batch.rows import RowArrays, SequenceRows
-from engine.batch.runner import ForwardOutput
+from engine.batch.runner import ForwardOutput, Step
 from engine.devices.cpu.attention.backend import CpuBackend
 from engine.devices.cpu.decoder.description import Description, unfit
 from engine.devices.cpu.decoder.forward import DecoderForward
@@ -132,7 +132,8 @@ class Both:
         self.modules = Forward(own, theirs, "off", hidden_layers, products="packed", packed=True)
 
     def run(self, batch: list[SequenceRows], logit_rows: list[int]) -> tuple[ForwardOutput, ForwardOutput]:
-        return self.native.run(batch, logit_rows), self.modules.run(batch, logit_rows)
+        step = Step(batch, logit_rows)
+        return self.native.run(step), self.modules.run(step)
 
 
 def most_swaps(fields: Mapping[str, Any]) -> float:
@@ -257,11 +258,11 @@ def test_trees_and_first_keys_too() -> None:
 def test_a_rows_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
     both = Both("llama", dtype=dtype)
     (prompt, _), *_ = steps(seed=2)
-    whole = both.native.run(prompt, list(range(70))).logits
+    whole = both.native.run(Step(prompt, range(70))).logits
     rows = prompt[0]
     for start, end in itertools.pairwise((0, 1, 2, 7, 40, 70)):
         part = SequenceRows(rows.token_ids[start:end], start, [list(range(16, 24))])
-        assert torch.equal(both.native.run([part], list(range(end - start))).logits, whole[start:end])
+        assert torch.equal(both.native.run(Step([part], range(end - start))).logits, whole[start:end])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -272,7 +273,7 @@ def test_threads_may_change_between_calls_and_change_no_bit(
     found = {}
     for threads in (1, 7, 2, 1, 3):
         torch.set_num_threads(threads)
-        found[threads] = [both.native.run(*step).logits for step in steps()]
+        found[threads] = [both.native.run(Step(*step)).logits for step in steps()]
         assert len(os.listdir("/proc/self/task")) >= threads
     for outputs in found.values():
         assert all(map(torch.equal, outputs, found[1]))
@@ -282,12 +283,12 @@ def test_threads_may_change_between_calls_and_change_no_bit(
 def test_logits_may_be_wanted_of_no_row_and_of_a_row_many_times(layers: tuple[int, ...]) -> None:
     both = Both("llama", layers)
     (prompt, _), *_ = steps(seed=3)
-    whole = both.native.run(prompt, list(range(70)))
+    whole = both.native.run(Step(prompt, range(70)))
     rows, blocks = prompt[0], list(range(16, 24))
-    nothing = both.native.run([SequenceRows(rows.token_ids[:66], 0, [blocks])], [])
+    nothing = both.native.run(Step([SequenceRows(rows.token_ids[:66], 0, [blocks])], []))
     assert nothing.logits.shape == (0, 331)
     wanted = [3, 1, 3, 0, 2, 3, 3]
-    rest = both.native.run([SequenceRows(rows.token_ids[66:], 66, [blocks])], wanted)
+    rest = both.native.run(Step([SequenceRows(rows.token_ids[66:], 66, [blocks])], wanted))
     assert torch.equal(rest.logits, whole.logits[66:][wanted])
     if layers:
         assert whole.hidden is not None and nothing.hidden is not None and rest.hidden is not None
@@ -305,7 +306,7 @@ def test_logits_may_be_wanted_of_no_row_and_of_a_row_many_times(layers: tuple[in
 )
 def test_rows_out_of_range_are_refused(rows: SequenceRows, field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} is out of range"):
-        Both("llama").native.run([rows], [0])
+        Both("llama").native.run(Step([rows], [0]))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from engine.batch.rows import SequenceRows
-from engine.batch.runner import Runner
+from engine.batch.runner import Runner, Step
 from engine.devices.attention import select_backend
 from engine.devices.attention_tables import backend_over
 from engine.devices.cpu.attention.backend import CpuBackend
@@ -119,7 +119,7 @@ class Model:
 
     def logits(self, batch: list[SequenceRows]) -> Tensor:
         """Of all rows."""
-        return self.runner.run(batch, list(range(sum(len(rows.token_ids) for rows in batch)))).logits
+        return self.runner.run(Step(batch, range(sum(len(rows.token_ids) for rows in batch)))).logits
 
     def kept(self) -> list[Tensor]:
         """Of the sequence in the first state slot, which has the first blocks."""
@@ -187,7 +187,7 @@ def test_logits_hidden_states_and_what_is_kept_are_the_modules(
     swaps = most_swaps(MODELS[model_type])
     for batch in batches:
         wanted = [0, sum(len(rows.token_ids) for rows in batch) - 1]
-        found, expected = (model.runner.run(batch, wanted) for model in (ours, theirs))
+        found, expected = (model.runner.run(Step(batch, wanted)) for model in (ours, theirs))
         assert_same(found.logits, expected.logits, slack=2, swaps=swaps)
         assert found.hidden is not None and expected.hidden is not None
         assert_same(found.hidden, expected.hidden, slack=2, swaps=swaps)

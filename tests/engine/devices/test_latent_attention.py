@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine.batch.rows import SequenceRows
+from engine.batch.runner import Step
 from engine.devices.attention import select_backend
 from engine.devices.torch.latent_attention import Absorbed, PackedHeadProducts, expansion_reason
 from engine.engine import Engine
@@ -60,7 +61,7 @@ def logits_of(folder: Path, batches: list[list[SequenceRows]], **options: Any) -
     runner = build_runner(loaded, backend, "off")
     assert all(isinstance(parts.to_value, PackedHeadProducts) for parts in parts_of(loaded.model))
     return [
-        runner.run(batch, list(range(sum(len(rows.token_ids) for rows in batch)))).logits for batch in batches
+        runner.run(Step(batch, range(sum(len(rows.token_ids) for rows in batch)))).logits for batch in batches
     ]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.batch.rows import SequenceRows
-from engine.batch.runner import Runner
+from engine.batch.runner import Runner, Step
 from engine.devices.cuda import runner as cuda_runner
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
@@ -109,7 +109,7 @@ def loaded_of(model: PreTrainedModel, pool: KVPool, adapter: Path | None) -> Loa
 
 
 def logits_of(runner: Runner, batch: Sequence[SequenceRows], logit_rows: Sequence[int]) -> Tensor:
-    return runner.run(batch, [*logit_rows]).logits.clone()
+    return runner.run(Step(batch, logit_rows)).logits.clone()
 
 
 def adapted(start: int, *token_ids: int) -> SequenceRows:
@@ -288,7 +288,7 @@ def test_what_drafts_with_the_layers_adds_nothing(adapter: Path, monkeypatch: py
     for each in (None, adapter):
         side = Side(each, monkeypatch)
         if each is not None:
-            side.runner.run([adapted(0, 5)], [0])
+            side.runner.run(Step([adapted(0, 5)], [0]))
         backend = TritonBackend(side.pool.layers(TARGET))
         layers = Modules(with_layers(side.model, [1]), backend)
         runner = CudaRunner(layers, backend, CPU, "", BUCKETS)

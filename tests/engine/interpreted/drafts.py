@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.batch.rows import SequenceRows
-from engine.batch.runner import ForwardOutput, LateRows, Runner
+from engine.batch.runner import Fill, ForwardOutput, Runner, Step
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder
@@ -112,7 +112,7 @@ def test_trees_of_a_model(counts: list[int]) -> None:
 
 
 def run_trees(
-    side: Side, sequences: list[SequenceState], grown: list[TreeRows], _: Tensor | None, late: LateRows | None
+    side: Side, sequences: list[SequenceState], grown: list[TreeRows], _: Tensor | None, fill: Fill | None
 ) -> ForwardOutput:
     batch = [
         SequenceRows(rows.token_ids, root + rows.first, sequence.held.blocks, rows.masks, root)
@@ -120,7 +120,7 @@ def run_trees(
         if rows.token_ids and (root := sequence.position - 1)
     ]
     every = list(range(sum(len(rows.token_ids) for rows in batch)))
-    return side.run(batch, every) if late is None else side.runner.run_late(batch, every, late)
+    return side.run(batch, every) if fill is None else side.runner.run(Step(batch, every), fill)
 
 
 def test_some_of_a_models_layers() -> None:
@@ -128,11 +128,13 @@ def test_some_of_a_models_layers() -> None:
     model, pools = made_model(num_hidden_layers=4, layer_types=KINDS * 2), [made_pool(4) for _ in range(2)]
     backends = [TritonBackend(pool.layers(TARGET)) for pool in pools]
     part = with_layers(model, [0, 3])
-    expected = Forward(part, backends[0], "off", products="").run(UNREAD, [0, 2]).logits
+    expected = Forward(part, backends[0], "off", products="").run(Step(UNREAD, [0, 2])).logits
     CudaDecoder(model, backends[1], 128)
     part = with_layers(model, [0, 3])
     decoder = CudaDecoder(part, backends[1], 128)
-    found = CudaRunner(decoder, backends[1], CPU, "", Buckets([2], [2], [2], trees=False)).run(UNREAD, [0, 2])
+    found = CudaRunner(decoder, backends[1], CPU, "", Buckets([2], [2], [2], trees=False)).run(
+        Step(UNREAD, [0, 2])
+    )
     torch.testing.assert_close(found.logits, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(
         *(pool.block_pools[0].view(torch.float32) for pool in pools), atol=1e-5, rtol=1e-5
@@ -195,26 +197,25 @@ def test_steps_of_a_head() -> None:
     runners: list[Runner] = [plain, replayed]
     for batch, rows in steps:
         before = torch.randn(sum(len(each.token_ids) for each in batch), 24)
-        same(*(runner.run(batch, rows, before=before) for runner in runners))
+        same(*(runner.run(Step(batch, rows, hidden=before)) for runner in runners))
     assert sum(graph.num_replays for graph in graphs.graphs) == 3
-    last = [runner.run(*steps[1], before=torch.ones(2, 24)) for runner in (plain, replayed)]
-    named = [SequenceRows([1 - number], 22, blocks[number], first_key=1) for number in range(2)]
-    chosen = torch.tensor([11, 12])
+    last = [runner.run(Step(*steps[1], hidden=torch.ones(2, 24))) for runner in (plain, replayed)]
+    named = [SequenceRows([~(1 - number)], 22, blocks[number], first_key=1) for number in range(2)]
+    chosen = LateTokens(torch.tensor([11, 12]), Downloader(CPU))
     ahead = [
-        runner.run_ahead(named, [0, 1], chosen, before=output.hidden)
+        runner.run(Step(named, [0, 1], hidden=output.hidden), chosen.fill)
         for runner, output in zip((plain, replayed), last, strict=True)
     ]
     same(*ahead)
     known = [SequenceRows([12 - number], 22, blocks[number], first_key=1) for number in range(2)]
-    same(plain.run(known, [0, 1], before=last[0].hidden), ahead[1])
-    assert last[0].hidden is not None and last[1].hidden is not None
-    torch.testing.assert_close(last[1].hidden, last[0].hidden)  # kept from the next replay
+    same(plain.run(Step(known, [0, 1], hidden=last[0].hidden)), ahead[1])
     named = [SequenceRows([~number], 23, blocks[number], first_key=1) for number in range(2)]
     late = LateTokens(torch.tensor([13, 14]), Downloader(CPU))
-    runs = [runner.run_late(named, [0, 1], late, before=torch.ones(2, 24)) for runner in (plain, replayed)]
+    step = Step(named, [0, 1], hidden=torch.ones(2, 24))
+    runs = [runner.run(step, late.fill) for runner in (plain, replayed)]
     same(*runs)
     known = [SequenceRows([13 + number], 23, blocks[number], first_key=1) for number in range(2)]
-    same(plain.run(known, [0, 1], before=torch.ones(2, 24)), runs[1])
+    same(plain.run(Step(known, [0, 1], hidden=torch.ones(2, 24))), runs[1])
 
 
 def same(expected: ForwardOutput, found: ForwardOutput) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from engine.batch.rows import SequenceRows
-from engine.batch.runner import ForwardOutput, Runner
+from engine.batch.runner import ForwardOutput, Runner, Step
 from engine.devices.attention_tables import TablesBackend
 from engine.devices.cuda.attention import tiles
 from engine.devices.cuda.attention.backend import TritonBackend
@@ -74,7 +74,7 @@ class Side:
         self.runner.warm_up()
 
     def run(self, batch: list[SequenceRows], logit_rows: list[int]) -> ForwardOutput:
-        output = self.runner.run(batch, logit_rows)
+        output = self.runner.run(Step(batch, logit_rows))
         return ForwardOutput(output.logits.clone(), output.hidden)
 
 
@@ -164,7 +164,7 @@ def test_the_models_own_modules_over_two_block_tables() -> None:
     runners: list[Runner] = [runner, Forward(model, plain, "off", products="")]
     for batch, logit_rows, _ in (STEPS[3], STEPS[5]):
         moved = [replace(rows, tables=two_tables(rows.tables[0])) for rows in batch]
-        found, expected = (each.run(moved, logit_rows).logits for each in runners)
+        found, expected = (each.run(Step(moved, logit_rows)).logits for each in runners)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert num_replays(graphs) == 1
     torch.testing.assert_close(*(pool.block_pools[0].view(torch.float32) for pool in pools))
@@ -176,14 +176,15 @@ def two_tables(blocks: list[int]) -> list[list[int]]:
 
 def test_tokens_that_only_the_device_knows() -> None:
     """Launched and replayed, each row takes the token that it names, and one that failed takes any."""
+    late = LateTokens(torch.tensor([3, -1, 9]), Downloader(CPU))
     for side in sides(FEW_BUCKETS)[:2]:
-        named = [chain(0, 10, 2), chain(1, 40, 0)]
+        named = [chain(0, 10, ~2), chain(1, 40, ~0)]
         expected = side.run([chain(0, 10, 9), chain(1, 40, 3)], [0, 1]).logits
         kv = side.pool.block_pools[0].clone()
-        found, _ = side.runner.run_ahead(named, [0, 1], torch.tensor([3, -1, 9]))
+        found, _ = side.runner.run(Step(named, [0, 1]), late.fill)
         assert torch.equal(found, expected)
         assert torch.equal(side.pool.block_pools[0], kv)
-        failed, _ = side.runner.run_ahead([chain(0, 10, 1)], [0], torch.tensor([3, -1, 9]))
+        failed, _ = side.runner.run(Step([chain(0, 10, ~1)], [0]), late.fill)
         assert failed.isfinite().all()
 
 
@@ -194,9 +195,9 @@ def test_drafts_that_only_the_device_knows() -> None:
         expected = side.run([chain(0, 14, 4, 5), chain(1, 45, 6), chain(2, 30, 0, 8)], [*range(5)])
         kv = side.pool.block_pools[0].clone()
         batch = [chain(0, 14, 4, ~1), chain(1, 45, 6), chain(2, 30, ~2, ~0)]
-        found = side.runner.run_late(batch, [*range(5)], late)
+        found = side.runner.run(Step(batch, range(5)), late.fill)
         assert all(map(torch.equal, found, expected))
-        assert side.runner.run_late(batch, [*range(5)], late, wants_hidden=False).hidden is None
+        assert side.runner.run(Step(batch, range(5), wants_hidden=False), late.fill).hidden is None
         assert torch.equal(side.pool.block_pools[0], kv)
 
 
@@ -211,7 +212,7 @@ def test_trees_whose_shape_only_the_device_knows() -> None:
     for side in sides(Buckets([2], [1, 5], [6], trees=True), hidden=True)[:2]:
         expected = side.run([known, chain(1, 45, 6, 3)], [*range(7)])
         kv = side.pool.block_pools[0].clone()
-        found = side.runner.run_late([star, chain(1, 45, 6, 3)], [*range(7)], late)
+        found = side.runner.run(Step([star, chain(1, 45, 6, 3)], range(7)), late.fill)
         assert all(map(torch.equal, found, expected))
         assert torch.equal(side.pool.block_pools[0], kv)
 

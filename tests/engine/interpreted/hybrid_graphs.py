@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.batch.rows import SequenceRows
-from engine.batch.runner import Runner
+from engine.batch.runner import Runner, Step
 from engine.batch.step_inputs import StepShape
 from engine.devices.cuda.attention import tiles
 from engine.devices.cuda.attention.backend import TritonBackend
@@ -60,7 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
 CHAINS = Buckets([3], [1, 4], [6], trees=False)
 TREES = Buckets([2], [1, 5], [6], trees=True)
 
-Step = tuple[list[SequenceRows], int]
+Case = tuple[list[SequenceRows], int]
 """And the number of graphs that it replays."""
 
 
@@ -103,7 +103,7 @@ class Side:
 
     def logits(self, batch: list[SequenceRows]) -> Tensor:
         """Of all rows."""
-        return self.runner.run(batch, list(range(num_rows(batch)))).logits.clone()
+        return self.runner.run(Step(batch, range(num_rows(batch)))).logits.clone()
 
     @property
     def memory(self) -> list[Tensor]:
@@ -151,7 +151,7 @@ def tree(state_slot: int, start: int) -> SequenceRows:
 
 
 PROMPTS = [rows_of(0, 0, 13), rows_of(1, 0, 30), rows_of(2, 0, 5)]
-STEPS: list[Step] = [
+STEPS: list[Case] = [
     (PROMPTS, 0),
     ([rows_of(0, 13, 1), rows_of(1, 30, 1)], 1),
     ([rows_of(1, 31, 1), rows_of(0, 14, 1), rows_of(2, 5, 1)], 1),
@@ -165,7 +165,7 @@ STEPS: list[Step] = [
 """Prompts and what shares a step with one; decode rows, and drafts of which none is right, on both sides of
 grid points; and a state slot that another sequence takes.
 """
-TREE_STEPS: list[Step] = [
+TREE_STEPS: list[Case] = [
     (PROMPTS[:2], 0),
     ([rows_of(0, 13, 1)], 1),
     ([tree(0, 14), rows_of(1, 30, 1)], 1),
@@ -180,7 +180,7 @@ TREE_STEPS: list[Step] = [
     ("buckets", "steps"), [(CHAINS, STEPS), (TREES, TREE_STEPS)], ids=["chains", "trees"]
 )
 def test_a_replay_is_what_the_step_computes_when_it_is_launched(
-    model_type: str, buckets: Buckets, steps: list[Step]
+    model_type: str, buckets: Buckets, steps: list[Case]
 ) -> None:
     """And what it computes without padding, by other operators: padding changes no row and no state."""
     graphs = RecordedGraphs()
@@ -211,9 +211,9 @@ def test_rows_that_go_ahead(model_type: str, monkeypatch: pytest.MonkeyPatch) ->
     for start in range(13, 19):
         batch = [rows_of(0, start, 1), rows_of(1, start + 17, 1)]
         expected = known.logits(batch)
-        chosen = torch.tensor([rows.token_ids[0] for rows in batch])
-        named = [replace(rows, token_ids=[i], certain=rows.start) for i, rows in enumerate(batch)]
-        assert torch.equal(ahead.cuda.run_ahead(named, [0, 1], chosen).logits, expected)
+        chosen = LateTokens(torch.tensor([rows.token_ids[0] for rows in batch]), Downloader(CPU))
+        named = [replace(rows, token_ids=[~i], certain=rows.start) for i, rows in enumerate(batch)]
+        assert torch.equal(ahead.cuda.run(Step(named, [0, 1]), chosen.fill).logits, expected)
         points = [side.state_slots.position(0) for side in (known, ahead)]
         assert points == [(start + 1) // 16 * 16, start // 16 * 16]
     assert graphs.graphs[0].num_replays == 6
@@ -228,7 +228,7 @@ def test_drafted_tokens_that_only_the_device_knows() -> None:
     drafting = Buckets([2], [1], [6], trees=False)
     eager = Side("qwen3_5_text", drafting, drafts=True)
     replayed = Side("qwen3_5_text", drafting, graphs, drafts=True)
-    chosen = torch.tensor([9, 4])
+    chosen = LateTokens(torch.tensor([9, 4]), Downloader(CPU))
     for side in (eager, replayed):
         side.logits([rows_of(0, 0, 14), rows_of(1, 0, 30)])
         side.logits([rows_of(0, 14, 1), rows_of(1, 30, 1)])
@@ -236,8 +236,9 @@ def test_drafted_tokens_that_only_the_device_knows() -> None:
     for start in range(15, 19):
         batch = [rows_of(0, start, 1, certain=15), rows_of(1, start + 16, 1, certain=31)]
         for place, rows in enumerate(batch):
-            rows.token_ids = [place]
-        expected, found = (side.cuda.run_ahead(batch, [0, 1], chosen).logits for side in (eager, replayed))
+            rows.token_ids = [~place]
+        step = Step(batch, [0, 1])
+        expected, found = (side.cuda.run(step, chosen.fill).logits for side in (eager, replayed))
         assert torch.equal(found, expected)
     assert graphs.graphs[0].num_replays == 5
     assert all(map(torch.equal, replayed.memory, eager.memory))
@@ -256,7 +257,7 @@ def test_drafts_that_only_the_device_knows() -> None:
     for batch, ids in ((known, [9, 4, 7]), (drafted, [~0, ~1, ~2])):
         batch[0].token_ids = [*batch[0].token_ids[:1], *ids[:2]]
         batch[1].token_ids = [*batch[1].token_ids[:1], ids[2]]
-    expected = told.cuda.run(known, [*range(5)])
-    found = learning.cuda.run_late(drafted, [*range(5)], late)
+    expected = told.cuda.run(Step(known, range(5)))
+    found = learning.cuda.run(Step(drafted, range(5)), late.fill)
     assert all(map(torch.equal, found, expected))
     assert all(map(torch.equal, learning.memory, told.memory))

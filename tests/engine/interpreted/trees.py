@@ -94,7 +94,7 @@ def test_trees_are_those_of_the_host(max_nodes: list[int], depth: int, width: in
             assert level.num_rows <= min(width, max_nodes[0])
             told = rounds[number] if number < len(rounds) else [TreeRows(first=0) for _ in max_nodes]
             found = steps.unknown(level.num_rows)
-            level.fill_rows(found)
+            level.fill(found)
             steps.check(found, told, [len(paths) for paths in state.paths], level.num_rows)
             sources = level.before(torch.arange(len(state.newest)).unsqueeze(1)).flatten().tolist()
             before, state.newest = state.newest, []
@@ -194,7 +194,7 @@ def test_rows_of_many_trees() -> None:
     level = Level(state, num_rows=width, num_before=2, depth=2, block_size=BLOCK)
     batch = [SequenceRows([0] * width, 0, [[0, 1, 2]], [1] * width, 3) for _ in range(count)]
     found = step_inputs(batch, [0] * width * count, upload_to(CPU), BlockTable(BLOCK), StepShape())
-    level.fill_rows(found)
+    level.fill(found)
     places = [(tree, row) for tree in range(count) for row in range(counts[tree])]
     assert found.token_ids[: len(places)].tolist() == [4 * tree + 1 + row for tree, row in places]
     hidden = torch.randn(2 * count, 2 * tree_growth._TILE)[:, : tree_growth._TILE + 5]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +11,7 @@ import torch
 
 from engine import assembly
 from engine.assembly import Assembly
-from engine.batch.rows import SequenceRows
-from engine.batch.runner import ForwardOutput
+from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
 from engine.load.select import runner_of_one_process
@@ -56,7 +54,7 @@ class Memory:
 
 class Runner:
     choice = products = ""
-    any_threads = deterministic = False
+    any_threads = deterministic = can_fill = False
 
     def __init__(self, pool: KVPool, memory: Memory) -> None:
         self._num_blocks, self._memory = pool.num_blocks, memory
@@ -64,12 +62,12 @@ class Runner:
     def warm_up(self) -> float:
         raise AssertionError("this is only a trial")
 
-    def run(self, batch: Sequence[SequenceRows], logit_rows: list[int], **options: object) -> ForwardOutput:
-        (rows,) = batch
+    def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
+        (rows,) = step.batch
         (table,) = rows.tables
         assert len(table) == self._num_blocks == len(set(table))
-        self._memory.forward(len(rows.token_ids), len(logit_rows))
-        return ForwardOutput(torch.empty(len(logit_rows), 4), None)
+        self._memory.forward(len(rows.token_ids), len(step.logit_rows))
+        return ForwardOutput(torch.empty(len(step.logit_rows), 4), None)
 
 
 def test_it_is_what_the_largest_forward_takes_beside_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,10 +96,10 @@ def test_where_there_may_be_adapters_a_step_with_one_counts(monkeypatch: pytest.
     layout = PoolLayout((Group.uniform(TARGET, Segment(1, 1, 8, torch.float32)),), 16)
 
     class Thirsty(Runner):
-        def run(self, batch: Sequence[SequenceRows], *given: Any, **options: Any) -> ForwardOutput:
-            if batch[0].adapter:
-                memory.peak = memory.allocated + 1000 * len(batch[0].token_ids)
-            return super().run(batch, *given, **options)
+        def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
+            if step.batch[0].adapter:
+                memory.peak = memory.allocated + 1000 * len(step.batch[0].token_ids)
+            return super().run(step, fill)
 
     def taken(adapters: object) -> int:
         made = assembly_of({}, "cuda", None)

@@ -103,8 +103,7 @@ def engine_of(folder: Path, sequences: int, max_model_len: int) -> Engine:
         max_model_len=max_model_len,
     )
     engine = Engine(serve, make_runner=_runner, speculate=speculate)
-    runner: Any = engine._runner
-    engine._launcher._ahead_runner = runner  # launches steps ahead, as on a GPU
+    engine._launcher._runs_ahead = True  # launches steps ahead, as on a GPU
     return engine
 
 
@@ -167,7 +166,7 @@ def test_a_step_launches_as_many_operators_for_any_number_of_rows(tmp_path: Path
             engine.step()
         counts.append(operators.counts)
     assert counts[0] == counts[1]
-    assert counts[0]["copy_"] == 2
+    assert counts[0]["copy_"] == 1
 
 
 def test_a_row_takes_as_many_calls_behind_any_context(tmp_path: Path) -> None:

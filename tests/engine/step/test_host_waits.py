@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 pytest.importorskip("triton", reason="Triton is for Linux")
 
 from engine.batch.rows import SequenceRows
-from engine.batch.runner import AheadRunner, Runner
+from engine.batch.runner import Runner, Step
 from engine.devices import recurrent
 from engine.devices.cuda import runner as cuda_runner
 from engine.devices.cuda.attention.backend import TritonBackend
@@ -26,6 +26,7 @@ from engine.devices.loaded_model import LoadedModel, Recurrent
 from engine.devices.torch import transformers_hook
 from engine.devices.torch.forward import Forward
 from engine.devices.torch.recurrent_hooks import hook
+from engine.download import Downloader
 from engine.kv.block_manager import BlockManager
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
@@ -35,6 +36,7 @@ from engine.load.select import modules_forward
 from engine.lora.table import Adapters, Weights, adaptable
 from engine.sampler import Sampler
 from engine.sampler.triton_kernel.chooser import TritonSampler
+from engine.step.late_tokens import LateTokens
 from engine.step.launch import StepLauncher
 from engine.step.scheduler import Scheduler
 from engine.step.sequence import SequenceState
@@ -118,7 +120,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[AbsentGpu]:
 def check_run(gpu: AbsentGpu, runner: Runner, batch: Sequence[SequenceRows], num_logits: int = 2) -> None:
     """Run a step, in which the host must not wait. Who reads the tokens has waited for them afterwards."""
     gpu.clear()
-    assert len(runner.run(batch, [*range(num_logits)]).logits) == num_logits
+    assert len(runner.run(Step(batch, range(num_logits))).logits) == num_logits
     gpu.num_done = gpu.num_queued
     assert not gpu.waits, "\n".join(gpu.waits)
 
@@ -145,7 +147,7 @@ def test_a_forward(gpu: AbsentGpu, kind: str, batch: list[SequenceRows], num_log
         runner: Runner = Forward(qwen3(), backend, "off", products="")
     else:
         runner = runner_of(CudaDecoder(qwen3(), backend, 64), backend)
-    runner.run(batch, [*range(num_logits)])  # what is made once is made
+    runner.run(Step(batch, range(num_logits)))  # what is made once is made
     gpu.num_done = gpu.num_queued
     check_run(gpu, runner, batch, num_logits)
     assert gpu.launches["attend"] == LAYERS
@@ -184,7 +186,7 @@ def test_a_model_with_recurrent_layers(gpu: AbsentGpu, monkeypatch: pytest.Monke
     for _ in range(2):
         gpu.clear()
         for batch in ([SequenceRows([5] * 40, 0, [[1, 2, 3]], state_slot=2)], *HYBRID):
-            assert len(runner.run(batch, [0, 1]).logits) == 2
+            assert len(runner.run(Step(batch, [0, 1])).logits) == 2
         pool.state_slots.move(0, 21, [1])
         gpu.num_done = gpu.num_queued
     assert not gpu.waits, "\n".join(gpu.waits)
@@ -238,6 +240,10 @@ def test_which_models_it_runs(gpu: AbsentGpu) -> None:
     )
 
 
+def late_tokens() -> LateTokens:
+    return LateTokens(torch.empty(2, dtype=torch.int64, device=GPU), Downloader(GPU))
+
+
 def test_a_server_with_adapters_launches_as_much_for_who_has_none(gpu: AbsentGpu) -> None:
     """The replay of a graph, after what the decoder launches for a step that none takes."""
     launches: list[dict[str, int]] = []
@@ -246,12 +252,11 @@ def test_a_server_with_adapters_launches_as_much_for_who_has_none(gpu: AbsentGpu
         adapters = Adapters(adaptable(model), GPU, torch.bfloat16, 64) if has_adapters else None
         loaded = loaded_of(model, pool, adapters)
         runner = select_forward.runner_of_one_process(ServeConfig(max_num_seqs=2), loaded, pool, ())
-        assert isinstance(runner, AheadRunner)
         runner.warm_up()
         gpu.clear()
-        runner.run([SequenceRows([5] * 20, 0, [[1, 2]])], [19])
+        runner.run(Step([SequenceRows([5] * 20, 0, [[1, 2]])], [19]))
         assert not gpu.launches["graph"] and gpu.launches["rotate"] == LAYERS
-        runner.run_ahead(DECODE, [0, 1], torch.empty(2, dtype=torch.int64, device=GPU))
+        runner.run(Step(DECODE, [0, 1]), late_tokens().fill)
         assert gpu.launches["graph"] == 1
         assert not gpu.waits, "\n".join(gpu.waits)
         launches.append(dict(gpu.launches))
@@ -276,7 +281,6 @@ def test_a_step_with_adapters_is_one_launch(
     model, pool = qwen3(), pool_of()
     loaded = loaded_of(model, pool, adapters_of(model))
     runner = select_forward.runner_of_one_process(DRAFTING, loaded, pool, ())
-    assert isinstance(runner, AheadRunner)
     runner.warm_up()
     assert runner.choice == f"{decoder}, 12 graphs"
     decode = [replace(DECODE[0], adapter=1), DECODE[1]]
@@ -291,7 +295,7 @@ def test_a_step_with_adapters_is_one_launch(
         else:
             assert gpu.launches == {"graph": 1}
     gpu.clear()
-    runner.run_ahead(decode, [0, 1], torch.empty(2, dtype=torch.int64, device=GPU))
+    runner.run(Step(decode, [0, 1]), late_tokens().fill)
     assert gpu.launches["graph"] == 1 and not gpu.launches["shrink"]
     assert not gpu.waits, "\n".join(gpu.waits)
 
@@ -300,9 +304,9 @@ def test_launches_of_64_decode_rows_in_36_layers(gpu: AbsentGpu) -> None:
     rows = [SequenceRows([5], 1000, [[1] * 63])] * 64
     backend = TritonBackend(pool_of(36).layers(TARGET))
     runner = runner_of(CudaDecoder(qwen3(36), backend, 1024), backend)
-    runner.run(rows, list(range(64)))
+    runner.run(Step(rows, range(64)))
     gpu.clear()
-    runner.run(rows, list(range(64)))
+    runner.run(Step(rows, range(64)))
     assert gpu.launches["attend"] == gpu.launches["merge"] == gpu.launches["rotate"] == 36
     assert gpu.launches["add_norm"] == 2 * 36 + 1
     assert gpu.launches["linear"] == 4 * 36 + 1

@@ -5,15 +5,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch.rows import BlockTable, RowArrays, SequenceRows
-from engine.batch.runner import ForwardOutput
+from engine.batch.rows import BlockTable, RowArrays
+from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.batch.step_inputs import StepShape, are_chains, step_inputs
 from engine.devices.cpu.attention.backend import CpuBackend
 from engine.devices.cpu.decoder.adapters import NativeAdapters
@@ -79,6 +78,7 @@ class NativeDecoder:
     choice = "native decoder"
     products = "packed weights, summed alike in every batch"
     any_threads = deterministic = True
+    can_fill = False
 
     def __init__(
         self,
@@ -116,19 +116,14 @@ class NativeDecoder:
         """There is nothing to compile."""
         return 0.0
 
-    def _forward(
-        self,
-        batch: Sequence[SequenceRows],
-        logit_rows: list[int],
-        hidden_layers: Tensor | None = None,
-        before: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Logits of `logit_rows`, and hidden states.
+    def _forward(self, step: Step, hidden_layers: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits of the rows asked for, and hidden states.
 
-        The hidden states are those of `hidden_layers`, [rows, layers, hidden_size]. A draft head takes those
-        `before` the rows instead, and returns those after `logit_rows`. Raises ValueError where the batch is
+        The hidden states are those of `hidden_layers`, [rows, layers, hidden_size]. A draft head takes
+        `step.hidden` instead, and returns those after the rows asked for. Raises ValueError if the batch is
         out of range.
         """
+        batch, logit_rows = step.batch, step.logit_rows
         chains = RowArrays.of(batch, self.block_table) if are_chains(batch) else None
         if chains is not None:
             count, token_ids, positions = len(chains.token_ids), chains.token_ids.ctypes.data, None
@@ -137,7 +132,7 @@ class NativeDecoder:
             self._backend.begin_step(inputs.attention)
             count = len(inputs.token_ids)
             token_ids, positions = inputs.token_ids.data_ptr(), inputs.positions.data_ptr()
-        before = None if before is None else before.contiguous()
+        before = None if step.hidden is None else step.hidden.contiguous()
         wanted = np.array(logit_rows)
         logits = torch.empty((len(logit_rows), self.vocab_size), dtype=self._dtype)
         captured = 0 if hidden_layers is None else len(hidden_layers)
@@ -243,17 +238,10 @@ class DecoderForward(NativeDecoder):
         self._asked = [self._order.index(layer) for layer in hidden_layers]
         self._hidden_layers = torch.tensor(self._order)
 
-    def run(
-        self,
-        batch: Sequence[SequenceRows],
-        logit_rows: list[int],
-        *,
-        wants_hidden: bool = True,
-        before: Tensor | None = None,
-    ) -> ForwardOutput:
-        if not (wants_hidden and self._order):
-            return ForwardOutput(self._forward(batch, logit_rows)[0], None)
-        logits, hidden = self._forward(batch, logit_rows, self._hidden_layers)
+    def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
+        if not (step.wants_hidden and self._order):
+            return ForwardOutput(self._forward(step)[0], None)
+        logits, hidden = self._forward(step, self._hidden_layers)
         if self._asked != sorted(self._asked):
             hidden = hidden[:, self._asked]
         return ForwardOutput(logits, hidden.flatten(1))
