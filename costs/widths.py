@@ -66,8 +66,8 @@ class TargetTime:
         seconds = np.interp(rows, self._rows, self._seconds) * np.exp(logs)
         return np.maximum.accumulate(seconds)
 
-    def observe(self, num_sequences: int, drafted: float, measured: float, weight: float = 1.0) -> None:
-        """Learn from the mean of a window of steps; `weight` is 1 for one of full length."""
+    def observe(self, num_sequences: int, drafted: float, measured: float) -> None:
+        """Learn from the mean of a window of steps."""
         size = num_sequences.bit_length()
         if size not in self._logs:
             self._logs[size] = self._ratios(num_sequences).copy()
@@ -75,10 +75,10 @@ class TargetTime:
         seen = self._seen[size]
         near = (1 - abs(_WIDTHS - math.log2(1 + drafted / num_sequences))).clip(0)
         error = math.log(max(measured, 1e-9) / self.seconds(num_sequences, [drafted])[0])
-        stride = weight * min(max(error, -LONGEST_STRIDE), LONGEST_STRIDE)
+        stride = min(max(error, -LONGEST_STRIDE), LONGEST_STRIDE)
         pace = near * np.maximum(PACE, 1 / (1 + seen))
         self._logs[size] += stride * np.where(seen > 0, pace, pace.max())  # widths not seen yet follow
-        self._seen[size] = seen + weight * near
+        self._seen[size] = seen + near
 
     def _ratios(self, num_sequences: int) -> np.ndarray:
         return _nearest(self._logs, num_sequences, np.zeros(len(_WIDTHS)))

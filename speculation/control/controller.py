@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 from costs.explorer import TRIAL_SHARE, Explorer
 from protocol.speculation import Source
-from speculation.control.estimator import WINDOW_STEPS, Estimator
+from speculation.control.estimator import Estimator
 from speculation.control.planner import Plan, Step, plain_and_best
 from speculation.control.request import SpeculatingRequest
 
 MIN_GAIN = 0.03
 """[share] Drafting must be faster by so much: about the uncertainty of a step's time."""
-DRAFT_STANDS = WINDOW_STEPS
+DRAFT_STANDS = 8
 """[steps] The duration of a plan that drafts: planning takes 5 % of a 0.4 ms step."""
 PLAIN_STANDS = 16
 """[steps] The duration where nothing is drafted, but would be by a request whose text is not hard."""
@@ -67,7 +67,7 @@ class DraftController:
             self.end_window()
             self.estimator.begin_window(num_decoding)
         else:
-            window.begin_step()
+            window.steps += 1
         return False
 
     def _is_due(self, load: tuple[int, int]) -> bool:

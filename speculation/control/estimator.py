@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from statistics import fmean
 
 from costs.widths import UNMEASURED, DraftTime, MeasuredCurve, TargetTime
 from protocol.speculation import MethodState, RequestClass, Source, SpeculationState, StepTimeState
@@ -25,8 +23,6 @@ FIRST_PROMPT, FIRST_OUTPUT = 256.0, 128.0
 """[tokens] The mean prompt and answer before any request ended. Reading a text must pay within the answer."""
 LENGTH_PACE = 0.05
 """[share] The weight of a request that ends in both means."""
-WINDOW_STEPS = 8
-"""[steps] A window of so many counts fully."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,27 +44,15 @@ class MethodEstimate:
 
 @dataclass(slots=True, eq=False)
 class PlanWindow:
-    """Steps of one plan with one batch: when each began, and the seconds of its drafting."""
+    """Steps of one plan with one batch, since `began`: seconds of their drafting, and tokens drafted."""
 
     num_sequences: int
-    begun: list[float] = field(default_factory=list)
-    drafting: list[float] = field(default_factory=list)
+    began: float
+    steps: int = 1
+    drafting: float = 0.0
     drafted: int = 0
     is_clean: bool = True
     """Whether its steps did nothing but decode."""
-
-    def begin_step(self) -> None:
-        self.begun.append(time.perf_counter())
-        self.drafting.append(0.0)
-
-    def step_seconds(self, end: float) -> tuple[float, float]:
-        """Return the mean step with and without its drafting. The longest step is left out: it may hold a
-        pause of the process, or a draft that first had to read a text.
-        """
-        whole = [after - before for before, after in pairwise([*self.begun, end])]
-        steps = sorted(zip(whole, self.drafting, strict=True))
-        kept = steps[:-1] or steps
-        return fmean([step for step, _ in kept]), fmean([step - drafting for step, drafting in kept])
 
 
 class Estimator:
@@ -105,8 +89,7 @@ class Estimator:
     # --- learning -----------------------------------------------------------------------------------
 
     def begin_window(self, num_sequences: int) -> None:
-        self.window = PlanWindow(num_sequences)
-        self.window.begin_step()
+        self.window = PlanWindow(num_sequences, time.perf_counter())
 
     def disturb(self) -> None:
         """Note that the latest step did more than decode: nothing is learned from its window's time."""
@@ -118,18 +101,16 @@ class Estimator:
         window, self.window = self.window, None
         if window is None or not window.is_clean:
             return 0.0
-        steps = len(window.begun)
-        seconds, without_drafting = window.step_seconds(time.perf_counter())
-        weight = min(steps / WINDOW_STEPS, 1.0)
-        self.target.observe(window.num_sequences, window.drafted / steps, without_drafting, weight)
-        return seconds * steps
+        seconds, steps = time.perf_counter() - window.began, window.steps
+        self.target.observe(window.num_sequences, window.drafted / steps, (seconds - window.drafting) / steps)
+        return seconds
 
     def drafted(
         self, method: Source, requests: Sequence[SpeculatingRequest], counts: Sequence[int], seconds: float
     ) -> None:
         """Note that drafts of up to `counts[i]` tokens were made for these requests."""
         if self.window is not None:
-            self.window.drafting[-1] += seconds
+            self.window.drafting += seconds
         known = self.methods[method]
         levels, tokens = 1 if known.shape.whole else max(counts), sum(counts)
         unread = sum([request.unread for request in requests])

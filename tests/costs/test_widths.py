@@ -69,13 +69,6 @@ def test_each_width_is_learned_on_its_own() -> None:
     assert seconds(target, 1, 0) == pytest.approx(2e-3, rel=0.05)
 
 
-def test_short_windows_count_less() -> None:
-    whole, part = made(), made()
-    whole.observe(1, 0, 3e-3)
-    part.observe(1, 0, 3e-3, weight=0.25)
-    assert 2e-3 < seconds(part, 1, 0) < seconds(whole, 1, 0)
-
-
 def test_drafting_takes_its_first_measurement_and_then_follows() -> None:
     draft = DraftTime(1e-4)
     assert draft.unit(4) == 1e-4

@@ -346,24 +346,6 @@ def test_a_step_in_which_nobody_decodes_is_not_learned_from() -> None:
     made.plan(requests(made, 1))
 
 
-@pytest.mark.parametrize("at", range(9))
-def test_a_pause_is_not_taken_for_a_slow_step(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In whichever of a window's steps the process stood still."""
-    clock = 0.0
-    monkeypatch.setattr("speculation.control.estimator.time.perf_counter", lambda: clock)
-    made = controller()
-    asked = requests(made, 4, fixed=0)
-    before = float(made.estimator.target.seconds(4, [0])[0])
-    made.begin_step(4)
-    made.plan(asked)
-    for step in range(9):
-        clock += before + (1.0 if step == at else 0.0)
-        if step < 8:
-            assert not made.begin_step(4)
-    assert made.estimator.end_window() == pytest.approx(9 * before)
-    assert float(made.estimator.target.seconds(4, [0])[0]) == pytest.approx(before)
-
-
 @pytest.mark.parametrize("count", [1, 8])
 def test_a_draft_that_first_reads_a_text_leaves_what_steps_take_beside_it(
     count: int, monkeypatch: pytest.MonkeyPatch
