@@ -20,7 +20,7 @@ from math import isfinite
 from typing import NamedTuple
 
 from protocol.costs import UNKNOWN_COSTS, StepCosts
-from protocol.speculation import Method, MethodState, SpeculationState, StepTimeState
+from protocol.speculation import Method, MethodState, StepTimeState
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,10 @@ class SharedDrafter:
     answer_s: float = 0.0
 
 
+MIN_GAIN = 0.03
+"""[share] Drafting must be faster by so much: about the uncertainty of a step's time."""
+
+
 class Rate(NamedTuple):
     """The rate of a batch, and the tokens that a step brings to each of its requests."""
 
@@ -54,12 +58,11 @@ class StepCurve:
     def __init__(
         self,
         rows: float,
-        known: SpeculationState | None,
+        table: StepTimeState,
         costs: StepCosts = UNKNOWN_COSTS,
         context_tokens: float = 0.0,
     ) -> None:
-        """`costs` count if the worker reports no table of times."""
-        table = known.step_time if known is not None else StepTimeState()
+        """`costs` count if the worker reports no sound table of times."""
         if _is_sound(table):
             columns = zip(*table.seconds, strict=True)
             self._drafted: Sequence[float] = table.drafted

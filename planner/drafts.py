@@ -8,11 +8,8 @@ from operator import mul
 
 import msgspec
 
-from costs.drafting import StepCurve, local_rate, plain_rate
+from costs.drafting import MIN_GAIN, StepCurve, local_rate, plain_rate
 from protocol.speculation import MethodState, SpeculationState
-
-LEAST_GAIN = 1.03
-"""The speedup below which decode workers do not draft."""
 
 
 class DraftChoice(msgspec.Struct, frozen=True):
@@ -34,7 +31,7 @@ def last_paying(choices: Sequence[DraftChoice]) -> int:
 
 
 def _choice(known: SpeculationState, method: MethodState, rows: int) -> DraftChoice:
-    curve = StepCurve(rows, known)
+    curve = StepCurve(rows, known.step_time)
     chances = list(accumulate(method.acceptance, mul))
     plain = plain_rate(rows, curve).tokens_per_s
     speedups = {
@@ -42,4 +39,4 @@ def _choice(known: SpeculationState, method: MethodState, rows: int) -> DraftCho
         for count in range(1, min(known.max_tokens, len(chances)) + 1)
     }
     best = max(speedups, key=speedups.__getitem__)
-    return DraftChoice(rows, best if speedups[best] >= LEAST_GAIN else 0, speedups[best])
+    return DraftChoice(rows, best if speedups[best] >= 1 + MIN_GAIN else 0, speedups[best])

@@ -94,6 +94,15 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         chunks = -(-tokens // max(chunk_tokens, 1))
         return chunks * self.chunk_s + tokens * (self.token_s + self.attention_s * (before + tokens / 2))
 
+    def prompt_s(
+        self, tokens: float, before: float, chunk_tokens: float, rows: float = 0, context: float = 0
+    ) -> float:
+        """Return the seconds to compute `tokens` of a prompt (at least one), after `before` others, in steps
+        that also decode `rows` sequences.
+        """
+        tokens, chunk = max(tokens, 1), max(chunk_tokens, 1)
+        return -(-tokens // chunk) * self.decode_s(rows, context) + self.chunks_s(tokens, before, chunk)
+
     def chunk_seconds(self, rows: float, context: float, itl_budget_s: float) -> float:
         """Return the seconds that a prompt may add to a decoding step: the rest of the budget. If decoding
         alone takes more than half of the budget, return the decoding time, so that prompts still make

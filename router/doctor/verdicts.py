@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from costs.drafting import StepCurve
 from router.doctor.samples import ClusterSample, WorkerSample
 
 Name = Literal["prefill", "decode", "transfer", "router", "kv_room", "queue", "draft", "nothing"]
@@ -298,7 +299,8 @@ def draft(interval: Interval) -> Iterator[Finding]:
         accepted = worker.gained("spec_decode_num_accepted_tokens_total")
         drafted = worker.gained("spec_decode_num_draft_tokens_total")
         tau, rows = 1 + accepted / drafts, drafts / steps
-        plain_s = _plain_step_s(worker, rows)
+        after = worker.after
+        plain_s = StepCurve(rows, after.step_time, after.costs, worker.running_context).seconds(0)
         gain = tau * plain_s / (spent_s / steps)
         if gain > 1 - DRAFT_LOSS:
             continue
@@ -313,18 +315,6 @@ def draft(interval: Interval) -> Iterator[Finding]:
             {"gain": gain, "tau": tau, "drafted_per_step": drafted / drafts, "step_s": spent_s / steps}
             | {"plain_step_s": plain_s, "acceptance": accepted / max(drafted, 1)},
         )
-
-
-def _plain_step_s(worker: WorkerSpan, rows: float) -> float:
-    """Return the seconds of a step without drafts that decodes `rows` requests: as measured, or else as
-    fitted.
-    """
-    table = worker.after.step_time
-    if table.drafted and table.drafted[0] == 0 and table.sequences:
-        index = min(range(len(table.sequences)), key=lambda i: abs(table.sequences[i] - rows))
-        if index < len(table.seconds) and table.seconds[index] and table.seconds[index][0] > 0:
-            return table.seconds[index][0]
-    return worker.after.costs.decode_s(rows, worker.running_context)
 
 
 def _sum(counters: dict[str, float], name: str) -> float:

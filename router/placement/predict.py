@@ -158,10 +158,8 @@ def compute_s(worker: WorkerSnapshot, tokens: float, before: float) -> float:
     """Return the time to compute `tokens` of a prompt (at least one) in steps that also decode the worker's
     rows.
     """
-    costs, tokens = worker.costs_now, max(tokens, 1)
-    chunk = chunk_tokens(worker, before + tokens)
-    steps = -(-tokens // chunk)
-    return steps * costs.decode_s(worker.rows, worker.context_tokens) + costs.chunks_s(tokens, before, chunk)
+    chunk = chunk_tokens(worker, before + max(tokens, 1))
+    return worker.costs_now.prompt_s(tokens, before, chunk, worker.rows, worker.context_tokens)
 
 
 def chunk_tokens(worker: WorkerSnapshot, context: float) -> int:

@@ -65,10 +65,8 @@ class PromptToCompute(Protocol):
 
 def alone_s(request: PromptToCompute, worker: Worker) -> float:
     """Return the seconds that a worker with nothing else to do takes to compute the prompt."""
-    costs, tokens = worker.load.costs, max(request.num_uncached, 1)
-    chunk = max(costs.chunk_tokens, 1)
-    before = request.num_prefill_tokens - request.num_uncached
-    return costs.chunks_s(tokens, before, chunk) + -(-tokens // chunk) * costs.step_s
+    costs, before = worker.load.costs, request.num_prefill_tokens - request.num_uncached
+    return costs.prompt_s(request.num_uncached, before, costs.chunk_tokens)
 
 
 class DemandMeter:

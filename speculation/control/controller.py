@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from costs.drafting import MIN_GAIN
 from costs.explorer import TRIAL_SHARE, Explorer
 from protocol.speculation import Source
 from speculation.control.estimator import Estimator
 from speculation.control.planner import Plan, Step, plain_and_best
 from speculation.control.request import SpeculatingRequest
 
-MIN_GAIN = 0.03
-"""[share] Drafting must be faster by so much: about the uncertainty of a step's time."""
 DRAFT_STANDS = 8
 """[steps] The duration of a plan that drafts: planning takes 5 % of a 0.4 ms step."""
 PLAIN_STANDS = 16

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from costs.acceptance import MethodAcceptance, RequestAcceptance
 from costs.widths import UNMEASURED, DraftTime, MeasuredCurve, TargetTime
 from protocol.speculation import MethodState, RequestClass, Source, SpeculationState, StepTimeState
-from speculation.control.acceptance import MethodAcceptance, RequestAcceptance
 from speculation.control.request import Shape, SpeculatingRequest
 
 DRAFT_LEVEL = 0.003

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from costs.acceptance import RequestAcceptance
 from protocol.speculation import Source
 from speculation.account import Origin
-from speculation.control.acceptance import RequestAcceptance
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from costs.acceptance import MethodAcceptance, RequestAcceptance
 from costs.widths import DraftTime, MeasuredCurve
-from speculation.control.acceptance import MethodAcceptance, RequestAcceptance
 from speculation.control.estimator import Estimator
 from speculation.control.planner import Plan, Step, plain_and_best
 from speculation.control.request import Shape, SpeculatingRequest

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from costs.acceptance import FIRST_RATE
 from engine.engine import Engine
 from protocol.requests import EngineRequest
 from protocol.speculation import WEIGHTLESS, Method, RequestSpeculation, SpeculativeConfig
-from speculation.control.acceptance import FIRST_RATE
 from speculation.speculator import BatchSpeculator, speculate
 from speculation.weightless.text import TextDrafter
 from tests.speculation.engines import ticks

@@ -11,6 +11,7 @@ from itertools import accumulate
 from math import isfinite
 from operator import mul
 
+from costs.acceptance import FIRST_RATE
 from costs.drafting import (
     Rate,
     SharedDrafter,
@@ -32,10 +33,8 @@ from protocol.speculation import (
 from router.placement.drafts.interface import NOWHERE, DraftFacts, DraftOption, DraftPlace, DraftTarget
 from router.placement.drafts.seen import SeenRates
 
-FIRST_RATES = [0.75] * 8
-"""The acceptance to assume before any was measured, the same as the decode workers assume: a method that is
-tried is soon known, one that is not tried never.
-"""
+FIRST_RATES = [FIRST_RATE] * 8
+"""The acceptance to assume before any was measured, the same as the decode workers assume."""
 _UNKNOWN = MethodState(method="draft_model")
 
 
@@ -56,7 +55,8 @@ class Prospects:
     ) -> None:
         asked = asked or RequestSpeculation()
         self._target, self._rows = target, max(target.rows, 1.0)
-        self._curve = StepCurve(target.rows, target.speculation, target.costs, target.context_tokens)
+        known = target.speculation or SpeculationState()
+        self._curve = StepCurve(target.rows, known.step_time, target.costs, target.context_tokens)
         self._method = asked.method or target.method
         count = asked.num_speculative_tokens
         self._count = target.fixed_tokens if count is None else count
@@ -64,7 +64,7 @@ class Prospects:
         self.wants_none = not asked.enabled or self._method is None or self._count == 0
         self.may_stop = asked.method is None and self._count is None
         self._drafters = {each.worker_id: each for each in drafters if each.method == self._method}
-        is_deployed, known = self._method == target.method, target.speculation or SpeculationState()
+        is_deployed = self._method == target.method
         self._most_tokens = known.max_tokens if is_deployed else 0
         states = {state.method: state for state in known.methods}
         self._local = states.get(self._method) if self._method is not None else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from speculation.control.acceptance import FIRST_RATE, TEXT_MEMORY, MethodAcceptance, RequestAcceptance
+from costs.acceptance import FIRST_RATE, TEXT_MEMORY, MethodAcceptance, RequestAcceptance
 
 DEPTH = 4
 
