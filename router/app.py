@@ -2,89 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
-import msgspec
-from starlette.routing import Route, Router
-from starlette.types import Receive, Scope, Send
+from fastapi import Depends, FastAPI, Security
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
+from starlette.exceptions import HTTPException
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.types import ASGIApp
 
-from router.answers.formats import AnswerWriter, CompletionFormat
-from router.answers.parsed_chat import chat_format
-from router.anthropic.answer import MessageAnswer
-from router.anthropic.body import MessageBody
-from router.anthropic.request import own_field
-from router.api.adapters import adapter_operations
-from router.api.admin import admin_operations
-from router.api.doctor import doctor_operations
-from router.api.generate import GenerateEndpoint, PlainTurn
-from router.api.openapi import Operation, openapi
-from router.api.operate import worker_operations
-from router.api.pages import page_operations
-from router.api.placement import placement_operations
-from router.api.responses import response_operations
-from router.api.tokenize import converter
-from router.browsers import BrowserGuard
-from router.middleware import Envelope
-from router.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from router.pooling.body import EmbeddingBody, RerankBody, ScoreBody
-from router.pooling.requests import EmbeddingAnswer, RankingAnswer, ScoreAnswer
+from protocol.version import version
+from router.api import adapters, admin, doctor, generate, operate, pages, placement, responses, tokenize
+from router.api.access import BEARER, admitted, guarded, operator
+from router.api.openapi import add_schemas, error_answers
+from router.middleware import Envelope, answer_error
 from router.state import RouterState
 
-STREAM = "JSON, or with `stream` server-sent events"
-RANKING = "`results` of `index`, `relevance_score` and `document`, best first, `usage`"
+_OPEN = (pages.router, admin.health)
+"""Endpoints without an API key: as in vLLM, health and metrics, and pages, which show nothing of requests."""
+_OF_CLIENTS = (admin.models, responses.router, tokenize.router)
+_OF_OPERATORS = (admin.workers, adapters.router, placement.router, doctor.router, operate.router)
 
 
-def build_app(state: RouterState) -> Envelope:
+class _Application(FastAPI):
+    """FastAPI with the schemas of msgspec's types, and without its layers that limit bodies and answer errors
+    in a shape of their own.
+    """
+
+    def build_middleware_stack(self) -> ASGIApp:
+        app = ExceptionMiddleware(AsyncExitStackMiddleware(self.router), handlers=self.exception_handlers)
+        return Envelope(app, self.state.router.metrics)
+
+    def openapi(self) -> dict[str, Any]:
+        return self.openapi_schema or add_schemas(super().openapi())
+
+
+def build_app(state: RouterState) -> FastAPI:
     """Return the application with all endpoints, over the given state."""
-
-    def post(path: str, body: type[msgspec.Struct], answer: str, endpoint: Any, *aliases: str) -> Operation:
-        return Operation(path, endpoint, body.__doc__ or "", answer, body, aliases=aliases)
-
-    def generate(
-        task: str, answer: Callable[..., AnswerWriter], own_field: Callable[[str], str] = str
-    ) -> GenerateEndpoint:
-        turn = PlainTurn(state, task, answer, own_field)
-        return GenerateEndpoint(state, lambda scope: turn)
-
-    completions = generate("completion", lambda prepared, *output: CompletionFormat(*output))
-    chat = generate("chat", lambda prepared, *output: chat_format(*output))
-    message = generate("message", lambda prepared, *output: MessageAnswer(*output), own_field)
-    count_tokens = converter(state, "count_tokens")
-    embeddings, scores = generate("embeddings", EmbeddingAnswer), generate("score", ScoreAnswer)
-    ranking = generate("ranking", RankingAnswer)
-    tokenize, detokenize = converter(state, "tokenize"), converter(state, "detokenize")
-    operations = [
-        post("/v1/completions", CompletionBody, STREAM, completions),
-        post("/v1/chat/completions", ChatBody, STREAM, chat),
-        *response_operations(state),
-        post("/v1/messages", MessageBody, "Anthropic's message, or with `stream` its events", message),
-        post("/v1/messages/count_tokens", MessageBody, "`input_tokens`", count_tokens),
-        post("/v1/embeddings", EmbeddingBody, "`data` of `embedding`, `usage`", embeddings),
-        post("/score", ScoreBody, "`data` of `score`, `usage`", scores, "/v1/score"),
-        post("/v1/rerank", RerankBody, RANKING, ranking, "/v2/rerank", "/rerank"),
-        post("/tokenize", TokenizeBody, "`count`, `max_model_len`, `tokens`, `token_strs`", tokenize),
-        post("/detokenize", DetokenizeBody, "`prompt`", detokenize),
-        *adapter_operations(state),
-        *admin_operations(state),
-        *placement_operations(state),
-        *doctor_operations(state),
-        *worker_operations(state),
-    ]
-    describe = cache(lambda: openapi(operations, state.keys.are_needed))
-    operations += page_operations(state.config, state.chats.has_template, describe)
-    routes = [
-        Route(path, each.endpoint, methods=[each.method])
-        for each in operations
-        for path in (each.path, *each.aliases)
-    ]
-    router = Router(routes, redirect_slashes=False)
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = (
-            router  # makes the router raise for unknown paths and methods instead of answering itself
-        )
-        await router(scope, receive, send)
-
-    return Envelope(app, state.metrics, state.keys, BrowserGuard(state.config.host))
+    errors = (Exception, HTTPException, RequestValidationError)
+    app = _Application(
+        title="Tandem",
+        version=version(),
+        description="OpenAI's API with vLLM's extensions, and Anthropic's messages.",
+        openapi_url=None,
+        redirect_slashes=False,
+        telemetry={"tracing": False, "metrics": False, "logs": False},
+        responses=error_answers(),
+        exception_handlers=dict.fromkeys(errors, answer_error),
+    )
+    app.state.router = state
+    key = [Security(BEARER)] if state.keys.are_needed else []
+    generate.add_routes(app, state, key)
+    for router in _OF_CLIENTS:
+        app.include_router(router, dependencies=[*key, Depends(admitted)])
+    for router in _OF_OPERATORS:
+        app.include_router(router, dependencies=[*key, Depends(operator)])
+    for router in _OPEN:
+        app.include_router(router, dependencies=[Depends(guarded)])
+    return app

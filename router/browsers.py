@@ -8,6 +8,7 @@ loopback. Browsers name the page's site in `Origin`, and a host name that was ma
 from __future__ import annotations
 
 import ipaddress
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -36,6 +37,7 @@ class BrowserGuard:
             raise ApiError(403, f"{page} may not use this server: use the server's own, {_REMEDY}")
 
 
+@lru_cache(maxsize=64)
 def _is_local(host: str) -> bool:
     """Return whether `host` is an IP address or a local name: strangers can only make a name with a dot
     resolve to this host.

@@ -32,6 +32,7 @@ from protocol.worker_to_router import (
 from router.adapters import AdapterTable
 from router.api_keys import ApiKeys
 from router.bodies import Bodies
+from router.browsers import BrowserGuard
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.drainer import Drainer
 from router.dispatch.kv_feed import KvFeed
@@ -86,6 +87,7 @@ class RouterState:
         self.is_draining = False
         policy = placement_policy(config.placement, config.prefill_placement, config.decode_placement)
         self.bodies = Bodies(config.max_body_bytes)
+        self.guard = BrowserGuard(config.host)
         self.slices = Slices()
         self.journal = Journal(self.incarnation)
         self.tokenizer = Tokenizer.load(config)

@@ -1,4 +1,7 @@
-"""`POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as in vLLM. They are for operators."""
+"""`POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as in vLLM. They are for operators.
+
+A client that goes away does not cancel its request.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,13 @@ import asyncio
 from typing import Annotated
 
 import msgspec
+from fastapi import APIRouter, Depends
 from msgspec import Meta
-from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from protocol.adapters import AdapterName, AdapterPath
-from router.api.openapi import Operation
-from router.bodies import SMALL_BYTES
-from router.decoding import decode_body
-from router.state import RouterState
+from router.api.access import State
+from router.api.openapi import posted, small
 
 _Name = Annotated[AdapterName, Meta(description="The name that requests use for it.")]
 _Path = Annotated[AdapterPath, Meta(description="Its folder, with the same path on each worker's host.")]
@@ -33,26 +34,19 @@ class UnloadAdapterBody(msgspec.Struct):
     lora_name: _Name
 
 
-def adapter_operations(state: RouterState) -> list[Operation]:
-    """Return the adapters' endpoints. A client that goes away does not cancel its request."""
+router = APIRouter()
 
-    async def load(request: Request) -> Response:
-        async with state.bodies.read(request, SMALL_BYTES) as raw:
-            body = decode_body(raw, LoadAdapterBody)
-        state.require_ready()
-        await asyncio.shield(state.adapters.load(body.lora_name, body.lora_path))
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-    async def unload(request: Request) -> Response:
-        async with state.bodies.read(request, SMALL_BYTES) as raw:
-            body = decode_body(raw, UnloadAdapterBody)
-        await asyncio.shield(state.adapters.unload(body.lora_name))
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+@router.post("/v1/load_lora_adapter", **posted(LoadAdapterBody, "a line of text"))
+async def load(state: State, body: Annotated[LoadAdapterBody, Depends(small(LoadAdapterBody))]) -> Response:
+    state.require_ready()
+    await asyncio.shield(state.adapters.load(body.lora_name, body.lora_path))
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-    def post(path: str, endpoint: object, body: type[msgspec.Struct]) -> Operation:
-        return Operation(path, endpoint, body.__doc__ or "", "a line of text", body)
 
-    return [
-        post("/v1/load_lora_adapter", load, LoadAdapterBody),
-        post("/v1/unload_lora_adapter", unload, UnloadAdapterBody),
-    ]
+@router.post("/v1/unload_lora_adapter", **posted(UnloadAdapterBody, "a line of text"))
+async def unload(
+    state: State, body: Annotated[UnloadAdapterBody, Depends(small(UnloadAdapterBody))]
+) -> Response:
+    await asyncio.shield(state.adapters.unload(body.lora_name))
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -7,81 +7,87 @@ import os
 from typing import Any
 
 import msgspec
+from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.requests import Request
 from starlette.responses import Response
 
 from protocol.adapters import Adapter
 from protocol.version import version
-from router.api.openapi import Operation
+from router.api.access import State
+from router.api.openapi import Json
 from router.state import RouterState
 from router.workers.registry import Worker
 
-_WORKERS = "`workers`, `awaited` (`id` and `role` of those that are being started or replaced), `router`"
+models = APIRouter()
+health = APIRouter()
+workers = APIRouter()
 
 
-def admin_operations(state: RouterState) -> list[Operation]:
-    """Return the endpoints that report the server's state."""
-
-    async def models(request: Request) -> Response:
-        adapters = state.adapters.named.values()
-        base = _model_card(state)
-        return _json({"object": "list", "data": [base, *(_adapter_card(base, each) for each in adapters)]})
-
-    async def model(request: Request) -> Response:
-        base, adapter = _model_card(state), state.adapters.find(request.path_params["model_id"])
-        return _json(base if adapter is None else _adapter_card(base, adapter))
-
-    async def health(request: Request) -> Response:
-        return _json({"status": "ok"})
-
-    async def ready(request: Request) -> Response:
-        reason = state.not_ready()
-        if reason is None:
-            awaited = state.registry.awaited()
-            return _json({"status": "ready", **({"awaited": awaited} if awaited else {})})
-        return _json({"status": "not ready", "reason": reason}, status=503)
-
-    async def show_version(request: Request) -> Response:
-        return _json({"version": version()})
-
-    async def metrics(request: Request) -> Response:
-        return Response(await asyncio.to_thread(state.metrics.render), media_type=CONTENT_TYPE_LATEST)
-
-    async def workers(request: Request) -> Response:
-        router = {"id": state.router_id, "incarnation": state.incarnation, "pid": os.getpid()}
-        known = {worker.key.worker_id for worker in state.registry}
-        awaited = [
-            {"id": worker_id, "role": role}
-            for worker_id, role in state.registry.expected.items()
-            if worker_id not in known
-        ]
-        shown = [_worker(worker) for worker in state.registry]
-        return _json({"router": router, "workers": shown, "awaited": awaited})
-
-    return [
-        Operation(
-            "/v1/models",
-            models,
-            "The model, and its adapters with it as their `parent`.",
-            "OpenAI's list of models",
-        ),
-        Operation("/v1/models/{model_id:path}", model, "One model.", "OpenAI's model, with `max_model_len`"),
-        Operation("/health", health, "Whether the router lives.", "`status`"),
-        Operation(
-            "/ready",
-            ready,
-            "Whether requests are served, and which workers are `awaited`; 503 with a `reason` if not.",
-            "`status`",
-        ),
-        Operation("/version", show_version, "Tandem's version.", "`version`"),
-        Operation("/metrics", metrics, "Metrics of the router and of all workers.", "Prometheus text format"),
-        Operation("/workers", workers, "The workers, their load and their transfers.", _WORKERS),
-    ]
+@models.get(
+    "/v1/models",
+    summary="The model, and its adapters with it as their `parent`.",
+    response_description="OpenAI's list of models",
+)
+async def list_models(state: State) -> Response:
+    base = _model_card(state)
+    cards = [_adapter_card(base, each) for each in state.adapters.named.values()]
+    return Json({"object": "list", "data": [base, *cards]})
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+@models.get(
+    "/v1/models/{model_id:path}",
+    summary="One model.",
+    response_description="OpenAI's model, with `max_model_len`",
+)
+async def show_model(state: State, model_id: str) -> Response:
+    base, adapter = _model_card(state), state.adapters.find(model_id)
+    return Json(base if adapter is None else _adapter_card(base, adapter))
+
+
+@health.get("/health", summary="Whether the router lives.", response_description="`status`")
+async def show_health() -> Response:
+    return Json({"status": "ok"})
+
+
+@health.get(
+    "/ready",
+    summary="Whether requests are served, and which workers are `awaited`; 503 with a `reason` if not.",
+    response_description="`status`",
+)
+async def show_readiness(state: State) -> Response:
+    reason = state.not_ready()
+    if reason is not None:
+        return Json({"status": "not ready", "reason": reason}, status_code=503)
+    awaited = state.registry.awaited()
+    return Json({"status": "ready", **({"awaited": awaited} if awaited else {})})
+
+
+@health.get("/version", summary="Tandem's version.", response_description="`version`")
+async def show_version() -> Response:
+    return Json({"version": version()})
+
+
+@health.get(
+    "/metrics",
+    summary="Metrics of the router and of all workers.",
+    response_description="Prometheus text format",
+)
+async def show_metrics(state: State) -> Response:
+    return Response(await asyncio.to_thread(state.metrics.render), media_type=CONTENT_TYPE_LATEST)
+
+
+@workers.get(
+    "/workers",
+    summary="The workers, their load and their transfers.",
+    response_description="`workers`, `awaited` (`id` and `role` of those that are being started or "
+    "replaced), `router`",
+)
+async def show_workers(state: State) -> Response:
+    about = {"id": state.router_id, "incarnation": state.incarnation, "pid": os.getpid()}
+    known = {worker.key.worker_id for worker in state.registry}
+    expected = state.registry.expected.items()
+    awaited = [{"id": worker_id, "role": role} for worker_id, role in expected if worker_id not in known]
+    return Json({"router": about, "workers": list(map(_worker, state.registry)), "awaited": awaited})
 
 
 def _adapter_card(base: dict[str, Any], adapter: Adapter) -> dict[str, Any]:

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
-from starlette.datastructures import Headers
+from fastapi import FastAPI, params
+from fastapi.routing import APIRoute
 from starlette.requests import Request
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol.errors import InvalidRequestError
-from router.answers.formats import AnswerWriter, OutputOptions, StreamedAnswer
+from router.answers.formats import AnswerWriter, CompletionFormat, OutputOptions, StreamedAnswer
+from router.answers.parsed_chat import chat_format
+from router.anthropic.answer import MessageAnswer
+from router.anthropic.body import MessageBody
+from router.anthropic.request import own_field
+from router.api.access import admit
+from router.api.openapi import posted
 from router.api.sending import AnswerSender
 from router.api_keys import Admission
 from router.connection import DIRECT_WRITER, DirectWriter
 from router.errors import ApiError
-from router.middleware import ADMISSION, ANSWER_HEADERS, REQUEST_ID_KEY
+from router.middleware import ANSWER_HEADERS, REQUEST_ID_KEY
+from router.openai_types import ChatBody, CompletionBody
+from router.pooling.body import EmbeddingBody, RerankBody, ScoreBody
+from router.pooling.requests import EmbeddingAnswer, RankingAnswer, ScoreAnswer
 from router.reading.prepared import Prepared
 from router.reading.served import ServedModel
+from router.responses.body import ResponseBody
+from router.responses.turn import ResponseTurn
 from router.state import RouterState
 from router.text.tokenizer import Tokenizer
 
@@ -30,6 +43,8 @@ TIMING_HEADER = "x-return-timing"
 MAX_SESSION_CHARS = 256
 WARNING_HEADER, IGNORED_HEADER = b"x-warning", b"x-tandem-ignored-fields"
 TTFT_HEADER, TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
+_STREAM = ", or with `stream` server-sent events"
+_RANKING = "`results` of `index`, `relevance_score` and `document`, best first, `usage`"
 
 
 class Turn(Protocol):
@@ -69,19 +84,22 @@ class PlainTurn:
 
 
 class GenerateEndpoint:
-    """An ASGI app. `begin` makes a turn from each request's scope."""
+    """An ASGI app. `begin` makes a turn for each request's admission."""
 
-    def __init__(self, state: RouterState, begin: Callable[[Scope], Turn]) -> None:
+    def __init__(self, state: RouterState, begin: Callable[[Admission], Turn]) -> None:
         self._state = state
         self._begin = begin
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with admit(self._state, scope) as admission:
+            await self._serve(admission, scope, receive, send)
+
+    async def _serve(self, admission: Admission, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request. Raises `ApiError` if it fails before the answer began. A client that goes away
         ends it.
         """
         arrival = time.monotonic()
-        state, turn = self._state, self._begin(scope)
-        admission: Admission = scope[ADMISSION]
+        state, turn = self._state, self._begin(admission)
         admission.key.check_tokens()
         async with state.bodies.read(Request(scope, receive)) as raw:
             prepared = await turn.prepare(raw, state.require_served())
@@ -98,7 +116,7 @@ class GenerateEndpoint:
         if prepared.ignored:
             scope[ANSWER_HEADERS].append((IGNORED_HEADER, ", ".join(prepared.ignored).encode()))
             state.metrics.fields_ignored.inc()
-        headers = Headers(scope=scope)
+        headers = _headers(scope)
         generation.http_id = scope[REQUEST_ID_KEY]
         generation.session = _session(headers)
         generation.slo_ttft_s = _slo(headers, TTFT_HEADER, state.config.slo_ttft)
@@ -135,7 +153,63 @@ class GenerateEndpoint:
                 trace.end(generation, generation.http_id)
 
 
-def _session(headers: Headers) -> str:
+class GenerateRoute(APIRoute):
+    """Calls its ASGI app at once: FastAPI solves no dependencies for it and gets no response from it."""
+
+    def __init__(self, path: str, endpoint: ASGIApp, **options: Any) -> None:
+        async def described() -> Response:
+            raise NotImplementedError
+
+        super().__init__(path, described, **options)
+        self.app = endpoint
+
+
+def add_routes(app: FastAPI, state: RouterState, key: Sequence[params.Depends]) -> None:
+    """Add the endpoints that generate. They come first, since routes are tried in turn."""
+
+    def add(body: type[msgspec.Struct], answer: str, begin: Callable[[Admission], Turn], *paths: str) -> None:
+        endpoint = GenerateEndpoint(state, begin)
+        for path in paths:
+            app.router.add_api_route(
+                path,
+                endpoint,
+                methods=["POST"],
+                dependencies=key,
+                include_in_schema=path == paths[0],
+                operation_id=path,
+                route_class_override=GenerateRoute,
+                **posted(body, answer),
+            )
+
+    def plain(
+        task: str, answer: Callable[..., AnswerWriter], own_field: Callable[[str], str] = str
+    ) -> Callable[[Admission], Turn]:
+        turn = PlainTurn(state, task, answer, own_field)
+        return lambda admission: turn
+
+    def response(admission: Admission) -> Turn:
+        return ResponseTurn(state.requests.prepare_response, state.responses, admission.key.entry.name)
+
+    completion = plain("completion", lambda prepared, *output: CompletionFormat(*output))
+    chat = plain("chat", lambda prepared, *output: chat_format(*output))
+    message = plain("message", lambda prepared, *output: MessageAnswer(*output), own_field)
+    embeddings, score = plain("embeddings", EmbeddingAnswer), plain("score", ScoreAnswer)
+    ranking = plain("ranking", RankingAnswer)
+    add(CompletionBody, f"JSON{_STREAM}", completion, "/v1/completions")
+    add(ChatBody, f"JSON{_STREAM}", chat, "/v1/chat/completions")
+    add(ResponseBody, f"OpenAI's response{_STREAM}", response, "/v1/responses")
+    add(MessageBody, f"Anthropic's message{_STREAM}", message, "/v1/messages")
+    add(EmbeddingBody, "`data` of `embedding`, `usage`", embeddings, "/v1/embeddings")
+    add(ScoreBody, "`data` of `score`, `usage`", score, "/score", "/v1/score")
+    add(RerankBody, _RANKING, ranking, "/v1/rerank", "/v2/rerank", "/rerank")
+
+
+def _headers(scope: Scope) -> Mapping[str, str]:
+    """Return the headers as a dictionary; `Headers` looks through all for each that is asked for."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
+
+
+def _session(headers: Mapping[str, str]) -> str:
     """Return the client's name of the conversation, whose requests go to the same workers if possible."""
     session = headers.get(SESSION_HEADER, "")
     if len(session) > MAX_SESSION_CHARS:
@@ -144,7 +218,7 @@ def _session(headers: Headers) -> str:
     return session
 
 
-def _wants_timing(headers: Headers) -> bool:
+def _wants_timing(headers: Mapping[str, str]) -> bool:
     given = headers.get(TIMING_HEADER)
     if given is None:
         return False
@@ -154,7 +228,7 @@ def _wants_timing(headers: Headers) -> bool:
     return given.lower() == "true"
 
 
-def _slo(headers: Headers, header: str, default_s: float | None) -> float:
+def _slo(headers: Mapping[str, str], header: str, default_s: float | None) -> float:
     """Return the SLO in seconds that the client asks for, or the server's default; infinite if there is
     none.
     """

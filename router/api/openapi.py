@@ -1,81 +1,61 @@
-"""`/openapi.json`: describes every endpoint and every field of the typed request bodies."""
+"""Bodies and answers that msgspec decodes and encodes, and their schemas in `/openapi.json`."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import msgspec
+from fastapi import Request
+from starlette.responses import JSONResponse
 
-from protocol.version import version
+from router.api.access import State
+from router.bodies import SMALL_BYTES
+from router.decoding import decode_body
 from router.errors import ErrorBody
-from router.middleware import needs_key
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 _REF = "#/components/schemas/{name}"
+_bodies: dict[str, type[msgspec.Struct]] = {ErrorBody.__name__: ErrorBody}
+"""The types that operations refer to, by name."""
 
 
-class Operation(NamedTuple):
-    """One endpoint, with its description. `answer` describes the body of a 200."""
+class Json(JSONResponse):
+    """An answer as JSON."""
 
-    path: str
-    endpoint: Any
-    summary: str
-    answer: str
-    body: type[msgspec.Struct] | None = None
-    deletes: bool = False
-    aliases: tuple[str, ...] = ()
-    """Further paths that are not described."""
-
-    @property
-    def method(self) -> str:
-        if self.deletes:
-            return "DELETE"
-        return "GET" if self.body is None else "POST"
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
 
 
-def openapi(operations: Sequence[Operation], has_keys: bool) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document."""
-    bodies = [each.body for each in operations if each.body is not None]
-    _, schemas = msgspec.json.schema_components([*bodies, ErrorBody], ref_template=_REF)
-    paths: dict[str, Any] = {}
-    for each in operations:
-        path = re.sub(r"\{(\w+):path\}", r"{\1}", each.path)
-        paths.setdefault(path, {})[each.method.lower()] = _described(each, path, has_keys)
-    return {
-        "openapi": "3.1.0",
-        "info": {
-            "title": "Tandem",
-            "version": version(),
-            "description": "OpenAI's API with vLLM's extensions, and Anthropic's messages.",
-        },
-        "paths": paths,
-        "components": {
-            "schemas": schemas,
-            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
-        },
-    }
+def posted(body: type[msgspec.Struct], answer: str) -> dict[str, Any]:
+    """Return a route's options that describe its body, by the type's docstring, and its answer."""
+    _bodies[body.__name__] = body
+    described = {"requestBody": {"required": True, "content": _content(body)}}
+    return {"summary": body.__doc__, "response_description": answer, "openapi_extra": described}
 
 
-def _described(operation: Operation, path: str, has_keys: bool) -> dict[str, Any]:
-    described: dict[str, Any] = {
-        "summary": operation.summary,
-        "responses": {
-            "200": {"description": operation.answer},
-            "default": {"description": "The error", "content": _json_of(ErrorBody)},
-        },
-    }
-    names = re.findall(r"\{(\w+)\}", path)
-    if names:
-        described["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
-    if operation.body is not None:
-        described["requestBody"] = {"required": True, "content": _json_of(operation.body)}
-    if has_keys and needs_key(path):
-        described["security"] = [{"bearer": []}]
-    return described
+def small(body: type[T], default: bytes = b"") -> Callable[..., Awaitable[T]]:
+    """Return a dependency that decodes an operator's body. An empty one means `default`."""
+
+    async def read(request: Request, state: State) -> T:
+        async with state.bodies.read(request, SMALL_BYTES) as raw:
+            return decode_body(raw or default, body)
+
+    return read
 
 
-def _json_of(body: type[msgspec.Struct]) -> dict[str, Any]:
+def error_answers() -> dict[int | str, dict[str, Any]]:
+    """Return what all routes answer in addition to a 200."""
+    return {"default": {"description": "The error", "content": _content(ErrorBody)}}
+
+
+def add_schemas(document: dict[str, Any]) -> dict[str, Any]:
+    """Add the schemas of the bodies that routes refer to."""
+    _, schemas = msgspec.json.schema_components(_bodies.values(), ref_template=_REF)
+    document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
+    return document
+
+
+def _content(body: type[msgspec.Struct]) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": _REF.format(name=body.__name__)}}}

@@ -1,5 +1,7 @@
 """Endpoints with which operators manage workers: `POST /scale`, `/restart`, `/workers/{id}/drain` and
 `/role`.
+
+They answer when all is done. A client that goes away does not cancel its request.
 """
 
 from __future__ import annotations
@@ -7,24 +9,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
+from fastapi import APIRouter, Depends
 from msgspec import Meta
-from starlette.requests import Request
 from starlette.responses import Response
 
 from protocol.errors import InvalidRequestError
 from protocol.roles import ROLES
 from protocol.scaling import MAX_WORKERS
-from router.api.openapi import Operation
-from router.bodies import SMALL_BYTES
-from router.decoding import decode_body
+from router.api.access import State
+from router.api.openapi import Json, posted, small
 from router.dispatch.drainer import DrainReport
 from router.errors import ApiError
-from router.state import RouterState
 
-ANSWER = (
+DRAINED = (
     "`id`, `moved`, `redirected` and `placed_again` requests, `seconds`, once nothing runs there any more"
 )
 
@@ -65,64 +65,47 @@ class ScaleBody(msgspec.Struct, forbid_unknown_fields=True):
     draft: Annotated[_Number | None, Meta(description="Draft workers.")] = None
 
 
-def worker_operations(state: RouterState) -> list[Operation]:
-    """Return the endpoints. They answer when the worker is empty; a client that goes away does not cancel
-    its request.
-    """
-
-    async def drain(request: Request) -> Response:
-        async with state.bodies.read(request, SMALL_BYTES) as raw:
-            decode_body(raw or b"{}", DrainBody)
-        return await _answer(request, state.drainer.drain(request.path_params["worker_id"]))
-
-    async def role(request: Request) -> Response:
-        async with state.bodies.read(request, SMALL_BYTES) as raw:
-            name = decode_body(raw, RoleBody).role
-        known = {spec.name: spec for spec in ROLES.values() if state.config.num_replicas(spec)}
-        if name not in known:
-            raise InvalidRequestError("role", f"{name[:64]!r} is none of {', '.join(known)}")
-        return await _answer(
-            request, state.drainer.change_role(request.path_params["worker_id"], known[name])
-        )
-
-    async def restart(request: Request) -> Response:
-        async with state.bodies.read(request, SMALL_BYTES) as raw:
-            decode_body(raw or b"{}", RestartBody)
-        report = asdict(await asyncio.shield(asyncio.ensure_future(state.restarter.restart())))
-        body = report | {"seconds": round(report["seconds"], 3)}
-        return Response(msgspec.json.encode(body), media_type="application/json")
-
-    async def scale(request: Request) -> Response:
-        async with state.bodies.read(request, SMALL_BYTES) as raw:
-            body = decode_body(raw, ScaleBody)
-        targets = {role: count for role, count in msgspec.structs.asdict(body).items() if count is not None}
-        if not targets:
-            raise ApiError(
-                400, f"name one role at least: {', '.join(ROLES)}", code="missing_required_parameter"
-            )
-        for name, count in targets.items():
-            if not 0 <= count <= MAX_WORKERS:
-                raise InvalidRequestError(name, f"must be from 0 to {MAX_WORKERS}, got {count}")
-        report = await asyncio.shield(asyncio.ensure_future(state.scaler.scale(targets)))
-        return _json({**asdict(report), "seconds": round(report.seconds, 3)})
-
-    def post(path: str, body: type[msgspec.Struct], endpoint: object, answer: str = ANSWER) -> Operation:
-        return Operation(path, endpoint, body.__doc__ or "", answer, body)
-
-    return [
-        post("/restart", RestartBody, restart, RESTARTED),
-        post("/workers/{worker_id}/drain", DrainBody, drain),
-        post("/workers/{worker_id}/role", RoleBody, role),
-        post("/scale", ScaleBody, scale, SCALED),
-    ]
+router = APIRouter()
 
 
-async def _answer(request: Request, drain: Coroutine[None, None, asyncio.Future[DrainReport]]) -> Response:
+@router.post("/restart", **posted(RestartBody, RESTARTED))
+async def restart(state: State, body: Annotated[RestartBody, Depends(small(RestartBody, b"{}"))]) -> Response:
+    return _report(await asyncio.shield(asyncio.ensure_future(state.restarter.restart())))
+
+
+@router.post("/workers/{worker_id}/drain", **posted(DrainBody, DRAINED))
+async def drain(
+    state: State, worker_id: str, body: Annotated[DrainBody, Depends(small(DrainBody, b"{}"))]
+) -> Response:
+    return await _drained(worker_id, state.drainer.drain(worker_id))
+
+
+@router.post("/workers/{worker_id}/role", **posted(RoleBody, DRAINED))
+async def change_role(
+    state: State, worker_id: str, body: Annotated[RoleBody, Depends(small(RoleBody))]
+) -> Response:
+    known = {spec.name: spec for spec in ROLES.values() if state.config.num_replicas(spec)}
+    if body.role not in known:
+        raise InvalidRequestError("role", f"{body.role[:64]!r} is none of {', '.join(known)}")
+    return await _drained(worker_id, state.drainer.change_role(worker_id, known[body.role]))
+
+
+@router.post("/scale", **posted(ScaleBody, SCALED))
+async def scale(state: State, body: Annotated[ScaleBody, Depends(small(ScaleBody))]) -> Response:
+    targets = {role: count for role, count in msgspec.structs.asdict(body).items() if count is not None}
+    if not targets:
+        reason = f"name one role at least: {', '.join(ROLES)}"
+        raise ApiError(400, reason, code="missing_required_parameter")
+    for name, count in targets.items():
+        if not 0 <= count <= MAX_WORKERS:
+            raise InvalidRequestError(name, f"must be from 0 to {MAX_WORKERS}, got {count}")
+    return _report(await asyncio.shield(asyncio.ensure_future(state.scaler.scale(targets))))
+
+
+async def _drained(worker_id: str, drain: Coroutine[None, None, asyncio.Future[DrainReport]]) -> Response:
     done = await asyncio.shield(asyncio.ensure_future(drain))
-    report = asdict(await asyncio.shield(done))
-    body = {"id": request.path_params["worker_id"], **report, "seconds": round(report["seconds"], 3)}
-    return _json(body)
+    return _report(await asyncio.shield(done), id=worker_id)
 
 
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+def _report(report: Any, **about: str) -> Response:
+    return Json({**about, **asdict(report), "seconds": round(report.seconds, 3)})

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from fastapi import APIRouter, Request
 from markupsafe import Markup, escape
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from protocol.config import ServeConfig
 from protocol.version import version
-from router.api.openapi import Operation
+from router.api.access import State
 
 _FOLDER = Path(__file__).parent / "pages"
 _PARTS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -26,45 +25,51 @@ _DOCS_POLICY = f"{_ALONE}; style-src 'unsafe-inline'"
 _INDEX_POLICY = f"{_ALONE}; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'"
 
 
-def page_operations(
-    config: ServeConfig, has_chat: bool, description: Callable[[], dict[str, Any]]
-) -> list[Operation]:
-    """Return the pages' endpoints. `description` returns the OpenAPI document of all operations, including
-    these.
-    """
-    model = config.model_name
+router = APIRouter()
 
-    async def index(request: Request) -> Response:
-        if "text/html" in request.headers.get("accept", ""):
-            paths = description()["paths"]
-            about = {"model": model, "version": version(), "paths": paths, "url": request.base_url}
-            offered = {"has_chat": has_chat, "splits": config.disaggregation}
-            return _page("index.html", _INDEX_POLICY, {**about, **offered})
-        about = {"name": "tandem", "version": version(), "model": model}
-        links = {"docs": "/docs", "openapi": "/openapi.json", "api": "/v1", "workers": "/workers"}
-        return JSONResponse({**about, **links, "metrics": "/metrics"}, headers={"vary": "accept"})
 
-    async def part(request: Request) -> Response:
-        name = request.path_params["name"]
-        if name not in _parts():
-            raise HTTPException(404)
-        headers = {**_SAFE, "cache-control": "no-cache"}
-        return Response(_parts()[name], media_type=_PARTS[Path(name).suffix], headers=headers)
+@router.get(
+    "/",
+    summary="A playground and a live view of the cluster; or links.",
+    response_description="HTML, or JSON",
+)
+async def show_index(request: Request, state: State) -> Response:
+    about = {"name": "tandem", "version": version(), "model": state.config.model_name}
+    if "text/html" in request.headers.get("accept", ""):
+        document = await _document(request)
+        offered = {"has_chat": state.chats.has_template, "splits": state.config.disaggregation}
+        shown = {**about, **offered, "paths": document["paths"], "url": request.base_url}
+        return _page("index.html", _INDEX_POLICY, shown)
+    links = {"docs": "/docs", "openapi": "/openapi.json", "api": "/v1", "workers": "/workers"}
+    return JSONResponse({**about, **links, "metrics": "/metrics"}, headers={"vary": "accept"})
 
-    async def docs(request: Request) -> Response:
-        return _page("docs.html", _DOCS_POLICY, description())
 
-    async def document(request: Request) -> Response:
-        return JSONResponse(description())
+@router.get(
+    "/page/{name}",
+    summary="A script, style or icon of the page at `/`.",
+    response_description="JavaScript, CSS or SVG",
+)
+async def show_part(name: str) -> Response:
+    if name not in _parts():
+        raise HTTPException(404)
+    headers = {**_SAFE, "cache-control": "no-cache"}
+    return Response(_parts()[name], media_type=_PARTS[Path(name).suffix], headers=headers)
 
-    return [
-        Operation("/", index, "A playground and a live view of the cluster; or links.", "HTML, or JSON"),
-        Operation(
-            "/page/{name}", part, "A script, style or icon of the page at `/`.", "JavaScript, CSS or SVG"
-        ),
-        Operation("/docs", docs, "This API, for people.", "HTML"),
-        Operation("/openapi.json", document, "This API, for programs.", "OpenAPI 3.1"),
-    ]
+
+@router.get("/docs", summary="This API, for people.", response_description="HTML")
+async def show_docs(request: Request) -> Response:
+    return _page("docs.html", _DOCS_POLICY, await _document(request))
+
+
+@router.get("/openapi.json", summary="This API, for programs.", response_description="OpenAPI 3.1")
+async def show_document(request: Request) -> Response:
+    return JSONResponse(await _document(request))
+
+
+async def _document(request: Request) -> dict[str, Any]:
+    """Return the OpenAPI document. The first one takes long to make."""
+    found: dict[str, Any] = await asyncio.to_thread(request.app.openapi)
+    return found
 
 
 def _page(template: str, policy: str, variables: dict[str, Any]) -> Response:

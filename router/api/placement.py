@@ -5,82 +5,74 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from starlette.requests import Request
+from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from router.api.openapi import Operation
+from router.api.access import State
+from router.api.openapi import Json
 from router.dispatch.decisions import MAX_DECISIONS
-from router.errors import ApiError
 from router.requests.journal import LIVE_STAGES, LiveRequest
-from router.state import RouterState
 from router.workers.registry import Worker
 
 DEFAULT_LIMIT = 100
 MAX_REQUESTS = 1000
 
 
-def placement_operations(state: RouterState) -> list[Operation]:
-    async def decisions(request: Request) -> Response:
-        found = state.placer.decisions.latest(_limit(request, MAX_DECISIONS))
-        scaling = [event.as_json() for event in state.autoscaler.log.latest()]
-        return _json({"decisions": [decision.as_json() for decision in found], "scaling": scaling})
-
-    async def cluster(request: Request) -> Response:
-        config = state.config
-        placement = {
-            "prefill": config.prefill_placement or config.placement,
-            "decode": config.decode_placement or config.placement,
-            "disaggregation": config.disaggregation,
-            "drafts": config.draft_placement,
-        }
-        workers = list(state.registry)
-        links = [link for worker in workers if worker.live for link in _links(worker)]
-        shown = [_worker(worker) for worker in workers]
-        awaited = state.registry.awaited()
-        drafts = _drafts(state.journal)
-        found = {"placement": placement, "workers": shown, "awaited": awaited, "links": links}
-        return _json(found | {"drafts": drafts})
-
-    async def requests(request: Request) -> Response:
-        limit, now = _limit(request, MAX_REQUESTS), time.monotonic()
-        live = list(state.journal)
-        numbers = Counter(each.stage for each in live)
-        stages = {stage: numbers[stage] for stage in LIVE_STAGES}
-        return _json({"stages": stages, "requests": [_request(each, now) for each in live[:limit]]})
-
-    return [
-        Operation(
-            "/decisions",
-            decisions,
-            "The latest placements, with what they were expected to cost and what happened, and changes "
-            "of the number of workers by --autoscale.",
-            f"`decisions`, the newest first: {DEFAULT_LIMIT}, or `limit`; `scaling`, the newest first",
-        ),
-        Operation(
-            "/cluster",
-            cluster,
-            "The workers as placement sees them: load, KV, measured costs and links.",
-            "`placement`, `workers`, `awaited` (ids of workers that are being started), `links`, `drafts` "
-            "(the number of requests by decode worker and by drafting worker)",
-        ),
-        Operation(
-            "/requests",
-            requests,
-            "The requests under way: their stage, their workers and how far they are.",
-            f"`stages` (how many are in each), `requests`, the oldest first: {DEFAULT_LIMIT}, or `limit`",
-        ),
-    ]
+router = APIRouter()
 
 
-def _limit(request: Request, most: int) -> int:
-    given = request.query_params.get("limit", str(DEFAULT_LIMIT))
-    if not given.isdecimal() or not 1 <= int(given[:10]) <= most:
-        message = f"limit: must be a number from 1 to {most}, got {given[:20]!r}"
-        raise ApiError(400, message, param="limit", code="invalid_value")
-    return int(given)
+@router.get(
+    "/decisions",
+    summary="The latest placements, with what they were expected to cost and what happened, and changes of "
+    "the number of workers by --autoscale.",
+    response_description="`decisions`, the newest first, at most `limit`; `scaling`, the newest first",
+)
+async def show_decisions(
+    state: State, limit: Annotated[int, Query(ge=1, le=MAX_DECISIONS)] = DEFAULT_LIMIT
+) -> Response:
+    found = [decision.as_json() for decision in state.placer.decisions.latest(limit)]
+    return Json({"decisions": found, "scaling": [event.as_json() for event in state.autoscaler.log.latest()]})
+
+
+@router.get(
+    "/cluster",
+    summary="The workers as placement sees them: load, KV, measured costs and links.",
+    response_description="`placement`, `workers`, `awaited` (ids of workers that are being started), "
+    "`links`, `drafts` (the number of requests by decode worker and by drafting worker)",
+)
+async def show_cluster(state: State) -> Response:
+    config, workers = state.config, list(state.registry)
+    placement = {
+        "prefill": config.prefill_placement or config.placement,
+        "decode": config.decode_placement or config.placement,
+        "disaggregation": config.disaggregation,
+        "drafts": config.draft_placement,
+    }
+    found = {
+        "placement": placement,
+        "workers": list(map(_worker, workers)),
+        "awaited": state.registry.awaited(),
+        "links": [link for worker in workers if worker.live for link in _links(worker)],
+        "drafts": _drafts(state.journal),
+    }
+    return Json(found)
+
+
+@router.get(
+    "/requests",
+    summary="The requests under way: their stage, their workers and how far they are.",
+    response_description="`stages` (how many are in each), `requests`, the oldest first, at most `limit`",
+)
+async def show_requests(
+    state: State, limit: Annotated[int, Query(ge=1, le=MAX_REQUESTS)] = DEFAULT_LIMIT
+) -> Response:
+    now, live = time.monotonic(), list(state.journal)
+    numbers = Counter(each.stage for each in live)
+    stages = {stage: numbers[stage] for stage in LIVE_STAGES}
+    return Json({"stages": stages, "requests": [_request(each, now) for each in live[:limit]]})
 
 
 def _worker(worker: Worker) -> dict[str, Any]:
@@ -162,7 +154,3 @@ def _links(worker: Worker) -> list[dict[str, Any]]:
         for pair in worker.state.pairs
         if pair.in_use
     ]
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

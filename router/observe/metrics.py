@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from math import inf
 from typing import Any, Literal
 
@@ -196,7 +197,8 @@ class Metrics:
     def _counting(self, name: str) -> Callable[[object], None]:
         """Return a function that increments the counter for a value of its label."""
         family = self._metrics[name]
-        return lambda value: family.labels(str(value), self._model_name).inc()
+        child = cache(lambda value: family.labels(str(value), self._model_name))
+        return lambda value: child(value).inc()
 
     def _create(self, metric: Metric) -> Any:
         """Create the metric. Return the family if it has labels of its own, else its only child."""
