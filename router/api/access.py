@@ -1,4 +1,4 @@
-"""Who may ask for what: FastAPI dependencies, and the same check for endpoints without them."""
+"""Admits requests: FastAPI dependencies, and the same check for endpoints without them."""
 
 from __future__ import annotations
 
