@@ -29,8 +29,8 @@ from protocol.draft_messages import (
 )
 from protocol.peers import PeerAddress
 from speculation.remote import RemoteDrafter, RemoteRequest
-from worker.counters import Counters
-from worker.peer_links import PeerLinks
+from worker.parts import Counters
+from worker.peers import PeerLinks
 
 log = logging.getLogger(__name__)
 

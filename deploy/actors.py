@@ -12,12 +12,11 @@ import psutil
 import ray
 
 from deploy.launch import forks_workers, run_launch
-from deploy.process_watch import ProcessWatch
+from deploy.processes import ProcessWatch
 from deploy.template.client import TemplateClient, TemplateError, WorkerExit, WorkerProcess
 from protocol.config import transport_names
 from protocol.errors import ConfigError
-from worker.launch import Launch, read_launch
-from worker.stop import StopHandle
+from worker.launch import Launch, StopHandle, read_launch
 
 if TYPE_CHECKING:
     from deploy.ray_carrier import RayCarrier

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta, Raw
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from deploy.complete import ServerError, authorization
+from deploy.client import ServerError, authorization
 from native.ownership import OwnershipError, open_own
 from protocol.errors import ConfigError
 

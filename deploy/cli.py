@@ -6,9 +6,8 @@ import signal
 
 import typer
 
-from deploy.commands import measure, models, operators, requests
-from deploy.commands.keys import keys
-from deploy.commands.serve import profile, serve
+from deploy.commands import clients, offline
+from deploy.commands.serve import keys, profile, serve
 
 app = typer.Typer(
     help="Serve large language models with prefill and decode on separate workers.",
@@ -37,24 +36,24 @@ def version() -> None:
 
 app.command(no_args_is_help=False)(serve)
 for operate in (
-    operators.status,
-    operators.top,
-    operators.drain,
-    operators.role,
-    operators.restart,
-    operators.scale,
-    operators.doctor,
+    clients.status,
+    clients.top,
+    clients.drain,
+    clients.role,
+    clients.restart,
+    clients.scale,
+    clients.doctor,
 ):
     app.command()(operate)
-app.command()(requests.complete)
-app.command()(requests.batch)
+app.command()(clients.complete)
+app.command()(clients.batch)
 app.command(
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)(measure.bench)
+)(offline.bench)
 app.command(no_args_is_help=False)(profile)
-app.command()(measure.plan)
-app.command()(models.quantize)
+app.command()(offline.plan)
+app.command()(offline.quantize)
 app.command()(version)
 app.add_typer(keys, name="key")
-app.add_typer(models.speculate, name="speculate")
+app.add_typer(offline.speculate, name="speculate")

@@ -14,9 +14,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from deploy.tensor_parallel import check_ranks
-from messaging.private_files import read_private, read_trusted
-from messaging.tls import http_tls, tls_files
+from deploy.resources import check_ranks
+from messaging.files import http_tls, read_private, read_trusted, tls_files
 from models.bundled import bundled_draft, bundled_path
 from protocol.adapters import parse_lora_modules
 from protocol.config import (

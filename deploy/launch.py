@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from protocol.config import ServeConfig, transport_names
 from protocol.errors import TandemError
-from worker.launch import Launch
-from worker.stop import StopHandle
+from worker.launch import Launch, StopHandle
 
 if TYPE_CHECKING:
     from engine.parallel.leader import Leader

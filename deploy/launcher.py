@@ -6,11 +6,10 @@ import logging
 import threading
 from collections.abc import Callable
 
-from deploy.head_watch import HeadWatch
 from deploy.launch import forks_workers
-from deploy.ray_cluster import RayCluster
+from deploy.ray_cluster import HeadWatch, RayCluster
 from deploy.resources import choose_threads, thread_environment
-from deploy.routers.interface import Routers
+from deploy.routers.messages import Routers
 from deploy.template.client import TemplateClient
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig

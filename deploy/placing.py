@@ -12,10 +12,9 @@ from typing import Any
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from deploy.nodes import Node, choose
 from deploy.ray_cluster import RayCluster
 from deploy.scaling import most_on
-from deploy.slots import Slot
+from deploy.slots import Node, Slot, choose
 from protocol.config import ServeConfig
 
 NODES_INTERVAL_S = 0.5

@@ -9,20 +9,58 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
 
-from deploy.cleanup import PrivateDirectory
 from deploy.local_ray import RayStartError, start
-from deploy.nodes import Node
+from deploy.processes import PrivateDirectory
+from deploy.slots import Node
 from messaging.sockets import address_towards
 from protocol.config import ServeConfig, transport_names
 from protocol.errors import TandemError
 from worker.cores import host_cores
+
+HEAD_INTERVAL_S = 0.5
+_HEAD_TIMEOUT_S = 1.0
+REFUSED_S = 1.0
+"""A head that refuses connections for this long has ended."""
+
+UNREACHABLE_S = 20.0
+"""A head that is unreachable for this long counts as lost. Its nodes do the same (deploy/node.sh)."""
+
+
+class HeadWatch(threading.Thread):
+    """Connects to the head's control store again and again; calls `on_lost` once, with the reason.
+
+    It has its own thread because calls of Ray may hang by then.
+    """
+
+    def __init__(self, host: str, port: int, on_lost: Callable[[str], None]) -> None:
+        super().__init__(name="head-watch", daemon=True)
+        self._head = (host, port)
+        self._on_lost = on_lost
+        self._stop_requested = threading.Event()
+
+    def stop(self) -> None:
+        self._stop_requested.set()
+
+    def run(self) -> None:
+        answered = time.monotonic()
+        while not self._stop_requested.wait(HEAD_INTERVAL_S):
+            try:
+                socket.create_connection(self._head, _HEAD_TIMEOUT_S).close()
+                answered = time.monotonic()
+            except OSError as error:
+                patience = REFUSED_S if isinstance(error, ConnectionRefusedError) else UNREACHABLE_S
+                if time.monotonic() - answered > patience:
+                    self._on_lost(f"the Ray cluster at {self._head[0]}:{self._head[1]} has ended ({error})")
+                    return
+
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from deploy.config import draft_workers_refusal
-from deploy.nodes import Node
-from deploy.slots import Slot
+from deploy.slots import Node, Slot
 from protocol.config import ServeConfig
 from protocol.roles import ROLES, RoleSpec
 from protocol.scaling import MAX_WORKERS

@@ -19,14 +19,14 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from deploy.cleanup import adopt_orphans, end_descendants, kill_descendants
 from deploy.config import ENV_PREFIX
 from deploy.launcher import Launcher
 from deploy.logs import say, set_up_logging
 from deploy.preflight import check_start
+from deploy.processes import adopt_orphans, end_descendants, kill_descendants
 from deploy.ray_cluster import RayCluster
 from deploy.resources import choose_threads
-from deploy.routers.interface import Routers
+from deploy.routers.messages import Routers
 from deploy.routers.pool import RouterPool
 from messaging.sockets import ClusterKeys
 from protocol.addresses import is_loopback, is_wildcard

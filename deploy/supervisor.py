@@ -22,7 +22,7 @@ from deploy.launch import forks_workers
 from deploy.placing import Placing
 from deploy.ray_cluster import RayCluster
 from deploy.resources import plan_workers, thread_environment
-from deploy.routers.interface import Routers
+from deploy.routers.messages import Routers
 from deploy.scaling import rescale, room, wanted_bundles
 from deploy.slots import Slot, let_go, make_slots, slot_of
 from deploy.starts import REMIND_S, StartFault, StartWatch

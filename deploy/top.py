@@ -13,9 +13,8 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from deploy.complete import checked, client
-from deploy.status import spec_decode_totals
-from deploy.tables import FittedTable, output_console
+from deploy.client import checked, client
+from deploy.status import FittedTable, output_console, spec_decode_totals
 
 _BAR = 10
 _FULL = 0.9

@@ -1,6 +1,4 @@
-"""Counts a worker's transfers with each peer by transport, and keeps the transports that a pair cannot
-use.
-"""
+"""Counts a worker's transfers, in all and with each peer by transport, and measures each peer's wire."""
 
 from __future__ import annotations
 
@@ -10,8 +8,67 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvtransfer.speed import WireSpeed
 from protocol.worker_to_router import PairState
+
+
+class TransferCounters:
+    """Totals by name since construction."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._totals: defaultdict[str, float] = defaultdict(float)
+
+    def add(self, name: str, amount: float = 1) -> None:
+        with self._lock:
+            self._totals[name] += amount
+
+    def snapshot(self) -> dict[str, float]:
+        with self._lock:
+            return dict(self._totals)
+
+
+_FADE = 0.95
+"""Weight of all earlier observations against the newest: some 20 count."""
+
+
+class WireSpeed:
+    """A least-squares fit of relative errors: seconds = `latency_s` * pieces + bytes / `bytes_per_s`."""
+
+    def __init__(self) -> None:
+        self._last = (0.0, 0.0, 0.0)
+        self._pieces = self._bytes = self._mixed = 0.0
+        self._pieces_s = self._bytes_s = 0.0
+        self.latency_s = 0.0
+        self.bytes_per_s = 0.0
+        """0 until something was measured."""
+
+    def look(self, pieces: float, nbytes: float, seconds: float) -> None:
+        """Observe the totals. An observation counts only if all three have grown."""
+        gained = (pieces - self._last[0], nbytes - self._last[1], seconds - self._last[2])
+        if min(gained) <= 0:
+            return
+        self._last = (pieces, nbytes, seconds)
+        each, size, took = gained
+        self._pieces = _FADE * self._pieces + each * each / took**2
+        self._bytes = _FADE * self._bytes + size * size / took**2
+        self._mixed = _FADE * self._mixed + each * size / took**2
+        self._pieces_s = _FADE * self._pieces_s + each / took
+        self._bytes_s = _FADE * self._bytes_s + size / took
+        self._solve()
+
+    def _solve(self) -> None:
+        """Solve the fit. If all observations were alike, latency and bandwidth cannot be told apart: then
+        all of it is bandwidth.
+        """
+        independent = self._pieces * self._bytes - self._mixed**2
+        if independent > 1e-3 * self._pieces * self._bytes:
+            per_piece = (self._pieces_s * self._bytes - self._bytes_s * self._mixed) / independent
+            per_byte = (self._bytes_s * self._pieces - self._pieces_s * self._mixed) / independent
+            if per_piece >= 0 and per_byte > 0:
+                self.latency_s, self.bytes_per_s = per_piece, 1 / per_byte
+                return
+        self.latency_s, self.bytes_per_s = 0.0, self._bytes / self._bytes_s
+
 
 MAX_PEERS = 128
 """The most peers that are remembered; the least recently used one is forgotten first."""

@@ -10,14 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvtransfer.counters import TransferCounters
 from kvtransfer.interface import Closed, Failed, ReceiveEvent, RegisteredPool
-from kvtransfer.leases.table import LeaseTable
-from kvtransfer.pairs import Pairs
+from kvtransfer.lease_table import LeaseTable
+from kvtransfer.pairs import Pairs, TransferCounters
 from kvtransfer.streams.connection import ReceiverConnection, ReceiverCore
 from kvtransfer.streams.handshake import Identity
-from kvtransfer.transports.host import host_id
-from kvtransfer.transports.transport import Transport
+from kvtransfer.transports.transport import Transport, host_id
 from messaging.wake import Wake
 from protocol.handoff import Extent
 from protocol.peers import TransferOffer

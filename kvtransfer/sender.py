@@ -9,17 +9,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvtransfer.blocks.checksum import Mode
 from kvtransfer.blocks.device import Mark
-from kvtransfer.blocks.extents import NO_BLOCKS, Blocks, blocks_per_part, cut
-from kvtransfer.counters import TransferCounters
+from kvtransfer.blocks.extents import NO_BLOCKS, Blocks, Mode, blocks_per_part, cut
 from kvtransfer.interface import Completed, Failed, RegisteredPool, SendEvent, Sent, TransferError
-from kvtransfer.pairs import Pairs, RefusalKind
+from kvtransfer.pairs import Pairs, RefusalKind, TransferCounters
 from kvtransfer.streams.handshake import Identity
 from kvtransfer.streams.link import Candidate, Link, LinkCore
 from kvtransfer.streams.pieces import QueuedPiece, TransferTime
-from kvtransfer.transports.host import host_id
-from kvtransfer.transports.transport import Transport
+from kvtransfer.transports.transport import Transport, host_id
 from protocol.handoff import Extent
 from protocol.peers import PeerAddress
 

@@ -25,8 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from native.cache import cache_dir, own_folder
-from native.ownership import check_own, open_own
+from native.ownership import cache_dir, check_own, open_own, own_folder
 
 logger = logging.getLogger("tandem.native")
 

@@ -91,3 +91,15 @@ def _is_users_own_group(group_id: int) -> bool:
         return False
     is_own = group_id == user.pw_gid and group.gr_name == user.pw_name
     return is_own and not set(group.gr_mem) - {user.pw_name}
+
+
+def cache_dir() -> Path:
+    """Return TANDEM_CACHE_DIR, or ~/.cache/tandem."""
+    return Path(os.environ.get("TANDEM_CACHE_DIR") or Path.home() / ".cache" / "tandem")
+
+
+def own_folder(folder: Path) -> Path:
+    """Return the folder, made if it is not there. Raises OSError, also if others may write to it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_own(folder)
+    return folder

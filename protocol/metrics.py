@@ -212,7 +212,7 @@ WORKER_COUNTERS = (
     _counter("lent_core_steps_total", "Steps that also used cores of idle workers on the host."),
     _counter("computed_tokens_total", "Tokens computed."),
 )
-"""Counters of `worker.counters`, with the same labels."""
+"""Counters of `worker.parts`, with the same labels."""
 
 REPORTED = (
     *WORKER_COUNTERS,

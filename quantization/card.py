@@ -10,9 +10,8 @@ import torch
 import transformers
 
 from protocol.version import version
-from quantization.evaluation import HeldOut, TextQuality
 from quantization.recipe import Recipe
-from quantization.texts import SHARED_RUN
+from quantization.texts import SHARED_RUN, HeldOut, TextQuality
 
 _MEGABYTE = 1e6
 

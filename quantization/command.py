@@ -16,17 +16,17 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from engine.load.loader import choose_device, choose_dtype
 from engine.model.fingerprint import model_fingerprint
 from quantization import card, checkpoint, methods, texts
 from quantization.calibration import Calibration, find_blocks, linears
-from quantization.evaluation import HeldOut, TextQuality, predict
-from quantization.preparation import PreparedRun, QuantizeOptions, load, prepare
+from quantization.preparation import PreparedRun, QuantizeOptions, prepare
 from quantization.recipe import Recipe
 from quantization.source import Source
+from quantization.texts import HeldOut, TextQuality, predict
 from quantization.unfinished import FinishedBlock, Unfinished
+from training.data import load_frozen
 
 _BEFORE = "before.json"
 
@@ -39,7 +39,7 @@ def quantize(options: QuantizeOptions, console: Console) -> card.Result:
     prepared = prepare(options)
     recipe, source = prepared.recipe, prepared.source
     windows, text = prepared.texts.calibration, prepared.texts.held_out
-    model = _model(source, options.device)
+    model = load_frozen(str(source.folder), options.device)
     job = _Job(model, recipe, source)
     unfinished = Unfinished(options.output, _settings(options, recipe, model, windows, text))
     for line in _choices(options, prepared):
@@ -167,14 +167,6 @@ def _restore(block: nn.Module, saved: FinishedBlock) -> None:
     others = _others(block)
     for name, tensor in saved.changed.items():
         others[name].copy_(tensor)
-
-
-def _model(source: Source, requested: str) -> PreTrainedModel:
-    device = choose_device(requested)
-    model = load(AutoModelForCausalLM, source, dtype="auto")
-    dtype = choose_dtype("auto", model.config, device)
-    loaded: PreTrainedModel = model.to(device, dtype).eval().requires_grad_(False)
-    return loaded
 
 
 def _choices(options: QuantizeOptions, prepared: PreparedRun) -> Iterator[str]:

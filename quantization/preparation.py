@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ from quantization.calibration import find_blocks, linears
 from quantization.recipe import Method, Recipe, calibrates, check_options
 from quantization.source import Source
 from quantization.unfinished import check_output
-from training.data import read_texts
+from training.data import load, read_texts
 
 DEFAULT_LENGTH = 512
 
@@ -84,11 +83,11 @@ def prepare(options: QuantizeOptions) -> PreparedRun:
         given = _read(options.data, options.held_out)
     with faults.collected():
         source = Source.open(options.model)
-        config = load(AutoConfig, source)
+        config = load(AutoConfig, str(source.folder))
         with faults.collected():
             length = _length(options.sequence_length, config)
         with faults.collected():
-            tokenizer = load(AutoTokenizer, source)
+            tokenizer = load(AutoTokenizer, str(source.folder))
         layers = _layers(source, config)
         recipe = Recipe.choose(options.method, options.bits, options.group_size, options.desc_act, layers)
     if given is not None and length is not None and tokenizer is not None:
@@ -99,13 +98,6 @@ def prepare(options: QuantizeOptions) -> PreparedRun:
     assert layers is not None and recipe is not None and found is not None
     inputs = dict.fromkeys(layer.in_features for layer in layers.values())
     return PreparedRun(source, recipe, tuple(inputs), found)
-
-
-def load(kind: Any, source: Source, **options: Any) -> Any:
-    try:
-        return kind.from_pretrained(source.folder, **options)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model: cannot load {str(source.folder)!r}: {error}") from error
 
 
 def _layers(source: Source, config: PretrainedConfig) -> dict[str, nn.Linear]:

@@ -1,16 +1,52 @@
-"""Cuts the texts for calibration and for measurement into windows of tokens."""
+"""Cuts the texts for calibration and for measurement into windows of tokens, and measures a model on them."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from protocol.errors import ConfigError
-from quantization.evaluation import HeldOut
-from training.data import encode_texts
+from training.data import cut_windows, encode_texts, spread
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Windows of tokens, int64 [n, length], and the bytes of their text without each window's first token."""
+
+    windows: Tensor
+    num_bytes: int
+
+    @classmethod
+    def of(cls, windows: Tensor, tokenizer: PreTrainedTokenizerBase) -> HeldOut:
+        texts = tokenizer.batch_decode(windows[:, 1:].tolist())
+        return cls(windows, sum(len(text.encode()) for text in texts))
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens that the model predicts."""
+        return self.windows[:, 1:].numel()
+
+
+@dataclass(frozen=True)
+class TextQuality:
+    perplexity: float
+    bits_per_byte: float
+
+
+@torch.inference_mode()
+def predict(model: PreTrainedModel, text: HeldOut) -> TextQuality:
+    nats = sum(_nats(model, window) for window in text.windows.to(model.device).split(1))
+    return TextQuality(math.exp(nats / text.num_tokens), nats / math.log(2) / max(1, text.num_bytes))
+
+
+def _nats(model: PreTrainedModel, window: Tensor) -> float:
+    logits = model(input_ids=window, use_cache=False).logits[0, :-1].float()
+    return float(torch.nn.functional.cross_entropy(logits, window[0, 1:], reduction="sum"))
+
 
 HELD_OUT_SHARE = 0.05
 HELD_OUT_WINDOWS = 64
@@ -52,7 +88,7 @@ def cut(
     else:
         kept = max(0, given - max(length, int(given * HELD_OUT_SHARE)))
         stream, measured = stream[:kept], stream[kept:]
-    windows = _windows(stream, length)
+    windows = cut_windows(stream, length)
     least = _LEAST_SAMPLES if samples is None else samples
     if len(windows) < least:
         raise ConfigError(
@@ -61,7 +97,7 @@ def cut(
         )
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))
     calibration = windows[order[: DEFAULT_SAMPLES if samples is None else samples]]
-    return Texts(calibration, *_unseen(_windows(measured, length), calibration, len(measured), tokenizer))
+    return Texts(calibration, *_unseen(cut_windows(measured, length), calibration, len(measured), tokenizer))
 
 
 def _unseen(
@@ -73,8 +109,7 @@ def _unseen(
     if not len(windows):
         length = windows.shape[1]
         raise ConfigError(f"--held-out: {num_tokens} tokens are less than a window of {length}")
-    spread = torch.linspace(0, len(windows) - 1, min(HELD_OUT_WINDOWS, len(windows))).long()
-    chosen = windows[spread]
+    chosen = spread(windows, HELD_OUT_WINDOWS)
     seen = {run for window in calibration for run in _runs(window)}
     unseen = [window for window in chosen if seen.isdisjoint(_runs(window))]
     if not unseen:
@@ -87,7 +122,3 @@ def _unseen(
 
 def _runs(window: Tensor) -> list[bytes]:
     return [run.tobytes() for run in window.unfold(0, SHARED_RUN, 1).numpy()]
-
-
-def _windows(stream: Tensor, length: int) -> Tensor:
-    return stream[: len(stream) // length * length].view(-1, length).long()

@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from messaging.private_files import read_private
+from messaging.files import read_private
 from native.ownership import OwnershipError, open_own
 from protocol.config import MAX_API_KEYS, PositiveInt, flag_name
 from protocol.errors import ConfigError

@@ -14,8 +14,8 @@ from types import FrameType, MappingProxyType
 import msgspec
 import uvicorn
 
+from messaging.files import http_tls
 from messaging.sockets import ClusterKeys
-from messaging.tls import http_tls
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.ports import router_ports

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from engine.engine import Engine
-from kvtransfer.transports.ucx.bindings import preload_nixl
+from kvtransfer.transports.ucx_agent import preload_nixl
 from protocol.config import ServeConfig
 from protocol.roles import ROLES
 from tests.worker.harness import tiny_config

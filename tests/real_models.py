@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 import pytest
 
-from native.cache import cache_dir, own_folder
+from native.ownership import cache_dir, own_folder
 
 _DOWNLOAD_SECONDS = 300
 

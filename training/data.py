@@ -1,4 +1,4 @@
-"""Text files as one stream of tokens, cut into windows whose order depends on the step's number alone."""
+"""The model and the text of a training: loaded, as one stream of tokens, and cut into windows."""
 
 from __future__ import annotations
 
@@ -6,14 +6,31 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from engine.load.loader import choose_device, choose_dtype
 from protocol.errors import ConfigError
 
 _TEXTS_AT_ONCE = 256
+
+
+def load(kind: Any, model: str, **options: Any) -> Any:
+    """Call `kind.from_pretrained`. Raises `ConfigError`."""
+    try:
+        return kind.from_pretrained(model, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model: cannot load {model!r}: {error}") from error
+
+
+def load_frozen(model: str, device_name: str) -> PreTrainedModel:
+    """Load a model that is only read, in the dtype in which its device serves it. Raises `ConfigError`."""
+    device = choose_device(device_name)
+    found: PreTrainedModel = load(AutoModelForCausalLM, model, dtype="auto")
+    return found.to(device, choose_dtype("auto", found.config, device)).eval().requires_grad_(False)
 
 
 def read_texts(path: Path, option: str = "--data") -> list[str]:
@@ -75,6 +92,16 @@ def encode_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Tensor
         encoded = tokenizer(texts[start : start + _TEXTS_AT_ONCE], verbose=False).input_ids
         pieces += [torch.tensor([*ids, *end], dtype=torch.int32) for ids in encoded]
     return torch.cat(pieces)
+
+
+def cut_windows(tokens: Tensor, length: int) -> Tensor:
+    """Return all whole windows of a stream, int64 [windows, length]."""
+    return tokens[: len(tokens) // length * length].view(-1, length).long()
+
+
+def spread(windows: Tensor, most: int) -> Tensor:
+    """Return at most so many of the windows, spread evenly over all."""
+    return windows[torch.linspace(0, len(windows) - 1, min(most, len(windows))).long()]
 
 
 class Windows:

@@ -10,18 +10,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
-from engine.load.loader import choose_device, choose_dtype
 from protocol.errors import ConfigError
 from protocol.speculation import SELF
 from speculation.self_speculative.layers import with_layers
-from training.data import encode_texts, read_texts
+from training.data import cut_windows, encode_texts, load, load_frozen, read_texts, spread
 
 MOST_DRAFTED = 8
 """The most drafted tokens in a row for which a choice is judged."""
@@ -51,9 +49,7 @@ class LayerChoice:
 
 def choose_layers(options: ChooseOptions, console: Console) -> LayerChoice:
     """Choose, and write the `--speculative-config`. Raises `ConfigError` that names the option."""
-    model = _load(AutoModelForCausalLM, options.model, dtype="auto")
-    device = choose_device(options.device)
-    model = model.to(device, choose_dtype("auto", model.config, device)).eval().requires_grad_(False)
+    model = load_frozen(options.model, options.device)
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if options.num_layers is not None and options.num_layers >= num_layers:
         raise ConfigError(
@@ -61,7 +57,7 @@ def choose_layers(options: ChooseOptions, console: Console) -> LayerChoice:
         )
     texts = _windows(options)
     choices = []
-    for choice in search(model, texts.to(device), options.num_layers or num_layers // 2):
+    for choice in search(model, texts.to(model.device), options.num_layers or num_layers // 2):
         choices.append(choice)
         layers = ", ".join(map(str, choice.skipped))
         console.print(
@@ -133,19 +129,11 @@ def _speed_up(agreement: float, cost: float) -> float:
 
 def _windows(options: ChooseOptions) -> Tensor:
     """Return windows spread evenly over the text, int64 [windows, length]."""
-    tokens = encode_texts(read_texts(options.data), _load(AutoTokenizer, options.model))
-    whole = tokens[: len(tokens) // options.length * options.length].view(-1, options.length)
+    tokens = encode_texts(read_texts(options.data), load(AutoTokenizer, options.model))
+    whole = cut_windows(tokens, options.length)
     if not len(whole):
         raise ConfigError(
             f"--length: {options.length} exceeds the {len(tokens)} tokens of the text; "
             "give more text, or a shorter length"
         )
-    chosen = torch.linspace(0, len(whole) - 1, min(options.windows, len(whole))).long()
-    return whole[chosen].long()
-
-
-def _load(kind: Any, model: str, **options: Any) -> Any:
-    try:
-        return kind.from_pretrained(model, **options)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model: cannot load {model!r}: {error}") from error
+    return spread(whole, options.windows)

@@ -18,7 +18,7 @@ from engine.lora.files import AdapterFiles
 from engine.lora.table import Adapters
 from protocol.outputs import ErrorKind
 from protocol.requests import EngineRequest
-from worker.counters import Counters
+from worker.parts import Counters
 
 log = logging.getLogger(__name__)
 

@@ -29,8 +29,8 @@ from kvtransfer.sender import Sender
 from protocol.peers import PeerAddress
 from protocol.requests import EngineRequest
 from protocol.worker_to_worker import Fetch, FetchRefused, Lent
-from worker.counters import Counters
-from worker.peer_links import PeerLinks
+from worker.parts import Counters
+from worker.peers import PeerLinks
 from worker.requests import RequestTable, StagedRequest
 
 log = logging.getLogger(__name__)

@@ -1,8 +1,10 @@
-"""The description of a worker that its process receives at the start."""
+"""The description of a worker that its process receives at the start, and the handle that stops it."""
 
 from __future__ import annotations
 
 import platform
+import threading
+from collections.abc import Callable
 
 import msgspec
 
@@ -43,3 +45,24 @@ def read_launch(encoded: bytes) -> Launch:
             f"node {platform.node()} has Tandem {version()}, the server Tandem {release}: install the same"
         )
     return msgspec.msgpack.decode(encoded, type=Launch)
+
+
+class StopHandle:
+    """Remembers a stop that comes before the loop exists."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stop_loop: Callable[[], None] | None = None
+        self.requested = False
+
+    def stop(self) -> None:
+        with self._lock:
+            self.requested = True
+            if self._stop_loop is not None:
+                self._stop_loop()
+
+    def attach(self, stop_loop: Callable[[], None]) -> None:
+        with self._lock:
+            self._stop_loop = stop_loop
+            if self.requested:
+                stop_loop()

@@ -21,14 +21,11 @@ from worker.adapter_loads import AdapterLoads
 from worker.departure import Departure
 from worker.fetch import PrefixFetcher, PrefixHolder, fetch_refused
 from worker.kv_events import KvEventSender
-from worker.link import RouterLinks
-from worker.parts import WorkerParts
-from worker.peer_links import PeerLinks
-from worker.peer_socket import PeerSocket
+from worker.link import RouterLeases, RouterLinks
+from worker.parts import WorkerParts, open_transfers
+from worker.peers import PeerLinks, PeerSocket
 from worker.role_work import RoleWork
-from worker.router_leases import RouterLeases
 from worker.router_messages import RouterMessages
-from worker.transfers import open_transfers
 
 log = logging.getLogger(__name__)
 

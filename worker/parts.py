@@ -1,7 +1,9 @@
-"""The parts of a worker, created once and handed to its loop."""
+"""The parts of a worker, created once and handed to its loop: counters, and the two ends of its transfers."""
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
@@ -10,17 +12,39 @@ import zmq
 from engine.engine import Engine
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.pairs import Pairs
+from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Sender
 from kvtransfer.transports.transport import Transport
 from messaging.sockets import ClusterKeys
 from messaging.wake import Wake
 from protocol.config import ServeConfig
+from protocol.metrics import WORKER_COUNTERS
+from protocol.ports import worker_ports
 from protocol.roles import RoleSpec
 from protocol.worker_to_router import WorkerState
 from speculation.remote import RemoteDrafter
 from worker.cores import SharedCores
-from worker.counters import Counters
 from worker.kv_publisher import KvPublisher
 from worker.progress import LoopProgress
+
+
+class Counters:
+    """Counters that the loop's thread and its helpers write and the heartbeat's thread reads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values = dict.fromkeys((metric.name for metric in WORKER_COUNTERS), 0.0)
+
+    def add(self, name: str, amount: float = 1.0) -> None:
+        with self._lock:
+            self._values[name] += amount
+
+    def snapshot(self) -> dict[str, float]:
+        with self._lock:
+            return dict(self._values)
+
+    def __getitem__(self, name: str) -> float:
+        return self._values[name]
 
 
 @dataclass(eq=False)
@@ -83,3 +107,40 @@ class WorkerParts:
             costs=self.engine.costs(),
             **asdict(self.engine.stats()),
         )
+
+
+def open_transfers(parts: WorkerParts) -> tuple[Sender, Receiver]:
+    """Open the sender and the receiver. Both wake the loop when they have events; the heartbeat sends their
+    counters.
+    """
+    assert parts.pool is not None
+    sender = Sender(
+        parts.pool,
+        key=parts.keys.transfer_key,
+        worker_id=parts.worker_id,
+        incarnation=parts.incarnation,
+        transports=parts.wires,
+        checksum=parts.config.kv_checksum,
+        pairs=parts.pairs,
+        on_event=parts.wake.set,
+    )
+    receiver = Receiver(
+        parts.pool,
+        key=parts.keys.transfer_key,
+        worker_id=parts.worker_id,
+        incarnation=parts.incarnation,
+        transports=parts.wires,
+        host=parts.host,
+        ports=worker_ports(parts.config),
+        pairs=parts.pairs,
+        on_event=parts.wake.set,
+    )
+    parts.transports = sender.transports
+
+    def counters() -> dict[str, float]:
+        total = Counter(sender.counters())
+        total.update(receiver.counters())
+        return dict(total)
+
+    parts.transfer_counters = counters
+    return sender, receiver

@@ -28,13 +28,18 @@ from worker.cores import CorePlace, SharedCores, host_cores
 from worker.departure import Departure
 from worker.heartbeat import Heartbeat
 from worker.kv_publisher import open_publisher
-from worker.launch import Launch
+from worker.launch import Launch, StopHandle
 from worker.link import RouterLinks
 from worker.loop import WorkerLoop
 from worker.parts import WorkerParts
-from worker.ranks import end_process
-from worker.setup import build_engine, open_wires, remote_drafter, set_up_threads, set_up_worker_logging
-from worker.stop import StopHandle
+from worker.setup import (
+    build_engine,
+    end_process,
+    open_wires,
+    remote_drafter,
+    set_up_threads,
+    set_up_worker_logging,
+)
 
 log = logging.getLogger(__name__)
 

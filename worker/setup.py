@@ -1,18 +1,27 @@
-"""Set-up that does not depend on the role: logging, CPU threads, the engine and its pool."""
+"""Sets up a worker's process: logging, CPU threads, the models, the engine, its pool and the other ranks."""
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from engine.devices.attention import select_backend
+from engine.devices.loaded_model import LoadedModel
 from engine.engine import Engine
 from engine.kv.pool import Allocate
-from engine.load.loader import model_shape
-from engine.load.select import runner_of_one_process
+from engine.load.loader import load_model, model_shape
+from engine.load.preloaded import is_preloaded, keep_preloaded
+from engine.load.select import pack_model, runner_of_one_process
+from engine.parallel.follower import follow
+from engine.parallel.group import Ranks
 from engine.parallel.leader import Leader
 from kvtransfer.blocks.device import queue_of
 from kvtransfer.blocks.memory import PoolMemory
@@ -21,7 +30,7 @@ from kvtransfer.pairs import Pairs
 from kvtransfer.transports.object_store import Carrier
 from kvtransfer.transports.registry import TransportOptions, open_transports
 from kvtransfer.transports.transport import Transport
-from messaging.tls import tls_files
+from messaging.files import tls_files
 from native.build import build_all
 from protocol.config import ServeConfig, transport_names
 from protocol.logs import log_to_stderr
@@ -30,6 +39,7 @@ from speculation.draft_model import check_draft, draft_config
 from speculation.multi_step import multi_step_speculator
 from speculation.remote import RemoteDrafter
 from speculation.speculator import speculate
+from worker.launch import Launch
 
 _ROOT = Path(__file__).parents[1]
 
@@ -129,3 +139,67 @@ def open_wires(
         ports=worker_ports(config),
     )
     return open_transports(transport_names(config), pool, name, options, pairs)
+
+
+def preload_models(config: ServeConfig) -> bool:
+    """Load and pack the model of a configuration, and its draft model, unless they are loaded already.
+
+    Returns whether anything was loaded. If loading fails, the workers load the models themselves and report
+    why.
+    """
+    if config.device != "cpu" or is_preloaded(config):
+        return False  # GPU memory cannot be allocated before the fork
+    keep_preloaded([])
+    torch.set_num_threads(1)  # a fork would not copy further threads
+    build_kernels()
+    try:
+        target = _load(config)
+        models = [(config, target)]
+        options = config.speculative_config
+        if options is not None and options.method == "draft_model" and options.model is not None:
+            draft = draft_config(config, options, target.dtype)
+            models.append((draft, _load(draft)))
+    except Exception as error:
+        log.warning("the model is loaded by each worker, as the template could not: %s", error)
+        return False
+    keep_preloaded(models)
+    return True
+
+
+def _load(config: ServeConfig) -> LoadedModel:
+    loaded = load_model(config)
+    for parameter in loaded.model.parameters():
+        # Transformers may leave the parameter in the mapped file, which another process could overwrite.
+        parameter.data = parameter.data.clone()
+    backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
+    return pack_model(loaded, config.compile, backend)
+
+
+def fork_ranks(launch: Launch, on_fork: Callable[[str], None] = lambda name: None) -> Leader | None:
+    """Fork a worker's other ranks, if it has any. This process must have one thread and become the worker.
+    Each rank first calls `on_fork` with its name.
+    """
+    size = launch.config.num_ranks(launch.role)
+    return Leader(size, partial(_be_rank, launch, on_fork)) if size > 1 else None
+
+
+def _be_rank(launch: Launch, on_fork: Callable[[str], None], ranks: Ranks, link: socket.socket) -> None:
+    """Run one rank. It ignores signals for the whole server, because the worker handles them and ends its
+    ranks.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    name = f"{launch.worker_id}/{ranks.rank}"
+    on_fork(name)
+    set_up_worker_logging(launch.config, name)
+    set_up_threads(launch.config)
+    build_kernels()
+    follow(launch.config, ranks, link)
+
+
+def end_process() -> None:
+    """End this worker, which cannot serve without a lost rank. The supervisor starts it again, and requests
+    continue elsewhere.
+    """
+    log.error("the worker ends with it")
+    os._exit(1)

@@ -20,9 +20,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from bench.transfer.row import TransferRow
 from engine.engine import Engine
-from kvtransfer.blocks.convert import Converter
+from kvtransfer.blocks.convert import Converter, Quantizer
 from kvtransfer.blocks.layout import block_bytes, tokens_in_blocks
-from kvtransfer.blocks.quantize import Quantizer
 from models.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest

@@ -16,8 +16,7 @@ from bench.transfer.process import ProcessObject
 from bench.transfer.raw import MODEL_BLOCK, SMALL_BLOCK, TOTAL_BYTES
 from bench.transfer.row import TransferRow, ratio_row
 from bench.transfer.sides import Pair, ReceivingSide, SendingSide, Side, scattered
-from kvtransfer.transports.ucx.agent import ENGINE_CONFIG
-from kvtransfer.transports.ucx.bindings import bindings
+from kvtransfer.transports.ucx_agent import ENGINE_CONFIG, bindings
 
 TLS = ("tcp", "cma,tcp")
 _POLL_S = 0.0002

@@ -14,7 +14,7 @@ from bench.transfer.raw import MODEL_BLOCK, measure
 from bench.transfer.row import TransferRow
 from bench.transfer.sides import Pair
 from deploy.actors import CONCURRENCY, OBJECTS
-from deploy.cleanup import PrivateDirectory
+from deploy.processes import PrivateDirectory
 from deploy.ray_carrier import RayCarrier
 from deploy.ray_cluster import object_store_bytes
 from kvtransfer.transports.registry import TransportOptions

@@ -17,8 +17,10 @@ import numpy as np
 import torch
 
 from bench.transfer.process import ProcessObject, RemoteObject
-from kvtransfer import Completed, Failed, PoolMemory, Receiver, RegisteredPool, Sender
-from kvtransfer.blocks.memory import map_peer_pool
+from kvtransfer.blocks.memory import PoolMemory, map_peer_pool
+from kvtransfer.interface import Completed, Failed, RegisteredPool
+from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Sender
 from kvtransfer.transports.registry import TransportOptions, open_transports
 from kvtransfer.transports.tcp import TcpTransport
 from protocol.handoff import Extent

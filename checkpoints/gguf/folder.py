@@ -15,8 +15,7 @@ from pathlib import Path
 from checkpoints.gguf.config import hf_config
 from checkpoints.gguf.reader import GgufError, GgufFile, read_gguf
 from checkpoints.gguf.tokenizer import build_tokenizer, tokenizer_settings
-from native.cache import cache_dir, own_folder
-from native.ownership import check_own, open_own
+from native.ownership import cache_dir, check_own, open_own, own_folder
 
 _LAYOUT = 1
 """Changes when other content is written for the same file."""

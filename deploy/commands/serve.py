@@ -1,15 +1,65 @@
-"""`tandem serve`, and `tandem profile` with the same options."""
+"""`tandem serve`, `tandem profile` with the same options, and `tandem key`."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from deploy.commands.common import ConfigFile, ModelTag, failures, with_model
+from deploy.commands import ConfigFile, ModelTag, failures, with_model
 from deploy.config import load_config
-from deploy.options import with_config_options
+from protocol.config import ServeConfig, field_docs, flag_name
+
+
+def _metavar(annotation: Any) -> str:
+    """Return the placeholder of a value in the help: its choices, or its type."""
+    arguments = [argument for argument in get_args(annotation) if argument is not type(None)]
+    if get_origin(annotation) is Literal:
+        return "[" + "|".join(str(argument) for argument in arguments) + "]"
+    if arguments:
+        return _metavar(arguments[0])
+    return {int: "INTEGER", float: "NUMBER"}.get(annotation, "TEXT")
+
+
+def _parameter(field: str, annotation: Any, doc: str, default: Any) -> inspect.Parameter:
+    flag = flag_name(field)
+    shown = f"{doc} (default: {default})" if default is not None else doc
+    option: Any
+    if annotation is bool:
+        option = typer.Option(None, f"{flag}/--no-{flag[2:]}", help=shown, show_default=False)
+    else:
+        option = typer.Option(None, flag, help=shown, show_default=False, metavar=_metavar(annotation))
+    kind: Any = bool | None if annotation is bool else str | None
+    if annotation == dict[str, str] | None:  # each use adds one pair
+        kind = list[str] | None
+    return inspect.Parameter(field, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
+
+
+def with_config_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a Typer command one option for each field of `ServeConfig`.
+
+    The command gets them as keyword arguments; None stands for "not given". Values stay text: `load_config`
+    checks them for all sources alike, and names the flag.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    own = [
+        parameter.replace(annotation=hints[parameter.name])
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    docs, types = field_docs(), get_type_hints(ServeConfig)
+    parameters = own + [_parameter(field, kind, *docs[field]) for field, kind in types.items()]
+
+    def command(**values: Any) -> None:
+        function(**values)
+
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
 
 
 @with_config_options
@@ -48,3 +98,50 @@ def profile(
 
     with failures():
         run(with_model(flags, model_tag), config, output, Console())
+
+
+keys = typer.Typer(help="API keys.", no_args_is_help=True)
+
+
+@keys.callback()
+def _keys() -> None:
+    """Makes `add` a subcommand: Typer would merge a single command with its group."""
+
+
+@keys.command("add")
+def add_key(
+    name: Annotated[str, typer.Argument(help="Name of its owner in metrics and logs.")],
+    api_key_file: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            envvar="TANDEM_API_KEY_FILE",
+            help="File of keys; it is made if it does not exist.",
+        ),
+    ],
+    requests_per_minute: Annotated[int | None, typer.Option(help="Default: no limit.")] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(help="Tokens of prompts and answers. Default: no limit.")
+    ] = None,
+    concurrent_requests: Annotated[int | None, typer.Option(help="Default: no limit.")] = None,
+    priority: Annotated[
+        int | None, typer.Option(help="Priority of its requests; lower comes first. Default: 0.")
+    ] = None,
+    operator: Annotated[
+        bool, typer.Option("--operator", help="The key may also drain workers and the like.")
+    ] = False,
+) -> None:
+    """Make an API key, print it, and write its hash to a file for `tandem serve --api-key-file`.
+
+    The limits hold for each router separately. Only this output shows the key. To revoke the key, remove its
+    line from the file; running servers notice at once.
+    """
+    from router.key_file import add_key as add
+
+    limits = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "concurrent_requests": concurrent_requests,
+    }
+    with failures():
+        typer.echo(add(api_key_file, name=name, priority=priority, operator=operator, **limits))

@@ -1,7 +1,14 @@
-"""Runs the routers' processes. The main thread keeps them running; the launcher's thread calls them."""
+"""Runs the routers' processes. The main thread keeps them running; the launcher's thread calls them.
+
+The pool reserves their ports for as long as the launcher runs. A bound socket that does not listen reserves a
+port: Linux lets a router bind the port too, and gives connections only to sockets that listen. So a restarted
+router finds its ports free.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import selectors
 import signal
@@ -13,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -41,15 +49,75 @@ from deploy.routers.messages import (
     WorkerDied,
     from_router,
 )
-from deploy.routers.ports import RouterPorts
+from messaging.ports import bind_one
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, ProtocolError
+from protocol.ports import router_ports
 from router.scaling.interface import ScaleAnswer, ScaleRequest
 from router.scaling.log import ScalingLog
 from router.scaling.turns import Changes
-from router.server import RouterPlace, http_url
+from router.server import RouterPlace, bind_http, http_url
 from router.workers.demand import Demand, sum_of
+
+_TRIES = 20
+
+
+class RouterPorts:
+    """The routers' ports: all share `port`; `port` + 1 belongs to the first router alone, and so on. Raises
+    `ConfigError`.
+    """
+
+    def __init__(self, config: ServeConfig, link_host: str) -> None:
+        self._kept = contextlib.ExitStack()
+        self.port = self._keep_http(config)
+        keep_link = partial(_keep_link, link_host)
+        links = [bind_one(router_ports(config), keep_link) for _ in range(config.router_replicas)]
+        for link in links:
+            self._kept.callback(link.close)
+        self.places = [
+            RouterPlace(
+                router_id=f"router-{index}", own_port=self.port + 1 + index, link_port=link.getsockname()[1]
+            )
+            for index, link in enumerate(links)
+        ]
+
+    def close(self) -> None:
+        self._kept.close()
+
+    def _keep_http(self, config: ServeConfig) -> int:
+        """Return the shared port. If the configuration names none, choose one that is followed by enough
+        free ports.
+        """
+        for attempt in range(_TRIES):
+            with contextlib.ExitStack() as kept:
+                first = kept.enter_context(_keep(config.host, config.port))
+                port: int = first.getsockname()[1]
+                try:
+                    for number in range(port + 1, port + 1 + config.router_replicas):
+                        kept.enter_context(_keep(config.host, number))
+                except ConfigError:
+                    if config.port or attempt == _TRIES - 1:
+                        raise
+                    continue
+                self._kept = kept.pop_all()
+                return port
+        raise AssertionError
+
+
+def _keep_link(host: str, port: int) -> socket.socket:
+    try:
+        return _keep(host, port)
+    except ConfigError as error:
+        raise OSError(errno.EADDRINUSE, str(error)) from error
+
+
+def _keep(host: str, port: int) -> socket.socket:
+    """Reserve a port. A first, exclusive bind makes sure that no other process has it."""
+    with bind_http(host, port) as probe:
+        port = probe.getsockname()[1]
+    return bind_http(host, port, shared=True, listens=False)
+
 
 log = logging.getLogger(__name__)
 

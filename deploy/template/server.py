@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from deploy.cleanup import adopt_orphans
 from deploy.launch import run_launch
-from deploy.template.messages import (
+from deploy.processes import adopt_orphans
+from deploy.template.client import (
     MAX_MESSAGE_BYTES,
     MAX_REASON_CHARS,
     REPORT_END,
@@ -45,8 +45,7 @@ from protocol.errors import ProtocolError, TandemError
 from protocol.logs import log_to_stderr
 from protocol.roles import ROLES
 from worker.cores import CorePlace, CorePlaces
-from worker.launch import Launch
-from worker.stop import StopHandle
+from worker.launch import Launch, StopHandle
 
 if TYPE_CHECKING:
     from engine.parallel.leader import Leader
@@ -87,7 +86,7 @@ class Template:
         loops = (role.loop.partition(":")[0] for role in ROLES.values())
         for module in (*_IMPORTED, *loops):
             importlib.import_module(module)
-        from kvtransfer.transports.ucx.bindings import preload_nixl
+        from kvtransfer.transports.ucx_agent import preload_nixl
 
         preload_nixl()
         adopt_orphans()  # these are the ranks of killed workers
@@ -164,8 +163,7 @@ class Template:
                     _send(client, Ended(pid, status))
 
     def _preload(self, config: ServeConfig) -> None:
-        from worker.preload import preload_models
-        from worker.setup import set_up_worker_logging
+        from worker.setup import preload_models, set_up_worker_logging
 
         set_up_worker_logging(config, "template")
         if preload_models(config):
@@ -212,7 +210,7 @@ class Template:
 
 
 def _fork_ranks(launch: Launch, control: socket.socket) -> Leader | None:
-    from worker.ranks import fork_ranks
+    from worker.setup import fork_ranks
 
     def on_fork(name: str) -> None:
         control.close()

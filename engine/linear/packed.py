@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.linear.structs import QuantizedArgs, RoutedArgs
 from native.build import BuildError, declare, load_library
-from native.openmp import gomp_parallel
+from native.threads import gomp_parallel
 
 PANEL = 64
 """Outputs that lie together, and are computed together."""

@@ -20,7 +20,7 @@ from engine.linear.quantized import QuantizedLinear
 from engine.linear.structs import QuantizedArgs
 from engine.quantization.weight import INT4_ZERO, CodeFormat, QuantizedWeight
 from native.build import declare
-from native.openmp import gomp_parallel
+from native.threads import gomp_parallel
 
 FORMATS = (CodeFormat.INT8, CodeFormat.INT4, CodeFormat.FP8, CodeFormat.MXFP4)
 """In the order of the enum in `codes.h`."""

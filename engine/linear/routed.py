@@ -18,7 +18,7 @@ from engine.linear.packed import library, pack
 from engine.linear.packed_quantized import FORMATS, PackedQuantizedLinear, packed_args
 from engine.linear.structs import QuantizedArgs, RoutedArgs
 from native.build import declare
-from native.openmp import gomp_parallel
+from native.threads import gomp_parallel
 
 
 @functools.cache

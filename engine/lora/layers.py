@@ -19,7 +19,7 @@ from engine.lora.packed import PackedProduct
 from engine.lora.structs import AdaptedArgs, PartArgs
 from engine.lora.table import NOTHING, Adapters, Weights
 from native.build import declare, load_library
-from native.openmp import gomp_parallel
+from native.threads import gomp_parallel
 
 
 @functools.cache

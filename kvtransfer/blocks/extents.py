@@ -1,4 +1,4 @@
-"""Blocks and their destinations: cut into parts, encoded as runs for the wire, laid out as buffers.
+"""Blocks and their destinations: cut into parts, encoded as runs for the wire, laid out as buffers, checked.
 
 `Blocks` are int64 [2, num_blocks]: the sender's blocks, and each one's position within the prompt, which the
 receiver maps to its own blocks. On the wire they are runs of (first block, first position, number of
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from hashlib import shake_128
 from itertools import accumulate, chain
 from operator import sub
-from typing import TypeAlias, overload
+from typing import Literal, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from protocol.errors import ProtocolError
 
@@ -161,3 +163,35 @@ class ScatterList:
         for part, start in zip(self._parts, self._firsts, strict=False):
             chosen += part[max(0, first - start) : max(0, last - start)]
         return chosen
+
+
+Mode = Literal["off", "sampled", "full"]
+SHARES = 16
+
+
+def piece_checksum(
+    mode: Mode, buffer: memoryview, block_bytes: int, blocks: BlockIndices, lease_id: str, index: int
+) -> bytes | None:
+    """Return the eight-byte checksum of a piece, whose blocks sender and receiver each find in `blocks` of
+    their `buffer`.
+
+    None if `off`.
+    """
+    if mode == "off":
+        return None
+    parts = views(buffer, block_bytes, blocks)
+    if mode == "sampled":
+        shares = chosen_shares(lease_id, index, len(blocks))
+        starts = blocks * block_bytes + shares * block_bytes // SHARES
+        ends = blocks * block_bytes + (shares + 1) * block_bytes // SHARES
+        parts = Views(buffer, starts.tolist(), ends.tolist())
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.digest()
+
+
+def chosen_shares(lease_id: str, index: int, count: int) -> BlockIndices:
+    """Return the covered sixteenth of each of a piece's `count` blocks: int64 [count] in [0, 16)."""
+    stream = shake_128(f"{index}/{lease_id}".encode()).digest(count)
+    return np.frombuffer(stream, np.uint8).astype(np.int64) % SHARES

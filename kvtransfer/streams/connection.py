@@ -1,5 +1,5 @@
-"""The receiver's end of one data connection: a thread that authenticates the sender and receives its
-pieces.
+"""The receiver's end of one data connection: a thread that authenticates the sender and receives its pieces,
+directly into the pool or into a staging buffer from which they are converted.
 """
 
 from __future__ import annotations
@@ -12,11 +12,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvtransfer.blocks.checksum import piece_checksum
-from kvtransfer.blocks.convert import RangeError
-from kvtransfer.blocks.extents import Blocks, blocks_per_part, from_wire
-from kvtransfer.counters import TransferCounters
-from kvtransfer.framing.messages import (
+import numpy as np
+import torch
+
+from kvtransfer.blocks.convert import Converter, RangeError
+from kvtransfer.blocks.device import pinned
+from kvtransfer.blocks.extents import BlockIndices, Blocks, blocks_per_part, from_wire, piece_checksum
+from kvtransfer.blocks.layout import block_bytes, foreign_format
+from kvtransfer.interface import Progress, ReceiveEvent, RegisteredPool
+from kvtransfer.lease import Lease, PieceArrival, WriteGate
+from kvtransfer.lease_table import LeaseTable
+from kvtransfer.messages import (
     CHECKSUM_MISMATCH,
     GIVEN_UP,
     OUT_OF_RANGE,
@@ -28,17 +34,70 @@ from kvtransfer.framing.messages import (
     error_kind,
     failure_kind,
 )
-from kvtransfer.interface import Progress, ReceiveEvent
-from kvtransfer.leases.arrivals import PieceArrival
-from kvtransfer.leases.gate import WriteGate
-from kvtransfer.leases.lease import Lease
-from kvtransfer.leases.table import LeaseTable
-from kvtransfer.pairs import Pairs
+from kvtransfer.pairs import Pairs, TransferCounters
 from kvtransfer.streams.handshake import HandshakeRefusedError, Identity, examine
-from kvtransfer.streams.incoming import Incoming, incoming
 from kvtransfer.transports.transport import PieceReader, Transport
 from messaging.rare_log import RareLog
 from messaging.wake import StoppedError, Wake
+
+
+class Incoming:
+    """Writes the sender's blocks straight to their places, since they have our layout."""
+
+    def __init__(self, target: RegisteredPool, max_blocks: int, foreign: str = "") -> None:
+        self.target = target
+        """The pool that the connection's reader writes to."""
+        self.max_blocks = max_blocks
+        """The most of the sender's blocks in one piece."""
+        self.foreign_format = foreign
+        """`layout.foreign_format` of the incoming blocks."""
+
+    def targets(self, positions: BlockIndices, leased: BlockIndices) -> BlockIndices:
+        """Return the blocks of `target` that the reader writes, for a piece that belongs in these `leased`
+        ones.
+        """
+        return leased[positions]
+
+    def place(self, positions: BlockIndices, lease: Lease, block_pool: int, gate: WriteGate) -> bool:
+        """Copy the piece from `target` into the lease's blocks if the gate is open; return whether it was."""
+        return True
+
+
+class Converting(Incoming):
+    """Converts the sender's blocks: they have another dtype, are quantized on the wire, or go to a GPU's
+    memory.
+    """
+
+    def __init__(self, pool: RegisteredPool, hello: Hello, max_blocks: int) -> None:
+        wire_bytes = block_bytes(hello.wire)
+        device = pool.device.device if pool.device is not None else torch.device("cpu")
+        staging = pinned(max_blocks * wire_bytes, device)
+        target = RegisteredPool(staging, wire_bytes, max_blocks, tuple(hello.wire))
+        super().__init__(target, max_blocks, foreign_format(hello.wire, pool.segments))
+        blocks = pool.buffer if pool.device is None else pool.device
+        self._copies = pool.queue.copies()
+        self._converter = Converter(hello.wire, pool.segments, blocks)
+
+    def targets(self, positions: BlockIndices, leased: BlockIndices) -> BlockIndices:
+        return np.arange(len(positions))
+
+    def place(self, positions: BlockIndices, lease: Lease, block_pool: int, gate: WriteGate) -> bool:
+        staged = self.target.buffer[: len(positions) * self.target.block_bytes]
+        with gate.writing() as is_open:
+            if is_open:
+                with self._copies.within():
+                    self._converter.place(staged, positions, lease.blocks[block_pool], lease.num_tokens)
+        return is_open
+
+
+def incoming(pool: RegisteredPool, hello: Hello, max_blocks: int, reaches_devices: bool) -> Incoming:
+    """Choose the destination. Checksums are computed on the host, so blocks with one are staged there."""
+    if tuple(hello.wire) != pool.segments:
+        return Converting(pool, hello, max_blocks)
+    if pool.device is not None and not (reaches_devices and hello.checksum == "off"):
+        return Converting(pool, hello, max_blocks)
+    return Incoming(pool, max_blocks)
+
 
 logger = logging.getLogger("tandem.kvtransfer")
 

@@ -16,10 +16,11 @@ import hmac
 import os
 from dataclasses import dataclass
 
-from kvtransfer.blocks.checksum import Mode
+from kvtransfer.blocks.extents import Mode
 from kvtransfer.blocks.layout import LayoutError, block_bytes, conversion_problem, wire_segments
-from kvtransfer.framing.channel import Channel, decode, encode, frame
-from kvtransfer.framing.messages import (
+from kvtransfer.channel import Channel, decode, encode, frame
+from kvtransfer.interface import RegisteredPool, TransferError
+from kvtransfer.messages import (
     NONCE_BYTES,
     WIRE_VERSION,
     Answer,
@@ -28,7 +29,6 @@ from kvtransfer.framing.messages import (
     Proof,
     SealedAnswer,
 )
-from kvtransfer.interface import RegisteredPool, TransferError
 from kvtransfer.transports.transport import Transport
 from protocol.errors import ProtocolError
 

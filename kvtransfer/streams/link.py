@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtransfer.counters import TransferCounters
-from kvtransfer.framing.messages import Ack, failure_kind
 from kvtransfer.interface import TransferError
-from kvtransfer.pairs import Pairs, RefusalKind
+from kvtransfer.messages import Ack, failure_kind
+from kvtransfer.pairs import Pairs, RefusalKind, TransferCounters
 from kvtransfer.streams.handshake import HandshakeRefusedError, Identity
 from kvtransfer.streams.pieces import PieceQueue, QueuedPiece
 from kvtransfer.streams.stream import Stream

@@ -9,10 +9,9 @@ import time
 from collections import deque
 from typing import Protocol
 
-from kvtransfer.blocks.checksum import piece_checksum
-from kvtransfer.blocks.extents import Buffers, ScatterList
-from kvtransfer.blocks.quantize import NonFiniteError
-from kvtransfer.framing.channel import (
+from kvtransfer.blocks.convert import NonFiniteError
+from kvtransfer.blocks.extents import Buffers, ScatterList, piece_checksum
+from kvtransfer.channel import (
     LENGTH_BYTES,
     PREFIX_BYTES,
     Channel,
@@ -22,7 +21,7 @@ from kvtransfer.framing.channel import (
     frame_length,
     unframe,
 )
-from kvtransfer.framing.messages import NOT_QUANTIZABLE, SPOILED, Ack, Piece, error_kind
+from kvtransfer.messages import NOT_QUANTIZABLE, SPOILED, Ack, Piece, error_kind
 from kvtransfer.streams.handshake import Identity, introduce
 from kvtransfer.streams.pieces import QueuedPiece
 from kvtransfer.transports.transport import MAX_IN_FLIGHT, PieceWriter, Transport

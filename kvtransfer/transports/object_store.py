@@ -19,12 +19,11 @@ import msgspec
 import numpy as np
 
 from kvtransfer.blocks.extents import BlockIndices, Buffers, views
-from kvtransfer.framing.channel import Channel
-from kvtransfer.framing.messages import GOOD, Hello
+from kvtransfer.channel import Channel
 from kvtransfer.interface import RegisteredPool
-from kvtransfer.leases.gate import WriteGate
-from kvtransfer.transports.sockets import tune
-from kvtransfer.transports.transport import MAX_IN_FLIGHT, PieceReader, PieceWriter, Transport
+from kvtransfer.lease import WriteGate
+from kvtransfer.messages import GOOD, Hello
+from kvtransfer.transports.transport import MAX_IN_FLIGHT, PieceReader, PieceWriter, Transport, tune
 from protocol.bounded import Id
 from protocol.errors import ProtocolError
 

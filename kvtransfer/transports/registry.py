@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtransfer.blocks.checksum import Mode
+from kvtransfer.blocks.extents import Mode
 from kvtransfer.blocks.layout import wire_segments
 from kvtransfer.interface import RegisteredPool, TransferError
 from kvtransfer.pairs import Pairs
@@ -15,7 +15,7 @@ from kvtransfer.transports.shm import ShmTransport
 from kvtransfer.transports.tcp import TcpTransport
 from kvtransfer.transports.tls import TlsTransport
 from kvtransfer.transports.transport import Transport
-from messaging.tls import TlsFiles
+from messaging.files import TlsFiles
 from protocol.config import KV_TRANSPORTS
 from protocol.ports import ANY_PORT
 

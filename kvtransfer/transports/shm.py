@@ -9,23 +9,97 @@ the connection before it reuses the blocks, so a copy of reused blocks never cou
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import logging
 import mmap
 import os
 import secrets
 import select
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
 
 from kvtransfer.blocks.extents import PARTS_AT_ONCE, BlockIndices
-from kvtransfer.blocks.gather import Gather, compiled
 from kvtransfer.blocks.memory import map_peer_pool
-from kvtransfer.framing.channel import Channel
-from kvtransfer.framing.messages import Hello
+from kvtransfer.channel import Channel
 from kvtransfer.interface import RegisteredPool
-from kvtransfer.leases.gate import WriteGate
+from kvtransfer.lease import WriteGate
+from kvtransfer.messages import Hello
 from kvtransfer.transports.transport import PieceReader, PieceWriter, Transport
+from native.build import BuildError, load_library
 from protocol.errors import ProtocolError
 from protocol.ports import ANY_PORT
+
+logger = logging.getLogger("tandem.kvtransfer")
+
+GIL_FREE_BYTES = 64 * 1024
+"""Shorter copies keep the GIL: getting it back from a busy thread costs more than the copy."""
+PAST_CACHES_BYTES = 2 * 1024 * 1024
+"""A smaller piece may be read again while it is still in a cache."""
+
+
+@functools.cache
+def compiled() -> Callable[..., None] | None:
+    """Return the compiled kernel, built at the first call, or None if it cannot be built."""
+    try:
+        function = load_library(Path(__file__).parent / "gather.cpp").tandem_gather
+    except BuildError as error:
+        logger.warning("blocks are copied one by one: %s", error)
+        return None
+    function.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 4, ctypes.c_int32]
+    function.restype = None
+    return function
+
+
+class Gather:
+    """Copies blocks of `block_bytes` bytes from `source` to `target`, neither of which may move in memory."""
+
+    def __init__(self, source: memoryview, target: memoryview, block_bytes: int) -> None:
+        self._source = source
+        self._target = target
+        self._source_address = _address(source)
+        self._target_address = _address(target)
+        self._block_bytes = block_bytes
+        self._compiled = compiled()
+
+    def copy(self, sources: BlockIndices, targets: BlockIndices, first: int, last: int) -> None:
+        """Copy the bytes [first, last) of a piece, whose blocks are taken in order."""
+        nbytes = len(sources) * self._block_bytes
+        if self._compiled is None or nbytes < GIL_FREE_BYTES:
+            for source, target, length in _ranges(sources, targets, self._block_bytes, first, last):
+                self._target[target : target + length] = self._source[source : source + length]
+            return
+        sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
+        self._compiled(
+            self._target_address,
+            self._source_address,
+            sources.ctypes.data,
+            targets.ctypes.data,
+            len(sources),
+            self._block_bytes,
+            first,
+            last,
+            nbytes >= PAST_CACHES_BYTES,
+        )
+
+
+def _ranges(
+    sources: BlockIndices, targets: BlockIndices, block_bytes: int, first: int, last: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield source, target and length in bytes of each block's part in [first, last)."""
+    while first < last:
+        index, start = divmod(first, block_bytes)
+        length = min(block_bytes - start, last - first)
+        yield int(sources[index]) * block_bytes + start, int(targets[index]) * block_bytes + start, length
+        first += length
+
+
+def _address(buffer: memoryview) -> int:
+    return int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
+
 
 _SLICE_BYTES = 4 * 1024 * 1024
 """Bytes that are copied between two checks of the gate: well under a millisecond."""

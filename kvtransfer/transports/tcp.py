@@ -10,16 +10,15 @@ import socket
 import numpy as np
 import torch
 
+from kvtransfer.blocks.convert import Quantizer
 from kvtransfer.blocks.device import Arriving, BlockGatherer, pinned
 from kvtransfer.blocks.extents import BlockIndices, Blocks, Buffers, ScatterList, blocks_per_part, views
 from kvtransfer.blocks.layout import tokens_in_blocks
-from kvtransfer.blocks.quantize import Quantizer
-from kvtransfer.framing.channel import Channel
-from kvtransfer.framing.messages import GOOD, SPOILED, Hello
+from kvtransfer.channel import Channel
 from kvtransfer.interface import RegisteredPool
-from kvtransfer.leases.gate import WriteGate
-from kvtransfer.transports.sockets import tune
-from kvtransfer.transports.transport import PieceReader, PieceWriter, Transport
+from kvtransfer.lease import WriteGate
+from kvtransfer.messages import GOOD, SPOILED, Hello
+from kvtransfer.transports.transport import PieceReader, PieceWriter, Transport, tune
 from protocol.errors import ProtocolError
 
 _HOST_SEND_BYTES = 512 * 1024

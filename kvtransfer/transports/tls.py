@@ -12,9 +12,9 @@ import ssl
 from collections.abc import Sequence
 from typing import NoReturn
 
-from kvtransfer.framing.channel import Buffer, Channel
+from kvtransfer.channel import Buffer, Channel
 from kvtransfer.transports.tcp import TcpTransport
-from messaging.tls import TlsFiles
+from messaging.files import TlsFiles
 from messaging.wake import Wake
 from protocol.errors import ProtocolError
 

@@ -1,24 +1,96 @@
-"""The interface of a transport. Pieces, acks, leases and the handshake are common to all.
+"""The interface of a transport, and TCP sockets for those that connect hosts.
 
-A new transport derives from `Transport`, overrides the methods in which it differs from a plain TCP stream,
-and adds itself to `registry.py`.
+Pieces, acks, leases and the handshake are common to all transports. A new one derives from `Transport`,
+overrides the methods in which it differs from a plain TCP stream, and adds itself to `registry.py`.
 """
 
 from __future__ import annotations
 
+import errno
+import os
+import platform
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import ClassVar
 
 from kvtransfer.blocks.extents import BlockIndices, Blocks, Buffers, views
-from kvtransfer.framing.channel import Channel
-from kvtransfer.framing.messages import GOOD, Hello
+from kvtransfer.channel import Channel
 from kvtransfer.interface import RegisteredPool
-from kvtransfer.leases.gate import WriteGate
-from kvtransfer.transports.sockets import connect_tcp, listen_tcp
+from kvtransfer.lease import WriteGate
+from kvtransfer.messages import GOOD, Hello
+from messaging.ports import bind_one
 from messaging.wake import Wake
 from protocol.ports import ANY_PORT
+
+
+def host_id() -> str:
+    """Return an id that is equal in all processes of one boot of one host that see the same abstract Unix
+    sockets.
+
+    Those belong to a network namespace, so two containers of a host differ.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        return platform.node() or "unknown"
+    return f"{boot}:{namespace}"
+
+
+_DEAD_AFTER_MS = 30_000
+
+
+def listen_tcp(host: str, ports: Sequence[int] = ANY_PORT) -> tuple[socket.socket, str]:
+    """Return a listening socket on one of these ports of `host`, and its address."""
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+
+    def listen(port: int) -> socket.socket:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            # A range is too small for ports that stay in TIME_WAIT for a minute after their connections.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, port != 0)
+            listener.bind((address[0], port, *address[2:]))
+            listener.listen(128)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    listener = bind_one(ports, listen)
+    return listener, "{}:{}".format(*listener.getsockname()[:2])
+
+
+def connect_tcp(address: str) -> socket.socket:
+    """Begin to connect to `host:port`, without blocking."""
+    host, _, port = address.rpartition(":")
+    family, _, _, _, target = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+    )[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    tune(sock)
+    code = sock.connect_ex(target)
+    if code not in (0, errno.EINPROGRESS):
+        sock.close()
+        raise OSError(code, os.strerror(code))
+    return sock
+
+
+def tune(sock: socket.socket) -> None:
+    """Send at once, and detect a dead host."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 5),
+        ("TCP_KEEPINTVL", 2),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", _DEAD_AFTER_MS),
+    ):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
 
 MAX_IN_FLIGHT = 3
 """The most pieces sent and not acknowledged. It bounds memory in transit, and the time that an abort waits.

@@ -1,6 +1,13 @@
-"""The corpus: the standard library of the running interpreter, split into training and held-out files."""
+"""The corpus: the standard library of the running interpreter, split into training and held-out files.
 
+As a script: writes its texts as JSONL, one a line in the field "text", for `tandem speculate train`.
+"""
+
+from __future__ import annotations
+
+import argparse
 import hashlib
+import json
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -98,3 +105,20 @@ class DocumentWindows:
 def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
     """Each text's token ids, uint16."""
     return [np.array(encoding.ids, dtype=np.uint16) for encoding in tokenizer.encode_batch(texts)]
+
+
+def write(path: Path, texts: list[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("training", type=Path)
+    parser.add_argument("held_out", type=Path)
+    arguments = parser.parse_args()
+    write(arguments.training, training_texts())
+    write(arguments.held_out, [file.text for file in held_out_files()])
+
+
+if __name__ == "__main__":
+    main()

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.cluster.namespaces import START_S, Isolated, wait
+from tests.cluster.namespaces import START_S, Isolated
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("unshare", "nsenter", "ip", "sshd", "rsync", "setpriv")
@@ -50,7 +51,9 @@ class Host(Isolated):
         self.launch(["bash", script, self.name, str(self._folder), sys.prefix], environment, cwd=ROOT)
 
     def wait_ready(self) -> None:
-        wait(lambda: self.run("ss", "-Hltn", "sport", "=", ":22").stdout != "", START_S, lambda: self.log)
+        wait_until(
+            lambda: self.run("ss", "-Hltn", "sport", "=", ":22").stdout != "", START_S, lambda: self.log
+        )
 
     @property
     def is_up(self) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
+
+from tests.waiting import wait_until
 
 START_S = 20.0
 
@@ -37,7 +38,7 @@ class Isolated:
                 env=environment,
                 start_new_session=True,
             )
-        wait(lambda: bool(psutil.Process(self.process.pid).children()), START_S, lambda: self.log)
+        wait_until(lambda: bool(psutil.Process(self.process.pid).children()), START_S, lambda: self.log)
         self.init = psutil.Process(self.process.pid).children()[0]
         self.network("link", "set", "lo", "up")
 
@@ -64,12 +65,3 @@ class Isolated:
     @property
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
-
-
-def wait(done: Callable[[], bool], timeout_s: float, what: str | Callable[[], str]) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not done():
-        assert time.monotonic() < deadline, (
-            f"not within {timeout_s:g} s: {what() if callable(what) else what}"
-        )
-        time.sleep(0.05)

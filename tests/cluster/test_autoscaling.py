@@ -26,7 +26,8 @@ import yaml
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID, FAKE_HEAD_NODE_TYPE
 
 from tests.cluster.hosts import ROOT, why_not
-from tests.cluster.namespaces import Isolated, wait
+from tests.cluster.namespaces import Isolated
+from tests.waiting import wait_until
 
 WHY_NOT = why_not()
 pytestmark = [
@@ -172,7 +173,7 @@ def test_nodes_come_under_load_and_go_after_it(growing: Growing) -> None:
     began = time.monotonic()
 
     def until(done: Callable[[], bool], what: str) -> None:
-        wait(done, WAIT_S, lambda: f"{what}: {dict(growing.nodes())}\n{growing.logs}\n{growing.load()}")
+        wait_until(done, WAIT_S, lambda: f"{what}: {dict(growing.nodes())}\n{growing.logs}\n{growing.load()}")
         print(f"{time.monotonic() - began:.1f} s: {what}, {dict(growing.nodes())}")
 
     until(lambda: "Ray runtime started" in growing.log, "Ray runs")

@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from tests.cluster.hosts import NETWORK, ROOT, Host, Hosts, why_not
-from tests.cluster.namespaces import wait
 from tests.cluster.streams import Stream
+from tests.waiting import wait_until
 
 WHY_NOT = why_not()
 pytestmark = [
@@ -119,7 +119,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def test_a_cluster_comes_serves_loses_a_node_goes_and_comes_again(cluster: Cluster) -> None:
     began = time.monotonic()
     cluster.up()
-    wait(lambda: "Listening on" in cluster.log, SERVES_S, lambda: cluster.log)
+    wait_until(lambda: "Listening on" in cluster.log, SERVES_S, lambda: cluster.log)
     check_what_serves(cluster)
     underway(whole := cluster.start_streams())
     print(f"first tokens after {time.monotonic() - began:.1f} s")
@@ -168,7 +168,7 @@ def lose_a_node(cluster: Cluster, expected: list[Stream]) -> None:
     lost = cluster.host_of("decode-0")
     cluster.hosts.lose(lost)
     killed = time.monotonic()
-    wait(lambda: is_back(cluster, "decode-0", lost), HEALED_S, lambda: cluster.log)
+    wait_until(lambda: is_back(cluster, "decode-0", lost), HEALED_S, lambda: cluster.log)
     print(f"decode-0 is back elsewhere after {time.monotonic() - killed:.1f} s")
     seen = results(cluster, streams)
     assert [stream.error for stream in seen] == [""] * len(seen)
@@ -192,10 +192,12 @@ def leftovers(host: Host) -> list[str]:
 
 def end_ray(cluster: Cluster) -> None:
     """`tandem serve`, which has begun, ends with the cluster that it is in, and says why."""
-    wait(lambda: "there is no room" in cluster.log, SERVES_S, lambda: cluster.log)
+    wait_until(lambda: "there is no room" in cluster.log, SERVES_S, lambda: cluster.log)
     pid = cluster.head.read(f"{HOME}/.tandem/serve.pid").strip()
     cluster.head.run_as_user(f"{HOME}/tandem/.venv/bin/ray", "stop")
     stopped = time.monotonic()
-    wait(lambda: cluster.head.run("test", "-d", f"/proc/{pid}").returncode != 0, ENDS_S, lambda: cluster.log)
+    wait_until(
+        lambda: cluster.head.run("test", "-d", f"/proc/{pid}").returncode != 0, ENDS_S, lambda: cluster.log
+    )
     print(f"`tandem serve` ended {time.monotonic() - stopped:.1f} s after Ray")
     assert "the Ray cluster at" in cluster.log and "has ended" in cluster.log

@@ -17,6 +17,8 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.waiting import wait_until
+
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 150.0
 END_S = 60.0
@@ -62,11 +64,11 @@ class ServerProcess:
         return found.group(1)
 
     def wait(self, done: Callable[[], bool], timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not done():
-            self.look()
-            assert time.monotonic() < deadline, f"it does not come within {timeout_s} s\n{self.log}"
-            time.sleep(0.2)  # each look reads all of /proc
+        wait_until(done, timeout_s, lambda: self.log, meanwhile=self._look_later)
+
+    def _look_later(self) -> None:
+        time.sleep(0.15)  # each look reads all of /proc
+        self.look()
 
     def look(self) -> None:
         """Note every descendant that exists now."""

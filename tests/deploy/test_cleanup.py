@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cleanup import PrivateDirectory
+from deploy.processes import PrivateDirectory
 from tests.deploy.server_process import ROOT
 
-OWNER = "from deploy.cleanup import PrivateDirectory; print(PrivateDirectory().path, flush=True); input()"
+OWNER = "from deploy.processes import PrivateDirectory; print(PrivateDirectory().path, flush=True); input()"
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ import yaml
 from deploy.config import ENV_PREFIX, load_config
 from protocol.roles import ROLES
 from tests.cluster.hosts import why_not
-from tests.cluster.namespaces import wait
 from tests.deploy.containers import ROOT, Containers, compose, of_dockerfile
 from tests.deploy.kuberay import RAY_CLUSTER
+from tests.waiting import wait_until
 
 WHY_NOT = why_not() or (
     "" if os.environ.get("TANDEM_TEST_CONTAINERS") else "takes a minute of CPU: set TANDEM_TEST_CONTAINERS=1"
@@ -199,7 +199,9 @@ def test_services_answer_on_one_ray_and_lose_a_node(containers: Containers) -> N
         python = ["env", "PYTHONPATH=/opt/tandem", "/opt/tandem/.venv/bin/python", "-m", "deploy"]
         return router.run("setpriv", "--reuid", "1000", *python, "scale", "--decode", str(decode))
 
-    wait(lambda: "Listening on" in router.log, SERVES_S, lambda: "\n".join(c.log for c in containers.running))
+    wait_until(
+        lambda: "Listening on" in router.log, SERVES_S, lambda: "\n".join(c.log for c in containers.running)
+    )
     expected = complete()
     assert expected
     assert router.run("setpriv", "--reuid", "1000", "touch", "/opt/tandem/x").stderr.endswith(
@@ -208,7 +210,7 @@ def test_services_answer_on_one_ray_and_lose_a_node(containers: Containers) -> N
     refused = scale(2)
     assert "decode: the nodes take at most 1" in refused.stderr, refused
     spare = containers.start("decode")
-    wait(lambda: "started: decode-1" in scale(2).stdout, SERVES_S, lambda: spare.log + router.log)
+    wait_until(lambda: "started: decode-1" in scale(2).stdout, SERVES_S, lambda: spare.log + router.log)
     assert complete() == expected
     shrunk = scale(1)
     assert "drained: decode-1" in shrunk.stdout, shrunk
@@ -219,7 +221,7 @@ def test_services_answer_on_one_ray_and_lose_a_node(containers: Containers) -> N
     decode.stop()
     assert decode.process.returncode == 0, decode.log
     assert complete() == expected
-    wait(lambda: "is restarted" in router.log, SERVES_S, lambda: router.log)
+    wait_until(lambda: "is restarted" in router.log, SERVES_S, lambda: router.log)
     lines = [json.loads(line) for line in router.log.splitlines() if line.startswith("{")]
     assert {"server", "prefill-0"} <= {line["process"] for line in lines}
     router.stop()

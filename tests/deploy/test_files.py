@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from deploy.cluster_file import check_cluster_file
-from deploy.config import ENV_PREFIX
+from deploy.config import ENV_PREFIX, load_config
 from protocol.config import ServeConfig
 from protocol.roles import ROLES
 
@@ -156,3 +156,42 @@ def test_every_package_is_type_checked() -> None:
         path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name not in {"tests", "build"}
     }
     assert listed == packages
+
+
+NAME = "TANDEM_SPECULATIVE_CONFIG"
+
+
+@pytest.mark.parametrize(
+    ("given", "method"), [(None, "suffix"), ('{"method": "ngram"}', "ngram"), ("", None)], ids=str
+)
+def test_make_serve_drafts_unless_it_is_told_otherwise(
+    tmp_path: Path, given: str | None, method: str | None
+) -> None:
+    tandem = tmp_path / "tandem"
+    tandem.write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" "${NAME}"\n')
+    tandem.chmod(0o755)
+    others = {name: value for name, value in os.environ.items() if name != NAME}
+    command = ["make", "--silent", "--old-file=.venv/.installed", "serve", f"BIN={tmp_path}", "ARGS=--port 1"]
+    environ = others | ({} if given is None else {NAME: given})
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    arguments, config, *_ = [*done.stdout.split("\n"), ""]
+    assert arguments == "serve --port 1"
+    found = load_config({}, environ={NAME: config}).speculative_config
+    assert (found and found.method) == method
+
+
+def test_native_sources_and_pages_are_part_of_the_packages() -> None:
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
+    packaged = {
+        path
+        for package, patterns in packages["package-data"].items()
+        for pattern in patterns
+        for path in (ROOT / package).glob(pattern)
+    }
+    tops = {name.rstrip("*") for name in packages["packages"]["find"]["include"]}
+    sources = {path for top in tops for path in (ROOT / top).rglob("*") if path.suffix in (".cpp", ".h")}
+    assert len(sources) > 10
+    pages = set((ROOT / "router" / "api" / "pages").iterdir())
+    assert len(pages) > 10
+    assert sources | pages <= packaged

@@ -12,8 +12,16 @@ import msgspec
 import psutil
 from hypothesis import strategies as st
 
-from deploy.template.client import TemplateClient, TemplateError, WorkerExit
-from deploy.template.messages import MAX_MESSAGE_BYTES, Ended, Spawned, SpawnFailed, TemplateReply
+from deploy.template.client import (
+    MAX_MESSAGE_BYTES,
+    Ended,
+    Spawned,
+    SpawnFailed,
+    TemplateClient,
+    TemplateError,
+    TemplateReply,
+    WorkerExit,
+)
 from tests.fuzzing import altered, damaged, fuzz
 
 REPLIES: list[TemplateReply] = [Spawned(7), SpawnFailed("why"), Ended(7, 9)]

@@ -25,8 +25,7 @@ from deploy.routers.messages import (
     Serves,
     ToRouter,
 )
-from deploy.routers.pool import RouterPool
-from deploy.routers.ports import RouterPorts
+from deploy.routers.pool import RouterPool, RouterPorts
 from deploy.slots import let_go
 from messaging.sockets import ClusterKeys
 from protocol.adapters import Adapter

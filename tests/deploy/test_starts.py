@@ -7,15 +7,19 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import ray
 
 from deploy import starts
-from deploy.actors import ActorState
+from deploy.actors import ActorState, WorkerActor
 from deploy.slots import Slot
 from deploy.starts import ANSWER_S, FIRST_ANSWER_S, REMIND_S, StartFault, StartWatch
+from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.roles import ROLES
+from protocol.version import version
+from worker.launch import Launch
 
 LIMIT_S = 300.0
 PID = os.getpid()
@@ -147,3 +151,21 @@ def test_an_actor_that_has_ended_is_no_answer(start: Start, monkeypatch: pytest.
     start.answer = ActorState(PID)
     monkeypatch.setattr(starts.ray, "get", die)
     assert start.after(1) is None and start.slot.seen is None
+
+
+def test_a_node_with_another_tandem_starts_no_worker() -> None:
+    launch = msgspec.to_builtins(
+        Launch(
+            role=ROLES["decode"],
+            worker_id="decode-0",
+            router_endpoints=["tcp://127.0.0.1:1"],
+            config=ServeConfig(),
+            keys=ClusterKeys.generate(),
+            release="9.8",
+        )
+    )
+    actor = WorkerActor("unused", {}, False)
+    for told in (launch, launch | {"role": "of another kind"}):
+        end = actor.run(msgspec.msgpack.encode(told))
+        assert not end.was_killed
+        assert f"has Tandem {version()}, the server Tandem 9.8" in end.reason

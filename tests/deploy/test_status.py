@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from deploy.status import _COLUMNS, make_table, make_view
-from deploy.tables import output_console
+from deploy.status import _COLUMNS, make_table, make_view, output_console
 
 WORKER: dict[str, Any] = {
     "id": "prefill-0",

@@ -17,11 +17,10 @@ import msgspec
 import psutil
 import pytest
 
-from deploy import process_watch
-from deploy.process_watch import IDLE_S, STOPPED_S, ProcessWatch
+from deploy import processes
+from deploy.processes import IDLE_S, STOPPED_S, ProcessWatch
 from deploy.template import client as template_client
-from deploy.template.client import TemplateClient, TemplateError
-from deploy.template.messages import MAX_MESSAGE_BYTES, Ended, Spawned
+from deploy.template.client import MAX_MESSAGE_BYTES, Ended, Spawned, TemplateClient, TemplateError
 
 WORKER_PID = 7
 PATIENCE_S = 60.0
@@ -78,7 +77,7 @@ def templates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Templates]:
     templates = Templates()
     monkeypatch.setattr(TemplateClient, "_start", lambda client: templates.start(client._name, answers=True))
     monkeypatch.setattr(template_client, "_LOOK_S", 0.02)
-    monkeypatch.setattr(process_watch, "STOPPED_S", 0.2)
+    monkeypatch.setattr(processes, "STOPPED_S", 0.2)
     with closing(templates):
         yield templates
 
@@ -117,7 +116,7 @@ def test_a_template_that_cannot_be_killed_keeps_its_name(
 def test_a_template_that_waits_for_something_is_replaced(
     templates: Templates, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_watch, "IDLE_S", 0.5)
+    monkeypatch.setattr(processes, "IDLE_S", 0.5)
     stuck = templates.start(name, answers=False)
     with client_of(name) as client:
         assert client.spawn(b"launch", PATIENCE_S).pid == WORKER_PID
@@ -169,7 +168,7 @@ class Watched:
             pid=1, oneshot=nullcontext, status=lambda: self.state, cpu_times=lambda: (self.core_s, 0, 0, 0, 0)
         )
         self.watch._looked_at = 0.0
-        monkeypatch.setattr(process_watch, "time", SimpleNamespace(monotonic=lambda: self._now))
+        monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: self._now))
 
     def after(self, seconds: float, core_s: float = 0.0, looks: int = 100) -> ProcessWatch:
         for _ in range(looks):

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from deploy.resources import thread_environment
-from deploy.template.client import TemplateClient, TemplateError, WorkerProcess
-from deploy.template.messages import Spawn
+from deploy.template.client import Spawn, TemplateClient, TemplateError, WorkerProcess
 from protocol.config import ServeConfig
 from protocol.roles import ROLES
 from protocol.router_to_worker import Generate

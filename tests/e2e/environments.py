@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from native.cache import cache_dir, own_folder
+from native.ownership import cache_dir, own_folder
 
 INSTALL_S = 300
 

@@ -11,9 +11,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from transformers import PreTrainedModel
 
+from bench.kills import Storm
+from models.bundled import BUNDLED_MODEL
+from tests.deploy.server_process import ServerProcess
 from tests.e2e.architectures import VOCAB_SIZE
 from tests.e2e.serving import HttpServing
 from tests.worker.tiny_model import greedy
@@ -252,3 +256,40 @@ def test_nobody_is_left(folder: Path) -> None:
         serving.bury("decode-0")
         assert whole.result(BOUND_S).status_code == 502
         assert events.result(BOUND_S)[-1]["error"]["code"] == "worker_lost"
+
+
+pytestmark = [pytest.mark.timeout(240)]
+
+FAULTS = ("killed", "frozen", "killed", "killed")
+OPTIONS = ("--decode-replicas", "2", "--dtype", "auto", "--compile", "auto")
+OPTIONS += ("--kv-cache-memory-bytes", "64000000")
+
+
+class SmallStorm(Storm):
+    """Draws the victims alone. A decode worker is frozen: it gets requests until that is noticed."""
+
+    def __init__(self, http: httpx.Client) -> None:
+        super().__init__(http, replicas=1, rng=random.Random(1))
+        self._kinds = iter(FAULTS)
+
+    def _choose(self) -> tuple[str, str, int]:
+        kind = next(self._kinds)
+        while True:
+            _, victim, pid = super()._choose()
+            if kind == "killed" or victim.startswith("decode"):
+                return kind, victim, pid
+
+
+def test_no_request_notices_kills_and_freezes_and_without_ray_all_ends(tmp_path: Path) -> None:
+    server = ServerProcess(Path(BUNDLED_MODEL), tmp_path / "log", *OPTIONS)
+    try:
+        with httpx.Client(base_url=server.wait_ready().url, timeout=300) as http:
+            every = 1.5
+            seen = SmallStorm(http).measure(requests=24, seconds=every * (len(FAULTS) + 1), every=every)
+        wanted = {"faults": len(FAULTS), "failed": 0, "failed_without_faults": 0, "different": 0}
+        assert seen | wanted == seen
+        assert seen["restarted"]
+        assert seen["requests_placed_again"] + seen["handoff_redirects"] + seen["requests_parked"] > 0
+        server.end_without("gcs_server")
+    finally:
+        server.kill()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.e2e.test_quantized_checkpoint import run
+from tests.e2e.test_quantized_weights import run
 from tests.worker.harness import Cluster, tiny_config
 from tests.worker.tiny_model import write_tiny_llama
 

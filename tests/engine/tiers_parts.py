@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from engine.kv.tiers.folder import claim_folder
@@ -75,10 +73,3 @@ class StuckFile(SlotFile):
     def read(self, slot: int, identity: BlockIdentity, into: memoryview) -> None:
         assert self.go.wait(30)
         super().read(slot, identity, into)
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.001)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvtransfer.blocks.extents import RUN_BYTES
-from kvtransfer.framing.channel import PREFIX_BYTES, decode, frame_length
-from kvtransfer.framing.messages import GOOD, Ack, Piece
+from kvtransfer.channel import PREFIX_BYTES, decode, frame_length
+from kvtransfer.messages import GOOD, Ack, Piece
 
 
 def _frame_at(data: bytes, start: int) -> bytes:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from kvtransfer.framing.messages import Ack
+from kvtransfer.messages import Ack
 
 Action = Literal["KILL", "STOP", "HOLD", "CUT"]
 """SIGKILL or SIGSTOP to the process itself; wait there for the test's word; break every connection."""
@@ -53,9 +53,9 @@ def _acks(channel: Any, message: Any, *rest: Any) -> bool:
 
 SENDER_POINTS = {
     "connecting": Point("kvtransfer.streams.stream:Stream", "open", "before"),
-    "connected": Point("kvtransfer.framing.channel:Channel", "finish_connect", "after"),
-    "hello sent": Point("kvtransfer.framing.channel:Channel", "recv_frame", "before"),
-    "challenge received": Point("kvtransfer.framing.channel:Channel", "recv_frame", "after"),
+    "connected": Point("kvtransfer.channel:Channel", "finish_connect", "after"),
+    "hello sent": Point("kvtransfer.channel:Channel", "recv_frame", "before"),
+    "challenge received": Point("kvtransfer.channel:Channel", "recv_frame", "after"),
     "verdict received": Point("kvtransfer.streams.stream", "introduce", "after"),
     "link ready": Point("kvtransfer.streams.stream:Stream", "open", "after"),
     "piece taken": Point(
@@ -77,26 +77,26 @@ SENDER_POINTS = {
 
 RECEIVER_POINTS = {
     "accepted": Point("kvtransfer.streams.connection:ReceiverConnection", "run", "before"),
-    "hello received": Point("kvtransfer.framing.channel:Channel", "send_all", "before"),
-    "challenge sent": Point("kvtransfer.framing.channel:Channel", "send_all", "after"),
+    "hello received": Point("kvtransfer.channel:Channel", "send_all", "before"),
+    "challenge sent": Point("kvtransfer.channel:Channel", "send_all", "after"),
     "verdict sent": Point("kvtransfer.streams.connection", "examine", "after"),
-    "reader ready": Point("kvtransfer.leases.table:LeaseTable", "connected", "after"),
-    "piece announced": Point("kvtransfer.leases.table:LeaseTable", "admit", "before"),
-    "piece admitted": Point("kvtransfer.leases.table:LeaseTable", "admit", "after"),
-    "mid copy": Point("kvtransfer.blocks.gather:Gather", "copy", "before"),
+    "reader ready": Point("kvtransfer.lease_table:LeaseTable", "connected", "after"),
+    "piece announced": Point("kvtransfer.lease_table:LeaseTable", "admit", "before"),
+    "piece admitted": Point("kvtransfer.lease_table:LeaseTable", "admit", "after"),
+    "mid copy": Point("kvtransfer.transports.shm:Gather", "copy", "before"),
     "mid receive": Point("kvtransfer.transports.tcp:TcpReader", "_receive", "before"),
-    "mid read": Point("kvtransfer.transports.ucx.reader:UcxReader", "_wait", "before"),
-    "blocks read": Point("kvtransfer.transports.ucx.reader:UcxReader", "_confirm", "before"),
-    "confirmed": Point("kvtransfer.transports.ucx.reader:UcxReader", "_confirm", "after"),
+    "mid read": Point("kvtransfer.transports.ucx_reader:UcxReader", "_wait", "before"),
+    "blocks read": Point("kvtransfer.transports.ucx_reader:UcxReader", "_confirm", "before"),
+    "confirmed": Point("kvtransfer.transports.ucx_reader:UcxReader", "_confirm", "after"),
     "converting": Point("kvtransfer.blocks.convert:Converter", "place", "before"),
     "converted": Point("kvtransfer.blocks.convert:Converter", "place", "after"),
     "in place": Point("kvtransfer.streams.connection:ReceiverConnection", "_take", "after"),
-    "ack due": Point("kvtransfer.framing.channel:Channel", "send", "before", _acks),
-    "ack sent": Point("kvtransfer.framing.channel:Channel", "send", "after", _acks),
-    "recorded": Point("kvtransfer.leases.table:LeaseTable", "record", "after"),
+    "ack due": Point("kvtransfer.channel:Channel", "send", "before", _acks),
+    "ack sent": Point("kvtransfer.channel:Channel", "send", "after", _acks),
+    "recorded": Point("kvtransfer.lease_table:LeaseTable", "record", "after"),
     "told": Point("kvtransfer.receiver:Receiver", "_emit", "after"),
-    "closing": Point("kvtransfer.leases.table:LeaseTable", "close", "before"),
-    "closed": Point("kvtransfer.leases.table:LeaseTable", "close", "after"),
+    "closing": Point("kvtransfer.lease_table:LeaseTable", "close", "before"),
+    "closed": Point("kvtransfer.lease_table:LeaseTable", "close", "after"),
 }
 
 CONVERTING = ("converting", "converted")

@@ -23,11 +23,14 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 import kvtransfer.blocks.extents
-from kvtransfer import Closed, Completed, Failed, PoolMemory, Progress, Receiver, RegisteredPool, Sender, Sent
-from kvtransfer.blocks.checksum import Mode
+from kvtransfer.blocks.extents import Mode
+from kvtransfer.blocks.memory import PoolMemory
+from kvtransfer.interface import Closed, Completed, Failed, Progress, RegisteredPool, Sent
+from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Sender
 from kvtransfer.transports.registry import TransportOptions, open_transports
 from kvtransfer.transports.transport import Transport
-from messaging.tls import TlsFiles
+from messaging.files import TlsFiles
 from protocol.handoff import Extent
 from protocol.ids import new_incarnation
 from protocol.peers import PeerAddress

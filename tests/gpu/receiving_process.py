@@ -7,9 +7,9 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
-from kvtransfer import RegisteredPool
 from kvtransfer.blocks.device import queue_of
 from kvtransfer.blocks.layout import block_bytes
+from kvtransfer.interface import RegisteredPool
 from protocol.handoff import SegmentInfo
 from tests.kvtransfer.transfer_sides import ReceiverEnd
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer import Completed
-from kvtransfer.interface import TransferError
+from kvtransfer.interface import Completed, TransferError
 from kvtransfer.transports.registry import TransportOptions
-from kvtransfer.transports.ucx.bindings import bindings
+from kvtransfer.transports.ucx_agent import bindings
 from tests.gpu.receiving_process import DEVICE, NUM_BLOCKS, SPUN, WAIT_S, make_pool, receive
 from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd
 

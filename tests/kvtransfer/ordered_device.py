@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kvtransfer import RegisteredPool
 from kvtransfer.blocks.device import Copies, Mark
 from kvtransfer.blocks.layout import block_bytes
+from kvtransfer.interface import RegisteredPool
 from protocol.handoff import SegmentInfo
 
 SEGMENT = SegmentInfo(name="target", dtype="float32", shape=(1, 2, 16, 2, 16))

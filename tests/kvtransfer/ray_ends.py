@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import ray
 from bench.transfer.object_store import CarrierActor
 from kvtransfer.transports.registry import TransportOptions
 from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, close_memories, make_pool
+from tests.waiting import wait_until
 
 ANSWER_S = 60.0
 
@@ -81,7 +81,4 @@ def stored_bytes() -> int:
 
 
 def wait_stored(expected: Callable[[int], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not expected(stored_bytes()):
-        assert time.monotonic() < deadline, f"{stored_bytes()} bytes are in the store"
-        time.sleep(0.05)
+    wait_until(lambda: expected(stored_bytes()), what=lambda: f"{stored_bytes()} bytes are in the store")

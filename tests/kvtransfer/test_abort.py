@@ -11,22 +11,15 @@ from typing import Any
 
 import pytest
 
-from kvtransfer import Closed, Completed, Failed, Progress
-from kvtransfer.framing.channel import Channel
-from kvtransfer.framing.messages import CHECKSUM_MISMATCH, SPOILED, Ack, Piece
+from kvtransfer.channel import Channel
+from kvtransfer.interface import Closed, Completed, Failed, Progress
+from kvtransfer.messages import CHECKSUM_MISMATCH, SPOILED, Ack, Piece
 from kvtransfer.streams.link import Link
 from kvtransfer.transports.registry import TransportOptions
-from kvtransfer.transports.ucx.words import Words
+from kvtransfer.transports.ucx_reader import Words
 from messaging.wake import Wake
-from tests.kvtransfer.transfer_sides import (
-    RawPeer,
-    RawReceiver,
-    ReceiverEnd,
-    SenderEnd,
-    is_over,
-    make_pool,
-    wait_until,
-)
+from tests.kvtransfer.transfer_sides import RawPeer, RawReceiver, ReceiverEnd, SenderEnd, is_over, make_pool
+from tests.waiting import wait_until
 
 Closing = Callable[[Any], Any]
 MIB = 1024 * 1024

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvtransfer.blocks import scratch
+from kvtransfer.blocks import convert
 from kvtransfer.blocks.convert import Converter, RangeError
 from kvtransfer.blocks.layout import LayoutError, block_bytes
 from protocol.handoff import ROW_QUANTIZATIONS, SegmentInfo
@@ -92,7 +92,7 @@ def test_place_moves_what_the_reference_moves_and_nothing_else(case: tuple) -> N
     converter = Converter(wire, ours, memoryview(pool))
     assert converter.wire_block_bytes == plain_block_bytes(wire)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scratch, "CHUNK_VALUES", chunk)
+        patch.setattr(convert, "CHUNK_VALUES", chunk)
         converter.place(
             memoryview(staged),
             np.array(positions, dtype=np.int64),

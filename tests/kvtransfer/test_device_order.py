@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvtransfer import Completed, PoolMemory, RegisteredPool
 from kvtransfer.blocks import device
 from kvtransfer.blocks.device import BlockGatherer, CudaQueue
 from kvtransfer.blocks.layout import block_bytes
+from kvtransfer.blocks.memory import PoolMemory
+from kvtransfer.interface import Completed, RegisteredPool
 from kvtransfer.transports.registry import TransportOptions
-from kvtransfer.transports.ucx.agent import Agent, Memory, Remote
+from kvtransfer.transports.ucx_agent import Agent, Memory, Remote
 from tests.kvtransfer.ordered_device import SEGMENT, OrderedDevice
 from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd
 

@@ -12,20 +12,13 @@ import msgspec
 import pytest
 import torch
 
-from kvtransfer import Completed, Failed, RegisteredPool, TransferError
-from kvtransfer.framing.channel import encode, frame
-from kvtransfer.framing.messages import GOOD, Piece
+from kvtransfer.channel import encode, frame
+from kvtransfer.interface import Completed, Failed, RegisteredPool, TransferError
+from kvtransfer.messages import GOOD, Piece
 from protocol.peers import PeerAddress
 from tests.kvtransfer.test_leases import runs
-from tests.kvtransfer.transfer_sides import (
-    RawPeer,
-    ReceiverEnd,
-    SenderEnd,
-    block,
-    make_pool,
-    moved,
-    wait_until,
-)
+from tests.kvtransfer.transfer_sides import RawPeer, ReceiverEnd, SenderEnd, block, make_pool, moved
+from tests.waiting import wait_until
 
 Closing = Callable[[Any], Any]
 

@@ -11,14 +11,15 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 
-from kvtransfer.framing.channel import decode, encode, frame, frame_length, unframe
-from kvtransfer.framing.messages import GOOD, Ack, Answer, Challenge, Hello, Piece, Proof, SealedAnswer
+from kvtransfer.channel import decode, encode, frame, frame_length, unframe
 from kvtransfer.interface import Completed
+from kvtransfer.messages import GOOD, Ack, Answer, Challenge, Hello, Piece, Proof, SealedAnswer
 from protocol.errors import ProtocolError
 from protocol.handoff import SegmentInfo
 from tests.fuzzing import SECONDS, altered, damaged, each_edge, fuzz, too_deep
 from tests.kvtransfer.test_leases import runs
-from tests.kvtransfer.transfer_sides import RawPeer, ReceiverEnd, SenderEnd, make_pool, wait_until
+from tests.kvtransfer.transfer_sides import RawPeer, ReceiverEnd, SenderEnd, make_pool
+from tests.waiting import wait_until
 
 Closing = Callable[[Any], Any]
 SEGMENT = SegmentInfo(name="target", dtype="bfloat16", shape=(8, 2, 16, 4, 64))

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.blocks import gather
 from kvtransfer.blocks.extents import NO_BLOCKS, Blocks
-from kvtransfer.blocks.gather import Gather
+from kvtransfer.transports import shm
+from kvtransfer.transports.shm import Gather
 
 BLOCK_SIZES = (1, 60, 4096, 16 * 1024 + 4, 100_000)
 NUM_BLOCKS = 24
@@ -28,12 +28,12 @@ def permuted_blocks(draw: st.DrawFn) -> Blocks:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How blocks are copied, whatever their size."""
     if request.param == "block by block":
-        monkeypatch.setattr(gather, "compiled", lambda: None)
+        monkeypatch.setattr(shm, "compiled", lambda: None)
     else:
-        assert gather.compiled() is not None
-        monkeypatch.setattr(gather, "GIL_FREE_BYTES", 0)
+        assert shm.compiled() is not None
+        monkeypatch.setattr(shm, "GIL_FREE_BYTES", 0)
         past_caches = "past" in request.param
-        monkeypatch.setattr(gather, "PAST_CACHES_BYTES", 0 if past_caches else 2**62)
+        monkeypatch.setattr(shm, "PAST_CACHES_BYTES", 0 if past_caches else 2**62)
     return str(request.param)
 
 

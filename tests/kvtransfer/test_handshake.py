@@ -10,22 +10,15 @@ from typing import Any
 
 import pytest
 
-from kvtransfer import Completed, Failed
-from kvtransfer.framing.channel import decode, encode, frame
-from kvtransfer.framing.messages import WIRE_VERSION, Challenge, Hello, Proof, SealedAnswer
+from kvtransfer.channel import decode, encode, frame
+from kvtransfer.interface import Completed, Failed
+from kvtransfer.messages import WIRE_VERSION, Challenge, Hello, Proof, SealedAnswer
 from kvtransfer.streams.handshake import HandshakeRefusedError, Identity, introduce
 from kvtransfer.transports.shm import ShmTransport
 from protocol.handoff import SegmentInfo
 from protocol.peers import PeerAddress
-from tests.kvtransfer.transfer_sides import (
-    KEY,
-    RawPeer,
-    RawReceiver,
-    ReceiverEnd,
-    SenderEnd,
-    make_pool,
-    wait_until,
-)
+from tests.kvtransfer.transfer_sides import KEY, RawPeer, RawReceiver, ReceiverEnd, SenderEnd, make_pool
+from tests.waiting import wait_until
 
 Closing = Callable[[Any], Any]
 OTHER_KEY = bytes(32)

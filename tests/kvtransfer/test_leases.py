@@ -11,14 +11,15 @@ import msgspec
 import numpy as np
 import pytest
 
-import kvtransfer.leases.table
-from kvtransfer import Closed, Completed, Failed, Progress
+import kvtransfer.lease_table
 from kvtransfer.blocks.extents import from_wire
-from kvtransfer.framing.messages import GOOD, SPOILED, Piece
-from kvtransfer.leases.arrivals import PieceArrival
-from kvtransfer.leases.table import LeaseTable
+from kvtransfer.interface import Closed, Completed, Failed, Progress
+from kvtransfer.lease import PieceArrival
+from kvtransfer.lease_table import LeaseTable
+from kvtransfer.messages import GOOD, SPOILED, Piece
 from protocol.handoff import Extent
-from tests.kvtransfer.transfer_sides import RawPeer, ReceiverEnd, SenderEnd, block, make_pool, wait_until
+from tests.kvtransfer.transfer_sides import RawPeer, ReceiverEnd, SenderEnd, block, make_pool
+from tests.waiting import wait_until
 
 Closing = Callable[[Any], Any]
 BLOCK = 4096
@@ -201,7 +202,7 @@ def test_a_closed_lease_keeps_its_id_and_blocks_until_the_last_write_ends() -> N
 
 
 def test_only_so_many_completed_leases_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvtransfer.leases.table, "REMEMBERED_LEASES", 3)
+    monkeypatch.setattr(kvtransfer.lease_table, "REMEMBERED_LEASES", 3)
     table = LeaseTable([8], 1, lambda lease_id: None)
 
     def resent(lease_id: str) -> str | None:

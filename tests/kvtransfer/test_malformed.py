@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvtransfer import Completed, Failed, Receiver
-from kvtransfer.framing.channel import PREFIX_BYTES, encode, frame, unframe
-from kvtransfer.framing.messages import Ack, Piece
+from kvtransfer.channel import PREFIX_BYTES, encode, frame, unframe
+from kvtransfer.interface import Completed, Failed
+from kvtransfer.messages import Ack, Piece
+from kvtransfer.receiver import Receiver
 from protocol.errors import ProtocolError
 from tests.kvtransfer.test_leases import runs
 from tests.kvtransfer.transfer_sides import (

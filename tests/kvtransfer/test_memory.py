@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.blocks.memory import PoolMemory, map_peer_pool
+from tests.waiting import wait_until
 
 MIB = 1024 * 1024
 NBYTES = 8 * MIB
@@ -102,8 +103,5 @@ def test_a_kernel_that_has_none_for_shared_memory_is_named(
     monkeypatch.setattr("kvtransfer.blocks.memory._MADV_COLLAPSE", -1)
     memory = PoolMemory(NBYTES)
     memory.buffer[0] = 1
-    deadline = time.monotonic() + 20
-    while not caplog.messages:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: caplog.messages)
     assert "stays on small pages" in caplog.messages[0]

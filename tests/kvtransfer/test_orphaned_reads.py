@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
-from kvtransfer.transports.ucx.agent import Remote, Transfer
-from kvtransfer.transports.ucx.orphans import OrphanedReads
-from tests.kvtransfer.transfer_sides import wait_until
+from kvtransfer.transports.ucx_agent import Remote, Transfer
+from kvtransfer.transports.ucx_reader import OrphanedReads
+from tests.waiting import wait_until
 
 
 def read() -> Transfer:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvtransfer.blocks.extents import NO_BLOCKS
-from kvtransfer.framing.messages import Piece
-from kvtransfer.leases.arrivals import ArrivalRecord, PieceArrival
+from kvtransfer.lease import ArrivalRecord, PieceArrival
+from kvtransfer.messages import Piece
 from kvtransfer.streams.pieces import PieceQueue, QueuedPiece, TransferTime
 
 

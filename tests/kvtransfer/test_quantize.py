@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvtransfer.blocks import codes, scratch
-from kvtransfer.blocks.convert import Converter
+from kvtransfer.blocks import codes, convert
+from kvtransfer.blocks.convert import Converter, NonFiniteError, Quantizer
 from kvtransfer.blocks.layout import BlockLayout
-from kvtransfer.blocks.quantize import NonFiniteError, Quantizer
 from protocol.handoff import SegmentInfo
 from tests.kvtransfer.plain_layout import plain_block_bytes, random_blocks, raw, segment
 
@@ -79,7 +78,7 @@ def test_codes_and_scales_are_those_of_the_definition(case: tuple, wire_dtype: s
     segments, blocks, num_tokens, seed, chunk = case
     pool = random_blocks(segments, 8, torch.Generator().manual_seed(seed))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scratch, "CHUNK_VALUES", chunk)
+        patch.setattr(convert, "CHUNK_VALUES", chunk)
         packed = pack(segments, pool, wire_dtype, blocks, num_tokens)
     wire = BlockLayout(Quantizer(segments, wire_dtype).wire)
     ours = BlockLayout(segments)
@@ -129,7 +128,7 @@ def test_unused_slots_neither_count_nor_travel(wire_dtype: str, dtype: str, garb
 def test_what_has_no_code_is_refused_by_name(
     bad: float, dtype: str, wire_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scratch, "CHUNK_VALUES", 1)
+    monkeypatch.setattr(convert, "CHUNK_VALUES", 1)
     values = torch.ones((3, 2, 4, 2, 4), dtype=getattr(torch, dtype))
     values[2, 1, 3, 0, 2] = bad
     with pytest.raises(NonFiniteError, match="block 0, segment target, layer 2, V, head 0"):

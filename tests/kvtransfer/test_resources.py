@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvtransfer import Completed, Failed, RegisteredPool
+from kvtransfer.interface import Completed, Failed, RegisteredPool
 from tests.kvtransfer.transfer_sides import (
     RawPeer,
     ReceiverEnd,
@@ -21,6 +21,7 @@ from tests.kvtransfer.transfer_sides import (
     idle_cpu_seconds,
     make_pool,
 )
+from tests.waiting import wait_until
 
 Closing = Callable[[Any], Any]
 
@@ -35,10 +36,7 @@ def held() -> tuple[list[str], int, int]:
 
 def wait_until_held(expected: tuple[list[str], int, int]) -> None:
     """A large pool's thread for huge pages, or a link's, may hold what it needs for a moment longer."""
-    deadline = time.monotonic() + 10
-    while held() != expected:
-        assert time.monotonic() < deadline, (held(), expected)
-        time.sleep(0.01)
+    wait_until(lambda: held() == expected, what=lambda: f"{held()}, {expected}")
 
 
 def test_close_leaves_nothing_behind(transport: str) -> None:

@@ -15,10 +15,10 @@ import msgspec
 import pytest
 
 from bench.transfer.certificates import Authority
-from kvtransfer import Completed, Failed
+from kvtransfer.interface import Completed, Failed
 from kvtransfer.transports.registry import TransportOptions
 from kvtransfer.transports.tls import TlsTransport
-from messaging.tls import TlsFiles
+from messaging.files import TlsFiles
 from messaging.wake import Wake
 from protocol.peers import PeerAddress
 from tests.faults.proxy import Damage, Proxy
@@ -31,9 +31,9 @@ from tests.kvtransfer.transfer_sides import (
     close_memories,
     idle_cpu_seconds,
     make_pool,
-    wait_until,
 )
 from tests.tiers.seeds import seeds
+from tests.waiting import wait_until
 
 Closing = Callable[[Any], Any]
 PROMPT_S = 15.0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtransfer import Completed, Progress, Sent
+from kvtransfer.interface import Completed, Progress, Sent
 from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, block, is_over, make_pool, moved
 from tests.tiers.seeds import seeds
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvtransfer.interface import TransferError
-from kvtransfer.transports.ucx import bindings
+from kvtransfer.transports import ucx_agent
 from tests.faults.leftovers import shared_segments, wait_no_orphans
 from tests.kvtransfer.ucx_processes import (
     Process,
@@ -62,7 +62,7 @@ def test_blocks_arrive_wherever_they_are_wanted(closing: Closing, tls: str) -> N
 def test_it_listens_on_the_ports_that_it_is_given() -> None:
     """But on loopback, where UCX has a further port."""
     code = (
-        "import psutil; from kvtransfer.transports.ucx.agent import Agent; "
+        "import psutil; from kvtransfer.transports.ucx_agent import Agent; "
         "agent = Agent('ports-1', ports=range(20_000, 30_000)); "
         "print(*(each.laddr.port for each in psutil.Process().net_connections('inet'))); agent.close()"
     )
@@ -212,15 +212,15 @@ def test_garbled_metadata_is_an_error(closing: Closing) -> None:
 
 
 def test_a_host_without_nixl_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bindings, "_PACKAGES", ("nixl_of_no_kind",))
+    monkeypatch.setattr(ucx_agent, "_PACKAGES", ("nixl_of_no_kind",))
     with pytest.raises(TransferError, match="pip install --no-deps nixl"):
-        bindings.bindings.__wrapped__()
+        ucx_agent.bindings.__wrapped__()
 
 
 def test_loading_nixl_leaves_logging_alone(tmp_path: Path) -> None:
     code = """if True:
         import logging, sys
-        from kvtransfer.transports.ucx.bindings import bindings
+        from kvtransfer.transports.ucx_agent import bindings
         handler = logging.FileHandler(sys.argv[1], mode="w")
         logging.getLogger().addHandler(handler)
         logging.warning("before")

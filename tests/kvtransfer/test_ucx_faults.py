@@ -19,6 +19,7 @@ from tests.kvtransfer.ucx_processes import (
     Sender,
     join,
 )
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
 
@@ -50,16 +51,11 @@ def begin_and_wait_until_moving(receiver: Process) -> None:
     """Read again and again; return once something has come."""
     before = receiver.ask("first_bytes")
     receiver.ask("begin", EVERYTHING, True)
-    deadline = time.monotonic() + WAIT_S
-    while receiver.ask("first_bytes") == before:
-        assert time.monotonic() < deadline
+    wait_until(lambda: receiver.ask("first_bytes") != before)
 
 
 def wait_until_over(receiver: Process) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while receiver.ask("num_orphaned_reads"):
-        assert time.monotonic() < deadline, "a read stays in limbo"
-        time.sleep(0.01)
+    wait_until(lambda: not receiver.ask("num_orphaned_reads"), WAIT_S, "the read's end")
 
 
 def read_from_frozen(closing: Closing, read_s: float) -> tuple[Process, Process]:

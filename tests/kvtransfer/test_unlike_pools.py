@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtransfer import Completed, PoolMemory, Progress, RegisteredPool
 from kvtransfer.blocks.device import queue_of
 from kvtransfer.blocks.layout import DTYPES, block_bytes
+from kvtransfer.blocks.memory import PoolMemory
+from kvtransfer.interface import Completed, Progress, RegisteredPool
 from kvtransfer.transports.registry import TransportOptions
 from protocol.handoff import Extent, SegmentInfo
 from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, moved

@@ -10,15 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from kvtransfer import Completed, Failed, PoolMemory, Progress, Receiver, RegisteredPool, Sender
-from kvtransfer.blocks.checksum import Mode
-from kvtransfer.framing.channel import Channel
-from kvtransfer.framing.messages import Ack, Piece
+from kvtransfer.blocks.extents import Mode
+from kvtransfer.blocks.memory import PoolMemory
+from kvtransfer.channel import Channel
+from kvtransfer.interface import Completed, Failed, Progress, RegisteredPool
+from kvtransfer.messages import Ack, Piece
 from kvtransfer.pairs import Pairs
+from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Sender
 from kvtransfer.streams.handshake import Identity, examine, introduce
-from kvtransfer.transports.host import host_id
 from kvtransfer.transports.registry import TransportOptions, open_transports
-from kvtransfer.transports.transport import Transport
+from kvtransfer.transports.transport import Transport, host_id
 from messaging.wake import Wake
 from protocol.handoff import Extent
 from protocol.ids import new_incarnation
@@ -60,14 +62,6 @@ def block(pool: RegisteredPool, index: int) -> bytes:
 
 def is_over(event: object) -> bool:
     return isinstance(event, (Completed, Failed)) or (isinstance(event, Progress) and event.complete)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """For what no event tells."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.0005)
 
 
 class End:

@@ -38,7 +38,7 @@ def held() -> dict[str, list[str]]:
 
 
 def hello_of(num_blocks: int, block_bytes: int) -> Any:
-    from kvtransfer.framing.messages import WIRE_VERSION, Hello
+    from kvtransfer.messages import WIRE_VERSION, Hello
 
     return Hello(
         version=WIRE_VERSION,
@@ -107,7 +107,7 @@ class Sender(Side):
     """Connects to receivers and offers its pool to them."""
 
     def connect(self, address: str) -> None:
-        from kvtransfer.framing.channel import Channel
+        from kvtransfer.channel import Channel
 
         deadline = time.monotonic() + WAIT_S
         self.outgoing = Channel(self.transport.connect(address), self.wake, WAIT_S)
@@ -123,7 +123,7 @@ class Receiver(Sender):
     """Reads from the sender that has connected last, on a thread, under one gate."""
 
     def open(self) -> None:
-        from kvtransfer.leases.gate import WriteGate
+        from kvtransfer.lease import WriteGate
 
         super().open()
         self.listener, self.address = self.transport.listen("127.0.0.1")
@@ -136,7 +136,7 @@ class Receiver(Sender):
 
     def accept(self) -> None:
         """Take the next connection, on which the sender has introduced itself."""
-        from kvtransfer.framing.channel import Channel
+        from kvtransfer.channel import Channel
 
         self.listener.settimeout(WAIT_S)
         accepted, _ = self.listener.accept()
@@ -159,7 +159,7 @@ class Receiver(Sender):
 
     def begin(self, runs: list[tuple[int, int, int]], repeat: bool = False, gated: bool = True) -> None:
         from kvtransfer.blocks.extents import from_wire
-        from kvtransfer.leases.gate import WriteGate
+        from kvtransfer.lease import WriteGate
         from tests.kvtransfer.test_leases import runs as on_the_wire
 
         blocks = from_wire(on_the_wire(*runs), 2**31, 2**31)
@@ -208,13 +208,13 @@ class Receiver(Sender):
             thing.close()
 
     def metadata_of_another_agent(self) -> bytes:
-        from kvtransfer.transports.ucx.agent import Agent
+        from kvtransfer.transports.ucx_agent import Agent
 
         self.other = Agent("other")
         return self.other.metadata()
 
     def connect_agent(self, name: str, metadata: bytes) -> None:
-        from kvtransfer.transports.ucx.agent import Agent
+        from kvtransfer.transports.ucx_agent import Agent
 
         agent = Agent("tester")
         try:
@@ -232,7 +232,7 @@ class Receiver(Sender):
         return self.gate.close()
 
     def reopen_gate(self) -> None:
-        from kvtransfer.leases.gate import WriteGate
+        from kvtransfer.lease import WriteGate
 
         self.gate = WriteGate(self.emptied.set)
 

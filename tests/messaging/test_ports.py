@@ -7,7 +7,7 @@ import socket
 import pytest
 import zmq
 
-from kvtransfer.transports.sockets import connect_tcp, listen_tcp
+from kvtransfer.transports.transport import connect_tcp, listen_tcp
 from messaging.sockets import ClusterKeys, bind_router
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError

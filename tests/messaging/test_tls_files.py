@@ -11,7 +11,7 @@ import pytest
 
 from bench.transfer.certificates import Authority
 from deploy.config import load_config
-from messaging.tls import TlsFiles, tls_files
+from messaging.files import TlsFiles, tls_files
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from engine.quantization.weight import CodeFormat
 from quantization import texts
 from quantization.calibration import find_blocks, linears
 from quantization.command import quantize
-from quantization.evaluation import predict
 from quantization.preparation import QuantizeOptions
+from quantization.texts import HeldOut, predict
+from tests.quantization.tiny import tiny_model, windows
 from tests.real_models import smollm2
+from tests.speculation.tiny_trained import write_tiny_tokenizer
 from training.data import read_texts
 
 ROOT = Path(__file__).parents[2]
@@ -64,3 +67,17 @@ def test_gptq_loses_less_than_rounding(rounded: Rounded, tmp_path: Path) -> None
     by_rounding = rounded.bits_per_byte / result.before.bits_per_byte - 1
     print(f"gptq {result.change:+.2%}, rounded to nearest {by_rounding:+.2%}")
     assert result.change < 0.8 * by_rounding
+
+
+def test_perplexity_and_bits_per_byte(tmp_path: Path) -> None:
+    write_tiny_tokenizer(tmp_path)
+    tokens = windows()
+    tokens[:, 1:] = tokens[:, 1:].clamp(1, 80)
+    text = HeldOut.of(tokens, AutoTokenizer.from_pretrained(tmp_path))
+    assert text.num_tokens == 6 * 31
+    assert text.num_bytes == 6 * 31, "ASCII is a byte a token"
+    model = tiny_model()
+    found = predict(model, text)
+    nats = model(input_ids=tokens, labels=tokens, use_cache=False).loss.item()
+    assert found.perplexity == pytest.approx(math.exp(nats), rel=1e-5)
+    assert found.bits_per_byte == pytest.approx(nats / math.log(2), rel=1e-5)

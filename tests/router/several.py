@@ -12,7 +12,7 @@ from conftest import RunningRouter
 from fake_worker import FakeWorker
 from router_clients import eventually
 
-from deploy.routers.ports import RouterPorts
+from deploy.routers.pool import RouterPorts
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 

@@ -16,7 +16,7 @@ import pytest
 
 from bench.transfer.certificates import Authority
 from deploy.config import load_config
-from messaging.tls import TlsFiles
+from messaging.files import TlsFiles
 from protocol.errors import ConfigError
 from router import server as router_server
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from bench.transfer.accuracy import NEW_TOKENS, Agreement, Continuation, Handoffs, agreement
+from kvtransfer.blocks.convert import Quantizer
 from kvtransfer.blocks.layout import BlockLayout, block_bytes
-from kvtransfer.blocks.quantize import Quantizer
 
 NUM_VALUES = 4 * 2 * 16 * 2 * 64
 """In a block of the bundled model."""

@@ -24,8 +24,7 @@ from tests.speculation.tiny_trained import VOCAB_SIZE, write_text, write_tiny_mo
 from training.data import Windows
 from training.heads.command import head_schedule
 from training.heads.contract import HeadOptions, Target
-from training.heads.evaluation import Continuations, acceptance, continue_greedily
-from training.heads.learner import HeadLearner, hidden_states
+from training.heads.learner import Continuations, HeadLearner, acceptance, continue_greedily, hidden_states
 from training.heads.medusa import MedusaTraining, build_medusa
 from training.loop import Schedule, Trainer
 

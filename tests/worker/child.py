@@ -20,18 +20,17 @@ import msgspec
 import engine.step.calibration
 import worker.fetch
 import worker.heartbeat
-import worker.peer_links
+import worker.peers
 import worker.progress
 from engine.step.results import StepResult
 from engine.step.scheduler import ScheduledStep
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.roles import RoleSpec
-from worker.launch import Launch
+from worker.launch import Launch, StopHandle
 from worker.loop import WorkerLoop
 from worker.process import run_worker
-from worker.ranks import fork_ranks
-from worker.stop import StopHandle
+from worker.setup import fork_ranks
 
 
 def run_child(
@@ -104,7 +103,7 @@ def put_in(loop: WorkerLoop, kind: str, *values: str) -> None:
             when, method, times = values
             at_call(loop, block if kind == "block" else spin, when, method, int(times))
         case "idle":
-            worker.peer_links.IDLE_LINK_S = float(values[0])
+            worker.peers.IDLE_LINK_S = float(values[0])
         case "fetch":
             worker.fetch.FETCH_TIMEOUT_S = float(values[0])
         case _:

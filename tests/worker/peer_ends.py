@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,16 +19,10 @@ from protocol.ids import new_incarnation, token_ids_digest
 from protocol.peers import PeerAddress
 from protocol.requests import EngineRequest
 from protocol.worker_to_worker import Handoff, PeerReply, PeerRequest, Release, Reserve, Reserved
+from tests.waiting import wait_until
 from tests.worker.harness import WAIT_S, Cluster
 
 Message = TypeVar("Message")
-
-
-def until(done: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not done():
-        assert time.monotonic() < deadline, "it does not come"
-        time.sleep(0.005)
 
 
 def manifest(
@@ -140,7 +133,9 @@ class PrefillEnd:
 
     def pushed(self, grant: Reserved, event: type[SendEvent] = Completed) -> None:
         """Wait until the receiver has everything, or until another `event` of the lease."""
-        until(lambda: any(isinstance(e, event) and e.lease_id == grant.lease_id for e in self.sender.poll()))
+        wait_until(
+            lambda: any(isinstance(e, event) and e.lease_id == grant.lease_id for e in self.sender.poll())
+        )
 
     def push_failed(self, grant: Reserved) -> None:
         self.pushed(grant, Failed)

@@ -22,6 +22,7 @@ from protocol.router_to_worker import Abort, LoadAdapter, UnloadAdapter
 from protocol.worker_to_router import AdapterLoaded
 from protocol.worker_to_worker import Reserve, Reserved, ReserveRefused
 from tests.engine.adapter_files import write_adapter
+from tests.waiting import wait_until
 from tests.worker.light_loop import OURS, LightLoop, ask, small_engine
 from worker.adapter_loads import MOST_STALLED, READS_AT_ONCE, STALL_S
 
@@ -101,11 +102,7 @@ def poll(light: LightLoop, later_s: float = 0.0) -> None:
 
 def until(light: LightLoop, done: Callable[[], bool]) -> None:
     """Go on with what comes from the disk."""
-    deadline = time.monotonic() + 20
-    while not done():
-        assert time.monotonic() < deadline
-        poll(light)
-        time.sleep(0.002)
+    wait_until(done, meanwhile=lambda: poll(light))
 
 
 def tokens(light: LightLoop, request_id: str) -> list[int]:

@@ -10,8 +10,7 @@ from typing import Any, cast
 from protocol.ids import new_request_id, router_of
 from tests.worker.harness import ROUTER, Cluster, request, tiny_config
 from tests.worker.tiny_model import VOCAB_SIZE
-from worker.link import RouterLinks
-from worker.router_leases import RouterLeases
+from worker.link import RouterLeases, RouterLinks
 
 OURS, THEIRS = f"{ROUTER}.ours", "second.theirs"
 NUM_TOKENS = 60

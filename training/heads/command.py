@@ -9,23 +9,21 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from engine.load.loader import choose_device, choose_dtype
 from protocol.errors import ConfigError
-from training.data import Windows, encode_texts, read_texts
+from training.data import Windows, cut_windows, encode_texts, load, load_frozen, read_texts, spread
 from training.heads import card
 from training.heads.contract import HeadOptions, Target, TrainableHead
 from training.heads.eagle import build_eagle3
-from training.heads.evaluation import acceptance, continue_greedily
-from training.heads.learner import HeadLearner
+from training.heads.learner import HeadLearner, acceptance, continue_greedily
 from training.heads.medusa import build_medusa
 from training.loop import FinishedStep, Schedule, Trainer
 
@@ -68,7 +66,7 @@ def train(options: TrainOptions, console: Console) -> list[float]:
     """
     if (options.output / "config.json").exists():
         raise ConfigError(f"--output: {options.output} has finished heads already; choose another folder")
-    tokenizer = _load(AutoTokenizer, options.model)
+    tokenizer = load(AutoTokenizer, options.model)
     stream, held_out = _streams(options, tokenizer)
     prompts = _prompts(held_out, options)
     target = _target(options, stream)
@@ -96,13 +94,6 @@ def train(options: TrainOptions, console: Console) -> list[float]:
     return rates
 
 
-def _load(kind: Any, model: str, **options: Any) -> Any:
-    try:
-        return kind.from_pretrained(model, **options)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model: cannot load {model!r}: {error}") from error
-
-
 def _streams(options: TrainOptions, tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
     """Return the tokens to train on, and the held-out ones: another text's, or a part of the same."""
     stream = encode_texts(read_texts(options.data), tokenizer)
@@ -113,9 +104,7 @@ def _streams(options: TrainOptions, tokenizer: PreTrainedTokenizerBase) -> tuple
 
 
 def _target(options: TrainOptions, stream: Tensor) -> Target:
-    device = choose_device(options.device)
-    model = _load(AutoModelForCausalLM, options.model, dtype="auto")
-    model = model.to(device, choose_dtype("auto", model.config, device)).eval().requires_grad_(False)
+    model = load_frozen(options.model, options.device)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     return Target(options.model, model, torch.bincount(stream.long(), minlength=vocab_size))
 
@@ -162,13 +151,12 @@ def _prompts(held_out: Tensor, options: TrainOptions) -> Tensor:
     """Return windows spread evenly over the held-out tokens, with room for a continuation: int64 [n,
     length].
     """
-    windows = held_out[: len(held_out) // options.length * options.length].view(-1, options.length)
+    windows = cut_windows(held_out, options.length)
     if not len(windows):
         raise ConfigError(
             f"--length: {options.length} exceeds the {len(held_out)} tokens held out; give more text, or less"
         )
-    chosen = torch.linspace(0, len(windows) - 1, min(options.held_out_windows, len(windows))).long()
-    return windows[chosen, : max(1, options.length - CONTINUED_TOKENS)].long()
+    return spread(windows, options.held_out_windows)[:, : max(1, options.length - CONTINUED_TOKENS)]
 
 
 def _table(rates: list[float]) -> Table:

@@ -19,8 +19,9 @@ from protocol.errors import ConfigError
 from protocol.outputs import TokenOutput, paged_logprobs
 from tests.engine.test_engine import BLOCK_BYTES, MAX_LEN, ask, prompt_of, run, tiny_engine, tokens
 from tests.engine.test_engine import assert_empty as assert_pool_empty
-from tests.engine.tiers_parts import StuckFile, eventually
+from tests.engine.tiers_parts import StuckFile
 from tests.tiers.seeds import seeds
+from tests.waiting import wait_until
 from tests.worker.tiny_model import assert_greedy, greedy
 
 GIB = 2**30
@@ -66,7 +67,7 @@ def written(engine: Engine) -> None:
         tiers.poll()
         return engine.tiers.num_disk_queued == 0
 
-    eventually(idle)
+    wait_until(idle)
     tiers.poll()
 
 

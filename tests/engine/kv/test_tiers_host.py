@@ -17,11 +17,11 @@ from tests.engine.tiers_parts import (
     PlainMemory,
     StuckFile,
     content_of,
-    eventually,
     identity_of,
     open_file,
 )
 from tests.tiers.seeds import seeds
+from tests.waiting import wait_until
 
 BLOCK_BYTES = 256
 
@@ -52,7 +52,7 @@ class Rig:
             self.host.poll()
             return self.host.num_disk_queued == 0
 
-        eventually(idle)
+        wait_until(idle)
         self.host.poll()
 
     def fetch(self, *numbers: int) -> DiskFetch:
@@ -65,7 +65,7 @@ class Rig:
             self.host.poll()
             return fetch.remaining == 0
 
-        eventually(arrived)
+        wait_until(arrived)
 
     def load(self, *numbers: int) -> int:
         """Load into pool blocks 100, 101, ...; all that comes must be right."""
@@ -221,7 +221,7 @@ def test_a_slow_disk_is_waited_for_until_the_deadline(
     monkeypatch.setattr(host_module, "FETCH_TIMEOUT_S", 0.05)
     fetch = rig.host.fetch(map(identity_of, range(2)))
     assert rig.host.is_pending(fetch)
-    eventually(lambda: not rig.host.is_pending(fetch))
+    wait_until(lambda: not rig.host.is_pending(fetch))
     assert not rig.host.is_pending(fetch)
     assert rig.count("disk_fetch_timeouts") == 1
     assert rig.load(0) == 0
@@ -238,7 +238,7 @@ def test_what_nobody_waits_for_any_more_is_not_read(stuck_rig: Rig, monkeypatch:
     StuckFile.go.clear()
     monkeypatch.setattr(host_module, "FETCH_TIMEOUT_S", 0.02)
     fetches = [rig.host.fetch(map(identity_of, numbers)) for numbers in ([0, 1, 2, 3], [4, 5])]
-    eventually(lambda: not any(map(rig.host.is_pending, fetches)))
+    wait_until(lambda: not any(map(rig.host.is_pending, fetches)))
     StuckFile.go.set()
     for fetch in fetches:
         rig.wait(fetch)

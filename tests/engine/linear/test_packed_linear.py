@@ -13,7 +13,7 @@ from torch import nn
 from engine.linear import packed
 from engine.linear.packed import PackedLinear, kernel_fault, pack_linears
 from native import build
-from native.openmp import gomp_parallel
+from native.threads import gomp_parallel
 from tests.engine.kernels import CPU, needs_kernel
 
 pytestmark = needs_kernel

@@ -14,7 +14,7 @@ from kvtransfer.pairs import PairCounter
 from protocol.metrics import PAIR_COUNTERS, PAIR_STATE, REPORTED, ROUTER, VLLM, WORKER, reported
 from router.observe.metrics_docs import TARGET, render
 from speculation.account import Account
-from worker.counters import Counters
+from worker.parts import Counters
 
 BY_NAME = {metric.name: metric for metric in REPORTED}
 

@@ -15,7 +15,7 @@ from engine.devices.cpu.attention.structs import CallArgs, KvLayerArgs, PoolArgs
 from engine.kv.attention import AttentionMetadata, LayerKv
 from engine.kv.row_codes import KvRows
 from native.build import declare, load_library
-from native.openmp import gomp_parallel
+from native.threads import gomp_parallel
 from protocol.handoff import ROW_QUANTIZATIONS
 
 _STORED = ("none", ROW_QUANTIZATIONS["int8"], ROW_QUANTIZATIONS["fp8"])

@@ -22,7 +22,7 @@ from engine.devices.cpu.recurrent.structs import (
 )
 from engine.kv.state_slots import LayerStateSlots, RowSpan, StateSlots
 from native.build import declare, load_library
-from native.openmp import gomp_parallel
+from native.threads import gomp_parallel
 
 
 @functools.cache

@@ -1,0 +1,205 @@
+"""Commands that need no running server: simulate, measure, train draft heads, choose layers, quantize."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from deploy.commands import fail, failures
+from deploy.preflight import check_source
+from models.bundled import bundled_path
+
+
+def bench(context: typer.Context) -> None:
+    """Measure a server: `tandem bench serve --help`."""
+    try:
+        from bench.cli import app as bench_app
+
+        bench_app(args=context.args, prog_name="tandem bench")
+    except ModuleNotFoundError as error:
+        raise fail(f"bench needs the package {error.name}: pip install 'tandem-serve[bench]'") from error
+
+
+def plan(
+    trace: Annotated[str, typer.Option(metavar="FILE", help="JSONL trace in Mooncake's form.")],
+    slo_ttft: Annotated[str, typer.Option(metavar="SECONDS", help="Limit of the time to the first token.")],
+    slo_tpot: Annotated[str, typer.Option(metavar="SECONDS", help="Limit of the time between two tokens.")],
+    workers: Annotated[
+        str, typer.Option(metavar="N", help="Prefill and decode workers together, at least 2.")
+    ],
+    profile: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Profile from `tandem profile`. (default: h100-llama-3.1-8b)"),
+    ] = None,
+    trace_scale_lengths: Annotated[
+        str | None, typer.Option(metavar="NUMBER", help="Factor on the trace's lengths. (default: 1)")
+    ] = None,
+    trace_speedup: Annotated[
+        str | None, typer.Option(metavar="NUMBER", help="Factor on the rate of requests. (default: 1)")
+    ] = None,
+    max_input_len: Annotated[
+        str | None, typer.Option(metavar="INTEGER", help="Longest prompt; longer ones are cut.")
+    ] = None,
+    max_output_len: Annotated[
+        str | None, typer.Option(metavar="INTEGER", help="Longest output; longer ones are cut.")
+    ] = None,
+    num_prompts: Annotated[
+        str | None, typer.Option(metavar="INTEGER", help="Only the first requests of the trace.")
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Folder for plan.json and plan.svg. (default: plan)")
+    ] = None,
+) -> None:
+    """Simulate a trace on a number of workers with every split into roles, and recommend a split."""
+    given = dict(locals())
+    from rich.console import Console
+
+    from planner.command import parse
+    from planner.command import plan as run
+
+    with failures():
+        run(parse(given), Console())
+
+
+speculate = typer.Typer(help="Drafts for a model of your own.", no_args_is_help=True)
+
+
+def _found(model: str) -> str:
+    """Return the model's folder or hub id after checking that it exists. Import modules that need torch
+    afterwards.
+    """
+    with failures():
+        check_source(source := bundled_path(model), "--model")
+    return source
+
+
+@speculate.command("train")
+def speculate_train(
+    method: Annotated[Literal["eagle3", "medusa"], typer.Option(help="Kind of heads to train.")],
+    model: Annotated[str, typer.Option(help="Local folder or hub id of the model to serve.")],
+    data: Annotated[
+        Path, typer.Option(help='Text: a file, a folder of files, or JSONL with a "text" in each line.')
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the heads. Default: the model's name and the method's.")
+    ] = None,
+    held_out: Annotated[
+        Path | None, typer.Option(help="Text to measure on. Default: a twentieth of the data.")
+    ] = None,
+    depth: Annotated[
+        int | None, typer.Option(min=1, help="Tokens to draft, the number of Medusa's heads.")
+    ] = None,
+    num_layers: Annotated[int | None, typer.Option(min=1, help="Layers of each head.")] = None,
+    draft_vocab_size: Annotated[
+        int | None, typer.Option(min=1, help="Draft only from this many of the most frequent tokens.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Training steps. Default: once through the data.")
+    ] = None,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step.")] = 4096,
+    length: Annotated[int, typer.Option(min=32, help="Tokens in a window.")] = 512,
+    learning_rate: Annotated[float, typer.Option(min=0.0)] = 1e-3,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option()] = "auto",
+) -> None:
+    """Train draft heads on text and measure them on text held out. Run it again to resume it."""
+    model = _found(model)
+    from rich.console import Console
+
+    from training.heads.command import TrainOptions, train
+    from training.heads.contract import HeadOptions
+
+    options = TrainOptions(
+        method=method,
+        model=model,
+        data=data,
+        output=output or Path(f"{Path(model).name}-{method}"),
+        held_out=held_out,
+        head=HeadOptions(depth=depth, num_layers=num_layers, draft_vocab_size=draft_vocab_size),
+        steps=steps,
+        batch_tokens=batch_tokens,
+        length=length,
+        learning_rate=learning_rate,
+        seed=seed,
+        device=device,
+    )
+    with failures():
+        train(options, Console())
+
+
+@speculate.command("choose-layers")
+def speculate_choose_layers(
+    model: Annotated[str, typer.Option(help="Local folder or hub id of the model to serve.")],
+    data: Annotated[
+        Path,
+        typer.Option(help='Text to measure on: a file, a folder, or JSONL with a "text" in each line.'),
+    ],
+    output: Annotated[Path, typer.Option(help="File for the value of --speculative-config.")] = Path(
+        "layers.json"
+    ),
+    num_layers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Layers to skip. Default: the fastest number, up to half."),
+    ] = None,
+    windows: Annotated[int, typer.Option(min=1, help="Windows of text to measure on.")] = 8,
+    length: Annotated[int, typer.Option(min=32, help="Tokens in a window.")] = 256,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option()] = "auto",
+) -> None:
+    """Choose the layers that a model skips when it drafts for itself."""
+    model = _found(model)
+    from rich.console import Console
+
+    from training.layer_choice import ChooseOptions, choose_layers
+
+    options = ChooseOptions(model, data, output, num_layers, windows, length, device)
+    with failures():
+        choose_layers(options, Console())
+
+
+def quantize(
+    method: Annotated[
+        Literal["awq", "gptq", "int8", "fp8"],
+        typer.Option(help="Quantization method; awq and gptq calibrate."),
+    ],
+    model: Annotated[str, typer.Option(help="Local folder or hub id.")],
+    output: Annotated[Path, typer.Option(help="Folder for the quantized model.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(help='Text: a file, a folder of files, or JSONL with a "text" in each line.'),
+    ] = None,
+    held_out: Annotated[
+        Path | None, typer.Option(help="Text to measure on. Default: a twentieth of the data.")
+    ] = None,
+    bits: Annotated[int | None, typer.Option(help="Bits of a weight. Default: 4 for awq and gptq.")] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Weights that share a scale, for awq and gptq. Default: the largest fitting of 32, 64, 128."
+        ),
+    ] = None,
+    desc_act: Annotated[
+        bool, typer.Option("--desc-act", help="gptq: round the inputs with the largest activations first.")
+    ] = False,
+    samples: Annotated[
+        int | None, typer.Option(min=2, help="Windows of text to calibrate with. Default: up to 128.")
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=32, help="Tokens in a window. Default: 512.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the choice of windows.")] = 0,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option()] = "auto",
+) -> None:
+    """Quantize a model's linear layers, block by block, and measure it before and after.
+
+    An interrupted run continues when you run the command again.
+    """
+    given = dict(locals()) | {"model": _found(model)}
+    from rich.console import Console
+
+    from quantization.command import quantize as run
+    from quantization.preparation import QuantizeOptions
+
+    with failures():
+        run(QuantizeOptions(**given), Console())

@@ -1,0 +1,155 @@
+"""This host's processes: tells stuck ones from working ones, removes descendants and their directories."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+STOPPED_S = 3.0
+"""A process that has been stopped this long (by SIGSTOP, or by a debugger) is stuck."""
+
+IDLE_S = 150.0
+"""A process that should work but has used no core for this long is stuck. It may itself wait for a compiler,
+which ends within two minutes (`native.build`).
+"""
+
+_LONGEST_LOOK_S = 2.0
+"""The most time between two calls of `look` that counts: the watching process may have been stopped, too."""
+
+
+class ProcessWatch:
+    """Watches a process through repeated calls of `look`."""
+
+    def __init__(self, pid: int) -> None:
+        """Raises `psutil.NoSuchProcess`."""
+        self._process = psutil.Process(pid)
+        self._looked_at = time.monotonic()
+        self._core_s = -1.0
+        self._stopped_s = self._idle_s = 0.0
+        self.state = ""
+        """The process's state in a word: "running", "sleeping", "stopped", "disk-sleep"."""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def look(self) -> None:
+        """Read the process's state. Call it about once a second. Does nothing once the process has ended."""
+        now = time.monotonic()
+        passed_s, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK_S), now
+        try:
+            with self._process.oneshot():
+                self.state, core_s = str(self._process.status()), sum(self._process.cpu_times()[:4])
+        except psutil.NoSuchProcess:
+            return
+        is_stopped = self.state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        self._stopped_s = self._stopped_s + passed_s if is_stopped else 0.0
+        self._idle_s = self._idle_s + passed_s if core_s == self._core_s else 0.0
+        self._core_s = core_s
+
+    @property
+    def stopped(self) -> str:
+        """Return a message if the process has been stopped for too long, else ""."""
+        return f"process {self.pid} is stopped (SIGSTOP)" if self._stopped_s > STOPPED_S else ""
+
+    @property
+    def stuck(self) -> str:
+        """Return why the process, which should be at work, makes no progress, or "" if it may still."""
+        idle = f"process {self.pid} ({self.state}) has used no core for {self._idle_s:.0f} s"
+        return self.stopped or (idle if self._idle_s > IDLE_S else "")
+
+    def end(self, timeout_s: float) -> bool:
+        """Kill the process. Returns False if it still exists after `timeout_s`, as when it waits for a dead
+        disk.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._process.kill()
+            while self._process.status() != psutil.STATUS_ZOMBIE:
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.02)
+        except psutil.NoSuchProcess:
+            pass
+        return True
+
+
+log = logging.getLogger(__name__)
+
+_PR_SET_CHILD_SUBREAPER = 36
+_KILL_ROUNDS = 3
+_DIRECTORY_PREFIX = "tandem-"
+_LOCK = ".tandem-lock"
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends, so that `end_descendants` finds them."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_descendants(grace_s: float) -> None:
+    """Terminate every descendant, kill those that still run after `grace_s`, and reap them all."""
+    descendants = psutil.Process().children(recursive=True)
+    for process in descendants:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, left = psutil.wait_procs(descendants, timeout=grace_s)
+    for process in left:
+        log.warning("process %d did not end in time and is killed", process.pid)
+    kill_descendants()
+
+
+def kill_descendants() -> None:
+    """Kill and reap every descendant, including stopped ones and those that start meanwhile."""
+    for _ in range(_KILL_ROUNDS):
+        descendants = psutil.Process().children(recursive=True)
+        for process in descendants:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(descendants, timeout=1.0)
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            continue
+
+
+class PrivateDirectory:
+    """A directory for this process alone. Its path is short enough for Unix sockets within it.
+
+    The owner holds a lock in it, which works across pid namespaces; the kernel frees it when the process
+    ends. Directories with a dead owner are removed when the next directory is made.
+    """
+
+    def __init__(self) -> None:
+        base = Path("/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir())
+        for stale in base.glob(f"{_DIRECTORY_PREFIX}*/{_LOCK}"):
+            _remove_if_abandoned(stale)
+        self.path = Path(tempfile.mkdtemp(prefix=f"{_DIRECTORY_PREFIX}{os.getpid()}-", dir=base))
+        self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _remove_if_abandoned(lock: Path) -> None:
+    """Remove the lock's directory if its owner is dead. Only `PrivateDirectory` makes such locks, so a
+    user's own files are safe.
+    """
+    with contextlib.suppress(OSError):
+        if lock.lstat().st_uid != os.getuid():
+            return
+        descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent)
+        finally:
+            os.close(descriptor)

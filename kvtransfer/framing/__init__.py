@@ -1,1 +1,0 @@
-"""Messages of a data connection, and the sockets that carry them."""

@@ -1,0 +1,229 @@
+"""One lease: it permits one sender to write some blocks, and records the pieces that came under it."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtransfer.blocks.device import PAST, Mark
+from kvtransfer.blocks.extents import BlockIndices
+from kvtransfer.interface import Arrival
+from kvtransfer.messages import (
+    OTHER_SENDER,
+    OUTSIDE,
+    OVERTAKEN,
+    STILL_WRITTEN,
+    UNKNOWN_BLOCK_POOL,
+    Piece,
+)
+
+
+class WriteGate:
+    """Lets writers in until it is closed, then calls `on_empty` when the last one has left.
+
+    A gate `within` another one is closed, too, when that one is.
+    """
+
+    def __init__(self, on_empty: Callable[[], None] | None = None, within: WriteGate | None = None) -> None:
+        self._state = threading.Condition()
+        self._writers = 0
+        self._open = True
+        self._on_empty = on_empty
+        self._within = within
+
+    @property
+    def is_open(self) -> bool:
+        return self._open and (self._within is None or self._within.is_open)
+
+    def enter(self) -> bool:
+        """Return whether the caller may write now; if so it must `leave` afterwards."""
+        if self._within is not None and not self._within.enter():
+            return False
+        with self._state:
+            if self._open:
+                self._writers += 1
+                return True
+        if self._within is not None:
+            self._within.leave()
+        return False
+
+    def leave(self) -> None:
+        with self._state:
+            self._writers -= 1
+            emptied = not self._writers and not self._open
+            self._state.notify_all()
+        if emptied and self._on_empty is not None:
+            self._on_empty()
+        if self._within is not None:
+            self._within.leave()
+
+    @contextmanager
+    def writing(self) -> Iterator[bool]:
+        """Enclose one bounded write; yield whether it is allowed."""
+        allowed = self.enter()
+        try:
+            yield allowed
+        finally:
+            if allowed:
+                self.leave()
+
+    def close(self) -> bool:
+        """Begin no write after this. Return whether none is running; if one is, `on_empty` follows."""
+        with self._state:
+            self._open = False
+            return not self._writers
+
+    def wait_empty(self, deadline: float) -> bool:
+        """Return whether the last writer has left by the deadline (monotonic seconds)."""
+        with self._state:
+            return self._state.wait_for(lambda: not self._writers, max(0.0, deadline - time.monotonic()))
+
+
+@dataclass(frozen=True)
+class PieceArrival:
+    """The arrival of a piece: announced at a time (monotonic seconds), `nbytes` on the wire."""
+
+    transport: str
+    foreign_format: str
+    nbytes: int
+    announced: float
+
+
+@dataclass
+class ArrivalRecord:
+    """The arrivals of one lease's pieces.
+
+    The sender reports durations only, so the two clocks need not agree. Time in transit is not included.
+    """
+
+    transport: str = ""
+    nbytes: int = 0
+    wait_s: float = 0.0
+    foreign_formats: set[str] = field(default_factory=set)
+    _first_push: float = math.inf
+    _final_push_s: float = 0.0
+
+    def add(self, piece: Piece, arrival: PieceArrival) -> None:
+        """Record that a piece is in place."""
+        self.transport = arrival.transport
+        self.nbytes += arrival.nbytes
+        self.wait_s += piece.waited_s
+        if arrival.foreign_format:
+            self.foreign_formats.add(arrival.foreign_format)
+        self._first_push = min(self._first_push, arrival.announced - piece.waited_s - piece.pushed_s)
+        if piece.final:
+            self._final_push_s = piece.pushed_s
+
+    def arrival(self) -> Arrival:
+        """Summarize the arrivals. Called when the last piece has just come."""
+        now = time.monotonic()
+        seconds = now - self._first_push
+        return Arrival(
+            at=now,
+            transport=self.transport,
+            nbytes=self.nbytes,
+            seconds=seconds,
+            exposed_s=max(0.0, seconds - self._final_push_s),
+            wait_s=self.wait_s,
+            foreign_formats=frozenset(self.foreign_formats),
+        )
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """Attempts to write one part: the latest one's number, and the gates of attempts that may still write."""
+
+    number: int = -1
+    gates: list[WriteGate] = field(default_factory=list)
+
+
+class Lease:
+    """Blocks of one prompt, in order, in one or more block pools, and the record of which have arrived.
+
+    Only blocks in the `spans` of their block pools are written, [first, end) counted from the prompt's start:
+    earlier ones are cached, and maybe shared, or not needed. A *position* is a block's index in the prompt.
+    """
+
+    def __init__(
+        self,
+        lease_id: str,
+        blocks: Mapping[int, BlockIndices],
+        spans: Mapping[int, tuple[int, int]],
+        num_tokens: int,
+        gate: WriteGate,
+        after: Mark = PAST,
+    ) -> None:
+        self.lease_id = lease_id
+        self.blocks = blocks
+        self.spans = spans
+        self.num_tokens = num_tokens
+        self.gate = gate
+        self.after = after
+        """Work that the engine launched uses the blocks until this mark."""
+        self.sender: str | None = None
+        self.lost_at: float | None = None
+        self.arrivals = ArrivalRecord()
+        self._received: dict[int, npt.NDArray[np.bool_]] = {
+            block_pool: np.zeros(max(0, end - first), dtype=bool)
+            for block_pool, (first, end) in spans.items()
+        }
+        self._parts: set[int] = set()
+        self._attempts_lock = threading.Lock()
+        self._attempts: defaultdict[int, _Attempts] = defaultdict(_Attempts)
+        self._num_parts: int | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Tell whether every part has come, the final one among them."""
+        return len(self._parts) == self._num_parts
+
+    def refusal(self, block_pool: int, positions: BlockIndices, sender: str) -> str:
+        """Return why these positions of a block pool may not come from this sender; empty if they may."""
+        if self.sender is None:
+            self.sender = sender
+        if sender != self.sender:
+            return OTHER_SENDER
+        if block_pool not in self._received:
+            return UNKNOWN_BLOCK_POOL
+        inside = positions - self.spans[block_pool][0]
+        if len(inside) and (inside.min() < 0 or inside.max() >= len(self._received[block_pool])):
+            return OUTSIDE
+        return ""
+
+    def attempt(self, piece: Piece, deadline: float) -> tuple[WriteGate | None, str]:
+        """Return the gate for an attempt to write a piece, once no earlier attempt writes to its parts any
+        more.
+
+        An earlier attempt, over a transport that the sender gave up, may still be reading blocks that the
+        sender has reused. Return None and the reason if such an attempt does not end by the deadline, or if
+        a later attempt has begun already.
+        """
+        gate = WriteGate(within=self.gate)
+        earlier = []
+        with self._attempts_lock:
+            attempts = [self._attempts[index] for index in piece.part_indices]
+            if any(other.number >= piece.attempt for other in attempts):
+                return None, OVERTAKEN
+            for other in attempts:
+                other.number = piece.attempt
+                writing = [each for each in other.gates if not each.close()]
+                other.gates = [*writing, gate]
+                earlier += writing
+        is_alone = all(other.wait_empty(deadline) for other in earlier)
+        return (gate, "") if is_alone else (None, STILL_WRITTEN)
+
+    def record(self, piece: Piece, positions: BlockIndices) -> int:
+        """Record that a piece is in place; return how many of the sender's blocks are, in all block pools."""
+        self._received[piece.block_pool][positions - self.spans[piece.block_pool][0]] = True
+        self._parts.update(piece.part_indices)
+        if piece.final:
+            self._num_parts = piece.part_indices.stop
+        return sum(int(received.sum()) for received in self._received.values())

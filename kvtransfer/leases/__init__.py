@@ -1,1 +1,0 @@
-"""Leases: permission to write some of the receiver's blocks, for one sender and a limited time."""

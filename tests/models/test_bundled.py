@@ -1,0 +1,273 @@
+"""The bundled models: the pair, its draft heads and the hybrid."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3_5ForCausalLM,
+)
+
+from deploy.config import load_config
+from engine.engine import Engine
+from models.training.hybridize import begin
+from models.training.shapes import hybrid_config
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError
+from protocol.requests import EngineRequest
+from protocol.sampling import SamplingParams
+from protocol.speculation import SpeculativeConfig
+from speculation.speculator import speculate
+
+MODELS = Path(__file__).parents[2] / "models"
+TARGET, DRAFT = MODELS / "tandem-code-10m", MODELS / "tandem-code-1m"
+LIMIT_BYTES = 30_000_000
+CONTEXT = 1024
+
+TRICKY = [
+    "",
+    " ",
+    "\n\n\t \r\n",
+    "naïve café, Ελληνικά, русский, עברית, 日本語, 한국어",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 e\u0301 \u202e\ufeff\u2028",
+    "\x00\x01\x7f\x80\xff\ufffd\U0010ffff",
+    "".join(map(chr, range(0x300))),
+    "def  f( a,b ) :\n\treturn  a  \n\n\n    #  trailing   \n",
+    "1234567890 0xdeadbeef 3.14e-10",
+    "x <|endoftext|> y <|pad|>",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(TARGET)
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def draft() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def held_out() -> list[dict[str, str]]:
+    return [json.loads(line) for line in (MODELS / "heldout_prompts.jsonl").read_text("utf-8").splitlines()]
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    return model(input_ids=torch.tensor([ids])).logits[0]
+
+
+def bits_per_byte(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> float:
+    nats = size = 0.0
+    for text in texts:
+        ids = [tokenizer.bos_token_id, *tokenizer(text).input_ids]
+        losses = torch.nn.functional.cross_entropy(
+            logits(model, ids[:-1]), torch.tensor(ids[1:]), reduction="sum"
+        )
+        nats += losses.item()
+        size += len(text.encode())
+    return nats / math.log(2) / size
+
+
+def test_both_fit_in_the_repository_and_are_bf16() -> None:
+    weights = [*TARGET.glob("*.safetensors"), *DRAFT.glob("*.safetensors")]
+    assert len(weights) == 2
+    assert sum(path.stat().st_size for path in weights) < LIMIT_BYTES
+    assert [json.loads((folder / "config.json").read_text())["dtype"] for folder in (TARGET, DRAFT)] == [
+        "bfloat16",
+        "bfloat16",
+    ]
+
+
+def test_shapes(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    assert 8e6 < target.num_parameters() < 12e6
+    assert 0.8e6 < draft.num_parameters() < 1.2e6
+    for model in (target, draft):
+        assert model.config.vocab_size == 4096
+        assert model.config.max_position_embeddings == CONTEXT
+        assert model.config.head_dim % 16 == 0
+        assert model.config.num_key_value_heads < model.config.num_attention_heads
+
+
+def test_the_tokenizers_are_one(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert (TARGET / "tokenizer.json").read_bytes() == (DRAFT / "tokenizer.json").read_bytes()
+    assert len(tokenizer) == 4096
+    assert tokenizer.eos_token == tokenizer.bos_token == "<|endoftext|>"
+    assert tokenizer.pad_token == "<|pad|>"
+
+
+@pytest.mark.parametrize("text", TRICKY)
+def test_tokenizer_round_trip(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_the_target_completes_python(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    inputs = tokenizer("class Point:\n    def __init__(self", return_tensors="pt")
+    output = target.generate(**inputs, max_new_tokens=24, do_sample=False)
+    completion = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
+    signature, _, body = completion.partition("):\n")
+    assert signature.startswith(",") or not signature
+    assert body.startswith("        self.")
+
+
+def test_held_out_bits_per_byte(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: list[dict[str, str]],
+) -> None:
+    texts = [entry["prompt"] + entry["continuation"] for entry in held_out[::8]]
+    of_target, of_draft = (bits_per_byte(model, tokenizer, texts) for model in (target, draft))
+    # 12 bits for each token of 3.5 bytes is what a model that knows nothing would need.
+    assert of_target < 1.5
+    assert of_target < of_draft < 1.7
+
+
+def test_the_draft_agrees_with_the_target(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: list[dict[str, str]],
+) -> None:
+    agreed = total = 0
+    for entry in held_out[::8]:
+        ids = tokenizer(entry["prompt"] + entry["continuation"]).input_ids
+        same = logits(target, ids).argmax(-1) == logits(draft, ids).argmax(-1)
+        agreed += int(same.sum())
+        total += len(same)
+    assert agreed / total > 0.55
+
+
+def last_losses(model: PreTrainedModel, ids: list[int], count: int) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(
+        logits(model, ids[:-1])[-count:], torch.tensor(ids[-count:]), reduction="none"
+    )
+
+
+def test_the_end_of_the_context_is_as_good_as_its_start(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, held_out: list[dict[str, str]]
+) -> None:
+    ids = tokenizer("\n\n".join(entry["prompt"] for entry in held_out)).input_ids
+    windows = [ids[start : start + CONTEXT + 1] for start in range(0, 4 * CONTEXT, CONTEXT)]
+    late = torch.cat([last_losses(target, window, 256) for window in windows])
+    early = torch.cat([last_losses(target, window[-321:], 256) for window in windows])
+    assert late.mean() < 1.05 * early.mean(), (late.mean(), early.mean())
+
+
+MEDUSA = MODELS / "tandem-code-10m-medusa"
+NUM_PROMPTS = 4
+NUM_TOKENS = 48
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[EngineRequest]:
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    lines = (MODELS / "heldout_prompts.jsonl").read_text("utf-8").splitlines()[:NUM_PROMPTS]
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
+    return [
+        EngineRequest(request_id=str(number), prompt_token_ids=prompt, sampling=params)
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def generate(
+    requests: list[EngineRequest], speculative: SpeculativeConfig | None
+) -> tuple[list[list[int]], float]:
+    """The outputs, and the mean number of tokens of a step."""
+    config = ServeConfig(model=str(TARGET), dtype="float32", device="cpu", compile="off")
+    config = msgspec.structs.replace(config, speculative_config=speculative, kv_cache_memory_bytes=32 << 20)
+    engine = Engine(config, speculate=speculate if speculative is not None else None)
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    steps = 0
+    for request in requests:
+        engine.add(request)
+    while engine.has_work():
+        for output in engine.step().outputs:
+            tokens[output.request_id] += output.token_ids
+            steps += 1
+    return list(tokens.values()), sum(map(len, tokens.values())) / steps
+
+
+@pytest.mark.parametrize(("tree", "num_tokens"), [(False, 3), (True, 16)])
+def test_medusa_heads_bring_tokens_and_change_none(
+    requests: list[EngineRequest], tree: bool, num_tokens: int
+) -> None:
+    options = SpeculativeConfig(
+        method="medusa", model=str(MEDUSA), tree=tree, num_speculative_tokens=num_tokens
+    )
+    plain, _ = generate(requests, None)
+    speculated, per_step = generate(requests, options)
+    assert speculated == plain
+    assert per_step > (1.3 if tree else 1.2)
+
+
+def test_they_are_small_and_have_a_card() -> None:
+    assert (MEDUSA / "model.safetensors").stat().st_size < 2 << 20
+    assert "accepted, with all before it" in (MEDUSA / "README.md").read_text()
+    config = json.loads((MEDUSA / "config.json").read_text())
+    assert len(config["rank_acceptance"]) == config["num_heads"] >= 3
+
+
+HYBRID = MODELS / "tandem-code-10m-hybrid"
+
+
+def test_it_is_small_and_has_the_tokenizer_of_the_pair() -> None:
+    config = json.loads((HYBRID / "config.json").read_text())
+    assert config["layer_types"] == ["linear_attention"] * 3 + ["full_attention"]
+    assert (HYBRID / "model.safetensors").stat().st_size < 21_000_000
+    assert (HYBRID / "tokenizer.json").read_bytes() == (
+        MODELS / "tandem-code-10m" / "tokenizer.json"
+    ).read_bytes()
+
+
+def test_held_out_bits_per_byte_of_the_hybrid(held_out: list[dict[str, str]]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(HYBRID)
+    model = AutoModelForCausalLM.from_pretrained(HYBRID, dtype=torch.float32).eval()
+    texts = [entry["prompt"] + entry["continuation"] for entry in held_out[::16]]
+    assert bits_per_byte(model, tokenizer, texts) < 1.5
+
+
+def test_the_draft_of_the_pair_drafts_for_it() -> None:
+    flags = {"model": HYBRID.name, "speculative_config": '{"method": "draft_model"}'}
+    config = load_config(flags, {}).speculative_config
+    assert config is not None
+    assert config.model == str(MODELS / "tandem-code-1m")
+    with pytest.raises(ConfigError, match="model: the method eagle needs one"):
+        load_config(flags | {"speculative_config": '{"method": "eagle"}'}, {})
+
+
+def test_it_begins_with_what_the_target_knows() -> None:
+    """Of one token, whose attention depends on no norm of queries and keys."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    torch.manual_seed(0)
+    target = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
+    for parameter in target.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.3)
+    config = hybrid_config()
+    config.update(sizes | heads | {"layer_types": ["linear_attention", "full_attention"], "dtype": "float32"})
+    hybrid = Qwen3_5ForCausalLM(config).eval()
+    begin(target, hybrid)
+    target.model.layers[0].self_attn.o_proj.weight.data.zero_()  # the delta net in its place adds nothing
+    token = torch.tensor([[7]])
+    with torch.no_grad():
+        expected, found = (model(input_ids=token).logits for model in (target, hybrid))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

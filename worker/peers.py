@@ -1,0 +1,132 @@
+"""A worker's sockets to other workers: a DEALER to each for its own requests, a ROUTER for theirs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import zmq
+
+from messaging.sockets import bind_router, connect_dealer, give_way, start_authenticator
+from protocol.codec import encode, peer_reply, peer_request
+from protocol.errors import ProtocolError
+from protocol.ids import peer_identity
+from protocol.peers import PeerAddress
+from protocol.ports import worker_ports
+from protocol.worker_to_worker import PeerReply, PeerRequest
+from worker.parts import WorkerParts
+
+log = logging.getLogger(__name__)
+
+IDLE_LINK_S = 60.0
+
+
+@dataclass(eq=False)
+class _Link:
+    address: PeerAddress
+    socket: zmq.Socket[bytes]
+    last_used: float
+
+
+class PeerLinks:
+    """Opens a connection when it is first needed and closes it when long unused, so that a dead incarnation
+    leaves no socket open.
+    """
+
+    def __init__(self, parts: WorkerParts, poller: zmq.Poller) -> None:
+        self._parts = parts
+        self._poller = poller
+        self._links: dict[str, _Link] = {}
+
+    def send(self, peer: PeerAddress, message: PeerRequest) -> None:
+        link = self._links.get(peer.incarnation) or self._open(peer)
+        link.last_used = time.monotonic()
+        link.socket.send(encode(message))
+        give_way()
+
+    def offer(self, peer: PeerAddress, message: PeerRequest) -> bool:
+        """Send a message that may be lost; return False if the queue to the peer is full."""
+        link = self._links.get(peer.incarnation) or self._open(peer)
+        link.last_used = time.monotonic()
+        try:
+            link.socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        give_way()
+        return True
+
+    def receive(self, events: dict[object, int]) -> list[tuple[PeerAddress, PeerReply]]:
+        """Return all replies that have arrived, each with the worker that sent it."""
+        replies: list[tuple[PeerAddress, PeerReply]] = []
+        for link in self._links.values():
+            if link.socket in events:
+                self._drain(link, replies)
+        return replies
+
+    def close_idle(self, now: float, in_use: set[str]) -> None:
+        """Close connections to incarnations that are not `in_use` and have not been for a while."""
+        for incarnation, link in list(self._links.items()):
+            if incarnation not in in_use and now - link.last_used > IDLE_LINK_S:
+                self._close(incarnation)
+
+    def close(self) -> None:
+        for incarnation in list(self._links):
+            self._close(incarnation)
+
+    def _open(self, peer: PeerAddress) -> _Link:
+        identity = peer_identity(self._parts.worker_id, self._parts.incarnation)
+        socket = connect_dealer(self._parts.context, self._parts.keys, peer.control, identity)
+        self._poller.register(socket, zmq.POLLIN)
+        link = _Link(peer, socket, time.monotonic())
+        self._links[peer.incarnation] = link
+        return link
+
+    def _close(self, incarnation: str) -> None:
+        link = self._links.pop(incarnation)
+        self._poller.unregister(link.socket)
+        link.socket.close(linger=500)
+
+    def _drain(self, link: _Link, replies: list[tuple[PeerAddress, PeerReply]]) -> None:
+        while True:
+            try:
+                raw = link.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                replies.append((link.address, peer_reply.decode(raw)))
+            except ProtocolError as error:
+                self._parts.counters.add("dropped_messages_total")
+                log.warning("dropped a reply of %s: %s", link.address.worker_id, error)
+
+
+class PeerSocket:
+    """Receives requests, each with the identity of its sender. A reply to a peer that is gone is dropped."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        self._counters = parts.counters
+        self._authenticator = start_authenticator(parts.context, parts.keys)
+        ports = worker_ports(parts.config)
+        self.socket, self.endpoint = bind_router(parts.context, parts.keys, parts.host, ports)
+
+    def receive(self) -> list[tuple[bytes, PeerRequest]]:
+        """Return all requests that have arrived; never wait."""
+        requests: list[tuple[bytes, PeerRequest]] = []
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return requests
+            try:
+                requests.append((frames[0], peer_request.decode(frames[-1])))
+            except ProtocolError as error:
+                self._counters.add("dropped_messages_total")
+                log.warning("dropped a request of %r: %s", frames[0], error)
+
+    def reply(self, identity: bytes, message: PeerReply) -> None:
+        self.socket.send_multipart([identity, encode(message)])
+        give_way()
+
+    def close(self) -> None:
+        self.socket.close(linger=500)
+        self._authenticator.stop()
