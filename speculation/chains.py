@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.batch.rows import SequenceRows
 from engine.batch.runner import ForwardOutput, Runner, Step
-from engine.devices.cpu.decoder.forward import DecoderForward
+from engine.devices.cpu.decoder.forward import NativeDecoder
 from engine.sampler import Sampler
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
@@ -44,7 +44,7 @@ class ChainDrafting:
         self._drawing = Drawing(sampler, verification)
         self._ahead = chains_ahead(runner, self._drawing, device, self.row)
         self._native: NativeChain | None = None
-        if isinstance(runner, DecoderForward) and runner.drafts:
+        if isinstance(runner, NativeDecoder) and runner.drafts:
             self._native = NativeChain(runner, vocab_size, verification)
 
     def draft(

@@ -13,10 +13,12 @@ from engine.devices.torch.recurrent_hooks import RecurrentHooks
 from engine.kv.layout import Group
 from engine.kv.state_layout import StateLayout
 from engine.lora.table import Adapters
+from engine.model.describe import UndescribedModelError, describe
+from engine.model.program import ModelProgram
 
 
 class Recurrent(NamedTuple):
-    """A model's recurrent layers: where our operators go, and what they keep of a sequence."""
+    """A model's recurrent layers: the hooks for our operators, and the layout of their states."""
 
     hooks: RecurrentHooks
     state: StateLayout
@@ -25,7 +27,7 @@ class Recurrent(NamedTuple):
 @dataclass(frozen=True)
 class LoadedModel:
     """`model` is in eval mode on `device`, its attention routed to the paged pool. If the native decoder runs
-    it, `description` has the weights of its layers.
+    it, `description` has the packed program, and the model's layers have no weights.
     """
 
     model: PreTrainedModel
@@ -36,17 +38,27 @@ class LoadedModel:
     max_model_len: int
     eos_token_ids: list[int]
     weights: str
-    """Tells them from others of the same name; taken before they are packed."""
+    """A fingerprint that tells them from others of the same name, taken before they are packed."""
     description: NativeModel | None = None
     recurrent: Recurrent | None = None
     adapters: Adapters | None = None
-    """What it can run beside its own weights; None without `--enable-lora`."""
+    """The adapters that it can run; None without `--enable-lora`."""
     in_ranks: bool = False
-    """Whether some workers have tensor-parallel ranks. All run it alike, as their KV goes around."""
+    """Whether some workers have tensor-parallel ranks. All run it alike, as they exchange KV."""
     expansion: str = ""
     """Why the pool has keys and values that it could keep as latents (`latent_attention`)."""
     checkpoint: str = ""
-    """What quantized its checkpoint, how, and what it is run as; "" if nothing did."""
+    """How its checkpoint is quantized, and the form that it is run in; "" if it is not."""
+
+    @property
+    def program(self) -> ModelProgram | None:
+        """The model's program; None if no family describes it. Made on demand: a kept one would keep weights
+        that packing frees.
+        """
+        try:
+            return describe(self.model)
+        except UndescribedModelError:
+            return None
 
     @property
     def num_layers(self) -> int:

@@ -29,6 +29,7 @@ from engine.load.preloaded import take_preloaded
 from engine.load.probe import probe
 from engine.load.quantized_checkpoint import describe_checkpoint, load_quantized, quantization_config
 from engine.lora.table import Adapters, adaptable
+from engine.model.describe import UndescribedModelError, describe
 from engine.model.fingerprint import model_fingerprint
 from engine.model.text_half import as_causal, load_checkpoint, make_model
 from engine.phases import phase
@@ -108,8 +109,14 @@ def load_model(config: ServeConfig) -> LoadedModel:
 
 
 def _in_one_table(group: Group, model: PreTrainedModel) -> Group:
-    """Our own decoders read one block table, on whatever device: workers of one model must keep it alike."""
-    if len({*group.sights}) == 1 or unfit(model) is not None:
+    """Make the group one of one table where our own decoders run the model: they read no others. It does not
+    depend on the device, as workers of one model exchange blocks.
+    """
+    try:
+        is_ours = unfit(describe(model)) is None
+    except UndescribedModelError:
+        is_ours = False
+    if len({*group.sights}) == 1 or not is_ours:
         return group
     logger.info("%s: layers within a sliding window keep all tokens", type(model).__name__)
     return replace(group, sights=())

@@ -15,7 +15,7 @@ from engine.devices.attention import select_backend
 from engine.devices.attention_tables import backend_over
 from engine.devices.cpu.attention.backend import CpuBackend
 from engine.devices.cpu.decoder.description import Description, unfit
-from engine.devices.cpu.decoder.forward import DecoderForward, library
+from engine.devices.cpu.decoder.forward import NativeDecoder, library
 from engine.devices.cpu.decoder.native_model import DTYPES
 from engine.devices.cpu.recurrent.native import kernel_addresses
 from engine.devices.loaded_model import LoadedModel
@@ -33,7 +33,6 @@ from engine.linear.packed_quantized import PackedQuantizedLinear, dequantize_lin
 from engine.linear.routed import RoutedLinear, RoutedQuantizedLinear
 from engine.load.loader import load_model
 from engine.lora.layers import attach
-from engine.model.families import has_experts
 from native.build import BuildError
 from protocol.config import ServeConfig
 
@@ -99,7 +98,7 @@ def build_runner(
     loaded = pack_model(loaded, compile, type(backend))
     if loaded.description is not None:
         assert isinstance(backend, CpuBackend)
-        return DecoderForward(loaded.description, backend, hidden_layers, loaded.adapters, state_slots)
+        return NativeDecoder(loaded.description, backend, hidden_layers, loaded.adapters, state_slots)
     fault = kernel_fault(loaded.device, loaded.dtype)
     if fault is not None:
         if loaded.device.type == "cpu":
@@ -135,13 +134,17 @@ def modules_forward(
 
 
 def _runs_natively(loaded: LoadedModel) -> bool:
-    """Ranks share experts by their modules. The kernels of experts and adapters take bfloat16 alone."""
-    if kernel_fault(loaded.device, loaded.dtype, DTYPES) is not None or unfit(loaded.model) is not None:
+    """Whether the native decoder runs it. Ranks share experts by their modules; the kernels of experts and of
+    adapters take bfloat16 alone.
+    """
+    if kernel_fault(loaded.device, loaded.dtype, DTYPES) is not None:
         return False
-    with_experts = has_experts(loaded.model)
-    if loaded.dtype is not torch.bfloat16 and (with_experts or loaded.adapters is not None):
+    program = loaded.program
+    if program is None or unfit(program) is not None:
         return False
-    return not (with_experts and loaded.in_ranks)
+    if loaded.dtype is not torch.bfloat16 and (program.has_experts or loaded.adapters is not None):
+        return False
+    return not (program.has_experts and loaded.in_ranks)
 
 
 def pack_model(loaded: LoadedModel, compile: str, backend: type[AttentionBackend]) -> LoadedModel:
@@ -162,7 +165,10 @@ def pack_model(loaded: LoadedModel, compile: str, backend: type[AttentionBackend
         else:
             if loaded.dtype is not torch.bfloat16:
                 dequantize_linears(loaded.model, loaded.dtype)
-            return replace(loaded, description=Description(loaded.model, loaded.max_model_len))
+            program, layers = loaded.program, loaded.model.model.layers
+            assert program is not None
+            packed = Description(program, loaded.max_model_len, lambda number: layers[number].to("meta"))
+            return replace(loaded, description=packed)
     if kernel_fault(loaded.device, loaded.dtype) is None:
         pack_experts(loaded.model)
         pack_absorbed(loaded.model)

@@ -1,52 +1,21 @@
-"""How the models that the native decoder runs are put together: where their layers keep their parts."""
+"""The table of model families: the names under which each family's layers keep their parts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
-ATTENTION, DELTA, SHORT_CONV, STATE_SPACE, NOTHING, CHANNEL_DELTA, LATENT = range(7)
-"""What mixes a layer's rows; `structs.h` has the same."""
-
-PLAIN, CENTRED, EXACT = range(3)
-"""How norms multiply by their weights; `row_math.h` has the same."""
-
-SOFTMAX, SIGMOID = range(2)
-"""What makes scores of a router's logits; `routing.h` has the same."""
-
-
-class Paths(NamedTuple):
-    """Of a layer's linear layers, in the order of the products that they are computed in; those of one
-    product have one input.
-    """
-
-    inputs: tuple[str, ...]
-    """Of the mixer."""
-    gates: tuple[str, ...]
-    output: tuple[str, ...]
-    gate_up: tuple[str, ...]
-    down: tuple[str, ...]
-    opener: tuple[str, ...] = ()
-    """Of the MLP beside experts."""
-
-
-NumberedPaths = tuple[int, Paths]
-"""With the number of the layer."""
+from engine.model.program import MixerKind, NormKind, Score
 
 
 @dataclass(frozen=True)
-class Mixer:
-    """A layer's module that mixes rows, and what it calls its linear layers and its convolution. Where all
-    layers have their modules at one path, `block` is the type of those that have this one. Of the `inputs`
-    those that are None are left out. `low_rank` are what goes on from the last of the gates, for decays and
-    for what opens outputs; `decays` has what decays are made with, if that is a module of its own. The layer
-    has an `input_multiplier` of what it reads.
-    """
+class MixerNames:
+    """A mixer's module in a layer, and the names of its parts. `inputs` that are None are left out."""
 
-    kind: int
+    kind: MixerKind
     path: str
     inputs: tuple[str, ...]
     output: str
@@ -54,59 +23,47 @@ class Mixer:
     conv: str = "conv1d"
     norm: str = "norm"
     block: str | None = None
+    """The `block_type` of layers with this mixer, where all layers keep their modules at one path."""
     low_rank: tuple[str, ...] = ()
+    """The second layers of low-rank products, for decays and for output gates."""
     decays: str = ""
-    interleaved: bool = False
-    """Whether linear layers' outputs lie key head by key head."""
+    """The module with the parameters of decays, if it is not the mixer's own."""
+    is_interleaved: bool = False
     input_multiplier: str | None = None
-
-    def paths(self, layer: nn.Module) -> Paths:
-        """Without an MLP."""
-        module = getattr(layer, self.path)
-        present = tuple(name for name in self.inputs if getattr(module, name) is not None)
-        inputs, gates, output = (
-            tuple(f"{self.path}.{name}" for name in names) for names in (present, self.gates, (self.output,))
-        )
-        return Paths(inputs, gates, output, (), ())
+    """The layer's attribute with the factor of the mixer's input."""
 
 
 @dataclass(frozen=True)
-class Routing:
-    """Where a layer with experts has them and their router, namely in `block`, and how this makes scores.
-    `shared` is the path of the MLP beside them, whose linear layers are called as in other layers.
+class RoutingNames:
+    """The module that holds a layer's experts and router, and how the router makes scores
+    (`engine.model.program.Experts`).
     """
 
     block: str = "mlp"
     router: str = "gate"
     shared: str | None = None
+    """The MLP next to the experts, whose linear layers have the names of other layers' MLPs."""
     opener: str | None = None
-    score: int = SOFTMAX
+    score: Score = Score.SOFTMAX
     preferences: str | None = None
-    """Added to scores only to find the highest."""
-    exact: bool = False
-    """Whether scores are made and used in float32, else rounded to bfloat16."""
+    is_exact: bool = False
     rounds: bool = True
-    """Whether the chosen scores are."""
     least_sum: float = 0.0
-    """Added to the chosen scores' sum, by which they are divided."""
 
 
-def _attention(output: str = "o_proj") -> Mixer:
-    return Mixer(ATTENTION, "self_attn", ("q_proj", "k_proj", "v_proj"), output)
+def _attention(output: str = "o_proj", **names: Any) -> MixerNames:
+    return MixerNames(MixerKind.ATTENTION, "self_attn", ("q_proj", "k_proj", "v_proj"), output, **names)
 
 
 @dataclass(frozen=True)
 class Family:
-    """Paths in a layer, but for the `final_norm` and the `rotary` embedding, which are the decoder's, and
-    `epsilon`, the configuration's. Without the embedding attention does not know positions. The configuration
-    has the `multipliers`, and `head_multiplier`, that of logits; the layer has the `output_multipliers`, by
-    the paths of the linear layers whose outputs they are of. Where each layer is a `block` of one norm, it
-    mixes rows or is an MLP, which has no gate, but squares what is above 0.
+    """Paths in a layer; `final_norm` and `rotary` are the decoder's, `epsilon`, `activation` and the
+    multipliers the configuration's. A model without a rotary embedding does not rotate.
     """
 
-    mixers: tuple[Mixer, ...] = (_attention(),)
-    beside: Mixer | None = None
-    """A second one, of all layers: it reads the same rows, and the outputs of both are added."""
+    mixers: tuple[MixerNames, ...] = (_attention(),)
+    beside: MixerNames | None = None
+    """A second mixer of all layers: it reads the same rows, and the outputs of both are added."""
     input_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     query_norm: str = "self_attn.q_norm"
@@ -116,97 +73,80 @@ class Family:
     final_norm: str = "norm"
     rotary: str = "rotary_emb"
     epsilon: str = "rms_norm_eps"
-    norms: int = PLAIN
-    multipliers: tuple[str, ...] = ()
-    output_multipliers: Mapping[str, str] = field(default_factory=dict)
+    norms: NormKind = NormKind.PLAIN
+    activation: str = "hidden_act"
+    is_gated: bool = True
+    """Whether MLPs and experts have gates."""
+    embedding_multiplier: str | None = None
+    residual_multiplier: str | None = None
     head_multiplier: str | None = None
-    blocks: bool = False
-    routing: Routing | None = None
+    logits_divisor: str | None = None
+    output_multipliers: Mapping[str, str] = field(default_factory=dict)
+    """The layer's attributes with factors of linear layers' outputs, by the linear layers' paths."""
+    is_blocks: bool = False
+    """Whether a layer is one mixer or one MLP, with one norm."""
+    routing: RoutingNames | None = None
 
-    def mixer(self, layer: nn.Module) -> Mixer | None:
-        """None: it is an MLP."""
+    def mixers_of(self, layer: nn.Module) -> list[MixerNames]:
         block = getattr(layer, "block_type", None)
         found = (mixer for mixer in self.mixers if getattr(layer, mixer.path, None) is not None)
-        return next((mixer for mixer in found if mixer.block in (None, block)), None)
+        main = next((mixer for mixer in found if mixer.block in (None, block)), None)
+        return [mixer for mixer in (main, self.beside) if mixer is not None]
 
-    def routing_of(self, layer: nn.Module) -> Routing | None:
-        """None where the layer has no experts."""
+    def routing_of(self, layer: nn.Module) -> RoutingNames | None:
+        """Return None for a layer without experts."""
         block = None if self.routing is None else getattr(layer, self.routing.block, None)
         return self.routing if hasattr(block, "experts") else None
 
-    def paths(self, layer: nn.Module) -> Paths:
-        mixer = self.mixer(layer)
-        if mixer is None:
-            return Paths((), (), (), *self._mlp(layer))
-        if self.blocks:
-            return mixer.paths(layer)
-        gate_up, down, opener = self._mlp(layer)
-        return mixer.paths(layer)._replace(gate_up=gate_up, down=down, opener=opener)
-
-    def _mlp(self, layer: nn.Module) -> tuple[tuple[str, ...], ...]:
-        """The last three of `Paths`."""
-        routing = self.routing_of(layer)
-        if routing is None:
-            return self.gate_up, (self.down,), ()
-        if routing.shared is None:
-            return (), (), ()
-        gate_up, down = (
-            tuple(f"{routing.shared}.{name.rpartition('.')[2]}" for name in names)
-            for names in (self.gate_up, (self.down,))
-        )
-        return gate_up, down, () if routing.opener is None else (f"{routing.block}.{routing.opener}",)
-
-    def branches(self, layer: nn.Module) -> list[tuple[Mixer | None, Paths]]:
-        """The mixer and the paths of each of the decoder's layers that run it."""
-        beside = [] if self.beside is None else [(self.beside, self.beside.paths(layer))]
-        return [(self.mixer(layer), self.paths(layer)), *beside]
-
-    def products(self, layer: nn.Module) -> Iterator[tuple[Any, ...]]:
-        """The linear layers of each of the paths of `branches`."""
-        return (linears(layer, names) for _, paths in self.branches(layer) for names in paths)
-
-
-def linears(layer: nn.Module, names: Sequence[str]) -> tuple[Any, ...]:
-    """Those of one product."""
-    return tuple(map(layer.get_submodule, names))
-
 
 LLAMA = Family()
-GRANITE_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
-QWEN_ROUTING = Routing(shared="mlp.shared_expert", opener="shared_expert_gate")
-DEEPSEEK_ROUTING = Routing(
+GRANITE = Family(
+    embedding_multiplier="embedding_multiplier",
+    residual_multiplier="residual_multiplier",
+    logits_divisor="logits_scaling",
+)
+MAMBA = MixerNames(MixerKind.STATE_SPACE, "mamba", ("in_proj",), "out_proj")
+QWEN_ROUTING = RoutingNames(shared="mlp.shared_expert", opener="shared_expert_gate")
+DEEPSEEK_ROUTING = RoutingNames(
     shared="mlp.shared_experts",
-    score=SIGMOID,
+    score=Score.SIGMOID,
     preferences="gate.e_score_correction_bias",
-    exact=True,
+    is_exact=True,
     rounds=False,
     least_sum=1e-20,
 )
 QWEN3_5 = Family(
     mixers=(
         _attention(),
-        Mixer(
-            DELTA,
+        MixerNames(
+            MixerKind.DELTA,
             "linear_attn",
             inputs=("in_proj_qkv", "in_proj_z"),
             gates=("in_proj_b", "in_proj_a"),
             output="out_proj",
         ),
     ),
-    norms=CENTRED,
+    norms=NormKind.CENTRED,
 )
 QWEN3_NEXT = Family(
     mixers=(
         _attention(),
-        Mixer(DELTA, "linear_attn", ("in_proj_qkvz",), "out_proj", ("in_proj_ba",), interleaved=True),
+        MixerNames(
+            MixerKind.DELTA,
+            "linear_attn",
+            inputs=("in_proj_qkvz",),
+            gates=("in_proj_ba",),
+            output="out_proj",
+            is_interleaved=True,
+        ),
     ),
-    norms=CENTRED,
+    norms=NormKind.CENTRED,
     routing=QWEN_ROUTING,
 )
 LFM2 = Family(
     mixers=(
         _attention("out_proj"),
-        Mixer(SHORT_CONV, "conv", inputs=("in_proj",), output="out_proj", conv="conv"),
+        MixerNames(MixerKind.SHORT_CONV, "conv", ("in_proj",), "out_proj", conv="conv"),
     ),
     input_norm="operator_norm",
     mlp_norm="ffn_norm",
@@ -217,14 +157,21 @@ LFM2 = Family(
     final_norm="embedding_norm",
     epsilon="norm_eps",
 )
+BAMBA = Family(
+    mixers=(_attention(), MAMBA),
+    mlp_norm="pre_ff_layernorm",
+    gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down="feed_forward.down_proj",
+    final_norm="final_layernorm",
+)
 FAMILIES = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": LLAMA,
     "Qwen2ForCausalLM": LLAMA,
     "Qwen3ForCausalLM": LLAMA,
-    "MixtralForCausalLM": Family(routing=Routing(rounds=False)),
+    "MixtralForCausalLM": Family(routing=RoutingNames(rounds=False)),
     "Qwen2MoeForCausalLM": Family(routing=QWEN_ROUTING),
-    "Qwen3MoeForCausalLM": Family(routing=Routing()),
+    "Qwen3MoeForCausalLM": Family(routing=RoutingNames()),
     "Qwen3NextForCausalLM": QWEN3_NEXT,
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5MoeForCausalLM": replace(QWEN3_5, routing=QWEN_ROUTING),
@@ -232,29 +179,17 @@ FAMILIES = {
     "Lfm2MoeForCausalLM": replace(
         LFM2,
         rotary="pos_emb",
-        routing=Routing("feed_forward", score=SIGMOID, preferences="expert_bias", least_sum=1e-6),
-    ),
-    "BambaForCausalLM": Family(
-        mixers=(_attention(), Mixer(STATE_SPACE, "mamba", inputs=("in_proj",), output="out_proj")),
-        mlp_norm="pre_ff_layernorm",
-        gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
-        down="feed_forward.down_proj",
-        final_norm="final_layernorm",
-    ),
-    "FalconH1ForCausalLM": Family(
-        mixers=(replace(_attention(), input_multiplier="attention_in_multiplier"),),
-        beside=Mixer(
-            STATE_SPACE,
-            "mamba",
-            inputs=("in_proj",),
-            output="out_proj",
-            input_multiplier="mamba.ssm_in_multiplier",
+        routing=RoutingNames(
+            "feed_forward", score=Score.SIGMOID, preferences="expert_bias", least_sum=1e-6
         ),
-        mlp_norm="pre_ff_layernorm",
-        gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
-        down="feed_forward.down_proj",
-        final_norm="final_layernorm",
-        multipliers=("embedding_multiplier",),
+    ),
+    "BambaForCausalLM": BAMBA,
+    "FalconH1ForCausalLM": replace(
+        BAMBA,
+        mixers=(_attention(input_multiplier="attention_in_multiplier"),),
+        beside=replace(MAMBA, input_multiplier="mamba.ssm_in_multiplier"),
+        embedding_multiplier="embedding_multiplier",
+        head_multiplier="lm_head_multiplier",
         output_multipliers={
             "self_attn.k_proj": "self_attn.key_multiplier",
             "self_attn.o_proj": "attn_out_multiplier",
@@ -263,20 +198,19 @@ FAMILIES = {
             "feed_forward.gate_proj": "feed_forward.gate_multiplier",
             "feed_forward.down_proj": "feed_forward.down_multiplier",
         },
-        head_multiplier="lm_head_multiplier",
     ),
-    "GraniteForCausalLM": Family(multipliers=GRANITE_MULTIPLIERS),
-    "GraniteMoeHybridForCausalLM": Family(
-        mixers=(_attention(), Mixer(STATE_SPACE, "mamba", inputs=("in_proj",), output="out_proj")),
+    "GraniteForCausalLM": GRANITE,
+    "GraniteMoeHybridForCausalLM": replace(
+        GRANITE,
+        mixers=(_attention(), MAMBA),
         gate_up=("shared_mlp.input_linear",),
         down="shared_mlp.output_linear",
-        multipliers=GRANITE_MULTIPLIERS,
-        routing=Routing("block_sparse_moe", "router", shared="shared_mlp"),
+        routing=RoutingNames("block_sparse_moe", "router", shared="shared_mlp"),
     ),
     "NemotronHForCausalLM": Family(
         mixers=(
             replace(_attention(), path="mixer", block="full_attention"),
-            Mixer(STATE_SPACE, "mixer", ("in_proj",), "out_proj", block="linear_attention"),
+            replace(MAMBA, path="mixer", block="linear_attention"),
         ),
         input_norm="norm",
         mlp_norm="norm",
@@ -284,14 +218,16 @@ FAMILIES = {
         down="mixer.down_proj",
         final_norm="norm_f",
         epsilon="layer_norm_epsilon",
-        norms=EXACT,
-        blocks=True,
+        norms=NormKind.EXACT,
+        activation="mlp_hidden_act",
+        is_gated=False,
+        is_blocks=True,
         routing=replace(DEEPSEEK_ROUTING, block="mixer", shared="mixer.shared_experts"),
     ),
     "KimiLinearForCausalLM": Family(
         mixers=(
-            Mixer(
-                CHANNEL_DELTA,
+            MixerNames(
+                MixerKind.CHANNEL_DELTA,
                 "self_attn",
                 inputs=("q_proj", "k_proj", "v_proj"),
                 gates=("b_proj", "forget_gate.f_a_proj", "g_a_proj"),
@@ -301,8 +237,8 @@ FAMILIES = {
                 low_rank=("forget_gate.f_b_proj", "g_b_proj"),
                 decays="forget_gate",
             ),
-            Mixer(
-                LATENT,
+            MixerNames(
+                MixerKind.LATENT,
                 "self_attn",
                 inputs=("q_proj", "q_a_proj", "kv_a_proj_with_mqa"),
                 output="o_proj",
@@ -313,10 +249,3 @@ FAMILIES = {
     ),
 }
 """By the model's class."""
-
-
-def has_experts(model: nn.Module) -> bool:
-    """Of a model that is of one of the `FAMILIES`."""
-    family = FAMILIES[type(model).__name__]
-    layers: Any = model.get_submodule("model.layers")
-    return any(family.routing_of(layer) is not None for layer in layers)

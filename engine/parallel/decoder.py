@@ -25,17 +25,16 @@ class DescriptionShare(NativeModel):
         args = whole.model
         queries, keys = (range(own.start * args.head_dim, own.stop * args.head_dim) for own in heads)
         gated, hidden = self._own(whole.layers[0].down.inputs), self._own(args.hidden)
+        own = (queries, keys, keys), (), (hidden,), (gated, gated), (hidden,), ()
         self.columns = {
-            "self_attn.q_proj": queries,
-            "self_attn.k_proj": keys,
-            "self_attn.v_proj": keys,
-            "self_attn.o_proj": hidden,
-            "mlp.gate_proj": gated,
-            "mlp.up_proj": gated,
-            "mlp.down_proj": hidden,
+            path: columns
+            for paths in whole.paths
+            for names, ranges in zip(paths, own, strict=True)
+            for path, columns in zip(names, ranges, strict=False)
         }
         self.paths = whole.paths
-        self.layers = (LayerArgs * args.num_layers)(*(self._layer(layer, args) for layer in whole.layers))
+        rows = queries, keys, hidden, gated
+        self.layers = (LayerArgs * args.num_layers)(*(self._layer(each, args, *rows) for each in whole.layers))
         self.model = ModelArgs.from_buffer_copy(args)
         self.model.layers = ctypes.addressof(self.layers)
         self.model.num_heads = len(heads.queries)
@@ -43,8 +42,9 @@ class DescriptionShare(NativeModel):
         self.model.head = self._rows(args.head, self._own(args.vocab))
         self.model.ranks, self.model.gather = ranks.addresses
 
-    def _layer(self, whole: LayerArgs, model: ModelArgs) -> LayerArgs:
-        queries, keys, _, hidden, gated, *_ = self.columns.values()
+    def _layer(
+        self, whole: LayerArgs, model: ModelArgs, queries: range, keys: range, hidden: range, gated: range
+    ) -> LayerArgs:
         after_queries = model.num_heads * model.head_dim
         after_keys = (after_queries + whole.qkv.outputs) // 2
         layer = LayerArgs.from_buffer_copy(whole)

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.devices.cpu.decoder.native_model import NativeModel
+from engine.devices.cpu.decoder.native_model import PRODUCTS, NativeModel
 from engine.devices.cpu.decoder.structs import LayerArgs, ModelArgs, WeightsArgs
 from engine.linear.packed import unpacked
 from engine.linear.packed_quantized import fits, packed
 from engine.linear.rounding import group_size, round_to_nearest
 from engine.quantization.weight import CodeFormat
-
-PRODUCTS = ("qkv", "output", "gate_up", "down")
 
 
 class PartialDescription(NativeModel):
@@ -35,8 +33,7 @@ class PartialDescription(NativeModel):
         self.model.num_beside = len(layers) - len(kept)
         self.layers = (LayerArgs * len(layers))(*layers)
         self.model.layers = ctypes.addressof(self.layers)
-        products = [getattr(layer, name) for layer in layers for name in PRODUCTS]
-        self.model.products = sum(each.inputs * each.outputs for each in [*products, self.model.head])
+        self.count_products()
 
     def _layer(self, whole: LayerArgs, format: CodeFormat | None) -> LayerArgs:
         layer = LayerArgs.from_buffer_copy(whole)

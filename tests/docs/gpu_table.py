@@ -30,6 +30,7 @@ from engine.kv.state_layout import RecurrentLayer, StateLayout
 from engine.kv.state_slots import RowSpan, StateSlots
 from engine.lora.files import LinearShape
 from engine.lora.table import Adapters
+from engine.model.describe import describe
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 from engine.sampler.triton_kernel.chooser import TritonSampler, choose
 from engine.sampler.triton_kernel.chosen import Chosen
@@ -331,7 +332,7 @@ def compiled_between(name: str, capability: int) -> Code:
     with torch.inference_mode(), launches(capability) as kernels:
         attention = backend.TritonBackend([layer], rows=rows)
         attention.begin_step(metadata)
-        CudaDecoder(model, attention, 64).forward(inputs)
+        CudaDecoder(describe(model), attention, 64).forward(inputs)
     return Code.of([kernel for kernel in kernels if kernel.name == kernel_name][-1])
 
 

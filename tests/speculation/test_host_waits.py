@@ -22,6 +22,7 @@ from engine.devices.cuda.runner import CudaRunner
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
+from engine.model.describe import describe
 from engine.sampler import Sampler
 from engine.sampler import sampler as choosing
 from engine.step.draft import Draft
@@ -79,7 +80,7 @@ def rows_of(sequence: SequenceState, block: int) -> SequenceRows:
 def sampling_of(gpu: AbsentGpu, sequences: list[SequenceState]) -> list[str]:
     """The kernels after the forward of a second step, in which the host has waited for the tokens alone."""
     backend = TritonBackend(pool_of().layers(TARGET))
-    runner = runner_of(CudaDecoder(qwen3(), backend, 64), backend)
+    runner = runner_of(CudaDecoder(describe(qwen3()), backend, 64), backend)
     sampler = Sampler(512, GPU, [2])
     rows = [rows_of(sequence, 1 + number) for number, sequence in enumerate(sequences)]
     count = sum(len(each.token_ids) for each in rows)
@@ -153,7 +154,7 @@ def test_rejection_sampling_waits_once(rule: Verification) -> None:
 def test_a_chain_that_is_drawn_by_chance_waits_once() -> None:
     with absent_gpu() as gpu:
         backend = TritonBackend(pool_of().layers(TARGET))
-        runner = runner_of(CudaDecoder(qwen3(), backend, 64), backend)
+        runner = runner_of(CudaDecoder(describe(qwen3()), backend, 64), backend)
         drafting = ChainDrafting(runner, 512, "standard", Sampler(512, GPU, [2]), GPU)
         sequences = drafting_sequences()
         for _ in range(2):
@@ -201,7 +202,7 @@ def test_a_chain_of_a_models_own_layers_is_a_replay_a_token(monkeypatch: pytest.
         monkeypatch.setattr(cuda_runner, "CudaGraphs", lambda device: CountedGraphs(gpu))
         loaded = LoadedModel(qwen3(), GPU, torch.bfloat16, pool.groups[TARGET], 512, 64, [2], "")
         drafter = SelfDrafter(options, config, loaded)
-        CudaDecoder(loaded.model, TritonBackend(pool.layers(TARGET)), 64)
+        CudaDecoder(describe(loaded.model), TritonBackend(pool.layers(TARGET)), 64)
         drafter.attach(loaded, pool)
         drafter.warm_up()
         sequences = drafting_sequences()
@@ -223,7 +224,7 @@ def test_a_chain_of_a_model_is_a_replay_a_token_and_waits_once() -> None:
     with absent_gpu() as gpu:
         backend = TritonBackend(pool_of().layers(TARGET))
         buckets = Buckets([2], [1, 2], [4], trees=False)
-        decoder = CudaDecoder(qwen3(), backend, 64)
+        decoder = CudaDecoder(describe(qwen3()), backend, 64)
         runner = CudaRunner(decoder, backend, GPU, "", buckets, CountedGraphs(gpu))
         runner.warm_up()
         drafting = ChainDrafting(runner, 512, "coupled", Sampler(512, GPU, [2]), GPU)

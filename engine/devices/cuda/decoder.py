@@ -1,23 +1,21 @@
-"""Llama, Mistral, Qwen2 and Qwen3 on a CUDA device: cuBLAS or our kernel multiplies, Triton does the rest."""
+"""Runs a program on a CUDA device: cuBLAS or our kernel multiplies, Triton does the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
-from transformers import PreTrainedModel
 
 from engine.batch.step_inputs import StepInputs
-from engine.devices.cpu.decoder.description import attention_window
 from engine.devices.cuda.adapters import AdaptedProduct
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.kernels import add_norm, gate, rotate
 from engine.devices.cuda.products import TiledLinear, TiledWeight, concatenated, join
 from engine.lora.table import Adapters
-from engine.model.families import FAMILIES, LLAMA
+from engine.model.program import Activation, Attention, Layer, ModelProgram, Norm, NormKind, Product
 from engine.triton_support import ceil_div, power_of_two
 
 _GATE_BLOCK = 1024
@@ -25,7 +23,7 @@ _NORM_WARPS = 8
 
 
 class PlainWeight(NamedTuple):
-    """[outputs, inputs], and [outputs]."""
+    """A weight [outputs, inputs] and a bias [outputs]."""
 
     weight: Tensor
     bias: Tensor | None
@@ -38,22 +36,23 @@ Weight = PlainWeight | TiledWeight
 
 
 class AdaptableProduct(NamedTuple):
-    """A weight, and what adapters add beside it."""
+    """A weight, and the products of adapters that are added to its output."""
 
     weight: Weight
     adapted: AdaptedProduct | None
 
     def __call__(self, x: Tensor, adapters: Tensor | None) -> Tensor:
-        """With the rows' `adapters`, if some row may have one."""
+        """Multiply, with the rows' `adapters` if some row may have one."""
         out = self.weight(x)
         if self.adapted is not None and adapters is not None:
             self.adapted.add(out, x, adapters)
         return out
 
 
-class Layer(NamedTuple):
-    place: int
-    """In the pool: its number in the whole model, of which this one may be a part."""
+class DecoderLayer(NamedTuple):
+    """A layer's operations, packed."""
+
+    attention: Attention
     input_norm: Tensor
     qkv: AdaptableProduct
     query_norm: Tensor | None
@@ -62,7 +61,6 @@ class Layer(NamedTuple):
     mlp_norm: Tensor
     gate_up: AdaptableProduct
     down: AdaptableProduct
-    window: int | None
 
 
 class CudaDecoder:
@@ -74,31 +72,29 @@ class CudaDecoder:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        program: ModelProgram,
         backend: TritonBackend,
         positions: int,
         hidden_layers: tuple[int, ...] = (),
         adapters: Adapters | None = None,
     ) -> None:
-        """For a model for which `unfit` finds nothing. Its linear layers keep views of what is joined here.
-        `hidden_layers` are captured, numbered as in Transformers' `hidden_states`.
+        """For a program for which `unfit` finds nothing. Its linear layers keep views of the weights that are
+        joined here. `hidden_layers` are captured, numbered as in Transformers' `hidden_states`.
         """
-        config, decoder = model.config, model.model
-        attention = decoder.layers[0].self_attn
         self._backend = backend
         self._hidden_layers = hidden_layers
-        self._heads, self._dim = config.num_attention_heads, attention.head_dim
-        self._kv_heads, self._scale = config.num_key_value_heads, float(attention.scaling)
-        self._epsilon = config.rms_norm_eps
-        self._embeddings = model.get_input_embeddings().weight
-        products = _Products(model, adapters)
-        self._layers = [_layer(layer, products) for layer in decoder.layers]
-        self._final_norm, self._head = decoder.norm.weight, _joined([model.lm_head])
-        with torch.inference_mode():
-            self._cosines, self._sines = _rotation(decoder.rotary_emb, positions, self._embeddings)
+        self._embeddings = program.embeddings
+        self._layers = [_layer(layer, adapters) for layer in program.layers]
+        attention = self._layers[0].attention
+        self._heads, self._dim, self._scale = attention.heads, attention.head_dim, attention.scale
+        self._kv_heads = (attention.inputs.outputs // self._dim - self._heads) // 2
+        assert program.final_norm is not None and attention.rotation is not None
+        self._final_norm, self._epsilon = program.final_norm.weight, program.final_norm.epsilon
+        self._head = _joined(program.head.linears)
+        self._cosines, self._sines = attention.rotation.tables(positions, self._embeddings)
 
     def forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
-        """Logits of the rows asked for, and hidden states of all rows. The backend has begun its step."""
+        """Return logits of the rows asked for, and hidden states of all rows. The backend has begun its step."""
         residual, added = embedding(inputs.token_ids, self._embeddings), None
         captured: dict[int, Tensor] = {}
         adapters = inputs.adapters
@@ -108,7 +104,10 @@ class CudaDecoder:
                 captured[number] = residual.clone()
             query = self._rotate(layer, layer.qkv(normed, adapters), inputs)
             attended = self._backend.attend(
-                layer.place, query, scale=self._scale, sliding_window=layer.window
+                layer.attention.layer,
+                query,
+                scale=self._scale,
+                sliding_window=layer.attention.window or None,
             )
             added = layer.output(attended.flatten(1), adapters)
             normed = self._add_norm(added, residual, layer.mlp_norm)
@@ -120,7 +119,7 @@ class CudaDecoder:
         return logits, torch.cat([captured[number] for number in self._hidden_layers], dim=-1)
 
     def _add_norm(self, added: Tensor | None, residual: Tensor, weight: Tensor) -> Tensor:
-        """The norm of the sum, which `residual` becomes."""
+        """Add to `residual`, in place, and return its norm."""
         out, (rows, size) = torch.empty_like(residual), residual.shape
         add_norm[(rows,)](
             added,
@@ -134,9 +133,9 @@ class CudaDecoder:
         )
         return out
 
-    def _rotate(self, layer: Layer, qkv: Tensor, inputs: StepInputs) -> Tensor:
-        """Writes keys and values to the pool; returns the queries."""
-        stored = self._backend.layers[layer.place]
+    def _rotate(self, layer: DecoderLayer, qkv: Tensor, inputs: StepInputs) -> Tensor:
+        """Write keys and values to the pool; return the queries."""
+        stored = self._backend.layers[layer.attention.layer]
         query = qkv.new_empty((len(qkv), self._heads, self._dim))
         rotate[(len(qkv), self._heads + 2 * self._kv_heads)](
             qkv,
@@ -169,47 +168,52 @@ def _gate(gate_up: Tensor) -> Tensor:
     return out
 
 
-class _Products:
-    """Makes those of a model."""
+def _layer(layer: Layer, adapters: Adapters | None) -> DecoderLayer:
+    (attention,), mlp = layer.mixers, layer.mlp
+    assert isinstance(attention, Attention) and mlp is not None and layer.input_norm and layer.mlp_norm
 
-    def __init__(self, model: PreTrainedModel, adapters: Adapters | None) -> None:
-        self._adapters = adapters
-        self._paths = {module: path for path, module in model.named_modules()}
+    def adaptable(product: Product) -> AdaptableProduct:
+        adapted = None if adapters is None else AdaptedProduct.of(list(product.paths), adapters)
+        return AdaptableProduct(_joined(product.linears), adapted)
 
-    def of(self, linears: Sequence[nn.Module]) -> AdaptableProduct:
-        """Of layers of one input."""
-        adapted = None
-        if self._adapters is not None:
-            adapted = AdaptedProduct.of([self._paths[linear] for linear in linears], self._adapters)
-        return AdaptableProduct(_joined(linears), adapted)
+    def weight(norm: Norm | None) -> Tensor | None:
+        return None if norm is None else norm.weight
 
-
-def _layer(layer: Any, products: _Products) -> Layer:
-    attention = layer.self_attn
-    qkv, _, output, gate_up, down, _ = LLAMA.products(layer)
-    query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-    return Layer(
-        attention.layer_idx,
-        layer.input_layernorm.weight,
-        products.of(qkv),
-        None if query_norm is None else query_norm.weight,
-        None if key_norm is None else key_norm.weight,
-        products.of(output),
-        layer.post_attention_layernorm.weight,
-        products.of(gate_up),
-        products.of(down),
-        attention_window(attention) or None,
+    return DecoderLayer(
+        attention,
+        layer.input_norm.weight,
+        adaptable(attention.inputs),
+        weight(attention.query_norm),
+        weight(attention.key_norm),
+        adaptable(attention.output),
+        layer.mlp_norm.weight,
+        adaptable(mlp.gate_up),
+        adaptable(mlp.down),
     )
 
 
-def fits(model: PreTrainedModel) -> bool:
-    """Whether a model for which `unfit` finds nothing is a Llama, and its layers of one input are multiplied
-    alike.
-    """
-    if FAMILIES[type(model).__name__] is not LLAMA:
-        return False
-    products = (linears for layer in model.model.layers for linears in LLAMA.products(layer))
-    return all(_are_alike(linears) for linears in products if len(linears) > 1)
+def unfit(program: ModelProgram) -> str | None:
+    """Why the decoder can't run the program; None if it can."""
+    multipliers = program.embedding_multiplier, program.residual_multiplier, program.logits_divisor
+    if {*multipliers} != {1.0} or program.head.multipliers is not None:
+        return "it does not know multipliers"
+    if program.final_norm is None or program.final_norm.kind is not NormKind.PLAIN:
+        return "its norms are of another kind"
+    return next(filter(None, map(_unfit_layer, program.layers)), None)
+
+
+def _unfit_layer(layer: Layer) -> str | None:
+    mixer, mlp = (layer.mixers or (None,))[0], layer.mlp
+    if not isinstance(mixer, Attention) or len(layer.mixers) > 1 or mlp is None or layer.experts is not None:
+        return "a layer is not attention and an MLP"
+    if mixer.is_gated or mixer.input_multiplier != 1 or mlp.activation is not Activation.SILU or not mlp.is_gated:
+        return "it does not know output gates, multipliers and other activations than gated SiLU"
+    if mixer.rotation is None or mixer.rotation.tables(1, layer.mlp_norm.weight)[0].shape[1] != mixer.head_dim:  # type: ignore[union-attr]
+        return "it does not rotate parts of heads"
+    products = list(layer.products())
+    if not all(_are_alike(product.linears) and product.multipliers is None for product in products):
+        return "layers of one input are multiplied in several ways"
+    return None
 
 
 def _are_alike(linears: Sequence[nn.Module]) -> bool:
@@ -220,7 +224,7 @@ def _are_alike(linears: Sequence[nn.Module]) -> bool:
 
 
 def _joined(linears: Sequence[nn.Module]) -> Weight:
-    """Of layers of one input. What two decoders of the same layers join is there once."""
+    """Join layers of one input. Two decoders of the same layers share what is joined."""
     tiled = [each for each in linears if isinstance(each, TiledLinear)]
     if tiled:
         return join(tiled)
@@ -231,10 +235,3 @@ def _joined(linears: Sequence[nn.Module]) -> Weight:
     for each, part in zip(plain, weight.split([each.out_features for each in plain]), strict=True):
         each.weight = nn.Parameter(part, requires_grad=False)
     return PlainWeight(weight, bias)
-
-
-def _rotation(rotary: Any, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [positions, head_dim] of a Transformers rotary embedding, as its models use them."""
-    places = torch.arange(positions, device=like.device).unsqueeze(0)
-    cosines, sines = rotary(like[:1], places)
-    return cosines[0].contiguous(), sines[0].contiguous()

@@ -15,10 +15,9 @@ from engine.batch.recurrent_plan import Tables
 from engine.batch.rows import BlockTable, SequenceRows
 from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.batch.step_inputs import StepInputs, StepShape, step_inputs
-from engine.devices.cpu.decoder.description import unfit
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
-from engine.devices.cuda.decoder import CudaDecoder, fits
+from engine.devices.cuda.decoder import CudaDecoder, unfit
 from engine.devices.cuda.graphs import CudaGraphs, Graph, Graphs, capture_all, stand_ins
 from engine.devices.cuda.modules import HybridModules, Modules
 from engine.devices.cuda.products import describe
@@ -164,9 +163,9 @@ def runner_of(
     if state_slots is not None:
         decoder = hybrid = HybridModules(loaded, backend, state_slots, hidden_layers, drafts)
         tables_of = hybrid.tables
-    elif unfit(loaded.model) is None and fits(loaded.model):
+    elif (program := loaded.program) is not None and unfit(program) is None:
         assert isinstance(backend, TritonBackend)
-        decoder = CudaDecoder(loaded.model, backend, longest, hidden_layers, adapters)
+        decoder = CudaDecoder(program, backend, longest, hidden_layers, adapters)
     else:
         decoder = Modules(loaded.model, backend, hidden_layers, adapters)
     products = describe(loaded.model, loaded.dtype)

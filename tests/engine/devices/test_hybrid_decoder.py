@@ -25,6 +25,7 @@ from engine.kv.state_layout import GRID, RecurrentLayer, StateLayout
 from engine.kv.state_slots import StateSlots
 from engine.load.loader import load_model
 from engine.load.select import _cuda_runner, build_runner
+from engine.model.describe import UndescribedModelError, describe
 from native.build import BuildError
 from protocol.adapters import Adapter
 from protocol.config import ServeConfig
@@ -276,7 +277,8 @@ def test_latents_that_adapters_expand_are_left_to_the_modules(
 ) -> None:
     assert Model(folders[model_type], "auto", enable_lora=True).runner.choice.startswith("eager")
     model = AutoModelForCausalLM.from_pretrained(folders[model_type])
-    assert unfit(model) == "layer 2 keeps keys and values, not latents"
+    with pytest.raises(UndescribedModelError, match="layer 2 keeps keys and values, not latents"):
+        describe(model)
 
 
 def test_a_build_of_its_own_operators_that_fails_leaves_it_to_the_modules(
@@ -292,13 +294,14 @@ def test_a_build_of_its_own_operators_that_fails_leaves_it_to_the_modules(
 def test_convolutions_that_reach_beyond_the_grid_are_left_to_the_modules() -> None:
     config = config_of("qwen3_5_text", linear_conv_kernel_dim=GRID + 2)
     model = AutoModelForCausalLM.from_config(config)
-    assert unfit(model) == f"layer 0 has a convolution of {GRID + 2} tokens, of at most {GRID + 1}"
+    assert unfit(describe(model)) == f"layer 0 has a convolution of {GRID + 2} tokens, of at most {GRID + 1}"
 
 
 def test_experts_on_latents_are_left_to_the_modules() -> None:
     fields = MODELS["nemotron-experts"] | {"moe_latent_size": 32}
     model = AutoModelForCausalLM.from_config(config_of(**fields))
-    assert unfit(model) == "its experts work on latents"
+    with pytest.raises(UndescribedModelError, match="its experts work on latents"):
+        describe(model)
 
 
 def test_hybrids_have_the_runner_on_cuda_with_adapters_too(monkeypatch: pytest.MonkeyPatch) -> None:

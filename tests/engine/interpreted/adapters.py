@@ -30,6 +30,7 @@ from engine.linear.rounding import round_linears
 from engine.load.select import _cuda_runner, modules_forward
 from engine.lora.layers import attach, begin_step
 from engine.lora.table import NOTHING, Adapters, adaptable
+from engine.model.describe import describe
 from engine.quantization.weight import CodeFormat
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
@@ -218,7 +219,7 @@ def test_adapters_stand_beside_quantized_weights(adapter: Path) -> None:
     assert theirs.adapters is not None
     attach(models[0], theirs.adapters)
     modules = Forward(models[0], backends[0], "off", products="", adapters=theirs.adapters)
-    decoder = CudaDecoder(models[1], backends[1], 128, adapters=ours.adapters)
+    decoder = CudaDecoder(describe(models[1]), backends[1], 128, adapters=ours.adapters)
     runner = CudaRunner(decoder, backends[1], CPU, "", ADAPTED_BUCKETS, adapters=ours.adapters)
     for batch in ([adapted(0, 5, 6, 7), chain(0, 16, 3)], [adapted(3, 8)]):
         expected, found = (logits_of(each, batch, [0]) for each in (modules, runner))

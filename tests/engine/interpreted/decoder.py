@@ -23,7 +23,7 @@ from engine.batch.rows import BlockTable, SequenceRows
 from engine.batch.step_inputs import StepShape, step_inputs
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
-from engine.devices.cuda.decoder import CudaDecoder, fits
+from engine.devices.cuda.decoder import CudaDecoder, unfit
 from engine.devices.cuda.products import tile_linears
 from engine.devices.cuda.runner import CudaRunner
 from engine.devices.torch import transformers_hook
@@ -31,6 +31,7 @@ from engine.devices.torch.forward import Forward
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
 from engine.linear.rounding import round_linears
+from engine.model.describe import describe
 from engine.quantization.weight import CodeFormat
 from engine.upload import upload_to
 from tests.engine.interpreted.recorder import pageable_memory
@@ -96,7 +97,7 @@ def test_it_is_what_transformers_computes(name: str, quantization: str) -> None:
     backends = [TritonBackend(p.layers(TARGET), rows=p.groups[TARGET].rows) for p in pools]
     modules = Forward(model, backends[0], "off", HIDDEN_LAYERS, products="")
     outputs.append([modules.run(step, [1, 3]) for step in STEPS])
-    decoder = CudaDecoder(model, backends[1], 128, HIDDEN_LAYERS)
+    decoder = CudaDecoder(describe(model), backends[1], 128, HIDDEN_LAYERS)
     ours = CudaRunner(decoder, backends[1], CPU, "", Buckets([1, 2, 4], [1, 3], [1, 2], trees=True))
     outputs.append([ours.run(step, [1, 3]) for step in STEPS])
     tolerance = 1e-5 if quantization == "none" else 2e-2  # a last bit may round to another code
@@ -117,19 +118,19 @@ def test_products_in_tiles(format: CodeFormat | None) -> None:
     modules = Forward(model, backends[0], "off", products="")
     expected = [modules.run(step, [1, 3]).logits for step in STEPS]
     tile_linears(model, torch.float32, plain=format is None)
-    assert fits(model)
-    decoder = CudaDecoder(model, backends[1], 128)
+    assert unfit(describe(model)) is None
+    decoder = CudaDecoder(describe(model), backends[1], 128)
     ours = CudaRunner(decoder, backends[1], CPU, "", Buckets([1, 2, 4], [1, 3], [1, 2], trees=True))
     for step, logits in zip(STEPS, expected, strict=True):
         torch.testing.assert_close(ours.run(step, [1, 3]).logits, logits, atol=1e-5, rtol=1e-5)
     tile_linears(model, torch.float32, plain=True)
     model.model.layers[1].mlp.gate_proj = torch.nn.Linear(64, 96)
-    assert not fits(model)
+    assert unfit(describe(model)) == "layers of one input are multiplied in several ways"
 
 
 def test_granite_is_left_to_its_modules() -> None:
     model = AutoModelForCausalLM.from_config(GraniteConfig(**SHAPE, residual_multiplier=0.5))
-    assert not fits(model)
+    assert unfit(describe(model)) == "it does not know multipliers"
 
 
 def test_padding_rows_write_nowhere() -> None:
@@ -137,7 +138,7 @@ def test_padding_rows_write_nowhere() -> None:
     for least in (StepShape(), StepShape(rows=8, logits=4, sequences=6, rows_each=4, blocks=4)):
         pool = pool_of(16, "none")
         backend = TritonBackend(pool.layers(TARGET))
-        decoder = CudaDecoder(model, backend, 128)
+        decoder = CudaDecoder(describe(model), backend, 128)
         inputs = step_inputs([STEPS[0][1]], [0, 1], upload_to(CPU), BlockTable(backend.block_size), least)
         backend.begin_step(inputs.attention)
         with torch.inference_mode():

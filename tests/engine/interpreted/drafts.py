@@ -22,6 +22,7 @@ from engine.devices.torch.forward import Forward
 from engine.download import Downloader
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
+from engine.model.describe import describe
 from engine.sampler import Sampler
 from engine.step.draft import Draft
 from engine.step.late_tokens import LateTokens
@@ -129,9 +130,9 @@ def test_some_of_a_models_layers() -> None:
     backends = [TritonBackend(pool.layers(TARGET)) for pool in pools]
     part = with_layers(model, [0, 3])
     expected = Forward(part, backends[0], "off", products="").run(Step(UNREAD, [0, 2])).logits
-    CudaDecoder(model, backends[1], 128)
+    CudaDecoder(describe(model), backends[1], 128)
     part = with_layers(model, [0, 3])
-    decoder = CudaDecoder(part, backends[1], 128)
+    decoder = CudaDecoder(describe(part), backends[1], 128)
     found = CudaRunner(decoder, backends[1], CPU, "", Buckets([2], [2], [2], trees=False)).run(
         Step(UNREAD, [0, 2])
     )

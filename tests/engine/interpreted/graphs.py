@@ -29,6 +29,7 @@ from engine.devices.torch.forward import Forward
 from engine.download import Downloader
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
+from engine.model.describe import describe
 from engine.step.draft import Draft
 from engine.step.late_tokens import LateTokens
 from engine.step.late_trees import LateTrees
@@ -69,7 +70,7 @@ class Side:
     def __init__(self, model: PreTrainedModel, buckets: Buckets, graphs: Graphs | None, hidden: bool) -> None:
         self.pool = made_pool()
         backend = TritonBackend(self.pool.layers(TARGET))
-        decoder = CudaDecoder(model, backend, 128, (0, 2) if hidden else ())
+        decoder = CudaDecoder(describe(model), backend, 128, (0, 2) if hidden else ())
         self.runner = CudaRunner(decoder, backend, CPU, "", buckets, graphs)
         self.runner.warm_up()
 

@@ -34,6 +34,7 @@ from engine.kv.state_layout import RecurrentLayer, StateLayout
 from engine.load import select as select_forward
 from engine.load.select import modules_forward
 from engine.lora.table import Adapters, Weights, adaptable
+from engine.model.describe import describe
 from engine.sampler import Sampler
 from engine.sampler.triton_kernel.chooser import TritonSampler
 from engine.step.late_tokens import LateTokens
@@ -146,7 +147,7 @@ def test_a_forward(gpu: AbsentGpu, kind: str, batch: list[SequenceRows], num_log
     if kind == "modules":
         runner: Runner = Forward(qwen3(), backend, "off", products="")
     else:
-        runner = runner_of(CudaDecoder(qwen3(), backend, 64), backend)
+        runner = runner_of(CudaDecoder(describe(qwen3()), backend, 64), backend)
     runner.run(Step(batch, range(num_logits)))  # what is made once is made
     gpu.num_done = gpu.num_queued
     check_run(gpu, runner, batch, num_logits)
@@ -303,7 +304,7 @@ def test_a_step_with_adapters_is_one_launch(
 def test_launches_of_64_decode_rows_in_36_layers(gpu: AbsentGpu) -> None:
     rows = [SequenceRows([5], 1000, [[1] * 63])] * 64
     backend = TritonBackend(pool_of(36).layers(TARGET))
-    runner = runner_of(CudaDecoder(qwen3(36), backend, 1024), backend)
+    runner = runner_of(CudaDecoder(describe(qwen3(36)), backend, 1024), backend)
     runner.run(Step(rows, range(64)))
     gpu.clear()
     runner.run(Step(rows, range(64)))
@@ -318,7 +319,7 @@ def test_a_step_that_was_captured_is_one_launch(gpu: AbsentGpu, modules: bool, n
     backend, graphs = TritonBackend(pool_of(num_layers).layers(TARGET)), CountedGraphs(gpu)
     buckets = Buckets([16, 64], [1], [64], trees=False)
     model = qwen3(num_layers)
-    decoder: Decoder = Modules(model, backend) if modules else CudaDecoder(model, backend, 1024)
+    decoder: Decoder = Modules(model, backend) if modules else CudaDecoder(describe(model), backend, 1024)
     runner = CudaRunner(decoder, backend, GPU, "", buckets, graphs)
     assert runner.choice == f"{decoder.name}, eager"
     runner.warm_up()
@@ -330,7 +331,7 @@ def test_a_step_that_was_captured_is_one_launch(gpu: AbsentGpu, modules: bool, n
 def test_the_next_step_is_launched_behind_one_that_nobody_waited_for(gpu: AbsentGpu) -> None:
     pool = pool_of()
     backend = TritonBackend(pool.layers(TARGET))
-    runner = runner_of(CudaDecoder(qwen3(), backend, 64), backend)
+    runner = runner_of(CudaDecoder(describe(qwen3()), backend, 64), backend)
     assert launches_behind(gpu, runner, 512, BlockManager(pool), 2) == [{"attend": LAYERS}] * 2
 
 

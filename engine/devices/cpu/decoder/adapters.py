@@ -10,20 +10,18 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from engine.batch.rows import SequenceRows
+from engine.devices.cpu.decoder.native_model import LayerPaths
 from engine.devices.cpu.decoder.structs import RowsArgs
 from engine.lora.packed import PackedProduct
 from engine.lora.structs import PartArgs
 from engine.lora.table import Adapters, Weights
-from engine.model.families import NumberedPaths
 
 _ROOM = 3, 2, 1, 2, 1, 1
-"""For the parts of each of a layer's products, in the order of `structs.h`. Linear layers that are one
-product lie side by side in its rows.
-"""
+"""The parts of each of a layer's products, in the order of `structs.h`."""
 
 
 class _Placed(NamedTuple):
-    """A batch's sequences as (slot, rows), with what says so to the decoder."""
+    """A batch's sequences as (slot, rows), with the arrays that tell the decoder."""
 
     owned: list[tuple[int, int]]
     owners: np.ndarray
@@ -32,12 +30,12 @@ class _Placed(NamedTuple):
 
 
 class NativeAdapters:
-    """Of a decoder whose linear layers lie at these `paths` of the model's layers, which are numbered, and
-    which computes these `columns` of them; all of those that are not there.
+    """Adapters of a decoder with linear layers at these `paths`, of which it computes these `columns`, and
+    all columns of the others.
     """
 
     def __init__(
-        self, adapters: Adapters, paths: Sequence[NumberedPaths], columns: Mapping[str, range]
+        self, adapters: Adapters, paths: Sequence[LayerPaths], columns: Mapping[str, range]
     ) -> None:
         self._adapters = adapters
         self._paths = paths
@@ -70,15 +68,14 @@ class NativeAdapters:
         return self._parts[weights]
 
     def _layers(self, weights: Weights) -> Iterator[PartArgs]:
-        for layer, paths in self._paths:
-            for names, room in zip(paths, _ROOM, strict=True):
+        for layer in self._paths:
+            for paths, room in zip(layer, _ROOM, strict=True):
                 first = 0
-                for name in names:
-                    path = f"model.layers.{layer}.{name}"
-                    own = self._columns.get(name, range(self._adapters.linears[path].outputs))
+                for path in paths:
+                    own = self._columns.get(path, range(self._adapters.linears[path].outputs))
                     yield _part(weights, path, own, first)
                     first += len(own)
-                yield from (PartArgs() for _ in range(room - len(names)))
+                yield from (PartArgs() for _ in range(room - len(paths)))
 
 
 def _part(weights: Weights, path: str, outputs: range, first: int) -> PartArgs:

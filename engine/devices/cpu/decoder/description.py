@@ -1,77 +1,66 @@
-"""A Transformers model as the native decoder reads it."""
+"""Packs a program into the structs of the native decoder."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Sequence
-from operator import attrgetter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from engine.devices.cpu.decoder.experts import experts_args, unfit_experts
-from engine.devices.cpu.decoder.native_model import NativeModel
-from engine.devices.cpu.decoder.structs import LatentArgs, LayerArgs, ModelArgs, RecurrentArgs, WeightsArgs
+from engine.devices.cpu.decoder.native_model import LayerPaths, NativeModel
+from engine.devices.cpu.decoder.structs import (
+    EntryArgs,
+    ExpertsArgs,
+    ExpertWeightsArgs,
+    LatentArgs,
+    LayerArgs,
+    ModelArgs,
+    RecurrentArgs,
+    WeightsArgs,
+)
 from engine.kv.state_layout import GRID
+from engine.linear.experts import pack_experts
 from engine.linear.packed_quantized import PackedQuantizedLinear
-from engine.model.families import (
-    ATTENTION,
-    FAMILIES,
-    LATENT,
-    NOTHING,
-    STATE_SPACE,
-    Family,
+from engine.linear.routed import RoutedLinear, RoutedQuantizedLinear
+from engine.model.program import (
+    Activation,
+    Attention,
+    Entry,
+    Experts,
+    LatentAttention,
+    Layer,
     Mixer,
-    Paths,
-    linears,
+    MixerKind,
+    Mlp,
+    ModelProgram,
+    Norm,
+    NormKind,
+    Product,
+    Recurrent,
 )
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_ACTIVATIONS = {(Activation.SILU, True), (Activation.RELU2, False)}
 
 
-def unfit(model: PreTrainedModel) -> str | None:
-    """Why the native decoder can't run the model; None if it can."""
-    config = model.config
-    name = type(model).__name__
-    family = FAMILIES.get(name)
-    if family is None:
-        return f"{name} is not among {', '.join(FAMILIES)}"
-    activations = ("relu2",) if family.blocks else ("silu", "swish")
-    activation = getattr(config, "mlp_hidden_act", getattr(config, "hidden_act", "silu"))
-    if activation not in activations:
-        return f"its activation is {activation}"
-    rotary = getattr(model.model, family.rotary, None)
-    if rotary is not None and rotary.rope_type not in ROPE_TYPES:
-        return f"its rotary embedding is of type {rotary.rope_type}"
-    if family.routing is None and bool(getattr(config, "num_local_experts", 0)):
-        return "it has experts"
-    for number, layer in enumerate(model.model.layers):
-        for mixer, _ in family.branches(layer):
-            fault = None if mixer is None else _unfit_mixer(getattr(layer, mixer.path), mixer)
-            if fault is not None:
-                return f"layer {number} {fault}"
-        if (routing := family.routing_of(layer)) is not None:
-            fault = unfit_experts(getattr(layer, routing.block), has_gate=not family.blocks)
-            if fault is not None:
-                return fault
-        if not all(map(_can_join, family.products(layer))):
+def unfit(program: ModelProgram) -> str | None:
+    """Why the native decoder can't run the program; None if it can."""
+    for number, layer in enumerate(program.layers):
+        for mixer in layer.mixers:
+            reach = mixer.taps.shape[1] if isinstance(mixer, Recurrent) else 0
+            if reach > GRID + 1:
+                return f"layer {number} has a convolution of {reach} tokens, of at most {GRID + 1}"
+        for mlp in _mlps(layer):
+            if (mlp.activation, mlp.is_gated) not in _ACTIVATIONS:
+                return f"layer {number} has an activation that it does not know"
+        if not all(map(_can_join, layer.products())):
             return f"layer {number} has products of one input that are quantized in several ways"
     return None
 
 
-def _unfit_mixer(module: Any, mixer: Mixer) -> str | None:
-    if mixer.kind == ATTENTION:
-        return None
-    if mixer.kind == LATENT:
-        return None if hasattr(module, "absorbed") else "keeps keys and values, not latents"
-    reach = getattr(module, mixer.conv).kernel_size[0]
-    return f"has a convolution of {reach} tokens, of at most {GRID + 1}" if reach > GRID + 1 else None
-
-
-def _can_join(linears: Sequence[nn.Module]) -> bool:
+def _can_join(product: Product) -> bool:
+    linears = product.linears
     packed = [linear.packed for linear in linears if isinstance(linear, PackedQuantizedLinear)]
     alike = all(part.is_like(packed[0]) for part in packed)
     with_bias = [getattr(linear, "bias", None) is not None for linear in linears]
@@ -79,175 +68,212 @@ def _can_join(linears: Sequence[nn.Module]) -> bool:
 
 
 class Description(NativeModel):
-    """A model on the CPU, of one of `DTYPES`, for which `unfit` finds nothing, with at most so many
-    `positions`.
-
-    The model loses the weights of its layers, each as soon as it is packed.
+    """A program on the CPU in one of `DTYPES`, for which `unfit` finds nothing, with at most so many
+    `positions`. `free` is called with a layer's number as soon as its weights are packed.
     """
 
-    def __init__(self, model: PreTrainedModel, positions: int) -> None:
-        super().__init__(model.get_input_embeddings().weight.dtype)
-        config, decoder = model.config, model.model
-        family = FAMILIES[type(model).__name__]
-        mixers = ((layer, family.mixer(layer)) for layer in decoder.layers)
-        attention, has_latents = next(
-            (getattr(layer, mixer.path), mixer.kind == LATENT)
-            for layer, mixer in mixers
-            if mixer and mixer.kind in (ATTENTION, LATENT)
-        )
-        head_dim = attention.qk_head_dim if has_latents else attention.head_dim
-        queries = config.num_attention_heads * head_dim
+    def __init__(
+        self, program: ModelProgram, positions: int, free: Callable[[int], object] = lambda number: None
+    ) -> None:
+        super().__init__(program.embeddings.dtype)
         self._recurrent: list[RecurrentArgs] = []
         self._latent: list[LatentArgs] = []
         self._head_products: list[ctypes.Array[WeightsArgs]] = []
-        branches = zip(*map(family.branches, decoder.layers), strict=True)
-        self.paths = [(number, paths) for alike in branches for number, (_, paths) in enumerate(alike)]
-        taken = [self._take(layer, family) for layer in decoder.layers]
-        count, layers = len(taken), list(itertools.chain(*zip(*taken, strict=True)))
-        self.layers = (LayerArgs * len(layers))(*layers)
-        for number in range(count, len(layers)):
-            self.layers[number - count].beside = number
-        embeddings = model.get_input_embeddings().weight
+        self._norms: set[tuple[NormKind, float]] = set()
+        by_layer = []
+        for number, layer in enumerate(program.layers):
+            by_layer.append(self._take(layer))
+            free(number)
+        self._set_layers([*itertools.chain(*zip(*by_layer, strict=True))], len(by_layer))
+        head = self._product(program.head)
         self.model = ModelArgs(
             layers=ctypes.addressof(self.layers),
-            num_layers=count,
-            num_beside=len(layers) - count,
-            hidden=config.hidden_size,
-            num_heads=config.num_attention_heads,
-            head_dim=head_dim,
-            vocab=model.lm_head.out_features,
-            products=num_weights(model) - embeddings.numel(),
-            embeddings=self.keep(embeddings),
-            final_norm=self.keep(getattr(decoder, family.final_norm).weight),
-            head=self._head(model, family),
-            **self.rotation(getattr(decoder, family.rotary, None), positions),
-            opens_heads=not has_latents and attention.q_proj.out_features > queries,
-            norms=family.norms,
-            squares=family.blocks,
-            norm_epsilon=getattr(config, family.epsilon),
-            attention_scale=float(attention.scaling),
-            **{name: getattr(config, name) for name in family.multipliers},
+            num_layers=len(by_layer),
+            num_beside=len(self.layers) - len(by_layer),
+            hidden=program.hidden_size,
+            vocab=head.outputs,
+            embeddings=self.keep(program.embeddings),
+            final_norm=self._norm(program.final_norm),
+            head=head,
+            squares=not all(mlp.is_gated for layer in program.layers for mlp in _mlps(layer)),
+            embedding_multiplier=_unless_one(program.embedding_multiplier),
+            residual_multiplier=_unless_one(program.residual_multiplier),
+            logits_scaling=_unless_one(program.logits_divisor),
+            **self._attention_fields(program, positions),
         )
+        ((self.model.norms, self.model.norm_epsilon),) = self._norms
+        if program.entry is not None:
+            self._entry = self._entry_args(program.entry)
+            self.model.entry = ctypes.addressof(self._entry)
+        self.count_products()
 
-    def _take(self, layer: Any, family: Family) -> list[LayerArgs]:
-        """One for each of its mixers."""
-        packed = [self._layer(layer, family, *branch) for branch in family.branches(layer)]
-        layer.to("meta")
-        return packed
+    def _set_layers(self, packed: Sequence[tuple[LayerArgs, LayerPaths]], count: int) -> None:
+        """Set the layers: first `count` that follow each other, then their second mixers."""
+        self.layers = (LayerArgs * len(packed))(*(args for args, _ in packed))
+        self.paths = [paths for _, paths in packed]
+        for number in range(count, len(packed)):
+            self.layers[number - count].beside = number
 
-    def _head(self, model: Any, family: Family) -> WeightsArgs:
-        head = self.weights(model.lm_head)
-        if family.head_multiplier is not None:
-            multiplier = getattr(model.config, family.head_multiplier)
-            head.multipliers = self._keep_multipliers(torch.full((head.outputs,), multiplier))
-        return head
+    def _attention_fields(self, program: ModelProgram, positions: int) -> dict[str, Any]:
+        """Return the fields that all of the program's attention layers share."""
+        mixers = itertools.chain.from_iterable(layer.mixers for layer in program.layers)
+        first = next(mixer for mixer in mixers if isinstance(mixer, Attention | LatentAttention))
+        fields = {
+            "num_heads": first.heads,
+            "head_dim": first.head_dim,
+            "attention_scale": first.scale,
+        }
+        if isinstance(first, Attention) and first.rotation is not None:
+            cosines, sines = first.rotation.tables(positions, torch.zeros(1, dtype=self.dtype))
+            fields |= {"cosines": self.keep(cosines), "sines": self.keep(sines)}
+            fields["rotary_dim"] = cosines.shape[-1]
+        return fields | {"opens_heads": isinstance(first, Attention) and first.is_gated}
 
-    def _layer(self, layer: Any, family: Family, mixer: Mixer | None, paths: Paths) -> LayerArgs:
-        args = LayerArgs(
-            mixer=NOTHING if mixer is None else mixer.kind,
-            input_norm=self.keep(_weight(layer, family.input_norm)),
-            mlp_norm=self.keep(_weight(layer, family.mlp_norm)),
-        )
-        fields = {"qkv": paths.inputs, "output": paths.output, "gate_up": paths.gate_up, "down": paths.down}
-        for field, names in fields.items():
-            if names:
-                setattr(args, field, self._product(layer, family, names))
-        if (routing := family.routing_of(layer)) is not None:
-            args.experts = self.keep_experts(experts_args(self, layer, routing))
-        if mixer is None:
-            return args
-        if mixer.input_multiplier is not None:
-            args.input_multiplier = attrgetter(mixer.input_multiplier)(layer)
-        if mixer.kind == ATTENTION:
-            args.query_norm = self.keep(_weight(layer, family.query_norm))
-            args.key_norm = self.keep(_weight(layer, family.key_norm))
-            args.window = attention_window(getattr(layer, mixer.path))
-        elif mixer.kind == LATENT:
-            args.query_norm = self.keep(_weight(layer, f"{mixer.path}.q_a_layernorm"))
-            args.key_norm = self.keep(_weight(layer, f"{mixer.path}.kv_a_layernorm"))
-            args.latent = self._take_latent(getattr(layer, mixer.path))
+    def _norm(self, norm: Norm | None) -> int | None:
+        if norm is None:
+            return None
+        self._norms.add((norm.kind, norm.epsilon))
+        return self.keep(norm.weight)
+
+    def _take(self, layer: Layer) -> list[tuple[LayerArgs, LayerPaths]]:
+        """Pack a layer: one entry for each of its mixers, or one without a mixer."""
+        args = LayerArgs(mixer=MixerKind.NOTHING)
+        rest: LayerPaths = ((), (), ())
+        if layer.mlp is not None:
+            args.gate_up, args.down = self._product(layer.mlp.gate_up), self._product(layer.mlp.down)
+            rest = (layer.mlp.gate_up.paths, layer.mlp.down.paths, ())
+        if layer.experts is not None:
+            args.experts = self.keep_experts(self._experts(layer.experts))
+            opener = layer.experts.opener
+            rest = (*rest[:2], () if opener is None else opener.paths)
+        args.input_norm, args.mlp_norm = self._norm(layer.input_norm), self._norm(layer.mlp_norm)
+        if not layer.mixers:
+            return [(args, ((), (), (), *rest))]
+        second = LayerArgs(input_norm=args.input_norm)
+        packed = zip((args, second), layer.mixers, (rest, ((), (), ())), strict=False)
+        return [(self._mixer(own, mixer), (*_mixer_paths(mixer), *paths)) for own, mixer, paths in packed]
+
+    def _mixer(self, args: LayerArgs, mixer: Mixer) -> LayerArgs:
+        args.mixer, args.input_multiplier = mixer.kind, _unless_one(mixer.input_multiplier)
+        args.qkv, args.output = self._product(mixer.inputs), self._product(mixer.output)
+        if isinstance(mixer, Attention):
+            args.query_norm, args.key_norm = self._norm(mixer.query_norm), self._norm(mixer.key_norm)
+            args.window = mixer.window
+        elif isinstance(mixer, LatentAttention):
+            args.key_norm = self.keep(mixer.key_norm.weight)
+            args.query_norm = self.keep(None if mixer.query_norm is None else mixer.query_norm.weight)
+            args.latent = self._latent_args(mixer)
         else:
-            gates = linears(layer, paths.gates)
-            args.recurrent = self._take_recurrent(getattr(layer, mixer.path), mixer, gates)
+            assert isinstance(mixer, Recurrent)
+            args.recurrent = self._recurrent_args(mixer)
         return args
 
-    def _take_latent(self, module: Any) -> int:
+    def _latent_args(self, mixer: LatentAttention) -> int:
         args = LatentArgs(
-            to_latent=self._of_heads(module.absorbed.to_latent.weight),
-            to_value=self._of_heads(module.absorbed.to_value.weight),
-            norm_epsilon=module.kv_a_layernorm.variance_epsilon,
+            to_latent=self._of_heads(mixer.to_latent.weight),
+            to_value=self._of_heads(mixer.to_value.weight),
+            norm_epsilon=mixer.key_norm.epsilon,
         )
-        if module.q_b_proj is not None:
-            args.queries = self.weights(module.q_b_proj)
+        if mixer.queries is not None:
+            args.queries = self.weights(mixer.queries)
         self._latent.append(args)
         return ctypes.addressof(args)
 
-    def _of_heads(self, weights: Tensor) -> int:
+    def _of_heads(self, weights: Any) -> int:
         heads = (WeightsArgs * len(weights))(*map(self.matrix, weights))
         self._head_products.append(heads)
         return ctypes.addressof(heads)
 
-    def _product(self, layer: Any, family: Family, names: Sequence[str]) -> WeightsArgs:
-        joined = linears(layer, names)
-        product = self.weights(*joined)
-        multipliers = [torch.ones(linear.out_features) for linear in joined]
-        for values, name in zip(multipliers, names, strict=True):
-            if name in family.output_multipliers:
-                values *= torch.as_tensor(attrgetter(family.output_multipliers[name])(layer)).flatten()
-        product.multipliers = self._keep_multipliers(torch.cat(multipliers))
-        return product
-
-    def _keep_multipliers(self, values: Tensor) -> int | None:
-        return None if bool((values == 1).all()) else self.keep_floats(values)
-
-    def _take_recurrent(self, module: Any, mixer: Mixer, gates: Sequence[Any]) -> int:
-        conv, decays = getattr(module, mixer.conv), module.get_submodule(mixer.decays)
+    def _recurrent_args(self, mixer: Recurrent) -> int:
         args = RecurrentArgs(
-            number=len(self._recurrent),
-            taps=self.keep_floats(conv.weight.squeeze(1).t()),
-            bias=self.keep_floats(conv.bias),
-            shifts=self.keep_floats(getattr(decays, "dt_bias", None)),
-            skips=self.keep_floats(getattr(module, "D", None)),
-            norm=self.keep(_weight(module, mixer.norm)),
-            interleaved=mixer.interleaved,
+            number=mixer.number,
+            group=mixer.group,
+            interleaved=mixer.is_interleaved,
+            taps=self.keep_floats(mixer.taps.t()),
+            bias=self.keep_floats(mixer.bias),
+            rates=self.keep_floats(mixer.rates),
+            shifts=self.keep_floats(mixer.shifts),
+            skips=self.keep_floats(mixer.skips),
+            shortest=mixer.shortest,
+            longest=mixer.longest,
+            norm=self.keep(None if mixer.norm is None else mixer.norm.weight),
+            norms_first=mixer.norms_first,
         )
-        if mixer.kind == STATE_SPACE:
-            args.group = _group_size(module.norm)
-            args.norms_first = getattr(module.norm, "norm_before_gate", False)
-            args.shortest, args.longest = module.time_step_limit
-        if hasattr(decays, "A_log"):
-            args.rates = self.keep_floats(-decays.A_log.float().exp())
-        if gates:
-            args.gates = self.weights(*gates)
-        if mixer.low_rank:
-            args.decays, args.opening = (self.weights(module.get_submodule(name)) for name in mixer.low_rank)
+        if mixer.gates is not None:
+            args.gates = self._product(mixer.gates)
+        if mixer.decays is not None:
+            args.decays, args.opening = self.weights(mixer.decays), self.weights(mixer.opening)
         self._recurrent.append(args)
         return ctypes.addressof(args)
 
+    def _product(self, product: Product) -> WeightsArgs:
+        args = self.weights(*product.linears)
+        args.multipliers = self.keep_floats(product.multipliers)
+        return args
 
-def _weight(module: Any, path: str) -> Tensor | None:
-    """Of the module at this path, if there is one."""
-    for name in (*path.split("."), "weight"):
-        module = getattr(module, name, None)
-    return module
+    def _experts(self, experts: Experts) -> ExpertsArgs:
+        pack_experts(experts.holder)
+        first, second = experts.holder.experts.first, experts.holder.experts.second
+        args = ExpertsArgs(
+            count=len(experts.router),
+            chosen=experts.chosen,
+            score=experts.score,
+            preferences=self.keep_floats(experts.preferences),
+            groups=experts.groups,
+            open_groups=experts.open_groups,
+            normalizes=experts.normalizes,
+            least_sum=experts.least_sum,
+            scaling=experts.scaling,
+            rounds=experts.rounds,
+            first=self._expert_weights(first),
+            second=self._expert_weights(second),
+        )
+        if experts.is_exact:
+            args.exact_router = self.keep_floats(experts.router)
+        else:
+            args.router = self.matrix(experts.router)
+        if experts.opener is not None:
+            args.opener = self._product(experts.opener)
+        return args
+
+    def _expert_weights(self, linear: RoutedLinear | RoutedQuantizedLinear) -> ExpertWeightsArgs:
+        bias, outputs = self.keep(linear.bias), linear.out_features
+        if isinstance(linear, RoutedLinear):
+            values = self.hold(linear.weight)
+            return ExpertWeightsArgs(values.data_ptr(), bias, inputs=2 * values.shape[2], outputs=outputs)
+        for name in ("words", "scales", "offsets", "inputs"):
+            each = getattr(linear, name)
+            setattr(linear, name, None if each is None else self.hold(each))
+        first = linear.first()
+        words, scales = linear.words[0, 0].numel(), linear.scales[0, 0].numel()
+        address = self.keep_experts(first)
+        return ExpertWeightsArgs(None, None, address, words, scales, first.in_features, outputs)
+
+    def _entry_args(self, entry: Entry) -> EntryArgs:
+        token_ids = None if entry.token_ids is None else self.hold(entry.token_ids)
+        args = EntryArgs(
+            token_norm=self._norm(entry.token_norm),
+            hidden_norm=self._norm(entry.hidden_norm),
+            normed_goes_on=entry.normed_goes_on,
+            feeds_normed=entry.feeds_normed,
+            token_ids=None if token_ids is None else token_ids.data_ptr(),
+        )
+        if entry.joint is not None:
+            args.joint = self.weights(entry.joint)
+        if entry.mixing is not None:
+            args.mixing = self.weights(entry.mixing)
+        return args
 
 
-def _group_size(norm: Any) -> int:
-    """How many values a state space's norm takes together; 0 where there is none."""
-    if not hasattr(norm, "weight"):
-        return 0
-    return getattr(norm, "group_size", None) or len(norm.weight) // norm.n_groups
+def _mlps(layer: Layer) -> list[Mlp | Experts]:
+    return [mlp for mlp in (layer.mlp, layer.experts) if mlp is not None]
 
 
-def num_weights(model: nn.Module) -> int:
-    """Quantized or not."""
-    quantized = [module for module in model.modules() if isinstance(module, PackedQuantizedLinear)]
-    count = sum(linear.in_features * linear.out_features for linear in quantized)
-    return count + sum(parameter.numel() for parameter in model.parameters())
+def _mixer_paths(mixer: Mixer) -> LayerPaths:
+    gates = mixer.gates if isinstance(mixer, Recurrent) else None
+    return mixer.inputs.paths, () if gates is None else gates.paths, mixer.output.paths
 
 
-def attention_window(attention: Any) -> int:
-    """Mistral's and Mixtral's layers read theirs from the configuration; 0 for none."""
-    reads_config = type(attention).__name__ in ("MistralAttention", "MixtralAttention")
-    holder = attention.config if reads_config else attention
-    return getattr(holder, "sliding_window", None) or 0
+def _unless_one(factor: float) -> float:
+    """Return the factor as the structs have it: 0 for none."""
+    return 0.0 if factor == 1 else factor

@@ -1,4 +1,4 @@
-"""The native decoder as a `Runner`, and drafting with it one token after the other."""
+"""Runs packed programs by the native decoder, and drafts with them one token after the other."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
 
 
 class NativeDecoder:
-    """Runs the described model over rows of its dtype on the CPU; its KV lies in `backend`'s pool.
+    """A `Runner` of a packed program, whose KV lies in `backend`'s pool.
 
     Raises BuildError where the kernel cannot be built.
     """
@@ -84,10 +84,13 @@ class NativeDecoder:
         self,
         description: NativeModel,
         backend: CpuBackend,
+        hidden_layers: tuple[int, ...] = (),
         adapters: Adapters | None = None,
         state_slots: StateSlots | None = None,
     ) -> None:
-        """Recurrent layers need `state_slots`."""
+        """`hidden_layers` are captured, numbered as in Transformers' `hidden_states`. Recurrent layers need
+        `state_slots`.
+        """
         self._library = library(description.dtype)
         self._dtype = description.dtype
         self._description = description  # the decoder reads its memory
@@ -108,7 +111,10 @@ class NativeDecoder:
             model.adapt = adapt_address()
         self._state_slots = NativeStateSlots(state_slots, model) if state_slots is not None else None
         self.drafts = state_slots is None
-        """Whether `draft` may be called: a draft's rows would need states of their own."""
+        """Whether `draft` may be called: drafted rows of recurrent layers would need states of their own."""
+        self._order = sorted(hidden_layers)
+        self._asked = [self._order.index(layer) for layer in hidden_layers]
+        self._hidden_layers = torch.tensor(self._order)
         self._decoder: int = self._library.tandem_decoder_create(ctypes.byref(model))
         weakref.finalize(self, self._library.tandem_decoder_destroy, self._decoder)
 
@@ -116,12 +122,20 @@ class NativeDecoder:
         """There is nothing to compile."""
         return 0.0
 
-    def _forward(self, step: Step, hidden_layers: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits of the rows asked for, and hidden states.
+    def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
+        if step.hidden is not None:
+            return ForwardOutput(*self._forward(step))
+        if not (step.wants_hidden and self._order):
+            return ForwardOutput(self._forward(step)[0], None)
+        logits, hidden = self._forward(step, self._hidden_layers)
+        if self._asked != sorted(self._asked):
+            hidden = hidden[:, self._asked]
+        return ForwardOutput(logits, hidden.flatten(1))
 
-        The hidden states are those of `hidden_layers`, [rows, layers, hidden_size]. A draft head takes
-        `step.hidden` instead, and returns those after the rows asked for. Raises ValueError if the batch is
-        out of range.
+    def _forward(self, step: Step, hidden_layers: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return logits of the rows asked for, and hidden states: those of `hidden_layers`, [rows, layers,
+        hidden_size], or for a draft head, which takes `step.hidden`, those after the rows asked for. Raises
+        ValueError if the batch is out of range.
         """
         batch, logit_rows = step.batch, step.logit_rows
         chains = RowArrays.of(batch, self.block_table) if are_chains(batch) else None
@@ -217,31 +231,3 @@ class NativeDecoder:
 def _check(wrong: bytes | None) -> None:
     if wrong:
         raise ValueError(f"packed rows: {wrong.decode()} is out of range")
-
-
-class DecoderForward(NativeDecoder):
-    """Runs a whole model, as `engine.devices.torch.forward.Forward`."""
-
-    def __init__(
-        self,
-        description: NativeModel,
-        backend: CpuBackend,
-        hidden_layers: tuple[int, ...] = (),
-        adapters: Adapters | None = None,
-        state_slots: StateSlots | None = None,
-    ) -> None:
-        """`hidden_layers` are captured, as by `engine.devices.torch.forward.Forward`. Recurrent layers need
-        `state_slots`.
-        """
-        super().__init__(description, backend, adapters, state_slots)
-        self._order = sorted(hidden_layers)
-        self._asked = [self._order.index(layer) for layer in hidden_layers]
-        self._hidden_layers = torch.tensor(self._order)
-
-    def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
-        if not (step.wants_hidden and self._order):
-            return ForwardOutput(self._forward(step)[0], None)
-        logits, hidden = self._forward(step, self._hidden_layers)
-        if self._asked != sorted(self._asked):
-            hidden = hidden[:, self._asked]
-        return ForwardOutput(logits, hidden.flatten(1))

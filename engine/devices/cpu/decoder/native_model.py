@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,13 @@ from engine.kv.host_memory import HugePages
 from engine.linear.packed import pack
 from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight, join
 from engine.linear.structs import QuantizedArgs
-from engine.model.families import NumberedPaths
+LayerPaths = tuple[tuple[str, ...], ...]
+"""Paths in the model of the linear layers of each of a layer's products, in the order of `Product` in
+`structs.h`.
+"""
+
+PRODUCTS = ("qkv", "output", "gate_up", "down")
+"""A layer's fields with products."""
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -24,10 +29,10 @@ class NativeModel:
 
     model: ModelArgs
     layers: ctypes.Array[LayerArgs]
-    paths: Sequence[NumberedPaths] = ()
-    """Of the linear layers of each of `layers`, where adapters may come beside them."""
+    paths: Sequence[LayerPaths] = ()
+    """The linear layers of each of `layers`, which adapters may add to."""
     columns: Mapping[str, range] = {}
-    """Which outputs of a layer's linear layers it computes, by their paths; it does all of the others."""
+    """Outputs that it computes of linear layers, by path; of others it computes all."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         """Its weights and rows are of `dtype`, one of `DTYPES`."""
@@ -105,12 +110,12 @@ class NativeModel:
         values, biases = self.keep(self._memory.copy(packed)), self.keep(bias)
         return WeightsArgs(values, biases, None, weight.shape[1], len(weight))
 
-    def rotation(self, rotary: Any, positions: int) -> dict[str, Any]:
-        """Fields of `ModelArgs`, of a Transformers rotary embedding (None: none) at so many positions."""
-        if rotary is None:
-            return {}
-        with torch.inference_mode():
-            probe = torch.zeros(1, dtype=self.dtype)
-            cosines, sines = rotary(probe, torch.arange(positions).unsqueeze(0))
-        width = cosines.shape[-1]
-        return {"cosines": self.keep(cosines[0]), "sines": self.keep(sines[0]), "rotary_dim": width}
+    def count_products(self) -> None:
+        """Set the model's number of multiplications for a row, by which the decoder chooses threads."""
+        products = [getattr(layer, name) for layer in self.layers for name in PRODUCTS]
+        count = sum(each.inputs * each.outputs for each in [*products, self.model.head])
+        for address in filter(None, (layer.experts for layer in self.layers)):
+            experts = ExpertsArgs.from_address(address)
+            for each in (experts.first, experts.second):
+                count += experts.chosen * each.inputs * each.outputs
+        self.model.products = count

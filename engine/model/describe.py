@@ -1,0 +1,277 @@
+"""Describes a Transformers model as a program, by the table of families."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine.linear.experts import Experts as OwnExperts
+from engine.linear.experts import fused_experts
+from engine.model.families import FAMILIES, Family, MixerNames, RoutingNames
+from engine.model.program import (
+    Activation,
+    Attention,
+    Experts,
+    LatentAttention,
+    Layer,
+    MixerKind,
+    Mlp,
+    ModelProgram,
+    Norm,
+    NormKind,
+    Product,
+    Recurrent,
+    Rotation,
+)
+
+STATIC_ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""Types of rotary embeddings whose angles depend on positions alone."""
+
+ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "relu2": Activation.RELU2}
+"""By Transformers' names."""
+
+_READ_WINDOW_FROM_CONFIG = ("MistralAttention", "MixtralAttention")
+
+
+class UndescribedModelError(ValueError):
+    """No family describes the model; the message says why."""
+
+
+def describe(model: PreTrainedModel) -> ModelProgram:
+    """Describe a model whose weights stay its own. Raises UndescribedModelError."""
+    name = type(model).__name__
+    family = FAMILIES.get(name)
+    if family is None:
+        raise UndescribedModelError(f"{name} is not among {', '.join(FAMILIES)}")
+    return _Describer(model, family).program()
+
+
+def activation_of(name: str) -> Activation:
+    """Raises UndescribedModelError."""
+    if name not in ACTIVATIONS:
+        raise UndescribedModelError(f"its activation is {name}")
+    return ACTIVATIONS[name]
+
+
+def rotation_of(rotary: Any) -> Rotation | None:
+    """Describe a Transformers rotary embedding (None: none). Raises UndescribedModelError."""
+    if rotary is None:
+        return None
+    if rotary.rope_type not in STATIC_ROTATIONS:
+        raise UndescribedModelError(f"its rotary embedding is of type {rotary.rope_type}")
+    return Rotation(rotary)
+
+
+class _Describer:
+    def __init__(self, model: Any, family: Family) -> None:
+        self._model, self._decoder, self._config = model, model.model, model.config
+        self._family = family
+        self._activation = activation_of(getattr(self._config, family.activation, "silu"))
+        self._epsilon: float = getattr(self._config, family.epsilon)
+        self._rotation = rotation_of(getattr(self._decoder, family.rotary, None))
+        self._number = itertools.count()
+        if family.routing is None and bool(getattr(self._config, "num_local_experts", 0)):
+            raise UndescribedModelError("it has experts")
+
+    def program(self) -> ModelProgram:
+        family, head = self._family, self._model.lm_head
+        multipliers = None
+        if family.head_multiplier is not None:
+            factor = getattr(self._config, family.head_multiplier)
+            multipliers = _unless_ones(torch.full((head.out_features,), factor))
+        return ModelProgram(
+            name=type(self._model).__name__,
+            embeddings=self._model.get_input_embeddings().weight,
+            layers=tuple(itertools.starmap(self._layer, enumerate(self._decoder.layers))),
+            final_norm=self._norm(self._decoder, family.final_norm),
+            head=Product((head,), multipliers=multipliers),
+            embedding_multiplier=self._configured(family.embedding_multiplier),
+            residual_multiplier=self._configured(family.residual_multiplier),
+            logits_divisor=self._configured(family.logits_divisor),
+        )
+
+    def _configured(self, name: str | None) -> float:
+        return 1.0 if name is None else getattr(self._config, name)
+
+    def _norm(self, module: Any, path: str, epsilon: float | None = None) -> Norm | None:
+        weight = _tensor(module, f"{path}.weight")
+        return None if weight is None else Norm(weight, epsilon or self._epsilon, self._family.norms)
+
+    def _layer(self, number: int, layer: Any) -> Layer:
+        family = self._family
+        try:
+            mixers = tuple(self._mixer(number, layer, names) for names in family.mixers_of(layer))
+        except UndescribedModelError as error:
+            raise UndescribedModelError(f"layer {number} {error}") from None
+        mlp_norm, mlp, experts = None, None, None
+        if not (family.is_blocks and mixers):
+            mlp_norm = self._norm(layer, family.mlp_norm)
+            routing = family.routing_of(layer)
+            mlp = self._mlp(number, layer, routing)
+            experts = None if routing is None else self._experts(number, layer, routing)
+        return Layer(mixers, self._norm(layer, family.input_norm), mlp_norm, mlp, experts)
+
+    def _product(self, number: int, layer: nn.Module, paths: Sequence[str]) -> Product:
+        linears = tuple(map(layer.get_submodule, paths))
+        factors = [torch.ones(linear.out_features) for linear in linears]  # type: ignore[arg-type]
+        for values, path in zip(factors, paths, strict=True):
+            if path in self._family.output_multipliers:
+                given = attrgetter(self._family.output_multipliers[path])(layer)
+                values *= torch.as_tensor(given).flatten().to(values.device)
+        names = tuple(f"model.layers.{number}.{path}" for path in paths)
+        return Product(linears, names, _unless_ones(torch.cat(factors)))
+
+    def _mixer(self, number: int, layer: Any, names: MixerNames) -> Attention | LatentAttention | Recurrent:
+        module = getattr(layer, names.path)
+        product = partial(self._product, number, layer)
+        inputs = [f"{names.path}.{name}" for name in names.inputs if getattr(module, name) is not None]
+        multiplier = names.input_multiplier
+        common: dict[str, Any] = {
+            "inputs": product(inputs),
+            "output": product([f"{names.path}.{names.output}"]),
+            "input_multiplier": 1.0 if multiplier is None else attrgetter(multiplier)(layer),
+        }
+        if names.kind is MixerKind.ATTENTION:
+            return self._attention(layer, module, common)
+        if names.kind is MixerKind.LATENT:
+            return self._latent(module, common)
+        if names.gates:
+            common["gates"] = product([f"{names.path}.{name}" for name in names.gates])
+        return self._recurrent(module, names, common)
+
+    def _attention(self, layer: Any, module: Any, common: dict[str, Any]) -> Attention:
+        heads = self._config.num_attention_heads
+        return Attention(
+            **common,
+            layer=module.layer_idx,
+            heads=heads,
+            head_dim=module.head_dim,
+            scale=float(module.scaling),
+            rotation=self._rotation,
+            query_norm=self._norm(layer, self._family.query_norm),
+            key_norm=self._norm(layer, self._family.key_norm),
+            window=_window(module),
+            is_gated=module.q_proj.out_features > heads * module.head_dim,
+        )
+
+    def _latent(self, module: Any, common: dict[str, Any]) -> LatentAttention:
+        if not hasattr(module, "absorbed"):
+            raise UndescribedModelError("keeps keys and values, not latents")
+        epsilon = module.kv_a_layernorm.variance_epsilon
+        key_norm = self._norm(module, "kv_a_layernorm", epsilon)
+        assert key_norm is not None
+        return LatentAttention(
+            **common,
+            layer=module.layer_idx,
+            heads=self._config.num_attention_heads,
+            head_dim=module.qk_head_dim,
+            scale=float(module.scaling),
+            queries=module.q_b_proj,
+            query_norm=self._norm(module, "q_a_layernorm", epsilon),
+            key_norm=key_norm,
+            to_latent=module.absorbed.to_latent,
+            to_value=module.absorbed.to_value,
+        )
+
+    def _recurrent(self, module: Any, names: MixerNames, common: dict[str, Any]) -> Recurrent:
+        conv, decays = getattr(module, names.conv), module.get_submodule(names.decays)
+        decay = _tensor(decays, "A_log")
+        if names.kind is MixerKind.STATE_SPACE:
+            norm = module.norm
+            common["group"] = _group_size(norm)
+            common["norms_first"] = getattr(norm, "norm_before_gate", False)
+            common["shortest"], common["longest"] = module.time_step_limit
+        if names.low_rank:
+            common["decays"], common["opening"] = map(module.get_submodule, names.low_rank)
+        weight = _tensor(module, f"{names.norm}.weight")
+        kind = NormKind.PLAIN if names.kind is MixerKind.DELTA else NormKind.EXACT
+        return Recurrent(
+            kind=names.kind,
+            **common,
+            number=next(self._number),
+            taps=conv.weight.squeeze(1),
+            bias=conv.bias,
+            rates=None if decay is None else -decay.float().exp(),
+            shifts=_tensor(decays, "dt_bias"),
+            skips=_tensor(module, "D"),
+            norm=None if weight is None else Norm(weight, self._epsilon, kind),
+            is_interleaved=names.is_interleaved,
+        )
+
+    def _mlp(self, number: int, layer: Any, routing: RoutingNames | None) -> Mlp | None:
+        gate_up, down = self._family.gate_up, self._family.down
+        if routing is not None:
+            if routing.shared is None:
+                return None
+            gate_up = tuple(f"{routing.shared}.{path.rpartition('.')[2]}" for path in gate_up)
+            down = f"{routing.shared}.{down.rpartition('.')[2]}"
+        products = (self._product(number, layer, paths) for paths in (gate_up, (down,)))
+        return Mlp(*products, self._activation, self._family.is_gated)
+
+    def _experts(self, number: int, layer: Any, names: RoutingNames) -> Experts:
+        holder = layer.get_submodule(names.block)
+        _check_experts(holder, self._family.is_gated)
+        router = getattr(holder, names.router)
+        opener = None
+        if names.opener is not None:
+            opener = self._product(number, layer, [f"{names.block}.{names.opener}"])
+        return Experts(
+            holder=holder,
+            router=router.weight,
+            chosen=router.top_k,
+            score=names.score,
+            preferences=None if names.preferences is None else _tensor(holder, names.preferences),
+            groups=getattr(router, "num_group", 1),
+            open_groups=getattr(router, "topk_group", 1),
+            normalizes=getattr(router, "norm_topk_prob", True),
+            least_sum=names.least_sum,
+            scaling=getattr(router, "routed_scaling_factor", 1.0),
+            is_exact=names.is_exact,
+            rounds=names.rounds,
+            opener=opener,
+            activation=self._activation,
+            is_gated=self._family.is_gated,
+        )
+
+
+def _check_experts(holder: Any, is_gated: bool) -> None:
+    if not isinstance(getattr(holder, "fc1_latent_proj", nn.Identity()), nn.Identity):
+        raise UndescribedModelError("its experts work on latents")
+    experts = holder.experts
+    declared = experts.rest if isinstance(experts, OwnExperts) else experts
+    if not isinstance(experts, OwnExperts) and not fused_experts(experts, by_kernel=False):
+        raise UndescribedModelError("its experts are not one tensor")
+    if declared.has_gate != is_gated or (is_gated and not declared.is_concatenated):
+        raise UndescribedModelError("its experts have other gates")
+
+
+def _tensor(module: Any, path: str) -> Tensor | None:
+    """Return the tensor at this path, if there is one."""
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module if isinstance(module, Tensor) else None
+
+
+def _unless_ones(factors: Tensor) -> Tensor | None:
+    return None if bool((factors == 1).all()) else factors
+
+
+def _window(attention: Any) -> int:
+    """Return an attention module's sliding window; 0 for none."""
+    reads_config = type(attention).__name__ in _READ_WINDOW_FROM_CONFIG
+    holder = attention.config if reads_config else attention
+    return getattr(holder, "sliding_window", None) or 0
+
+
+def _group_size(norm: Any) -> int:
+    """Return how many values a state space's norm takes together; 0 where there is none."""
+    if not hasattr(norm, "weight"):
+        return 0
+    return getattr(norm, "group_size", None) or len(norm.weight) // norm.n_groups

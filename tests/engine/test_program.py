@@ -1,0 +1,68 @@
+"""Programs by torch's operators, the reference for other executors, against Transformers' own modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.batch.rows import SequenceRows
+from engine.devices.torch.attention import TorchBackend
+from engine.devices.attention_tables import backend_over
+from engine.kv.layout import TARGET, PoolLayout
+from engine.kv.pool import KVPool
+from engine.kv.state_slots import StateSlots
+from engine.load.loader import load_model
+from engine.load.select import build_runner
+from protocol.config import ServeConfig
+from tests.e2e.architectures import VOCAB_SIZE, write_model
+from tests.engine import test_decoder, test_hybrid_decoder
+from tests.engine.kernels import CPU
+from tests.engine.reference import Reference
+from tests.engine.test_recurrent import needs_hooks
+
+HIDDEN_LAYERS = 1, 3
+MODELS: dict[str, dict[str, Any]] = test_decoder.MODELS | test_hybrid_decoder.MODELS
+
+pytestmark = needs_hooks
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_program_computes_what_the_modules_do(name: str, tmp_path: Path) -> None:
+    """In chunks, with another text, and as a tree."""
+    write_model(folder=tmp_path, **{"model_type": name.split("-")[0]} | MODELS[name])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for weight in model.parameters():
+        if weight.ndim == 1:  # norms and biases that matter
+            weight.data += 0.3 * torch.randn_like(weight)
+    model.save_pretrained(tmp_path)
+    loaded = load_model(ServeConfig(model=str(tmp_path), dtype="float32", device="cpu", max_model_len=256))
+    runners = []
+    for is_reference in (True, False):
+        pool = KVPool(PoolLayout((loaded.kv_group,), 16), 24, CPU, None)
+        backend = backend_over(TorchBackend, pool.layers(TARGET), pool.groups[TARGET])
+        slots = None
+        if loaded.recurrent is not None:
+            slots = StateSlots(loaded.recurrent.state.with_drafts(32), 3, CPU)
+        if is_reference:
+            runners.append(Reference(loaded.model, backend, HIDDEN_LAYERS, slots).run)
+        else:
+            runners.append(build_runner(loaded, backend, "off", HIDDEN_LAYERS, slots).run)
+    generator = torch.Generator().manual_seed(0)
+    one, other = torch.randint(3, VOCAB_SIZE, (2, 80), generator=generator).tolist()
+    blocks = [[list(range(first, first + 8))] for first in (0, 8)]
+    batches = [
+        [SequenceRows(one[:40], 0, blocks[0])],
+        [SequenceRows(one[40:41], 40, blocks[0]), SequenceRows(other[:20], 0, blocks[1], state_slot=1)],
+        [SequenceRows([5, 6, 7, 8], 41, blocks[0], masks=[0b1, 0b11, 0b101, 0b1011], certain=42)],
+    ]
+    for batch in batches:
+        wanted = [0, sum(len(rows.token_ids) for rows in batch) - 1]
+        ours, theirs = (run(batch, wanted) for run in runners)
+        for found, expected in ((ours.logits, theirs.logits), (ours.hidden, theirs.hidden)):
+            assert found is not None and expected is not None
+            scale = float(expected.abs().max())
+            torch.testing.assert_close(found / scale, expected / scale, atol=1e-5, rtol=0)
