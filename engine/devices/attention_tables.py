@@ -1,4 +1,4 @@
-"""Attention over a pool in which layers of several block tables lie: a backend for each table."""
+"""Attention over a pool whose layers lie in several block tables: a backend for each table."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class TablesBackend:
     """
 
     def __init__(self, backends: Sequence[AttentionBackend], tables: Sequence[int]) -> None:
-        """One of all layers for each table; `tables` says which is each layer's."""
+        """`backends` has one of all layers for each table; `tables` has the table of each layer."""
         self.name, self.block_size = backends[0].name, backends[0].block_size
         self.block_pool, self.num_tables = backends[0].block_pool, len(backends)
-        self._backends = backends
+        self.backends, self.tables = backends, tables
         self._by_layer = [backends[table] for table in tables]
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
-        tables = zip(self._backends, metadata.block_table, metadata.slot_mapping, strict=True)
+        tables = zip(self.backends, metadata.block_table, metadata.slot_mapping, strict=True)
         for backend, block_table, slots in tables:
             backend.begin_step(replace(metadata, block_table=block_table, slot_mapping=slots))
 
@@ -56,8 +56,15 @@ class TablesBackend:
 def backend_over(
     backend: type[AttentionBackend], layers: Sequence[LayerKv], group: Group
 ) -> AttentionBackend:
-    """Of these layers of a pool, which are the group's."""
+    """Return attention over these layers of a pool, which are the group's."""
     backends = [backend(layers, group.block_pool, group.rows) for _ in group.windows]
     if len(backends) == 1:
         return backends[0]
     return TablesBackend(backends, [place.table for place in group.layers])
+
+
+def by_table(backend: AttentionBackend) -> tuple[Sequence[AttentionBackend], Sequence[int] | None]:
+    """Return the backend of each block table, and the table of each layer; None where all lie in one."""
+    if isinstance(backend, TablesBackend):
+        return backend.backends, backend.tables
+    return [backend], None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import is_accelerate_available
 
 from checkpoints.source import hf_source
-from engine.devices.cpu.decoder.description import unfit
 from engine.devices.cuda.tiles import fault_of_options, fault_of_weights, tile_on_gpu
 from engine.devices.loaded_model import LoadedModel, Recurrent
 from engine.devices.torch import transformers_hook
@@ -29,7 +28,6 @@ from engine.load.preloaded import take_preloaded
 from engine.load.probe import probe
 from engine.load.quantized_checkpoint import describe_checkpoint, load_quantized, quantization_config
 from engine.lora.table import Adapters, adaptable
-from engine.model.describe import UndescribedModelError, describe
 from engine.model.fingerprint import model_fingerprint
 from engine.model.text_half import as_causal, load_checkpoint, make_model
 from engine.phases import phase
@@ -95,7 +93,7 @@ def load_model(config: ServeConfig) -> LoadedModel:
         model=model,
         device=device,
         dtype=dtype,
-        kv_group=_stored_as(_in_one_table(kept.kv, model), config.kv_cache_dtype),
+        kv_group=_stored_as(kept.kv, config.kv_cache_dtype),
         vocab_size=text_config.vocab_size,
         max_model_len=longest,
         eos_token_ids=_eos_token_ids(config, model, text_config),
@@ -106,20 +104,6 @@ def load_model(config: ServeConfig) -> LoadedModel:
         expansion=expansion,
         checkpoint=checkpoint,
     )
-
-
-def _in_one_table(group: Group, model: PreTrainedModel) -> Group:
-    """Make the group one of one table where our own decoders run the model: they read no others. It does not
-    depend on the device, as workers of one model exchange blocks.
-    """
-    try:
-        is_ours = unfit(describe(model)) is None
-    except UndescribedModelError:
-        is_ours = False
-    if len({*group.sights}) == 1 or not is_ours:
-        return group
-    logger.info("%s: layers within a sliding window keep all tokens", type(model).__name__)
-    return replace(group, sights=())
 
 
 def _stored_as(group: Group, kv_cache_dtype: str) -> Group:

@@ -12,7 +12,7 @@ import torch
 
 from engine.batch.runner import Runner
 from engine.devices.attention import select_backend
-from engine.devices.attention_tables import backend_over
+from engine.devices.attention_tables import backend_over, by_table
 from engine.devices.cpu.attention.backend import CpuBackend
 from engine.devices.cpu.decoder.description import Description, unfit
 from engine.devices.cpu.decoder.forward import NativeDecoder, library
@@ -95,9 +95,8 @@ def build_runner(
     """`compile` is the option's value. A model that is not packed yet is packed: see `pack_model`. One with
     recurrent layers needs `state_slots`.
     """
-    loaded = pack_model(loaded, compile, type(backend))
+    loaded = pack_model(loaded, compile, type(by_table(backend)[0][0]))
     if loaded.description is not None:
-        assert isinstance(backend, CpuBackend)
         return NativeDecoder(loaded.description, backend, hidden_layers, loaded.adapters, state_slots)
     fault = kernel_fault(loaded.device, loaded.dtype)
     if fault is not None:

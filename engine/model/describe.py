@@ -34,8 +34,16 @@ from engine.model.program import (
 STATIC_ROTATIONS = ("default", "linear", "llama3", "yarn")
 """Types of rotary embeddings whose angles depend on positions alone."""
 
-ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU, "relu2": Activation.RELU2}
+ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "relu2": Activation.RELU2,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+}
 """By Transformers' names."""
+
+_CAPS = "attn_logit_softcapping", "final_logit_softcapping"
+"""Fields of configurations that cap scores or logits."""
 
 _READ_WINDOW_FROM_CONFIG = ("MistralAttention", "MixtralAttention")
 
@@ -60,13 +68,17 @@ def activation_of(name: str) -> Activation:
     return ACTIVATIONS[name]
 
 
-def rotation_of(rotary: Any) -> Rotation | None:
-    """Describe a Transformers rotary embedding (None: none). Raises UndescribedModelError."""
+def rotations_of(rotary: Any) -> dict[str | None, Rotation]:
+    """Describe a Transformers rotary embedding by kind of layer: None for all kinds. Raises
+    UndescribedModelError.
+    """
     if rotary is None:
-        return None
-    if rotary.rope_type not in STATIC_ROTATIONS:
-        raise UndescribedModelError(f"its rotary embedding is of type {rotary.rope_type}")
-    return Rotation(rotary)
+        return {}
+    types = rotary.rope_type if isinstance(rotary.rope_type, dict) else {None: rotary.rope_type}
+    for rope_type in types.values():
+        if rope_type not in STATIC_ROTATIONS:
+            raise UndescribedModelError(f"its rotary embedding is of type {rope_type}")
+    return {kind: Rotation(rotary, kind) for kind in types}
 
 
 class _Describer:
@@ -75,10 +87,13 @@ class _Describer:
         self._family = family
         self._activation = activation_of(getattr(self._config, family.activation, "silu"))
         self._epsilon: float = getattr(self._config, family.epsilon)
-        self._rotation = rotation_of(getattr(self._decoder, family.rotary, None))
+        self._rotations = rotations_of(getattr(self._decoder, family.rotary, None))
         self._number = itertools.count()
         if family.routing is None and bool(getattr(self._config, "num_local_experts", 0)):
             raise UndescribedModelError("it has experts")
+        for name in _CAPS:
+            if getattr(self._config, name, None) is not None:
+                raise UndescribedModelError(f"it has {name}")
 
     def program(self) -> ModelProgram:
         family, head = self._family, self._model.lm_head
@@ -86,13 +101,15 @@ class _Describer:
         if family.head_multiplier is not None:
             factor = getattr(self._config, family.head_multiplier)
             multipliers = _unless_ones(torch.full((head.out_features,), factor))
+        embeddings = self._model.get_input_embeddings()
+        multiplier = self._configured(family.embedding_multiplier) * embedding_scale(embeddings)
         return ModelProgram(
             name=type(self._model).__name__,
-            embeddings=self._model.get_input_embeddings().weight,
+            embeddings=embeddings.weight,
             layers=tuple(itertools.starmap(self._layer, enumerate(self._decoder.layers))),
             final_norm=self._norm(self._decoder, family.final_norm),
             head=Product((head,), multipliers=multipliers),
-            embedding_multiplier=self._configured(family.embedding_multiplier),
+            embedding_multiplier=multiplier,
             residual_multiplier=self._configured(family.residual_multiplier),
             logits_divisor=self._configured(family.logits_divisor),
         )
@@ -116,7 +133,15 @@ class _Describer:
             routing = family.routing_of(layer)
             mlp = self._mlp(number, layer, routing)
             experts = None if routing is None else self._experts(number, layer, routing)
-        return Layer(mixers, self._norm(layer, family.input_norm), mlp_norm, mlp, experts)
+        return Layer(
+            mixers,
+            self._norm(layer, family.input_norm),
+            mlp_norm,
+            mlp,
+            experts,
+            mixed_norm=None if family.mixed_norm is None else self._norm(layer, family.mixed_norm),
+            made_norm=None if family.made_norm is None else self._norm(layer, family.made_norm),
+        )
 
     def _product(self, number: int, layer: nn.Module, paths: Sequence[str]) -> Product:
         linears = tuple(map(layer.get_submodule, paths))
@@ -154,7 +179,7 @@ class _Describer:
             heads=heads,
             head_dim=module.head_dim,
             scale=float(module.scaling),
-            rotation=self._rotation,
+            rotation=self._rotations.get(getattr(module, "layer_type", None), self._rotations.get(None)),
             query_norm=self._norm(layer, self._family.query_norm),
             key_norm=self._norm(layer, self._family.key_norm),
             window=_window(module),
@@ -239,6 +264,12 @@ class _Describer:
             activation=self._activation,
             is_gated=self._family.is_gated,
         )
+
+
+def embedding_scale(embeddings: Any) -> float:
+    """Return the factor that an embedding's module multiplies by, in the dtype of its weights."""
+    scale = getattr(embeddings, "embed_scale", None)
+    return 1.0 if scale is None else float(torch.as_tensor(scale).to(embeddings.weight.dtype))
 
 
 def _check_experts(holder: Any, is_gated: bool) -> None:

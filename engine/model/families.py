@@ -66,6 +66,8 @@ class Family:
     """A second mixer of all layers: it reads the same rows, and the outputs of both are added."""
     input_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
+    mixed_norm: str | None = None
+    made_norm: str | None = None
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -165,6 +167,13 @@ BAMBA = Family(
     final_norm="final_layernorm",
 )
 FAMILIES = {
+    "Gemma3ForCausalLM": Family(
+        mlp_norm="pre_feedforward_layernorm",
+        mixed_norm="post_attention_layernorm",
+        made_norm="post_feedforward_layernorm",
+        norms=NormKind.CENTRED,
+        activation="hidden_activation",
+    ),
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": LLAMA,
     "Qwen2ForCausalLM": LLAMA,

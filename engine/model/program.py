@@ -39,6 +39,7 @@ class Activation(IntEnum):
 
     SILU = 0
     RELU2 = 1
+    GELU_TANH = 2
 
 
 class Score(IntEnum):
@@ -209,13 +210,18 @@ class Experts:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """Mixers that read the same rows and whose outputs are added; then an MLP, experts or both."""
+    """Mixers that read the same rows and whose outputs are added; then an MLP, experts or both.
+
+    `mixed_norm` and `made_norm` norm what mixers and MLP add to the residual.
+    """
 
     mixers: tuple[Attention | LatentAttention | Recurrent, ...]
     input_norm: Norm | None
     mlp_norm: Norm | None = None
     mlp: Mlp | None = None
     experts: Experts | None = None
+    mixed_norm: Norm | None = None
+    made_norm: Norm | None = None
 
     def products(self) -> Iterator[Product]:
         """Yield the products whose linear layers may be several."""

@@ -94,6 +94,7 @@ class SelfDrafter(Drafter):
         layers = pool.layers(TARGET)
         if loaded.description is not None:  # it numbers its own layers
             layers = [layers[layer] for layer in self._kept]
+            group = replace(group, layers=tuple(group.layers[layer] for layer in self._kept))
         backend_class, _ = select_backend(loaded.device, loaded.dtype, self._config.attention_backend)
         backend = backend_over(backend_class, layers, group)
         return runner_of_drafts(self._config, loaded, backend, pool.state_slots)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from transformers import PreTrainedModel
 
-from engine.batch.rows import BlockTable, SequenceRows, span_of
-from engine.batch.runner import ForwardOutput
+from engine.batch.rows import BlockTable, span_of
+from engine.batch.runner import ForwardOutput, Step
 from engine.batch.step_inputs import StepShape, step_inputs
 from engine.devices.torch import transformers_hook
 from engine.devices.torch.program import TorchProgram
@@ -42,10 +40,10 @@ class Reference:
         self._table = BlockTable(backend.block_size, backend.block_pool, backend.num_tables)
 
     @torch.inference_mode()
-    def run(self, batch: Sequence[SequenceRows], logit_rows: list[int]) -> ForwardOutput:
-        inputs = step_inputs(batch, logit_rows, upload_to(CPU), self._table, StepShape())
+    def run(self, step: Step) -> ForwardOutput:
+        inputs = step_inputs(step.batch, step.logit_rows, upload_to(CPU), self._table, StepShape())
         self._backend.begin_step(inputs.attention)
         transformers_hook.set_current_backend(self._backend)
         if self._operators is not None:
-            self._operators.begin_step([span_of(rows) for rows in batch])
+            self._operators.begin_step([span_of(rows) for rows in step.batch])
         return ForwardOutput(*self._program(inputs.token_ids, inputs.positions, inputs.logit_rows))

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.batch.rows import SequenceRows
+from engine.batch.runner import Step
 from engine.devices.torch.attention import TorchBackend
 from engine.devices.attention_tables import backend_over
 from engine.kv.layout import TARGET, PoolLayout
@@ -61,7 +62,7 @@ def test_a_program_computes_what_the_modules_do(name: str, tmp_path: Path) -> No
     ]
     for batch in batches:
         wanted = [0, sum(len(rows.token_ids) for rows in batch) - 1]
-        ours, theirs = (run(batch, wanted) for run in runners)
+        ours, theirs = (run(Step(batch, wanted)) for run in runners)
         for found, expected in ((ours.logits, theirs.logits), (ours.hidden, theirs.hidden)):
             assert found is not None and expected is not None
             scale = float(expected.abs().max())

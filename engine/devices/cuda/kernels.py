@@ -1,4 +1,4 @@
-"""What the decoder computes between matrix products. Values are rounded where Transformers' modules round."""
+"""The decoder's kernels between matrix products. Values are rounded where Transformers' modules round."""
 
 from __future__ import annotations
 
@@ -6,32 +6,67 @@ import triton
 import triton.language as tl
 
 from engine.devices.cuda.attention.write import scale_at, store_row
+from engine.model.program import Activation, NormKind
+
+_PLAIN = tl.constexpr(int(NormKind.PLAIN))
+_CENTRED = tl.constexpr(int(NormKind.CENTRED))
+_GELU_TANH = tl.constexpr(int(Activation.GELU_TANH))
 
 
 @triton.jit
 def _rounded(values, like):
-    """To the dtype that `like` points to, in float32."""
+    """Round to the dtype that `like` points to; return float32."""
     return values.to(like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
-def add_norm(added, residual, weight, out, epsilon, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """Of a row: adds `added` to `residual`, if it is there, and writes the sum, normalized, to `out`."""
+def _weighted(values, weight, like, KIND: tl.constexpr):
+    """Multiply normalized values by the weights of a norm of this kind, unrounded."""
+    if KIND == _CENTRED:
+        return values * (1.0 + weight)
+    if KIND == _PLAIN:
+        values = _rounded(values, like)
+    return values * weight
+
+
+@triton.jit
+def add_norm(
+    added,
+    added_norm,
+    residual,
+    weight,
+    out,
+    epsilon,
+    factor,
+    KIND: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Add a row of `added` (None: nothing), normed if there is an `added_norm` and times `factor` (None: one),
+    to `residual`; write the sum, normed, to `out`.
+    """
     i = tl.arange(0, PADDED)
     inside = i < SIZE
     place = tl.program_id(0).to(tl.int64) * SIZE + i
     values = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
     if added is not None:
-        values = _rounded(values + tl.load(added + place, mask=inside, other=0.0).to(tl.float32), residual)
+        more = tl.load(added + place, mask=inside, other=0.0).to(tl.float32)
+        if added_norm is not None:
+            weights = tl.load(added_norm + i, mask=inside, other=0.0).to(tl.float32)
+            more = more * tl.rsqrt(tl.sum(more * more, 0) / SIZE + epsilon)
+            more = _rounded(_weighted(more, weights, residual, KIND), residual)
+        if factor is not None:
+            more = _rounded(more * factor, residual)
+        values = _rounded(values + more, residual)
         tl.store(residual + place, values.to(residual.dtype.element_ty), mask=inside)
-    normed = _rounded(values * tl.rsqrt(tl.sum(values * values, 0) / SIZE + epsilon), out)
-    normed = normed * tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, normed.to(out.dtype.element_ty), mask=inside)
+    weights = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+    normed = values * tl.rsqrt(tl.sum(values * values, 0) / SIZE + epsilon)
+    tl.store(out + place, _weighted(normed, weights, out, KIND).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _turned(head, norm, cosines, sines, epsilon, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """A head's query or key, normalized if there is a `norm`, at the position of these cosines and sines."""
+def _turned(head, norm, cosines, sines, epsilon, KIND: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Return a head's query or key, normed if there is a `norm`, rotated by these cosines and sines."""
     d = tl.arange(0, PADDED)
     inside = d < DIM
     opposite = (d + DIM // 2) % DIM
@@ -41,8 +76,8 @@ def _turned(head, norm, cosines, sines, epsilon, DIM: tl.constexpr, PADDED: tl.c
         scale = tl.rsqrt(tl.sum(own * own, 0) / DIM + epsilon)
         own_weight = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32)
         other_weight = tl.load(norm + opposite, mask=inside, other=0.0).to(tl.float32)
-        own = _rounded(_rounded(own * scale, head) * own_weight, head)
-        other = _rounded(_rounded(other * scale, head) * other_weight, head)
+        own = _rounded(_weighted(own * scale, own_weight, head, KIND), head)
+        other = _rounded(_weighted(other * scale, other_weight, head, KIND), head)
     other = tl.where(d < DIM // 2, -other, other)
     cosine = tl.load(cosines + d, mask=inside, other=0.0).to(tl.float32)
     sine = tl.load(sines + d, mask=inside, other=0.0).to(tl.float32)
@@ -70,6 +105,7 @@ def rotate(
     values_token,
     values_head,
     epsilon,
+    KIND: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -77,8 +113,8 @@ def rotate(
     PAGE: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Of a row (program 0) and a head (program 1): queries to `query`, then keys and values to the pool, but
-    for padding rows. Strides are as those of `write`.
+    """For a row (program 0) and a head (program 1), write the query to `query`, or the key or value to the
+    pool; padding rows write no KV. `write` explains the strides.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, PADDED)
@@ -86,7 +122,7 @@ def rotate(
     own = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * DIM
     angle = tl.load(positions + row) * DIM
     if head < HEADS:
-        turned = _turned(own, query_norm, cosines + angle, sines + angle, epsilon, DIM, PADDED)
+        turned = _turned(own, query_norm, cosines + angle, sines + angle, epsilon, KIND, DIM, PADDED)
         tl.store(query + (row * HEADS + head) * DIM + d, turned.to(query.dtype.element_ty), mask=inside)
         return
     slot = tl.load(slots + row)
@@ -94,7 +130,7 @@ def rotate(
         return
     block, token = slot // PAGE, slot % PAGE
     if head < HEADS + KV_HEADS:
-        turned = _turned(own, key_norm, cosines + angle, sines + angle, epsilon, DIM, PADDED)
+        turned = _turned(own, key_norm, cosines + angle, sines + angle, epsilon, KIND, DIM, PADDED)
         place = block * keys_block + token * keys_token + (head - HEADS) * keys_head
         key_scale = None
         if key_scales is not None:
@@ -111,11 +147,14 @@ def rotate(
 
 
 @triton.jit
-def gate(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """SiLU of the first half of a row, times the second."""
+def gate(gate_up, out, ACTIVATION: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Activate the first half of a row, by SiLU or GELU, and multiply it by the second."""
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < SIZE
     gates = tl.load(gate_up + row * 2 * SIZE + i, mask=inside, other=0.0).to(tl.float32)
     ups = tl.load(gate_up + row * 2 * SIZE + SIZE + i, mask=inside, other=0.0).to(tl.float32)
-    product = _rounded(gates / (1.0 + tl.exp(-gates)), out) * ups
+    exponents = gates
+    if ACTIVATION == _GELU_TANH:
+        exponents = 1.5957691216 * (gates + 0.044715 * gates * gates * gates)
+    product = _rounded(gates / (1.0 + tl.exp(-exponents)), out) * ups
     tl.store(out + row * SIZE + i, product.to(out.dtype.element_ty), mask=inside)

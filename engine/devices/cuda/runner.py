@@ -15,7 +15,6 @@ from engine.batch.recurrent_plan import Tables
 from engine.batch.rows import BlockTable, SequenceRows
 from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.batch.step_inputs import StepInputs, StepShape, step_inputs
-from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder, unfit
 from engine.devices.cuda.graphs import CudaGraphs, Graph, Graphs, capture_all, stand_ins
@@ -164,7 +163,6 @@ def runner_of(
         decoder = hybrid = HybridModules(loaded, backend, state_slots, hidden_layers, drafts)
         tables_of = hybrid.tables
     elif (program := loaded.program) is not None and unfit(program) is None:
-        assert isinstance(backend, TritonBackend)
         decoder = CudaDecoder(program, backend, longest, hidden_layers, adapters)
     else:
         decoder = Modules(loaded.model, backend, hidden_layers, adapters)

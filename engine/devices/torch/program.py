@@ -5,11 +5,12 @@ Values are rounded where Transformers' modules round them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, sigmoid, silu, softplus
+from torch.nn.functional import embedding, gelu, sigmoid, silu, softplus
 
 from engine.devices.torch.recurrent import Operators
 from engine.devices.torch.transformers_hook import paged_attention
@@ -32,6 +33,12 @@ from engine.model.program import (
     Rotation,
     Score,
 )
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: silu,
+    Activation.RELU2: lambda x: x.relu().square(),
+    Activation.GELU_TANH: partial(gelu, approximate="tanh"),
+}
 
 _UNIT_EPSILON = 1e-6
 """The epsilon of the delta rule's unit norms, flash-linear-attention's."""
@@ -105,14 +112,17 @@ class TorchProgram(nn.Module):
             outputs = [
                 _multiply(mixer.output, rows) for mixer, rows in zip(layer.mixers, mixed, strict=True)
             ]
-            x = x + sum(outputs[1:], outputs[0]) * factor
+            made = sum(outputs[1:], outputs[0])
+            x = x + (made if layer.mixed_norm is None else _norm(layer.mixed_norm, made)) * factor
         if layer.mlp_norm is None:
             return x
         normed = _norm(layer.mlp_norm, x)
-        made = None if layer.mlp is None else _mlp(layer.mlp, normed)
+        made = None if layer.mlp is None else _mlp(layer.mlp, normed)  # type: ignore[assignment]
         if layer.experts is not None:
             made = _experts(layer.experts, normed, made)
-        return x if made is None else x + made * factor
+        if made is None:
+            return x
+        return x + (made if layer.made_norm is None else _norm(layer.made_norm, made)) * factor
 
     def _mix(self, mixer: Mixer, normed: Tensor, positions: Tensor) -> Tensor:
         made = _multiply(mixer.inputs, normed)
@@ -276,7 +286,7 @@ def _attend_latents(mixer: LatentAttention, made: Tensor) -> Tensor:
 
 def _activate(made: Tensor, activation: Activation, is_gated: bool) -> Tensor:
     gate, values = made.chunk(2, dim=-1) if is_gated else (made, None)
-    active = silu(gate) if activation is Activation.SILU else gate.relu().square()
+    active = _ACTIVATIONS[activation](gate)
     return active if values is None else active * values
 
 

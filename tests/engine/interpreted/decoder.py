@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -54,6 +55,10 @@ CONFIGS = {
     "mistral": MistralConfig(**SHAPE, sliding_window=4),
     "qwen2": Qwen2Config(**SHAPE | {"head_dim": 12}),
     "qwen3": Qwen3Config(**SHAPE),
+    "granite": GraniteConfig(**SHAPE, residual_multiplier=0.5, logits_scaling=4.0, embedding_multiplier=3.0),
+    "gemma3": Gemma3TextConfig(
+        **SHAPE, sliding_window=4, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=16
+    ),
 }
 STEPS = [
     [SequenceRows([7, 3, 9, 1, 2, 8], 0, [[3, 1]]), SequenceRows([4, 5], 0, [[2, 5]])],
@@ -126,11 +131,6 @@ def test_products_in_tiles(format: CodeFormat | None) -> None:
     tile_linears(model, torch.float32, plain=True)
     model.model.layers[1].mlp.gate_proj = torch.nn.Linear(64, 96)
     assert unfit(describe(model)) == "layers of one input are multiplied in several ways"
-
-
-def test_granite_is_left_to_its_modules() -> None:
-    model = AutoModelForCausalLM.from_config(GraniteConfig(**SHAPE, residual_multiplier=0.5))
-    assert unfit(describe(model)) == "it does not know multipliers"
 
 
 def test_padding_rows_write_nowhere() -> None:

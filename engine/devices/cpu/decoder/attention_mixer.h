@@ -25,12 +25,12 @@ class AttentionMixer {
         w.each_row(n, [&](int64_t r) {
             const int64_t position = rows.positions[r] - (m.entry ? 1 : 0);
             Value *query = &w.product[r * qkv], *key = query + m.num_heads * apart;
-            for (int64_t h = 0; h < m.num_heads; h++) place_head(query + h * apart, layer.query_norm, position);
-            for (int64_t first = 0; first < keys; first += dim) place_head(key + first, layer.key_norm, position);
+            for (int64_t h = 0; h < m.num_heads; h++) place_head(layer, query + h * apart, layer.query_norm, position);
+            for (int64_t first = 0; first < keys; first += dim) place_head(layer, key + first, layer.key_norm, position);
         });
         const Call call{q, k, k + keys, w.mixed.data(), qkv, apart, qkv, dim, qkv, dim, width, dim,
                         int64_t(l), m.num_heads, layer.window, m.attention_scale, 0.0};
-        m.attend(m.attention, &call);
+        w.attend(call);
         if (!m.opens_heads) return width;
         w.each_row(n, [&](int64_t r) {
             for (int64_t h = 0; h < m.num_heads; h++)
@@ -41,10 +41,10 @@ class AttentionMixer {
 
   private:
     // Normalizes (where the model does) and rotates a head of a row.
-    void place_head(Value* head, const Value* weight, int64_t position) {
+    void place_head(const Layer& layer, Value* head, const Value* weight, int64_t position) {
         if (weight) norm_row(head, weight, m.norms, m.head_dim, m.norm_epsilon, head);
         const int64_t first = position * m.rotary_dim;
-        rotate_head(head, m.cosines + first, m.sines + first, m.rotary_dim);
+        rotate_head(head, layer.cosines + first, layer.sines + first, m.rotary_dim);
     }
 
     Work& w;

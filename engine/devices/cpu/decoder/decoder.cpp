@@ -73,13 +73,13 @@ class Decoder : Work {
             if (layer.mixer != NOTHING) {
                 make_output(l, mixed, width, product, n);
                 if (layer.beside) add_output(layer.beside, beside_width, n);
-                add_product(n);
+                add_product(layer.mixed_norm, n);
             }
             if (layer.down || layer.experts) {
                 norm(layer.mlp_norm, n);
                 if (layer.down) feed_forward(l, n);
                 if (layer.experts) experts.run(l, n);
-                add_product(n);
+                add_product(layer.made_norm, n);
             }
         }
         if (captured < rows.num_hidden) {  // the last hidden state is taken after the final norm
@@ -136,7 +136,7 @@ class Decoder : Work {
             }
             while (drafting && d.counts[drafting - 1] <= token + 1) drafting--;
             if (!drafting) return nullptr;
-            positions.resize(drafting), slots.resize(drafting);
+            positions.resize(drafting), slots.resize(drafting * m.num_tables);
             for (int64_t s = 0; s < drafting; s++) {
                 place_row(b, s, s, b.ends[s] + token);
                 query_start[s + 1] = int32_t(s + 1);
@@ -153,7 +153,7 @@ class Decoder : Work {
         const int64_t n = b.num_sequences;
         int64_t total = 0;
         for (int64_t s = 0; s < n; s++) total += b.ends[s] - b.starts[s];
-        positions.resize(total), slots.resize(total);
+        positions.resize(total), slots.resize(total * m.num_tables);
         query_start.assign(1, 0), context_len.resize(n), last_rows.clear();
         int64_t row = 0;
         for (int64_t s = 0; s < n; s++) {
@@ -166,15 +166,20 @@ class Decoder : Work {
 
     void place_row(const Batch& b, int64_t s, int64_t row, int64_t place) {
         positions[row] = place;
-        slots[row] = b.slot(s, place);
+        for (int64_t table = 0; table < m.num_tables; table++)
+            slots[table * positions.size() + row] = b.slot(table, s, place);
         context_len[s] = int32_t(place + 1);
     }
 
     // Begins the attention's step over these rows.
     const char* begin(const Batch& b, int64_t num_sequences) {
-        const Step step{query_start.data(), context_len.data(), b.block_table, slots.data(), nullptr, nullptr,
-                        b.first_key, b.table_stride, num_sequences, int64_t(slots.size()), most_threads, m.parallel};
-        return m.begin(m.attention, &step);
+        const int64_t rows = positions.size();
+        for (int64_t table = 0; table < m.num_tables; table++) {
+            const Step step{query_start.data(), context_len.data(), b.table(table), &slots[table * rows], nullptr,
+                            nullptr, b.first_key, b.table_stride, num_sequences, rows, most_threads, m.parallel};
+            if (const char* fault = m.begin(m.attention[table], &step)) return fault;
+        }
+        return nullptr;
     }
 
     // The hidden states that a draft head reads, made from n rows of the target's.
@@ -217,10 +222,13 @@ class Decoder : Work {
         });
     }
 
-    void add_product(int64_t n) {
+    // Adds `product` to the residual, normed if there is a weight.
+    void add_product(const Value* weight, int64_t n) {
         each_row(n, [&](int64_t r) {
-            if (m.residual_multiplier) scale_row(&product[r * m.hidden], float(m.residual_multiplier), m.hidden);
-            add_row(&x[r * m.hidden], &product[r * m.hidden], m.hidden);
+            Value* row = &product[r * m.hidden];
+            if (weight) norm_row(row, weight, m.norms, m.hidden, m.norm_epsilon, row);
+            if (m.residual_multiplier) scale_row(row, float(m.residual_multiplier), m.hidden);
+            add_row(&x[r * m.hidden], row, m.hidden);
         });
     }
 
@@ -282,7 +290,7 @@ class Decoder : Work {
 
     void feed_forward(size_t l, int64_t n) {
         const Layer& layer = layers[l];
-        const int64_t made = layer.gate_up.out, width = m.squares ? made : made / 2;
+        const int64_t made = layer.gate_up.out, width = m.activation == RELU2 ? made : made / 2;
         gated.resize(n * made), active.resize(n * width);
         project(l, GATE_UP, normed.data(), layer.gate_up, gated.data(), n);
         each_row(n, [&](int64_t r) { activate(&gated[r * made], width, &active[r * width]); });

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from engine.devices.cpu.decoder.native_model import LayerPaths, NativeModel
 from engine.devices.cpu.decoder.structs import (
@@ -39,9 +40,11 @@ from engine.model.program import (
     NormKind,
     Product,
     Recurrent,
+    Rotation,
 )
 
-_ACTIVATIONS = {(Activation.SILU, True), (Activation.RELU2, False)}
+_ACTIVATIONS = {(Activation.SILU, True), (Activation.GELU_TANH, True), (Activation.RELU2, False)}
+"""With whether they are of gates."""
 
 
 def unfit(program: ModelProgram) -> str | None:
@@ -80,6 +83,8 @@ class Description(NativeModel):
         self._latent: list[LatentArgs] = []
         self._head_products: list[ctypes.Array[WeightsArgs]] = []
         self._norms: set[tuple[NormKind, float]] = set()
+        self._rotations: dict[Rotation, tuple[Tensor, Tensor]] = {}
+        self._positions = positions
         by_layer = []
         for number, layer in enumerate(program.layers):
             by_layer.append(self._take(layer))
@@ -95,11 +100,11 @@ class Description(NativeModel):
             embeddings=self.keep(program.embeddings),
             final_norm=self._norm(program.final_norm),
             head=head,
-            squares=not all(mlp.is_gated for layer in program.layers for mlp in _mlps(layer)),
+            activation=next((mlp.activation for layer in program.layers for mlp in _mlps(layer)), 0),
             embedding_multiplier=_unless_one(program.embedding_multiplier),
             residual_multiplier=_unless_one(program.residual_multiplier),
             logits_scaling=_unless_one(program.logits_divisor),
-            **self._attention_fields(program, positions),
+            **self._attention_fields(program),
         )
         ((self.model.norms, self.model.norm_epsilon),) = self._norms
         if program.entry is not None:
@@ -114,20 +119,17 @@ class Description(NativeModel):
         for number in range(count, len(packed)):
             self.layers[number - count].beside = number
 
-    def _attention_fields(self, program: ModelProgram, positions: int) -> dict[str, Any]:
+    def _attention_fields(self, program: ModelProgram) -> dict[str, Any]:
         """Return the fields that all of the program's attention layers share."""
         mixers = itertools.chain.from_iterable(layer.mixers for layer in program.layers)
         first = next(mixer for mixer in mixers if isinstance(mixer, Attention | LatentAttention))
-        fields = {
+        return {
             "num_heads": first.heads,
             "head_dim": first.head_dim,
             "attention_scale": first.scale,
+            "rotary_dim": max((table.shape[1] for table, _ in self._rotations.values()), default=0),
+            "opens_heads": isinstance(first, Attention) and first.is_gated,
         }
-        if isinstance(first, Attention) and first.rotation is not None:
-            cosines, sines = first.rotation.tables(positions, torch.zeros(1, dtype=self.dtype))
-            fields |= {"cosines": self.keep(cosines), "sines": self.keep(sines)}
-            fields["rotary_dim"] = cosines.shape[-1]
-        return fields | {"opens_heads": isinstance(first, Attention) and first.is_gated}
 
     def _norm(self, norm: Norm | None) -> int | None:
         if norm is None:
@@ -147,6 +149,7 @@ class Description(NativeModel):
             opener = layer.experts.opener
             rest = (*rest[:2], () if opener is None else opener.paths)
         args.input_norm, args.mlp_norm = self._norm(layer.input_norm), self._norm(layer.mlp_norm)
+        args.mixed_norm, args.made_norm = self._norm(layer.mixed_norm), self._norm(layer.made_norm)
         if not layer.mixers:
             return [(args, ((), (), (), *rest))]
         second = LayerArgs(input_norm=args.input_norm)
@@ -159,6 +162,7 @@ class Description(NativeModel):
         if isinstance(mixer, Attention):
             args.query_norm, args.key_norm = self._norm(mixer.query_norm), self._norm(mixer.key_norm)
             args.window = mixer.window
+            args.cosines, args.sines = self._rotation(mixer.rotation)
         elif isinstance(mixer, LatentAttention):
             args.key_norm = self.keep(mixer.key_norm.weight)
             args.query_norm = self.keep(None if mixer.query_norm is None else mixer.query_norm.weight)
@@ -167,6 +171,15 @@ class Description(NativeModel):
             assert isinstance(mixer, Recurrent)
             args.recurrent = self._recurrent_args(mixer)
         return args
+
+    def _rotation(self, rotation: Rotation | None) -> tuple[int | None, int | None]:
+        """Return the addresses of its cosines and sines."""
+        if rotation is None:
+            return None, None
+        if rotation not in self._rotations:
+            self._rotations[rotation] = rotation.tables(self._positions, torch.zeros(1, dtype=self.dtype))
+        cosines, sines = self._rotations[rotation]
+        return self.keep(cosines), self.keep(sines)
 
     def _latent_args(self, mixer: LatentAttention) -> int:
         args = LatentArgs(

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.batch.rows import BlockTable, RowArrays
 from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.batch.step_inputs import StepShape, are_chains, step_inputs
+from engine.devices.attention_tables import by_table
 from engine.devices.cpu.attention.backend import CpuBackend
 from engine.devices.cpu.decoder.adapters import NativeAdapters
 from engine.devices.cpu.decoder.native_model import NativeModel
@@ -31,6 +32,7 @@ from engine.devices.cpu.decoder.structs import (
     RowsArgs,
     WeightsArgs,
 )
+from engine.kv.attention import AttentionBackend
 from engine.kv.state_slots import StateSlots
 from engine.linear import packed_quantized, routed
 from engine.linear.packed import kernel_address
@@ -83,13 +85,13 @@ class NativeDecoder:
     def __init__(
         self,
         description: NativeModel,
-        backend: CpuBackend,
+        backend: AttentionBackend,
         hidden_layers: tuple[int, ...] = (),
         adapters: Adapters | None = None,
         state_slots: StateSlots | None = None,
     ) -> None:
-        """`hidden_layers` are captured, numbered as in Transformers' `hidden_states`. Recurrent layers need
-        `state_slots`.
+        """`backend`: the CPU's, of one block table or of several. `hidden_layers` are captured, numbered as in
+        Transformers' `hidden_states`. Recurrent layers need `state_slots`.
         """
         self._library = library(description.dtype)
         self._dtype = description.dtype
@@ -98,11 +100,10 @@ class NativeDecoder:
         self._upload = upload_to(torch.device("cpu"))
         model = description.model
         self.vocab_size = model.vocab
-        self.block_table = BlockTable(backend.block_size, backend.block_pool)
+        self.block_table = BlockTable(backend.block_size, backend.block_pool, backend.num_tables)
         self._hidden_size = model.hidden
-        model.attention, model.begin, model.attend = backend.addresses
         model.linear, model.parallel = kernel_address(self._dtype), parallel()
-        backend.parallel = model.parallel
+        self._tables = self._take_tables(backend, model)
         model.quantized_linear = packed_quantized.kernel_address()
         model.routed_linear, model.routed_quantized_linear = routed.kernel_addresses()
         self._adapters: NativeAdapters | None = None
@@ -118,8 +119,23 @@ class NativeDecoder:
         self._decoder: int = self._library.tandem_decoder_create(ctypes.byref(model))
         weakref.finalize(self, self._library.tandem_decoder_destroy, self._decoder)
 
+    @staticmethod
+    def _take_tables(backend: AttentionBackend, model: ModelArgs) -> tuple[object, ...]:
+        """Set the model's attention in each block table; return the memory that it reads."""
+        backends, tables = by_table(backend)
+        kernels = (ctypes.c_void_p * len(backends))()
+        for number, each in enumerate(backends):
+            assert isinstance(each, CpuBackend)
+            kernels[number], model.begin, model.attend = each.addresses
+            each.parallel = model.parallel
+        of_layers = np.zeros(model.num_layers + model.num_beside, np.int64)
+        of_layers[: len(tables or ())] = tables or ()
+        model.attention, model.tables = ctypes.addressof(kernels), of_layers.ctypes.data
+        model.num_tables = len(backends)
+        return kernels, of_layers
+
     def warm_up(self) -> float:
-        """There is nothing to compile."""
+        """Do nothing: there is nothing to compile."""
         return 0.0
 
     def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
@@ -218,7 +234,7 @@ class NativeDecoder:
     def _batch(self, batch: RowArrays) -> BatchArgs:
         starts, ends = (row.ctypes.data for row in batch.spans)
         return BatchArgs(
-            *batch.blocks.shape,
+            *batch.blocks.shape[-2:],
             self._backend.block_size,
             batch.token_ids.ctypes.data,
             starts,

@@ -42,7 +42,7 @@ class LatentMixer {
         });
         const Call call{query.first, key, key, attended.data(), query.row, query.head, made, 0, made, 0,
                         heads * latent, latent, int64_t(l), heads, layer.window, m.attention_scale, 0.0};
-        m.attend(m.attention, &call);
+        w.attend(call);
         each_head({attended.data(), heads * latent, latent}, of.to_value, {w.mixed.data(), width, value_dim}, n);
         return width;
     }

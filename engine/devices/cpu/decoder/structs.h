@@ -86,6 +86,8 @@ struct Experts {
 struct Layer {
     int64_t mixer;
     const Value *input_norm, *query_norm, *key_norm, *mlp_norm;  // null where there is none
+    const Value *mixed_norm, *made_norm;  // of what is added to the residual: the mixer's output and the MLP's
+    const Value *cosines, *sines;         // [positions, rotary_dim]
     Weights qkv, output, gate_up, down;
     int64_t window;
     const Recurrent* recurrent;  // null for attention
@@ -110,14 +112,15 @@ struct Model {
     int64_t num_layers, num_beside, hidden, num_heads, head_dim, vocab, products;  // of a rank: its own heads and products
     const Value *embeddings, *final_norm;
     Weights head;
-    const Value *cosines, *sines;  // [positions, rotary_dim]
     int64_t rotary_dim;           // the first of each head are rotated
     int64_t opens_heads;          // whether beside each head's query lies what opens its output
     int64_t norms;                // one of `Norm`
-    int64_t squares;              // whether an MLP has no gate, but squares what is above 0
+    int64_t activation;           // one of `Activation`
     double norm_epsilon, attention_scale;
     double embedding_multiplier, residual_multiplier, logits_scaling;  // Granite's; 0 for none
-    void* attention;
+    void* const* attention;    // of each block table
+    const int64_t* tables;     // the block table of each layer
+    int64_t num_tables;
     Linear linear;
     QuantizedLinear quantized_linear;
     RoutedLinear routed_linear;
@@ -159,7 +162,8 @@ struct Rows {
 struct Batch {
     int64_t num_sequences, table_stride, block_size;
     const int64_t *token_ids, *starts, *ends;  // one sequence after the other
-    const int32_t *block_table, *first_key;    // keys before `first_key` are not read; may be null
+    const int32_t* block_table;                // [tables, sequences, table_stride]
+    const int32_t* first_key;                  // keys before `first_key` are not read; may be null
 
     // The name of the field that is out of range, or null.
     const char* fault() const {
@@ -170,8 +174,10 @@ struct Batch {
         return nullptr;
     }
 
-    int64_t slot(int64_t s, int64_t place) const {
-        return block_table[s * table_stride + place / block_size] * block_size + place % block_size;
+    const int32_t* table(int64_t number) const { return block_table + number * num_sequences * table_stride; }
+
+    int64_t slot(int64_t number, int64_t s, int64_t place) const {
+        return table(number)[s * table_stride + place / block_size] * block_size + place % block_size;
     }
 };
 

@@ -66,11 +66,14 @@ class Work {
         gather(part.data(), out, n, w.first, w.out, width);
     }
 
-    // The `width` values that an MLP's first product makes of a row are squared, or there are as many behind them that
-    // they open.
+    void attend(const Call& call) { m.attend(m.attention[m.tables[call.layer]], &call); }
+
+    // Activates the `width` values that an MLP's first product makes of a row. Where they are gates, the values that
+    // they are multiplied with lie after them.
     void activate(const Value* made, int64_t width, Value* out) const {
-        if (m.squares) square_row(made, width, out);
-        else gate_row(made, made + width, width, out);
+        if (m.activation == RELU2) square_row(made, width, out);
+        else if (m.activation == GELU_TANH) gate_row(made, made + width, width, out, gelu_exponent);
+        else gate_row(made, made + width, width, out, [](float x) { return x; });
     }
 
     // Makes rows whole of which a rank has `own` values.
