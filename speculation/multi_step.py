@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.batch.rows import SequenceRows
 from engine.devices.attention import select_backend
 from engine.devices.attention_tables import backend_over
-from engine.devices.cpu.decoder.forward import DecoderForward
+from engine.devices.cpu.decoder.forward import NativeDecoder
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.block_pool import OutOfBlocksError
 from engine.kv.layout import TARGET, Group
@@ -63,7 +63,7 @@ class MultiStepSpeculator:
         backend_class, _ = select_backend(loaded.device, loaded.dtype, self._config.attention_backend)
         backend = backend_over(backend_class, pool.layers(TARGET), pool.groups[TARGET])
         runner = build_runner(loaded, backend, self._config.compile)
-        if isinstance(runner, DecoderForward):
+        if isinstance(runner, NativeDecoder):
             self._chain = NativeChain(runner, loaded.vocab_size, "coupled")
 
     def finish(self, step: ScheduledStep, hidden: Tensor | None) -> None:

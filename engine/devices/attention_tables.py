@@ -20,6 +20,7 @@ class TablesBackend:
         """`backends` has one of all layers for each table; `tables` has the table of each layer."""
         self.name, self.block_size = backends[0].name, backends[0].block_size
         self.block_pool, self.num_tables = backends[0].block_pool, len(backends)
+        self.can_capture = backends[0].can_capture
         self.backends, self.tables = backends, tables
         self._by_layer = [backends[table] for table in tables]
 

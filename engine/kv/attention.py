@@ -99,6 +99,8 @@ class AttentionBackend(Protocol):
     """Whose blocks the metadata name."""
     num_tables: int
     """Of these blocks: with more than one, the metadata have one dimension more (`TablesBackend`)."""
+    can_capture: bool
+    """Whether a step's launches can be captured as a graph."""
 
     def __init__(
         self, layers: Sequence[LayerKv], block_pool: int = 0, rows: KvRows | None = None

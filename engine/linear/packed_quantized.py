@@ -124,11 +124,6 @@ class PackedWeight:
             out_features=len(outputs),
         )
 
-    def scaled(self, factor: float) -> PackedWeight:
-        """Return a weight whose products are so many times this one's. Codes are shared."""
-        offsets = None if self.offsets is None else self.offsets * factor
-        return replace(self, scales=self.scales * factor, offsets=offsets)
-
     def copied(self, copy: Callable[[Tensor], Tensor]) -> PackedWeight:
         """With copies of what is read for each output."""
         offsets = None if self.offsets is None else copy(self.offsets)

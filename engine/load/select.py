@@ -9,12 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from engine.batch.runner import Runner
 from engine.devices.attention import select_backend
 from engine.devices.attention_tables import backend_over, by_table
 from engine.devices.cpu.attention.backend import CpuBackend
-from engine.devices.cpu.decoder.description import Description, unfit
+from engine.devices.cpu.decoder.description import Description, unfit, unfit_head
 from engine.devices.cpu.decoder.forward import NativeDecoder, library
 from engine.devices.cpu.decoder.native_model import DTYPES
 from engine.devices.cpu.recurrent.native import kernel_addresses
@@ -23,6 +24,7 @@ from engine.devices.recurrent import operators_of
 from engine.devices.torch.forward import Forward
 from engine.devices.torch.hybrid_forward import HybridForward
 from engine.devices.torch.latent_attention import pack_absorbed
+from engine.devices.torch.program import ProgramForward, TorchProgram
 from engine.kv.attention import AttentionBackend
 from engine.kv.layout import TARGET
 from engine.kv.pool import KVPool
@@ -33,6 +35,7 @@ from engine.linear.packed_quantized import PackedQuantizedLinear, dequantize_lin
 from engine.linear.routed import RoutedLinear, RoutedQuantizedLinear
 from engine.load.loader import load_model
 from engine.lora.layers import attach
+from engine.model.program import ModelProgram
 from native.build import BuildError
 from protocol.config import ServeConfig
 
@@ -78,7 +81,7 @@ def _cuda_runner(
     state_slots: StateSlots | None = None,
 ) -> Runner | None:
     """None where no steps are to be replayed as graphs."""
-    if attention.name != "triton" or config.compile != "auto":
+    if not attention.can_capture or config.compile != "auto":
         return None
     cuda = importlib.import_module("engine.devices.cuda.runner")  # Triton is not there on every host
     runner: Runner = cuda.runner_of(config, loaded, attention, hidden_layers, drafts, state_slots)
@@ -130,6 +133,38 @@ def modules_forward(
     assert loaded.recurrent is not None
     operators = operators_of(state_slots)
     return HybridForward(loaded.model, backend, loaded.recurrent.hooks, operators, hidden_layers, **options)
+
+
+def runner_of_head(
+    config: ServeConfig,
+    program: Callable[[], ModelProgram],
+    parts: nn.Module,
+    positions: int,
+    target: LoadedModel,
+    backend: AttentionBackend,
+) -> Runner:
+    """Return a runner of a draft head. `program` describes the head as it is, with its linear layers in
+    `parts`, which are packed here.
+    """
+    natively = config.compile == "auto" and kernel_fault(target.device, target.dtype, DTYPES) is None
+    native: Runner | None = None
+    if natively and isinstance(backend, CpuBackend) and unfit_head(program()) is None:
+        try:
+            native = NativeDecoder(Description(program(), positions), backend)
+        except BuildError as error:
+            logger.warning("the native decoder cannot be built: %s", error)
+    fault = kernel_fault(target.device, target.dtype)
+    if fault is None:
+        pack_linears(parts)
+    if native is not None:
+        return native
+    products, by_torch = fault or "packed weights", TorchProgram(program(), positions)
+    if backend.can_capture and config.compile == "auto":
+        cuda = importlib.import_module("engine.devices.cuda.heads")
+        runner: Runner = cuda.head_runner_of(config, by_torch, target, backend, products)
+        return runner
+    mode, packed = config.compile, fault is None
+    return ProgramForward(by_torch, backend, target.device, mode, products=products, packed=packed)
 
 
 def _runs_natively(loaded: LoadedModel) -> bool:

@@ -237,8 +237,8 @@ class _Describer:
                 return None
             gate_up = tuple(f"{routing.shared}.{path.rpartition('.')[2]}" for path in gate_up)
             down = f"{routing.shared}.{down.rpartition('.')[2]}"
-        products = (self._product(number, layer, paths) for paths in (gate_up, (down,)))
-        return Mlp(*products, self._activation, self._family.is_gated)
+        first, second = (self._product(number, layer, paths) for paths in (gate_up, (down,)))
+        return Mlp(first, second, self._activation, self._family.is_gated)
 
     def _experts(self, number: int, layer: Any, names: RoutingNames) -> Experts:
         holder = layer.get_submodule(names.block)

@@ -188,9 +188,7 @@ FAMILIES = {
     "Lfm2MoeForCausalLM": replace(
         LFM2,
         rotary="pos_emb",
-        routing=RoutingNames(
-            "feed_forward", score=Score.SIGMOID, preferences="expert_bias", least_sum=1e-6
-        ),
+        routing=RoutingNames("feed_forward", score=Score.SIGMOID, preferences="expert_bias", least_sum=1e-6),
     ),
     "BambaForCausalLM": BAMBA,
     "FalconH1ForCausalLM": replace(

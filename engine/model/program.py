@@ -85,7 +85,7 @@ class Rotation:
         """Cosines and sines [positions, rotated dims], in the dtype and on the device of `like`."""
         places = torch.arange(positions, device=like.device).unsqueeze(0)
         kinds = () if self.layer_type is None else (self.layer_type,)
-        with torch.inference_mode():
+        with torch.no_grad():
             cosines, sines = self.module(like.reshape(-1)[:1], places, *kinds)
         return cosines[0].contiguous(), sines[0].contiguous()
 

@@ -34,7 +34,9 @@ class DescriptionShare(NativeModel):
         }
         self.paths = whole.paths
         rows = queries, keys, hidden, gated
-        self.layers = (LayerArgs * args.num_layers)(*(self._layer(each, args, *rows) for each in whole.layers))
+        self.layers = (LayerArgs * args.num_layers)(
+            *(self._layer(each, args, *rows) for each in whole.layers)
+        )
         self.model = ModelArgs.from_buffer_copy(args)
         self.model.layers = ctypes.addressof(self.layers)
         self.model.num_heads = len(heads.queries)

@@ -13,14 +13,16 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.batch.rows import SequenceRows
 from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.devices.attention import select_backend
+from engine.devices.cpu.decoder.forward import NativeDecoder
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.layout import DRAFT, Group, Segment
 from engine.kv.pool import KVPool
+from engine.load.select import runner_of_head
 from engine.quantization.weight import CodeFormat
 from engine.sampler import Sampler
 from engine.step.draft import Draft
@@ -30,8 +32,7 @@ from protocol.speculation import SpeculativeConfig
 from speculation.chains_ahead import chains_ahead
 from speculation.drafter import Computed, Drafter, HiddenRows
 from speculation.drawing import Chain, Drawing
-from speculation.eagle.native import NativeHead
-from speculation.eagle.select import build_head_runner
+from speculation.eagle.head import head_program
 from speculation.eagle.weights import load_head
 from speculation.native_chain import NativeChain
 from speculation.tree import TreeRows
@@ -83,11 +84,20 @@ class EagleDrafter(Drafter):
         device, dtype = loaded.device, loaded.dtype
         backend_class, _ = select_backend(device, dtype, self._config.attention_backend)
         backend = backend_class(pool.layers(DRAFT), pool.groups[DRAFT].block_pool)
-        self._runner = build_head_runner(self._config, self._loaded, loaded, backend)
+        head, (embedding, lm_head) = self._loaded.head, self._loaded.tables(loaded)
+        parts, draft_ids = nn.ModuleList([head, lm_head]), self._loaded.draft_ids
+        self._runner = runner_of_head(
+            self._config,
+            lambda: head_program(head, embedding, parts[1], draft_ids),
+            parts,
+            head.shape.max_positions,
+            loaded,
+            backend,
+        )
         self._native: NativeChain | None = None
-        if isinstance(self._runner, NativeHead):
+        if isinstance(self._runner, NativeDecoder):
             self._native = NativeChain(self._runner, loaded.vocab_size, self._options.verification)
-            self._mixes_natively = self._runner.mixes
+            self._mixes_natively = head.mixing is not None
         self._sampler = Sampler(loaded.vocab_size, device, loaded.eos_token_ids)
         self._drawing = Drawing(self._sampler, self._options.verification)
         self._ahead = chains_ahead(self._runner, self._drawing, device, self._drafted_row)

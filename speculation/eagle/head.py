@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+from engine.model import program
+from engine.model.describe import activation_of, embedding_scale
+from engine.model.program import Attention, Entry, Layer, ModelProgram, Norm, Product, Rotation
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,8 @@ class HeadShape:
 
 
 class Head(nn.Module):
-    """All but the embedding and the LM head, which may be the target's.
-
-    A row goes `combine` (features of the target alone), `enter`, `project`, attention, `leave`; then `normed`
-    gives what the LM head takes and what the next row takes for its feature.
+    """The weights of a head but for its embedding and LM head, which may be the target's. `head_program`
+    describes how they are run.
     """
 
     def __init__(self, shape: HeadShape) -> None:
@@ -96,44 +97,61 @@ class Head(nn.Module):
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(features)
 
-    def enter(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention takes, and the residual stream [..., hidden_size]."""
-        if not self.shape.is_eagle3:
-            assert self.fc is not None
-            joined = self.fc(torch.cat([embeddings, hidden], dim=-1))
-            return joined, joined
-        normed = self.midlayer.hidden_norm(hidden)
-        joined = torch.cat([self.midlayer.input_layernorm(embeddings), normed], dim=-1)
-        return joined, normed if self.shape.norm_before_residual else hidden
+    @property
+    def mixing(self) -> nn.Linear | None:
+        """The layer that `combine` applies, if that is all it does."""
+        plain = self.shape.is_eagle3 and self.input_norm is None and self.fc_norm is None
+        return self.fc if plain else None
 
-    def project(self, joined: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [..., num_heads, head_dim], key and value with num_kv_heads; the first two are rotated to
-        `positions` [...].
-        """
-        shape = self.shape
-        attention = self.midlayer.self_attn
-        query, key, value = (
-            projection(joined).unflatten(-1, (-1, shape.head_dim))
-            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+
+def head_program(
+    head: Head, embedding: nn.Module, lm_head: nn.Module, draft_ids: Tensor | None = None
+) -> ModelProgram:
+    """Describe a head. `draft_ids` are the target's ids of its tokens; None: the same."""
+    shape, layer = head.shape, head.midlayer
+    attention, mlp, scale = layer.self_attn, layer.mlp, shape.logit_scale
+
+    def norm(module: Any) -> Norm:
+        return Norm(module.weight, shape.rms_norm_eps)
+
+    if shape.is_eagle3:
+        entry = Entry(
+            token_norm=norm(layer.input_layernorm),
+            hidden_norm=norm(layer.hidden_norm),
+            mixing=head.mixing,
+            normed_goes_on=shape.norm_before_residual,
+            feeds_normed=shape.norm_output,
+            token_ids=draft_ids,
         )
-        # Transformers 5.17 takes positions [batch, places] alone.
-        rotation = self.rotary(query, positions.reshape(1, -1))
-        cos, sin = (each.view(*positions.shape, shape.head_dim) for each in rotation)
-        query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=-2)
-        return query, key, value
-
-    def leave(self, attended: Tensor, residual: Tensor) -> Tensor:
-        """The layer's output [..., hidden_size], from `attended` [..., num_heads, head_dim]."""
-        layer = self.midlayer
-        hidden = residual + layer.self_attn.o_proj(attended.flatten(-2))
-        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-
-    def normed(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What the LM head takes, and the next row's feature."""
-        if not self.shape.is_eagle3:
-            return hidden, hidden
-        normed = self.norm(hidden)
-        return normed, normed if self.shape.norm_output else hidden
+    else:
+        entry = Entry(joint=head.fc, token_ids=draft_ids)
+    mixer = Attention(
+        inputs=Product((attention.q_proj, attention.k_proj, attention.v_proj)),
+        output=Product((attention.o_proj,)),
+        layer=0,
+        heads=shape.num_heads,
+        head_dim=shape.head_dim,
+        scale=shape.head_dim**-0.5,
+        rotation=Rotation(head.rotary),
+        window=shape.sliding_window or 0,
+    )
+    made = program.Mlp(
+        Product((mlp.gate_proj, mlp.up_proj)),
+        Product((mlp.down_proj,)),
+        activation_of(shape.hidden_act),
+        is_gated=True,
+    )
+    num_logits = lm_head.out_features
+    multipliers = None if scale == 1 else torch.full((num_logits,), scale)  # type: ignore[arg-type]
+    return ModelProgram(
+        name="draft head",
+        embeddings=embedding.weight,  # type: ignore[arg-type]
+        layers=(Layer((mixer,), None, norm(layer.post_attention_layernorm), made),),
+        final_norm=norm(head.norm) if shape.is_eagle3 else None,
+        head=Product((lm_head,), multipliers=multipliers),
+        embedding_multiplier=embedding_scale(embedding),
+        entry=entry,
+    )
 
 
 class MidLayer(nn.Module):
@@ -166,10 +184,6 @@ class Mlp(nn.Module):
         self.gate_proj = _linear(shape, "midlayer.mlp.gate_proj", outer, inner)
         self.up_proj = _linear(shape, "midlayer.mlp.up_proj", outer, inner)
         self.down_proj = _linear(shape, "midlayer.mlp.down_proj", inner, outer)
-        self.act = ACT2FN[shape.hidden_act]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
 def _linear(shape: HeadShape, name: str, in_features: int, out_features: int) -> nn.Linear:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from engine.devices.loaded_model import LoadedModel
 from engine.linear.outputs import linear_of, with_outputs
+from engine.model.describe import ACTIVATIONS
 from engine.quantization.weight import CodeFormat
 from speculation.checkpoint import Checkpoint
 from speculation.eagle.head import Head, HeadShape
@@ -31,6 +32,13 @@ class LoadedHead:
     embedding: Tensor | None
     lm_head: nn.Module | None
     draft_ids: Tensor | None
+
+    def tables(self, target: LoadedModel) -> tuple[nn.Module, nn.Module]:
+        """Return embedding and LM head: the target's where the file has none of its own."""
+        embedding, lm_head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
+        if self.embedding is not None:
+            embedding = nn.Embedding.from_pretrained(self.embedding)
+        return embedding, lm_head if self.lm_head is None else self.lm_head
 
     def round(self, format: CodeFormat, target: LoadedModel) -> None:
         """The layers that are not the target's own. Raises ConfigError where the format fits none."""
@@ -164,7 +172,7 @@ def read_shape(checkpoint: Checkpoint, target: LoadedModel) -> HeadShape:
         max_positions=max(layer.get("max_position_embeddings") or 0, target.max_model_len),
         rope=_rope(layer, theirs),
         rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
-        hidden_act=layer.get("hidden_act", "silu"),
+        hidden_act=_activation(checkpoint, layer),
         draft_vocab_size=config.get("draft_vocab_size") if is_eagle3 else None,
         mixes=mixes,
         fc_norm=bool(options.get("fc_norm")),
@@ -184,6 +192,13 @@ def _number(checkpoint: Checkpoint, layer: dict[str, Any], name: str) -> int:
     if not isinstance(value, int) or value < 1:
         raise checkpoint.error(name, f"must be a positive whole number, got {value!r}")
     return value
+
+
+def _activation(checkpoint: Checkpoint, layer: dict[str, Any]) -> str:
+    name = layer.get("hidden_act", "silu")
+    if name not in ACTIVATIONS:
+        raise checkpoint.error("hidden_act", f"is {name!r}, not one of {', '.join(ACTIVATIONS)}")
+    return str(name)
 
 
 def _is_eagle3(checkpoint: Checkpoint) -> bool:

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from engine.batch.runner import Step
+from engine.devices.cpu.decoder.forward import NativeDecoder
+from engine.devices.torch.program import ProgramForward, TorchProgram
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import PackedQuantizedLinear
 from engine.quantization.weight import CodeFormat
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import Quantization, Verification
-from speculation.eagle.native import NativeHead
-from speculation.eagle.paged import HeadForward, PagedHead
-from speculation.eagle.select import _tables
+from speculation.eagle.head import head_program
 from tests.speculation import eagle_files as files
 from tests.speculation.eagle_engine import Watched
 
@@ -63,7 +63,7 @@ def test_they_are_with_the_target_s_head_in_int8_too(reduced: bool, target: Path
     published = files.eagle3() if reduced else files.eagle1(target)
     published.tensors.pop("lm_head.weight", None)
     watched = native(target, published.write(tmp_path / "head"), quantize_lm_head=True)
-    _, lm_head = _tables(watched.drafter._loaded, watched.target)
+    _, lm_head = watched.drafter._loaded.tables(watched.target)
     assert isinstance(lm_head, PackedQuantizedLinear)
     assert lm_head.out_features == (files.DRAFT_VOCAB if reduced else files.VOCAB)
     assert_native_rows(watched)
@@ -100,10 +100,11 @@ def test_a_rounded_head_changes_no_token(target: Path, tmp_path: Path) -> None:
 def assert_native_rows(watched: Watched, tolerance: float = 0.03) -> None:
     drafter = watched.drafter
     native_head = drafter._runner
-    assert isinstance(native_head, NativeHead)
+    assert isinstance(native_head, NativeDecoder)
     head = drafter._loaded.head
-    paged = PagedHead(head, *_tables(drafter._loaded, watched.target))
-    plain = HeadForward(paged, native_head._backend, torch.device("cpu"), "off", products="", packed=True)
+    program = TorchProgram(head_program(head, *drafter._loaded.tables(watched.target)), 64)
+    cpu = torch.device("cpu")
+    plain = ProgramForward(program, native_head._backend, cpu, "off", products="", packed=True)
     outputs = []
     for runner in (native_head, plain):
         watched.engine.pool.segment("draft").zero_()

@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 
 from engine import engine as engine_module
 from engine.devices import attention as select
+from engine.devices.cuda import heads
 from engine.devices.cuda import runner as cuda_runner
 from engine.devices.loaded_model import LoadedModel
 from engine.engine import Engine
@@ -33,7 +34,6 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import Method, RequestSpeculation, SpeculativeConfig, Verification
 from speculation import draft_model
 from speculation.drafter import Drafter
-from speculation.eagle import graphed
 from speculation.speculator import speculate
 from tests.engine.absent_gpu import DEVICE_MS, GPU, AbsentGpu, absent_gpu
 from tests.engine.step.test_host_waits import CountedGraphs, qwen3
@@ -92,7 +92,7 @@ class Steps:
     ) -> None:
         self.gpu = gpu
         patch.setattr(select, "triton_fault", lambda device: None)
-        for module in (cuda_runner, graphed):
+        for module in (cuda_runner, heads):
             patch.setattr(module, "graphs_for", lambda *_: CountedGraphs(gpu))
         patch.setattr(engine_module, "load_served", lambda *_, **__: absent_model(LAYERS, (), with_adapters))
         patch.setattr(draft_model, "load_model", lambda _: absent_model(2, sights=(0, 0)))

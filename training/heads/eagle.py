@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.devices.torch.program import TorchProgram
 from protocol.errors import ConfigError
-from speculation.eagle.head import Head, HeadShape
+from speculation.eagle.head import Head, HeadShape, head_program
 from training.heads.contract import HeadOptions, Target, TrainableHead, write_head
 
 DEFAULT_DEPTH = 4
@@ -161,18 +162,19 @@ class Eagle3Training(TrainableHead):
 
         `choose` returns a step's tokens, and may use the LM head's input of the step before.
         """
-        head, count = self._head, features.shape[1] - 1
-        positions = torch.arange(count, device=features.device)
+        count = features.shape[1] - 1
+        positions = 1 + torch.arange(count, device=features.device)
+        described = head_program(self._head, self._embedding, self._lm_head)
         attention = _UnrolledAttention(count, features.device)
+        program = TorchProgram(described, count + self.depth, attend=attention)
         scored: Tensor | None = None
         with self._autocast():
-            hidden = head.combine(features[:, :-1])
+            hidden = self._head.combine(features[:, :-1])
         for step in range(self.depth):
-            embeddings = self._embedding(choose(step, scored))
+            token_ids = choose(step, scored)
             with self._autocast():
-                joined, residual = head.enter(embeddings, hidden)
-                attended = attention(*head.project(joined, positions + step))
-                scored, hidden = head.normed(head.leave(attended, residual))
+                scored, output, _ = program.states(token_ids, positions + step, None, hidden)
+            hidden = scored if self._shape.norm_output else output
             yield scored
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
@@ -226,7 +228,7 @@ class _UnrolledAttention:
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
         """Attend with query [windows, count, num_heads, head_dim], key and value with num_kv_heads; return
         query's shape.
         """

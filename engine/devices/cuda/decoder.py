@@ -108,7 +108,7 @@ class CudaDecoder:
         self._residual_multiplier = None if factor == 1 else factor
 
     def forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
-        """Return logits of the rows asked for, and hidden states of all rows. The backend has begun its step."""
+        """Return logits of the rows asked for, and hidden states of all rows. The backend has begun."""
         program, (added, added_norm) = self._program, (None, None)
         residual = embedding(inputs.token_ids, program.embeddings)
         if program.embedding_multiplier != 1:
@@ -234,16 +234,17 @@ def unfit(program: ModelProgram) -> str | None:
     """Why the decoder can't run the program; None if it can."""
     if program.entry is not None or program.final_norm is None or program.head.multipliers is not None:
         return "it is no whole model without multipliers of logits"
-    return next(filter(None, map(_unfit_layer, program.layers)), None)
+    faults = (_unfit_layer(layer, program.embeddings) for layer in program.layers)
+    return next(filter(None, faults), None)
 
 
-def _unfit_layer(layer: Layer) -> str | None:
+def _unfit_layer(layer: Layer, like: Tensor) -> str | None:
     mixer, mlp = (layer.mixers or (None,))[0], layer.mlp
     if not isinstance(mixer, Attention) or len(layer.mixers) > 1 or mlp is None or layer.experts is not None:
         return "a layer is not attention and an MLP"
     if mixer.is_gated or mixer.input_multiplier != 1 or not mlp.is_gated:
         return "a layer has an output gate, a multiplier or an MLP without gates"
-    if mixer.rotation is None or mixer.rotation.tables(1, layer.mlp_norm.weight)[0].shape[1] != mixer.head_dim:  # type: ignore[union-attr]
+    if mixer.rotation is None or mixer.rotation.tables(1, like)[0].shape[1] != mixer.head_dim:
         return "a layer rotates a part of each head, or nothing"
     products = list(layer.products())
     if not all(_are_alike(product.linears) and product.multipliers is None for product in products):

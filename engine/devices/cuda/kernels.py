@@ -42,8 +42,8 @@ def add_norm(
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Add a row of `added` (None: nothing), normed if there is an `added_norm` and times `factor` (None: one),
-    to `residual`; write the sum, normed, to `out`.
+    """Add a row of `added`, normed if there is an `added_norm` and times `factor` if there is one, to
+    `residual`; write the sum, normed, to `out`. Without `added` the sum is the residual.
     """
     i = tl.arange(0, PADDED)
     inside = i < SIZE

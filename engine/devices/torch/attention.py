@@ -35,6 +35,7 @@ class TorchBackend:
     """Gathers each sequence's context and hands it to scaled_dot_product_attention."""
 
     name = "torch"
+    can_capture = False
 
     def __init__(self, layers: Sequence[LayerKv], block_pool: int = 0, rows: KvRows | None = None) -> None:
         self.block_pool, self.num_tables = block_pool, 1

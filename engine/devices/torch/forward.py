@@ -35,8 +35,8 @@ logger = logging.getLogger("tandem.engine")
 MIN_ROWS = 2
 """torch.compile specializes on a size of 1, so one dynamic graph serves every size only from two rows on."""
 
-WARM_UP_ROWS = 64
-"""Unlike the number of logit rows, or torch.compile would take the two sizes for one."""
+WARM_UP_ROWS = 67
+"""Unlike the number of logit rows and any width, or torch.compile would take the two sizes for one."""
 
 LAYER_S = 3
 """[s] The CPU time that torch.compile takes for a layer, as measured on a Llama of 30 layers."""

@@ -10,10 +10,14 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, gelu, sigmoid, silu, softplus
+from torch.nn.functional import embedding, gelu, pad, sigmoid, silu, softplus
 
+from engine.batch.runner import Fill, ForwardOutput, Step
+from engine.batch.step_inputs import StepInputs
+from engine.devices.torch.forward import RowsForward
 from engine.devices.torch.recurrent import Operators
 from engine.devices.torch.transformers_hook import paged_attention
+from engine.kv.attention import AttentionBackend
 from engine.kv.state_layout import RecurrentLayer
 from engine.model.program import (
     Activation,
@@ -34,6 +38,9 @@ from engine.model.program import (
     Score,
 )
 
+_Turns = tuple[Tensor, Tensor] | None
+"""Cosines and sines of rows [rows, rotated dims]; None: heads are not rotated."""
+
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: silu,
     Activation.RELU2: lambda x: x.relu().square(),
@@ -46,7 +53,8 @@ _UNIT_EPSILON = 1e-6
 
 class TorchProgram(nn.Module):
     """A program as a function of packed rows. Attention runs over the current backend's pool
-    (`transformers_hook`), recurrent layers by `operators` over states of `recurrent` shapes.
+    (`transformers_hook`) unless `attend` replaces it, recurrent layers by `operators` over states of
+    `recurrent` shapes.
     """
 
     def __init__(
@@ -56,17 +64,21 @@ class TorchProgram(nn.Module):
         hidden_layers: Sequence[int] = (),
         operators: Operators | None = None,
         recurrent: Sequence[RecurrentLayer] = (),
+        attend: Callable[..., Tensor] = paged_attention,
     ) -> None:
         """`hidden_layers` are captured, numbered as in Transformers' `hidden_states`."""
         super().__init__()
         self.program = program
         self._hidden_layers = hidden_layers
-        self._operators, self._recurrent = operators, recurrent
-        self._tables: dict[Rotation, tuple[Tensor, Tensor]] = {}
-        for mixer in (mixer for layer in program.layers for mixer in layer.mixers):
-            if isinstance(mixer, Attention) and mixer.rotation is not None:
-                if mixer.rotation not in self._tables:
-                    self._tables[mixer.rotation] = mixer.rotation.tables(positions, program.embeddings)
+        self._operators, self._recurrent, self._attend_rows = operators, recurrent, attend
+        made: dict[Rotation, tuple[Tensor, Tensor]] = {}
+        self._tables: list[tuple[Tensor, Tensor] | None] = []
+        """Cosines and sines of each layer's attention."""
+        for layer in program.layers:
+            rotation = next((each.rotation for each in layer.mixers if isinstance(each, Attention)), None)
+            if rotation is not None and rotation not in made:
+                made[rotation] = rotation.tables(positions, program.embeddings)
+            self._tables.append(None if rotation is None else made[rotation])
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, before: Tensor | None = None
@@ -74,8 +86,25 @@ class TorchProgram(nn.Module):
         """Return logits of `logit_rows`, and the captured hidden states of all rows. A draft head takes the
         hidden states `before` the rows, and returns those after `logit_rows` instead.
         """
+        last, x, captured = self.states(token_ids, positions, logit_rows, before)
+        scored = last[logit_rows] if self._hidden_layers else last
+        logits = _multiply(self.program.head, scored)
+        if self.program.logits_divisor != 1:
+            logits = logits / self.program.logits_divisor
+        if self.program.entry is not None:
+            return logits, last if self.program.entry.feeds_normed else x
+        if not self._hidden_layers:
+            return logits, None
+        return logits, torch.cat([captured[layer] for layer in self._hidden_layers], dim=-1)
+
+    def states(
+        self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor | None, before: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+        """Return the normed output of the last layer, its output, and the input of each layer. Without
+        `logit_rows`, or where hidden states are captured, the outputs are those of all rows.
+        """
         program, entry = self.program, self.program.entry
-        x = embedding(token_ids, program.embeddings) * program.embedding_multiplier
+        x = _scaled(embedding(token_ids, program.embeddings), program.embedding_multiplier)
         normed = None
         if entry is not None:
             assert before is not None
@@ -85,35 +114,32 @@ class TorchProgram(nn.Module):
         for number, layer in enumerate(program.layers):
             captured[number] = x
             is_last = number + 1 == len(program.layers) and not self._hidden_layers
-            x = self._layer(layer, x, normed, positions, logit_rows if is_last else None)
+            tables = self._tables[number]
+            turns = None if tables is None else (tables[0][positions], tables[1][positions])
+            x = self._layer(layer, x, normed, turns, logit_rows if is_last else None)
         last = x if program.final_norm is None else _norm(program.final_norm, x)
         captured[len(program.layers)] = last
-        scored = last[logit_rows] if self._hidden_layers else last
-        logits = _multiply(program.head, scored) / program.logits_divisor
-        if entry is not None:
-            return logits, last if entry.feeds_normed else x
-        if not self._hidden_layers:
-            return logits, None
-        return logits, torch.cat([captured[layer] for layer in self._hidden_layers], dim=-1)
+        return last, x, captured
 
     def _layer(
-        self, layer: Layer, x: Tensor, normed: Tensor | None, positions: Tensor, wanted: Tensor | None
+        self, layer: Layer, x: Tensor, normed: Tensor | None, turns: _Turns, wanted: Tensor | None
     ) -> Tensor:
         """Return the layer's output of the `wanted` rows (None: all). `normed`: the mixers' input, where it
-        is not the norm of `x`.
+        is not the norm of `x`. `turns`: the rows' cosines and sines.
         """
         factor = self.program.residual_multiplier
         if normed is None and layer.mixers:
             normed = x if layer.input_norm is None else _norm(layer.input_norm, x)
-        mixed = [self._mix(mixer, normed * mixer.input_multiplier, positions) for mixer in layer.mixers]  # type: ignore[operator]
+        mixed = []
+        for mixer in layer.mixers:
+            assert normed is not None
+            mixed.append(self._mix(mixer, _scaled(normed, mixer.input_multiplier), turns))
         if wanted is not None:
             x, mixed = x[wanted], [rows[wanted] for rows in mixed]
         if mixed:
-            outputs = [
-                _multiply(mixer.output, rows) for mixer, rows in zip(layer.mixers, mixed, strict=True)
-            ]
+            outputs = [_multiply(mixer.output, rows) for mixer, rows in zip(layer.mixers, mixed, strict=True)]
             made = sum(outputs[1:], outputs[0])
-            x = x + (made if layer.mixed_norm is None else _norm(layer.mixed_norm, made)) * factor
+            x = x + _scaled(made if layer.mixed_norm is None else _norm(layer.mixed_norm, made), factor)
         if layer.mlp_norm is None:
             return x
         normed = _norm(layer.mlp_norm, x)
@@ -122,12 +148,12 @@ class TorchProgram(nn.Module):
             made = _experts(layer.experts, normed, made)
         if made is None:
             return x
-        return x + (made if layer.made_norm is None else _norm(layer.made_norm, made)) * factor
+        return x + _scaled(made if layer.made_norm is None else _norm(layer.made_norm, made), factor)
 
-    def _mix(self, mixer: Mixer, normed: Tensor, positions: Tensor) -> Tensor:
+    def _mix(self, mixer: Mixer, normed: Tensor, turns: _Turns) -> Tensor:
         made = _multiply(mixer.inputs, normed)
         if isinstance(mixer, Attention):
-            return self._attend(mixer, made, positions)
+            return self._attend(mixer, made, turns)
         if isinstance(mixer, LatentAttention):
             return _attend_latents(mixer, made)
         assert isinstance(mixer, Recurrent)
@@ -138,7 +164,7 @@ class TorchProgram(nn.Module):
             return self._scan(mixer, made)
         return self._apply_delta_rule(mixer, made, normed)
 
-    def _attend(self, mixer: Attention, made: Tensor, positions: Tensor) -> Tensor:
+    def _attend(self, mixer: Attention, made: Tensor, turns: _Turns) -> Tensor:
         own = mixer.heads * mixer.head_dim * (2 if mixer.is_gated else 1)
         others = (made.shape[-1] - own) // 2
         queries, keys, value = made.split([own, others, others], dim=-1)
@@ -153,21 +179,9 @@ class TorchProgram(nn.Module):
         gate = None
         if mixer.is_gated:
             query, gate = query.chunk(2, dim=-1)
-        query = self._place(mixer, query, mixer.query_norm, positions)
-        key = self._place(mixer, key, mixer.key_norm, positions)
-        out = paged_attention(query, key, value, mixer.layer, mixer.scale, mixer.window, 0.0)
-        return (out if gate is None else out * sigmoid(gate)).flatten(1)
-
-    def _place(self, mixer: Attention, rows: Tensor, norm: Norm | None, positions: Tensor) -> Tensor:
-        """Norm and rotate heads [rows, heads, head_dim]."""
-        rows = rows if norm is None else _norm(norm, rows)
-        if mixer.rotation is None:
-            return rows
-        cosines, sines = (table[positions].unsqueeze(1) for table in self._tables[mixer.rotation])
-        turned, rest = rows.split([cosines.shape[-1], rows.shape[-1] - cosines.shape[-1]], dim=-1)
-        low, high = turned.chunk(2, dim=-1)
-        turned = turned * cosines + torch.cat([-high, low], dim=-1) * sines
-        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+        query, key = _placed(query, mixer.query_norm, turns), _placed(key, mixer.key_norm, turns)
+        out = self._attend_rows(query, key, value, mixer.layer, mixer.scale, mixer.window, 0.0)
+        return (out if gate is None else out * sigmoid(gate)).flatten(-2)
 
     def _convolve(self, mixer: Recurrent, rows: Tensor) -> Tensor:
         assert self._operators is not None
@@ -194,9 +208,7 @@ class TorchProgram(nn.Module):
             decay, opening = gates[:, heads:], made[:, shape.channels :]
         else:
             assert mixer.opening is not None
-            low, other = gates[:, heads:].split(
-                [mixer.decays.in_features, mixer.opening.in_features], dim=-1
-            )
+            low, other = gates[:, heads:].split([mixer.decays.in_features, mixer.opening.in_features], dim=-1)
             decay, opening = mixer.decays(low), mixer.opening(other)
         decay = softplus(decay.float() + mixer.shifts.float().flatten()).unflatten(-1, (heads, -1))
         decay = mixer.rates.view(-1, 1) * decay
@@ -247,6 +259,10 @@ def _enter(entry: Entry, embeddings: Tensor, before: Tensor) -> tuple[Tensor, Te
     return joined, normed if entry.normed_goes_on else before
 
 
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x * factor
+
+
 def _multiply(product: Product, x: Tensor) -> Tensor:
     outputs = [linear(x) for linear in product.linears]
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
@@ -267,6 +283,18 @@ def _norm(norm: Norm, x: Tensor) -> Tensor:
         return norm.weight * normalized.to(x.dtype)
     weight = norm.weight.float() + (1 if norm.kind is NormKind.CENTRED else 0)
     return (weight * normalized).to(x.dtype)
+
+
+def _placed(rows: Tensor, norm: Norm | None, turns: _Turns) -> Tensor:
+    """Norm and rotate heads [..., heads, head_dim]."""
+    rows = rows if norm is None else _norm(norm, rows)
+    if turns is None:
+        return rows
+    cosines, sines = (each.unsqueeze(-2) for each in turns)
+    turned, rest = rows.split([cosines.shape[-1], rows.shape[-1] - cosines.shape[-1]], dim=-1)
+    low, high = turned.chunk(2, dim=-1)
+    turned = turned * cosines + torch.cat([-high, low], dim=-1) * sines
+    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
 
 def _attend_latents(mixer: LatentAttention, made: Tensor) -> Tensor:
@@ -297,7 +325,9 @@ def _mlp(mlp: Mlp, normed: Tensor) -> Tensor:
 def _experts(experts: Experts, normed: Tensor, beside: Tensor | None) -> Tensor:
     """Return the experts' output, plus the output of the MLP `beside` them."""
     chosen, weights = _route(experts, normed)
-    out: Tensor = experts.holder.experts(normed, chosen, weights.to(normed.dtype) if experts.rounds else weights)
+    out: Tensor = experts.holder.experts(
+        normed, chosen, weights.to(normed.dtype) if experts.rounds else weights
+    )
     if beside is None:
         return out
     if experts.opener is not None:
@@ -337,3 +367,35 @@ def _sorted_heads(rows: Tensor, heads: int, sizes: Sequence[int]) -> Tensor:
 
 def _unit(rows: Tensor) -> Tensor:
     return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + _UNIT_EPSILON)
+
+
+class ProgramForward(RowsForward):
+    """A `Runner` of a draft head's program."""
+
+    def __init__(
+        self,
+        program: TorchProgram,
+        backend: AttentionBackend,
+        device: torch.device,
+        mode: str,
+        *,
+        products: str,
+        packed: bool,
+    ) -> None:
+        super().__init__(backend, device, mode, products=products, packed=packed)
+        self._program = program
+
+    def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
+        logits, hidden = super().run(step, fill)
+        return ForwardOutput(logits, None if hidden is None else hidden[: len(step.logit_rows)])
+
+    def _call(self, inputs: StepInputs, before: Tensor | None) -> ForwardOutput:
+        token_ids, positions, logit_rows = inputs[:3]
+        if before is None:  # padding alone
+            before = self._program.program.embeddings.new_zeros((0, self._program.program.hidden_size))
+        before = pad(before, (0, 0, 0, len(token_ids) - len(before)))
+        return ForwardOutput(*self._run(token_ids, positions, logit_rows, before))
+
+    def _compute(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        outputs: tuple[Tensor, Tensor | None] = self._program(*inputs)
+        return outputs

@@ -65,6 +65,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.4,
         "logits_scaling": 4.0,
     },
+    "gemma3_text": {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        },
+    },
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 24},
     "qwen2_moe": {
         "num_experts": 6,

@@ -309,7 +309,7 @@ def test_hybrids_have_the_runner_on_cuda_with_adapters_too(monkeypatch: pytest.M
     cuda = SimpleNamespace(runner_of=lambda *options: asked.append(options))
     monkeypatch.setattr("engine.load.select.importlib.import_module", lambda name: cuda)
     plain, adapted = (SimpleNamespace(adapters=each, recurrent="some") for each in (None, "some"))
-    attention: Any = SimpleNamespace(name="triton")
+    attention: Any = SimpleNamespace(can_capture=True)
     config, state_slots = ServeConfig(model="hybrid", compile="auto"), StateSlots(LAYOUT, 1, CPU)
     for loaded in (adapted, plain):
         _cuda_runner(config, loaded, attention, state_slots=state_slots)  # type: ignore[arg-type]

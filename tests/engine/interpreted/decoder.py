@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from engine.batch.rows import BlockTable, SequenceRows
+from engine.batch.runner import Step
 from engine.batch.step_inputs import StepShape, step_inputs
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
@@ -57,7 +58,10 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SHAPE),
     "granite": GraniteConfig(**SHAPE, residual_multiplier=0.5, logits_scaling=4.0, embedding_multiplier=3.0),
     "gemma3": Gemma3TextConfig(
-        **SHAPE, sliding_window=4, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=16
+        **SHAPE,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+        query_pre_attn_scalar=16,
     ),
 }
 STEPS = [
@@ -101,16 +105,16 @@ def test_it_is_what_transformers_computes(name: str, quantization: str) -> None:
     pools = [pool_of(model.model.layers[0].self_attn.head_dim, quantization) for _ in range(2)]
     backends = [TritonBackend(p.layers(TARGET), rows=p.groups[TARGET].rows) for p in pools]
     modules = Forward(model, backends[0], "off", HIDDEN_LAYERS, products="")
-    outputs.append([modules.run(step, [1, 3]) for step in STEPS])
+    outputs.append([modules.run(Step(step, [1, 3])) for step in STEPS])
     decoder = CudaDecoder(describe(model), backends[1], 128, HIDDEN_LAYERS)
     ours = CudaRunner(decoder, backends[1], CPU, "", Buckets([1, 2, 4], [1, 3], [1, 2], trees=True))
-    outputs.append([ours.run(step, [1, 3]) for step in STEPS])
+    outputs.append([ours.run(Step(step, [1, 3])) for step in STEPS])
     tolerance = 1e-5 if quantization == "none" else 2e-2  # a last bit may round to another code
     for expected, found in zip(*outputs, strict=True):
         for theirs, mine in zip(expected, found, strict=True):
             scale = float(theirs.abs().max())
             torch.testing.assert_close(mine / scale, theirs / scale, atol=tolerance, rtol=0)
-    again = modules.run(STEPS[1], [1, 3])
+    again = modules.run(Step(STEPS[1], [1, 3]))
     torch.testing.assert_close(again.logits, outputs[0][1].logits)
 
 
@@ -121,13 +125,13 @@ def test_products_in_tiles(format: CodeFormat | None) -> None:
         round_linears(model, format)
     backends = [TritonBackend(pool_of(32, "none").layers(TARGET)) for _ in range(2)]
     modules = Forward(model, backends[0], "off", products="")
-    expected = [modules.run(step, [1, 3]).logits for step in STEPS]
+    expected = [modules.run(Step(step, [1, 3])).logits for step in STEPS]
     tile_linears(model, torch.float32, plain=format is None)
     assert unfit(describe(model)) is None
     decoder = CudaDecoder(describe(model), backends[1], 128)
     ours = CudaRunner(decoder, backends[1], CPU, "", Buckets([1, 2, 4], [1, 3], [1, 2], trees=True))
     for step, logits in zip(STEPS, expected, strict=True):
-        torch.testing.assert_close(ours.run(step, [1, 3]).logits, logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours.run(Step(step, [1, 3])).logits, logits, atol=1e-5, rtol=1e-5)
     tile_linears(model, torch.float32, plain=True)
     model.model.layers[1].mlp.gate_proj = torch.nn.Linear(64, 96)
     assert unfit(describe(model)) == "layers of one input are multiplied in several ways"

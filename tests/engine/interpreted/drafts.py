@@ -17,8 +17,10 @@ from engine.batch.runner import Fill, ForwardOutput, Runner, Step
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder
+from engine.devices.cuda.heads import HeadDecoder, HeadRunner
 from engine.devices.cuda.runner import CudaRunner
 from engine.devices.torch.forward import Forward
+from engine.devices.torch.program import ProgramForward, TorchProgram
 from engine.download import Downloader
 from engine.kv.layout import TARGET, Group, PoolLayout, Segment
 from engine.kv.pool import KVPool
@@ -32,9 +34,7 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
 from speculation.chains import ChainDrafting
 from speculation.chains_ahead import ChainsAhead
-from speculation.eagle.graphed import FedHead, HeadRunner
-from speculation.eagle.head import Head, HeadShape
-from speculation.eagle.paged import HeadForward, PagedHead
+from speculation.eagle.head import Head, HeadShape, head_program
 from speculation.self_speculative.layers import with_layers
 from speculation.tree import TreeRows
 from speculation.tree_drafting import TreeDrafting
@@ -173,15 +173,16 @@ SHAPE = HeadShape(
 def test_steps_of_a_head() -> None:
     """Launched and replayed, fed with rows of any number, those of the step before among them."""
     torch.manual_seed(1)
-    head = PagedHead(Head(SHAPE), nn.Embedding(60, 24), nn.Linear(24, 60, bias=False)).eval()
+    described = head_program(Head(SHAPE).eval(), nn.Embedding(60, 24), nn.Linear(24, 60, bias=False))
+    head = TorchProgram(described, SHAPE.max_positions)
     graphs = RecordedGraphs()
     group = Group.uniform(TARGET, Segment(1, 1, 16, torch.float32))
     pools = [KVPool(PoolLayout((group,), BLOCK), NUM_BLOCKS, CPU, None) for _ in range(2)]
     for pool in pools:
         pool.block_pools[0].view(torch.float32).fill_(0.5)
     backends = [TritonBackend(pool.layers(TARGET)) for pool in pools]
-    plain = HeadForward(head, backends[0], CPU, "off", products="", packed=False)
-    fed = FedHead(head, backends[1], CPU, torch.float32)
+    plain = ProgramForward(head, backends[0], CPU, "off", products="", packed=False)
+    fed = HeadDecoder(head, backends[1])
     buckets = Buckets([2], [1, 3], [2], trees=False, first_keys=True)
     replayed = HeadRunner(fed, backends[1], CPU, "", buckets, graphs)
     replayed.warm_up()

@@ -35,16 +35,16 @@ from training.heads.eagle import build_eagle3
 
 BUDGET = 40
 WINDOW = Window(SLIDING_WINDOW, 16)
-BLOCK_BYTES = {"mistral": 3 * 2 * 16 * 2 * 16 * 4, "gemma2": 2 * 16 * 2 * 16 * 4}
-"""All three layers of Mistral are in one table, and those of Gemma 2, of which one sees all, in three."""
-WINDOWS = {"mistral": [WINDOW], "gemma2": [None, WINDOW, WINDOW]}
+BLOCK_BYTES = {"mistral": 3 * 2 * 16 * 2 * 16 * 4, "gemma3_text": 2 * 16 * 2 * 16 * 4}
+"""All three layers of Mistral are in one table, and those of Gemma 3, of which one sees all, in three."""
+WINDOWS = {"mistral": [WINDOW], "gemma3_text": [None, WINDOW, WINDOW]}
 BOUNDS: dict[str, dict[str, int]] = {
     "mistral": {"num_blocks": 64},
-    "gemma2": {"num_blocks": 120, "max_model_len": 400},
+    "gemma3_text": {"num_blocks": 120, "max_model_len": 400},
 }
 TIGHT: dict[str, dict[str, int]] = {
     "mistral": {"num_blocks": 19},
-    "gemma2": {"num_blocks": 54, "max_model_len": 290},
+    "gemma3_text": {"num_blocks": 54, "max_model_len": 290},
 }
 """Room for little more than one sequence."""
 
@@ -68,7 +68,10 @@ def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make_engine(kind: str, folder: Path) -> Callable[..., Engine]:
     def make(**options: Any) -> Engine:
-        bounds = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 6} | BOUNDS[kind] | options
+        natively = kind == "gemma3_text" and options.get("attention_backend") != "torch"
+        compile = "auto" if natively else "off"
+        bounds: dict[str, Any] = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 6, "compile": compile}
+        bounds |= BOUNDS[kind] | options
         room = bounds.pop("num_blocks") * BLOCK_BYTES[kind]
         host_room = bounds.pop("host_blocks", 0) * BLOCK_BYTES[kind] / 2**30
         return tiny_engine(folder, kv_cache_memory_bytes=room, kv_offloading_size=host_room, **bounds)
@@ -118,8 +121,8 @@ def test_rows_that_are_all_padding_have_all_tables() -> None:
         ("mistral", 16, "cpu"),
         ("mistral", 32, "torch"),
         ("mistral", 128, "cpu"),
-        ("gemma2", 16, "cpu"),
-        ("gemma2", 16, "torch"),
+        ("gemma3_text", 16, "cpu"),
+        ("gemma3_text", 16, "torch"),
     ],
     indirect=["kind"],
 )
@@ -182,7 +185,7 @@ def test_a_prefix_counts_as_far_as_all_tables_have_it(
     make_engine: Callable[..., Engine], reference: PreTrainedModel, kind: str
 ) -> None:
     """Blocks before a window are the first to go."""
-    engine = make_engine(num_blocks={"mistral": 17, "gemma2": 60}[kind])
+    engine = make_engine(num_blocks={"mistral": 17, "gemma3_text": 60}[kind])
     prompt, other = prompt_of(350), prompt_of(64, 2)
     engine.add(ask("first", prompt, 20))
     conversation = prompt + tokens(run(engine)["first"]) + prompt_of(7, 1)
@@ -258,7 +261,7 @@ def test_a_hand_off_brings_the_windows_of_their_layers(
     first = tokens(run(prefill)["a"])
     reservation = decode.reserve(ask("a", prompt, 40))
     assert reservation is not None
-    found = num_found // 16 * 16 if kind == "gemma2" or num_found == 250 else 0
+    found = num_found // 16 * 16 if kind == "gemma3_text" or num_found == 250 else 0
     place = WINDOW.first_place(250)
     assert reservation.covered == (max(found, 16 * place) if kind == "mistral" else found)
     assert (reservation.num_cached, decode.stats().prefix_hit_tokens - hits) == (found, found)
@@ -338,7 +341,7 @@ def test_tokens_before_the_window_count_as_drafted() -> None:
     assert sum(blocks.block_pools[0].drafted) == 2
 
 
-@only("gemma2")
+@only("gemma3_text")
 def test_a_draft_of_the_models_own_layers_reads_their_tables(
     make_engine: Callable[..., Engine], folder: Path, tmp_path: Path
 ) -> None:
@@ -357,13 +360,15 @@ def test_a_draft_of_the_models_own_layers_reads_their_tables(
     assert count(outputs, "drafted") == count(outputs, "accepted") > 20
 
 
-@only("gemma2")
+@only("gemma3_text")
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 def test_a_draft_lies_with_the_layers_that_see_all(
     make_engine: Callable[..., Engine], tmp_path: Path, method: str
 ) -> None:
     """Two tables of two layers each; the draft has one. It begins after a prefix without its KV, too."""
-    model = AutoModelForCausalLM.from_config(config_of("gemma2", num_hidden_layers=4), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        config_of("gemma3_text", num_hidden_layers=4), dtype=torch.float32
+    )
     model.save_pretrained(tmp_path / "target")
     if method == "eagle":
         few = torch.zeros(model.config.vocab_size).index_fill(0, torch.arange(3, 40), 1)
@@ -396,12 +401,8 @@ def test_a_draft_that_sees_more_keeps_all(make_engine: Callable[..., Engine], tm
 
 
 @only("mistral")
-def test_engines_that_keep_all(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
-    """Of models that our decoders run and that have a layer that sees all; with sequences no longer than the
-    window; with whole reservations.
-    """
-    write_model("qwen2", tmp_path)
-    assert not make_engine(model=str(tmp_path), max_model_len=256).blocks.has_windows
+def test_engines_that_keep_all(make_engine: Callable[..., Engine]) -> None:
+    """Sequences no longer than the window, or whole reservations."""
     assert not make_engine(max_model_len=SLIDING_WINDOW, num_blocks=64).blocks.has_windows
     [table] = make_engine(max_model_len=SLIDING_WINDOW + 1).blocks.tables
     assert table.window == WINDOW
@@ -453,7 +454,7 @@ def test_parts_of_rows_do_not_overlap() -> None:
         assert (kv.keys[place.table] == number).all() and (kv.values[place.table] == -number).all()
 
 
-@only("gemma2")
+@only("gemma3_text")
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 @pytest.mark.parametrize("model_type", ["gemma4_text", "mimo_v2_flash"])
 def test_models_with_layers_of_several_shapes_keep_their_windows(
@@ -492,7 +493,7 @@ def test_layers_that_do_not_divide_keep_all(sights: list[int], layers: Any, why:
     assert not group.fault(SLIDING) and group.in_tables(SLIDING).windows == (0,)
 
 
-@only("gemma2")
+@only("gemma3_text")
 def test_the_start_tells_what_is_kept(make_engine: Callable[..., Engine], folder: Path) -> None:
     plain = make_engine(max_model_len=200)
     assert "2 keep the last 24 and 1 keep all, in 3 tables of 1 layers" in plain.start_up["kv_pool"]

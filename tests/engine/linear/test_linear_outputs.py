@@ -51,14 +51,6 @@ def test_chosen_outputs(kind: str, bias: bool) -> None:
         assert torch.equal(part(x), whole(x)[:, outputs]), "the same kernel, the same bits"
 
 
-@needs_kernel
-def test_a_scaled_weight_gives_scaled_products() -> None:
-    weight = PackedWeight.of(quantized(None).quantized)
-    x = torch.randn(5, INPUTS).bfloat16()
-    halved = PackedQuantizedLinear(weight.scaled(0.5), None)
-    assert torch.equal(halved(x), PackedQuantizedLinear(weight, None)(x) * 0.5)
-
-
 def test_other_layers_have_no_outputs_to_choose() -> None:
     with pytest.raises(TypeError, match="Embedding is no linear layer"):
         with_outputs(nn.Embedding(3, 4), torch.tensor([0]))

@@ -278,7 +278,7 @@ def test_a_step_with_adapters_is_one_launch(
 ) -> None:
     """With drafts to verify, too; in a prompt they are two more launches for each product."""
     if decoder != "CUDA decoder":
-        monkeypatch.setattr(cuda_runner, "fits", lambda model: False)
+        monkeypatch.setattr(cuda_runner, "unfit", lambda program: "for a test")
     model, pool = qwen3(), pool_of()
     loaded = loaded_of(model, pool, adapters_of(model))
     runner = select_forward.runner_of_one_process(DRAFTING, loaded, pool, ())

@@ -43,6 +43,7 @@ class CpuBackend:
     """
 
     name = "cpu"
+    can_capture = False
 
     def __init__(self, layers: Sequence[LayerKv], block_pool: int = 0, rows: KvRows | None = None) -> None:
         self.block_pool, self.num_tables = block_pool, 1

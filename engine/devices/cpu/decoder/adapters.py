@@ -34,9 +34,7 @@ class NativeAdapters:
     all columns of the others.
     """
 
-    def __init__(
-        self, adapters: Adapters, paths: Sequence[LayerPaths], columns: Mapping[str, range]
-    ) -> None:
+    def __init__(self, adapters: Adapters, paths: Sequence[LayerPaths], columns: Mapping[str, range]) -> None:
         self._adapters = adapters
         self._paths = paths
         self._columns = columns

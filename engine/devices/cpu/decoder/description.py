@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.devices.cpu.decoder.native_model import LayerPaths, NativeModel
 from engine.devices.cpu.decoder.structs import (
@@ -60,6 +60,16 @@ def unfit(program: ModelProgram) -> str | None:
         if not all(map(_can_join, layer.products())):
             return f"layer {number} has products of one input that are quantized in several ways"
     return None
+
+
+def unfit_head(program: ModelProgram) -> str | None:
+    """Why the native decoder can't run the program of a draft head; None if it can."""
+    if program.embedding_multiplier != 1:
+        return "it scales embeddings"
+    (lm_head,) = program.head.linears
+    if not isinstance(lm_head, nn.Linear | PackedQuantizedLinear):  # the target may have packed its own
+        return f"its head is a {type(lm_head).__name__}"
+    return unfit(program)
 
 
 def _can_join(product: Product) -> bool:
@@ -145,7 +155,7 @@ class Description(NativeModel):
             args.gate_up, args.down = self._product(layer.mlp.gate_up), self._product(layer.mlp.down)
             rest = (layer.mlp.gate_up.paths, layer.mlp.down.paths, ())
         if layer.experts is not None:
-            args.experts = self.keep_experts(self._experts(layer.experts))
+            args.experts = self.keep_experts(self._experts_args(layer.experts))
             opener = layer.experts.opener
             rest = (*rest[:2], () if opener is None else opener.paths)
         args.input_norm, args.mlp_norm = self._norm(layer.input_norm), self._norm(layer.mlp_norm)
@@ -224,7 +234,7 @@ class Description(NativeModel):
         args.multipliers = self.keep_floats(product.multipliers)
         return args
 
-    def _experts(self, experts: Experts) -> ExpertsArgs:
+    def _experts_args(self, experts: Experts) -> ExpertsArgs:
         pack_experts(experts.holder)
         first, second = experts.holder.experts.first, experts.holder.experts.second
         args = ExpertsArgs(

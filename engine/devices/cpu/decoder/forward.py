@@ -90,8 +90,8 @@ class NativeDecoder:
         adapters: Adapters | None = None,
         state_slots: StateSlots | None = None,
     ) -> None:
-        """`backend`: the CPU's, of one block table or of several. `hidden_layers` are captured, numbered as in
-        Transformers' `hidden_states`. Recurrent layers need `state_slots`.
+        """`backend` is the CPU's, over one block table or several. `hidden_layers` are captured, numbered as
+        in Transformers' `hidden_states`. Recurrent layers need `state_slots`.
         """
         self._library = library(description.dtype)
         self._dtype = description.dtype

@@ -13,6 +13,7 @@ from engine.kv.host_memory import HugePages
 from engine.linear.packed import pack
 from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight, join
 from engine.linear.structs import QuantizedArgs
+
 LayerPaths = tuple[tuple[str, ...], ...]
 """Paths in the model of the linear layers of each of a layer's products, in the order of `Product` in
 `structs.h`.

@@ -72,6 +72,7 @@ class TritonBackend:
     """
 
     name = "triton"
+    can_capture = True
 
     def __init__(self, layers: Sequence[LayerKv], block_pool: int = 0, rows: KvRows | None = None) -> None:
         self.block_pool, self.num_tables = block_pool, 1

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from engine.batch.rows import SequenceRows
 from engine.batch.runner import Step
-from engine.devices.torch.attention import TorchBackend
 from engine.devices.attention_tables import backend_over
+from engine.devices.torch.attention import TorchBackend
 from engine.kv.layout import TARGET, PoolLayout
 from engine.kv.pool import KVPool
 from engine.kv.state_slots import StateSlots
@@ -20,10 +20,10 @@ from engine.load.loader import load_model
 from engine.load.select import build_runner
 from protocol.config import ServeConfig
 from tests.e2e.architectures import VOCAB_SIZE, write_model
-from tests.engine import test_decoder, test_hybrid_decoder
+from tests.engine.devices import test_decoder, test_hybrid_decoder
+from tests.engine.devices.test_recurrent import needs_hooks
 from tests.engine.kernels import CPU
 from tests.engine.reference import Reference
-from tests.engine.test_recurrent import needs_hooks
 
 HIDDEN_LAYERS = 1, 3
 MODELS: dict[str, dict[str, Any]] = test_decoder.MODELS | test_hybrid_decoder.MODELS

@@ -1,4 +1,4 @@
-"""The head on a CUDA device, its steps replayed as graphs."""
+"""Draft heads on a CUDA device: programs by torch's operators, their steps replayed as graphs."""
 
 from __future__ import annotations
 
@@ -7,41 +7,39 @@ from torch import Tensor
 
 from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.batch.step_inputs import StepInputs
-from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import MOST_ROWS, Buckets
 from engine.devices.cuda.graphs import Graphs
 from engine.devices.cuda.runner import CudaRunner, graphs_for
 from engine.devices.loaded_model import LoadedModel
 from engine.devices.torch import transformers_hook
+from engine.devices.torch.program import TorchProgram
+from engine.kv.attention import AttentionBackend
 from protocol.config import ServeConfig
-from speculation.eagle.paged import PagedHead
 
 
-class FedHead:
-    """A head whose hidden states lie at one address, as far as they fit there."""
+class HeadDecoder:
+    """A head that reads hidden states at one address, as many as there is room for."""
 
     name = "torch's operators"
 
-    def __init__(
-        self, head: PagedHead, backend: TritonBackend, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self._head = head
+    def __init__(self, program: TorchProgram, backend: AttentionBackend) -> None:
+        self._program = program
         self._backend = backend
-        self._kept = torch.zeros((MOST_ROWS, head.head.shape.hidden_size), dtype=dtype, device=device)
-        self._before = self._kept
+        self._kept = program.program.embeddings.new_zeros((MOST_ROWS, program.program.hidden_size))
+        self._hidden = self._kept
 
-    def feed(self, before: Tensor) -> None:
-        """For the next forward, [rows, hidden_size]."""
-        self._before = before
-        if len(before) <= len(self._kept):
-            self._kept[: len(before)].copy_(before)
-            self._before = self._kept
+    def feed(self, hidden: Tensor) -> None:
+        """Set the hidden states before the next forward's rows, [rows, hidden_size]."""
+        self._hidden = hidden
+        if len(hidden) <= len(self._kept):
+            self._kept[: len(hidden)].copy_(hidden)
+            self._hidden = self._kept
 
     def forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
         transformers_hook.set_current_backend(self._backend)
-        before = self._before[: len(inputs.token_ids)]
-        logits, hidden = self._head(inputs.token_ids, inputs.positions, before, inputs.logit_rows)
-        return logits, hidden
+        hidden = self._hidden[: len(inputs.token_ids)]
+        logits, fed_back = self._program(inputs.token_ids, inputs.positions, inputs.logit_rows, hidden)
+        return logits, fed_back
 
 
 class HeadRunner(CudaRunner):
@@ -49,8 +47,8 @@ class HeadRunner(CudaRunner):
 
     def __init__(
         self,
-        head: FedHead,
-        backend: TritonBackend,
+        head: HeadDecoder,
+        backend: AttentionBackend,
         device: torch.device,
         products: str,
         buckets: Buckets,
@@ -69,8 +67,9 @@ class HeadRunner(CudaRunner):
 
 
 def head_runner_of(
-    config: ServeConfig, head: PagedHead, target: LoadedModel, backend: TritonBackend, products: str
+    config: ServeConfig, program: TorchProgram, target: LoadedModel, backend: AttentionBackend, products: str
 ) -> HeadRunner:
-    fed = FedHead(head, backend, target.device, target.dtype)
+    """Return a runner of a head that drafts for `target`."""
     buckets = Buckets.of_heads(config, target.max_model_len)
-    return HeadRunner(fed, backend, target.device, products, buckets, graphs_for(config, target.device))
+    graphs = graphs_for(config, target.device)
+    return HeadRunner(HeadDecoder(program, backend), backend, target.device, products, buckets, graphs)
