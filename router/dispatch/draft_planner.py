@@ -17,7 +17,6 @@ from protocol.config import ServeConfig
 from protocol.router_to_worker import PeerGone, Replan
 from protocol.speculation import RequestClass, RequestSpeculation
 from router.observe.metrics import Metrics
-from router.placement.drafts.decide import decide
 from router.placement.drafts.interface import (
     DraftDecision,
     DraftFacts,
@@ -27,7 +26,7 @@ from router.placement.drafts.interface import (
     DraftTarget,
 )
 from router.placement.drafts.kinds import DraftKind, expect
-from router.placement.drafts.prospects import Prospects
+from router.placement.drafts.prospects import Prospects, decide
 from router.placement.drafts.seen import SeenRates
 from router.requests.journal import Journal, LiveRequest
 from router.workers.registry import Registry, Worker

@@ -14,14 +14,13 @@ from protocol.speculation import (
     SpeculationState,
     StepTimeState,
 )
-from router.placement.drafts.decide import decide
 from router.placement.drafts.interface import (
     DraftDecision,
     DraftFacts,
     DraftPlace,
     DraftTarget,
 )
-from router.placement.drafts.prospects import Prospects
+from router.placement.drafts.prospects import Prospects, decide
 
 SEQUENCES = [1 << power for power in range(9)]
 DRAFTED = [0, 1, 2, 4, 8]

@@ -13,9 +13,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from router.placement.drafts.decide import decide
 from router.placement.drafts.interface import NOWHERE, DraftFacts, DraftPlace, DraftTarget
-from router.placement.drafts.prospects import Prospects
+from router.placement.drafts.prospects import Prospects, decide
 from tests.router.drafted import drafter, speculation
 
 SWEEP_S = 0.25

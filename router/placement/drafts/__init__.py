@@ -1,3 +1,1 @@
-"""Decides where a request's drafts are made: `interface`, `rates`, and `decide` on top of them. Pure
-functions.
-"""
+"""Decides where a request's drafts are made: `prospects` by pure functions, `kinds` by what was observed."""

@@ -12,9 +12,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from costs.explorer import Explorer
-from router.placement.drafts.decide import decide
 from router.placement.drafts.interface import DraftDecision, DraftFacts, DraftMaker, DraftOption, DraftSite
-from router.placement.drafts.prospects import Prospects
+from router.placement.drafts.prospects import Prospects, decide
 from router.placement.drafts.seen import SeenRates, load_of
 
 TRIAL_S = 1.0

@@ -1,6 +1,7 @@
-"""Predicts what each place for drafts brings, in tokens a second of a decode worker's whole batch.
+"""Predicts the tokens a second that each place for drafts brings to a decode worker's whole batch, and
+chooses the best. The decode worker chooses in each step how many tokens each request's draft has.
 
-`costs.drafting` predicts it from step times, acceptance and load. The prediction is corrected by the latest
+`costs.drafting` predicts from step times, acceptance and load. Predictions are corrected by the latest
 observations. For a single request, the time that its drafter needs to read its text is subtracted.
 """
 
@@ -30,9 +31,20 @@ from protocol.speculation import (
     RequestSpeculation,
     SpeculationState,
 )
-from router.placement.drafts.interface import NOWHERE, DraftFacts, DraftOption, DraftPlace, DraftTarget
+from router.placement.drafts.interface import (
+    NOWHERE,
+    DraftDecision,
+    DraftFacts,
+    DraftOption,
+    DraftPlace,
+    DraftTarget,
+)
 from router.placement.drafts.seen import SeenRates
 
+MIN_GAIN = 0.05
+"""[share] The gain that a change must bring: about twice the uncertainty of a step's time."""
+SEEN_GAIN = 0.02
+"""[share] The same if both were observed: that is an average of seconds."""
 FIRST_RATES = [FIRST_RATE] * 8
 """The acceptance to assume before any was measured, the same as the decode workers assume."""
 _UNKNOWN = MethodState(method="draft_model")
@@ -159,3 +171,39 @@ def _survival(
     states = [state for state in (local, remote) if state is not None]
     known = [state.by_class.get(request_class) for state in states] + [state.acceptance for state in states]
     return list(accumulate(next(filter(None, known), FIRST_RATES), mul))
+
+
+def decide(request: DraftFacts, prospects: Prospects) -> DraftDecision:
+    """Return where the request's drafts are to be made. `prospects` are those of the request's class and
+    wishes. Never raises, whatever their snapshots contain.
+    """
+    nowhere = prospects.nowhere(request)
+    if prospects.wants_none:
+        return DraftDecision(nowhere, (nowhere,), "no drafts are asked for")
+    local, elsewhere = prospects.local(request), prospects.elsewhere(request)
+    may_stop = prospects.may_stop or (local is None and not elsewhere)
+    found = (nowhere if may_stop else None, local, *elsewhere)
+    options = tuple(option for option in found if option is not None)
+    tried = next((option for option in options if option.place.maker == request.trial), None)
+    if tried is not None:
+        return DraftDecision(tried, options, "a trial, to see what it brings")
+    best, held = max(options, key=lambda option: option.worth), _held(request, options, local)
+    if held is not None and best.worth <= held.worth * (1 + _least_gain(held, best)):
+        return DraftDecision(held, options, "nothing brings clearly more")
+    return DraftDecision(best, options, "it brings the most")
+
+
+def _held(
+    request: DraftFacts, options: tuple[DraftOption, ...], local: DraftOption | None
+) -> DraftOption | None:
+    """Return the option to keep unless another gains clearly: the others' place, else the request's own,
+    else its decode worker.
+    """
+    now = request.others
+    if now is None and request.current is not None:
+        now = request.current.maker
+    return next((option for option in options if option.place.maker == now), local if now is None else None)
+
+
+def _least_gain(one: DraftOption, other: DraftOption) -> float:
+    return SEEN_GAIN if one.is_seen and other.is_seen else MIN_GAIN

@@ -21,7 +21,6 @@ from protocol.speculation import (
     SpeculationState,
     StepTimeState,
 )
-from router.placement.drafts.decide import decide
 from router.placement.drafts.interface import (
     NOWHERE,
     DraftFacts,
@@ -30,7 +29,7 @@ from router.placement.drafts.interface import (
     DraftTarget,
 )
 from router.placement.drafts.kinds import DraftKind
-from router.placement.drafts.prospects import Prospects
+from router.placement.drafts.prospects import Prospects, decide
 from tests.router.drafted import CPU_LIKE, GPU_LIKE, decided, drafter, place, speculation, target
 
 HERE = DraftPlace("draft_model", 8)
