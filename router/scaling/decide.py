@@ -26,12 +26,10 @@ WINDOW_S = 900.0
 more.
 """
 SHORT_S = 30.0
-"""[seconds] The window for bursts: a burst counts as soon as chance does not explain it."""
+"""[seconds] The window over which rows, context and KV are averaged."""
 JUDGED_S = 300.0
 """[seconds] The window for answers that met or missed the SLO, since the last change at most."""
 LEAST_MISSED = 2
-CHANCE = 3.0
-"""Standard deviations that chance explains."""
 LONG = 1.5
 """Standard deviations above the mean: prompts of this length should be in time too."""
 ATTAINMENT = 0.95
@@ -198,10 +196,7 @@ def late_share(workers: int, busy: float, service_s: float, allowed_s: float) ->
 
 def _offered_load(samples: tuple[Sample, ...], role: str, now: float) -> OfferedLoad:
     long, long_s = _passed(samples, role, now - WINDOW_S)
-    short, short_s = _passed(samples, role, now - SHORT_S)
     rate = long.prompts / long_s if long_s > 0 else 0.0
-    if short_s > 0:
-        rate = max(rate, (short.prompts - CHANCE * sqrt(short.prompts)) / short_s)
     mean_s = long.prompt_s / long.prompts if long.prompts else 0.0
     square = long.prompt_s2 / long.prompts if long.prompts else 0.0
     spread = max(square / mean_s**2 - 1, 0.0) if mean_s > 0 else 0.0

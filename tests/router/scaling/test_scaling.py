@@ -226,14 +226,6 @@ def test_roles_share_the_room_that_is_left():
     assert targets(day.pass_s(INTERVAL_S)) == [{"prefill": 3}], "a launcher refuses more as a whole"
 
 
-def test_a_burst_counts_once_chance_does_not_explain_it():
-    """After a quarter of an hour at one prompt in five seconds."""
-    for rate, decided in ((0.6, []), (4.0, [{"prefill": 4}])):
-        day = Day(roles=("prefill",), bounds=WorkerRange(2, 8))
-        day.pass_s(900, rate=0.2)
-        assert targets(day.pass_s(30, rate=rate))[-1:] == decided
-
-
 def test_demand_of_long_ago_is_forgotten():
     day = Day(prefill=RoleLoad(3, costs=COSTS, demand=RoleDemand()), roles=("prefill",))
     assert day.pass_s(900, rate=2.0) == [], "three are needed"
