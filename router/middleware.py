@@ -34,6 +34,8 @@ class Envelope:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "HEAD":  # routes answer GET, and the connection leaves the body out
+            scope = {**scope, "method": "GET"}
         request_id = _request_id(scope)
         scope[REQUEST_ID_KEY] = request_id
         answer_headers = scope[ANSWER_HEADERS] = [(b"x-request-id", request_id.encode())]

@@ -172,6 +172,8 @@ def test_who_goes_away_is_no_longer_under_way(make_router, path):
     key = add_key(path, name="alice", concurrent_requests=1)
     router = make_router(api_key_file=path)
     router.add_worker(stall_after=1)
+    stored = router.http.get("/v1/responses/none", headers=bearer(key))
+    assert stored.status_code == 404, "it counts once"
     body = {**BODY, "stream": True}
     with router.http.stream("POST", "/v1/completions", json=body, headers=bearer(key)) as answer:
         lines = answer.iter_lines()

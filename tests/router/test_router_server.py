@@ -120,6 +120,31 @@ def test_unknown_path_and_method(router):
         assert response.headers["x-request-id"]
 
 
+def test_head_is_get_without_the_body(router):
+    for path in ("/health", "/v1/models", "/docs"):
+        head, whole = router.http.head(path), router.http.get(path)
+        assert (head.status_code, head.content) == (200, b"") and whole.content
+        assert head.headers["content-length"] == str(len(whole.content))
+    assert router.http.get("/health").json() == {"status": "ok"}, "on the same connection"
+
+
+@pytest.mark.parametrize(
+    ("query", "field", "limit"),
+    [
+        ("/decisions?limit=0", "limit", "greater than or equal to 1"),
+        ("/requests?limit=1001", "limit", "less than or equal to 1000"),
+        ("/requests?limit=many", "limit", "valid integer"),
+        ("/doctor?seconds=0", "seconds", "greater than 0"),
+        ("/doctor?seconds=nan", "seconds", "finite number"),
+    ],
+)
+def test_bad_parameters_are_named_with_their_limits(router, query, field, limit):
+    answer = router.http.get(query)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, field, "invalid_value")
+    assert error["message"].startswith(f"{field}: ") and limit in error["message"]
+
+
 def test_request_id(router):
     post = router.http.post
     given = post("/v1/completions", json=BODY, headers={"x-request-id": "abc-123"})
