@@ -29,8 +29,7 @@ from protocol.config import (
 from protocol.errors import ConfigError
 from protocol.kv_events import parse_kv_events_config, port_of
 from protocol.ports import worker_ports
-from protocol.roles import ROLES
-from protocol.scaling import parse_autoscale
+from protocol.roles import ROLES, parse_autoscale
 from protocol.speculation import MODEL_METHODS, REMOTE_METHODS, SpeculativeConfig, parse_speculative_config
 from router.key_file import read_key_file
 

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from deploy.config import draft_workers_refusal
 from deploy.slots import Node, Slot
 from protocol.config import ServeConfig
-from protocol.roles import ROLES, RoleSpec
-from protocol.scaling import MAX_WORKERS
+from protocol.roles import MAX_WORKERS, ROLES, RoleSpec
 from router.scaling.interface import ScaleAnswer, ScaleRequest
 
 WORKERS_PER_CORE = 4

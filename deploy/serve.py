@@ -21,7 +21,6 @@ import msgspec
 
 from deploy.config import ENV_PREFIX
 from deploy.launcher import Launcher
-from deploy.logs import say, set_up_logging
 from deploy.preflight import check_start
 from deploy.processes import adopt_orphans, end_descendants, kill_descendants
 from deploy.ray_cluster import RayCluster
@@ -29,9 +28,10 @@ from deploy.resources import choose_threads
 from deploy.routers.messages import Routers
 from deploy.routers.pool import RouterPool
 from messaging.sockets import ClusterKeys
-from protocol.addresses import is_loopback, is_wildcard
 from protocol.config import ServeConfig
 from protocol.errors import TandemError
+from protocol.logs import log_to_stderr, say
+from protocol.ports import is_loopback, is_wildcard
 from protocol.version import version
 from router.server import RouterServer, http_url
 from router.text.generation_defaults import GenerationDefaults
@@ -50,7 +50,7 @@ DESCENDANTS_GRACE_S = 2.0
 
 def serve(config: ServeConfig) -> int:
     """Run the server until it is told to end. Returns the process' exit code."""
-    set_up_logging(config)
+    log_to_stderr(config.log_level, config.log_format)
     os.environ.pop(ENV_PREFIX + "API_KEY", None)  # no child process needs it
     patience = _Patience(config)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -100,7 +100,7 @@ def _run(config: ServeConfig, patience: _Patience) -> int:
     def announce() -> None:
         ready.set()
         url = reachable_url(config, server.url, link_host)
-        say(config, announcement(config, server, url, defaults), url=url, model=config.model_name)
+        say(config.log_format, announcement(config, server, url, defaults), url=url, model=config.model_name)
 
     def on_signal() -> None:
         if not ready.is_set():
@@ -114,7 +114,7 @@ def _run(config: ServeConfig, patience: _Patience) -> int:
 
     def start() -> None:
         patience.started = True
-        say(config, f"Starting {config.num_workers} workers of {config.model_name} ...")
+        say(config.log_format, f"Starting {config.num_workers} workers of {config.model_name} ...")
         launcher.start()
 
     gc.collect()

@@ -8,9 +8,9 @@ import msgspec
 from msgspec import Meta
 
 from kvtransfer.blocks.extents import MAX_PIECE_BLOCKS, PARTS_AT_ONCE, RUN_BYTES
-from protocol.bounded import Id
 from protocol.errors import ProtocolError
 from protocol.handoff import MAX_SEGMENTS, BlockPoolIndex, SegmentInfo
+from protocol.ids import Id
 
 WIRE_VERSION = 6
 NONCE_BYTES = 32

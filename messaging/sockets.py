@@ -15,9 +15,8 @@ import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
-from messaging.ports import bind_one
 from protocol.codec import MAX_MESSAGE_BYTES
-from protocol.ports import ANY_PORT
+from protocol.ports import ANY_PORT, bind_one
 
 
 class ClusterKeys(msgspec.Struct, frozen=True, kw_only=True):

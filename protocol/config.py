@@ -14,8 +14,7 @@ from msgspec import Meta
 from protocol.handoff import MAX_HANDOFF_S
 from protocol.kv_events import KvEventsConfig
 from protocol.logs import LogFormat
-from protocol.roles import ROLES, RoleOptions, RoleSpec
-from protocol.scaling import WorkerRange
+from protocol.roles import ROLES, RoleOptions, RoleSpec, WorkerRange
 from protocol.speculation import Quantization, SpeculativeConfig
 
 DEFAULT_MODEL = "tandem-code-10m"

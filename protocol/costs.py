@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from protocol.bounded import Count
+from protocol.ids import Count
 
 Coefficient = Annotated[float, Meta(ge=0)]
 SLO_SHARE = 0.8

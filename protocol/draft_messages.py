@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from protocol.bounded import Count, Id, TokenId
+from protocol.ids import Count, Id, TokenId
 from protocol.sampling import SamplingParams
 from protocol.speculation import MAX_TREE_NODES
 

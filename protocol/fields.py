@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import difflib
 import math
+import pkgutil
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import inspect
+
+from protocol.errors import ConfigError
+
+
+def named(name: str, flag: str) -> Any:
+    """Import the object that `module:name` names. Raises `ConfigError` that names `flag`."""
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{flag}: there is no {name}: {error}") from error
+
 
 T = TypeVar("T", bound=msgspec.Struct)
 

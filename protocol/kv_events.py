@@ -113,3 +113,41 @@ def _check_endpoint(name: str, endpoint: str | None) -> None:
         raise FieldError(name, f"must be like tcp://*:5557, got {endpoint!r}")
     if int(port) > 65535:
         raise FieldError(name, f"the port must be at most 65535, got {port}")
+
+
+class BlockStored(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, tag=True):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, tag=True):
+    block_hashes: list[int]
+    medium: str | None
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, tag=True):
+    pass
+
+
+class BlockStoredMap(msgspec.Struct, frozen=True, tag="BlockStored"):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+
+class BlockRemovedMap(msgspec.Struct, frozen=True, tag="BlockRemoved"):
+    block_hashes: list[int]
+    medium: str | None
+
+
+class AllBlocksClearedMap(msgspec.Struct, frozen=True, tag="AllBlocksCleared"):
+    pass

@@ -1,4 +1,4 @@
-"""The log format of all processes: plain text, or one JSON object a line.
+"""Logs of all processes: plain text, or one JSON object a line; strangers can cause few lines only.
 
 Fields such as `extra={"request_id": ...}` appear in JSON only.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
+import time
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
 
 LogFormat = Literal["text", "json"]
 
@@ -25,6 +27,16 @@ def log_to_stderr(level: str, log_format: LogFormat, process: str = "") -> None:
         name = f"{process} " if process else ""
         handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname).1s {name}%(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    # Any client can cause uvicorn's warnings; they are counted instead.
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
+
+
+def say(log_format: LogFormat, text: str, **fields: Any) -> None:
+    """Print a message for the user on standard output, or log it with `fields` if logs are structured."""
+    if log_format == "json":
+        logging.getLogger("tandem").info("%s", text, extra=fields)
+    else:
+        print(text, flush=True)
 
 
 def _is_standard(name: str) -> bool:
@@ -56,3 +68,29 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields, default=str)
+
+
+INTERVAL_S = 10.0
+
+
+class RareLog:
+    """Logs at most one warning per `INTERVAL_S`, with the number of suppressed ones. Thread-safe.
+
+    Counters still count every event.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._lock = threading.Lock()
+        self._due = 0.0
+        self._kept_back = 0
+
+    def warning(self, text: str, *arguments: object) -> None:
+        with self._lock:
+            if time.monotonic() < self._due:
+                self._kept_back += 1
+                return
+            self._due = time.monotonic() + INTERVAL_S
+            others, self._kept_back = self._kept_back, 0
+        more = f" (and {others} more like it before)" if others else ""
+        self._logger.warning(text + more, *arguments)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from protocol.bounded import Count, Id, Seconds, ShortText, TokenIds
+from protocol.ids import Count, Id, Seconds, ShortText, TokenIds
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorKind = Literal["invalid", "overloaded", "timeout", "worker_lost", "transfer", "grammar", "internal"]

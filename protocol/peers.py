@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from protocol.bounded import Id, ShortText
+from protocol.ids import Id, ShortText
 
 
 class TransferOffer(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,12 +1,24 @@
-"""`--worker-ports`: the ports on which workers and routers listen for each other."""
+"""Addresses and ports that processes listen on, and how one of several ports is bound."""
 
 from __future__ import annotations
 
+import errno
+import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def is_wildcard(host: str) -> bool:
+    return host in ("", "0.0.0.0", "::")
+
 
 ANY_PORT: Sequence[int] = (0,)
 """Any free port."""
@@ -45,3 +57,25 @@ def _ports(config: ServeConfig) -> Sequence[int]:
             f"which is {len(ports)}"
         )
     return ports
+
+
+Bound = TypeVar("Bound")
+
+
+def bind_one(ports: Sequence[int], bind: Callable[[int], Bound]) -> Bound:
+    """Call `bind` with one port after the other until a port is free; return its result. Port 0 means any
+    free port.
+
+    The order is random: a restarted worker seldom gets its old port, to which others still try to connect.
+    `bind` raises OSError for a taken port. Raises `ConfigError` if all ports are taken.
+    """
+    for port in random.sample(ports, len(ports)):
+        try:
+            return bind(port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or port == 0:
+                raise
+    raise ConfigError(
+        f"--worker-ports: {ports[0]}-{ports[-1]} are all taken on this host; the range's first are for the "
+        "routers, each worker needs one, and one more for each of ucx, tcp and object_store"
+    )

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.adapters import Adapter
-from protocol.bounded import Id, Seconds, TokenIds
+from protocol.ids import Id, Seconds, TokenIds
 from protocol.peers import PeerAddress
 from protocol.sampling import SamplingParams
 from protocol.speculation import MAX_TREE_NODES, Method, RequestSpeculation

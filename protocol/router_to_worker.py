@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.adapters import AdapterName, AdapterPath
-from protocol.bounded import Count, Id, ShortText
+from protocol.ids import Count, Id, ShortText
 from protocol.peers import PeerAddress
 from protocol.requests import DraftPlan, EngineRequest
 from protocol.roles import Role

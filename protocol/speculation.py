@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from protocol.bounded import Count, Seconds
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.fields import FieldError, to_struct
+from protocol.ids import Count, Seconds
 
 Method = Literal[
     "draft_model", "ngram", "suffix", "lookahead", "medusa", "eagle", "self_speculative", "custom"

@@ -8,8 +8,8 @@ import msgspec
 from msgspec import Meta
 
 from protocol.adapters import MAX_ADAPTERS, Adapter, AdapterName
-from protocol.bounded import Count, Id, Seconds, ShortText, TokenIds
 from protocol.costs import StepCosts
+from protocol.ids import Count, Id, Seconds, ShortText, TokenIds
 from protocol.kv_events import CacheFormat, KvChange
 from protocol.outputs import ErrorKind, TokenOutput
 from protocol.peers import PeerAddress

@@ -10,9 +10,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from protocol.bounded import BlockHash, Count, Id, ShortText
 from protocol.draft_messages import DraftFor, Drafts
 from protocol.handoff import MAX_HANDOFF_S, MAX_SEGMENTS, Extents, HandoffManifest, SegmentInfo
+from protocol.ids import BlockHash, Count, Id, ShortText
 from protocol.outputs import ErrorKind
 from protocol.peers import PeerAddress
 from protocol.requests import EngineRequest

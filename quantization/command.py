@@ -21,11 +21,11 @@ from transformers import PreTrainedModel
 from engine.model.fingerprint import model_fingerprint
 from quantization import card, checkpoint, methods, texts
 from quantization.calibration import Calibration, find_blocks, linears
+from quantization.checkpoint import FinishedBlock, Unfinished
 from quantization.preparation import PreparedRun, QuantizeOptions, prepare
 from quantization.recipe import Recipe
 from quantization.source import Source
 from quantization.texts import HeldOut, TextQuality, predict
-from quantization.unfinished import FinishedBlock, Unfinished
 from training.data import load_frozen
 
 _BEFORE = "before.json"

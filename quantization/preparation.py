@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from protocol.errors import ConfigError
 from quantization import texts
 from quantization.calibration import find_blocks, linears
+from quantization.checkpoint import check_output
 from quantization.recipe import Method, Recipe, calibrates, check_options
 from quantization.source import Source
-from quantization.unfinished import check_output
 from training.data import load, read_texts
 
 DEFAULT_LENGTH = 512

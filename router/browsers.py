@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
-from protocol.addresses import is_loopback
+from protocol.ports import is_loopback
 from router.errors import ApiError
 
 _READS = ("GET", "HEAD", "OPTIONS")

@@ -6,7 +6,7 @@ from engine.devices.loaded_model import LoadedModel
 from engine.step.draft import Draft
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
-from protocol.named import named
+from protocol.fields import named
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Drafter
 

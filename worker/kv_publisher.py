@@ -16,13 +16,22 @@ import msgspec
 import zmq
 
 from engine.kv.cache_events import CacheEvent
-from messaging.rare_log import RareLog
 from messaging.wake import Wake
-from protocol import foreign_events as foreign
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.ids import BlockIdentity
-from protocol.kv_events import CacheFormat, KvEventsConfig, endpoint_at
+from protocol.kv_events import (
+    AllBlocksCleared,
+    AllBlocksClearedMap,
+    BlockRemoved,
+    BlockRemovedMap,
+    BlockStored,
+    BlockStoredMap,
+    CacheFormat,
+    KvEventsConfig,
+    endpoint_at,
+)
+from protocol.logs import RareLog
 from protocol.roles import ROLES
 
 log = logging.getLogger(__name__)
@@ -136,9 +145,9 @@ class Encoding:
 
     def __init__(self, name: str, cache: CacheFormat) -> None:
         as_map = name == "map"
-        self._stored = foreign.BlockStoredMap if as_map else foreign.BlockStored
-        self._removed = foreign.BlockRemovedMap if as_map else foreign.BlockRemoved
-        self._cleared = foreign.AllBlocksClearedMap if as_map else foreign.AllBlocksCleared
+        self._stored = BlockStoredMap if as_map else BlockStored
+        self._removed = BlockRemovedMap if as_map else BlockRemoved
+        self._cleared = AllBlocksClearedMap if as_map else AllBlocksCleared
         self._block_size = cache.block_size
         self._root = cache.root()
 

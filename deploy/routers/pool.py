@@ -49,11 +49,10 @@ from deploy.routers.messages import (
     WorkerDied,
     from_router,
 )
-from messaging.ports import bind_one
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, ProtocolError
-from protocol.ports import router_ports
+from protocol.ports import bind_one, router_ports
 from router.scaling.interface import ScaleAnswer, ScaleRequest
 from router.scaling.log import ScalingLog
 from router.scaling.turns import Changes

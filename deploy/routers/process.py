@@ -17,7 +17,6 @@ from typing import TypeVar
 
 import msgspec
 
-from deploy.logs import set_up_logging
 from deploy.routers.messages import (
     MAX_MESSAGE_BYTES,
     Begins,
@@ -44,6 +43,7 @@ from deploy.routers.messages import (
     to_router,
 )
 from protocol.errors import ProtocolError, TandemError
+from protocol.logs import log_to_stderr
 from router.scaling.interface import ScaleAnswer, ScaleRequest
 from router.scaling.turns import Change
 from router.server import RouterServer
@@ -159,7 +159,7 @@ def main(fd: int) -> None:
     faulthandler.enable()
     control = socket.socket(fileno=fd)
     start = msgspec.msgpack.decode(control.recv(MAX_MESSAGE_BYTES), type=StartRouter)
-    set_up_logging(start.config, start.place.router_id)
+    log_to_stderr(start.config.log_level, start.config.log_format, start.place.router_id)
     try:
         server = RouterServer(start.config, start.keys, start.link_host, start.place)
     except TandemError as error:

@@ -37,8 +37,8 @@ from kvtransfer.messages import (
 from kvtransfer.pairs import Pairs, TransferCounters
 from kvtransfer.streams.handshake import HandshakeRefusedError, Identity, examine
 from kvtransfer.transports.transport import PieceReader, Transport
-from messaging.rare_log import RareLog
 from messaging.wake import StoppedError, Wake
+from protocol.logs import RareLog
 
 
 class Incoming:

@@ -24,8 +24,8 @@ from kvtransfer.interface import RegisteredPool
 from kvtransfer.lease import WriteGate
 from kvtransfer.messages import GOOD, Hello
 from kvtransfer.transports.transport import MAX_IN_FLIGHT, PieceReader, PieceWriter, Transport, tune
-from protocol.bounded import Id
 from protocol.errors import ProtocolError
+from protocol.ids import Id
 
 Reference: TypeAlias = Any
 """Names an object in the store and keeps it there until the last reference in any process is dropped."""

@@ -20,9 +20,8 @@ from kvtransfer.channel import Channel
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.lease import WriteGate
 from kvtransfer.messages import GOOD, Hello
-from messaging.ports import bind_one
 from messaging.wake import Wake
-from protocol.ports import ANY_PORT
+from protocol.ports import ANY_PORT, bind_one
 
 
 def host_id() -> str:

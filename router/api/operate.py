@@ -17,8 +17,7 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from protocol.errors import InvalidRequestError
-from protocol.roles import ROLES
-from protocol.scaling import MAX_WORKERS
+from protocol.roles import MAX_WORKERS, ROLES
 from router.api.access import State
 from router.api.openapi import Json, posted, small
 from router.dispatch.drainer import DrainReport

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.errors import ConfigError
-from protocol.named import named
+from protocol.fields import named
 from protocol.roles import Task
 from router.placement.by_cost import cheapest_decode, cheapest_prefill, place_by_cost, split, whole
 from router.placement.cluster import Cluster

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil, exp, inf, sqrt
 from typing import NamedTuple
 
-from protocol.scaling import WorkerRange
+from protocol.roles import WorkerRange
 from router.scaling.facts import RoleLoad, ScalingFacts
 from router.workers.demand import RoleDemand
 

@@ -31,7 +31,7 @@ from messaging.sockets import ClusterKeys
 from protocol.adapters import Adapter
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
-from protocol.scaling import WorkerRange
+from protocol.roles import WorkerRange
 from router.scaling.decide import ScalingDecision
 from router.scaling.log import ScalingEvent
 from router.server import bind_http

@@ -12,8 +12,7 @@ from deploy.slots import Node, Slot, make_slots
 from models.bundled import BUNDLED_MODEL
 from protocol.config import ServeConfig
 from protocol.kv_events import KvEventsConfig
-from protocol.roles import ROLES
-from protocol.scaling import WorkerRange
+from protocol.roles import ROLES, WorkerRange
 from router.scaling.interface import ScaleAnswer, ScaleRequest
 
 LAPTOP = [Node("a", "127.0.0.1", 2)]

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from protocol.logs import log_to_stderr
+from protocol import logs
+from protocol.logs import RareLog, log_to_stderr
 
 log = logging.getLogger("a.logger")
 
@@ -61,3 +62,15 @@ def test_any_text_and_any_object_stay_one_line_of_json(capsys: pytest.CaptureFix
     (line,) = json_lines(capsys)
     assert line["message"] == "failed: half a \ud83d\nand a line" and line["process"] == "server"
     assert line["exception"].startswith("Traceback ") and line["about"] == "{1, 2}"
+
+
+def test_one_line_in_a_while_which_counts_the_others(caplog, monkeypatch):
+    log = RareLog(logging.getLogger("test"))
+    for number in range(1000):
+        log.warning("refused %s", number)
+    assert [record.getMessage() for record in caplog.records] == ["refused 0"]
+    monkeypatch.setattr(logs.time, "monotonic", lambda: 1e12)
+    log.warning("refused %s", "later")
+    log.warning("refused %s", "too soon")
+    assert caplog.records[-1].getMessage() == "refused later (and 999 more like it before)"
+    assert len(caplog.records) == 2

@@ -16,9 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import draft_worker.loop
 from decode_worker import drafts
-from draft_worker.loop import DraftLoop
+from draft_worker.loop import LONGEST, DraftLoop, DraftPace, share_rows
 from draft_worker.request import DraftRequest, DraftStage, name_of
-from draft_worker.shares import LONGEST, DraftPace, share_rows
 from protocol.codec import encode, peer_reply, peer_request
 from protocol.draft_messages import DRAFT_LEASE_S, DraftFor, DraftKey, DraftOpening
 from protocol.requests import DraftPlan, EngineRequest

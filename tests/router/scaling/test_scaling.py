@@ -11,7 +11,7 @@ import pytest
 from router_clients import eventually, post
 
 from protocol.costs import StepCosts
-from protocol.scaling import WorkerRange
+from protocol.roles import WorkerRange
 from router.placement.interface import Refusal
 from router.scaling.decide import (
     INTERVAL_S,
