@@ -1,84 +1,185 @@
-"""Drafting chains with a model: in one native call where its decoder can, else one forward a token."""
+"""Drafting chains with a model: in one native call where its decoder can, else one forward a token.
+
+On a GPU the tokens stay on the device: each forward reads those of the one before there, and so does what
+verifies them, so the host waits for none of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch.rows import SequenceRows
+from engine.batch.rows import RowArrays, SequenceRows
 from engine.batch.runner import ForwardOutput, Runner, Step
 from engine.devices.cpu.decoder.forward import NativeDecoder
+from engine.download import Downloader
 from engine.sampler import Sampler
+from engine.sampler.rows import edits_logits, needs_history
 from engine.step.draft import Draft
+from engine.step.late_tokens import LateTokens
 from engine.step.sequence import SequenceState
-from protocol.speculation import Verification
-from speculation.chains_ahead import chains_ahead
-from speculation.drawing import Chain, Drawing
-from speculation.native_chain import NativeChain
+from protocol.speculation import SpeculativeConfig, Verification
+from speculation.drawing import Drawing, Drawn
 
-NumberOf = Callable[[SequenceState], int]
+
+class DraftRows(NamedTuple):
+    """Rows of one draft to run next. Row 0 of a draft is its sequence's last token, and row i + 1 is token i;
+    the rows here begin with row `first`. `masks`, of a tree, have a bit for each row on the path to a row,
+    its own included (bit i: row i).
+    """
+
+    first: int
+    token_ids: list[int]
+    masks: list[int] | None = None
+
+
+RowsOf = Callable[[SequenceState, DraftRows], SequenceRows]
+"""Makes rows of a sequence's draft those of a forward."""
+
+
+def stays_on_device(runner: Runner, device: torch.device) -> bool:
+    """Whether drafts stay on the device: the host would have to wait for them, and the runner needs no host
+    to read them.
+    """
+    return device.type != "cpu" and runner.can_fill
+
+
+def run_last(runner: Runner, batch: Sequence[SequenceRows], hidden: Tensor | None) -> ForwardOutput:
+    """Run rows, for a head with the `hidden` states before them. Of each sequence's last row there are logits
+    and, of a head, hidden states.
+    """
+    ends = [end - 1 for end in accumulate(len(rows.token_ids) for rows in batch)]
+    return runner.run(Step(batch, ends, hidden is not None, hidden))
 
 
 class ChainDrafting:
-    """`vocab_size` is the target's: `runner` may have more logits. `sampler` must forget requests. Where the
-    runner has recurrent layers, `state_slot_of` says where a sequence's state is, and `certain_of` how
-    many of its tokens that may come to have.
-    """
-
     def __init__(
         self,
         runner: Runner,
-        vocab_size: int,
-        verification: Verification,
-        sampler: Sampler,
+        options: SpeculativeConfig,
         device: torch.device,
-        state_slot_of: NumberOf = lambda sequence: 0,
-        certain_of: NumberOf = lambda sequence: len(sequence.token_ids),
+        rows_of: RowsOf,
+        whole: Callable[[Tensor], Tensor],
+        sampler: Sampler,
     ) -> None:
+        """`whole` brings logits to the target's vocabulary. `sampler` must forget requests."""
         self._runner = runner
-        self._state_slot_of, self._certain_of = state_slot_of, certain_of
-        self._vocab_size = vocab_size
-        self._drawing = Drawing(sampler, verification)
-        self._ahead = chains_ahead(runner, self._drawing, device, self.row)
+        self._rows_of, self._whole = rows_of, whole
+        self._drawing = Drawing(sampler, options.verification)
+        self._download = Downloader(device)
+        self._stays_on_device = stays_on_device(runner, device)
         self._native: NativeChain | None = None
         if isinstance(runner, NativeDecoder) and runner.drafts:
-            self._native = NativeChain(runner, vocab_size, verification)
+            self._native = NativeChain(runner, sampler.vocab_size, options.verification)
+
+    def warm_up(self) -> None:
+        """Do nothing: what draws is compiled with the target's sampler."""
+
+    def is_native(self, sequences: Sequence[SequenceState]) -> bool:
+        """Whether `draft` is one native call."""
+        return self._native is not None and self._native.can_draft(sequences)
 
     def draft(
-        self, sequences: Sequence[SequenceState], rows: Sequence[SequenceRows], counts: Sequence[int]
+        self,
+        sequences: Sequence[SequenceState],
+        rows: Sequence[SequenceRows],
+        counts: Sequence[int],
+        hidden: Tensor | None = None,
     ) -> list[Draft]:
-        """`rows` are those of each sequence, up to its last token, that have yet to be run; `counts` fall."""
+        """`rows` are each sequence's up to its last token that have yet to be run, for a head with the
+        `hidden` states before them. `counts` fall.
+        """
         if self._native is not None and self._native.can_draft(sequences):
-            return self._native.draft(sequences, rows, counts)
-        if self._ahead is not None and self._ahead.can_draft(sequences):
-            return self._ahead.draft(sequences, counts, self._run(rows), self._whole)
-        growing = chains = [Chain(sequence) for sequence in sequences]
-        wanted = dict(zip(sequences, counts, strict=True))
-        batch = [*rows]
-        while growing:
-            self._drawing.extend(growing, self.logits(batch))
-            growing = [chain for chain in growing if len(chain.token_ids) < wanted[chain.sequence]]
-            batch = [
-                self.row(chain.sequence, chain.token_ids[-1], len(chain.token_ids) - 1) for chain in growing
-            ]
-        return [chain.draft() for chain in chains]
+            return self._native.draft(sequences, rows, counts, hidden)
+        is_late = self._stays_on_device and not any(needs_history(each.params) for each in sequences)
+        chains: list[list[int]] = [[] for _ in sequences]
+        drawn: list[Drawn] = []
+        output = run_last(self._runner, rows, hidden)
+        for place in range(counts[0]):
+            growing = sequences[: sum(count > place for count in counts)]
+            if place:
+                output = self._run_drafted(growing, chains, output.hidden, drawn[-1] if is_late else None)
+            drawn.append(self._drawing.draw(growing, self._whole(output.logits), chains[: len(growing)]))
+            token_ids = [0] * len(growing) if is_late else drawn[-1].token_ids.clamp_min(0).tolist()
+            for chain, token_id in zip(chains, token_ids, strict=False):
+                chain.append(token_id)
+        drafts = [Draft(chain) for chain in chains]
+        if is_late:
+            self._leave_on_device(drafts, drawn)
+        for row, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
+            if drawn[0].distributions is not None and not sequence.params.is_greedy:
+                its = (each.distributions for each in drawn[: len(draft.ids)])
+                draft.distributions = torch.stack([each[row] for each in its if each is not None])
+        return drafts
 
-    def logits(self, batch: Sequence[SequenceRows]) -> Tensor:
-        """After each sequence's last row, [sequences, vocab_size]."""
-        return self._whole(self._run(batch).logits)
+    def _run_drafted(
+        self,
+        sequences: Sequence[SequenceState],
+        chains: Sequence[Sequence[int]],
+        hidden: Tensor | None,
+        late: Drawn | None,
+    ) -> ForwardOutput:
+        """After the newest token of each chain: of the `late` ones if the host does not know it."""
+        batch = [
+            self._rows_of(sequence, DraftRows(len(chain), [chain[-1] if late is None else ~row]))
+            for row, (sequence, chain) in enumerate(zip(sequences, chains, strict=False))
+        ]
+        before = None if hidden is None else hidden[: len(batch)]
+        fill = None if late is None else LateTokens(late.token_ids, self._download).fill
+        return self._runner.run(Step(batch, range(len(batch)), hidden is not None, before), fill)
 
-    def _run(self, batch: Sequence[SequenceRows]) -> ForwardOutput:
-        ends = [end - 1 for end in accumulate(len(rows.token_ids) for rows in batch)]
-        return self._runner.run(Step(batch, ends, wants_hidden=False))
+    def _leave_on_device(self, drafts: Sequence[Draft], drawn: Sequence[Drawn]) -> None:
+        late = LateTokens(torch.cat([each.token_ids for each in drawn]).clamp_min(0), self._download)
+        firsts = [0, *accumulate(len(each.token_ids) for each in drawn)]
+        for row, draft in enumerate(drafts):
+            draft.ids, draft.late = [~(first + row) for first in firsts[: len(draft.ids)]], late
 
-    def _whole(self, logits: Tensor) -> Tensor:
-        return logits[:, : self._vocab_size]
 
-    def row(self, sequence: SequenceState, token_id: int, place: int) -> SequenceRows:
-        """Of a drafted token; of the sequence's last one at place -1."""
-        start, blocks = len(sequence.token_ids) + place, sequence.held.blocks
-        state_slot, certain = self._state_slot_of(sequence), self._certain_of(sequence)
-        return SequenceRows([token_id], start, blocks, state_slot=state_slot, certain=certain)
+class NativeChain:
+    """Drafts with a decoder whose KV lies under the sequences' blocks.
+
+    Under coupled verification a token is the argmax of logit / temperature plus the noise of its position;
+    under the others it is drawn from their softmax. Filters (top-k and the like) are left to the
+    verification: they seldom change the choice. `vocab_size` is the target's.
+    """
+
+    def __init__(self, forward: NativeDecoder, vocab_size: int, verification: Verification) -> None:
+        self._forward = forward
+        self._vocab_size = vocab_size
+        self._shares_noise = verification == "coupled"
+
+    def can_draft(self, sequences: Sequence[SequenceState]) -> bool:
+        return not any(edits_logits(sequence.params) for sequence in sequences)
+
+    def draft(
+        self,
+        sequences: Sequence[SequenceState],
+        rows: Sequence[SequenceRows],
+        counts: Sequence[int],
+        before: Tensor | None = None,
+    ) -> list[Draft]:
+        """`rows` are those of each sequence, up to its last token, that have yet to be run; `counts` fall. A
+        head also takes the hidden states `before` the rows, [rows, hidden_size].
+        """
+        by_chance = [not (self._shares_noise or sequence.params.is_greedy) for sequence in sequences]
+        distributions = None
+        if any(by_chance):
+            distributions = torch.empty((len(sequences), counts[0], self._vocab_size))
+        drafted = self._forward.draft(
+            RowArrays.of(rows, self._forward.block_table),
+            np.array([[sequence.params.seed for sequence in sequences], counts], np.int64),
+            np.array([sequence.params.temperature for sequence in sequences], np.float32),
+            min(self._forward.vocab_size, self._vocab_size),
+            before,
+            distributions,
+        )
+        drafts = [Draft(column[:count]) for column, count in zip(drafted.T.tolist(), counts, strict=True)]
+        if distributions is not None:
+            for draft, drawn, is_drawn in zip(drafts, distributions, by_chance, strict=True):
+                draft.distributions = drawn[: draft.num_nodes] if is_drawn else None
+        return drafts

@@ -1,7 +1,7 @@
 """Drafting with a small model of the same vocabulary (Leviathan et al. 2023; Chen et al. 2023).
 
 Its KV lies in the pool's second segment, under the target's blocks. It drafts chains, or trees
-(`speculation.tree`).
+(`speculation.tree_growth`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine import limits
 from engine.batch.rows import SequenceRows
-from engine.batch.runner import Fill, ForwardOutput, Step
+from engine.batch.runner import Step
 from engine.devices.attention import select_backend
 from engine.devices.loaded_model import LoadedModel
 from engine.errors import UnsupportedModelError
@@ -29,12 +29,11 @@ from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
-from speculation.chains import ChainDrafting
+from speculation.chains import ChainDrafting, DraftRows
 from speculation.draft_state_slots import DraftStateSlots
 from speculation.drafter import Computed, Drafter
 from speculation.shapes import default_drafted
-from speculation.tree import TreeRows
-from speculation.tree_drafting import TreeDrafting, can_grow_on_device
+from speculation.tree_drafting import TreeDrafting
 
 _READ_AT_ONCE = 2048
 """Tokens that are read at most in one step, lest the others wait long for their next token."""
@@ -95,35 +94,30 @@ class DraftModel(Drafter):
         if pool.draft_state_slots is not None:
             self._state_slots = DraftStateSlots(pool.draft_state_slots)
         self._sampler = Sampler(self._vocab_size, device, loaded.eos_token_ids)
-        self._tree_drafting = TreeDrafting(
-            self._options,
-            device,
-            self._config.block_size,
-            on_device=can_grow_on_device(self._runner, self._loaded, loaded),
-        )
-        self._drafting = ChainDrafting(
-            self._runner,
-            self._vocab_size,
-            self._options.verification,
-            self._sampler,
-            device,
-            self._state_slot,
-        )
+        made = self._runner, self._options, device, self._draft_rows, self._whole
+        self._drafting: ChainDrafting | TreeDrafting
+        if self._options.tree:
+            recurs = self._loaded.recurrent is not None or loaded.recurrent is not None
+            self._drafting = TreeDrafting(*made, self._config.block_size, recurs=recurs)
+        else:
+            self._drafting = ChainDrafting(*made, self._sampler)
 
     def warm_up(self) -> None:
         self._runner.warm_up()
-        if self._options.tree:
-            self._tree_drafting.warm_up()
+        self._drafting.warm_up()
 
     def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         drafts: list[Draft | None] = [None] * len(sequences)
         counts = self._take_state_slots(sequences, counts)
         ready = self._read_up(sequences)
         if ready:
-            ask = self._trees if self._options.tree else self._chains
-            found = ask([sequences[i] for i in ready], [counts[i] for i in ready])
-            for index, draft in zip(ready, found, strict=True):
+            drafting = [sequences[i] for i in ready]
+            found = self._drafting.draft(drafting, self._unread_rows(drafting), [counts[i] for i in ready])
+            for index, sequence, draft in zip(ready, drafting, found, strict=True):
                 drafts[index] = draft
+                is_chain = draft is not None and draft.parents is None
+                num_run = draft.num_nodes - 1 if draft is not None and is_chain else 0
+                self._computed[sequence.request_id] = len(sequence.token_ids) + num_run
         return drafts
 
     def _take_state_slots(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> Sequence[int]:
@@ -154,46 +148,15 @@ class DraftModel(Drafter):
             budget -= min(unread, budget)
         return ready
 
-    def _chains(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
-        drafts = self._drafting.draft(sequences, self._unread_rows(sequences), counts)
-        for sequence, draft in zip(sequences, drafts, strict=True):
-            self._computed[sequence.request_id] = len(sequence.token_ids) + draft.num_nodes - 1
-        return [*drafts]
+    def _whole(self, logits: Tensor) -> Tensor:
+        return logits[:, : self._vocab_size]
 
-    def _trees(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
-        first = ForwardOutput(self._drafting.logits(self._unread_rows(sequences)), None)
-        for sequence in sequences:
-            self._computed[sequence.request_id] = len(sequence.token_ids)
-
-        def run(grown: list[TreeRows], _: Tensor | None, fill: Fill | None) -> ForwardOutput:
-            return ForwardOutput(self._run_trees(sequences, grown, fill), None)
-
-        return self._tree_drafting.draft(sequences, counts, first, run)
-
-    def _run_trees(
-        self, sequences: Sequence[SequenceState], grown: list[TreeRows], fill: Fill | None
-    ) -> Tensor:
-        batch = []
-        for sequence, rows in zip(sequences, grown, strict=True):
-            if rows.token_ids:
-                root = len(sequence.token_ids) - 1
-                start, tables = root + rows.first, sequence.held.blocks
-                state_slot, certain = self._state_slot(sequence), root + 1
-                batch.append(
-                    SequenceRows(
-                        rows.token_ids,
-                        start,
-                        tables,
-                        rows.masks,
-                        root,
-                        state_slot=state_slot,
-                        certain=certain,
-                    )
-                )
-                if fill is None:
-                    self._computed[sequence.request_id] = start + len(rows.token_ids)
-        every = range(sum(len(rows.token_ids) for rows in batch))
-        return self._runner.run(Step(batch, every), fill).logits[:, : self._vocab_size]
+    def _draft_rows(self, sequence: SequenceState, rows: DraftRows) -> SequenceRows:
+        root, state_slot = len(sequence.token_ids) - 1, self._state_slot(sequence)
+        start, tables, certain = root + rows.first, sequence.held.blocks, root + 1
+        return SequenceRows(
+            rows.token_ids, start, tables, rows.masks, root, state_slot=state_slot, certain=certain
+        )
 
     def _unread_rows(self, sequences: Sequence[SequenceState]) -> list[SequenceRows]:
         return [self._rows(each, self._first_unread(each), len(each.token_ids)) for each in sequences]
@@ -229,21 +192,25 @@ class DraftModel(Drafter):
         another worker are read along, unless it does that itself; a state would not come there.
         """
         for each in computed:
-            request_id, first_drafted = each.sequence.request_id, each.start + 1
             if each.draft is not None:
-                # Of a tree that grew on the device it is known that a node was run which others follow.
-                followed = map(each.draft.parent, range(each.draft.num_nodes))
-                num_run = max(self._computed[request_id] - first_drafted, 1 + max(followed, default=-1))
-                kept = sum(node < num_run for node in each.accepted)
-                self._computed[request_id] = first_drafted + kept
-                if self._state_slots is not None:
-                    self._state_slots.state_slots.move(
-                        self._state_slots[request_id], first_drafted, each.accepted[:kept]
-                    )
+                self._keep_accepted(each, each.draft)
             elif self._state_slots is not None:
                 continue
             elif each.sequence.prefill_only and not each.sequence.drafts_elsewhere:
                 self._read(each.sequence, each.start + each.num_tokens)
+
+    def _keep_accepted(self, computed: Computed, draft: Draft) -> None:
+        request_id, first_drafted = computed.sequence.request_id, computed.start + 1
+        num_run = self._computed[request_id] - first_drafted
+        if num_run < 0:
+            return  # another drafter made the draft
+        if draft.parents is not None:  # at least the nodes that others follow were run
+            num_run = 1 + max(draft.parents, default=-1)
+        kept = sum(node < num_run for node in computed.accepted)
+        self._computed[request_id] = first_drafted + kept
+        if self._state_slots is not None:
+            accepted = computed.accepted[:kept]
+            self._state_slots.state_slots.move(self._state_slots[request_id], first_drafted, accepted)
 
     def forget(self, request_id: str) -> None:
         self._computed.pop(request_id, None)

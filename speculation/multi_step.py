@@ -26,7 +26,7 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.handoff import REBUILD, DraftState
 from protocol.speculation import SpeculationState
-from speculation.native_chain import NativeChain
+from speculation.chains import NativeChain
 
 AT_ONCE = 8
 """The most tokens of a request that a step drafts. An additional token costs a tenth of a step of its own,

@@ -1,22 +1,19 @@
 """Drafting trees with a model.
 
-Where the host grows them, it waits for the device once for each level: the likeliest tokens and their scores
-come in one copy, and what it answers with goes there without a wait. Where they grow on the device, as the
-host need not know them before they are verified, it waits for nothing.
+On a GPU they grow on the device, and the host waits for nothing. Where the host must know the rows of each
+level, the likeliest tokens and their scores come to it in one copy for each, and the trees grow there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.batch.rows import BlockTable, SequenceRows
-from engine.batch.runner import Fill, ForwardOutput, Runner
+from engine.batch.runner import ForwardOutput, Runner, Step
 from engine.batch.step_inputs import StepShape, step_inputs
-from engine.devices.loaded_model import LoadedModel
 from engine.download import Downloader
 from engine.sampler.rows import needs_history
 from engine.step.draft import Draft
@@ -24,27 +21,35 @@ from engine.step.late_trees import LateTrees
 from engine.step.sequence import SequenceState
 from engine.upload import upload_to
 from protocol.speculation import SpeculativeConfig
-from speculation.ranking import rank
-from speculation.tree import TREE_WIDTH, DraftTrees, TreeRows
-from speculation.tree_growth import TreeGrowth
-
-RunRows = Callable[[list[TreeRows], Tensor | None, Fill | None], ForwardOutput]
-"""Runs rows of each sequence, with the hidden states of the rows before them, completed on the device.
-Returns logits [rows, vocab_size] for every row, and hidden states if the next rows need them.
-"""
+from speculation.chains import DraftRows, RowsOf, run_last, stays_on_device
+from speculation.ranking import best_of, rank
+from speculation.tree_growth import TREE_WIDTH, Level, TreeGrowth
 
 
 class TreeDrafting:
     def __init__(
-        self, options: SpeculativeConfig, device: torch.device, block_size: int, *, on_device: bool
+        self,
+        runner: Runner,
+        options: SpeculativeConfig,
+        device: torch.device,
+        rows_of: RowsOf,
+        whole: Callable[[Tensor], Tensor],
+        block_size: int,
+        *,
+        recurs: bool,
     ) -> None:
-        """`block_size` is the KV pool's; `on_device` says where trees grow if they can."""
+        """As `ChainDrafting`. `block_size` is the KV pool's. Layers that `recurs` must know on the host which
+        rows follow which.
+        """
+        self._runner = runner
+        self._rows_of, self._whole = rows_of, whole
         self._depth = options.max_speculative_tokens
         self._with_noise = options.verification == "coupled"
         self._block_size = block_size
-        self._on_device = on_device
+        self._on_device = stays_on_device(runner, device) and not recurs
         self._device = device
-        self._upload_rows, self._upload_sources, self._upload_rooms = (upload_to(device) for _ in range(3))
+        self._upload_rows, self._upload_sources = upload_to(device), upload_to(device)
+        self._upload_rooms = upload_to(device if self._on_device else torch.device("cpu"))
         self._download = Downloader(device)
 
     def warm_up(self, hidden: Tensor | None = None) -> None:
@@ -52,7 +57,7 @@ class TreeDrafting:
         if not self._on_device:
             return
         scores = torch.zeros((1, TREE_WIDTH), device=self._device)
-        growth = TreeGrowth([1], TREE_WIDTH, self._block_size, self._upload_rooms)
+        growth = self._growth([1])
         level = growth.grow(scores, scores.long())
         if hidden is not None:
             level.before(hidden)
@@ -60,37 +65,57 @@ class TreeDrafting:
         level.fill(step_inputs([rows], [0], self._upload_rows, table, StepShape()))
         growth.end(scores, scores.long())
 
-    def draft(
-        self, sequences: Sequence[SequenceState], counts: Sequence[int], first: ForwardOutput, run: RunRows
-    ) -> list[Draft | None]:
-        """Of at most `counts` nodes, which fall. `first` is of each sequence's last token."""
-        if self._on_device and not any(needs_history(sequence.params) for sequence in sequences):
-            return self._grown_on_device(sequences, counts, first, run)
-        trees = DraftTrees(counts, self._depth, TREE_WIDTH, self._download)
-        logits, hidden = first
-        depths = [[0] for _ in sequences]
-        while True:
-            grown = trees.grow(*self._rank(logits, sequences, depths))
-            depths = [rows.depths for rows in grown]
-            if not any(depths):
-                return trees.drafts()
-            before = None if hidden is None else hidden.index_select(0, self._sources(grown))
-            logits, hidden = run(grown, before, None)
+    def _growth(self, max_nodes: Sequence[int]) -> TreeGrowth:
+        return TreeGrowth(
+            max_nodes, TREE_WIDTH, self._block_size, self._upload_rooms, by_kernels=self._on_device
+        )
 
-    def _grown_on_device(
-        self, sequences: Sequence[SequenceState], counts: Sequence[int], first: ForwardOutput, run: RunRows
+    def draft(
+        self,
+        sequences: Sequence[SequenceState],
+        rows: Sequence[SequenceRows],
+        counts: Sequence[int],
+        hidden: Tensor | None = None,
     ) -> list[Draft | None]:
-        growth = TreeGrowth(counts, TREE_WIDTH, self._block_size, self._upload_rooms)
-        logits, hidden = first
-        depths = [0]
+        """As `ChainDrafting.draft`, of at most `counts` nodes. None where no token has a finite score."""
+        growth = self._growth(counts)
+        output = run_last(self._runner, rows, hidden)
+        best = self._rank(output.logits, sequences, [1] * len(sequences), 0)
         for depth in range(1, 1 + min(self._depth - 1, counts[0])):
-            level = growth.grow(*self._rank(logits, sequences, [depths] * len(sequences)))
-            depths = [depth] * level.num_rows
-            before = None if hidden is None else level.before(hidden)
-            rows = [unknown_rows(min(depth * TREE_WIDTH, count), len(depths)) for count in counts]
-            logits, hidden = run(rows, before, level.fill)
-        nodes = growth.end(*self._rank(logits, sequences, [depths] * len(sequences)))
-        late = LateTrees(nodes, self._download)
+            level = growth.grow(*best)
+            grown = level.unknown_rows(counts) if self._on_device else level.rows()
+            if not any(its.token_ids for its in grown):
+                best = best[0][:0], best[1][:0]
+                break
+            output = self._run_level(sequences, level, grown, output.hidden)
+            best = self._rank(output.logits, sequences, [len(its.token_ids) for its in grown], depth)
+        nodes = growth.end(*best)
+        if self._on_device and not any(needs_history(sequence.params) for sequence in sequences):
+            return self._late_drafts(nodes, counts)
+        return drafts_of(self._download(nodes) if self._on_device else nodes)
+
+    def _run_level(
+        self,
+        sequences: Sequence[SequenceState],
+        level: Level,
+        grown: Sequence[DraftRows],
+        hidden: Tensor | None,
+    ) -> ForwardOutput:
+        trees = zip(sequences, grown, strict=True)
+        batch = [self._rows_of(sequence, its) for sequence, its in trees if its.token_ids]
+        if hidden is not None:
+            hidden = (
+                level.before(hidden) if level.followed is None else self._followed(hidden, level.followed)
+            )
+        every = range(sum(len(its.token_ids) for its in grown))
+        step = Step(batch, every, hidden is not None, hidden)
+        return self._runner.run(step, level.fill if self._on_device else None)
+
+    def _followed(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        return hidden.index_select(0, self._upload_sources([rows.numpy()])[0])
+
+    def _late_drafts(self, nodes: Tensor, counts: Sequence[int]) -> list[Draft | None]:
+        late = LateTrees(nodes.flatten(1), self._download)
         firsts = range(0, len(counts) * counts[0], counts[0])
         return [
             Draft([~(first + node) for node in range(count)], [-1] * count, late=late)
@@ -98,30 +123,26 @@ class TreeDrafting:
         ]
 
     def _rank(
-        self, logits: Tensor, sequences: Sequence[SequenceState], depths: Sequence[Sequence[int]]
+        self, logits: Tensor, sequences: Sequence[SequenceState], each_has: Sequence[int], depth: int
     ) -> tuple[Tensor, Tensor]:
-        """`rank`, where `logits` has a row for each of a sequence's depths: after so many drafted tokens."""
-        after = [(sequence, depth) for sequence, its in zip(sequences, depths, strict=True) for depth in its]
-        params = [sequence.params for sequence, _ in after]
-        positions = [sequence.position + depth for sequence, depth in after]
-        return rank(logits, params, positions, self._upload_rows, with_noise=self._with_noise)
-
-    def _sources(self, grown: Sequence[TreeRows]) -> Tensor:
-        (sources,) = self._upload_sources([np.array([i for rows in grown for i in rows.sources], np.int64)])
-        return sources
-
-
-def can_grow_on_device(runner: Runner, draft: LoadedModel, *others: LoadedModel) -> bool:
-    """Whether trees may grow on the device: there is something to wait for, and what runs them can. Recurrent
-    layers must know on the host which rows follow which.
-    """
-    is_cpu = draft.device.type == "cpu"
-    recurs = any(model.recurrent is not None for model in (draft, *others))
-    return not is_cpu and not recurs and runner.can_fill
+        """The likeliest tokens after rows `depth` tokens after the roots, of which each tree has some; where
+        the trees grow.
+        """
+        after = [sequence for sequence, count in zip(sequences, each_has, strict=True) for _ in range(count)]
+        params = [sequence.params for sequence in after]
+        positions = [sequence.position + depth for sequence in after]
+        ranked = rank(self._whole(logits), params, positions, self._upload_rows, with_noise=self._with_noise)
+        scores, token_ids = best_of(*ranked, TREE_WIDTH)
+        if self._on_device or self._device.type == "cpu":
+            return scores, token_ids
+        both = self._download(torch.stack([scores.double(), token_ids.double()]))  # which has them exactly
+        return both[0].float(), both[1].long()
 
 
-def unknown_rows(end: int, count: int) -> TreeRows:
-    """Of which the host knows that their tree has at most `end` rows behind its root by then. They begin
-    anywhere, even before the text.
-    """
-    return TreeRows(first=1 + end - count, token_ids=[0] * count, masks=[1] * count)
+def drafts_of(nodes: Tensor) -> list[Draft | None]:
+    """The drafts of `TreeGrowth.end`, on the host."""
+    drafts: list[Draft | None] = []
+    for token_ids, rows_before in nodes[:2].transpose(0, 1).tolist():
+        parents = [row - 1 for row in rows_before if row >= 0]
+        drafts.append(Draft(token_ids[: len(parents)], parents) if parents else None)
+    return drafts

@@ -1,15 +1,24 @@
-"""The trees of `speculation.tree`, node for node, grown by the device: the host knows how many rows a round
-has, and need not wait to learn which. A round is a launch, and another lays its rows out.
+"""Dynamic draft trees (EAGLE-2: Li et al. 2024, sections 4.1 and 4.2), whatever model drafts them.
+
+The trees of a batch grow together, level by level. At each level the model runs the trees' newest rows and
+says how likely each token is after them. The likeliest of the new nodes, by the probability of their whole
+path, are run next. The draft is all nodes that were run, and the likeliest of the rest. Unlike EAGLE-2's, a
+tree runs only nodes that it will have room for and that come near the likeliest: what was run stays, so that
+its KV need not be moved.
 
     growth = TreeGrowth(max_nodes, width=4, block_size=16, upload=upload_to(device))
-    scores, token_ids = ...  # of what follows each sequence's last token, a row each
-    for _ in range(rounds):
+    scores, token_ids = ...  # of what may follow each sequence's last token, a row each
+    for _ in range(depth - 1):
         level = growth.grow(scores, token_ids)
-        scores, token_ids = ...  # of what follows each tree's rows, as many of each
+        scores, token_ids = ...  # of what may follow the level's rows
     nodes = growth.end(scores, token_ids)
 
-Each tree has as many rows in a round; what is worth running comes first, and behind it is padding. And it has
-places for as many nodes as the largest, of which its own come first.
+Row 0 of a tree is the sequence's last token, and row i + 1 is node i of the draft. So if row i's KV is
+written i places after the last token's, it lies where the target puts its own, and `SequenceBlocks.commit`
+keeps both.
+
+On a CPU a level takes some of torch's operators, and the rows to run are read from it. On a GPU it is one
+kernel, and the host need not know the rows: each tree has as many, some of which are padding.
 """
 
 from __future__ import annotations
@@ -25,14 +34,19 @@ from torch import Tensor
 from engine.batch.step_inputs import StepInputs
 from engine.triton_support import ceil_div
 from engine.upload import Upload
+from speculation.chains import DraftRows
+from speculation.ranking import NEAR
+
+TREE_WIDTH = 4
+"""Rows of a tree in a forward, and children of a row."""
 
 _LEAVES = 64
-"""That a tree has places for: more than it may have nodes."""
+"""Room for a tree's leaves: more than it may have nodes."""
 _TILE = 512
 
 
 class State(NamedTuple):
-    """Of trees that grow. Before the first round nothing is there."""
+    """Trees that grow. The kernels do not read it before the first level."""
 
     nodes: Tensor
     """int64 [4, trees, most nodes], as `engine.step.late_trees.LateTrees` takes them."""
@@ -40,13 +54,13 @@ class State(NamedTuple):
     """int64 [4, trees, leaves]: tokens, the rows that they follow, the masks of these, and how much deeper
     than children of the root they are."""
     leaf_scores: Tensor
-    """float64 [trees, leaves]: log-probabilities of the paths to them, -inf where there is none."""
+    """float64 [trees, leaves]: log-probabilities of the paths to the leaves, -inf for none."""
     paths: Tensor
-    """float64 [trees, width]: those of the rows that were run last."""
+    """float64 [trees, width]: log-probabilities of the paths to the newest rows."""
     sources: Tensor
-    """int64 [trees, width]: which of the rows that were run before they follow."""
+    """int64 [trees, width]: which rows of the level before the newest rows follow."""
     runs: Tensor
-    """int64 [trees, 2]: how many rows were run behind the root, and how many of these last."""
+    """int64 [trees, 2]: how many nodes were run, and how many rows the newest level has."""
 
     @classmethod
     def of(cls, trees: int, most: int, width: int, device: torch.device) -> State:
@@ -62,12 +76,19 @@ class State(NamedTuple):
             empty(trees, 2),
         )
 
+    def begin(self) -> None:
+        """Trees that have their roots alone."""
+        self.leaves.zero_()
+        self.leaf_scores.fill_(-torch.inf)
+        self.paths.zero_()
+        self.runs.copy_(torch.tensor([0, 1]))
+
 
 @dataclass(slots=True, eq=False)
 class Level:
-    """Rows of trees that grow, those of one tree after another's, and then padding: `num_rows` of each tree.
-    They are `depth` tokens behind their roots, and those that they follow were `num_before` of each. It holds
-    until the next round.
+    """The rows to run next, `depth` tokens after their roots. On a GPU there are `num_rows` of each tree, and
+    were `num_before` at the level before: the trees' own, one tree after the other, and then padding. The
+    level holds until the next one.
     """
 
     state: State
@@ -75,9 +96,27 @@ class Level:
     num_before: int
     depth: int
     block_size: int
+    followed: Tensor | None = None
+    """On a CPU, int64 [rows]: the numbers of the rows before that these follow, all trees' together."""
+
+    def rows(self) -> list[DraftRows]:
+        """Read from trees on a CPU."""
+        found = []
+        for tree, (end, count) in enumerate(self.state.runs.tolist()):
+            token_ids, _, masks, _ = self.state.nodes[:, tree, end - count : end].tolist()
+            found.append(DraftRows(1 + end - count, token_ids, [mask % (1 << 64) for mask in masks]))
+        return found
+
+    def unknown_rows(self, max_nodes: Sequence[int]) -> list[DraftRows]:
+        """Rows for `fill` to complete: of a tree the host only knows how many nodes it has by then at most.
+        They begin anywhere, even before the text.
+        """
+        count, width = self.num_rows, self.state.sources.shape[1]
+        ends = [min(self.depth * width, most) for most in max_nodes]
+        return [DraftRows(1 + end - count, [0] * count, [1] * count) for end in ends]
 
     def before(self, hidden: Tensor) -> Tensor:
-        """Of `hidden` [trees * rows before, size] what the rows that these follow have, [rows, size]."""
+        """Of `hidden` [trees * rows before, size] the rows that this level's follow, on a GPU."""
         from speculation.tree_kernels import follow
 
         trees, width = self.state.sources.shape
@@ -98,7 +137,7 @@ class Level:
         return out
 
     def fill(self, inputs: StepInputs) -> None:
-        """The step's rows are these. Their KV goes behind that of their trees' rows before."""
+        """Make the rows of a step on a GPU these. Their KV goes after that of their trees' rows before."""
         from speculation.tree_kernels import lay_out
 
         attention, nodes = inputs.attention, self.state.nodes
@@ -130,51 +169,131 @@ class Level:
 
 
 class TreeGrowth:
-    def __init__(self, max_nodes: Sequence[int], width: int, block_size: int, upload: Upload) -> None:
-        """`upload` is to the device, and is used by nobody else meanwhile."""
+    """A tree for each sequence of a batch, of at most `max_nodes[i]` nodes, of which 63 fit the masks."""
+
+    def __init__(
+        self, max_nodes: Sequence[int], width: int, block_size: int, upload: Upload, *, by_kernels: bool
+    ) -> None:
+        """At each level up to `width` of a tree's rows are run, and each row gets up to `width` children.
+        `upload` is to where the trees grow, and nothing else uses it meanwhile.
+        """
         (self._rooms,) = upload([np.array(max_nodes, np.int64)])
         self._state = State.of(len(max_nodes), max(max_nodes), width, self._rooms.device)
-        self._block_size = block_size
+        self._block_size, self._by_kernels = block_size, by_kernels
         self._width, self._most = width, max(max_nodes)
         self._num_rows, self._depth = 1, 0
+        if not by_kernels:
+            self._state.begin()
 
     def grow(self, scores: Tensor, token_ids: Tensor) -> Level:
-        """The rows to run next. `scores` and `token_ids` are as `DraftTrees.grow` takes them."""
-        from speculation.tree_kernels import grow
+        """The rows to run next; a tree that is complete has none.
 
-        before = self._num_rows
-        num_children = self._launch(grow, scores, token_ids)
-        self._num_rows = min(self._width, self._most, before * num_children)
+        `scores`, float32 [rows, n], are the log-probabilities of the tokens `token_ids` [rows, n] after the
+        rows that were run last, the best first; a row's tokens differ.
+        """
+        followed = None
+        num_before, children = self._num_rows, scores.shape[1]
+        if self._by_kernels:
+            from speculation.tree_kernels import grow
+
+            self._launch(grow, scores, token_ids)
+        else:
+            followed = self._grow(scores, token_ids)
+        self._num_rows = min(self._width, self._most, num_before * children)
         self._depth += 1
-        return Level(self._state, self._num_rows, before, self._depth, self._block_size)
+        return Level(self._state, self._num_rows, num_before, self._depth, self._block_size, followed)
 
     def end(self, scores: Tensor, token_ids: Tensor) -> Tensor:
-        """int64 [4, trees * most nodes], as `engine.step.late_trees.LateTrees` takes them."""
-        from speculation.tree_kernels import end
+        """int64 [4, trees, most nodes], as `engine.step.late_trees.LateTrees` takes them."""
+        if self._by_kernels:
+            from speculation.tree_kernels import end
 
-        self._launch(end, scores, token_ids)
-        return self._state.nodes.flatten(1)
+            self._launch(end, scores, token_ids)
+        else:
+            self._end(scores, token_ids)
+        return self._state.nodes
 
-    def _launch(self, kernel: Any, scores: Tensor, token_ids: Tensor) -> int:
-        """Returns how many children a row gets."""
-        best = scores.topk(min(self._width, scores.shape[1]))
-        num_children = best.indices.shape[1]
+    def _launch(self, kernel: Any, scores: Tensor, token_ids: Tensor) -> None:
         kernel[(len(self._rooms),)](
             self._rooms,
             *self._state,
-            *best,
+            scores,
             token_ids,
-            token_ids.stride(0),
             self._num_rows,
             self._depth,
             self._most,
             WIDTH=self._width,
-            CHILDREN=num_children,
+            CHILDREN=scores.shape[1],
             LEAVES=_LEAVES,
             PADDED=_padded(_LEAVES + self._width**2),
             num_warps=8,
         )
-        return num_children
+
+    def _grow(self, scores: Tensor, token_ids: Tensor) -> Tensor:
+        """Returns `Level.followed`."""
+        state, (num_run, num_before) = self._state, self._state.runs.T.clone()
+        scores, order, facts = self._candidates(scores, token_ids)
+        is_new = (order >= _LEAVES) & (scores > -torch.inf)
+        places = is_new.cumsum(1) - 1
+        likeliest = scores.masked_fill(~is_new, -torch.inf).amax(1, keepdim=True)
+        chosen = is_new & (places < self._width) & (scores >= likeliest + NEAR)
+        tree, at = self._place(facts, num_run.unsqueeze(1) + places, chosen)
+        to, source = places[tree, at], (order[tree, at] - _LEAVES) // token_ids.shape[1]
+        state.paths[tree, to] = scores[tree, at]
+        state.sources[tree, to] = source
+        count = chosen.sum(1)
+        state.runs.copy_(torch.stack([num_run + count, count], 1))
+        state.leaf_scores.copy_(scores.masked_fill(chosen, -torch.inf)[:, :_LEAVES])
+        state.leaves.copy_(facts[:, :, :_LEAVES])
+        return (num_before.cumsum(0) - num_before)[tree] + source
+
+    def _end(self, scores: Tensor, token_ids: Tensor) -> None:
+        """All that there is room for become nodes, the rest of the places have none."""
+        scores, _, facts = self._candidates(scores, token_ids)
+        num_run, chosen = self._state.runs[:, :1], scores > -torch.inf
+        places = torch.arange(scores.shape[1])
+        self._place(facts, num_run + places, chosen)
+        is_left = (places >= num_run + chosen.sum(1, keepdim=True)) & (places < self._most)
+        nothing = torch.tensor([0, -1, 1, 0]).view(4, 1, 1).expand_as(facts)
+        self._place(nothing, places.expand_as(scores), is_left)
+
+    def _candidates(self, scores: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The leaves and the children of the newest rows, the likeliest first: [trees, n] scores, -inf for
+        what there is no room for; numbers, the children's from `_LEAVES` on; and [4, trees, n] facts as
+        `State.leaves` has them.
+        """
+        state, children = self._state, scores.shape[1]
+        num_run, count = state.runs.unsqueeze(2).unbind(1)
+        row = torch.arange(self._width)
+        is_run = row < count
+
+        def of_rows(values: Tensor) -> Tensor:
+            """[rows, n], of all trees one after the other, as [trees, width * n]."""
+            spread = values.new_zeros((*is_run.shape, children))
+            spread[is_run] = values
+            return spread.flatten(1)
+
+        newest = num_run - count + row
+        masks = torch.ones_like(newest)
+        if self._depth:
+            masks = state.nodes[2].gather(1, newest.clamp(0, self._most - 1))
+        follows = torch.stack([newest + 1, masks, torch.full_like(newest, self._depth)])
+        facts = torch.cat([of_rows(token_ids).unsqueeze(0), follows.repeat_interleave(children, 2)])
+        paths = state.paths.repeat_interleave(children, 1) + of_rows(scores.double())
+        is_offered = is_run.repeat_interleave(children, 1) & paths.isfinite()
+        every = torch.cat([state.leaf_scores, paths.masked_fill(~is_offered, -torch.inf)], 1)
+        ordered, order = every.sort(dim=1, descending=True, stable=True)
+        has_room = torch.arange(every.shape[1]) < self._rooms.unsqueeze(1) - num_run
+        facts = torch.cat([state.leaves, facts], 2).gather(2, order.expand(4, -1, -1))
+        return ordered.masked_fill(~has_room, -torch.inf), order, facts
+
+    def _place(self, facts: Tensor, places: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Make nodes of the chosen candidates; returns their trees and their numbers."""
+        tree, at = chosen.nonzero(as_tuple=True)
+        place, nodes = places[tree, at], facts[:, tree, at].clone()
+        nodes[2] |= torch.bitwise_left_shift(2, place)
+        self._state.nodes[:, tree, place] = nodes
+        return tree, at
 
 
 def _padded(count: int) -> int:

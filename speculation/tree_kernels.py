@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from speculation.tree import NEAR
+from speculation.ranking import NEAR
 
 _NEAR = tl.constexpr(NEAR)
 _NOTHING = tl.constexpr(float("-inf"))
@@ -25,12 +25,11 @@ def _candidates(
     LEAVES: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """A tree's leaves, and from LEAVES on the children of its newest rows: scores, -inf for what there is no
-    room for; ranks, the likeliest first, and of equals the first; facts as `leaves` has them; and of children
-    which of the newest rows they follow. And how many rows were run.
+    """As `TreeGrowth._candidates`, but in the order of their numbers, with their ranks. And the newest rows
+    that children follow, and the number of rows that were run.
     """
     nodes, leaves, leaf_scores, paths, runs = state
-    values, indices, token_ids, stride, num_rows = offered
+    values, token_ids, num_rows = offered
     tree, trees = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     is_grown = depth > 0
     num_run = tl.load(runs + 2 * tree, mask=is_grown, other=0)
@@ -41,11 +40,9 @@ def _candidates(
     is_child = (i >= LEAVES) & (row < count)
     follows = is_child & is_grown
     at = (tree * num_rows + row) * CHILDREN + child
-    index = tl.load(indices + at, mask=is_child, other=0)
     leaf, newest = leaves + tree * LEAVES + i, nodes + tree * most + num_run - count + row
     facts = (
-        tl.load(leaf, mask=is_leaf, other=0)
-        + tl.load(token_ids + (tree * num_rows + row) * stride + index, mask=is_child, other=0),
+        tl.load(leaf, mask=is_leaf, other=0) + tl.load(token_ids + at, mask=is_child, other=0),
         tl.load(leaf + trees * LEAVES, mask=is_leaf, other=0)
         + tl.where(follows, num_run - count + 1 + row, 0),
         tl.load(leaf + 2 * trees * LEAVES, mask=is_leaf, other=0)
@@ -76,7 +73,7 @@ def _place(nodes, facts, places, chosen, most):
     tl.store(node + 3 * trees * most, deeper, mask=chosen)
 
 
-@triton.jit(do_not_specialize=["stride", "num_rows", "depth", "most"])
+@triton.jit(do_not_specialize=["num_rows", "depth", "most"])
 def grow(
     rooms,
     nodes,
@@ -86,9 +83,7 @@ def grow(
     sources,
     runs,
     values,
-    indices,
     token_ids,
-    stride,
     num_rows,
     depth,
     most,
@@ -97,13 +92,12 @@ def grow(
     LEAVES: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """A round. `values` float32 and `indices` int64 [rows, CHILDREN] are the best of each row's candidates,
-    of which `token_ids` are int64 [rows, n]; each tree has `num_rows`. `rooms` int64 [trees] are how many
-    nodes each may have, and behind them is a `tree_growth.State`.
+    """`TreeGrowth.grow`. `values` float32 and `token_ids` int64 [rows, CHILDREN] are each row's candidates,
+    of `num_rows` of each tree. `rooms` int64 [trees]: how many nodes each may have; then comes a `State`.
     """
     tree, trees = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     state = (nodes, leaves, leaf_scores, paths, runs)
-    offered = (values, indices, token_ids, stride, num_rows)
+    offered = (values, token_ids, num_rows)
     scores, ranks, facts, row, num_run = _candidates(
         rooms, state, offered, depth, most, WIDTH, CHILDREN, LEAVES, PADDED
     )
@@ -124,7 +118,7 @@ def grow(
         tl.store(leaves + fact * trees * LEAVES + at, facts[fact], mask=stays)
 
 
-@triton.jit(do_not_specialize=["stride", "num_rows", "depth", "most"])
+@triton.jit(do_not_specialize=["num_rows", "depth", "most"])
 def end(
     rooms,
     nodes,
@@ -134,9 +128,7 @@ def end(
     sources,
     runs,
     values,
-    indices,
     token_ids,
-    stride,
     num_rows,
     depth,
     most,
@@ -145,9 +137,9 @@ def end(
     LEAVES: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """As `grow`, but all that there is room for become nodes. What is left of the `most` places has none."""
+    """`TreeGrowth.end`: all that there is room for become nodes; the rest of the `most` places have none."""
     state = (nodes, leaves, leaf_scores, paths, runs)
-    offered = (values, indices, token_ids, stride, num_rows)
+    offered = (values, token_ids, num_rows)
     scores, ranks, facts, _, num_run = _candidates(
         rooms, state, offered, depth, most, WIDTH, CHILDREN, LEAVES, PADDED
     )

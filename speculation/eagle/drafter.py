@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 from engine.batch.rows import SequenceRows
-from engine.batch.runner import Fill, ForwardOutput, Step
+from engine.batch.runner import Step
 from engine.devices.attention import select_backend
-from engine.devices.cpu.decoder.forward import NativeDecoder
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.layout import DRAFT, Group, Segment
 from engine.kv.pool import KVPool
@@ -29,14 +27,11 @@ from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
-from speculation.chains_ahead import chains_ahead
+from speculation.chains import ChainDrafting, DraftRows
 from speculation.drafter import Computed, Drafter, HiddenRows
-from speculation.drawing import Chain, Drawing
 from speculation.eagle.head import head_program
 from speculation.eagle.weights import load_head
-from speculation.native_chain import NativeChain
-from speculation.tree import TreeRows
-from speculation.tree_drafting import TreeDrafting, can_grow_on_device
+from speculation.tree_drafting import TreeDrafting
 
 _SIGHT = 64
 """Tokens behind which a head's drafts are about as good as behind a whole text."""
@@ -94,83 +89,42 @@ class EagleDrafter(Drafter):
             loaded,
             backend,
         )
-        self._native: NativeChain | None = None
-        if isinstance(self._runner, NativeDecoder):
-            self._native = NativeChain(self._runner, loaded.vocab_size, self._options.verification)
-            self._mixes_natively = head.mixing is not None
+        self._mixes_natively = head.mixing is not None
         self._sampler = Sampler(loaded.vocab_size, device, loaded.eos_token_ids)
-        self._drawing = Drawing(self._sampler, self._options.verification)
-        self._ahead = chains_ahead(self._runner, self._drawing, device, self._drafted_row)
-        self._tree_drafting = TreeDrafting(
-            self._options, device, self._config.block_size, on_device=can_grow_on_device(self._runner, loaded)
-        )
         self._vocab_size = loaded.vocab_size
+        made = self._runner, self._options, device, self._draft_rows, self._whole
+        self._chains = ChainDrafting(*made, self._sampler)
+        self._trees: TreeDrafting | None = None
+        if self._options.tree:
+            recurs = loaded.recurrent is not None
+            self._trees = TreeDrafting(*made, self._config.block_size, recurs=recurs)
         feature_size = self._loaded.head.shape.feature_size
         self._no_feature = HiddenRows(torch.zeros((1, feature_size), dtype=dtype, device=device), range(1))
 
     def warm_up(self) -> None:
         self._runner.warm_up()
-        if self._options.tree:
-            self._tree_drafting.warm_up(self._no_feature.cut())
+        if self._trees is not None:
+            self._trees.warm_up(self._no_feature.cut())
 
     @torch.inference_mode()
     def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
-        drafts = self._trees(sequences, counts) if self._options.tree else self._chains(sequences, counts)
+        rows, features = self._committed_rows(sequences)
+        drafts: Sequence[Draft | None]
+        if self._trees is not None:
+            drafts = self._trees.draft(sequences, rows, counts, self._combine(features))
+        else:
+            mixes = self._mixes_natively and self._chains.is_native(sequences)
+            hidden = features if mixes else self._combine(features)
+            drafts = self._chains.draft(sequences, rows, counts, hidden)
         for sequence, draft in zip(sequences, drafts, strict=True):
             if draft is not None:
                 draft.is_blind = self._known[sequence.request_id].is_blind
-        return drafts
+        return [*drafts]
 
-    def _chains(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
-        rows, features = self._committed_rows(sequences)
-        if self._native is not None and self._native.can_draft(sequences):
-            before = features if self._mixes_natively else self._combine(features)
-            return [*self._native.draft(sequences, rows, counts, before)]
-        logits, hidden = self._run(rows, self._combine(features))
-        if self._ahead is not None and self._ahead.can_draft(sequences):
-            return [*self._ahead.draft(sequences, counts, ForwardOutput(logits, hidden), self._whole)]
-        chains = [Chain(sequence) for sequence in sequences]
-        wanted = dict(zip(sequences, counts, strict=True))
-        self._drawing.extend(chains, self._whole(logits))
-        growing = chains
-        while still := [i for i, each in enumerate(growing) if len(each.token_ids) < wanted[each.sequence]]:
-            growing, hidden = [growing[i] for i in still], hidden[still]
-            batch = [
-                self._drafted_row(each.sequence, each.token_ids[-1], len(each.token_ids) - 1)
-                for each in growing
-            ]
-            logits, hidden = self._run(batch, hidden)
-            self._drawing.extend(growing, self._whole(logits))
-        return [chain.draft() for chain in chains]
-
-    def _drafted_row(self, sequence: SequenceState, token_id: int, place: int) -> SequenceRows:
-        first = self._known[sequence.request_id].first
-        return SequenceRows(
-            [token_id], len(sequence.token_ids) + place, sequence.held.blocks, first_key=first
-        )
-
-    def _trees(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
-        rows, features = self._committed_rows(sequences)
-        logits, hidden = self._run(rows, self._combine(features))
-
-        def run(grown: list[TreeRows], before: Tensor | None, fill: Fill | None) -> ForwardOutput:
-            assert before is not None
-            batch = [
-                self._tree_rows(sequence, rows)
-                for sequence, rows in zip(sequences, grown, strict=True)
-                if rows.token_ids
-            ]
-            every = range(len(before))
-            logits, hidden = self._after(batch, every, before, fill)
-            return ForwardOutput(self._whole(logits), hidden)
-
-        return self._tree_drafting.draft(sequences, counts, ForwardOutput(self._whole(logits), hidden), run)
-
-    def _tree_rows(self, sequence: SequenceState, rows: TreeRows) -> SequenceRows:
+    def _draft_rows(self, sequence: SequenceState, rows: DraftRows) -> SequenceRows:
         root, first_key = len(sequence.token_ids) - 1, self._known[sequence.request_id].first
-        return SequenceRows(
-            rows.token_ids, root + rows.first, sequence.held.blocks, rows.masks, root, first_key
-        )
+        start, tables = root + rows.first, sequence.held.blocks
+        return SequenceRows(rows.token_ids, start, tables, rows.masks, root, first_key)
 
     def _whole(self, logits: Tensor) -> Tensor:
         """In the target's vocabulary, [rows, vocab_size]."""
@@ -201,18 +155,6 @@ class EagleDrafter(Drafter):
             known.features = []
             known.written = len(sequence.token_ids)
         return batch, torch.cat(features) if len(features) > 1 else features[0]
-
-    def _run(self, batch: list[SequenceRows], before: Tensor) -> tuple[Tensor, Tensor]:
-        """After each sequence's last row: logits [sequences, draft_vocab_size] and hidden states."""
-        return self._after(batch, [n - 1 for n in accumulate(len(rows.token_ids) for rows in batch)], before)
-
-    def _after(
-        self, batch: list[SequenceRows], ends: Sequence[int], before: Tensor, fill: Fill | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """After these of the rows: logits [ends, draft_vocab_size] and hidden states [ends, hidden_size]."""
-        logits, fed_back = self._runner.run(Step(batch, ends, hidden=before), fill)
-        assert fed_back is not None
-        return logits, fed_back
 
     @torch.inference_mode()
     def observe(self, computed: Sequence[Computed]) -> None:

@@ -22,7 +22,7 @@ from speculation.drawing import Drawing
 from speculation.medusa.heads import MedusaHeads
 from speculation.medusa.tree import StaticTree, assumed_acceptance, choose_tree
 from speculation.medusa.weights import read_heads
-from speculation.ranking import rank
+from speculation.ranking import best_of, rank
 
 
 class MedusaDrafter(Drafter):
@@ -103,11 +103,11 @@ class MedusaDrafter(Drafter):
         logits = self._logits(sequences, depth).flatten(0, 1)
         params = [sequence.params for sequence in sequences for _ in range(depth)]
         positions = [sequence.position + head for sequence in sequences for head in range(depth)]
-        scores, token_ids = rank(logits, params, positions, self._upload, with_noise=self._shares_noise)
-        best_first = token_ids.gather(1, scores.topk(tree.num_ranks).indices).flatten()
+        ranked = rank(logits, params, positions, self._upload, with_noise=self._shares_noise)
+        best_first = best_of(*ranked, tree.num_ranks)[1].flatten()
         late = LateTokens(best_first, self._download)
         names = np.invert(np.arange(len(best_first))).reshape(len(sequences), depth, -1).tolist()
-        return [tree.draft(ranked, room, late) for ranked, room in zip(names, rooms, strict=True)]
+        return [tree.draft(its, room, late) for its, room in zip(names, rooms, strict=True)]
 
     def observe(self, computed: Sequence[Computed]) -> None:
         for each in computed:

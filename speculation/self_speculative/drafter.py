@@ -15,6 +15,7 @@ from dataclasses import replace
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from engine.batch.rows import SequenceRows
 from engine.batch.runner import Runner
 from engine.devices.attention import select_backend
 from engine.devices.attention_tables import backend_over
@@ -31,7 +32,7 @@ from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
-from speculation.chains import ChainDrafting
+from speculation.chains import ChainDrafting, DraftRows
 from speculation.drafter import Drafter
 from speculation.rounding import FIELD, round_draft
 from speculation.self_speculative.layers import kept_layers, with_defaults, with_layers
@@ -81,12 +82,11 @@ class SelfDrafter(Drafter):
         self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
         self._drafting = ChainDrafting(
             self._runner,
-            loaded.vocab_size,
-            self._options.verification,
-            self._sampler,
+            self._options,
             loaded.device,
-            lambda sequence: sequence.state_slot,
-            self._num_settled,
+            self._draft_rows,
+            lambda logits: logits[:, : loaded.vocab_size],
+            self._sampler,
         )
 
     def _build_runner(self, pool: KVPool) -> Runner:
@@ -103,8 +103,13 @@ class SelfDrafter(Drafter):
         self._runner.warm_up()
 
     def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
-        rows = [self._drafting.row(each, each.token_ids[-1], -1) for each in sequences]
+        rows = [self._draft_rows(each, DraftRows(0, each.token_ids[-1:])) for each in sequences]
         return [*self._drafting.draft(sequences, rows, self._fitting(sequences, counts))]
+
+    def _draft_rows(self, sequence: SequenceState, rows: DraftRows) -> SequenceRows:
+        start, blocks = len(sequence.token_ids) - 1 + rows.first, sequence.held.blocks
+        certain = self._num_settled(sequence)
+        return SequenceRows(rows.token_ids, start, blocks, state_slot=sequence.state_slot, certain=certain)
 
     def _num_settled(self, sequence: SequenceState) -> int:
         """The tokens that recurrent layers' states have: no more come to them here, as layers that do not

@@ -35,8 +35,7 @@ from engine.quantization.weight import CodeFormat, QuantizedWeight
 from engine.sampler.triton_kernel.chooser import TritonSampler, choose
 from engine.sampler.triton_kernel.chosen import Chosen
 from engine.sampler.triton_kernel.edits import EditLists
-from speculation.tree import TREE_WIDTH
-from speculation.tree_growth import TreeGrowth
+from speculation.tree_growth import TREE_WIDTH, TreeGrowth
 from speculation.verification.on_device import stops_of
 from tests.engine.triton_offline import DEVICES, Code, launches
 
@@ -390,11 +389,11 @@ def compiled_trees(name: str, capability: int) -> Code:
         return [meta(*array.shape, dtype=torch.int64) for array in arrays]
 
     with torch.inference_mode(), launches(capability) as kernels:
-        growth = TreeGrowth([24] * 4, TREE_WIDTH, 16, upload)
-        level = growth.grow(meta(4, 64, dtype=torch.float32), meta(4, 64, dtype=torch.int64))
+        growth = TreeGrowth([24] * 4, TREE_WIDTH, 16, upload, by_kernels=True)
+        level = growth.grow(meta(4, 4, dtype=torch.float32), meta(4, 4, dtype=torch.int64))
         level.before(meta(4, 4096, dtype=torch.bfloat16))
         level.fill(tree_inputs(16))
-        growth.end(meta(16, 64, dtype=torch.float32), meta(16, 64, dtype=torch.int64))
+        growth.end(meta(16, 4, dtype=torch.float32), meta(16, 4, dtype=torch.int64))
     return Code.of(next(kernel for kernel in kernels if kernel.name == TREE_KERNELS[name]))
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.download import Downloader
 from engine.sampler import Sampler
 from engine.sampler.rows import SamplingRow
 from engine.step.scheduler import ScheduledStep
@@ -24,10 +25,10 @@ from speculation.control.controller import DraftController
 from speculation.drafter import Computed, HiddenRows
 from speculation.eagle.drafter import Known
 from speculation.ranking import rank
-from speculation.tree import DraftTrees
 from tests.speculation import eagle_files as files
 from tests.speculation.eagle_engine import Watched
 from tests.speculation.eagle_reference import PlainHead
+from tests.speculation.host_trees import grow_trees
 from tests.worker.tiny_model import greedy
 
 CPU = torch.device("cpu")
@@ -381,21 +382,18 @@ def test_trees_grow_along_the_likeliest_paths(
     plain = PlainHead(published, model, files.THETA)
     assert any(len(set(draft.parents or [])) > 3 for draft in watched.trees)
     for (_, token_ids, _), draft in zip(watched.drafts[:8], watched.trees[:8], strict=True):
-        trees = DraftTrees([len(draft.token_ids)], depth=4, width=4, download=Downloader(CPU))
-        paths: list[list[int]] = [[]]
-        newest = [0]
-        while newest:
-            logits = torch.stack([plain.logits(token_ids, paths[row]) for row in newest])
-            positions = [len(token_ids) + len(paths[row]) for row in newest]
-            scores = rank(logits, [params] * len(newest), positions, upload_to(CPU), with_noise=True)
-            (rows,) = trees.grow(*scores)
-            paths += [
-                [*paths[parent], token] for parent, token in zip(rows.parents, rows.token_ids, strict=True)
-            ]
-            newest = list(range(rows.first, len(paths)))
-        expected = trees.drafts()[0]
+        after = partial(ranked_after, plain, params, token_ids)
+        (expected,), _ = grow_trees([len(draft.token_ids)], 4, 4, after)
         assert expected is not None
         assert (draft.token_ids, draft.parents) == (expected.token_ids, expected.parents)
+
+
+def ranked_after(
+    plain: PlainHead, params: SamplingParams, token_ids: list[int], tree: int, path: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    logits, positions = plain.logits(token_ids, [*path])[None], [len(token_ids) + len(path)]
+    scores, tokens = rank(logits, [params], positions, upload_to(CPU), with_noise=True)
+    return scores[0], tokens[0]
 
 
 def test_rejection_sampling_gets_the_distributions(

@@ -132,10 +132,10 @@ def test_chains_in_one_call_are_those_step_by_step(
     watched = native(target, head, num_tokens=5, verification=verification, enable_prefix_caching=False)
     drafts, distributions = [], []
     for in_one_call in (True, False):
-        chain, watched.drafts, watched.trees = watched.drafter._native, [], []
-        assert chain is not None
+        watched.drafts, watched.trees = [], []
+        assert watched.drafter._chains._native is not None
         if not in_one_call:
-            watched.drafter._native = None
+            watched.drafter._chains._native = None
         for index in range(3):
             params = SamplingParams(
                 max_tokens=9 + 2 * index, temperature=temperature, seed=index, ignore_eos=True

@@ -32,7 +32,7 @@ from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig, Verification
-from speculation.chains import ChainDrafting
+from speculation.chains import ChainDrafting, DraftRows
 from speculation.eagle import drafter as eagle_drafter
 from speculation.eagle.drafter import EagleDrafter
 from speculation.self_speculative import drafter as self_drafter
@@ -151,11 +151,20 @@ def test_rejection_sampling_waits_once(rule: Verification) -> None:
     assert launched == [*SAMPLED, "recover"] and set(gpu.launches.values()) == {1}
 
 
+def chain_drafting(runner: CudaRunner, verification: Verification) -> ChainDrafting:
+    def rows_of(sequence: SequenceState, rows: DraftRows) -> SequenceRows:
+        start = len(sequence.token_ids) - 1 + rows.first
+        return SequenceRows(rows.token_ids, start, sequence.held.blocks)
+
+    options = SpeculativeConfig(method="draft_model", model="", verification=verification)
+    return ChainDrafting(runner, options, GPU, rows_of, lambda logits: logits, Sampler(512, GPU, [2]))
+
+
 def test_a_chain_that_is_drawn_by_chance_waits_once() -> None:
     with absent_gpu() as gpu:
         backend = TritonBackend(pool_of().layers(TARGET))
         runner = runner_of(CudaDecoder(describe(qwen3()), backend, 64), backend)
-        drafting = ChainDrafting(runner, 512, "standard", Sampler(512, GPU, [2]), GPU)
+        drafting = chain_drafting(runner, "standard")
         sequences = drafting_sequences()
         for _ in range(2):
             gpu.clear()
@@ -227,7 +236,7 @@ def test_a_chain_of_a_model_is_a_replay_a_token_and_waits_once() -> None:
         decoder = CudaDecoder(describe(qwen3()), backend, 64)
         runner = CudaRunner(decoder, backend, GPU, "", buckets, CountedGraphs(gpu))
         runner.warm_up()
-        drafting = ChainDrafting(runner, 512, "coupled", Sampler(512, GPU, [2]), GPU)
+        drafting = chain_drafting(runner, "coupled")
         sequences = drafting_sequences()
         for _ in range(2):  # the first one makes what is made once
             gpu.clear()

@@ -19,8 +19,6 @@ from engine.step.late_tokens import LateTokens
 from protocol.requests import EngineRequest
 from protocol.speculation import Verification
 from speculation import chains
-from speculation.chains_ahead import ChainsAhead
-from speculation.eagle import drafter as eagle_drafter
 from tests.speculation.small_engine import run, small_config, tokens
 from tests.speculation.test_token_equality import (  # noqa: F401
     METHODS,
@@ -55,8 +53,7 @@ def late_steps(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return run(self, step, fill)
 
     monkeypatch.setattr(RowsForward, "run", counted)
-    for module in (chains, eagle_drafter):
-        monkeypatch.setattr(module, "chains_ahead", ChainsAhead)
+    monkeypatch.setattr(chains, "stays_on_device", lambda runner, device: runner.can_fill)
     return steps
 
 

@@ -21,8 +21,7 @@ from engine.step.late_tokens import LateTokens
 from engine.step.late_trees import LateTrees
 from protocol.outputs import TokenOutput
 from protocol.speculation import Verification
-from speculation import draft_model
-from speculation.eagle import drafter as eagle_drafter
+from speculation import tree_drafting
 from speculation.tree_growth import TreeGrowth
 from tests.speculation.small_engine import INTERPRETED, run, tokens
 from tests.speculation.test_late_tokens import (
@@ -62,8 +61,7 @@ def grown(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return end(self, *args)
 
     monkeypatch.setattr(TreeGrowth, "end", counted)
-    for module in (draft_model, eagle_drafter):
-        monkeypatch.setattr(module, "can_grow_on_device", lambda *_: True)
+    monkeypatch.setattr(tree_drafting, "stays_on_device", lambda *_: True)
     return counts
 
 

@@ -24,6 +24,7 @@ from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig, Verification
+from speculation.chains import ChainDrafting, run_last
 from speculation.draft_model import DraftModel
 from speculation.speculator import speculate
 from speculation.verification.rejection import noise_keys
@@ -152,6 +153,7 @@ NUM_DRAWS = 4_000
 def drawn(by_chance: Engine) -> list[tuple[SequenceState, Draft]]:
     """Drafts of three tokens after the same prompt, of unlike seeds."""
     drafter = drafter_of(by_chance)
+    assert isinstance(drafter._drafting, ChainDrafting)
     native = drafter._drafting._native
     assert native is not None
     found = []
@@ -175,7 +177,7 @@ def test_drafts_come_with_the_softmax_they_were_drawn_from(
         place, blocks = len(sequence.token_ids), sequence.held.blocks
         rows = drafter._unread_rows([sequence])
         rows += [SequenceRows(draft.token_ids[n : n + 1], place + n, blocks) for n in (0, 1)]
-        logits = [drafter._drafting.logits([each]) for each in rows]
+        logits = [run_last(drafter._runner, [each], None).logits for each in rows]
         expected = (torch.cat(logits).float() / 0.7).softmax(dim=1)
         # Scaled logits are below 32 and may differ by one unit in the last place, which is 2e-6.
         torch.testing.assert_close(draft.distributions, expected, atol=1e-7, rtol=4e-6)

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.download import Downloader
 from engine.step.draft import Draft
-from speculation.tree import DraftTrees, TreeRows
+from speculation.chains import DraftRows
+from tests.speculation.host_trees import grow_trees
 
 VOCAB_SIZE = 5
-CPU = torch.device("cpu")
 
 
 def log_probs_after(path: tuple[int, ...], seed: int) -> Tensor:
@@ -33,34 +32,19 @@ def path_to(draft: Draft, node: int) -> tuple[int, ...]:
 
 def grow_all(
     seeds: list[int], max_nodes: list[int], depth: int, width: int
-) -> tuple[list[Draft], list[list[TreeRows]]]:
-    """The drafts, and by tree the rows of every round."""
-    trees = DraftTrees(max_nodes, depth, width, Downloader(CPU))
-    paths: list[list[tuple[int, ...]]] = [[()] for _ in seeds]
-    newest: list[tuple[int, tuple[int, ...]]] = [(seed, ()) for seed in seeds]
-    rounds: list[list[TreeRows]] = [[] for _ in seeds]
-    while True:
-        scores = torch.stack([log_probs_after(path, seed) for seed, path in newest])
-        grown = trees.grow(scores, torch.arange(VOCAB_SIZE).expand(len(newest), -1))
-        before, newest = newest, []
-        for seed, rows, of_tree, so_far in zip(seeds, grown, rounds, paths, strict=True):
-            assert rows.first == len(so_far)
-            assert [before[i] for i in rows.sources] == [(seed, so_far[parent]) for parent in rows.parents]
-            so_far += [
-                (*so_far[parent], token) for parent, token in zip(rows.parents, rows.token_ids, strict=True)
-            ]
-            newest += [(seed, path) for path in so_far[rows.first :]]
-            of_tree.append(rows)
-        if not newest:
-            break
-    drafts = trees.drafts()
+) -> tuple[list[Draft], list[list[DraftRows]]]:
+    """The drafts, and the rows of all levels."""
+    tokens = torch.arange(VOCAB_SIZE)
+    drafts, levels = grow_trees(
+        max_nodes, depth, width, lambda tree, path: (log_probs_after(path, seeds[tree]), tokens)
+    )
     assert all(draft is not None for draft in drafts)
-    return [draft for draft in drafts if draft is not None], rounds
+    return [draft for draft in drafts if draft is not None], levels
 
 
 @pytest.mark.parametrize(("max_nodes", "depth", "width"), [(24, 5, 4), (63, 8, 5), (3, 8, 4), (10, 1, 4)])
 def test_rows_and_nodes_fit_together(max_nodes: int, depth: int, width: int) -> None:
-    (draft,), (rounds,) = grow_all([1], [max_nodes], depth, width)
+    (draft,), levels = grow_all([1], [max_nodes], depth, width)
     assert draft.parents is not None and draft.num_nodes <= max_nodes
     assert all(parent < node for node, parent in enumerate(draft.parents))
     children = list(zip(draft.parents, draft.token_ids, strict=True))
@@ -69,13 +53,11 @@ def test_rows_and_nodes_fit_together(max_nodes: int, depth: int, width: int) -> 
     masks = draft.masks()
     assert masks is not None
     row = 1
-    for rows in rounds:
-        assert len(rows.token_ids) <= width
-        for token, parent, mask, its_depth in zip(
-            rows.token_ids, rows.parents, rows.masks, rows.depths, strict=True
-        ):
-            assert (token, parent - 1, mask) == (draft.token_ids[row - 1], draft.parents[row - 1], masks[row])
-            assert its_depth == len(path_to(draft, row - 1))
+    for number, (rows,) in enumerate(levels):
+        assert len(rows.token_ids) <= width and rows.masks is not None
+        for token, mask in zip(rows.token_ids, rows.masks, strict=True):
+            assert (token, mask) == (draft.token_ids[row - 1], masks[row])
+            assert number + 1 == len(path_to(draft, row - 1))
             row += 1
     assert row - 1 <= draft.num_nodes
 
@@ -84,9 +66,9 @@ def test_rows_and_nodes_fit_together(max_nodes: int, depth: int, width: int) -> 
 def test_the_likeliest_paths_are_in_it(seed: int) -> None:
     """All that was run and the likeliest of what is known of the rest: nearly the best tree."""
     depth, max_nodes = 4, 12
-    (draft,), (rounds,) = grow_all([seed], [max_nodes], depth, width=VOCAB_SIZE)
+    (draft,), levels = grow_all([seed], [max_nodes], depth, width=VOCAB_SIZE)
     nodes = [path_to(draft, node) for node in range(draft.num_nodes)]
-    num_run = sum(len(rows.token_ids) for rows in rounds)
+    num_run = sum(len(rows.token_ids) for (rows,) in levels)
     run, leaves = nodes[:num_run], nodes[num_run:]
     known = {(*path, token) for path in [(), *run] for token in range(VOCAB_SIZE)} - set(run)
     assert leaves == likeliest(known, seed, max_nodes - num_run)
@@ -123,14 +105,13 @@ def test_a_batch_is_its_trees() -> None:
 
 
 def test_impossible_tokens_are_not_drafted() -> None:
-    trees = DraftTrees([8, 8], depth=3, width=4, download=Downloader(CPU))
-    scores = torch.full((2, VOCAB_SIZE), -math.inf)
-    scores[0, 2] = scores[1, :] = 0.0
-    scores[1, :] = math.nan
-    token_ids = torch.arange(10, 10 + VOCAB_SIZE).expand(2, -1)
-    first, second = trees.grow(scores, token_ids)
-    assert (first.token_ids, second.token_ids) == ([12], [])
-    trees.grow(torch.full((1, VOCAB_SIZE), -math.inf), token_ids[:1])
-    draft, none = trees.drafts()
-    assert draft is not None and draft.token_ids == [12]
+    def after(tree: int, path: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        scores = torch.full((VOCAB_SIZE,), math.nan if tree else -math.inf)
+        if not (tree or path):
+            scores[2] = 0.0
+        return scores, torch.arange(10, 10 + VOCAB_SIZE)
+
+    (draft, none), (level, *_) = grow_trees([8, 8], 3, 4, after)
+    assert [rows.token_ids for rows in level] == [[12], []]
+    assert draft is not None and (draft.token_ids, draft.parents) == ([12], [-1])
     assert none is None

@@ -18,7 +18,7 @@ from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
-from speculation import draft_model
+from speculation import tree_drafting
 from speculation.speculator import speculate
 from tests.speculation.small_engine import INTERPRETED
 from tests.worker.tiny_model import VOCAB_SIZE, load, write_tiny_llama
@@ -144,7 +144,7 @@ def test_the_drafts_kv_is_that_of_the_committed_tokens(
     """After each step, place by place: a draft model that reads the text anew gets the same. Where trees grow
     on the device, the host does not know which of their nodes were run.
     """
-    monkeypatch.setattr(draft_model, "can_grow_on_device", lambda *_: on_device)
+    monkeypatch.setattr(tree_drafting, "stays_on_device", lambda *_: on_device)
     engine, fresh = make_engine(target, draft), make_engine(draft, None)
     request = requests()[1]
     engine.add(request)

@@ -325,7 +325,7 @@ def test_what_grows_trees_is_compiled_first(
 
 
 def test_trees_beside_a_request_that_looks_at_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host grows them then, and waits once a level."""
+    """The host reads them before they are verified, and waits once for it."""
     options = SpeculativeConfig(
         method="eagle",
         model=heads_of("eagle", tmp_path),
@@ -338,4 +338,4 @@ def test_trees_beside_a_request_that_looks_at_them(tmp_path: Path, monkeypatch: 
         steps.ask("a", temperature=0.0)
         steps.ask("b", temperature=0.0, repetition_penalty=1.2)
         steps.steady()
-        assert steps.waits == 3 + 1
+        assert steps.waits == 1 + 1

@@ -4,7 +4,6 @@ token with steps that are launched anew. `test_interpreted_kernels.py` runs it i
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.batch.rows import SequenceRows
-from engine.batch.runner import Fill, ForwardOutput, Runner, Step
+from engine.batch.runner import ForwardOutput, Runner, Step
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder
@@ -32,18 +31,16 @@ from engine.step.sequence import SequenceState
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
-from speculation.chains import ChainDrafting
-from speculation.chains_ahead import ChainsAhead
+from speculation import tree_drafting
+from speculation.chains import ChainDrafting, DraftRows
 from speculation.eagle.head import Head, HeadShape, head_program
 from speculation.self_speculative.layers import with_layers
-from speculation.tree import TreeRows
 from speculation.tree_drafting import TreeDrafting
 from tests.engine.interpreted.graphs import (
     BLOCK,
     CPU,
     KINDS,
     NUM_BLOCKS,
-    Side,
     chain,
     made_model,
     made_pool,
@@ -77,11 +74,12 @@ def test_a_chain_of_a_model() -> None:
     ]
     eager, replayed, graphs = sides(Buckets([2], [1, 2], [2], trees=False))
     drafts: list[list[Draft]] = []
+    options = SpeculativeConfig(method="draft_model", model="", verification="standard")
     for side in (eager, replayed):
-        drafting = ChainDrafting(side.runner, 60, "standard", Sampler(60, CPU, []), CPU)
-        if side is replayed:
-            drafting._ahead = ChainsAhead(side.runner, drafting._drawing, CPU, drafting.row)
+        drafting = ChainDrafting(side.runner, options, CPU, draft_rows, whole, Sampler(60, CPU, []))
+        drafting._stays_on_device = side is replayed
         drafts.append(drafting.draft(sequences, rows, COUNTS))
+        assert all((draft.late is None) == (side is eager) for draft in drafts[-1])
     for expected, found, count in zip(*drafts, COUNTS, strict=True):
         assert found.token_ids == expected.token_ids and len(found.token_ids) == count
         assert found.distributions is None or torch.equal(found.distributions, expected.distributions)
@@ -99,9 +97,10 @@ def test_trees_of_a_model(counts: list[int]) -> None:
     drafts = []
     by_host, by_device, _ = sides(Buckets([2], [1], [2], trees=False))
     for side in (by_host, by_device):
-        drafting = TreeDrafting(options, CPU, BLOCK, on_device=side is by_device)
-        first = side.run(rows, [4, 4 + len(rows[1].token_ids)])
-        drafts.append(drafting.draft(sequences, counts, first, partial(run_trees, side, sequences)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tree_drafting, "stays_on_device", lambda *_, on=side is by_device: on)
+            drafting = TreeDrafting(side.runner, options, CPU, draft_rows, whole, BLOCK, recurs=False)
+        drafts.append(drafting.draft(sequences, rows, counts))
     for expected, found, count in zip(*drafts, counts, strict=True):
         assert expected is not None and found is not None
         assert found.late is not None and len(found.ids) == count
@@ -112,16 +111,13 @@ def test_trees_of_a_model(counts: list[int]) -> None:
     torch.testing.assert_close(*kv, atol=1e-5, rtol=1e-5)
 
 
-def run_trees(
-    side: Side, sequences: list[SequenceState], grown: list[TreeRows], _: Tensor | None, fill: Fill | None
-) -> ForwardOutput:
-    batch = [
-        SequenceRows(rows.token_ids, root + rows.first, sequence.held.blocks, rows.masks, root)
-        for sequence, rows in zip(sequences, grown, strict=True)
-        if rows.token_ids and (root := sequence.position - 1)
-    ]
-    every = list(range(sum(len(rows.token_ids) for rows in batch)))
-    return side.run(batch, every) if fill is None else side.runner.run(Step(batch, every), fill)
+def draft_rows(sequence: SequenceState, rows: DraftRows) -> SequenceRows:
+    root = sequence.position - 1
+    return SequenceRows(rows.token_ids, root + rows.first, sequence.held.blocks, rows.masks, root)
+
+
+def whole(logits: Tensor) -> Tensor:
+    return logits
 
 
 def test_some_of_a_models_layers() -> None:
@@ -152,8 +148,14 @@ UNREAD = [chain(0, 10, 3), chain(1, 28, 5, 6)]
 
 
 def test_what_looks_at_the_tokens_before_is_drawn_by_the_host() -> None:
-    assert ChainsAhead.can_draft(sequences_with(PARAMS))
-    assert not ChainsAhead.can_draft(sequences_with([*PARAMS, {"presence_penalty": 0.5}]))
+    sequences = sequences_with([*PARAMS, {"presence_penalty": 0.5}])
+    rows = [SequenceRows(each.token_ids[-1:], each.position - 1, each.held.blocks) for each in sequences]
+    options = SpeculativeConfig(method="draft_model", model="")
+    runner = sides(Buckets([4], [1], [2], trees=False))[0].runner
+    drafting = ChainDrafting(runner, options, CPU, draft_rows, whole, Sampler(60, CPU, []))
+    drafting._stays_on_device = True
+    assert all(draft.late is None for draft in drafting.draft(sequences, rows, [2, 2, 1]))
+    assert all(draft.late is not None for draft in drafting.draft(sequences[:2], rows[:2], COUNTS))
 
 
 SHAPE = HeadShape(

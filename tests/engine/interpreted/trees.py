@@ -19,13 +19,14 @@ from engine.step.draft import Draft
 from engine.step.late_trees import LateTrees
 from engine.upload import upload_to
 from speculation import tree_growth
-from speculation.tree import DraftTrees, TreeRows
-from speculation.tree_drafting import unknown_rows
+from speculation.chains import DraftRows
 from speculation.tree_growth import Level, State, TreeGrowth
+from tests.speculation.host_trees import Path, best_after, extend, grow_trees
 
 CPU = torch.device("cpu")
 VOCAB, BLOCK = 6, 4
-Path = tuple[int, ...]
+PADDING = -1
+"""The tree of rows that only pad a level."""
 KINDS = ["random", "ties", "close", "few", "none"]
 
 
@@ -44,68 +45,42 @@ def scores_after(path: Path, seed: int, kind: str) -> Tensor:
     return scores
 
 
-class Trees:
-    """Of a batch: the paths to their rows, and those that were run last, with None for padding."""
-
-    def __init__(self, count: int, seed: int, kind: str) -> None:
-        self.paths: list[list[Path]] = [[()] for _ in range(count)]
-        self.newest: list[tuple[int, Path] | None] = [(tree, ()) for tree in range(count)]
-        self._seed, self._kind = seed, kind
-
-    def ranked(self) -> tuple[Tensor, Tensor]:
-        scores = [
-            torch.randn(VOCAB) if each is None else scores_after(each[1], self._seed + each[0], self._kind)
-            for each in self.newest
-        ]
-        return torch.stack(scores), torch.arange(VOCAB).flip(0).expand(len(scores), -1)
-
-    def run(self, tree: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
-        paths = self.paths[tree]
-        paths += [(*paths[parent], token) for parent, token in zip(parents, tokens, strict=True)]
-
-
-def by_host(
-    max_nodes: list[int], depth: int, width: int, seed: int, kind: str
-) -> tuple[list[Draft | None], list[list[TreeRows]]]:
-    trees, state = DraftTrees(max_nodes, depth, width, Downloader(CPU)), Trees(len(max_nodes), seed, kind)
-    rounds: list[list[TreeRows]] = []
-    while state.newest:
-        rounds.append(trees.grow(*state.ranked()))
-        for tree, rows in enumerate(rounds[-1]):
-            state.run(tree, rows.token_ids, rows.parents)
-        state.newest = [
-            (t, path) for t, rows in enumerate(rounds[-1]) for path in state.paths[t][rows.first :]
-        ]
-    return trees.drafts(), rounds
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("max_nodes", "depth", "width"),
     [([24, 24], 6, 4), ([63, 40, 9], 8, 5), ([7, 3, 2, 1], 5, 4), ([1], 4, 4), ([10, 2], 1, 4), ([6], 9, 1)],
 )
 def test_trees_are_those_of_the_host(max_nodes: list[int], depth: int, width: int, kind: str) -> None:
+    count, tokens = len(max_nodes), torch.arange(VOCAB).flip(0)
     for seed in range(6):
-        expected, rounds = by_host(max_nodes, depth, width, seed, kind)
-        growth = TreeGrowth(max_nodes, width, BLOCK, upload_to(CPU))
-        steps, state = Steps(max_nodes, num_tables=1 + seed % 2), Trees(len(max_nodes), seed, kind)
+
+        def after(tree: int, path: Path, seed: int = seed) -> tuple[Tensor, Tensor]:
+            scores = scores_after(path, seed + tree, kind) if tree >= 0 else torch.randn(VOCAB)
+            return scores, tokens
+
+        expected, levels = grow_trees(max_nodes, depth, width, after)
+        growth = TreeGrowth(max_nodes, width, BLOCK, upload_to(CPU), by_kernels=True)
+        steps, paths = Steps(max_nodes, num_tables=1 + seed % 2), [[()] for _ in max_nodes]
+        newest: list[tuple[int, Path]] = [(tree, ()) for tree in range(count)]
         for number in range(min(depth - 1, max_nodes[0])):
-            level = growth.grow(*state.ranked())
+            level = growth.grow(*best_after(newest, width, after))
             assert level.num_rows <= min(width, max_nodes[0])
-            told = rounds[number] if number < len(rounds) else [TreeRows(first=0) for _ in max_nodes]
-            found = steps.unknown(level.num_rows)
+            nothing = [DraftRows(0, [], []) for _ in max_nodes]
+            told = levels[number] if number < len(levels) else nothing
+            found = steps.unknown(level, max_nodes)
             level.fill(found)
-            steps.check(found, told, [len(paths) for paths in state.paths], level.num_rows)
-            sources = level.before(torch.arange(len(state.newest)).unsqueeze(1)).flatten().tolist()
-            before, state.newest = state.newest, []
+            steps.check(found, told, [len(its) for its in paths], level.num_rows)
+            sources = level.before(torch.arange(len(newest)).unsqueeze(1)).flatten().tolist()
+            before, newest = newest, []
             for tree, rows in enumerate(told):
-                state.run(tree, rows.token_ids, rows.parents)
-                paths = state.paths[tree][rows.first :] if rows.token_ids else []
-                followed = [before[sources.pop(0)] for _ in paths]
-                assert followed == [(tree, path[:-1]) for path in paths]
-                state.newest += [(tree, path) for path in paths]
-                state.newest += [None] * (level.num_rows - len(paths))
-        drafts = drafts_of(growth.end(*state.ranked()), max_nodes)
+                extend(paths[tree], rows)
+                grown = paths[tree][rows.first :] if rows.token_ids else []
+                followed = [before[sources.pop(0)] for _ in grown]
+                assert followed == [(tree, path[:-1]) for path in grown]
+                newest += [(tree, path) for path in grown]
+                newest += [(PADDING, ())] * (level.num_rows - len(grown))
+        nodes = growth.end(*best_after(newest, width, after))
+        drafts = late_drafts(nodes.flatten(1), max_nodes)
         for theirs, ours in zip(expected, drafts, strict=True):
             theirs = theirs or Draft([], [])
             assert ours.parents == theirs.parents
@@ -126,11 +101,11 @@ class Steps:
         ]
         self._max_nodes = max_nodes
 
-    def unknown(self, each_has: int) -> StepInputs:
-        grown = [unknown_rows(limit, each_has) for limit in self._max_nodes]
-        return self._inputs(grown, [0] * each_has * len(grown), padding=3)
+    def unknown(self, level: Level, max_nodes: Sequence[int]) -> StepInputs:
+        grown = level.unknown_rows(max_nodes)
+        return self._inputs(grown, [0] * level.num_rows * len(grown), padding=3)
 
-    def _inputs(self, grown: Sequence[TreeRows], logit_rows: list[int], padding: int = 0) -> StepInputs:
+    def _inputs(self, grown: Sequence[DraftRows], logit_rows: list[int], padding: int = 0) -> StepInputs:
         batch = [
             SequenceRows(rows.token_ids, root + rows.first, tables, rows.masks, root)
             for rows, tables, root in zip(grown, self._blocks, self._roots, strict=True)
@@ -140,7 +115,9 @@ class Steps:
         shape = StepShape(rows=count + padding, sequences=len(batch) + padding, trees=True)
         return step_inputs(batch, logit_rows, upload_to(CPU), self._table, shape)
 
-    def check(self, found: StepInputs, told: Sequence[TreeRows], sizes: Sequence[int], each_has: int) -> None:
+    def check(
+        self, found: StepInputs, told: Sequence[DraftRows], sizes: Sequence[int], each_has: int
+    ) -> None:
         """Against what the host would lay out, where the trees had rows of these `sizes`."""
         expected, ours = self._inputs(told, []), found.attention
         theirs, counts = expected.attention, [len(rows.token_ids) for rows in told]
@@ -165,7 +142,7 @@ class Steps:
         assert ours.max_context_len >= theirs.max_context_len
 
 
-def drafts_of(nodes: Tensor, max_nodes: Sequence[int]) -> list[Draft]:
+def late_drafts(nodes: Tensor, max_nodes: Sequence[int]) -> list[Draft]:
     """What the host learns, where the device had it right meanwhile."""
     late, most = LateTrees(nodes, Downloader(CPU)), max_nodes[0]
     drafts = [

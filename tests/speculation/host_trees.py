@@ -1,0 +1,56 @@
+"""Trees that grow on the host over a model for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.step.draft import Draft
+from engine.upload import upload_to
+from speculation.chains import DraftRows
+from speculation.ranking import best_of
+from speculation.tree_drafting import drafts_of
+from speculation.tree_growth import TreeGrowth
+
+CPU = torch.device("cpu")
+Path = tuple[int, ...]
+After = Callable[[int, Path], tuple[Tensor, Tensor]]
+"""Scores [n] and tokens [n] of what may follow a path in a tree."""
+
+
+def grow_trees(
+    max_nodes: Sequence[int], depth: int, width: int, after: After
+) -> tuple[list[Draft | None], list[list[DraftRows]]]:
+    """The drafts, and the rows of all levels, which must fit together."""
+    growth = TreeGrowth(max_nodes, width, 16, upload_to(CPU), by_kernels=False)
+    paths: list[list[Path]] = [[()] for _ in max_nodes]
+    newest: list[tuple[int, Path]] = [(tree, ()) for tree in range(len(max_nodes))]
+    levels: list[list[DraftRows]] = []
+    while newest and len(levels) < depth - 1:
+        level = growth.grow(*best_after(newest, width, after))
+        levels.append(level.rows())
+        assert level.followed is not None
+        followed, newest = [newest[row] for row in level.followed.tolist()], []
+        for tree, rows in enumerate(levels[-1]):
+            assert rows.first == len(paths[tree])
+            extend(paths[tree], rows)
+            newest += [(tree, path) for path in paths[tree][rows.first :]]
+        assert followed == [(tree, path[:-1]) for tree, path in newest]
+    return drafts_of(growth.end(*best_after(newest, width, after))), levels
+
+
+def best_after(newest: Sequence[tuple[int, Path]], width: int, after: After) -> tuple[Tensor, Tensor]:
+    if not newest:
+        return torch.empty(0, width), torch.empty(0, width, dtype=torch.int64)
+    scores, token_ids = zip(*(after(tree, path) for tree, path in newest), strict=True)
+    return best_of(torch.stack(scores), torch.stack(token_ids), width)
+
+
+def extend(paths: list[Path], rows: DraftRows) -> None:
+    """Add the paths to these rows, which their masks tell, to those of the tree's rows before."""
+    for token_id, mask in zip(rows.token_ids, rows.masks or [], strict=True):
+        assert mask >> len(paths) == 1
+        parent = (mask - (1 << len(paths))).bit_length() - 1
+        paths.append((*paths[parent], token_id))
