@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import chain
 
 import msgspec
 
 from protocol.errors import InvalidRequestError
+from protocol.outputs import FinishReason
 
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 4096
@@ -51,6 +52,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    def end(
+        self, token_id: int, num_tokens: int, eos: Collection[int]
+    ) -> tuple[FinishReason | None, int | None]:
+        """Return why an answer of `num_tokens` tokens ends with `token_id`, and the stop token that ends it;
+        None if it does not end.
+        """
+        if token_id in self.stop_token_ids:
+            return "stop", token_id
+        if token_id in eos and not self.ignore_eos:
+            return "stop", None
+        return ("length", None) if num_tokens >= self.max_tokens else (None, None)
 
 
 def check_sampling_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None:

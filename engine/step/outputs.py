@@ -27,23 +27,11 @@ def keep_tokens(sequence: SequenceState, token_ids: Sequence[int], eos: Collecti
         sequence.append(token_id)
         kept.token_ids.append(token_id)
         if sequence.hold_at is None:
-            kept.finish_reason, kept.stop_token_id = _finish_reason(sequence, token_id, eos)
+            num_tokens = len(sequence.output_token_ids)
+            kept.finish_reason, kept.stop_token_id = sequence.params.end(token_id, num_tokens, eos)
         if kept.finish_reason is not None:
             break
     return kept
-
-
-def _finish_reason(
-    sequence: SequenceState, token_id: int, eos: Collection[int]
-) -> tuple[FinishReason | None, int | None]:
-    params = sequence.params
-    if token_id in params.stop_token_ids:
-        return "stop", token_id
-    if token_id in eos and not params.ignore_eos:
-        return "stop", None
-    if len(sequence.output_token_ids) >= params.max_tokens:
-        return "length", None
-    return None, None
 
 
 def failure(sequence: SequenceState, problem: str) -> tuple[ErrorKind, str]:

@@ -13,7 +13,7 @@ import msgspec
 from protocol.adapters import Adapter
 from protocol.ids import new_request_id
 from protocol.kv_events import CacheFormat
-from protocol.outputs import FinishReason, RequestTiming, TokenOutput
+from protocol.outputs import RequestTiming, TokenOutput
 from protocol.requests import DraftPlan, EngineRequest
 from protocol.roles import Task
 from protocol.sampling import SamplingParams, check_grammar
@@ -200,15 +200,10 @@ class LiveRequest:
         """Return the output with which the last worker would have ended it, if its tokens so far already end
         it.
         """
-        reason: FinishReason | None = None
-        stop_token_id = None
-        last = self.output_token_ids[-1] if self.output_token_ids else None
-        if last in self.sampling.stop_token_ids:
-            reason, stop_token_id = "stop", last
-        elif last in eos_token_ids and not self.sampling.ignore_eos:
-            reason = "stop"
-        elif len(self.output_token_ids) >= self.sampling.max_tokens:
-            reason = "length"
+        tokens = self.output_token_ids
+        if not tokens:
+            return None
+        reason, stop_token_id = self.sampling.end(tokens[-1], len(tokens), eos_token_ids)
         if reason is None:
             return None
         return TokenOutput(
