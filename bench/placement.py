@@ -20,8 +20,7 @@ import typer
 
 from bench.options import counts
 from protocol.kv_events import CacheFormat, Medium
-from router.workers.kv_index import KvIndex, block_keys
-from router.workers.prompt_blocks import hash_blocks
+from router.workers.kv_index import KvIndex, block_keys, hash_blocks
 
 BLOCK_SIZE = 16
 PREAMBLE_BLOCKS = 64

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+from itertools import accumulate
 from math import inf
 from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from protocol.metrics import PREFIX, ROUTER, VLLM, Metric
 from protocol.outputs import RequestTiming
-from router.observe.histogram import LoopHistogram
 from router.placement.drafts.interface import DraftSite
 from router.requests.journal import LiveRequest
 from router.workers.registry import Worker
@@ -39,6 +43,28 @@ Limit = Literal["key_requests", "key_tokens", "key_concurrent"]
 RefusalReason = Literal["queue_full", "shed", "no_worker", "slo_ttft", "slo_tpot"] | Limit
 ConnectionEnd = Literal["late_head", "large_head", "malformed", "unread", "too_many"]
 """The reason why the router closed a client's connection."""
+
+
+class LoopHistogram(Collector):
+    """A histogram that the event loop observes and any thread reads: Prometheus' own takes three locks for
+    each value. `bounds` rise; the last has no bound.
+    """
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float], model_name: str) -> None:
+        self._name, self._text, self._model_name = name, text, model_name
+        self._bounds = [*bounds, inf]
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
+        totals = zip(map(floatToGoString, self._bounds), accumulate([*self._counts]), strict=True)
+        family.add_metric([self._model_name], list(totals), self._sum)
+        yield family
 
 
 class Metrics:

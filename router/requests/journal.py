@@ -25,7 +25,7 @@ from router.placement.drafts.kinds import ExpectedTokens
 from router.requests.thinking import ThinkingBudget
 from router.requests.times import RequestTimes
 from router.text.choice import Choice
-from router.workers.prompt_blocks import hash_blocks
+from router.workers.kv_index import hash_blocks
 from router.workers.registry import Worker
 
 LiveStage = Literal["queue", "prefill", "transfer", "decode"]

@@ -14,7 +14,7 @@ from protocol.kv_events import CacheFormat
 from protocol.outputs import PAGE_POSITIONS, TokenLogprobs, TokenOutput, logprobs_pages, paged_logprobs
 from router.text.detokenizer import Detokenizer
 from router.text.stop_strings import StopStringMatcher
-from router.workers.prompt_blocks import HashedBlocks, hash_blocks
+from router.workers.kv_index import HashedBlocks, hash_blocks
 
 
 class Echo(msgspec.Struct, frozen=True):

@@ -12,8 +12,9 @@ import struct
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import compress
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
+from protocol.ids import BlockIdentity, block_identities
 from protocol.kv_events import IDENTITY_BYTES, Medium
 from protocol.window import Window
 
@@ -36,6 +37,19 @@ def block_keys(identities: bytes) -> list[int]:
     """Return the index's keys of consecutive block identities."""
     words = struct.unpack(f"<{len(identities) // IDENTITY_BYTES * 2}Q", identities)
     return [word & KEY_BITS for word in words[::2]]
+
+
+class HashedBlocks(NamedTuple):
+    """The keys of the leading full blocks of some tokens, and the identity of the last of these blocks."""
+
+    keys: list[int]
+    last: BlockIdentity
+
+
+def hash_blocks(parent: BlockIdentity, token_ids: Sequence[int], block_size: int) -> HashedBlocks:
+    """Hash the full blocks that follow `parent`, as the workers do."""
+    identities = list(block_identities(parent, token_ids, block_size))
+    return HashedBlocks(block_keys(b"".join(identities)), identities[-1] if identities else parent)
 
 
 class KvIndex(Generic[Name]):

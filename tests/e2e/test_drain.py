@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from models.bundled import BUNDLED_MODEL
-from router.workers.prompt_blocks import hash_blocks
+from router.workers.kv_index import hash_blocks
 from tests.e2e.serving import HttpServing
 from tests.e2e.test_failover import REQUESTS, ask, prompt
 from tests.e2e.test_speculation import PROMPT, options

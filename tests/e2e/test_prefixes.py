@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from router.placement.interface import Placement, PolicyResult, PolicyState, RequestFacts
-from router.workers.prompt_blocks import hash_blocks
+from router.workers.kv_index import hash_blocks
 from tests.e2e.architectures import VOCAB_SIZE
 from tests.e2e.serving import HttpServing
 from tests.worker.tiny_model import greedy

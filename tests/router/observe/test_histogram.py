@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from router.observe.histogram import LoopHistogram
+from router.observe.metrics import LoopHistogram
 
 BOUNDS = (0.001, 0.5, 10.0, 1e6)
 
