@@ -31,9 +31,9 @@ from router.dispatch.placer import FIRST_OUTPUT, OUTPUT_PACE
 from router.placement import PlacementPolicy
 from router.placement.interface import Placement, PolicyState, Refusal, RequestFacts
 from router.placement.slo import refusal as slo_refusal
+from router.workers.assignment import Assignment, Loads
 from router.workers.demand import DemandMeter
 from router.workers.kv_index import KvIndex, block_keys
-from router.workers.loads import Loads
 from router.workers.registry import Registry, Worker
 
 REPORT_INTERVAL_S = 0.25
@@ -44,9 +44,9 @@ _PROMPT_IDS, _OWN_IDS = 2**30, 2**31
 
 @dataclass(eq=False, slots=True)
 class SimulatedRequest:
-    """A request of a trace, in the form that the router's `Loads` count. `hash_ids` name the contents of its
-    prompt's blocks of `block_tokens` tokens. Times are seconds of the simulation; it `ended` with its last
-    token, or when it was refused. `workers` has the names of the workers it was placed on.
+    """A request of a trace. Its `hash_ids` name the contents of its prompt's blocks of `block_tokens` tokens.
+    Times are seconds of the simulation; it `ended` with its last token, or when it was refused. `workers` has
+    the names of the workers it was placed on.
     """
 
     trace: TraceRequest
@@ -56,10 +56,12 @@ class SimulatedRequest:
     workers: Mapping[Task, str] = field(default_factory=dict)
     first_token: float = inf
     ended: float = inf
-    assigned: dict[Task, Worker] = field(default_factory=dict)
-    waits_at: Worker | None = None
-    num_uncached: int = 0
-    num_computed_by_decode: int = 0
+    assignment: Assignment | None = None
+
+    @property
+    def assigned(self) -> Assignment:
+        assert self.assignment is not None
+        return self.assignment
 
     @property
     def arrival(self) -> float:
@@ -69,15 +71,9 @@ class SimulatedRequest:
     def num_tokens(self) -> int:
         return self.trace.input_len
 
-    num_prefill_tokens = num_tokens
-
     @property
     def output_tokens(self) -> int:
         return self.trace.output_len
-
-    @property
-    def holders(self) -> list[Worker]:
-        return list(self.assigned.values())
 
     @property
     def was_split(self) -> bool:
@@ -241,13 +237,16 @@ class SimulatedCluster:
             self.meter.refused(late, self._registry.live())
             return
         assert isinstance(placement, Placement)
-        request.assigned = {task: self._registry.named(name) for task, name in placement.workers.items()}
         request.workers = placement.workers
-        first = self._named(request.holders[0])
+        workers = [self._registry.named(name) for name in placement.workers.values()]
+        first = self._named(workers[0])
         source = placement.prefix or first.known.key.worker_id
         cached = min(facts.cached_tokens.get(source, 0), request.num_tokens - 1)
-        self._loads.assign(request, request.num_tokens - cached)
-        self.meter.placed(request, first.known)
+        num_uncached = request.num_tokens - cached
+        assigned = self._loads.assign(workers[0], workers[-1], request.num_tokens, num_uncached)
+        request.assignment = assigned
+        self.meter.placed(assigned)
+        self._loads.sent(assigned)
         arrives_at = self.clock.now + self._profile.request_s
         if placement.prefix is not None:
             arrives_at = max(arrives_at, self._fetch(asked, first, self.workers[placement.prefix]))
@@ -310,7 +309,7 @@ class SimulatedCluster:
     def _submit(self, request: SimulatedRequest, asked: EngineRequest, first: SimulatedWorker) -> None:
         self._requests[asked.request_id] = request
         if request.was_split:
-            receiver = self._named(request.assigned["decode"])
+            receiver = self._named(request.assigned.decode)
             self._handoffs[asked.request_id] = SimulatedHandoff(asked, first, receiver)
         first.engine.submit(asked, prefill_only=request.was_split)
 
@@ -342,7 +341,7 @@ class SimulatedCluster:
     def _take_over(self, handoff: SimulatedHandoff) -> None:
         asked = handoff.request
         del self._handoffs[asked.request_id]
-        self._loads.leave_prefill(self._requests[asked.request_id])
+        self._loads.taken_over(self._requests[asked.request_id].assigned)
         assert handoff.prompt is not None and handoff.reserved is not None
         handoff.sender.engine.release(handoff.prompt)
         handoff.receiver.engine.join(asked, handoff.reserved)
@@ -350,8 +349,8 @@ class SimulatedCluster:
     def _on_first_token(self, sequence: SequenceState) -> None:
         request = self._requests[sequence.request_id]
         request.first_token = self.clock.now
-        self.meter.answered(request, request.holders[0], request.ttft_s, self._layout.slo_ttft_s)
-        self._loads.answered(request)
+        self.meter.answered(request.assigned, request.ttft_s, self._layout.slo_ttft_s)
+        self._loads.answered(request.assigned)
 
     def _on_finished(self, sequence: SequenceState) -> None:
         request = self._requests.pop(sequence.request_id)
@@ -359,9 +358,9 @@ class SimulatedCluster:
         handoff = self._handoffs.pop(sequence.request_id, None)
         if handoff is not None:
             self._withdraw(handoff)
-        self.meter.finished(request.assigned["decode"], request.tpot_s, self._layout.slo_tpot_s)
+        self.meter.finished(request.assigned.decode, request.tpot_s, self._layout.slo_tpot_s)
         self._mean_output += OUTPUT_PACE * (request.output_tokens - self._mean_output)
-        self._loads.release(request)
+        self._loads.release(request.assigned)
         self.num_ended += 1
 
     def _withdraw(self, handoff: SimulatedHandoff) -> None:

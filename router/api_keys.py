@@ -136,7 +136,7 @@ class Admission:
         """
         self.key.end_requests(self._num_requests)
         if self._generation is not None:
-            placed = [request for request in self._generation.requests if request.workers]
+            placed = [request for request in self._generation.requests if request.assignment is not None]
             used = _prompt_tokens(placed) + sum(choice.num_tokens for choice in self._generation.choices)
             self.key.add_tokens(used - self._reserved)
 

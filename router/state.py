@@ -48,7 +48,7 @@ from router.preprocessing.reading import BodyReader
 from router.preprocessing.requests import RequestPreparer
 from router.reading.chats import Chats
 from router.reading.request_builder import RequestBuilder
-from router.reading.served import ServedModel
+from router.reading.served import ServedModel, load_defaults
 from router.requests.journal import Journal
 from router.requests.slices import Slices
 from router.responses.store import ResponseStore, response_store
@@ -56,7 +56,6 @@ from router.scaling.autoscaler import Autoscaler
 from router.scaling.restarter import Restarter
 from router.scaling.scaler import Scaler
 from router.scaling.turns import Turns
-from router.text.generation_defaults import load_defaults
 from router.text.tokenizer import Tokenizer
 from router.workers.registry import SWEEP_INTERVAL_S, ModelFacts, Registry, Worker, WorkerKey
 
@@ -118,7 +117,7 @@ class RouterState:
         self.autoscaler = Autoscaler(
             config, self.registry, self.metrics, self.scaler, self.drainer, self.placer.meter
         )
-        self.roll_call = RollCall(*shared[1:], self.dispatcher)
+        self.roll_call = RollCall(*shared[1:], self.placer.loads, self.dispatcher)
         self.registry.on_registered = self._greet
         self.registry.on_lost = self._on_lost
         self.registry.on_refused = self._refuse

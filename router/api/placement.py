@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import msgspec
 from fastapi import APIRouter, Query
@@ -14,7 +14,8 @@ from starlette.responses import Response
 from router.api.access import State
 from router.api.openapi import Json
 from router.dispatch.decisions import MAX_DECISIONS
-from router.requests.journal import LIVE_STAGES, LiveRequest
+from router.requests.journal import LiveRequest
+from router.workers.assignment import LiveStage
 from router.workers.registry import Worker
 
 DEFAULT_LIMIT = 100
@@ -70,8 +71,8 @@ async def show_requests(
     state: State, limit: Annotated[int, Query(ge=1, le=MAX_REQUESTS)] = DEFAULT_LIMIT
 ) -> Response:
     now, live = time.monotonic(), list(state.journal)
-    numbers = Counter(each.stage for each in live)
-    stages = {stage: numbers[stage] for stage in LIVE_STAGES}
+    numbers = Counter(each.stage.shown for each in live)
+    stages = {stage: numbers[stage] for stage in get_args(LiveStage)}
     return Json({"stages": stages, "requests": [_request(each, now) for each in live[:limit]]})
 
 
@@ -110,11 +111,11 @@ def _states(counters: Mapping[str, float]) -> dict[str, float] | None:
 
 
 def _request(request: LiveRequest, now: float) -> dict[str, Any]:
-    choice, plan = request.choice, request.draft_plan
+    choice, plan = request.choice, request.drafts.plan
     return {
         "request_id": request.request_id,
-        "stage": request.stage,
-        "workers": dict(request.workers) if request.assigned else {},
+        "stage": request.stage.shown,
+        "workers": {} if request.current is None else request.worker_ids,
         "drafts_at": None if plan is None or plan.at is None else plan.at.worker_id,
         "seconds": now - request.generation.arrival,
         "prompt_tokens": len(choice.prompt.token_ids),
@@ -124,17 +125,9 @@ def _request(request: LiveRequest, now: float) -> dict[str, Any]:
     }
 
 
-def _drafter(request: LiveRequest) -> str | None:
-    """Return the id of the worker that drafts for the request."""
-    period = request.drafts.current
-    if period is None or period.decision.place.method is None:
-        return None
-    return period.decision.place.at or period.worker_id
-
-
 def _drafts(requests: Iterable[LiveRequest]) -> list[dict[str, Any]]:
-    planned = [request for request in requests if request.drafts.current is not None]
-    counts = Counter((request.assigned["decode"].key.worker_id, _drafter(request)) for request in planned)
+    periods = [request.drafts.current for request in requests]
+    counts = Counter((period.worker_id, period.made_by) for period in periods if period is not None)
     return [
         {"decode": decode, "at": at, "requests": count}
         for (decode, at), count in sorted(counts.items(), key=str)

@@ -17,6 +17,7 @@ from router.observe.metrics import Metrics, RefusalReason
 from router.observe.request_log import RequestLog, ids
 from router.requests.journal import Generation, Journal, LiveRequest
 from router.requests.slices import SLICE_S
+from router.workers.assignment import Assignment, Stage
 from router.workers.registry import Registry, Worker
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,8 @@ class Dispatcher:
         if self._placer.num_parked:
             self.resume_parked()
         for request in self._placer.ahead.send_waiting():
-            reason = f"worker {request.holders[0].key.worker_id} cannot be reached"
+            assert request.assignment is not None
+            reason = f"worker {request.assignment.first.key.worker_id} cannot be reached"
             self._place_again_or_fail(request, "worker_lost", reason, counts=False)
 
     def resume_parked(self) -> None:
@@ -150,16 +152,16 @@ class Dispatcher:
         """
         message = f"worker {worker.key.worker_id} was lost: {reason}"
         was_stopped = worker.silence_s > self._config.worker_timeout and not worker.is_stalled
-        for request in self._journal:
-            if worker is request.assigned.get("decode") and "prefill" in request.assigned:
+        for request, at in self._journal.assigned():
+            if worker is at.decode and at.prefill is not None:
                 self.redirect(request, "worker_lost", message)
-            elif worker in request.holders:
-                had_it = request not in self._placer.ahead and worker is not request.answered_by
+            elif worker in at.holders:
+                had_it = at.stage is not Stage.HELD and worker is not at.answered_by
                 self._place_again_or_fail(request, "worker_lost", message, counts=had_it and not was_stopped)
 
-    def lost(self, request: LiveRequest, worker: Worker, reason: str) -> None:
-        """Place a request again that `worker` should have and does not."""
-        self._place_again_or_fail(request, "worker_lost", reason, counts=worker is not request.answered_by)
+    def lost(self, request: LiveRequest, at: Assignment, reason: str) -> None:
+        """Place a request again that its keeper should have and does not."""
+        self._place_again_or_fail(request, "worker_lost", reason, counts=at.keeper is not at.answered_by)
 
     def handover_failed(self, message: HandoverFailed) -> None:
         """Handle a prefill worker's report that the decode worker did not take over a prompt."""
@@ -170,12 +172,12 @@ class Dispatcher:
         elif request is None:
             self._metrics.dropped("unknown_request")
             self._send(worker, Abort(request_ids=[message.request_id]))
-        elif not _is_decoded_by(request, message.decode_incarnation):
+        elif (at := request.current) is None or at.decode.key.incarnation != message.decode_incarnation:
             self._metrics.dropped("redirected_before")
-        elif worker is request.assigned.get("prefill"):
+        elif worker is at.prefill:
             may_ask_again = message.error_kind == "transfer" and not message.manifest_sent
             self.redirect(request, message.error_kind, message.reason, may_ask_again)
-        elif worker is request.prefilled_by:
+        elif worker is at.first:
             # The decode worker's tokens came before this report: it had begun, and the prefill worker has
             # told it to give the request up.
             self._send(worker, Abort(request_ids=[message.request_id]))
@@ -199,30 +201,32 @@ class Dispatcher:
                 self._metrics.dropped("unknown_request")
                 if output.finish_reason is None:
                     unknown.append(output.request_id)
-            elif worker not in request.assigned.values():
+            elif (at := request.assignment) is None or not at.is_sent_to(worker):
                 self._metrics.dropped("not_the_holder")
             elif output.finish_reason in ("error", "abort"):
                 kind = output.error_kind or "internal"
                 reason = output.error or f"worker {worker.key.worker_id} gave the request up"
                 self._place_again_or_fail(request, kind, reason)
             else:
-                num_tokens += self._handle_or_fail(request, worker, output, now)
+                num_tokens += self._handle_or_fail(request, at, worker, output, now)
         if unknown:  # an abort got lost, or crossed this message
             self._send(worker, Abort(request_ids=unknown))
         if num_tokens:
             self._metrics.generation_tokens.inc(num_tokens)
         self.send_waiting()
 
-    def _handle_or_fail(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> int:
+    def _handle_or_fail(
+        self, request: LiveRequest, at: Assignment, worker: Worker, output: TokenOutput, now: float
+    ) -> int:
         """Return the number of tokens that the answer gained."""
-        if request.is_early(worker):
+        if at.stage is Stage.PREFILL and worker is not at.first:
             request.early.append(output)
             return 0
         num_before = request.choice.num_tokens
         try:
             self._handle(request, worker, output, now)
             while request.early and self._journal.get(request.request_id):
-                self._handle(request, request.assigned["decode"], request.early.pop(0), now)
+                self._handle(request, at.decode, request.early.pop(0), now)
         except Exception:  # one request's output must not take the others down
             logger.exception("request %s failed in the router", request.request_id, extra=ids(request))
             self.fail(request.generation, failed_generation("internal", "the router failed on this request"))
@@ -262,27 +266,28 @@ class Dispatcher:
             generation.num_unfinished -= 1
             if generation.is_over:
                 self._close(generation)
-        elif cut is not None:
-            self._resume_after_thinking(request, worker, now)
+        elif cut is not None and not self._has_ended(request, now):
+            # The worker has other tokens than the end of thinking that the answer got.
+            self.place_again(request, "thinking", "its thinking was ended")
         request.generation.notify()
 
     def _count_tokens(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> None:
-        num_before = len(request.output_token_ids)
-        if num_before == request.num_emitted_before:
+        at, num_before = request.assignment, len(request.output_token_ids)
+        assert at is not None
+        if not at.has_answered:
             request.times.answered_at = now
-            self._placer.answered(request, now)
+            self._placer.answered(request, at, now)
         if not num_before:
             request.first_token_time = now
             self._metrics.first_token(request, now)
         else:
             request.times.num_steps += 1
             self._metrics.inter_token_latency.observe(now - request.last_token_time)
-        if worker is request.assigned["decode"]:
+        if worker is at.decode:
             request.failures = 0
-            if "prefill" in request.assigned:
+            if at.stage is not Stage.DECODE:
                 request.times.taken_over_at = now
-                self._placer.loads.leave_prefill(request)
-        request.answered_by = worker
+                self._placer.loads.taken_over(at)
         request.last_token_time = now
         request.output_token_ids.extend(output.token_ids)
 
@@ -299,27 +304,22 @@ class Dispatcher:
         request.failures += counts
         if kind not in _REPLACEABLE:
             self.fail(request.generation, failed_generation(kind, reason))
-        elif (end := self._end_of(request)) is not None:
-            self._placer.abort([request])
-            self._handle(request, request.holders[0], end, time.monotonic())
+        elif self._has_ended(request, time.monotonic()):
+            return
         elif request.failures >= MAX_FAILURES:
             self.fail(request.generation, failed_generation(kind, reason))
         else:
             self.place_again(request, kind, reason)
 
-    def _end_of(self, request: LiveRequest) -> TokenOutput | None:
-        model = self._registry.model
-        return request.end(model.eos_token_ids if model is not None else ())
-
-    def _resume_after_thinking(self, request: LiveRequest, worker: Worker, now: float) -> None:
-        """Place the request again: its worker has other tokens than the end of thinking that the answer
-        got.
-        """
-        if (end := self._end_of(request)) is not None:
-            self._placer.abort([request])
-            self._handle(request, worker, end, now)
-        else:
-            self.place_again(request, "thinking", "its thinking was ended")
+    def _has_ended(self, request: LiveRequest, now: float) -> bool:
+        """End the request if its tokens so far already end it. Return whether they do."""
+        at, model = request.current, self._registry.model
+        end = request.end(model.eos_token_ids if model is not None else ())
+        if at is None or end is None:
+            return False
+        self._placer.abort([request])
+        self._handle(request, at.keeper, end, now)
+        return True
 
     def place_again(self, request: LiveRequest, cause: Cause, reason: str) -> None:
         """Assign a request, with its tokens so far, to other workers. Fail it if there is none."""
@@ -329,7 +329,7 @@ class Dispatcher:
             kind = "worker_lost" if cause == "drain" or cause == "thinking" else cause
             self.fail(request.generation, failed_generation(kind, f"{reason}; {refusal.reason}"))
             return
-        how = "placed again" if request.assigned else "parked"
+        how = "parked" if request.current is None else "placed again"
         logger.log(
             logging.INFO if cause == "thinking" else logging.WARNING,
             "%s as %s after %d tokens: %s",
@@ -353,10 +353,11 @@ class Dispatcher:
 
         If there is none, the prefill worker decodes the request itself.
         """
-        if request in self._placer.ahead:
+        at = request.current
+        if at is None or at.prefill is None or at.stage is Stage.HELD:
             self.place_again(request, kind, reason)
             return
-        prefill, failed = request.assigned["prefill"], request.assigned["decode"]
+        prefill, failed = at.prefill, at.decode
         may_ask_again = may_ask_again and failed.key.incarnation not in request.failed
         request.failed.add(failed.key.incarnation)
         target = self._next_decode(request, prefill, failed if may_ask_again else None)
@@ -375,8 +376,7 @@ class Dispatcher:
         )
         request.redirects += 1
         request.early.clear()
-        self._placer.loads.move_decode(request, target)
-        request.workers = {task: worker.key.worker_id for task, worker in request.assigned.items()}
+        self._placer.loads.redirect(at, target)
         if target is not failed:
             self._send(failed, Abort(request_ids=[request.request_id]))
         if target is prefill:
@@ -405,11 +405,6 @@ class Dispatcher:
     def _close(self, generation: Generation) -> None:
         if generation.timeout is not None:
             generation.timeout.cancel()
-
-
-def _is_decoded_by(request: LiveRequest, incarnation: str) -> bool:
-    decode = request.assigned.get("decode")
-    return decode is not None and decode.key.incarnation == incarnation
 
 
 def _complaint(request: LiveRequest, output: TokenOutput) -> str | None:

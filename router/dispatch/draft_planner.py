@@ -14,9 +14,11 @@ import msgspec
 
 from costs.drafting import SharedDrafter
 from protocol.config import ServeConfig
+from protocol.peers import PeerAddress
 from protocol.router_to_worker import PeerGone, Replan
 from protocol.speculation import RequestClass, RequestSpeculation
 from router.observe.metrics import Metrics
+from router.placement.drafts.history import DraftPeriod
 from router.placement.drafts.interface import (
     DraftDecision,
     DraftFacts,
@@ -27,8 +29,8 @@ from router.placement.drafts.interface import (
 )
 from router.placement.drafts.kinds import DraftKind, expect
 from router.placement.drafts.prospects import Prospects, decide
-from router.placement.drafts.seen import SeenRates
 from router.requests.journal import Journal, LiveRequest
+from router.workers.assignment import Assignment, Stage
 from router.workers.registry import Registry, Worker
 
 logger = logging.getLogger(__name__)
@@ -66,32 +68,32 @@ class DraftPlanner:
         self._tokens_left = tokens_left
         self._prospects: dict[_Key, tuple[object, Prospects]] = {}
         self._kinds: defaultdict[_Key, DraftKind] = defaultdict(lambda: DraftKind(metrics.draft_tried))
-        self._drafting: Counter[tuple[Worker, Worker]] = Counter()
+        self._drafting: Counter[tuple[str, str]] = Counter()
         """The number of requests that the first worker decodes and the second drafts for."""
         self._next = 0
         """The place in the journal where the next sweep continues."""
 
-    def plan(self, request: LiveRequest) -> None:
+    def plan(self, request: LiveRequest, at: Assignment) -> None:
         """Plan a request that was assigned to workers but not sent to them yet."""
         asked = request.generation.speculation
         if self._deployed is None and (asked is None or asked.method is None):
             return
-        decision = self._decide(request, None)
-        self._adopt(request, decision)
-        self._expect(request, decision.chosen, since=0.0)
+        decision = self._decide(request, at, None)
+        self._adopt(request, at, decision)
+        self._expect(request, at, decision.chosen, since=0.0)
         self._metrics.draft_planned(decision.place.where)
 
     def sweep(self) -> None:
         """Reconsider running requests. To be called a few times a second."""
         self._prospects.clear()
-        requests, began = list(self._journal), time.monotonic()
+        requests, began = self._journal.assigned(), time.monotonic()
         first = self._next if self._next < len(requests) else 0
         self._next = 0
-        for index, request in enumerate(requests[first:], first):
+        for index, (request, at) in enumerate(requests[first:], first):
             if time.monotonic() - began > SWEEP_S:
                 self._next = index
                 break
-            self._reconsider(request)
+            self._reconsider(request, at)
 
     def leave(self, worker: Worker) -> None:
         """Stop using a worker that was lost or is about to leave. Requests that draft on it draft
@@ -99,9 +101,10 @@ class DraftPlanner:
         """
         for key in [key for key in self._kinds if key[0] is worker]:
             del self._kinds[key]
-        for request in self._journal if worker.role.purpose == "draft" else ():
-            if request.drafts_by is not None:
-                self._reconsider(request)
+        for request, at in self._journal.assigned() if worker.role.purpose == "draft" else ():
+            period = request.drafts.current
+            if period is not None and period.at is not None:
+                self._reconsider(request, at)
 
     def lost(self, worker: Worker) -> None:
         """Handle a worker that died or fell silent. Draft workers free what they hold for it."""
@@ -116,25 +119,23 @@ class DraftPlanner:
 
     # --- inside -------------------------------------------------------------------------------------
 
-    def _reconsider(self, request: LiveRequest) -> None:
-        current, decode = request.drafts.place, request.assigned.get("decode")
-        if current is None or decode is None or "prefill" in request.assigned or not request.has_answered:
+    def _reconsider(self, request: LiveRequest, at: Assignment) -> None:
+        period = request.drafts.current
+        if period is None or at.stage is not Stage.DECODE:
             return  # its decode worker does not have it yet
-        self._follow(request, decode)
-        cause: Cause = "load"
-        if request.drafts_by is not None and not self._is_there(request.drafts_by[1]):
-            cause = "lost"
+        self._follow(period, at)
+        current = period.decision.place
+        cause: Cause = "lost" if period.at is not None and not self._is_there(period.at) else "load"
         now = time.monotonic()
-        self._learn(request, now)
-        decision = self._decide(request, current)
+        self._learn(request, at, period, now)
+        decision = self._decide(request, at, current)
         if decision.place == current and cause == "load":
-            self._expect(request, decision.chosen, since=now)
+            self._expect(request, at, decision.chosen, since=now)
             return
-        self._adopt(request, decision)
-        message = Replan(
-            incarnation=decode.key.incarnation, request_id=request.request_id, plan=request.draft_plan
-        )
-        if not self._send(decode, message):
+        self._adopt(request, at, decision)
+        plan, incarnation = request.drafts.plan, at.decode.key.incarnation
+        message = Replan(incarnation=incarnation, request_id=request.request_id, plan=plan)
+        if not self._send(at.decode, message):
             return  # the worker is about to be lost, with all that it runs
         request.drafts.num_replans += 1
         self._metrics.draft_replanned(cause)
@@ -148,86 +149,96 @@ class DraftPlanner:
                 decision.reason,
             )
 
-    def _follow(self, request: LiveRequest, decode: Worker) -> None:
+    def _follow(self, period: DraftPeriod, at: Assignment) -> None:
         """Follow a request that was handed off to another decode worker than the planned one."""
-        pair = request.drafts_by
-        if pair is not None and pair[0] is not decode:
-            self._count(pair, -1, -request.num_tokens_given)
-            request.drafts_by = decode, pair[1]
-            self._count(request.drafts_by, 1, request.num_tokens_given)
+        name = at.decode.key.worker_id
+        if period.worker_id != name:
+            self._count(period, -1)
+            period.worker_id = name
+            self._count(period, 1)
 
-    def _is_there(self, drafter: Worker) -> bool:
-        return drafter.takes_requests and self._registry.current(*drafter.key) is drafter
+    def _is_there(self, drafter: PeerAddress) -> bool:
+        worker = self._registry.current(drafter.worker_id, drafter.incarnation)
+        return worker is not None and worker.takes_requests
 
-    def _decide(self, request: LiveRequest, current: DraftPlace | None) -> DraftDecision:
-        kind, asked = self._kind(request), request.generation.speculation
+    def _decide(self, request: LiveRequest, at: Assignment, current: DraftPlace | None) -> DraftDecision:
+        kind, asked = self._kinds[_key(request, at)], request.generation.speculation
         facts = DraftFacts(
             num_tokens=len(request.choice.prompt.token_ids) + len(request.output_token_ids),
             tokens_left=self._tokens_left(request),
             current=current,
         )
-        prospects = self._prospects_of(request, kind.seen)
+        prospects = self._prospects_of(request, at, kind)
         where = asked.place if asked is not None and asked.place is not None else self._where
         return kind.decide(facts, prospects) if where == "cost" else _forced(decide(facts, prospects), where)
 
-    def _kind(self, request: LiveRequest) -> DraftKind:
-        return self._kinds[_key(request)]
+    def _expect(self, request: LiveRequest, at: Assignment, option: DraftOption, since: float) -> None:
+        period = request.drafts.current
+        if period is not None:
+            num_tokens = max(len(request.output_token_ids), request.num_emitted_before + 1)
+            rows = self._target(at.decode).rows
+            period.expected = expect(option, rows, since, num_tokens)
 
-    def _expect(self, request: LiveRequest, option: DraftOption, since: float) -> None:
-        rows = self._target(request.assigned["decode"]).rows
-        num_tokens = max(len(request.output_token_ids), request.num_emitted_before + 1)
-        request.expected = expect(option, rows, since, num_tokens)
-
-    def _learn(self, request: LiveRequest, now: float) -> None:
+    def _learn(self, request: LiveRequest, at: Assignment, period: DraftPeriod, now: float) -> None:
         """Learn from the tokens that the request got since the last call."""
-        expected, request.expected = request.expected, None
-        if expected is not None and request.has_answered:
-            rows, num_tokens = self._target(request.assigned["decode"]).rows, len(request.output_token_ids)
-            self._kind(request).note(expected, request.times.answered_at, num_tokens, rows, now)
+        expected, period.expected = period.expected, None
+        if expected is not None and at.has_answered:
+            rows, num_tokens = self._target(at.decode).rows, len(request.output_token_ids)
+            self._kinds[_key(request, at)].note(expected, request.times.answered_at, num_tokens, rows, now)
 
-    def _adopt(self, request: LiveRequest, decision: DraftDecision) -> None:
-        self.end(request)
-        decode, at = request.assigned["decode"], decision.place.at
-        if at is not None:
-            request.drafts_by = decode, self._registry.named(at)
-            request.num_tokens_given = request.num_prefill_tokens
-            self._count(request.drafts_by, 1, request.num_tokens_given)
-        request.drafts.begin_period(decision, decode.key.worker_id, request.draft_counts)
+    def _adopt(self, request: LiveRequest, at: Assignment, decision: DraftDecision) -> None:
+        self.end(request, at)
+        drafter = decision.place.at
+        period = DraftPeriod(
+            decision,
+            at.decode.key.worker_id,
+            self._registry.named(drafter).address if drafter is not None else None,
+            at.num_tokens,
+            request.draft_counts,
+        )
+        request.drafts.periods.append(period)
+        self._count(period, 1)
 
-    def end(self, request: LiveRequest) -> None:
+    def end(self, request: LiveRequest, at: Assignment) -> None:
         """End the request's current draft period: it drafts no more, or elsewhere."""
-        self._learn(request, request.last_token_time)
-        pair, request.drafts_by = request.drafts_by, None
-        if pair is not None:
-            self._count(pair, -1, -request.num_tokens_given)
-        period = request.drafts.end_period(request.draft_counts)
-        if period is not None and period.counts.steps:
-            counts = period.counts
+        period = request.drafts.current
+        if period is None:
+            return
+        self._learn(request, at, period, request.last_token_time)
+        self._count(period, -1)
+        period.ended = request.draft_counts
+        counts = period.counts
+        if counts.steps:
             predicted = period.decision.chosen.tokens_per_step * counts.steps
             self._metrics.drafts_made(period.decision.place.where, counts.steps, predicted, counts.tokens)
 
-    def _count(self, pair: tuple[Worker, Worker], requests: int, tokens: int) -> None:
-        self._drafting[pair] += requests
+    def _count(self, period: DraftPeriod, sign: int) -> None:
+        """Count a request at its draft worker, if it has one."""
+        if period.at is None:
+            return
+        pair = period.worker_id, period.at.worker_id
+        self._drafting[pair] += sign
         if not self._drafting[pair]:
             del self._drafting[pair]
-        drafter = pair[1]
-        drafter.outstanding_requests += requests
-        drafter.outstanding_rows += requests
-        drafter.outstanding_context += tokens
-        self._registry.changed(drafter)
+        drafter = self._registry.current(period.at.worker_id, period.at.incarnation)
+        if drafter is not None:
+            drafter.outstanding_requests += sign
+            drafter.outstanding_rows += sign
+            drafter.outstanding_context += sign * period.num_tokens
+            self._registry.changed(drafter)
 
     # --- estimates --------------------------------------------------------------------------------
 
-    def _prospects_of(self, request: LiveRequest, seen: SeenRates) -> Prospects:
+    def _prospects_of(self, request: LiveRequest, at: Assignment, kind: DraftKind) -> Prospects:
         """Return the prospects of requests like this one, computed once per sweep unless the load changes."""
-        decode, asked, request_class = key = _key(request)
-        target, drafters = self._target(decode), self._drafters(decode, request)
+        decode, asked, request_class = key = _key(request, at)
+        target, drafters = self._target(decode), self._drafters(decode, kind)
         load = target.rows, [(each.worker_id, each.others) for each in drafters]
         known = self._prospects.get(key)
         if known is None or known[0] != load:
             known = self._prospects[key] = (
                 load,
-                Prospects(target, drafters, asked, request_class, seen),
+                Prospects(target, drafters, asked, request_class, kind.seen),
             )
         return known[1]
 
@@ -243,11 +254,11 @@ class DraftPlanner:
             drafts_itself=deployed is not None and deployed.decode_workers_draft,
         )
 
-    def _drafters(self, decode: Worker, request: LiveRequest) -> list[SharedDrafter]:
+    def _drafters(self, decode: Worker, kind: DraftKind) -> list[SharedDrafter]:
         if self._deployed is None or decode.role.purpose != "decode":
             return []
         names = [load.worker_id for load in self._registry.cluster.least_loaded("draft", CANDIDATES)]
-        maker = self._kind(request).maker
+        maker = kind.maker
         used = self._registry.current_of(maker.at) if maker is not None else None
         if used is not None and used.takes_requests:
             names.append(used.key.worker_id)
@@ -261,16 +272,16 @@ class DraftPlanner:
             worker_id=drafter.key.worker_id,
             method=self._deployed.method,
             costs=load.costs,
-            others=max(load.requests - self._drafting[decode, drafter], 0),
+            others=max(load.requests - self._drafting[decode.key.worker_id, drafter.key.worker_id], 0),
             context_tokens=load.context_tokens / load.rows if load.rows > 0 else 0.0,
             waiting_tokens=load.prefill_tokens,
             answer_s=answers.get(drafter.key.worker_id, 0.0),
         )
 
 
-def _key(request: LiveRequest) -> _Key:
+def _key(request: LiveRequest, at: Assignment) -> _Key:
     request_class: RequestClass = "greedy" if request.sampling.is_greedy else "sampled"
-    return request.assigned["decode"], request.generation.speculation, request_class
+    return at.decode, request.generation.speculation, request_class
 
 
 def _forced(decision: DraftDecision, where: DraftSite) -> DraftDecision:

@@ -25,6 +25,7 @@ from router.errors import ApiError
 from router.observe.metrics import Metrics
 from router.observe.request_log import ids
 from router.requests.journal import Journal, LiveRequest
+from router.workers.assignment import Assignment, Stage
 from router.workers.registry import Registry, Worker
 
 logger = logging.getLogger(__name__)
@@ -220,7 +221,12 @@ class Drainer:
             if move is None:
                 continue
             request, target = move
-            if self._journal.get(message.request_id) is not request or drain.worker not in request.holders:
+            at = request.current
+            if (
+                self._journal.get(message.request_id) is not request
+                or at is None
+                or at.decode is not drain.worker
+            ):
                 return  # it has ended in the meantime
             if message.complete and target in self._registry.live():
                 self._move(drain, request, target)
@@ -246,22 +252,25 @@ class Drainer:
     def _advance(self, drain: Drain) -> None:
         worker = drain.worker
         is_late = time.monotonic() > drain.began + self._config.drain_timeout
-        for request in [request for request in self._journal if worker in request.holders]:
+        for request, at in self._held(worker):
             if is_late or (request.request_id not in drain.moves and request.request_id not in drain.failed):
-                self._take_away(drain, request, is_late)
-        if not any(worker in request.holders for request in self._journal):
+                self._take_away(drain, request, at, is_late)
+        if not self._held(worker):
             self._finish(drain)
 
-    def _take_away(self, drain: Drain, request: LiveRequest, is_late: bool) -> None:
+    def _held(self, worker: Worker) -> list[tuple[LiveRequest, Assignment]]:
+        """Return the requests that the worker has or is to get."""
+        return [(request, at) for request, at in self._journal.assigned() if worker in at.holders]
+
+    def _take_away(self, drain: Drain, request: LiveRequest, at: Assignment, is_late: bool) -> None:
         """Begin to move the request, or leave it there for now."""
-        worker = drain.worker
-        decodes = worker is request.assigned.get("decode")
-        if request in self._placer.ahead:
+        decodes = drain.worker is at.decode
+        if at.stage is Stage.HELD:
             self._place_again(drain, request)
-        elif decodes and "prefill" in request.assigned:
-            self._dispatcher.redirect(request, "drain", f"worker {worker.key.worker_id} leaves")
+        elif decodes and at.prefill is not None:
+            self._dispatcher.redirect(request, "drain", f"worker {drain.worker.key.worker_id} leaves")
             drain.report.redirected += 1
-        elif is_late or (decodes and not request.has_answered):
+        elif is_late or (decodes and not at.has_answered):
             self._place_again(drain, request)
         elif decodes:
             self._prefetch(drain, request)

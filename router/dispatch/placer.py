@@ -23,8 +23,8 @@ from router.placement.cluster import Cluster
 from router.placement.interface import Placement, PolicyState, Refusal, RequestFacts
 from router.placement.slo import refusal as slo_refusal
 from router.requests.journal import Journal, LiveRequest
+from router.workers.assignment import Assignment, Loads, Stage
 from router.workers.demand import DemandMeter
-from router.workers.loads import Loads
 from router.workers.registry import Registry, Worker
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class Placer:
     def withdraw(self, requests: Iterable[LiveRequest]) -> None:
         """Remove the unfinished requests from the journal and abort them on their workers."""
         unfinished = [request for request in requests if self._journal.remove(request)]
-        self.abort(request for request in unfinished if request not in self.ahead)
+        self.abort(request for request in unfinished if request.stage is not Stage.HELD)
         for request in unfinished:
             self._unpark(request)
             self._release(request)
@@ -116,7 +116,7 @@ class Placer:
     def abort(self, requests: Iterable[LiveRequest]) -> None:
         by_worker: dict[Worker, list[str]] = defaultdict(list)
         for request in requests:
-            for worker in request.holders:
+            for worker in request.assignment.holders if request.assignment is not None else ():
                 by_worker[worker].append(request.request_id)
         for worker, request_ids in by_worker.items():
             self._send(worker, Abort(request_ids=request_ids))
@@ -142,16 +142,16 @@ class Placer:
         self.withdraw([request])
         request.start_placement()
         self._journal.add(request)
-        self._assign(request, Placement({"decode": target.key.worker_id}), self._facts(request))
-        return self.ahead.offer(request)
+        placement = Placement({"decode": target.key.worker_id})
+        return self.ahead.offer(request, self._assign(request, placement, self._facts(request)))
 
-    def answered(self, request: LiveRequest, now: float) -> None:
+    def answered(self, request: LiveRequest, at: Assignment, now: float) -> None:
         """Record that the placement's first token has arrived."""
         if not request.first_token_time:
             ttft_s = now - request.generation.arrival
-            self.meter.answered(request, request.holders[0], ttft_s, request.generation.slo_ttft_s)
-        self.loads.answered(request)
-        self.ahead.free(request)
+            self.meter.answered(at, ttft_s, request.generation.slo_ttft_s)
+        self.loads.answered(at)
+        self.ahead.free(at)
         self.decisions.answered(request, now)
 
     def finished(self, request: LiveRequest, now: float) -> None:
@@ -162,10 +162,10 @@ class Placer:
         self._release(request)
 
     def _judge_pace(self, request: LiveRequest, now: float) -> None:
-        others, decode = request.choice.num_tokens - 1, request.assigned.get("decode")
-        if others > 0 and decode is not None:
+        others, at = request.choice.num_tokens - 1, request.current
+        if others > 0 and at is not None:
             tpot_s = (now - request.first_token_time) / others
-            self.meter.finished(decode, tpot_s, request.generation.slo_tpot_s)
+            self.meter.finished(at.decode, tpot_s, request.generation.slo_tpot_s)
 
     # --- parking ----------------------------------------------------------------------------------
 
@@ -210,17 +210,17 @@ class Placer:
             late = self._late(request, facts, placement) if checks_slo else None
             if late is not None:
                 return late
-            first = self._assign(request, placement, facts)
+            at = self._assign(request, placement, facts)
             assigned = time.monotonic()  # after this point the time counts as placed, or as waiting
-            if self.ahead.offer(request):
+            if self.ahead.offer(request, at):
                 request.times.placement_s += assigned - began
                 self._metrics.placed("prefill" in placement.workers)
                 self.decisions.placed(request, facts, placement)
                 self._note_fallback(placement)
                 return None
-            first.is_reachable = False
-            self._registry.changed(first)
-            unreachable = Refusal(f"worker {first.key.worker_id} cannot be reached")
+            at.first.is_reachable = False
+            self._registry.changed(at.first)
+            unreachable = Refusal(f"worker {at.first.key.worker_id} cannot be reached")
             self._release(request)
 
     def _late(self, request: LiveRequest, facts: RequestFacts, placement: Placement) -> Refusal | None:
@@ -234,7 +234,8 @@ class Placer:
         return slo_refusal(facts, self._registry.cluster, placement)
 
     def _facts(self, request: LiveRequest) -> RequestFacts:
-        holder = request.prefilled_by
+        before = request.assignment
+        holder = before.first if before is not None and before.first.role.purpose == "prefill" else None
         holds = holder is not None and holder.live and holder.key.incarnation not in request.failed
         return RequestFacts(
             num_tokens=request.num_prefill_tokens,
@@ -260,41 +261,42 @@ class Placer:
             return {}
         return self._kv_feed.cached_tokens(request)
 
-    def _assign(self, request: LiveRequest, placement: Placement, facts: RequestFacts) -> Worker:
-        """Store the placement in the request. Returns the worker that begins."""
-        request.assigned = {task: self._registry.named(name) for task, name in placement.workers.items()}
-        request.workers = placement.workers
-        first = request.holders[0]
-        if first.role.purpose == "prefill":
-            request.prefilled_by = first
+    def _assign(self, request: LiveRequest, placement: Placement, facts: RequestFacts) -> Assignment:
+        """Assign the request to the placement's workers."""
+        workers = [self._registry.named(name) for name in placement.workers.values()]
+        first, decode = workers[0], workers[-1]
         request.prefix = placement.prefix
         source = first.key.worker_id if placement.prefix is None else placement.prefix
         cached = min(facts.cached_tokens.get(source, 0), facts.num_tokens - 1)
-        self.loads.assign(request, facts.num_tokens - cached)
-        self.meter.placed(request, first)
-        request.cost = request.cost or request.num_uncached + facts.output_tokens
-        self.drafts.plan(request)
-        return first
+        at = request.assignment = self.loads.assign(
+            first, decode, facts.num_tokens, facts.num_tokens - cached
+        )
+        self.meter.placed(at)
+        request.cost = request.cost or at.num_uncached + facts.output_tokens
+        self.drafts.plan(request, at)
+        return at
 
     def _release(self, request: LiveRequest) -> None:
-        """Forget the request's assignment: no worker serves it any more."""
-        self.drafts.end(request)
-        self.ahead.forget(request)
-        self.loads.release(request)
+        """End the request's assignment: no worker serves it any more."""
+        at = request.current
+        if at is not None:
+            self.drafts.end(request, at)
+            self.ahead.forget(request, at)
+            self.loads.release(at)
 
-    def _transmit(self, request: LiveRequest) -> bool:
-        now, worker = time.monotonic(), request.holders[0]
-        left = request.generation.deadline - now
+    def _transmit(self, request: LiveRequest, at: Assignment) -> bool:
+        now = time.monotonic()
         fetch_from = self._registry.current_of(request.prefix)
         message = Generate(
-            incarnation=worker.key.incarnation,
-            request=request.engine_request(max(left, 0.0)),
-            decode=request.assigned["decode"].address if "prefill" in request.assigned else None,
+            incarnation=at.first.key.incarnation,
+            request=request.engine_request(max(request.generation.deadline - now, 0.0)),
+            decode=at.decode.address if at.prefill is not None else None,
             prefix=fetch_from.address if fetch_from is not None else None,
         )
-        if not self._send(worker, message):
+        if not self._send(at.first, message):
             return False
         request.times.placed_at = now
+        self.loads.sent(at)
         return True
 
     def _note_fallback(self, placement: Placement) -> None:

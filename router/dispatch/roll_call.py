@@ -15,6 +15,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.placer import Send
 from router.observe.metrics import Metrics
 from router.requests.journal import Journal, LiveRequest
+from router.workers.assignment import Assignment, Loads, Stage
 from router.workers.registry import Registry, Worker
 
 ASK_AFTER_S = 1.0
@@ -25,12 +26,19 @@ class RollCall:
     """Finds lost requests. Runs on the event loop only."""
 
     def __init__(
-        self, journal: Journal, registry: Registry, metrics: Metrics, send: Send, dispatcher: Dispatcher
+        self,
+        journal: Journal,
+        registry: Registry,
+        metrics: Metrics,
+        send: Send,
+        loads: Loads,
+        dispatcher: Dispatcher,
     ) -> None:
         self._journal = journal
         self._registry = registry
         self._metrics = metrics
         self._send = send
+        self._loads = loads
         self._dispatcher = dispatcher
 
     def sweep(self, now: float) -> None:
@@ -38,9 +46,10 @@ class RollCall:
         times a second with the monotonic time.
         """
         silent: defaultdict[Worker, list[str]] = defaultdict(list)
-        for request in self._journal:
-            if request.times.placed_at and now - max(request.heard_at, request.asked_at) > ASK_AFTER_S:
-                silent[request.keeper].append(request.request_id)
+        for request, at in self._journal.assigned():
+            is_sent = at.stage is not Stage.HELD
+            if is_sent and now - max(request.heard_at, request.asked_at) > ASK_AFTER_S:
+                silent[at.keeper].append(request.request_id)
                 request.asked_at = now
         for worker, request_ids in silent.items():
             if worker.is_reachable:
@@ -53,13 +62,14 @@ class RollCall:
             return
         for request_id in message.request_ids:
             request = self._journal.get(request_id)
-            if request is not None and request.keeper is worker:
-                self._on_absent(request, worker)
+            at = request.current if request is not None else None
+            if request is not None and at is not None and at.keeper is worker:
+                self._on_absent(request, at)
 
-    def _on_absent(self, request: LiveRequest, worker: Worker) -> None:
-        if worker is request.assigned.get("prefill") and request.has_answered:
-            request.is_handed_over = True
+    def _on_absent(self, request: LiveRequest, at: Assignment) -> None:
+        if at.stage is Stage.TRANSFER:
+            self._loads.handed_over(at)
             return
         self._metrics.requests_lost.inc()
-        reason = f"worker {worker.key.worker_id} has nothing of it: a message got lost"
-        self._dispatcher.lost(request, worker, reason)
+        reason = f"worker {at.keeper.key.worker_id} has nothing of it: a message got lost"
+        self._dispatcher.lost(request, at, reason)

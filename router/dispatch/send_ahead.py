@@ -16,6 +16,7 @@ from router.observe.metrics import Metrics
 from router.placement.interface import WorkerSnapshot
 from router.placement.predict import chunk_tokens, compute_s
 from router.requests.journal import LiveRequest
+from router.workers.assignment import Assignment, Stage
 from router.workers.registry import Worker
 
 AHEAD_S = 0.1
@@ -50,7 +51,7 @@ class SendAhead:
     def __init__(
         self,
         metrics: Metrics,
-        transmit: Callable[[LiveRequest], bool],
+        transmit: Callable[[LiveRequest, Assignment], bool],
         mean_output: Callable[[], float],
         max_num_seqs: int,
     ) -> None:
@@ -66,42 +67,35 @@ class SendAhead:
         self._blocked: defaultdict[Worker, set[Worker]] = defaultdict(set)
         """For each decode worker without a free row, the workers whose queues wait for that row."""
 
-    def __contains__(self, request: LiveRequest) -> bool:
-        return bool(request.assigned) and request in self._queue_of(request).waiting
-
-    def offer(self, request: LiveRequest) -> bool:
+    def offer(self, request: LiveRequest, at: Assignment) -> bool:
         """Send the request now, or later in its turn. Returns False if its worker cannot be reached.
 
         A request that has already generated tokens does not wait: its client has seen it run.
         """
-        queue = self._queue_of(request)
+        queue = self._queues[at.first]
         if request.output_token_ids:
-            return self._send(request, queue)
+            return self._send(request, at, queue)
         others_wait = bool(queue.waiting)
-        self._enter(request, queue)
-        if not others_wait and self._has_room(request, queue):
-            self._leave(request, queue)
-            return self._send(request, queue)
+        self._enter(request, at, queue)
+        if not others_wait and self._has_room(at, queue):
+            self._leave(request, at, queue)
+            return self._send(request, at, queue)
         request.times.park()
         self._metrics.key_waits(request.generation.key, 1)
         return True
 
-    def forget(self, request: LiveRequest) -> None:
+    def forget(self, request: LiveRequest, at: Assignment) -> None:
         """Remove a request that has ended or is placed again: its workers have room for others."""
-        if not request.assigned:
-            return
-        queue = self._queue_of(request)
-        if request in queue.waiting:
-            self._stop_waiting(request, queue)
-        charged = self._queues.get(request.charged) if request.charged is not None else None
-        if charged is not None:
-            charged.sent[request.generation.key] -= request.cost
-        request.charged = None
-        self.free(request)
+        queue = self._queues.get(at.first)
+        if queue is not None and at.stage is not Stage.HELD:
+            queue.sent[request.generation.key] -= request.cost
+        elif queue is not None and request in queue.waiting:
+            self._stop_waiting(request, at, queue)
+        self.free(at)
 
-    def free(self, request: LiveRequest) -> None:
-        """Note that the request's workers may have room for others."""
-        self._freed.update(dict.fromkeys(request.holders))
+    def free(self, at: Assignment) -> None:
+        """Note that the assignment's workers may have room for others."""
+        self._freed.update(dict.fromkeys(at.holders))
 
     def check_all(self) -> None:
         """Check every queue again, since predictions change and workers leave."""
@@ -135,57 +129,56 @@ class SendAhead:
 
     # --- a worker's queue -------------------------------------------------------------------------
 
-    def _queue_of(self, request: LiveRequest) -> _WorkerQueue:
-        return self._queues[request.holders[0]]
-
     def _send_queue(self, worker: Worker) -> Iterator[LiveRequest]:
         queue = self._queues.get(worker)
         while queue is not None and queue.waiting:
             request = queue.waiting.head()
-            if not self._has_room(request, queue):
+            at = request.current
+            assert at is not None
+            if not self._has_room(at, queue):
                 return
-            self._stop_waiting(request, queue, in_turn=True)
-            if not self._send(request, queue):
+            self._stop_waiting(request, at, queue, in_turn=True)
+            if not self._send(request, at, queue):
                 yield request
 
-    def _enter(self, request: LiveRequest, queue: _WorkerQueue) -> None:
+    def _enter(self, request: LiveRequest, at: Assignment, queue: _WorkerQueue) -> None:
         generation = request.generation
         queue.waiting.add(request, generation.key, generation.priority, request.cost)
-        queue.tokens += request.num_uncached
-        self._rows[request.assigned["decode"]] += 1
+        queue.tokens += at.num_uncached
+        self._rows[at.decode] += 1
 
-    def _leave(self, request: LiveRequest, queue: _WorkerQueue, in_turn: bool = True) -> None:
+    def _leave(self, request: LiveRequest, at: Assignment, queue: _WorkerQueue, in_turn: bool = True) -> None:
         (queue.waiting.pop if in_turn else queue.waiting.remove)(request)
-        queue.tokens -= request.num_uncached
-        decode = request.assigned["decode"]
-        self._rows[decode] -= 1
-        if not self._rows[decode]:
-            del self._rows[decode]
+        queue.tokens -= at.num_uncached
+        self._rows[at.decode] -= 1
+        if not self._rows[at.decode]:
+            del self._rows[at.decode]
 
-    def _stop_waiting(self, request: LiveRequest, queue: _WorkerQueue, in_turn: bool = False) -> None:
-        self._leave(request, queue, in_turn)
+    def _stop_waiting(
+        self, request: LiveRequest, at: Assignment, queue: _WorkerQueue, in_turn: bool = False
+    ) -> None:
+        self._leave(request, at, queue, in_turn)
         request.times.unpark()
         self._metrics.key_waits(request.generation.key, -1)
         self._metrics.key_waited(request.generation.key, time.monotonic() - request.times.parked_at)
 
-    def _send(self, request: LiveRequest, queue: _WorkerQueue) -> bool:
-        if not self._transmit(request):
+    def _send(self, request: LiveRequest, at: Assignment, queue: _WorkerQueue) -> bool:
+        if not self._transmit(request, at):
             return False
-        request.charged = request.holders[0]
         queue.sent[request.generation.key] += request.cost
         self._metrics.key_sent(request.generation.key, request.cost)
         return True
 
     # --- how much is sent ahead -------------------------------------------------------------------
 
-    def _has_room(self, request: LiveRequest, queue: _WorkerQueue) -> bool:
-        """Return whether the request's workers would soon be idle without it."""
-        first, decode = request.holders[0], request.assigned["decode"]
+    def _has_room(self, at: Assignment, queue: _WorkerQueue) -> bool:
+        """Return whether the assignment's workers would soon be idle without it."""
+        first, decode = at.first, at.decode
         prompts = first.outstanding_prompts - len(queue.waiting)
         tokens = first.outstanding_prefill_tokens - queue.tokens
         if not self._has_prompt_room(first, prompts, tokens):
             return False
-        prefill_s = 0.0 if first is decode else compute_s(first.load, tokens + request.num_uncached, 0)
+        prefill_s = 0.0 if first is decode else compute_s(first.load, tokens + at.num_uncached, 0)
         if not self._has_row_room(decode, prefill_s):
             self._blocked[decode].add(first)
             return False

@@ -111,7 +111,7 @@ def _stages(request: LiveRequest) -> list[Stage]:
     if times.queue_s and times.placed_at:
         found.append(Stage("queue", placing - times.queue_s, placing, about))
     if times.placed_at:
-        workers = {f"tandem.{task}_worker": worker for task, worker in request.workers.items()}
+        workers = {f"tandem.{task}_worker": worker for task, worker in request.worker_ids.items()}
         mode: dict[str, str] = {"tandem.mode": _mode(request)}
         if request.drafts.periods:
             mode["tandem.drafts"] = request.drafts.periods[-1].decision.place.where
@@ -144,7 +144,7 @@ def response_timing(generation: Generation) -> ResponseTiming:
 
 
 def _mode(request: LiveRequest) -> Literal["whole", "split"]:
-    return "split" if "prefill" in request.workers else "whole"
+    return "split" if "prefill" in request.worker_ids else "whole"
 
 
 def choice_timing(request: LiveRequest) -> ChoiceTiming:
@@ -154,7 +154,7 @@ def choice_timing(request: LiveRequest) -> ChoiceTiming:
     return ChoiceTiming(
         index=choice.index,
         mode=_mode(request),
-        workers=dict(request.workers),
+        workers=request.worker_ids,
         queue_s=times.queue_s,
         placement_s=times.placement_s,
         earlier_s=times.earlier_s,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal, get_args
 
 import msgspec
 
@@ -14,25 +13,18 @@ from protocol.adapters import Adapter
 from protocol.ids import new_request_id
 from protocol.kv_events import CacheFormat
 from protocol.outputs import RequestTiming, TokenOutput
-from protocol.requests import DraftPlan, EngineRequest
+from protocol.requests import EngineRequest
 from protocol.roles import Task
 from protocol.sampling import SamplingParams, check_grammar
 from protocol.speculation import RequestSpeculation
 from router.errors import ApiError
 from router.placement.decision import PlacementDecision
 from router.placement.drafts.history import DraftCounts, DraftHistory
-from router.placement.drafts.kinds import ExpectedTokens
 from router.requests.thinking import ThinkingBudget
 from router.requests.times import RequestTimes
 from router.text.choice import Choice
+from router.workers.assignment import Assignment, Stage
 from router.workers.kv_index import hash_blocks
-from router.workers.registry import Worker
-
-LiveStage = Literal["queue", "prefill", "transfer", "decode"]
-""""queue": no worker has the request; "prefill": its first token has not come; "transfer": its decode worker
-has not taken it over; "decode": it is being decoded.
-"""
-LIVE_STAGES: tuple[LiveStage, ...] = get_args(LiveStage)
 
 NO_KEY = "0"
 """The API key's name if the server needs none."""
@@ -40,7 +32,7 @@ NO_KEY = "0"
 
 @dataclass(eq=False, slots=True)
 class LiveRequest:
-    """One sequence: its prompt, the tokens emitted so far, and the workers that it is assigned to.
+    """One sequence: its prompt, the tokens emitted so far, and its assignment to workers.
 
     The workers know it by `request_id`; the journal gives it a new one for each placement, so that a late
     token of an earlier placement is never taken for one of the current placement. `failed` holds the
@@ -55,44 +47,20 @@ class LiveRequest:
     failures: int = 0
     redirects: int = 0
     failed: set[str] = field(default_factory=set)
-    assigned: dict[Task, Worker] = field(default_factory=dict)
-    """The worker for each task, in the order of the tasks; empty while the request is parked."""
-    answered_by: Worker | None = None
-    """The worker that sent the current placement's newest token."""
-    is_handed_over: bool = False
-    """Whether the prefill worker has freed everything of the request."""
-    waits_at: Worker | None = None
-    """The worker from which the current placement's first token is due. It computes `num_uncached` tokens
-    for it.
-    """
-    num_uncached: int = 0
-    num_computed_by_decode: int = 0
-    """The part of `num_uncached` that the decode worker computes."""
+    assignment: Assignment | None = None
+    """The latest placement's workers, also after the request has left them."""
     decision: PlacementDecision | None = None
     """The current placement's decision."""
     drafts: DraftHistory = field(default_factory=DraftHistory)
-    drafts_by: tuple[Worker, Worker] | None = None
-    """The decode worker and the draft worker that drafts for it, which was given `num_tokens_given` tokens
-    to read.
-    """
-    num_tokens_given: int = 0
-    expected: ExpectedTokens | None = None
-    """The expected output with its current drafts, since the router's latest look at it."""
     prefix: str | None = None
     """The id of the worker from which the first worker fetches the beginning of the prompt."""
     cost: float = 0.0
     """The charge to its API key's share: uncached prompt tokens plus expected output, at arrival."""
-    charged: Worker | None = None
-    """The worker at which the cost counts, from when the request was sent there."""
-    prefilled_by: Worker | None = None
-    """The worker whose prefix cache has the prompt, or will have it."""
     output_token_ids: list[int] = field(default_factory=list)
     num_emitted_before: int = 0
     """The number of tokens from earlier placements."""
     early: list[TokenOutput] = field(default_factory=list)
     """Outputs of the decode worker that arrived before the prefill worker's token."""
-    workers: Mapping[Task, str] = field(default_factory=dict)
-    """The id of the worker for each task, also after the request has left it."""
     times: RequestTimes = field(default_factory=RequestTimes)
     timing: RequestTiming = field(default_factory=RequestTiming)
     """The current placement's times as the workers report them."""
@@ -115,17 +83,19 @@ class LiveRequest:
         return chain.keys + hash_blocks(chain.last, rest, cache.block_size).keys
 
     @property
-    def has_answered(self) -> bool:
-        """Whether a token of the current placement has come."""
-        return len(self.output_token_ids) > self.num_emitted_before
+    def stage(self) -> Stage:
+        """How far the workers are with it; `Assignment` has the table of transitions."""
+        return Stage.UNPLACED if self.assignment is None else self.assignment.stage
 
     @property
-    def stage(self) -> LiveStage:
-        if not self.times.placed_at:
-            return "queue"
-        if not self.has_answered:
-            return "prefill"
-        return "transfer" if "prefill" in self.assigned else "decode"
+    def current(self) -> Assignment | None:
+        """The workers that have the request or are to get it; None while it waits for a placement."""
+        return None if self.stage is Stage.UNPLACED else self.assignment
+
+    @property
+    def worker_ids(self) -> dict[Task, str]:
+        """The id of the latest worker for each task."""
+        return {} if self.assignment is None else self.assignment.worker_ids
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -138,15 +108,6 @@ class LiveRequest:
         return DraftCounts(
             self.times.num_steps, max(num_tokens - 1, 0), choice.drafted_tokens, choice.accepted_tokens
         )
-
-    @property
-    def draft_plan(self) -> DraftPlan | None:
-        """The plan for its decode worker; None leaves drafting to the worker."""
-        place = self.drafts.place
-        if place is None:
-            return None
-        at = self.drafts_by[1].address if self.drafts_by is not None else None
-        return DraftPlan(method=place.method, max_tokens=place.max_tokens, at=at)
 
     def past_budget(self, output: TokenOutput) -> TokenOutput | None:
         """Return the output that replaces `output` because the thinking budget is used up; None if it is
@@ -162,8 +123,6 @@ class LiveRequest:
         self.num_emitted_before = len(self.output_token_ids)
         self.times.start_placement()
         self.timing = RequestTiming()
-        self.answered_by = None
-        self.is_handed_over = False
         self.early.clear()
 
     def note(self, timing: RequestTiming) -> None:
@@ -174,27 +133,10 @@ class LiveRequest:
             )
         self.timing = timing
 
-    def is_early(self, worker: Worker) -> bool:
-        """Whether outputs of `worker` belong after a token that the prefill worker has not sent yet."""
-        if "prefill" not in self.assigned or self.has_answered:
-            return False
-        return worker is self.assigned["decode"]
-
-    @property
-    def keeper(self) -> Worker:
-        """The worker that has the request or has already sent its end, unless a message got lost."""
-        prefill = None if self.is_handed_over else self.assigned.get("prefill")
-        return prefill or self.assigned["decode"]
-
     @property
     def heard_at(self) -> float:
         """The time when the request was sent to its worker or its newest token came."""
         return max(self.times.placed_at, self.last_token_time)
-
-    @property
-    def holders(self) -> list[Worker]:
-        """The workers that may hold blocks or a place in a queue for it."""
-        return list(self.assigned.values())
 
     def end(self, eos_token_ids: Sequence[int]) -> TokenOutput | None:
         """Return the output with which the last worker would have ended it, if its tokens so far already end
@@ -226,7 +168,7 @@ class LiveRequest:
             adapter=self.generation.adapter,
             speculation=self.generation.speculation,
             prediction=self.choice.prompt.prediction,
-            draft_plan=self.draft_plan,
+            draft_plan=self.drafts.plan,
         )
 
 
@@ -335,6 +277,10 @@ class Journal:
     def remove(self, request: LiveRequest) -> bool:
         """Remove a request. Return False if it was not in the journal."""
         return self._requests.pop(request.request_id, None) is not None
+
+    def assigned(self) -> list[tuple[LiveRequest, Assignment]]:
+        """Return the requests that are assigned to workers."""
+        return [(request, at) for request in self._requests.values() if (at := request.current) is not None]
 
     def less_urgent(self, priority: int) -> list[Generation]:
         """Return the generations without an answer that are less urgent, the least urgent first, then the

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import inf
-from typing import Protocol
 
 import msgspec
 
 from protocol.roles import Task
 from router.placement.interface import Refusal
+from router.workers.assignment import Assignment
 from router.workers.registry import Worker
 
 
@@ -52,21 +52,10 @@ def sum_of(demands: Iterable[Demand]) -> dict[str, RoleDemand]:
     return found
 
 
-class PromptToCompute(Protocol):
-    """A live or simulated request of `num_prefill_tokens`, of which its worker has to compute
-    `num_uncached`.
-    """
-
-    num_uncached: int
-
-    @property
-    def num_prefill_tokens(self) -> int: ...
-
-
-def alone_s(request: PromptToCompute, worker: Worker) -> float:
-    """Return the seconds that a worker with nothing else to do takes to compute the prompt."""
-    costs, before = worker.load.costs, request.num_prefill_tokens - request.num_uncached
-    return costs.prompt_s(request.num_uncached, before, costs.chunk_tokens)
+def alone_s(assignment: Assignment) -> float:
+    """Return the seconds that the first worker takes to compute the prompt if it has nothing else to do."""
+    costs, before = assignment.first.load.costs, assignment.num_tokens - assignment.num_uncached
+    return costs.prompt_s(assignment.num_uncached, before, costs.chunk_tokens)
 
 
 class DemandMeter:
@@ -75,20 +64,20 @@ class DemandMeter:
     def __init__(self) -> None:
         self.demand: dict[str, RoleDemand] = {}
 
-    def placed(self, request: PromptToCompute, worker: Worker) -> None:
-        """Count a prompt that the worker has to compute."""
-        seconds = alone_s(request, worker)
-        counted = self._of(worker.role.name)
+    def placed(self, assignment: Assignment) -> None:
+        """Count a prompt that its first worker has to compute."""
+        seconds = alone_s(assignment)
+        counted = self._of(assignment.first.role.name)
         counted.prompts += 1
         counted.prompt_s += seconds
         counted.prompt_s2 += seconds * seconds
 
-    def answered(self, request: PromptToCompute, worker: Worker, ttft_s: float, slo_s: float) -> None:
-        """Judge the first token, which this worker sent. A prompt that is too long for its SLO is not
+    def answered(self, assignment: Assignment, ttft_s: float, slo_s: float) -> None:
+        """Judge the first token, which the first worker sent. A prompt that is too long for its SLO is not
         judged.
         """
-        if alone_s(request, worker) <= slo_s:
-            self._judge(worker, ttft_s, slo_s)
+        if alone_s(assignment) <= slo_s:
+            self._judge(assignment.first, ttft_s, slo_s)
 
     def finished(self, worker: Worker, tpot_s: float, slo_s: float) -> None:
         """Judge the other tokens of a finished answer, which this worker sent."""

@@ -271,17 +271,17 @@ class World:
                 assert tokens == [script(prompt, position) for position in range(len(tokens))]
                 if request.choice.finish_reason is not None and generation.error is None:
                     assert len(tokens) == request.sampling.max_tokens
-        live = list(self.state.journal)
+        live = [at for _, at in self.state.journal.assigned()]
         for worker in self.state.registry:
-            mine = [request for request in live if worker in request.holders]
-            rows = [request for request in live if request.assigned.get("decode") is worker]
-            prompts = [request for request in live if request.waits_at is worker]
+            mine = [at for at in live if worker in at.holders]
+            rows = [at for at in live if at.decode is worker]
+            prompts = [at for at in live if at.waits_at is worker]
             assert worker.outstanding_requests == len(mine)
             assert worker.outstanding_rows == len(rows)
-            assert worker.outstanding_context == sum(request.num_prefill_tokens for request in rows)
-            assert worker.outstanding_computed == sum(request.num_computed_by_decode for request in rows)
+            assert worker.outstanding_context == sum(at.num_tokens for at in rows)
+            assert worker.outstanding_computed == sum(at.num_computed_by_decode for at in rows)
             assert worker.outstanding_prompts == len(prompts)
-            assert worker.outstanding_prefill_tokens == sum(request.num_uncached for request in prompts)
+            assert worker.outstanding_prefill_tokens == sum(at.num_uncached for at in prompts)
 
     def settle(self) -> None:
         """Nothing more happens to the workers: all that was begun comes to its end, and leaves nothing."""
@@ -505,7 +505,7 @@ def test_a_silent_request_is_asked_for_once_in_a_while():
     asked = []
     for number in range(1, 12):
         world.run(lambda at=silent_since + 0.3 * number: world.state.roll_call.sweep(at))
-        inbox = world.workers[request.keeper.key.worker_id].inbox
+        inbox = world.workers[request.assignment.keeper.key.worker_id].inbox
         asked += [number for message in inbox if isinstance(message, CallRoll)]
         inbox.clear()
     assert asked == [1, 5, 9]

@@ -169,7 +169,7 @@ def test_prefill_death_after_the_hand_off_is_harmless(make_router):
     prefill, decode = make_pair(router, step_s=0.01)
 
     def die() -> None:
-        eventually(lambda: any("prefill" not in r.assigned for r in router.server.state.journal))
+        eventually(lambda: any(at.prefill is None for _, at in router.server.state.journal.assigned()))
         lose(router, prefill)
 
     events = events_of(router, on_first=die, max_tokens=60)

@@ -36,7 +36,7 @@ class Scene:
         eventually(lambda: emitted(router) == [sent] and any(worker.generated for worker in router.workers))
         (request,) = router.server.state.journal
         by_id = {worker.worker_id: worker for worker in router.workers}
-        self.prefill, self.decode = by_id[request.workers["prefill"]], by_id[request.workers["decode"]]
+        self.prefill, self.decode = (by_id[request.worker_ids[task]] for task in ("prefill", "decode"))
         self.request_id = request.request_id
         self.expected = echo_script(self.prefill.generated[0])[:NUM_TOKENS]
         self.operations = []

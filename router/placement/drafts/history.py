@@ -1,4 +1,4 @@
-"""A request's record of its drafts, for `/decisions`, logs and traces. No decision depends on it.
+"""A request's draft plans: the current one, and the record for `/decisions`, logs and traces.
 
 Each plan begins a period. The record has for each period where drafts were to be made, and its steps, tokens
 and drafted tokens; for the latest plan also the options that were compared.
@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple
 
+from protocol.peers import PeerAddress
+from protocol.requests import DraftPlan
 from router.placement.drafts.interface import DraftDecision, DraftOption, DraftPlace
+from router.placement.drafts.kinds import ExpectedTokens
 
 MAX_PERIODS = 16
 """The most periods to keep, the latest ones: a long request may be planned again without limit."""
@@ -25,21 +28,39 @@ class DraftCounts(NamedTuple):
 
 
 class DraftPeriod:
-    """The time from one plan to the next. `began` and `ended` are the request's totals at these times; None:
-    it goes on.
+    """The time from one plan to the next, on the decode worker `worker_id`. `began` and `ended` are the
+    request's totals at these times; None: it goes on.
+
+    If the drafts are made at a draft worker, that worker was given `num_tokens` tokens to read. `expected` is
+    the expected output since the router's latest look at the request.
     """
 
-    __slots__ = ("began", "decision", "ended", "worker_id")
+    __slots__ = ("at", "began", "decision", "ended", "expected", "num_tokens", "worker_id")
 
-    def __init__(self, decision: DraftDecision, worker_id: str, began: DraftCounts) -> None:
-        self.decision, self.worker_id, self.began = decision, worker_id, began
+    def __init__(
+        self,
+        decision: DraftDecision,
+        worker_id: str,
+        at: PeerAddress | None,
+        num_tokens: int,
+        began: DraftCounts,
+    ) -> None:
+        self.decision, self.worker_id, self.at = decision, worker_id, at
+        self.num_tokens, self.began = num_tokens, began
         self.ended: DraftCounts | None = None
+        self.expected: ExpectedTokens | None = None
 
     @property
     def counts(self) -> DraftCounts:
         """The counts of this period alone; zeros until it has ended."""
         ended = self.ended or self.began
         return DraftCounts(*(end - begin for end, begin in zip(ended, self.began, strict=True)))
+
+    @property
+    def made_by(self) -> str | None:
+        """The id of the worker that drafts for the request."""
+        place = self.decision.place
+        return (place.at or self.worker_id) if place.method is not None else None
 
     def as_json(self) -> dict[str, Any]:
         counts, decision = self.counts, self.decision
@@ -81,13 +102,13 @@ class DraftHistory:
         return latest if latest is not None and latest.ended is None else None
 
     @property
-    def place(self) -> DraftPlace | None:
+    def plan(self) -> DraftPlan | None:
+        """The plan for the decode worker; None leaves drafting to the worker."""
         current = self.current
-        return current.decision.place if current is not None else None
-
-    def begin_period(self, decision: DraftDecision, worker_id: str, counts: DraftCounts) -> None:
-        """Begin a period on the decode worker `worker_id`."""
-        self.periods.append(DraftPeriod(decision, worker_id, counts))
+        if current is None:
+            return None
+        place = current.decision.place
+        return DraftPlan(method=place.method, max_tokens=place.max_tokens, at=current.at)
 
     def as_json(self) -> dict[str, Any] | None:
         """Return the record, or None if there was no plan: the deployment has no drafts, and the request
@@ -100,13 +121,6 @@ class DraftHistory:
 
     def periods_as_json(self) -> list[dict[str, Any]]:
         return [period.as_json() for period in self.periods]
-
-    def end_period(self, counts: DraftCounts) -> DraftPeriod | None:
-        """End the current period, if there is one, and return it."""
-        current = self.current
-        if current is not None:
-            current.ended = counts
-        return current
 
 
 def _option(option: DraftOption, worker_id: str) -> dict[str, Any]:

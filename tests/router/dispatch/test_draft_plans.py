@@ -64,11 +64,11 @@ def sweep(router) -> None:
 
 
 def plans(router) -> list[DraftPlan | None]:
-    return [request.draft_plan for request in router.server.state.journal]
+    return [request.drafts.plan for request in router.server.state.journal]
 
 
 def wheres(router) -> set[str]:
-    return {request.drafts.place.where for request in router.server.state.journal}
+    return {request.drafts.current.decision.place.where for request in router.server.state.journal}
 
 
 def test_a_plan_goes_with_each_request(make):
@@ -306,7 +306,7 @@ def test_drafts_follow_a_request_to_another_decode_worker(make_router, predictio
     def counted() -> list[tuple[str, int]]:
         """By it the load of a draft worker that others cause is reckoned."""
         pairs = dict(router.server.state.placer.drafts._drafting).items()
-        return [(decode.key.worker_id, count) for (decode, _), count in pairs]
+        return [(decode, count) for (decode, _), count in pairs]
 
     assert drafting() == counted() == [("decode-0", 1)]
     prefill.peers["decode-1"] = other = router.add_worker("decode-1", **known)
@@ -326,10 +326,11 @@ def test_a_decode_worker_counts_its_own_requests_once(make, pool):
     planner = router.server.state.placer.drafts
     request = next(iter(router.server.state.journal))
     known = router.server.state.registry.named
-    own, another = (planner._drafters(known(name), request) for name in ("decode-0", "draft-0"))
+    kind = planner._kinds[draft_planner._key(request, request.current)]
+    own, another = (planner._drafters(known(name), kind) for name in ("decode-0", "draft-0"))
     router.add_worker("decode-1", speculation=speculation(**COSTLY_HERE))
     eventually(lambda: router.server.state.registry.current_of("decode-1"))
-    others = planner._drafters(known("decode-1"), request)
+    others = planner._drafters(known("decode-1"), kind)
     assert ([each.others for each in own], another, [each.others for each in others]) == ([0], [], [2])
     assert all(future.result().status_code == 200 for future in running)
 
@@ -351,13 +352,14 @@ def test_a_sweep_that_takes_long_goes_on_where_it_stopped(monkeypatch):
     monkeypatch.setattr(draft_planner, "time", SimpleNamespace(monotonic=lambda: now))
 
     class Slow(DraftPlanner):
-        def _reconsider(self, request):
+        def _reconsider(self, request, at):
             nonlocal now
             now += 0.6 * draft_planner.SWEEP_S
             looked_at.append(request)
 
-    journal = list("abcde")
-    planner = Slow(ServeConfig(model="m"), journal, None, None, None, None)
+    journal = [(name, None) for name in "abcde"]
+    source = SimpleNamespace(assigned=lambda: journal)
+    planner = Slow(ServeConfig(model="m"), source, None, None, None, None)
     for _ in range(4):
         planner.sweep()
     assert "".join(looked_at) == "abcdeab"

@@ -68,7 +68,7 @@ def test_what_has_moved_has_not_answered_from_there_yet(scene):
     scene.target.post(encode(scene.target.prefetch_answer(complete=True)))
     eventually(lambda: scene.target.generated)
     (request,) = scene.router.server.state.journal
-    assert (request.num_emitted_before, request.has_answered, request.answered_by) == (5, False, None)
+    assert (request.num_emitted_before, request.assignment.answered_by) == (5, None)
     scene.target.hold.clear()
     scene.check(moved=1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.placement.drafts.history import MAX_PERIODS, DraftCounts, DraftHistory
+from router.placement.drafts.history import MAX_PERIODS, DraftCounts, DraftHistory, DraftPeriod
 from router.placement.drafts.interface import NOWHERE, DraftDecision, DraftOption, DraftPlace
 
 PLAIN = DraftOption(NOWHERE, rate=100.0, worth=100.0, tokens_per_step=1.0)
@@ -11,18 +11,20 @@ REMOTE = DraftOption(
 )
 
 
+def period(option: DraftOption, reason: str, began: DraftCounts, ended: DraftCounts) -> DraftPeriod:
+    begun = DraftPeriod(DraftDecision(option, (PLAIN, REMOTE), reason), "decode-0", None, 0, began)
+    begun.ended = ended
+    return begun
+
+
 def test_each_period_has_its_own_counts_and_the_latest_what_was_compared():
     history = DraftHistory()
-    assert history.as_json() is None and history.place is None and history.end_period(DraftCounts()) is None
-    history.begin_period(DraftDecision(PLAIN, (PLAIN, REMOTE), "first"), "decode-0", DraftCounts())
-    assert history.place == NOWHERE
-    history.end_period(DraftCounts(10, 10, 0, 0))
-    assert history.place is None, "it has ended"
-    history.begin_period(
-        DraftDecision(REMOTE, (PLAIN, REMOTE), "then"), "decode-0", DraftCounts(10, 10, 0, 0)
-    )
+    assert history.as_json() is None and history.current is None and history.plan is None
+    middle = DraftCounts(10, 10, 0, 0)
+    history.periods.append(period(PLAIN, "first", DraftCounts(), middle))
+    assert history.current is None and history.plan is None, "it has ended"
+    history.periods.append(period(REMOTE, "then", middle, DraftCounts(14, 20, 12, 6)))
     history.num_replans += 1
-    history.end_period(DraftCounts(14, 20, 12, 6))
     nowhere = {"where": "none", "worker": None, "method": None, "max_tokens": 0}
     elsewhere = {"where": "remote", "worker": "draft-0", "method": "draft_model", "max_tokens": 8}
     counts = ["predicted_tokens_per_step", "steps", "tokens", "drafted_tokens", "accepted_tokens"]
@@ -44,6 +46,5 @@ def test_each_period_has_its_own_counts_and_the_latest_what_was_compared():
 def test_the_latest_periods_are_kept():
     history = DraftHistory()
     for step in range(MAX_PERIODS + 4):
-        history.begin_period(DraftDecision(PLAIN), "decode-0", DraftCounts(step, step))
-        history.end_period(DraftCounts(step + 1, step + 1))
+        history.periods.append(period(PLAIN, "", DraftCounts(step, step), DraftCounts(step + 1, step + 1)))
     assert [period.began.steps for period in history.periods] == list(range(4, MAX_PERIODS + 4))

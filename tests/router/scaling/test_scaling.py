@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from math import exp, inf
-from types import SimpleNamespace
 
 import pytest
 from router_clients import eventually, post
@@ -25,6 +24,7 @@ from router.scaling.decide import (
 )
 from router.scaling.facts import RoleLoad, ScalingFacts
 from router.scaling.interface import ScaleAnswer
+from router.workers.assignment import Assignment
 from router.workers.demand import DemandMeter, RoleDemand
 
 COSTS = StepCosts(step_s=0.01, row_s=0.001, context_s=0.0, token_s=0.001)
@@ -427,10 +427,9 @@ def test_what_more_workers_would_not_help_tells_nothing(make_router):
     eventually(lambda: router.server.state.registry.live())
     (worker,) = router.server.state.registry.live()
     meter = DemandMeter()
-    prompt = SimpleNamespace(num_uncached=10_000, num_prefill_tokens=10_000)
-    meter.answered(prompt, worker, 5.0, 0.5)
+    meter.answered(Assignment(worker, worker, num_tokens=10_000, num_uncached=10_000), 5.0, 0.5)
     assert meter.demand == {}
-    meter.answered(SimpleNamespace(num_uncached=10, num_prefill_tokens=10), worker, 5.0, 0.5)
+    meter.answered(Assignment(worker, worker, num_tokens=10, num_uncached=10), 5.0, 0.5)
     meter.refused(Refusal("too late", "slo_tpot", waiting_helps=False), [worker])
     meter.refused(Refusal("too late", "slo_ttft", waiting_helps=True), [worker])
     assert (meter.demand["decode"].judged, meter.demand["decode"].missed) == (2, 2)

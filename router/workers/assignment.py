@@ -1,0 +1,220 @@
+"""A request's assignment to workers: how far they are with it, and the load that it puts on them."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from protocol.roles import Task
+from router.workers.registry import Registry, Worker
+
+LiveStage = Literal["queue", "prefill", "transfer", "decode"]
+"""A stage as operators see it. "queue": no worker has the request; "prefill": its first token has not come;
+"transfer": its decode worker has not sent a token of it; "decode": it is being decoded.
+"""
+
+
+class Stage(enum.Enum):
+    HELD = "held"
+    """The router keeps the request until its workers have room."""
+    PREFILL = "prefill"
+    """The request was sent. Its first token has not come."""
+    TRANSFER = "transfer"
+    """The prefill worker has answered and holds the request until the decode worker has taken it over."""
+    HANDED_OVER = "handed_over"
+    """The prefill worker has freed the request. The decode worker has not sent a token of it."""
+    DECODE = "decode"
+    """The decode worker has sent a token."""
+    UNPLACED = "unplaced"
+    """No worker has the request: it waits for a placement, or has ended."""
+
+    @property
+    def shown(self) -> LiveStage:
+        return _SHOWN.get(self, "queue")
+
+
+_NEXT: Mapping[Stage, frozenset[Stage]] = {
+    Stage.HELD: frozenset({Stage.PREFILL, Stage.UNPLACED}),
+    Stage.PREFILL: frozenset({Stage.TRANSFER, Stage.DECODE, Stage.UNPLACED}),
+    Stage.TRANSFER: frozenset({Stage.HANDED_OVER, Stage.DECODE, Stage.UNPLACED}),
+    Stage.HANDED_OVER: frozenset({Stage.DECODE, Stage.UNPLACED}),
+    Stage.DECODE: frozenset({Stage.UNPLACED}),
+    Stage.UNPLACED: frozenset(),
+}
+_SHOWN: Mapping[Stage, LiveStage] = {
+    Stage.PREFILL: "prefill",
+    Stage.TRANSFER: "transfer",
+    Stage.HANDED_OVER: "transfer",
+    Stage.DECODE: "decode",
+}
+_AT_FIRST = (Stage.HELD, Stage.PREFILL, Stage.TRANSFER)
+
+
+@dataclass(eq=False, slots=True)
+class Assignment:
+    """The workers of one placement of a request. Only `Loads` moves it from stage to stage.
+
+    | stage                 | what happens                                                   | next        |
+    |-----------------------|----------------------------------------------------------------|-------------|
+    | (new)                 | the placement policy has chosen the workers                    | HELD        |
+    | HELD                  | the workers have room: the request is sent to the first        | PREFILL     |
+    | PREFILL               | its first token comes, and another worker is to decode         | TRANSFER    |
+    | PREFILL               | its first token comes, and it decodes, too                     | DECODE      |
+    | PREFILL, TRANSFER     | another decode worker is named                                 | (the same)  |
+    | TRANSFER              | no other decode worker is left: the prefill worker decodes     | DECODE      |
+    | TRANSFER              | asked about it, the prefill worker says that it has freed it   | HANDED_OVER |
+    | TRANSFER, HANDED_OVER | the decode worker's first token comes                          | DECODE      |
+    | (any)                 | the request ends, or is to be placed again                     | UNPLACED    |
+
+    `first` gets the request and computes the `num_uncached` of the `num_tokens` tokens that it does not find
+    in its cache; `decode` generates the answer and may be the same worker.
+    """
+
+    first: Worker
+    decode: Worker
+    num_tokens: int
+    num_uncached: int
+    stage: Stage = Stage.HELD
+
+    @property
+    def prefill(self) -> Worker | None:
+        """The prefill worker, as long as it has the request."""
+        return self.first if self.first is not self.decode and self.stage in _AT_FIRST else None
+
+    @property
+    def keeper(self) -> Worker:
+        """The worker that has the request or has already sent its end, unless a message got lost."""
+        return self.prefill or self.decode
+
+    @property
+    def holders(self) -> list[Worker]:
+        """The workers that may hold blocks or a place in a queue for the request."""
+        if self.stage is Stage.UNPLACED:
+            return []
+        return [self.decode] if self.prefill is None else [self.first, self.decode]
+
+    def is_sent_to(self, worker: Worker) -> bool:
+        """Return whether the worker has the request, so that outputs may come from it."""
+        if self.stage is Stage.HELD or self.stage is Stage.UNPLACED:
+            return False
+        return worker is self.decode or worker is self.prefill
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether a token has come."""
+        return self.stage in (Stage.TRANSFER, Stage.HANDED_OVER, Stage.DECODE)
+
+    @property
+    def answered_by(self) -> Worker | None:
+        """The worker that sent the newest token."""
+        if self.stage is Stage.DECODE:
+            return self.decode
+        return self.first if self.has_answered else None
+
+    @property
+    def waits_at(self) -> Worker | None:
+        """The worker from which the first token is due."""
+        return self.first if self.stage in (Stage.HELD, Stage.PREFILL) else None
+
+    @property
+    def num_computed_by_decode(self) -> int:
+        """The part of `num_uncached` that the decode worker computes."""
+        return self.num_uncached if self.first is self.decode else 0
+
+    @property
+    def worker_ids(self) -> dict[Task, str]:
+        """The id of the worker for each task, also after the request has left it."""
+        decode: dict[Task, str] = {"decode": self.decode.key.worker_id}
+        return decode if self.first is self.decode else {"prefill": self.first.key.worker_id, **decode}
+
+    def enter(self, stage: Stage) -> None:
+        assert stage in _NEXT[self.stage], f"{self.stage.name} -> {stage.name}"
+        self.stage = stage
+
+
+class Loads:
+    """Moves assignments from stage to stage, and counts them at their workers: each part of a request's load
+    is added once and removed once, however the request ends.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._order = itertools.count(1)
+
+    def assign(self, first: Worker, decode: Worker, num_tokens: int, num_uncached: int) -> Assignment:
+        """Assign a request of `num_tokens` tokens, of which `first` has to compute `num_uncached`."""
+        assignment = Assignment(first, decode, num_tokens, num_uncached)
+        first.outstanding_prompts += 1
+        first.outstanding_prefill_tokens += num_uncached
+        _count_row(assignment, 1)
+        for worker in assignment.holders:
+            worker.outstanding_requests += 1
+            worker.load.last_placed = next(self._order)
+            self._registry.changed(worker)
+        return assignment
+
+    def sent(self, assignment: Assignment) -> None:
+        assignment.enter(Stage.PREFILL)
+
+    def answered(self, assignment: Assignment) -> None:
+        """Count the first token, which has come."""
+        first = assignment.waits_at
+        assignment.enter(Stage.DECODE if assignment.prefill is None else Stage.TRANSFER)
+        self._stop_waiting(assignment, first)
+
+    def handed_over(self, assignment: Assignment) -> None:
+        """Remove the request from its prefill worker, which has freed it."""
+        self._leave_prefill(assignment, Stage.HANDED_OVER)
+
+    def taken_over(self, assignment: Assignment) -> None:
+        """Count the decode worker's first token, which has come."""
+        self._leave_prefill(assignment, Stage.DECODE)
+
+    def redirect(self, assignment: Assignment, target: Worker) -> None:
+        """Move the request to another decode worker, which may be its prefill worker."""
+        failed = assignment.decode
+        _count_row(assignment, -1)
+        failed.outstanding_requests -= 1
+        assignment.decode = target
+        _count_row(assignment, 1)
+        if target is not assignment.first:
+            target.outstanding_requests += 1
+            target.load.last_placed = next(self._order)
+        elif assignment.stage is Stage.TRANSFER:
+            assignment.enter(Stage.DECODE)
+        for worker in (failed, target):
+            self._registry.changed(worker)
+
+    def release(self, assignment: Assignment) -> None:
+        """Remove the request from all its workers."""
+        if assignment.stage is Stage.UNPLACED:
+            return
+        self._stop_waiting(assignment, assignment.waits_at)
+        _count_row(assignment, -1)
+        for worker in assignment.holders:
+            worker.outstanding_requests -= 1
+            self._registry.changed(worker)
+        assignment.enter(Stage.UNPLACED)
+
+    def _stop_waiting(self, assignment: Assignment, first: Worker | None) -> None:
+        if first is not None:
+            first.outstanding_prompts -= 1
+            first.outstanding_prefill_tokens -= assignment.num_uncached
+            self._registry.changed(first)
+
+    def _leave_prefill(self, assignment: Assignment, stage: Stage) -> None:
+        prefill = assignment.prefill
+        assignment.enter(stage)
+        if prefill is not None:
+            prefill.outstanding_requests -= 1
+            self._registry.changed(prefill)
+
+
+def _count_row(assignment: Assignment, sign: int) -> None:
+    decode = assignment.decode
+    decode.outstanding_rows += sign
+    decode.outstanding_context += sign * assignment.num_tokens
+    decode.outstanding_computed += sign * assignment.num_computed_by_decode
