@@ -26,7 +26,7 @@ from engine.limits import (
 from engine.lora.config import AdapterError, check_files
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
-from router.text.generation_defaults import GenerationDefaults, load_defaults
+from router.reading.served import GenerationDefaults, load_defaults
 from worker.cores import host_cores
 
 log = logging.getLogger(__name__)

@@ -33,8 +33,8 @@ from protocol.errors import TandemError
 from protocol.logs import log_to_stderr, say
 from protocol.ports import is_loopback, is_wildcard
 from protocol.version import version
+from router.reading.served import GenerationDefaults
 from router.server import RouterServer, http_url
-from router.text.generation_defaults import GenerationDefaults
 from worker.cores import host_cores
 
 log = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ def announcement(config: ServeConfig, server: Routers, url: str, defaults: Gener
     for worker_id, start_up in server.start_ups().items():
         where = "" if config.ray_address is None else " on {host}, threads: {threads}".format_map(start_up)
         lines.append(f"  {worker_id}{where}: {_summary(start_up)}")
-    if given := msgspec.to_builtins(defaults):
+    if given := defaults.shown():
         listed = ", ".join(f"{name} {value}" for name, value in given.items())
         lines.append(f"Requests' defaults (--generation-config {config.generation_config}): {listed}")
     lines.append(f"Try:  {curl_line(config, url)}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
+from math import inf
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import msgspec
 
@@ -19,32 +21,81 @@ MIN_REPETITION_PENALTY = 1e-3
 """The smallest penalty: below it a logit divided by the penalty may exceed what float32 can hold."""
 
 
+class Asked(NamedTuple):
+    """A sampling field that requests may set under its own name: its description, and its limits.
+
+    `is_open`: the value must be greater than `low`. `max_length` limits lists and mappings. `is_models`: the
+    default may come from the model's `generation_config.json`.
+    """
+
+    doc: str
+    low: float = -inf
+    high: float = inf
+    is_open: bool = False
+    max_length: int | None = None
+    is_models: bool = False
+
+    def check(self, field: str, value: Any) -> None:
+        """Raise `InvalidRequestError` if the value is out of range."""
+        if self.max_length is not None and len(value) > self.max_length:
+            raise InvalidRequestError(field, f"at most {self.max_length} entries, got {len(value)}")
+        numbers = value.values() if isinstance(value, dict) else (value,)
+        for number in numbers if self.high < inf else ():
+            if not self.low <= number <= self.high or (self.is_open and number == self.low):
+                limits = f"{'(' if self.is_open else '['}{self.low}, {self.high}]"
+                raise InvalidRequestError(field, f"must be in {limits}, got {number}")
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters of one sequence.
 
-    `temperature` 0 is greedy. `top_k` 0 or -1 and `top_p` 1 mean no filter. `seed` keys the noise together
-    with the token's position, so that it alone fixes the answer. `logprobs` counts the alternatives wanted
-    with each token (0: only the chosen token's own); None wants none. `banned_token_sequences` are never
-    completed. The tokens spell a text of `grammar`, in llguidance's notation, and the sequence ends where
-    that text is complete. `embeds`: the prompt's embedding is wanted, with one token.
+    This is the table of sampling fields: request bodies, the model's defaults, `/openapi.json` and the checks
+    of router and workers are made from the fields with `Asked`.
+
+    `logprobs` counts the alternatives wanted with each token (0: only the chosen token's own); None wants
+    none. `banned_token_sequences` are never completed. The tokens spell a text of `grammar`, in llguidance's
+    notation, and the sequence ends where that text is complete. `embeds`: the prompt's embedding is wanted,
+    with one token.
     """
 
     max_tokens: int
-    seed: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
+    seed: Annotated[int, Asked("Equal requests with equal seeds get equal answers.", -(2**63), MAX_SEED)] = 0
+    """Keys the noise together with the token's position, so that it alone fixes the answer."""
+    temperature: Annotated[
+        float, Asked("0 (greedy) to 100; default: the model's, else 1.", 0, 100, is_models=True)
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        Asked("Sample from this many of the likeliest; 0 or -1: from all.", -1, MAX_TOP_K, is_models=True),
+    ] = 0
+    top_p: Annotated[
+        float,
+        Asked(
+            "Above 0, up to 1: sample from the likeliest with this sum.", 0, 1, is_open=True, is_models=True
+        ),
+    ] = 1.0
+    min_p: Annotated[
+        float,
+        Asked("0 to 1: least probability, relative to the likeliest token's.", 0, 1, is_models=True),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        Asked("0.001 to 100; above 1 discourages repetition.", MIN_REPETITION_PENALTY, 100, is_models=True),
+    ] = 1.0
+    presence_penalty: Annotated[float, Asked("-2 to 2, for each token that occurred.", -2, 2)] = 0.0
+    frequency_penalty: Annotated[float, Asked("-2 to 2, for each time a token occurred.", -2, 2)] = 0.0
+    logit_bias: Annotated[
+        dict[int, float],
+        Asked("Token id to a bias from -100 to 100.", -100, 100, max_length=MAX_LOGIT_BIAS),
+    ] = {}
     banned_token_sequences: list[list[int]] = []
     allowed_token_ids: list[int] | None = None
     grammar: str | None = None
-    min_tokens: int = 0
-    stop_token_ids: list[int] = []
-    ignore_eos: bool = False
+    min_tokens: Annotated[int, Asked("Generate at least this many tokens.")] = 0
+    stop_token_ids: Annotated[
+        list[int], Asked("Tokens that end the answer.", max_length=MAX_STOP_TOKEN_IDS)
+    ] = []
+    ignore_eos: Annotated[bool, Asked("Go on after the end-of-sequence token.")] = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     embeds: bool = False
@@ -66,25 +117,33 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return ("length", None) if num_tokens >= self.max_tokens else (None, None)
 
 
+def _asked_fields() -> Iterator[tuple[str, Any, Asked]]:
+    for name, hint in get_type_hints(SamplingParams, include_extras=True).items():
+        for asked in getattr(hint, "__metadata__", ()):
+            yield name, hint.__origin__, asked
+
+
+SAMPLING_FIELDS = {name: (kind, asked) for name, kind, asked in _asked_fields()}
+"""The types and limits of the fields that requests may set under their own names."""
+
+
+def body_fields() -> list[tuple[str, Any, None]]:
+    """Return the fields of a request's body, as `msgspec.defstruct` takes them; None: not given."""
+    fields: list[tuple[str, Any, None]] = []
+    for name, (kind, asked) in SAMPLING_FIELDS.items():
+        limit = asked.max_length
+        some = kind if limit is None else Annotated[kind, msgspec.Meta(max_length=limit)]
+        fields.append((name, Annotated[some | None, msgspec.Meta(description=asked.doc)], None))
+    return fields
+
+
 def check_sampling_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None:
     """Raise `InvalidRequestError`, naming the field and its limit, when a value is out of range."""
-    ranges: dict[str, tuple[float, float]] = {
-        "temperature": (0, 100),
-        "top_k": (-1, MAX_TOP_K),
-        "min_p": (0, 1),
-        "repetition_penalty": (MIN_REPETITION_PENALTY, 100),
-        "presence_penalty": (-2, 2),
-        "frequency_penalty": (-2, 2),
-        "seed": (-(2**63), MAX_SEED),
-        "logprobs": (0, max_logprobs),
-        "prompt_logprobs": (0, max_logprobs),
-    }
-    for field, (low, high) in ranges.items():
-        value = getattr(params, field)
-        if value is not None and not low <= value <= high:
-            raise InvalidRequestError(field, f"must be in [{low}, {high}], got {value}")
-    if not 0 < params.top_p <= 1:
-        raise InvalidRequestError("top_p", f"must be in (0, 1], got {params.top_p}")
+    for name, (_, asked) in SAMPLING_FIELDS.items():
+        asked.check(name, getattr(params, name))
+    for name, value in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if value is not None and not 0 <= value <= max_logprobs:
+            raise InvalidRequestError(name, f"must be in [0, {max_logprobs}], got {value}")
     if params.max_tokens < 1:
         raise InvalidRequestError("max_tokens", f"must be at least 1, got {params.max_tokens}")
     if not 0 <= params.min_tokens <= params.max_tokens:
@@ -108,13 +167,6 @@ def check_grammar(params: SamplingParams) -> None:
 
 
 def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequestError("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
-    if len(params.logit_bias) > MAX_LOGIT_BIAS:
-        raise InvalidRequestError("logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
-    for bias in params.logit_bias.values():
-        if not -100 <= bias <= 100:
-            raise InvalidRequestError("logit_bias", f"values must be in [-100, 100], got {bias}")
     if params.allowed_token_ids == []:
         raise InvalidRequestError("allowed_token_ids", "must not be empty")
     if [] in params.banned_token_sequences:

@@ -6,12 +6,12 @@ been checked.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import Meta, Raw
 
-from protocol.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from protocol.sampling import body_fields
 
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1024
@@ -105,34 +105,21 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     disable_any_whitespace: Annotated[bool | None, doc("Accepted and ignored.")] = None
 
 
-class SamplingBody(msgspec.Struct, kw_only=True):
+if TYPE_CHECKING:
+    _SamplingFields = msgspec.Struct
+else:
+    _SamplingFields = msgspec.defstruct("SamplingFields", body_fields(), kw_only=True, module=__name__)
+
+
+class SamplingBody(_SamplingFields, kw_only=True):
     """The fields that all generating endpoints share."""
 
     model: Annotated[str | None, doc("The model's name; default: the served model.")] = None
-    frequency_penalty: Annotated[float | None, doc("-2 to 2, for each time a token occurred.")] = None
-    presence_penalty: Annotated[float | None, doc("-2 to 2, for each token that occurred.")] = None
-    logit_bias: Annotated[
-        Annotated[dict[int, float], Meta(max_length=MAX_LOGIT_BIAS)] | None,
-        doc("Token id to a bias from -100 to 100."),
-    ] = None
-    seed: Annotated[int | None, doc("Equal requests with equal seeds get equal answers.")] = None
     stop: Annotated[
         Word | Annotated[list[Word], Meta(max_length=MAX_STOPS)] | None, doc("Strings that end the answer.")
     ] = None
     stream: Annotated[bool | None, doc("Answer with server-sent events, token by token.")] = None
-    temperature: Annotated[float | None, doc("0 (greedy) to 100; default: the model's, else 1.")] = None
-    top_p: Annotated[float | None, doc("Above 0, up to 1: sample from the likeliest with this sum.")] = None
-    top_k: Annotated[int | None, doc("Sample from this many of the likeliest; 0 or -1: from all.")] = None
-    min_p: Annotated[float | None, doc("0 to 1: least probability, relative to the likeliest token's.")] = (
-        None
-    )
-    repetition_penalty: Annotated[float | None, doc("0.001 to 100; above 1 discourages repetition.")] = None
-    min_tokens: Annotated[int | None, doc("Generate at least this many tokens.")] = None
-    stop_token_ids: Annotated[
-        Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None, doc("Tokens that end the answer.")
-    ] = None
     include_stop_str_in_output: Annotated[bool | None, doc("Keep the stop string in the text.")] = None
-    ignore_eos: Annotated[bool | None, doc("Go on after the end-of-sequence token.")] = None
     bad_words: Annotated[
         Annotated[list[Word], Meta(max_length=MAX_BAD_WORDS)] | None,
         doc("Strings that are never generated."),

@@ -103,7 +103,7 @@ def _model_card(state: RouterState) -> dict[str, Any]:
         "owned_by": "tandem",
         "root": state.config.model,
         "parent": None,
-        "default_sampling_params": state.defaults,
+        "default_sampling_params": state.defaults.shown(),
         "deterministic": _deterministic(state),
         "max_model_len": facts.max_model_len if facts is not None else state.config.max_model_len,
         "capabilities": {

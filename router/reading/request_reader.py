@@ -12,7 +12,7 @@ import msgspec
 
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
-from protocol.sampling import SamplingParams, check_sampling_params
+from protocol.sampling import SAMPLING_FIELDS, SamplingParams, check_sampling_params
 from protocol.speculation import (
     RequestSpeculation,
     check_request_speculation,
@@ -42,12 +42,6 @@ from router.text.tokenizer import Tokenizer
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPT_LOGPROBS = 2**22
 """Log-probabilities of all prompts of a request, in all choices: some 60 MB in memory, 300 as JSON."""
-
-_AS_GIVEN = (
-    *("temperature", "top_k", "top_p", "min_p", "min_tokens", "stop_token_ids", "logit_bias", "ignore_eos"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
-"""Fields that `SamplingParams` has with the same meaning; it also has defaults, where the model has none."""
 
 
 class RequestReader:
@@ -243,15 +237,16 @@ class RequestReader:
     ) -> SamplingParams:
         """Return all parameters but `max_tokens`, the grammar and the seeds of further choices."""
         allowed = body.allowed_token_ids
-        given = {name: value for name in _AS_GIVEN if (value := getattr(body, name)) is not None}
+        given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+        if "seed" not in given:
+            given["seed"] = secrets.randbits(63)
         params = SamplingParams(
             max_tokens=model.max_model_len,
-            seed=secrets.randbits(63) if body.seed is None else body.seed,
             banned_token_sequences=self._bad_words(body.bad_words or []),
             allowed_token_ids=None if allowed is None else sorted(set(allowed)),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            **model.defaults.sampling() | given,
+            **model.defaults.sampling | given,
         )
         check_sampling_params(params, model.vocab_size, self._config.max_logprobs)
         return params

@@ -51,7 +51,12 @@ PATHS = {
 STORED = "/v1/responses/{response_id}"
 NEED_NO_BODY = {"/workers/{worker_id}/drain": 404, "/restart": 409}
 """But a worker of that name, and a launcher that makes successors."""
-BASES = (openai_types.GenerationBody, openai_types.SamplingBody, openai_types.PoolingBody)
+BASES = (
+    openai_types.GenerationBody,
+    openai_types.SamplingBody,
+    openai_types.PoolingBody,
+    openai_types._SamplingFields,
+)
 BODIES = [
     each
     for each in {**vars(openai_types), **vars(pooling), **vars(responses), **vars(anthropic)}.values()

@@ -10,7 +10,7 @@ import pytest
 
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
-from router.text.generation_defaults import FILE, GenerationDefaults, load_defaults
+from router.reading.served import FILE, GenerationDefaults, load_defaults
 
 GIVEN = {"temperature": 0.25, "top_p": 0.5, "top_k": 40, "min_p": 0.125, "repetition_penalty": 1.5}
 BODIES = {
@@ -39,9 +39,9 @@ def test_a_request_gets_them_where_it_says_nothing(make_router, folder, path):
     assert sampling.max_tokens == 3, "no answer is longer than max_new_tokens"
     if path == "/v1/responses":
         assert (answer["temperature"], answer["top_p"]) == (0.25, 0.5)
-    router.http.post(path, json={**BODIES[path], "temperature": 0, "top_k": -1})
+    router.http.post(path, json={**BODIES[path], "temperature": 0, "top_k": 0})
     sampling = worker.generated[-1].sampling
-    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0, -1, 0.5)
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0, 0, 0.5)
 
 
 def test_a_prepared_body_gets_them_too(make_router, folder):
