@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
+from ctypes import Structure, c_double, c_float, c_int64
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,10 +17,21 @@ import torch
 from torch import Tensor
 
 from engine.sampler.rows import edits_logits
-from engine.sampler.structs import SamplingArgs
 from protocol.sampling import SamplingParams
 
 _MIN_TEMPERATURE = 1e-30
+
+
+class SamplingArgs(Structure):
+    """`Sampling` of `chooser.h`, which explains the fields."""
+
+    _fields_ = (
+        ("seed", c_int64),
+        ("top_k", c_int64),
+        ("top_p", c_double),
+        ("temperature", c_float),
+        ("min_p_floor", c_float),
+    )
 
 
 class RequestParams:
@@ -61,6 +73,16 @@ class RequestParams:
         table["temperature"] = np.where(self.greedy, 0.0, self.temperature)
         table["min_p_floor"] = self.min_p_floor
         return table
+
+    def device_rows(self, index: np.ndarray, positions: Sequence[int], seeds: np.ndarray) -> list[np.ndarray]:
+        """Return what `read_row` of the Triton kernels reads of each row: int64 and float64 [3, n]."""
+        temperature = np.where(self.greedy, 0.0, self.temperature).astype(np.float32)
+        floor = self.min_p_floor.astype(np.float32)
+        top_p = np.where(self.is_nucleus, self.top_p, 1.0)
+        return [
+            np.array([seeds, positions, self.top_k[index]]),
+            np.array([temperature[index], floor[index], top_p[index]], np.float64),
+        ]
 
     def _read_token_ids(self) -> None:
         """Biased, banned and allowed tokens; single ones are arrays, empty where there are none."""

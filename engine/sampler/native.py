@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampler.batch import RequestParams
+from engine.sampler.batch import RequestParams, SamplingArgs
 from engine.sampler.masks import TokenMasks
-from engine.sampler.structs import DraftedArgs, LogitsArgs, SamplingArgs
 from native.build import BuildError, declare, load_library
 from native.threads import parallel
 
@@ -23,6 +22,22 @@ logger = logging.getLogger("tandem.engine")
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float"}
 _GIL_FREE_LOGITS = 2**19
 """Calls on fewer logits keep the interpreter lock: taking it back from a busy thread would cost more."""
+
+
+class LogitsArgs(ctypes.Structure):
+    """`Logits` of `choose.cpp`, which explains the fields."""
+
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("stride", "size", "count")),
+        *((name, ctypes.c_void_p) for name in ("requests", "numbers", "positions", "chosen", "masks")),
+    )
+
+
+class DraftedArgs(ctypes.Structure):
+    """`Drafted` of `choose.cpp`."""
+
+    _fields_ = (("rows", LogitsArgs), ("starts", ctypes.c_void_p), ("distributions", ctypes.c_void_p))
 
 
 @functools.cache

@@ -130,7 +130,7 @@ class TritonSampler:
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         integers, numbers, *listed = self._upload(
-            [*_asked(requests, np.array(index), positions, seeds), *(edits or ())]
+            [*requests.device_rows(np.array(index), positions, seeds), *(edits or ())]
         )
         if further is not None:
             integers[1] += further
@@ -155,19 +155,6 @@ class TritonSampler:
             part = Chosen(tokens[rows], target, numbers[:, rows], scales[rows], arrivals[rows])
             choose(logits[rows], integers[:, rows], some, part, is_greedy=is_greedy, keeps=keeps)
         return Chosen(tokens, logits if edited is None else edited, numbers, scales, arrivals)
-
-
-def _asked(
-    requests: RequestParams, index: np.ndarray, positions: Sequence[int], seeds: np.ndarray
-) -> list[np.ndarray]:
-    """What `read_row` reads: int64 and float64 [3, n]."""
-    temperature = np.where(requests.greedy, 0.0, requests.temperature).astype(np.float32)
-    floor = requests.min_p_floor.astype(np.float32)
-    top_p = np.where(requests.is_nucleus, requests.top_p, 1.0)
-    return [
-        np.array([seeds, positions, requests.top_k[index]]),
-        np.array([temperature[index], floor[index], top_p[index]], np.float64),
-    ]
 
 
 def choose(
