@@ -268,8 +268,8 @@ class _Describer:
 
 def embedding_scale(embeddings: Any) -> float:
     """Return the factor that an embedding's module multiplies by, in the dtype of its weights."""
-    scale = getattr(embeddings, "embed_scale", None)
-    return 1.0 if scale is None else float(torch.as_tensor(scale).to(embeddings.weight.dtype))
+    scale = getattr(embeddings, "scalar_embed_scale", getattr(embeddings, "embed_scale", None))
+    return 1.0 if scale is None else float(torch.tensor(float(scale), dtype=embeddings.weight.dtype))
 
 
 def _check_experts(holder: Any, is_gated: bool) -> None:
