@@ -22,7 +22,6 @@ from engine.devices.cpu.recurrent.native import kernel_addresses
 from engine.devices.loaded_model import LoadedModel
 from engine.devices.recurrent import operators_of
 from engine.devices.torch.forward import Forward
-from engine.devices.torch.hybrid_forward import HybridForward
 from engine.devices.torch.latent_attention import pack_absorbed
 from engine.devices.torch.program import ProgramForward, TorchProgram
 from engine.kv.attention import AttentionBackend
@@ -124,15 +123,14 @@ def modules_forward(
     products: str,
     packed: bool,
 ) -> Forward:
-    """The model's own forward, whose layers are those that stay."""
+    """Return a runner of the model's own modules, with the layers that it has now."""
     if loaded.adapters is not None:
         attach(loaded.model, loaded.adapters)
     options: Any = {"products": products, "packed": packed, "adapters": loaded.adapters}
-    if state_slots is None:
-        return Forward(loaded.model, backend, compile, hidden_layers, **options)
-    assert loaded.recurrent is not None
-    operators = operators_of(state_slots)
-    return HybridForward(loaded.model, backend, loaded.recurrent.hooks, operators, hidden_layers, **options)
+    if state_slots is not None:
+        assert loaded.recurrent is not None
+        options |= {"hooks": loaded.recurrent.hooks, "operators": operators_of(state_slots)}
+    return Forward(loaded.model, backend, compile, hidden_layers, **options)
 
 
 def runner_of_head(

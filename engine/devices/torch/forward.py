@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.batch.rows import BlockTable, SequenceRows
+from engine.batch.rows import BlockTable, SequenceRows, span_of
 from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.batch.step_inputs import StepInputs, StepShape, step_inputs
 from engine.devices.torch import transformers_hook
 from engine.devices.torch.products import torch_products
+from engine.devices.torch.recurrent import StepOperators
+from engine.devices.torch.recurrent_hooks import RecurrentHooks
 from engine.kv.attention import AttentionBackend
 from engine.lora.layers import begin_step, groups_of
 from engine.lora.table import Adapters
@@ -133,7 +135,9 @@ class RowsForward(ABC):
 
 
 class Forward(RowsForward):
-    """A model's own forward."""
+    """A model's own modules, with recurrent layers by our `operators`, if it has some, which `hooks` put in
+    place.
+    """
 
     def __init__(
         self,
@@ -145,12 +149,24 @@ class Forward(RowsForward):
         products: str,
         packed: bool = False,
         adapters: Adapters | None = None,
+        hooks: RecurrentHooks | None = None,
+        operators: StepOperators | None = None,
     ) -> None:
         """`hidden_layers` are captured, numbered as in Transformers' `hidden_states`."""
+        mode = mode if operators is None else "off"
         super().__init__(backend, model.device, mode, products=products, packed=packed, adapters=adapters)
+        self._hooks, self._operators = hooks, operators
+        if operators is not None:
+            self.choice = f"eager, recurrent layers by {operators.name} operators"
         self._model = model
         self._hidden_layers = hidden_layers
         self._can_capture = not hidden_layers
+
+    def _begin(self, batch: Sequence[SequenceRows]) -> None:
+        super()._begin(batch)
+        if self._hooks is not None and self._operators is not None:
+            self._operators.begin_step([span_of(rows) for rows in batch])
+            self._hooks.operators = self._operators
 
     def _expected(self) -> str:
         layers = self._model.config.get_text_config(decoder=True).num_hidden_layers
