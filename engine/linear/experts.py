@@ -16,7 +16,7 @@ from engine.linear.packed_quantized import PackedQuantizedLinear
 from engine.linear.routed import RoutedLinear, RoutedQuantizedLinear
 
 _DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-"""What Transformers' `use_experts_implementation` gives the modules whose computation it knows."""
+"""Attributes that Transformers' `use_experts_implementation` gives the modules that it knows."""
 
 
 class Experts(nn.Module):

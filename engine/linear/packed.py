@@ -50,7 +50,7 @@ def kernel_address(dtype: torch.dtype) -> int:
 def kernel_fault(
     device: torch.device, dtype: torch.dtype, dtypes: Sequence[torch.dtype] = (torch.bfloat16,)
 ) -> str | None:
-    """What multiplies instead, and why, where the kernel can't be used; None where it can. Layers take
+    """Say what multiplies instead of the kernel, and why; None where the kernel can be used. Layers take
     `dtypes`.
     """
     if device.type != "cpu" or dtype not in dtypes:
@@ -141,7 +141,7 @@ def pack(weight: Tensor, together: int = 2) -> Tensor:
 
 
 def joined(packed: Sequence[Tensor], outputs: Sequence[int]) -> Tensor:
-    """What `pack` gave of some weights with so many `outputs` each, as it would give it of all."""
+    """Join packed weights with so many `outputs` each into one packed weight."""
     if all(count % PANEL == 0 for count in outputs):
         return torch.cat(list(packed))
     rows = [unpacked(part)[:count] for part, count in zip(packed, outputs, strict=True)]
@@ -149,7 +149,7 @@ def joined(packed: Sequence[Tensor], outputs: Sequence[int]) -> Tensor:
 
 
 def unpacked(packed: Tensor) -> Tensor:
-    """What `pack` gave, as it was, with the rows that it added."""
+    """Undo `pack`, but keep the rows that it added."""
     return packed.transpose(1, 2).reshape(-1, packed.shape[1] * packed.shape[3])
 
 

@@ -27,7 +27,7 @@ FORMATS = (CodeFormat.INT8, CodeFormat.INT4, CodeFormat.FP8, CodeFormat.MXFP4)
 
 _BITS = {CodeFormat.INT8: 8, CodeFormat.INT4: 4, CodeFormat.FP8: 8, CodeFormat.MXFP4: 4}
 _FACTORS = {CodeFormat.INT8: 2.0**-24, CodeFormat.FP8: 2.0**8}
-"""Of the scales, where the kernel's values are not the format's."""
+"""Factors of scales, where the kernel's values are not the format's."""
 _DEPTH, _SLICE = 32, 128
 """The kernel adds up a multiple of the one, and at most the other, before it scales the sum."""
 

@@ -92,7 +92,7 @@ def group_size(format: CodeFormat, inputs: int) -> int | None:
 
 
 def round_to_nearest(weight: Tensor, format: CodeFormat, group_size: int) -> QuantizedWeight:
-    """Of a weight [out_features, in_features] in any floating-point dtype."""
+    """Round a weight [out_features, in_features] of any floating-point dtype."""
     groups = weight.float().unflatten(1, (-1, group_size))
     scales = _SCALES[format](groups)
     codes = _codes(groups / scales, format)

@@ -36,7 +36,7 @@ def _quantized_kernel() -> Callable[..., None]:
 
 
 def kernel_addresses() -> tuple[int, int]:
-    """Of the functions for bfloat16 and for quantized weights, for native callers. Raises BuildError."""
+    """Return the addresses of the functions for bfloat16 and for quantized weights. Raises BuildError."""
     plain, quantized = (ctypes.cast(each(), ctypes.c_void_p) for each in (_kernel, _quantized_kernel))  # type: ignore[arg-type]
     return plain.value or 0, quantized.value or 0
 
@@ -44,7 +44,7 @@ def kernel_addresses() -> tuple[int, int]:
 def _routed(
     x: Tensor, experts: Tensor, in_features: int, out_features: int, num_experts: int
 ) -> tuple[RoutedArgs, Tensor]:
-    """What the kernel gets, and what it fills. `x` and `experts` are contiguous and live longer."""
+    """Return the kernel's arguments and its output. `x` and `experts` are contiguous and live longer."""
     rows = experts.numel()
     if x.shape[-1] != in_features or x.dtype is not torch.bfloat16 or (rows and rows % len(x)):
         raise ValueError(
@@ -175,7 +175,7 @@ class RoutedLinear(Routed):
 
 
 class RoutedQuantizedLinear(Routed):
-    """The same with quantized weights."""
+    """A `RoutedLinear` with quantized weights."""
 
     words: Tensor
     scales: Tensor
@@ -183,7 +183,7 @@ class RoutedQuantizedLinear(Routed):
     inputs: Tensor | None
 
     def __init__(self, linears: Sequence[PackedQuantizedLinear]) -> None:
-        """Of experts whose weights are alike, but for the order of their inputs."""
+        """The experts' weights are alike, but for the order of their inputs."""
         super().__init__()
         first = linears[0]
         self.format, self.input_group = first.format, first.input_group

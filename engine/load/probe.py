@@ -47,7 +47,7 @@ _TWINS = 0, 2
 """Rows with the same token and position."""
 _POISONED = 1
 _MAX_TWIN_DIFFERENCE = 0.1
-"""Of the root mean square. Another position turns keys by more than that, rounding by less."""
+"""The limit, relative to the root mean square. Another position turns keys by more, rounding by less."""
 _SLACK = 8.0
 """The difference allowed between logits, in multiples of that by rounding. Right models stay near 1, or reach
 5 where rounding swaps experts. Wrong ones exceed 1000 in float32."""
@@ -56,7 +56,7 @@ _ATTEMPTS = 3
 
 
 class KeptLayout(NamedTuple):
-    """What a model keeps of its tokens."""
+    """The KV and the states that a model keeps."""
 
     kv: Group
     state: StateLayout | None = None
@@ -107,9 +107,9 @@ class _AttentionOff:
     def __init__(self, name: str) -> None:
         self._name = name
         self.layers: dict[int, LayerShape | int] = {}
-        """As `Group.of_layers` takes them."""
+        """The layers as `Group.of_layers` takes them."""
         self.sights: dict[int, int] = {}
-        """Of these: their sliding windows; 0: none."""
+        """The layers' sliding windows; 0: none."""
         self._handed: list[tuple[int, Tensor, Tensor]] = []
         """Layers with KV of their own, and that: kept, so that no later one gets its memory."""
         self.num_leaks = self.num_unlike = torch.zeros(())
@@ -176,7 +176,7 @@ class _OperatorsOff:
         return value + sum(part.sum(1, keepdim=True) for part in (query, key, times))
 
     def _attend(self, layer: int, *heads: int) -> None:
-        """Behind the layer's convolution, if it has one."""
+        """Set the heads of linear attention, which follows the layer's convolution if it has one."""
         if layer == len(self.layers):
             self.layers.append(RecurrentLayer(0, 1))
         of = self.layers[layer]
@@ -199,7 +199,7 @@ def _are_same(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
 
 
 def _is_part(value: Tensor, key: Tensor) -> bool:
-    """Of the keys of one head: their first values, in the same memory."""
+    """Say whether values are the first ones of one head's keys, in the same memory."""
     is_smaller = key.shape[1] == 1 and value.shape[2] < key.shape[2]
     return is_smaller and _are_same([value], [key[..., : value.shape[2]]])
 
@@ -299,7 +299,7 @@ def _served(
 
 
 def _metadata(start: int, end: int, device: torch.device) -> AttentionMetadata:
-    """Of a whole mate and the text's rows from `start` to `end`."""
+    """Make the metadata of a whole mate and the text's rows from `start` to `end`."""
     spans = (0, _MATE), (start, end)
     slots = [
         blocks[place // _BLOCK_SIZE] * _BLOCK_SIZE + place % _BLOCK_SIZE

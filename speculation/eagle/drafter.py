@@ -41,7 +41,7 @@ _MOST_UNREAD = 32
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """What is known of a request: draft KV of the places from `first` up to, not including, `written`, and
+    """A request's draft KV of the places from `first` up to, not including, `written`, and
     `features`, the hidden states of the tokens before each of the next places, in pieces.
     """
 

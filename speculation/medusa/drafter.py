@@ -80,7 +80,7 @@ class MedusaDrafter(Drafter):
 
     @torch.inference_mode()
     def _logits(self, sequences: Sequence[SequenceState], depth: int) -> Tensor:
-        """Of the first `depth` heads: [sequences, depth, vocab_size]."""
+        """Return the first `depth` heads' logits, [sequences, depth, vocab_size]."""
         features = [self._features[sequence.request_id][1].cut() for sequence in sequences]
         return self._heads.logits(torch.cat(features), depth)
 

@@ -41,9 +41,9 @@ class MedusaHeads(nn.Module):
         self._token_map = None if weights.token_map is None else weights.token_map.to(target.device)
 
     def logits(self, features: Tensor, count: int) -> Tensor:
-        """Of the first `count` heads: [batch, count, vocab_size], from hidden states [batch, hidden_size].
+        """Return the first `count` heads' logits [batch, count, vocab_size].
 
-        Tokens outside the heads' vocabulary have -inf.
+        `features` are hidden states [batch, hidden_size]. Tokens outside the heads' vocabulary have -inf.
         """
         states = features.expand(count, *features.shape)
         for layer, bias in zip(self._layers, self._biases, strict=True):
@@ -80,7 +80,7 @@ class _Stacked(nn.Module):
 
 
 class _Each(nn.Module):
-    """The same, a product for each head: one that can be quantized."""
+    """A layer of every head with a product for each, which can be quantized."""
 
     def __init__(self, weights: Tensor) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ _ASSUMED_FIRST = (0.60, 0.45, 0.35, 0.30, 0.25)
 Vicuna's heads. Further heads are assumed to be as good as the last of these."""
 _ASSUMED_RANKS = 10
 _RARE = 1e-4
-"""What was never seen to be right still may be."""
+"""The least probability: a rank that was never right still may be."""
 
 
 @dataclass(frozen=True)

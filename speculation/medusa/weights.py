@@ -152,7 +152,7 @@ class _Reader:
         return torch.stack([self._lm_head(head, token_map) for head in range(count)])
 
     def _lm_head(self, head: int, token_map: Tensor | None) -> Tensor:
-        """Of each token that can be drafted one row. There may be further rows, of padding."""
+        """Return an LM head with a row for each token that can be drafted; further rows are padding."""
         if head not in self._lm_heads:
             raise self._checkpoint.error(f"head {head}", "has no LM head")
         name = self._lm_heads[head]

@@ -16,7 +16,7 @@ _FLAG = "--speculative-config"
 
 
 def with_defaults(options: SpeculativeConfig, num_layers: int, *, can_round: bool) -> SpeculativeConfig:
-    """What drafts if the config says nothing of it.
+    """Fill in the layers and the format that draft, where the configuration names none.
 
     All layers in int4, if it `can_round` them: a model that was not trained for it bears that much better
     than to lose layers. Elsewhere every second layer, with the first and the last, which matter most.

@@ -1,4 +1,4 @@
-"""Any other model on a CUDA device: its own modules, whose launches graphs replay."""
+"""Models that no executor of programs runs on a CUDA device: their own modules, replayed as graphs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Modules:
 
 
 class HybridModules(Modules):
-    """With recurrent layers, over the states of sequences in `state_slots`."""
+    """Modules with recurrent layers, over the states of sequences in `state_slots`."""
 
     name = f"{Modules.name}, recurrent layers by {TritonOperators.name} operators"
 
@@ -73,7 +73,7 @@ class HybridModules(Modules):
         self._drafts = drafts
 
     def tables(self, batch: Sequence[SequenceRows], shape: StepShape | None) -> Tables[np.ndarray]:
-        """Of a step that is about to run. Those of one shape have the same sizes."""
+        """Return the operators' tables for a step. Tables of one shape have the same sizes."""
         room = None if shape is None else self._room(shape)
         return self._operators.tables([span_of(rows) for rows in batch], room)
 

@@ -27,18 +27,18 @@ _KINDS = {
     CodeFormat.MXFP4: product_kernel.MXFP4,
 }
 _FACTORS = {CodeFormat.FP8: 256.0, CodeFormat.MXFP4: 0.5}
-"""Of the scales, where the kernel's values are not the format's."""
+"""Factors of scales, where the kernel's values are not the format's."""
 _IN_HALVES = (CodeFormat.INT4, CodeFormat.MXFP4)
 _DEPTH, _LEAST_DEPTH = 64, 32
 """Inputs that are added up before the sum is scaled; the lesser for small groups, and for float32."""
 _TENSORS = ("weight", "scales", "zeros", "order", "bias")
 _ROWS = 64
-"""Of a tile, whatever the batch: few rows take the time that memory takes to deliver the weights."""
+"""Rows of a tile, for any batch: few rows take the time that memory takes to deliver the weights."""
 
 
 @dataclass(frozen=True)
 class TiledWeight:
-    """Of a product, each [outputs, ...]: `weight` has values, or codes in bytes, two of four bits in one;
+    """A product's tensors, each [outputs, ...]: `weight` has values or codes, two 4-bit codes in a byte;
     `scales`, and `zeros` if there are zero points, are float32 [outputs, groups]. `order` is int32 [inputs]
     where codes are not in the order of the inputs. `format` is None for plain values.
     """
@@ -53,7 +53,7 @@ class TiledWeight:
 
     @classmethod
     def quantized(cls, weight: QuantizedWeight, bias: Tensor | None) -> TiledWeight:
-        """Of a weight that `fits`."""
+        """Make it of a weight that `fits`."""
         depth = _depth(weight.group_size)
         assert depth is not None
         codes = weight.codes.view(torch.uint8)
@@ -83,7 +83,7 @@ class TiledWeight:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Those of the outputs."""
+        """The tensors with an entry for each output."""
         return self.weight, self.scales, self.zeros, self.bias
 
     def rows(self, rows: slice) -> TiledWeight:
@@ -152,7 +152,7 @@ class TiledLinear(nn.Module):
         )
 
     def become(self, weight: TiledWeight) -> None:
-        """The same weight, elsewhere."""
+        """Take the same weight in other memory."""
         for name in _TENSORS:
             setattr(self, name, getattr(weight, name))
 
@@ -214,7 +214,7 @@ def concatenated(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def describe(model: nn.Module, dtype: torch.dtype) -> str:
-    """What multiplies."""
+    """Say how the model's linear layers multiply."""
     plain = f"cuBLAS, {str(dtype).removeprefix('torch.')}"
     count = sum(isinstance(module, TiledLinear) for module in model.modules())
     return f"{count} layers in tiles, summed alike in every batch; others {plain}" if count else plain

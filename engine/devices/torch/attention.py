@@ -186,7 +186,7 @@ def _spelled_out_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The same in float32 at least, with capped scores or with sinks, which SDPA does not know."""
+    """Attend in float32 at least, with capped scores or with sinks, which SDPA does not know."""
     heads, query_len, head_dim = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(wide).reshape(k.shape[0], -1, head_dim)

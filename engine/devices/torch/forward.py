@@ -92,7 +92,7 @@ class RowsForward(ABC):
         return self._call(inputs, step.hidden)
 
     def _begin(self, batch: Sequence[SequenceRows]) -> None:
-        """What the layers call is ready for the rows then."""
+        """Prepare the backend and the adapters that layers call for these rows."""
         transformers_hook.set_current_backend(self._backend)
         adapters = self._adapters
         begin_step(groups_of(batch, adapters, self._device) if adapters is not None else ())
@@ -102,10 +102,10 @@ class RowsForward(ABC):
 
     @abstractmethod
     def _compute(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What is compiled."""
+        """Run the rows. This is compiled."""
 
     def _expected(self) -> str:
-        """The time that compiling takes."""
+        """Return how long compiling takes, for a log line."""
         return "about ten seconds"
 
     def warm_up(self) -> float:
@@ -190,7 +190,7 @@ class Forward(RowsForward):
 def run_model(
     model: PreTrainedModel, hidden_layers: Sequence[int], token_ids: Tensor, positions: Tensor, rows: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Of packed rows [1, total]: logits [1, rows asked for, vocab_size] and, if there are `hidden_layers`,
+    """Run packed rows [1, total]; return logits [1, rows asked for, vocab_size] and, for `hidden_layers`,
     their states [1, total, layers * hidden_size].
     """
     capture = {"output_hidden_states": True} if hidden_layers else {}

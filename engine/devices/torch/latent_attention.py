@@ -34,7 +34,7 @@ class HeadProducts(nn.Module):
 
 
 class PackedHeadProducts(nn.Module):
-    """The same by our kernel, in bfloat16 on the CPU: a row's result has the same bits in every batch."""
+    """Head products by our kernel in bfloat16 on the CPU: a row has the same bits in every batch."""
 
     heads: Tensor
 
@@ -49,7 +49,7 @@ class PackedHeadProducts(nn.Module):
 
 
 class Absorbed(nn.Module):
-    """What `kv_b_proj` does to keys and values, done to a layer's queries and to what its heads attended."""
+    """Applies `kv_b_proj` to a layer's queries and to its attention's output, not to keys and values."""
 
     def __init__(self, weight: Tensor, key_dim: int, value_dim: int) -> None:
         """`weight` is [heads * (key_dim + value_dim), latent]."""

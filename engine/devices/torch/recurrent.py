@@ -12,7 +12,7 @@ from engine.kv.state_slots import LayerStateSlots, RowSpan, StateSlots
 
 
 class Operators(Protocol):
-    """Of packed rows. `layer` counts the recurrent layers alone."""
+    """Operators over packed rows. `layer` counts the recurrent layers alone."""
 
     def causal_conv(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """inputs [rows, channels], weight [channels, taps], bias [channels]: float32 [rows, channels]."""
@@ -39,7 +39,7 @@ class Operators(Protocol):
 
 
 class StepOperators(Operators, Protocol):
-    """Of sequences in state_slots."""
+    """Operators over the states of sequences in state slots."""
 
     name: str
 
@@ -103,7 +103,7 @@ class TorchOperators:
         return [[path[tap - reach - 1] - origin for path in paths] for tap in range(reach + 1)]
 
     def _slot_places(self, places: Sequence[int]) -> slice | list[int]:
-        """Where these, ascending, are in a window."""
+        """Return the places in a window of these tokens, which ascend."""
         slot_places = [place % self._window for place in places]
         if slot_places and slot_places[-1] - slot_places[0] == len(slot_places) - 1 == places[-1] - places[0]:
             return slice(slot_places[0], slot_places[-1] + 1)

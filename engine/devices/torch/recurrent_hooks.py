@@ -22,7 +22,7 @@ from engine.devices.torch.recurrent import Operators
 from engine.errors import UnsupportedModelError
 
 _EPSILON = 1e-6
-"""Of the L2 norm of queries and keys (flash-linear-attention's)."""
+"""The epsilon of queries' and keys' unit norms, flash-linear-attention's."""
 
 _ADVISER = "transformers.integrations.hub_kernels"
 """Its logger warns of slow functions, which run here at most while a model is probed."""

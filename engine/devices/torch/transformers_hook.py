@@ -19,7 +19,7 @@ from engine.kv.attention import AttentionBackend
 
 NAME = "tandem"
 PROBE_NAME = "tandem_probe"
-"""The same with a mask function, which costs a device read per forward: see `refuse_masks`."""
+"""The implementation with a mask function, which reads the device in each forward: see `refuse_masks`."""
 
 # Keyword arguments that Transformers hands through to attention and that do not alter what we compute.
 _HARMLESS = frozenset(

@@ -72,7 +72,7 @@ class NativeModel:
         return ctypes.addressof(args)
 
     def kept(self, address: int) -> Tensor:
-        """What `keep` gave the address of."""
+        """Return the tensor that `keep` put at this address."""
         return next(tensor for tensor in self._kept if tensor.data_ptr() == address)
 
     def keep_quantized(self, weight: PackedWeight, bias: Tensor | None, first: int = 0) -> WeightsArgs:
@@ -82,13 +82,13 @@ class NativeModel:
         return WeightsArgs(None, None, address, weight.in_features, weight.out_features, first)
 
     def kept_quantized(self, address: int) -> tuple[PackedWeight, Tensor | None]:
-        """What `keep_quantized` got, with the bias."""
+        """Return the weight and bias that `keep_quantized` put at this address."""
         _, weight, bias = self._quantized[address]
         return weight, bias
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors that the model reads."""
+        """The size of all tensors that the model reads."""
         tensors = list(self._kept)
         for _, weight, bias in self._quantized.values():
             tensors += [each for each in (*weight.tensors, bias) if each is not None]
