@@ -1,4 +1,4 @@
-"""What speculation brought and cost, as totals for the worker's counters (vLLM's names, by method)."""
+"""Counts what speculation brought and cost, as totals for the worker's counters (vLLM's names, by method)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from protocol.speculation import Source
 logger = logging.getLogger("tandem.speculation")
 
 Drafted = Source | Literal["grammar"]
-"""Who drafted: a method, or the request's grammar."""
+"""The drafter: a method, or the request's grammar."""
 
 Origin = Literal["computed", "prefix_hit", "handed_over"]
-"""Where a prompt's KV comes from: all computed here, partly from the prefix cache, or from another worker."""
+"""The source of a prompt's KV: all computed here, partly from the prefix cache, or from another worker."""
 
 
 @dataclass(slots=True, eq=False)
 class _Totals:
-    """Of one method. `lengths` counts its drafts by how many of their tokens were accepted."""
+    """The counts of one method. `lengths` counts its drafts by how many of their tokens were accepted."""
 
     draft_seconds: float = 0.0
     num_draft_tokens: int = 0

@@ -133,7 +133,7 @@ class DraftModel(Drafter):
         return self._state_slots[sequence.request_id] if self._state_slots is not None else 0
 
     def _read_up(self, sequences: Sequence[SequenceState]) -> list[int]:
-        """Those of the sequences of which little is still unread: that is done with the first draft.
+        """The sequences with so little left to read that it is read with the first draft.
 
         A prompt is first read here, not when it is computed, so that its first token need not wait for it.
         """
@@ -162,11 +162,11 @@ class DraftModel(Drafter):
         return [self._rows(each, self._first_unread(each), len(each.token_ids)) for each in sequences]
 
     def _first_unread(self, sequence: SequenceState) -> int:
-        """What lies behind the target's window is not read any more."""
+        """The first place to read: what the target's window has left is not read any more."""
         return max(self._computed.get(sequence.request_id, 0), sequence.held.first_kept)
 
     def _rows(self, sequence: SequenceState, start: int, end: int) -> SequenceRows:
-        """Those that lag behind the target's would see keys that it has let go of."""
+        """A sequence's own rows. Rows that lag behind the target would see keys that it has let go of."""
         held = sequence.held
         first_key = held.first_kept if start + 1 - self._sight < held.first_kept else 0
         tokens, state_slot = sequence.token_ids[start:end], self._state_slot(sequence)
@@ -188,7 +188,7 @@ class DraftModel(Drafter):
         return self._computed.get(request_id, 0)
 
     def observe(self, computed: Sequence[Computed]) -> None:
-        """What was drafted and not accepted holds the KV of other tokens. Prompts that are computed for
+        """Places of rejected tokens hold the KV of other tokens. Prompts that are computed for
         another worker are read along, unless it does that itself; a state would not come there.
         """
         for each in computed:

@@ -48,7 +48,7 @@ class HiddenRows:
 
 @dataclass(slots=True, eq=False)
 class Computed:
-    """What a step computed of one sequence. All of it is committed; `sequence` has its new tokens already.
+    """The part of a step that concerns one sequence, all committed. `sequence` has its new tokens already.
 
     The KV of the tokens at places `start` to `start + num_tokens - 1` was computed, and `hidden` are their
     hidden states; None if the method captures none. `draft` is what the step verified, `accepted` the nodes

@@ -1,4 +1,4 @@
-"""What a grammar says of drafts: what must follow is drafted for nothing, what may not is not verified."""
+"""Drafts under a grammar: what must follow is drafted for nothing, what may not is not verified."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from protocol.speculation import Source
 from speculation.account import Account
 
 MAX_FORCED = 16
-"""Of one draft: more of a step's rows at once cost a CPU about what they save."""
+"""The most tokens of one draft: more of a step's rows at once cost a CPU about what they save."""
 
 
 class GrammarDrafts:
@@ -22,10 +22,10 @@ class GrammarDrafts:
         self._grammars = grammars
         self._account = account
         self.forced: set[SequenceState] = set()
-        """Those whose draft in the current step is their grammar's."""
+        """The sequences whose draft in the current step is their grammar's."""
 
     def draft(self, step: ScheduledStep, sequences: Sequence[SequenceState], make_room: MakeRoom) -> None:
-        """What grammars leave no choice about needs no drafter."""
+        """Draft the tokens about which grammars leave no choice."""
         started = time.perf_counter()
         for sequence in sequences:
             tokens = self._forced_tokens(sequence)

@@ -17,7 +17,7 @@ from protocol.peers import PeerAddress
 from speculation.drafter import Drafter
 
 Use = Literal["usable", "stale", "late"]
-"""Of an arriving chain: it goes on beyond what is committed, it differs from that, or ends before."""
+"""How an arriving chain compares with the committed tokens: it goes beyond them, differs, or ends before."""
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class RemoteDrafter(Drafter):
         """`first_granted` tokens are wanted before any plan of the controller."""
         self.requests: dict[str, RemoteRequest] = {}
         self.ended: list[RemoteRequest] = []
-        """Those that are to be told to their draft workers."""
+        """The requests that their draft workers must be told of."""
         self.answers: dict[str, float] = {}
         """Seconds until each draft worker's answer is there, on average. Written by the loop's thread."""
         self._first_granted = first_granted

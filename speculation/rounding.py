@@ -1,4 +1,4 @@
-"""What drafts has its weights rounded: `quantization` of `--speculative-config`."""
+"""Rounds the weights of what drafts: `quantization` of `--speculative-config`."""
 
 from __future__ import annotations
 

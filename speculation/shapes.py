@@ -7,7 +7,7 @@ from speculation.control.request import Shape
 
 
 def draft_shape(method: Source, options: SpeculativeConfig) -> Shape:
-    """What the controller can choose from for a request of this method."""
+    """The numbers of tokens that the controller can choose from for a request of this method."""
     if method == "lookahead":
         return Shape(options.lookahead_rows, whole=True)
     if options.tree and method == options.method:

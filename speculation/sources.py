@@ -1,4 +1,4 @@
-"""Where a request's drafts come from, and how many tokens it may draft."""
+"""Chooses where a request's drafts come from, and how many tokens it may draft."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class DraftSources:
         self.tell_estimator(source)
 
     def source(self, sequence: SequenceState) -> Source | None:
-        """Where the sequence's drafts come from, by its plan, or else by its own and the deployment's choice.
+        """The source of the sequence's drafts, by its plan, or else by its own and the deployment's choice.
 
         A plan that names what this worker lacks is as one without drafts.
         """

@@ -69,7 +69,7 @@ class BatchSpeculator:
         requests, since those that end with the step are forgotten before it is learnt."""
         self._drafted_at = 0.0
         self._late_turns: list[DraftTurn] = []
-        """Of the current step: how long they took is known with the verdicts."""
+        """Turns of the current step whose duration is known with the verdicts."""
         self._account = Account()
         self._watch = CollapseWatch()
         self._controller = DraftController(config.max_num_seqs, most_drafted(self._options))
@@ -240,7 +240,7 @@ class BatchSpeculator:
         self._controller.estimator.drafted(turn.method, turn.requests, turn.rooms, seconds)
 
     def _runnable(self, drafts: Sequence[Draft | None], rooms: Sequence[int]) -> list[Draft | None]:
-        """Those that the step can run: another one would end it for all requests."""
+        """The drafts that the step can run: any other would end it for all requests."""
         runnable: list[Draft | None] = []
         for draft, room in zip(drafts, rooms, strict=True):
             why = "" if draft is None else problem(draft, room, self._loaded.vocab_size)

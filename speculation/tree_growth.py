@@ -116,7 +116,7 @@ class Level:
         return [DraftRows(1 + end - count, [0] * count, [1] * count) for end in ends]
 
     def before(self, hidden: Tensor) -> Tensor:
-        """Of `hidden` [trees * rows before, size] the rows that this level's follow, on a GPU."""
+        """The rows of `hidden` [trees * rows before, size] that this level's rows follow, on a GPU."""
         from speculation.tree_kernels import follow
 
         trees, width = self.state.sources.shape

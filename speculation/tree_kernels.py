@@ -1,4 +1,4 @@
-"""What `speculation.tree_growth` launches, with a program for each tree: in Triton."""
+"""The Triton kernels of `speculation.tree_growth`, with a program for each tree."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def end(
 
 @triton.jit
 def _packed(runs, rows, num_rows):
-    """Of a tree: how many rows were run before this level, how many it has in it, where its first one lies,
+    """A tree's rows: how many were run before this level, how many it has in it, where its first one lies,
     and where these of its `rows` do: behind those of the trees before, and padding behind all.
     """
     tree, trees = tl.program_id(0).to(tl.int64), tl.num_programs(0)

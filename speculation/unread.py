@@ -30,7 +30,7 @@ class UnreadSteps:
             self._num_rows -= len(dropped)
 
     def of(self, sequence: SequenceState) -> list[Computed]:
-        """What they computed of the sequence, the oldest first."""
+        """The steps' parts that concern the sequence, the oldest first."""
         found = []
         for step, hidden in self._steps:
             row = 0

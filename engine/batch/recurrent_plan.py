@@ -1,4 +1,4 @@
-"""What the kernels are told of a step: where each row's inputs are. Made on the host, once for all layers."""
+"""Tables that tell kernels where a step's rows find their inputs: made on the host, once for all layers."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ and from
 """
 
 SEQUENCE_COLUMNS = 8
-"""Of a sequence: its state slot; the first row's place; its first row, the first one that its window keeps
+"""A sequence: its state slot; the first row's place; its first row, the first one that its window keeps
 and the
 one behind its last; its first tile and the one behind its last; and, of the sequences whose drafts go on
 behind a grid point, its number.
 """
 
 NO_SEAT = -1
-"""Of a sequence that pads the table. Its rows pad the step: their results are zeros, and it keeps none."""
+"""The state slot of a sequence that pads the table. Its rows pad the step, give zeros and keep nothing."""
 
 TILE_COLUMNS = 3
-"""Of a tile: its first new row, the one behind its last, and flags. Behind them are its rows' sources."""
+"""A tile: its first new row, the end of the new rows, and flags. Then come its rows' sources."""
 
 DRAFTED, ADVANCE, CERTAIN = 1, 2, 4
 """Flags of a tile. Its rows follow a state behind drafted tokens, not the state slot's. The state behind
@@ -148,7 +148,7 @@ class _Step:
         self.place = np.arange(len(self.owner)) - (self.first - self.start)[self.owner]
 
     def sources(self, owner: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Of these places [n, m], each n's of a span."""
+        """The sources of these places [n, m], each n's in one span."""
         start, base, first = (column[owner][:, None] for column in (self.start, self.base, self.first))
         slot_places = np.where(places >= base, -1 - places % self.window, places - base - self.window)
         return np.where(places >= start, first + places - start, slot_places)

@@ -26,7 +26,7 @@ class SequenceRows:
     tree_start: int | None = None
     first_key: int = 0
     state_slot: int = 0
-    """Of the state of recurrent layers, where the model has some."""
+    """The slot of its recurrent layers' state, where the model has some."""
     certain: int | None = None
     """Leading places whose tokens no later rows replace: None for all. Recurrent layers ask for it."""
     adapter: int = 0
@@ -42,7 +42,7 @@ class BlockTable:
         self.block_size = block_size
         self._block_pool, self._num_tables = block_pool, num_tables
         self._lists: list[list[int]] = []
-        """What lies in the array's rows."""
+        """The lists that lie in the array's rows."""
         self._rows = np.zeros((0, 0), np.int32)
 
     def of(self, batch: Sequence[SequenceRows]) -> np.ndarray:
@@ -93,7 +93,7 @@ class RowArrays:
 
 
 def span_of(rows: SequenceRows) -> RowSpan:
-    """What recurrent layers are told of a sequence's rows."""
+    """A sequence's rows as recurrent layers read them."""
     count = len(rows.token_ids)
     certain = rows.start + count if rows.certain is None else rows.certain
     tree_start = rows.start if rows.tree_start is None else rows.tree_start

@@ -12,7 +12,7 @@ from engine.batch.step_inputs import StepInputs
 
 
 class Step(NamedTuple):
-    """What one forward runs: the rows of each sequence, one sequence after the other."""
+    """The work of one forward: the rows of each sequence, one sequence after the other."""
 
     batch: Sequence[SequenceRows]
     logit_rows: Sequence[int]

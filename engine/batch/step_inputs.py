@@ -27,9 +27,9 @@ class StepShape:
     logits: int = 0
     sequences: int = 0
     rows_each: int = 0
-    """Of a sequence."""
+    """Rows of each sequence."""
     blocks: int = 0
-    """Of a sequence, with as many as its keys need. Those behind them are left out."""
+    """Blocks of each sequence. Its keys need no more; further ones are left out."""
     trees: bool = False
     """Whether there are masks, even of chains alone."""
     first_keys: bool = False

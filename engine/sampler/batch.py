@@ -46,7 +46,7 @@ class RequestParams:
         self._read_token_ids()
         self._table = self._make_table()
         self.table_address: int = self._table.ctypes.data
-        """Of what the compiled choice reads of each request."""
+        """The address of the table that the compiled choice reads."""
 
     def describes(self, params: Sequence[SamplingParams]) -> bool:
         """Whether these are the very objects that the arrays were made from."""

@@ -1,4 +1,4 @@
-"""What a request asks of single logits: biases, allowed tokens, bans, and no end before `min_tokens`."""
+"""Edits of single logits: biases, allowed tokens, bans, and no end before `min_tokens`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def apply_masks(values: Tensor, masks: TokenMasks) -> None:
 
 
 def forbidden_tokens(row: SamplingRow, eos_token_ids: Sequence[int]) -> list[int]:
-    """What the tokens before forbid: an end too early, and what would complete a banned sequence, in the
-    prompt begun or not.
+    """The tokens that those before forbid: an end too early, and the end of a banned sequence, which may
+    begin in the prompt.
     """
     params, forbidden = row.params, []
     if len(row.output_token_ids) + len(row.drafted) < params.min_tokens:

@@ -29,7 +29,7 @@ _LIMITS = LLParserLimits(verbose_errors=False)
 
 
 class Grammars:
-    """Of the requests of one model. `load_tokenizer` is called once, for the first request with a grammar."""
+    """The grammars of one model's requests. `load_tokenizer` is called once, for the first of them."""
 
     def __init__(self, load_tokenizer: Callable[[], LLTokenizer]) -> None:
         self._load_tokenizer = load_tokenizer
@@ -96,7 +96,7 @@ class Grammars:
         self._mask_thread.begin(partial(self._fill_expected, rows))
 
     def masks(self, rows: Sequence[SamplingRow]) -> TokenMasks | None:
-        """What the rows may get, until masks are asked for again; None if none has a grammar."""
+        """The tokens that the rows may get, until masks are asked for again; None if none has a grammar."""
         self._mask_thread.wait()
         if self._expected is not None and self._expected.keys == [_key(row) for row in rows]:
             return self._expected.masks
@@ -148,7 +148,7 @@ class Matcher:
         self._unlike = (0, 0)
         """Two tokens that begin differently, both allowed when that was last looked at; equal: none known."""
         self.problem = ""
-        """What llguidance failed at."""
+        """The reason why llguidance failed."""
         self._begin()
 
     def _begin(self) -> None:
@@ -158,7 +158,7 @@ class Matcher:
         self._place = 0
         """Tokens before it, those `ahead` among them."""
         self._runs: list[tuple[int, list[int]]] = []
-        """Where a text begins that must follow, and its tokens. They are found once, at its first place: what
+        """The place where a text begins that must follow, and its tokens. They are found once, there: what
         llguidance finds in the middle of it may be other ones.
         """
         self._free_at = -1
@@ -265,7 +265,7 @@ class Matcher:
 
 
 def _key(row: SamplingRow) -> tuple[int, ...]:
-    """Of the row's place in its grammar, if it has one."""
+    """The masks of the row's place in its grammar, if it has one."""
     if row.params.grammar is None:
         return ()
     return id(row.output_token_ids), len(row.output_token_ids), *row.drafted

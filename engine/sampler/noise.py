@@ -25,7 +25,7 @@ NOISE_SPAN = MAX_NOISE - MIN_NOISE + 0.01
 
 
 class Purpose(enum.IntEnum):
-    """What a speculative round draws beside the target's own tokens."""
+    """Draws of a speculative round other than the target's own tokens. `choice.h` has the same numbers."""
 
     DRAFT = 1
     ACCEPTANCE = 2
@@ -81,7 +81,7 @@ def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def noise_bits(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """What the noise is made of: int64, uniform in [-2**31, 2**31), and the noise grows with it.
+    """The bits that noise is made of: int64, uniform in [-2**31, 2**31), and the noise grows with it.
 
     The mixing's last step would leave these upper bits as they are, but for one.
     """

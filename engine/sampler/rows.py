@@ -1,4 +1,4 @@
-"""What the sampler is told about each row of logits."""
+"""The rows of logits as the sampler reads them."""
 
 from __future__ import annotations
 

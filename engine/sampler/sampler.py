@@ -106,7 +106,7 @@ class Sampler:
         return self.finish(self.begin(logits, rows), logits, rows)
 
     def finish(self, choice: TokenChoice, logits: Tensor, rows: Sequence[SamplingRow]) -> SampleOutput:
-        """What `begin` was asked for, and log-probabilities where they are wanted."""
+        """The tokens of `begin`, and log-probabilities where they are wanted."""
         chosen, failed_rows = choice.wait()
         token_ids = chosen.tolist()
         logprobs = self.logprobs(logits, rows, dict(enumerate(token_ids)))
@@ -138,7 +138,7 @@ class Sampler:
         return TokenChoice.made(chosen, failed_rows)
 
     def tokens(self, logits: Tensor, rows: Sequence[SamplingRow], further: Tensor | None = None) -> Tensor:
-        """Those of `choose`, where the logits lie. What a row that fails has there means nothing, and may be
+        """The tokens of `choose`, on the logits' device. A row that fails has any token there, which may be
         negative. Kernels take rows that are so much `further`, int64 [n], than they say.
         """
         if self._kernels is None:
@@ -210,13 +210,13 @@ class Sampler:
             self.grammars.expect(rows)
 
     def masks(self, rows: Sequence[SamplingRow]) -> TokenMasks | None:
-        """What grammars let the rows get; None if none has one."""
+        """The tokens that grammars let the rows get; None if none has one."""
         return self.grammars.masks(rows) if self.grammars is not None else None
 
     def logprobs(
         self, logits: Tensor, rows: Sequence[SamplingRow], token_ids: Mapping[int, int]
     ) -> dict[int, TokenLogprobs]:
-        """Those of the tokens chosen at some of the rows, by row, for the rows that want them."""
+        """The log-probabilities of tokens chosen at some of the rows, by row, for the rows that want them."""
         wanted = [row for row in token_ids if rows[row].params.logprobs is not None]
         if not wanted:
             return {}
@@ -236,7 +236,7 @@ class Sampler:
         return token_logprobs(logits, token_ids, num_top, self.upload, self.download)
 
     def problem(self, request_id: str) -> str:
-        """What the request's grammar failed at; "" if nothing."""
+        """The reason why the request's grammar failed; "" if it did not."""
         return self.grammars.problem(request_id) if self.grammars is not None else ""
 
     def forget(self, request_id: str) -> None:

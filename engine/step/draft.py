@@ -86,7 +86,7 @@ class Draft:
         return tokens[::-1]
 
     def paths(self) -> list[list[int]]:
-        """Of all nodes."""
+        """The paths of all nodes."""
         found: list[list[int]] = []
         for node in range(self.num_nodes):
             parent = self.parent(node)
@@ -115,7 +115,7 @@ class Draft:
 
 
 def late_among(drafts: Iterable[Draft | None]) -> LateTokens | None:
-    """Those of the first draft that has some. Others than these come to the host where they are read."""
+    """The late tokens of the first draft that has some. Other late tokens are brought where they are read."""
     return next((draft.late for draft in drafts if draft is not None and draft.late is not None), None)
 
 
@@ -136,7 +136,7 @@ class Verdict:
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """What a step did for one sequence.
+    """The result of a step for one sequence.
 
     `start`: the first place whose KV it computed; `num_tokens` from there on are committed, `num_accepted`
     of them drafted. `num_rows`: the sequence's rows in the step, drafted ones included.

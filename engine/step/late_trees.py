@@ -13,9 +13,9 @@ from engine.step.late_tokens import LateTokens, taken
 
 
 class LateTrees(LateTokens):
-    """Of trees that are drafted at once. To the host each is a star, with the nodes that it has room for: all
-    of them follow the sequence's last token. Those that the tree does not have are the last ones. They stay
-    children of the root, which nothing accepts.
+    """Trees that are drafted at once. To the host each is a star of as many nodes as it has room for: all
+    follow the sequence's last token. Nodes that the tree turns out not to have come last. They stay children
+    of the root, and are never accepted.
     """
 
     def __init__(self, nodes: Tensor, download: Downloader) -> None:

@@ -43,7 +43,7 @@ class Launched:
     rows: Sequence[SamplingRow] = ()
     choice: TokenChoice | None = None
     kept: list[SequenceBlocks] = field(default_factory=list)
-    """Of sequences that have ended since, while the device may still write there."""
+    """The blocks of sequences that have ended since: the device may still write there."""
 
     @property
     def sampled(self) -> Tensor:
@@ -84,7 +84,7 @@ class StepLauncher:
         return self._ahead is not None
 
     def step_ahead(self) -> ScheduledStep | None:
-        """What was launched ahead, if anything, of the sequences that still run."""
+        """The step that was launched ahead, if any, with the sequences that still run."""
         if self._ahead is None:
             return None
         step = self._ahead.step
@@ -140,7 +140,7 @@ class StepLauncher:
         return self._speculator.may_go_ahead(step, self._scheduler.num_active_with(len(step.sequences)))
 
     def verdicts(self, launched: Launched) -> list[Verdict]:
-        """What each of the sequences that sample in this step gets; waits for its tokens."""
+        """The verdict for each sequence that samples in this step. Waits for the tokens."""
         sampled = launched.packed.sampled
         if not sampled:
             return []
@@ -155,7 +155,7 @@ class StepLauncher:
         ]
 
     def collect_prompt_logprobs(self, launched: Launched) -> None:
-        """Of the step's chunks of prompts."""
+        """Add the log-probabilities of the step's chunks of prompts to their sequences."""
         place = launched.packed.num_sampled_rows
         for sequence, count in launched.packed.prompts:
             if not sequence.prompt_logprobs:
@@ -175,7 +175,7 @@ class StepLauncher:
 
 
 def _sampling_rows(packed: PackedStep) -> list[SamplingRow]:
-    """Where drafts are verified, only if grammars have masks for them."""
+    """The rows to sample; where drafts are verified, only if grammars have masks for them."""
     sampled = packed.sampled
     if packed.num_sampled_rows == len(sampled):
         return [sequence.sampling_row() for sequence in sampled]

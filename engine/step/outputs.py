@@ -1,4 +1,4 @@
-"""What a step's tokens are to a sequence: kept up to its end, and told to the router."""
+"""Makes a step's tokens a sequence's output: keeps them up to its end, and tells them to the router."""
 
 from __future__ import annotations
 

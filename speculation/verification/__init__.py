@@ -1,1 +1,1 @@
-"""What of a draft becomes output, by the target's logits."""
+"""Decides by the target's logits how much of a draft becomes output."""

@@ -1,4 +1,4 @@
-"""Where drafts stop, and the tokens after them, by the rules of `standard.py` and `block.py`: in Triton.
+"""Triton kernels that find where drafts stop, and the tokens after them, as `standard.py` and `block.py` do.
 
 A program that needs it finds out by itself where a sequence's draft stops: that takes a few numbers a node.
 """
@@ -18,7 +18,7 @@ SPAN_FIELDS = tl.constexpr(7)
 NODE_FIELDS = tl.constexpr(2)
 _ACCEPTANCE, _RECOVERY = tl.constexpr(int(Purpose.ACCEPTANCE)), tl.constexpr(int(Purpose.RECOVERY))
 _SLACK = tl.constexpr(1e-3)
-"""What rounding may add to a chance."""
+"""The most that rounding may add to a chance."""
 _TINY = tl.constexpr(1.1754943508222875e-38)
 
 
@@ -173,7 +173,7 @@ def _best(weights, tokens, noise, SIZE: tl.constexpr):
 
 @triton.jit
 def _left(spans, nodes, target, sequence, last, rejected, share, tokens, inside, SIZE: tl.constexpr):
-    """What the target gives a tile's tokens behind a node, and what the rejected nodes leave of its share."""
+    """The target's probabilities of a tile's tokens after a node, and what rejected nodes leave of them."""
     first_row, first_node, count, _, _, _, drawn = _read_span(spans, sequence)
     given = tl.where(inside, share_of(target, first_row + 1 + last, tokens, inside), 0.0)
     left = given * share.to(tl.float32)
@@ -190,8 +190,8 @@ def _left(spans, nodes, target, sequence, last, rejected, share, tokens, inside,
 
 @triton.jit
 def _stop_of_block(spans, nodes, target, sequence, length, SIZE: tl.constexpr):
-    """Of a chain that stops after `length` nodes: as `_judge`, without the accepted ones, and whether it may
-    stop there, which other tiles have a part in.
+    """The outcome of a chain that stops after `length` nodes: as `_judge`, but for the accepted ones, and
+    whether it may stop there, which other tiles have a part in.
     """
     _, first_node, count, seed, position, _, _ = _read_span(spans, sequence)
     share = _share_before(spans, nodes, target, sequence, length, SIZE)

@@ -104,7 +104,7 @@ def stops_of(spans: Tensor, nodes: Tensor, chosen: Chosen, lengths: int = 0) -> 
 
 
 def _spans(rows: DraftedRows, drawn: Sequence[Tensor | None], as_blocks: bool) -> np.ndarray:
-    """What `kernels._read_span` reads."""
+    """The rows that `kernels._read_span` reads."""
     spans, first_node = [], 0
     for sequence, span, distributions in zip(rows.sequences, rows.spans, drawn, strict=True):
         draft, params = sequence.draft, sequence.params

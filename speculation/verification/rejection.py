@@ -46,7 +46,7 @@ class Stop:
 
 
 Rule = Callable[[Sequence[Odds]], list[Stop]]
-"""Where each of a batch's drafts stops."""
+"""Tells where each of a batch's drafts stops."""
 
 
 def verify(sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler, rule: Rule) -> list[Verdict]:

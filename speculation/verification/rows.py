@@ -59,7 +59,7 @@ class DraftedRows:
         return self.late.further(upload([np.array(names, np.int64)])[0])
 
     def bring(self, wanted: Tensor, download: Downloader) -> list[int]:
-        """What is `wanted`, int64 [n], and what is late of the drafts, which are settled then."""
+        """The values of `wanted`, int64 [n]. The drafts' late tokens come along, and settle them."""
         if self.late is None:
             told: list[int] = download(wanted).tolist()
             return told

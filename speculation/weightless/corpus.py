@@ -64,7 +64,7 @@ class Corpus:
         return None if tenant is None else tenant.number
 
     def add(self, salt: str, output: Sequence[int]) -> None:
-        """Of an output that is longer than the ring the end is kept; of one token nothing can be learnt."""
+        """Keep an output, or its end if it is longer than the ring. A single token teaches nothing."""
         output = output[-(self._capacity - 1) :]
         if len(output) < 2:
             return

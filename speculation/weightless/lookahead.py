@@ -150,7 +150,7 @@ class NgramPool:
 
 
 def ngrams_of(text: np.ndarray, length: int) -> Iterator[Ngram]:
-    """What followed earlier occurrences of the text's last token, up to `length` tokens of each; the most
+    """The tokens after earlier occurrences of the text's last token, up to `length` tokens of each; the most
     recent first. `text` is int32 [its length].
     """
     for place in np.flatnonzero(text[:-1] == text[-1])[: -_MAX_PLACES - 1 : -1].tolist():

@@ -1,4 +1,4 @@
-"""What the methods have in common that draft from text alone: requests' tokens as arrays, and no weights."""
+"""The common part of methods that draft from text alone: requests' tokens as arrays, and no weights."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def _sequences(most: int) -> list[int]:
 
 
 def _blocks(max_model_len: int, block_size: int) -> list[int]:
-    """Of one split of keys, of two, four and so on: attention is launched by the most splits."""
+    """Blocks of one split of keys, of two, four and so on: attention is launched by the most splits."""
     keys = [tiles.SPLIT << exponent for exponent in range((max_model_len // tiles.SPLIT).bit_length())]
     needed = ceil_div(max_model_len, block_size)
     return sorted({needed, *(max(1, each // block_size) for each in keys if each < max_model_len)})

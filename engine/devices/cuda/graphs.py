@@ -33,7 +33,7 @@ class Graphs(Protocol):
     def new(self) -> Graph: ...
 
     def free_bytes(self) -> int:
-        """Of the device."""
+        """Free memory of the device."""
         ...
 
     def fault(self, work: Callable[[], object]) -> str:
@@ -124,7 +124,7 @@ def _by_need(shapes: Sequence[StepShape]) -> list[StepShape]:
 
 
 def stand_ins(shapes: Sequence[StepShape], captured: Collection[StepShape]) -> dict[StepShape, StepShape]:
-    """Of shapes that were not captured, the least one that was and takes their steps, if any does."""
+    """For shapes that were not captured, the least captured one that takes their steps, if any does."""
     rising = sorted(captured, key=_size)
     found = {}
     for shape in shapes:

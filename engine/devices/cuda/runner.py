@@ -1,4 +1,4 @@
-"""What runs a model on a CUDA device: a `Runner` whose steps graphs replay."""
+"""The runner of models on a CUDA device, whose steps graphs replay."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class CudaRunner:
         self._adapters = adapters
         self._captured: dict[StepShape, Graph] = {}
         self._stand_ins: dict[StepShape, StepShape] = {}
-        """Of buckets without a graph."""
+        """The larger buckets whose graphs serve those without one."""
 
     @torch.inference_mode()
     def warm_up(self) -> float:
@@ -95,7 +95,7 @@ class CudaRunner:
         return time.monotonic() - started
 
     def _capture(self, graphs: Graphs, shape: StepShape) -> Graph:
-        """Of padding rows, which write nowhere."""
+        """Capture a step of padding rows, which write nowhere."""
         inputs = self._inputs([], [], shape)
         self._forward_kept(inputs)
         graph = graphs.new()
@@ -155,7 +155,9 @@ def runner_of(
     drafts: bool = False,
     state_slots: StateSlots | None = None,
 ) -> CudaRunner:
-    """Of the CUDA decoder where it fits. `drafts`: it drafts chains. Recurrent layers need `state_slots`."""
+    """The runner of the CUDA decoder where that fits. `drafts`: it drafts chains. Recurrent layers need
+    `state_slots`.
+    """
     decoder: Decoder
     tables_of: TablesOf | None = None
     adapters, longest = loaded.adapters, loaded.max_model_len

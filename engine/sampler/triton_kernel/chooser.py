@@ -30,12 +30,12 @@ _GROUP, _WIDTH = 64, 16
 _OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 """Fused products and sums would round otherwise than the host's."""
 _REGISTERS = 128
-"""Of a thread that sifts: with more a multiprocessor has room for one program only."""
+"""Registers of a thread that sifts: with more a multiprocessor has room for one program only."""
 LISTS_BYTES = 256 * 1024**2
-"""Of edited logits and what may be chosen. A step with more rows takes several launches."""
+"""The most memory for edited logits and lists of candidates. A step with more rows takes several launches."""
 
 _LISTED_BYTES = 10
-"""Of a token: two float32 and its place."""
+"""The bytes of a listed token: two float32 and its place."""
 
 
 class TritonSampler:
@@ -123,7 +123,7 @@ class TritonSampler:
         *,
         keeps: bool,
     ) -> Chosen:
-        """What is kept beside the tokens is there if it is asked for."""
+        """`keeps`: more than the tokens is wanted."""
         count = len(index)
         if len(logits) != count:
             raise ValueError(f"{count} rows of logits, got {tuple(logits.shape)}")

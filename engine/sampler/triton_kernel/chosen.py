@@ -1,4 +1,4 @@
-"""What the sampler's kernels leave on the device."""
+"""The results that the sampler's kernels leave on the device."""
 
 from __future__ import annotations
 

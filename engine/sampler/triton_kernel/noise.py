@@ -11,7 +11,7 @@ _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = tl.constexpr(0x94D049BB133111EB)
 _SLACK = tl.constexpr(1e-6)
-"""What bounds of float32 may be off by."""
+"""The greatest error of bounds in float32."""
 SPAN = tl.constexpr(NOISE_SPAN)
 LEAST = tl.constexpr(-0x7F800001)
 """The `order` of -inf."""

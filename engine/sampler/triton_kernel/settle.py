@@ -21,7 +21,7 @@ _ROUNDING = tl.constexpr(1e-4)
 
 @triton.jit
 def read_row(integers, numbers, row, num_rows):
-    """What a row's request asks for: seed, position, top-k; temperature, min-p's floor and top-p."""
+    """The parameters of a row's request: seed, position, top-k; temperature, min-p's floor and top-p."""
     seed = tl.load(integers + row)
     position = tl.load(integers + num_rows + row)
     top_k = tl.load(integers + 2 * num_rows + row).to(tl.int32)

@@ -1,10 +1,22 @@
 """The noise is a pure function of (seed, position, token id), the same for ever."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from engine.sampler.noise import MAX_NOISE, MIN_NOISE, gumbel_noise, noise_bits, stream_keys
+from engine.sampler import noise
+from engine.sampler.noise import (
+    MAX_NOISE,
+    MIN_NOISE,
+    NOISE_SPAN,
+    Purpose,
+    gumbel_noise,
+    noise_bits,
+    stream_keys,
+)
 
 MASK = 2**64 - 1
 
@@ -78,3 +90,13 @@ def test_range_and_moments():
 def test_the_extremes_are_finite():
     assert pytest.approx(-3.1299, abs=1e-3) == MIN_NOISE
     assert pytest.approx(22.8739, abs=1e-3) == MAX_NOISE
+
+
+def test_the_compiled_noise_has_the_same_purposes_and_bounds() -> None:
+    header = (Path(noise.__file__).parent / "choice.h").read_text()
+    (purposes,) = re.findall(r"enum Purpose : int64_t \{(.*)\};", header)
+    assert purposes.strip() == ", ".join(f"{each.name} = {each.value}" for each in Purpose)
+    most, span = (
+        float(re.findall(rf"{name} = ([0-9.]+)f;", header)[0]) for name in ("MAX_NOISE", "NOISE_SPAN")
+    )
+    assert MAX_NOISE <= most < MAX_NOISE + 0.02 and NOISE_SPAN <= span < NOISE_SPAN + 0.02
