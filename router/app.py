@@ -12,16 +12,11 @@ from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.types import ASGIApp
 
 from protocol.version import version
-from router.api import adapters, admin, doctor, generate, operate, pages, placement, responses, tokenize
+from router.api import clients, generate, health, observe, operate, pages
 from router.api.access import BEARER, admitted, guarded, operator
 from router.api.openapi import add_schemas, error_answers
 from router.middleware import Envelope, answer_error
 from router.state import RouterState
-
-_OPEN = (pages.router, admin.health)
-"""Endpoints without an API key: as in vLLM, health and metrics, and pages, which show nothing of requests."""
-_OF_CLIENTS = (admin.models, responses.router, tokenize.router)
-_OF_OPERATORS = (admin.workers, adapters.router, placement.router, doctor.router, operate.router)
 
 
 class _Application(FastAPI):
@@ -53,10 +48,9 @@ def build_app(state: RouterState) -> FastAPI:
     app.state.router = state
     key = [Security(BEARER)] if state.keys.are_needed else []
     generate.add_routes(app, state, key)
-    for router in _OF_CLIENTS:
-        app.include_router(router, dependencies=[*key, Depends(admitted)])
-    for router in _OF_OPERATORS:
+    app.include_router(clients.router, dependencies=[*key, Depends(admitted)])
+    for router in (observe.router, operate.router):
         app.include_router(router, dependencies=[*key, Depends(operator)])
-    for router in _OPEN:
+    for router in (health.router, pages.router):  # as in vLLM, health and metrics need no key
         app.include_router(router, dependencies=[Depends(guarded)])
     return app

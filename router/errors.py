@@ -1,4 +1,4 @@
-"""The API's errors: OpenAI's shape, with the right status."""
+"""The API's errors in the shapes of OpenAI and Anthropic, with the right status."""
 
 from __future__ import annotations
 
@@ -41,6 +41,10 @@ _KIND_STATUS: dict[ErrorKind, int] = {
     "grammar": 422,
     "internal": 500,
 }
+
+
+_ANTHROPIC_TYPES = {"service_unavailable_error": "overloaded_error", "server_error": "api_error"}
+"""Anthropic's names of types that have others in OpenAI's API."""
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
@@ -95,6 +99,19 @@ class ApiError(TandemError):
     def response(self, body: bytes | None = None) -> Response:
         """Return the answer with this body; default: in OpenAI's shape."""
         return Response(body or self.body(), self.status, self.headers, "application/json")
+
+
+def speaks_anthropic(path: str) -> bool:
+    """Return whether the endpoint's errors have Anthropic's shape."""
+    return path.startswith("/v1/messages")
+
+
+def anthropic_body(error: ApiError, request_id: str) -> bytes:
+    """Return an error in Anthropic's shape, with the field and the code of OpenAI's."""
+    detail = error.detail
+    kind = "request_too_large" if error.status == 413 else _ANTHROPIC_TYPES.get(detail.type, detail.type)
+    about = msgspec.structs.replace(detail, type=kind)
+    return msgspec.json.encode({"type": "error", "error": about, "request_id": request_id})
 
 
 def _cut(text: str) -> str:

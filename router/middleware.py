@@ -14,8 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import InvalidRequestError
-from router.anthropic.errors import error_body, speaks_anthropic
-from router.errors import ApiError, client_gone
+from router.errors import ApiError, anthropic_body, client_gone, speaks_anthropic
 from router.observe.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
     """Return the answer to a request that failed, in the shape of its API."""
     told = _as_api_error(error, request.scope)
     is_anthropic = speaks_anthropic(request.scope["path"])
-    return told.response(error_body(told, request.scope[REQUEST_ID_KEY]) if is_anthropic else None)
+    return told.response(anthropic_body(told, request.scope[REQUEST_ID_KEY]) if is_anthropic else None)
 
 
 def _as_api_error(error: Exception, scope: Scope) -> ApiError:

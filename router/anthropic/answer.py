@@ -9,8 +9,7 @@ import msgspec
 from router.answers.answer_parts import AnswerParts
 from router.answers.formats import OutputOptions, StreamedAnswer
 from router.anthropic.blocks import ContentBlocks, Fields
-from router.anthropic.errors import error_body
-from router.errors import ApiError
+from router.errors import ApiError, anthropic_body
 from router.observe.timing import ResponseTiming
 from router.requests.slices import json_pieces
 from router.text.choice import Choice
@@ -62,10 +61,10 @@ class MessageAnswer(StreamedAnswer):
         yield from json_pieces({**self._message, "content": iter(self._content.blocks), **about})
 
     def failed(self, choices: Sequence[Choice], error: ApiError) -> list[bytes]:
-        return [error_body(error, self._request_id)]
+        return [anthropic_body(error, self._request_id)]
 
     def failure(self, error: ApiError) -> list[bytes]:
-        return [b"event: error\ndata: " + error_body(error, self._request_id) + b"\n\n"]
+        return [b"event: error\ndata: " + anthropic_body(error, self._request_id) + b"\n\n"]
 
     def _new_events(self, choice: Choice) -> Iterator[Fields | None]:
         """Events; None after each piece of a long text."""

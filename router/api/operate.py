@@ -1,5 +1,5 @@
 """Endpoints with which operators manage workers: `POST /scale`, `/restart`, `/workers/{id}/drain` and
-`/role`.
+`/role`; and as in vLLM adapters: `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`.
 
 They answer when all is done. A client that goes away does not cancel its request.
 """
@@ -14,8 +14,9 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Depends
 from msgspec import Meta
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
+from protocol.adapters import AdapterName, AdapterPath
 from protocol.errors import InvalidRequestError
 from protocol.roles import MAX_WORKERS, ROLES
 from router.api.access import State
@@ -64,6 +65,23 @@ class ScaleBody(msgspec.Struct, forbid_unknown_fields=True):
     draft: Annotated[_Number | None, Meta(description="Draft workers.")] = None
 
 
+_Name = Annotated[AdapterName, Meta(description="The name that requests use for it.")]
+_Path = Annotated[AdapterPath, Meta(description="Its folder, with the same path on each worker's host.")]
+
+
+class LoadAdapterBody(msgspec.Struct):
+    """Load a LoRA adapter in PEFT's format on every worker, or on none."""
+
+    lora_name: _Name
+    lora_path: _Path
+
+
+class UnloadAdapterBody(msgspec.Struct):
+    """Accept no more requests for a LoRA adapter. Requests that use it run to their end."""
+
+    lora_name: _Name
+
+
 router = APIRouter()
 
 
@@ -99,6 +117,21 @@ async def scale(state: State, body: Annotated[ScaleBody, Depends(small(ScaleBody
         if not 0 <= count <= MAX_WORKERS:
             raise InvalidRequestError(name, f"must be from 0 to {MAX_WORKERS}, got {count}")
     return _report(await asyncio.shield(asyncio.ensure_future(state.scaler.scale(targets))))
+
+
+@router.post("/v1/load_lora_adapter", **posted(LoadAdapterBody, "a line of text"))
+async def load(state: State, body: Annotated[LoadAdapterBody, Depends(small(LoadAdapterBody))]) -> Response:
+    state.require_ready()
+    await asyncio.shield(state.adapters.load(body.lora_name, body.lora_path))
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter", **posted(UnloadAdapterBody, "a line of text"))
+async def unload(
+    state: State, body: Annotated[UnloadAdapterBody, Depends(small(UnloadAdapterBody))]
+) -> Response:
+    await asyncio.shield(state.adapters.unload(body.lora_name))
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 async def _drained(worker_id: str, drain: Coroutine[None, None, asyncio.Future[DrainReport]]) -> Response:

@@ -1,7 +1,9 @@
-"""Endpoints that show the workers and requests as the router sees them, and its decisions."""
+"""Endpoints that show operators the workers and requests, the router's decisions, and bottlenecks."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -14,6 +16,8 @@ from starlette.responses import Response
 from router.api.access import State
 from router.api.openapi import Json
 from router.dispatch.decisions import MAX_DECISIONS
+from router.doctor.samples import sample
+from router.doctor.verdicts import examine
 from router.requests.journal import LiveRequest
 from router.workers.assignment import LiveStage
 from router.workers.registry import Worker
@@ -23,6 +27,20 @@ MAX_REQUESTS = 1000
 
 
 router = APIRouter()
+
+
+@router.get(
+    "/workers",
+    summary="The workers, their load and their transfers.",
+    response_description="`workers`, `awaited` (`id` and `role` of those that are being started or "
+    "replaced), `router`",
+)
+async def show_workers(state: State) -> Response:
+    about = {"id": state.router_id, "incarnation": state.incarnation, "pid": os.getpid()}
+    known = {worker.key.worker_id for worker in state.registry}
+    expected = state.registry.expected.items()
+    awaited = [{"id": worker_id, "role": role} for worker_id, role in expected if worker_id not in known]
+    return Json({"router": about, "workers": list(map(_worker, state.registry)), "awaited": awaited})
 
 
 @router.get(
@@ -54,7 +72,7 @@ async def show_cluster(state: State) -> Response:
     }
     found = {
         "placement": placement,
-        "workers": list(map(_worker, workers)),
+        "workers": list(map(_placed_worker, workers)),
         "awaited": state.registry.awaited(),
         "links": [link for worker in workers if worker.live for link in _links(worker)],
         "drafts": _drafts(state.journal),
@@ -76,7 +94,42 @@ async def show_requests(
     return Json({"stages": stages, "requests": [_request(each, now) for each in live[:limit]]})
 
 
+@router.get(
+    "/doctor",
+    summary="The bottlenecks that keep requests waiting now, and how to remove them, the most costly first.",
+    response_description="`findings`, after `seconds` of watching",
+)
+async def diagnose(
+    state: State, seconds: Annotated[float, Query(gt=0, le=60, allow_inf_nan=False)] = 3
+) -> Response:
+    before = sample(state)
+    await asyncio.sleep(seconds)
+    after = sample(state)
+    return Json({"seconds": after.at - before.at, "findings": examine(before, after)})
+
+
+def _lifecycle(worker: Worker) -> str:
+    if not worker.live:
+        return "silent"
+    return "draining" if worker.draining else "ready"
+
+
 def _worker(worker: Worker) -> dict[str, Any]:
+    return {
+        "id": worker.key.worker_id,
+        "host": worker.host,
+        "pid": worker.pid,
+        "lifecycle": _lifecycle(worker),
+        "silent_s": round(worker.silence_s, 3),
+        "outstanding_requests": worker.outstanding_requests,
+        "outstanding_prefill_tokens": worker.outstanding_prefill_tokens,
+        "kv_usage": round(worker.state.kv_usage, 4),
+        "start_up": worker.start_up,
+        **msgspec.structs.asdict(worker.state),
+    }
+
+
+def _placed_worker(worker: Worker) -> dict[str, Any]:
     load, costs = worker.load, msgspec.structs.asdict(worker.state.costs)
     return {
         "id": worker.key.worker_id,

@@ -1,0 +1,131 @@
+"""Clients' endpoints that generate nothing: models, tokens, and stored responses."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from protocol.adapters import Adapter
+from protocol.errors import InvalidRequestError
+from router.anthropic.body import MessageBody
+from router.api.access import Admitted, State
+from router.api.openapi import Json, posted
+from router.errors import ApiError
+from router.openai_types import DetokenizeBody, TokenizeBody
+from router.state import RouterState
+
+router = APIRouter()
+
+
+@router.get(
+    "/v1/models",
+    summary="The model, and its adapters with it as their `parent`.",
+    response_description="OpenAI's list of models",
+)
+async def list_models(state: State) -> Response:
+    base = _model_card(state)
+    cards = [_adapter_card(base, each) for each in state.adapters.named.values()]
+    return Json({"object": "list", "data": [base, *cards]})
+
+
+@router.get(
+    "/v1/models/{model_id:path}",
+    summary="One model.",
+    response_description="OpenAI's model, with `max_model_len`",
+)
+async def show_model(state: State, model_id: str) -> Response:
+    base, adapter = _model_card(state), state.adapters.find(model_id)
+    return Json(base if adapter is None else _adapter_card(base, adapter))
+
+
+@router.post("/tokenize", **posted(TokenizeBody, "`count`, `max_model_len`, `tokens`, `token_strs`"))
+async def tokenize(request: Request, state: State) -> Response:
+    return await _convert(request, state, "tokenize")
+
+
+@router.post("/detokenize", **posted(DetokenizeBody, "`prompt`"))
+async def detokenize(request: Request, state: State) -> Response:
+    return await _convert(request, state, "detokenize")
+
+
+@router.post("/v1/messages/count_tokens", **posted(MessageBody, "`input_tokens`"))
+async def count_tokens(request: Request, state: State) -> Response:
+    return await _convert(request, state, "count_tokens")
+
+
+@router.get(
+    "/v1/responses/{response_id}",
+    summary="A response that was stored.",
+    response_description="OpenAI's response",
+)
+async def get_response(
+    state: State, admission: Admitted, response_id: str, stream: str = "false"
+) -> Response:
+    if stream != "false":
+        raise InvalidRequestError("stream", "is not supported for a response that is complete")
+    store, owner = state.responses, admission.key.entry.name
+    found = None if store is None else await asyncio.to_thread(store.get, response_id, owner)
+    if found is None:
+        raise _not_found(response_id)
+    return Response(found.body, media_type="application/json")
+
+
+@router.delete(
+    "/v1/responses/{response_id}",
+    summary="Delete a response.",
+    response_description="`id`, `object`, `deleted`",
+)
+async def delete_response(state: State, admission: Admitted, response_id: str) -> Response:
+    store, owner = state.responses, admission.key.entry.name
+    if store is None or not await asyncio.to_thread(store.delete, response_id, owner):
+        raise _not_found(response_id)
+    return Json({"id": response_id, "object": "response", "deleted": True})
+
+
+async def _convert(request: Request, state: RouterState, task: str) -> Response:
+    """Answer with the task's result."""
+    async with state.bodies.read(request) as raw:
+        answer = await state.requests.convert(task, raw, state.require_served())
+    return Response(answer, media_type="application/json")
+
+
+def _not_found(response_id: str) -> ApiError:
+    return ApiError(404, f"there is no response {response_id!r}, or no more")
+
+
+def _adapter_card(base: dict[str, Any], adapter: Adapter) -> dict[str, Any]:
+    return {**base, "id": adapter.name, "root": adapter.path, "parent": base["id"]}
+
+
+def _model_card(state: RouterState) -> dict[str, Any]:
+    facts = state.registry.model
+    return {
+        "id": state.config.model_name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "tandem",
+        "root": state.config.model,
+        "parent": None,
+        "default_sampling_params": state.defaults.shown(),
+        "deterministic": _deterministic(state),
+        "max_model_len": facts.max_model_len if facts is not None else state.config.max_model_len,
+        "capabilities": {
+            "completions": True,
+            "chat_completions": state.chats.has_template,
+            "responses": state.chats.has_template,
+            "messages": state.chats.has_template,
+            "embeddings": state.config.enable_embeddings,
+            "tools": state.chats.has_tools,
+            "reasoning": state.chats.has_reasoning,
+        },
+        "permission": [],
+    }
+
+
+def _deterministic(state: RouterState) -> bool | None:
+    """Tell whether all workers give a request the same bits in every batch; None without workers."""
+    told = [worker.start_up.get("deterministic") == "yes" for worker in state.registry]
+    return all(told) if told else None
