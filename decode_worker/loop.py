@@ -56,7 +56,7 @@ class DecodeLoop(WorkerLoop):
         """Requests in stage QUEUED, oldest first. They are served in this order, so that long prompts get
         their turn.
         """
-        self._available_at_last_try: tuple[int, ...] = ()
+        self._available_at_last_try = -1
         """The numbers of available blocks when they last did not suffice for the head of the queue."""
         self._unstepped: dict[str, DecodeRequest] = {}
         """Requests that were handed over and have not been in a step yet."""
@@ -222,14 +222,14 @@ class DecodeLoop(WorkerLoop):
             self._available_at_last_try = self.engine.blocks.available
             return
         self._queue.remove(request)
-        self._available_at_last_try = ()
+        self._available_at_last_try = -1
         request.reservation = reservation
         request.enter(DecodeStage.RESERVED)
         self.requests.grant_lease(request, secrets.token_hex(8))
         if request.num_expected > 0:
             self.receiver.open(
                 request.held_lease,
-                reservation.sequence_blocks.extents(),
+                reservation.extents,
                 first_token=reservation.first_tokens,
                 num_tokens=request.num_places,
             )
@@ -245,7 +245,7 @@ class DecodeLoop(WorkerLoop):
             lease_id=request.held_lease,
             incarnation=self.parts.incarnation,
             block_size=self.config.block_size,
-            extents=request.granted.sequence_blocks.extents(),
+            extents=request.granted.extents,
             covered=request.granted.covered,
             num_running=self.engine.num_running,
         )
@@ -365,7 +365,7 @@ class DecodeLoop(WorkerLoop):
         match request.stage:
             case DecodeStage.QUEUED:
                 self._queue.remove(request)
-                self._available_at_last_try = ()
+                self._available_at_last_try = -1
                 request.enter(DecodeStage.ENDED)
             case DecodeStage.RUNNING:
                 self._unstepped.pop(request.request_id, None)

@@ -147,7 +147,7 @@ class DecodeRequest(StagedRequest[DecodeStage]):
             token_ids_digest=token_ids_digest(token_ids),
             segments=message.segments,
             state_position=self.state_position,
-            extents=self.granted.sequence_blocks.extents(),
+            extents=self.granted.extents,
             pushed_blocks=self.num_expected,
             first_token=manifest.first_token,
             first_token_position=self.num_tokens,

@@ -142,8 +142,7 @@ class Assembly:
         return build_tiers(self.config, pool, bytes.fromhex(self.loaded.weights), on_fetched)
 
     def blocks(self, pool: KVPool, tiers: HostTier | None) -> BlockManager:
-        below = [tiers] if tiers is not None else []
-        return BlockManager(pool, self.config.enable_prefix_caching, below, self.windows, self.token_budget)
+        return BlockManager(pool, self.config.enable_prefix_caching, tiers, self.windows, self.token_budget)
 
     def runner(self, pool: KVPool) -> Runner:
         return self.make_runner(self.config, self.loaded, pool, self.hidden_layers)
@@ -173,7 +172,7 @@ class Assembly:
             kv_format=self.cache_format.kv_format,
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.token_budget,
-            fetcher=tiers,
+            fetcher=tiers if self.config.kv_disk_path is not None else None,
             bound=ChunkBound(costs, self._itl_bound_s, self.config.block_size),
             slot_allocator=slot_allocator,
         )

@@ -18,8 +18,7 @@ from engine.assembly import Assembly, load_served
 from engine.check import check_adapter, check_request
 from engine.devices.loaded_model import LoadedModel
 from engine.kv.pool import Allocate
-from engine.kv.prefix_cache import reserve_blocks
-from engine.kv.prefix_room import PrefixRoom, find_room
+from engine.kv.prefix_cache import PrefixRoom, find_room, reserve_blocks
 from engine.load.select import MakeRunner, runner_of_one_process
 from engine.phases import phase
 from engine.start_up import describe_start
@@ -85,7 +84,7 @@ class Engine:
         self._sampler = assembly.sampler()
         self._times = assembly.times(self.pool)
         self._slot_allocator = (
-            StateSlotAllocator(self.pool.state_slots, self.blocks)
+            StateSlotAllocator(self.pool.state_slots, self.blocks, self.pool)
             if self.pool.state_slots is not None
             else None
         )
@@ -106,10 +105,8 @@ class Engine:
         with phase("warming up by measured steps", "seconds"):
             self._warm_up(loaded, assembly.token_budget)
         if not config.paged_kv:
-            self.blocks.least_blocks = -(-self.max_model_len // config.block_size)
-        self.start_up = describe_start(
-            config, loaded, self.blocks, self._runner, self.tiers, load_s, compile_s
-        )
+            self.blocks.least_tokens = self.max_model_len
+        self.start_up = describe_start(config, loaded, self.pool, self._runner, self.tiers, load_s, compile_s)
 
     def _warm_up(self, loaded: LoadedModel, budget: int) -> None:
         self._sampler.warm_up(loaded.dtype)
@@ -154,7 +151,7 @@ class Engine:
         self._check(request)
         token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         root = self._scheduler.root(request, foreign_format)
-        reserved = reserve_blocks(self.blocks, token_ids, root, from_state=False)
+        reserved = reserve_blocks(self.blocks, token_ids, root)
         if reserved is None:
             return None
         if self.tiers is not None:
@@ -218,8 +215,8 @@ class Engine:
         """
         sequence = self._sequences[request_id]
         sequence.prefill_only = False
-        if sequence.stage is SequenceStage.RUNNING:
-            sequence.held.drop_state()
+        if sequence.stage is SequenceStage.RUNNING and sequence.held.state is not None:
+            sequence.held.state.drop()
         if sequence.stage is SequenceStage.HELD and not sequence.is_to_be_held:
             self._scheduler.add_waiting(sequence)
 
@@ -326,10 +323,10 @@ class Engine:
         ones, and at the prompt's end the partial last one and those of the state.
         """
         sequence = self._sequences[request_id]
-        if sequence.held.state and sequence.stage is SequenceStage.HELD:
-            return sequence.held.extents(firsts)
-        partial = self.config.block_size - 1 if sequence.stage is SequenceStage.HELD else 0
-        return sequence.held.extents(firsts, (sequence.num_computed + partial) // self.config.block_size)
+        is_over = sequence.stage is SequenceStage.HELD
+        partial = self.config.block_size - 1 if is_over else 0
+        last = (sequence.num_computed + partial) // self.config.block_size
+        return sequence.held.extents(last, firsts, with_state=is_over)
 
     def firsts(self, num_tokens: int, covered: int) -> list[int]:
         """Of each table, the first block that a hand-off of so many tokens brings, those before `covered` and

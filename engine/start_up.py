@@ -9,7 +9,6 @@ import torch
 from engine.batch.runner import Runner
 from engine.devices.attention import select_backend
 from engine.devices.loaded_model import LoadedModel
-from engine.kv.block_manager import BlockManager
 from engine.kv.layout import TARGET
 from engine.kv.pool import KVPool
 from engine.kv.tiers.host import HostTier
@@ -19,14 +18,13 @@ from protocol.config import ServeConfig
 def describe_start(
     config: ServeConfig,
     loaded: LoadedModel,
-    blocks: BlockManager,
+    pool: KVPool,
     runner: Runner,
     tiers: HostTier | None,
     load_s: float,
     compile_s: float,
 ) -> dict[str, str]:
     """By what it is about, as `GET /workers` shows it."""
-    pool = blocks.pool
     backend, why = select_backend(loaded.device, loaded.dtype, config.attention_backend)
     weights = f", weights in {config.quantization}" if config.quantization else ""
     if loaded.checkpoint:

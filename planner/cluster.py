@@ -11,8 +11,7 @@ from operator import attrgetter
 
 import msgspec
 
-from engine.kv.prefix_cache import hold_blocks, reserve_blocks
-from engine.kv.prefix_room import find_room
+from engine.kv.prefix_cache import find_room, hold_blocks, reserve_blocks
 from engine.kv.sequence_blocks import SequenceBlocks
 from engine.step.sequence import SequenceState
 from planner.engine import Clock, TimedEngine
@@ -144,7 +143,7 @@ class SimulatedHandoff:
         engine = self.receiver.engine
         engine.interrupt()
         root = engine.root(self.request)
-        found = reserve_blocks(engine.blocks, self.request.prompt_token_ids, root, from_state=False)
+        found = reserve_blocks(engine.blocks, self.request.prompt_token_ids, root)
         if found is not None:
             self.reserved, self.num_sent = found
         return found is not None

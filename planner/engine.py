@@ -17,7 +17,6 @@ import numpy as np
 from costs.chunk_bound import ChunkBound
 from costs.steps import work_of
 from engine.kv.block_manager import BlockManager
-from engine.kv.block_pool import OutOfBlocksError
 from engine.kv.sequence_blocks import SequenceBlocks
 from engine.step.scheduler import ScheduledStep, Scheduler
 from engine.step.sequence import SequenceState
@@ -60,12 +59,11 @@ class _NoBytes:
     state_blocks: int = 0
     state_unit: int = 0
 
-    @property
-    def block_pools(self) -> list[range]:
-        return [range(self.num_blocks)]
-
-    def copy_block(self, block_pool: int, source: int, target: int) -> None:
+    def copy_block(self, source: int, target: int) -> None:
         """Copy nothing."""
+
+    def move_tokens(self, tables: Sequence[Sequence[int]], first: int, places: Sequence[int]) -> None:
+        """Move nothing."""
 
 
 def block_manager(profile: Profile) -> BlockManager:
@@ -73,7 +71,7 @@ def block_manager(profile: Profile) -> BlockManager:
     size, costs = profile.block_size, profile.costs
     windows = [Window(window, size) if window else None for window in costs.kv_windows]
     pool = _NoBytes(size, profile.num_blocks)
-    return BlockManager(pool, windows=windows, most_rows=costs.chunk_tokens)  # type: ignore[arg-type]
+    return BlockManager(pool, windows=windows, most_rows=costs.chunk_tokens)
 
 
 def longest_sequence(profile: Profile) -> int:
@@ -81,7 +79,7 @@ def longest_sequence(profile: Profile) -> int:
     low, high, blocks = 0, _ANY, SequenceBlocks(block_manager(profile), b"")
     while high - low > 1:
         middle = (low + high) // 2
-        fits = blocks.fits(0, middle, profile.costs.chunk_tokens)
+        fits = blocks.needs(0, middle, profile.costs.chunk_tokens) <= profile.num_blocks
         low, high = (middle, high) if fits else (low, middle)
     return low
 
@@ -136,7 +134,7 @@ class TimedEngine:
     @property
     def usage(self) -> float:
         """Return the share of the pool that requests hold."""
-        return 1 - sum(self.blocks.available) / self.blocks.num_blocks
+        return 1 - self.blocks.available / self.blocks.num_blocks
 
     def root(self, request: EngineRequest) -> BlockIdentity:
         return self.scheduler.root(request)
@@ -227,9 +225,9 @@ class TimedEngine:
         return count
 
     def _has_room(self, steps: int) -> bool:
-        new, [available] = self._new_tokens(steps), self.blocks.available
+        new = self._new_tokens(steps)
         needed = (row.held.needs(row.num_computed, row.num_computed + new) for row in self._rows)
-        return sum(map(sum, needed)) <= available
+        return sum(needed) <= self.blocks.available
 
     def _new_tokens(self, steps: int) -> int:
         """Return the tokens of a row in so many steps."""
@@ -252,12 +250,10 @@ class TimedEngine:
         there is no room for more.
         """
         new = self._new_tokens(steps)
-        try:
-            for row in self._rows if new > 1 else ():
-                row.held.grow(row.num_computed, row.num_computed + min(new, _left(row)))
-        except OutOfBlocksError:
-            return 1
-        return new
+        has_room = new == 1 or all(
+            row.held.grow(row.num_computed, row.num_computed + min(new, _left(row))) for row in self._rows
+        )
+        return new if has_room else 1
 
     def _end(self, version: int) -> None:
         if version != self._version:

@@ -89,7 +89,7 @@ class DraftModel(Drafter):
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
         device = self._loaded.device
         backend_class, _ = select_backend(device, self._loaded.dtype, self._config.attention_backend)
-        backend = backend_class(pool.layers(DRAFT), pool.groups[DRAFT].block_pool)
+        backend = backend_class(pool.layers(DRAFT))
         self._runner = runner_of_drafts(self._config, self._loaded, backend, pool.draft_state_slots)
         if pool.draft_state_slots is not None:
             self._state_slots = DraftStateSlots(pool.draft_state_slots)

@@ -11,7 +11,6 @@ from engine.devices.attention import select_backend
 from engine.devices.attention_tables import backend_over
 from engine.devices.cpu.decoder.forward import NativeDecoder
 from engine.devices.loaded_model import LoadedModel
-from engine.kv.block_pool import OutOfBlocksError
 from engine.kv.layout import TARGET, Group
 from engine.kv.pool import KVPool
 from engine.kv.state_layout import StateLayout
@@ -97,11 +96,7 @@ class MultiStepSpeculator:
     def _has_room(self, sequence: SequenceState, count: int) -> bool:
         if count <= 0 or self._chain is None or not self._chain.can_draft([sequence]):
             return False
-        try:
-            sequence.held.grow(sequence.num_computed, len(sequence.token_ids) + count)
-        except OutOfBlocksError:
-            return False
-        return True
+        return sequence.held.grow(sequence.num_computed, len(sequence.token_ids) + count)
 
     # --- the rest of the interface has nothing to do ------------------------------------------------
 

@@ -20,8 +20,7 @@ from typing import Any, ClassVar
 
 from engine.engine import Engine
 from engine.kv.layout import DRAFT
-from engine.kv.prefix_cache import hold_blocks
-from engine.kv.prefix_room import PrefixRoom
+from engine.kv.prefix_cache import PrefixRoom, hold_blocks
 from engine.kv.sequence_blocks import SequenceBlocks
 from kvtransfer.interface import Closed, Completed, Failed, Progress, ReceiveEvent, SendEvent, TransferError
 from kvtransfer.receiver import Receiver
@@ -121,7 +120,7 @@ class PrefixFetcher:
         fetch = PrefixFetch(request, holder, room, now, on_end, deadline=now + FETCH_TIMEOUT_S)
         self.fetches.insert(fetch)
         self.fetches.grant_lease(fetch, secrets.token_hex(8))
-        self._receiver.open(fetch.held_lease, room.sequence_blocks.extents(), first_token=room.covered)
+        self._receiver.open(fetch.held_lease, room.extents, first_token=room.covered)
         self._peers.send(
             holder,
             Fetch(
@@ -261,10 +260,10 @@ class PrefixHolder:
         lent = hold_blocks(self._engine.blocks, message.identities, first)
         self._lent[message.lease_id] = lent
         num_found = len(lent.identities)
-        extents = lent.extents(lent.num_left)
-        num_lent = sum(len(extent.blocks) for extent in extents) - len(lent.state)
+        extents = lent.extents(firsts=lent.first_places)
+        num_lent = sum(len(extent.blocks) for extent in extents) - len(lent.state_blocks)
         self._counters.add("prefix_blocks_lent_total", num_lent)
-        num_tokens = (first + num_found + len(lent.state)) * size
+        num_tokens = (first + num_found + len(lent.state_blocks)) * size
         self._sender.push(message.receiver, message.lease_id, extents, first, num_tokens, final=True)
         return Lent(
             request_id=message.request_id,

@@ -103,7 +103,7 @@ def build_engine(
         speculator = partial(speculate, remote=remote)
         make_runner = leader.runner if leader is not None else runner_of_one_process
         engine = Engine(config, allocate=allocate_pool, speculate=speculator, make_runner=make_runner)
-    blocks = engine.pool.block_pools[0]
+    blocks = engine.pool.memory
     pool = RegisteredPool(
         buffer=memory[0].buffer if memory else memoryview(bytearray()),
         block_bytes=blocks.shape[1],

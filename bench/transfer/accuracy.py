@@ -67,7 +67,7 @@ class Handoffs:
         )
         self.engine = Engine(config)
         self.segments = self.engine.pool.segments
-        self.pool = memoryview(self.engine.pool.block_pools[0].flatten().numpy())
+        self.pool = memoryview(self.engine.pool.memory.flatten().numpy())
         self.block_bytes = block_bytes(self.segments)
         tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
         lines = (BUNDLED_FOLDER / "heldout_prompts.jsonl").read_text("utf-8").splitlines()

@@ -34,13 +34,13 @@ class SequenceRows:
 
 
 class BlockTable:
-    """The blocks of a batch's sequences in one block pool, as an array. In most steps few sequences have got
-    others: lists that are as they were at their places before are not read again.
+    """The block tables of a batch's sequences as an array. In most steps few sequences have got other blocks:
+    lists that are as they were at their places before are not read again.
     """
 
-    def __init__(self, block_size: int, block_pool: int = 0, num_tables: int = 1) -> None:
+    def __init__(self, block_size: int, num_tables: int = 1) -> None:
         self.block_size = block_size
-        self._block_pool, self._num_tables = block_pool, num_tables
+        self._num_tables = num_tables
         self._lists: list[list[int]] = []
         """The lists that lie in the array's rows."""
         self._rows = np.zeros((0, 0), np.int32)
@@ -49,8 +49,7 @@ class BlockTable:
         """int32 [sequences, most blocks], padded with 0, or of several tables [tables, sequences, most
         blocks].
         """
-        tables = range(self._num_tables) if self._num_tables > 1 else (self._block_pool,)
-        lists = [rows.tables[table] for table in tables for rows in batch]
+        lists = [rows.tables[table] for table in range(self._num_tables) for rows in batch]
         width = max(map(len, lists), default=1)
         self._reserve(len(lists), width)
         for index, (block_ids, before) in enumerate(zip(lists, self._lists, strict=False)):

@@ -19,7 +19,7 @@ class TablesBackend:
     def __init__(self, backends: Sequence[AttentionBackend], tables: Sequence[int]) -> None:
         """`backends` has one of all layers for each table; `tables` has the table of each layer."""
         self.name, self.block_size = backends[0].name, backends[0].block_size
-        self.block_pool, self.num_tables = backends[0].block_pool, len(backends)
+        self.num_tables = len(backends)
         self.can_capture = backends[0].can_capture
         self.backends, self.tables = backends, tables
         self._by_layer = [backends[table] for table in tables]
@@ -58,7 +58,7 @@ def backend_over(
     backend: type[AttentionBackend], layers: Sequence[LayerKv], group: Group
 ) -> AttentionBackend:
     """Return attention over these layers of a pool, which are the group's."""
-    backends = [backend(layers, group.block_pool, group.rows) for _ in group.windows]
+    backends = [backend(layers, group.rows) for _ in group.windows]
     if len(backends) == 1:
         return backends[0]
     return TablesBackend(backends, [place.table for place in group.layers])

@@ -18,7 +18,7 @@ from engine.kv.row_codes import KvRows, StoredRows
 
 @dataclass
 class AttentionMetadata:
-    """One packed forward, and where its keys and values lie in one block pool of the pool.
+    """One packed forward, and where its keys and values lie in the pool.
 
     Row j of a sequence with q query rows has key context_len - q + j.
     """
@@ -95,16 +95,12 @@ class AttentionBackend(Protocol):
 
     name: str
     block_size: int
-    block_pool: int
-    """Whose blocks the metadata name."""
     num_tables: int
-    """Of these blocks: with more than one, the metadata have one dimension more (`TablesBackend`)."""
+    """With more than one block table, the metadata have one dimension more (`TablesBackend`)."""
     can_capture: bool
     """Whether a step's launches can be captured as a graph."""
 
-    def __init__(
-        self, layers: Sequence[LayerKv], block_pool: int = 0, rows: KvRows | None = None
-    ) -> None: ...
+    def __init__(self, layers: Sequence[LayerKv], rows: KvRows | None = None) -> None: ...
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Prepare what all layers of the coming step share."""

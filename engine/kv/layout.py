@@ -1,7 +1,6 @@
-"""What lies in a block of the pool: groups of layers, their segments, and each layer's place in these.
+"""The layout of a block of the pool: groups of layers, their segments, and each layer's place in these.
 
-The pool has one or more block pools, each of blocks of one size. A block holds `block_size` tokens of all
-groups of its block pool: their segments, one after the other.
+A block holds `block_size` tokens of all groups: their segments, one after the other.
 """
 
 from __future__ import annotations
@@ -114,12 +113,11 @@ _MOST_PADDING = 0.25
 
 @dataclass(frozen=True)
 class Group:
-    """The KV of one model, in one block_pool. Layers that share their KV have the same place."""
+    """The KV of one model. Layers that share their KV have the same place."""
 
     name: str
     segments: tuple[Segment, ...]
     layers: tuple[LayerPlace, ...]
-    block_pool: int = 0
     sights: tuple[int, ...] = ()
     """Tokens that each layer's rows see at most, their own among them; 0: all. Empty: all layers see all."""
     windows: tuple[int, ...] = (0,)
@@ -357,18 +355,16 @@ class PoolLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Of one block of each block_pool. A token has such a place in each table."""
-        return sum(segment.block_bytes(self.block_size) for g in self.groups for segment in g.segments)
+        return sum(segment.block_bytes(self.block_size) for segment in self.segments.values())
 
-    def block_pools(self) -> list[dict[str, Segment]]:
-        """Each block pool's segments by name, in the order in which they lie in a block."""
-        block_pools: list[dict[str, Segment]] = [
-            {} for _ in range(1 + max(g.block_pool for g in self.groups))
-        ]
-        for group in self.groups:
-            for index, segment in enumerate(group.segments):
-                block_pools[group.block_pool][group.segment_name(index)] = segment
-        return block_pools
+    @property
+    def segments(self) -> dict[str, Segment]:
+        """The segments by name, in the order in which they lie in a block."""
+        return {
+            group.segment_name(index): segment
+            for group in self.groups
+            for index, segment in enumerate(group.segments)
+        }
 
     def describe(self) -> list[SegmentInfo]:
         """For peers."""
@@ -379,9 +375,7 @@ class PoolLayout:
                 dtype=segment.dtype_name,
                 shape=segment.block_shape(size),
                 kind=WINDOWED if any(self.windows) else PAGED,
-                block_pool=block_pool,
                 quantization=segment.quantization,
             )
-            for block_pool, segments in enumerate(self.block_pools())
-            for name, segment in segments.items()
+            for name, segment in self.segments.items()
         ]

@@ -26,12 +26,11 @@ Allocate = Callable[[int], memoryview]
 
 
 class KVPool:
-    """A block is the segments of its block pool one after the other, so all of it is one extent.
+    """A block is its segments one after the other, so all of it is one extent.
 
-    `block_pools` are the bytes, each uint8 [num_blocks, bytes of a block]. A segment is [num_blocks,
-    num_layers,
-    num_planes, block_size, num_kv_heads, head_dim]; where rows are coded these are bytes, with scales behind
-    them (`Segment.views`).
+    `memory` is uint8 [num_blocks, bytes of a block]. A segment is a view [num_blocks, num_layers, num_planes,
+    block_size, num_kv_heads, head_dim]; where rows are coded its values are bytes, and scales follow them
+    (`Segment.views`).
     """
 
     def __init__(
@@ -39,62 +38,54 @@ class KVPool:
     ) -> None:
         self.block_size = layout.block_size
         self.num_blocks = num_blocks
-        """In each block_pool."""
         self.segments = layout.describe()
         self.groups = {group.name: group for group in layout.groups}
         self.num_tables = len(layout.windows)
-        """That a sequence has: a token takes a place in a block of each."""
+        """Block tables of a sequence: a token takes a place in a block of each."""
         self.state_blocks = layout.state_blocks
         self.state_unit = layout.state_unit
         self.state_slots, self.draft_state_slots = (
             StateSlots(state, layout.num_state_slots, device) if state is not None else None
             for state in (layout.state, layout.draft_state)
         )
-        """Of running sequences' states."""
+        """The states of running sequences."""
         self._upload = upload_to(device)
-        self.block_pools: list[Tensor] = []
-        self._segments: list[dict[str, StoredRows]] = []
-        for segments in layout.block_pools():
-            nbytes = [segment.block_bytes(layout.block_size) for segment in segments.values()]
-            total = num_blocks * sum(nbytes)
-            if device.type != "cpu":
-                memory = torch.zeros(total, dtype=torch.uint8, device=device)
-            elif allocate is not None:
-                memory = torch.frombuffer(allocate(total), dtype=torch.uint8)
-            else:
-                memory = host_zeros(total)
-            blocks = memory.view(num_blocks, sum(nbytes))
-            self.block_pools.append(blocks)
-            parts = zip(segments.items(), blocks.split(nbytes, dim=1), strict=True)
-            self._segments.append(
-                {name: segment.views(part, layout.block_size) for (name, segment), part in parts}
-            )
+        total = num_blocks * layout.block_bytes
+        if device.type != "cpu":
+            memory = torch.zeros(total, dtype=torch.uint8, device=device)
+        elif allocate is not None:
+            memory = torch.frombuffer(allocate(total), dtype=torch.uint8)
+        else:
+            memory = host_zeros(total)
+        self.memory = memory.view(num_blocks, layout.block_bytes)
+        parts = self.memory.split([each.block_bytes(self.block_size) for each in layout.segments.values()], 1)
+        self._segments = {
+            name: segment.views(part, self.block_size)
+            for (name, segment), part in zip(layout.segments.items(), parts, strict=True)
+        }
 
     @property
     def num_bytes(self) -> int:
-        return sum(blocks.nbytes for blocks in self.block_pools)
+        return self.memory.nbytes
 
     @property
     def token_bytes(self) -> int:
-        """Of one token's KV, in all tables."""
+        """Bytes of one token's KV, in all tables."""
         return self.num_tables * self.num_bytes // (self.num_blocks * self.block_size)
 
     @property
     def is_cuda(self) -> bool:
-        return self.block_pools[0].is_cuda
+        return self.memory.is_cuda
 
     def segment(self, name: str) -> Tensor:
-        return self._stored(name).values
-
-    def _stored(self, name: str) -> StoredRows:
-        return next(views[name] for views in self._segments if name in views)
+        return self._segments[name].values
 
     def layers(self, group: str) -> list[LayerKv]:
         """The keys and values of each of the group's layers."""
         of = self.groups[group]
 
         def view(segment: int, index: int) -> StoredRows:
-            return self._stored(of.segment_name(segment)).part(slice(None), index)
+            return self._segments[of.segment_name(segment)].part(slice(None), index)
 
         def layer(place: LayerPlace) -> LayerKv:
             own = view(place.segment, place.index)
@@ -110,20 +101,18 @@ class KVPool:
 
         return [layer(place) for place in of.layers]
 
-    def copy_block(self, block_pool: int, source: int, target: int) -> None:
-        """All of it, source to target."""
-        self.block_pools[block_pool][target].copy_(self.block_pools[block_pool][source])
+    def copy_block(self, source: int, target: int) -> None:
+        self.memory[target].copy_(self.memory[source])
 
     def move_tokens(self, tables: Sequence[Sequence[int]], first: int, places: Sequence[int]) -> None:
-        """Of one sequence: move the KV at place `first + places[i]` to `first + i`."""
+        """Move a sequence's KV at place `first + places[i]` to `first + i`."""
         moves = [[first + place for place in places], [*range(first, first + len(places))]]
-        for index, block_ids in enumerate(tables):
-            segments = self._segments[index * len(self._segments) // len(tables)]
+        for block_ids in tables:
             blocks = [[block_ids[place // self.block_size] for place in side] for side in moves]
             (sources, targets), (source_offsets, target_offsets) = self._upload(
                 [np.array(blocks, np.int64), np.array(moves, np.int64) % self.block_size]
             )
-            for values, scales in segments.values():
+            for values, scales in self._segments.values():
                 values[targets, :, :, target_offsets] = values[sources, :, :, source_offsets]
                 if scales is not None:
                     scales[targets, :, :, target_offsets] = scales[sources, :, :, source_offsets]
@@ -147,7 +136,7 @@ def pool_blocks(
     kept_free: int = 0,
     window_spans: Sequence[int | None] = (None,),
 ) -> int:
-    """How many blocks fit in each block pool, where a GPU has `kept_free` bytes for other things. Raises
+    """How many blocks fit, where a GPU has `kept_free` bytes for other things. Raises
     `ConfigError` when not even one sequence of `max_model_len` does, of which a sliding window leaves
     so many tokens at a time in each of its tables; None: all.
     """

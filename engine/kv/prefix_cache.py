@@ -1,202 +1,264 @@
-"""SequenceBlocks that begin with a cached prefix.
+"""Finds cached prefixes in all stores, and takes room for sequences that begin with one.
 
-What lower tiers have of it comes back to the pool. A model with recurrent layers goes on from a state alone:
-its prefix counts up to the last block behind which a state is kept, in blocks of the first block_pool. Of
-tables within a sliding window a prefix needs no more blocks than those that a row at its end reads.
+A prefix is of use as far as each store has, in the pool or in the tier below, all that the next row reads.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from engine.kv.block_manager import BlockManager, Table
-from engine.kv.block_pool import OutOfBlocksError
+from engine.kv.block_manager import BlockManager
 from engine.kv.sequence_blocks import SequenceBlocks
-from protocol.ids import BlockIdentity, block_identities, table_identity
+from engine.kv.stores import Holds, Span, Store
+from protocol.handoff import Extent
+from protocol.ids import BlockIdentity, block_identities
 
-Look = Callable[[Table, BlockIdentity], bool]
+Found = tuple[SequenceBlocks, int]
+"""Blocks, and the position up to which they are covered."""
 
 
 def find_prefix(
+    blocks: BlockManager, token_ids: Sequence[int], root: BlockIdentity, *, compute_last: bool = True
+) -> Found:
+    """The longest cached prefix of `token_ids`, and the position up to which the pool covers it.
+
+    With `compute_last` the last token never counts as covered, because its logits are wanted; a cached block
+    that it lies in is copied before it is written. Blocks in the tier below count after `fill`.
+    """
+    limit = len(token_ids) - (1 if compute_last and token_ids else 0)
+    held = _look_up(blocks, blocks.stores, token_ids, root, limit)
+    return held, min(len(held.identities) * blocks.block_size, limit)
+
+
+def admit(
     blocks: BlockManager,
     token_ids: Sequence[int],
     root: BlockIdentity,
     *,
-    compute_last: bool = True,
-    from_state: bool = True,
-) -> tuple[SequenceBlocks, int]:
-    """SequenceBlocks with the longest cached prefix of `token_ids`, and the position up to which it is
-    covered.
+    shares_prefix: bool = True,
+    spare: int = 0,
+    hands_over: bool = False,
+) -> Found | None:
+    """Room for a sequence that is computed here from the covered position on; None if there is too little.
 
-    With `compute_last` the last token never counts as covered, because its logits are wanted; when the
-    cache holds it all the same, its blocks stay and `grow` copies them before they are written. What
-    follows in the lower tiers does not count yet: after `grow`, `fill` brings it.
-
-    Where states are kept it is covered up to one in the pool, which is then held too, unless that comes
-    from elsewhere (`from_state` is false).
+    `spare` blocks of each table stay for others. One that `hands_over` will need room for its state, too.
     """
-    held = SequenceBlocks(blocks, root)
-    limit = len(token_ids) - (1 if compute_last and token_ids else 0)
-    identities = block_identities(root, token_ids, blocks.block_size)
-    if blocks.has_windows:
-        known = list(identities)
-        held.take_up(*longest_prefix(blocks, known, limit, Table.has_below))
-    else:
-        _find_leading(held, identities)
-    _touch(held)
-    if blocks.state_unit and from_state:
-        held.end_at_state(limit)
-    covered = len(held.identities) * blocks.block_size
-    held.tokens_below = token_ids[covered : covered + len(held.below) * blocks.block_size]
-    return held, min(covered, limit)
+    limit = len(token_ids) - 1
+    return _take_room(
+        lambda: find_prefix(blocks, token_ids if shares_prefix else token_ids[:1], root),
+        lambda held: held.grow(
+            min(held.end_found, limit), limit + 1, blocks.most_rows, spare=spare, with_state=hands_over
+        ),
+        limit,
+    )
 
 
-def _find_leading(held: SequenceBlocks, identities: Iterable[BlockIdentity]) -> None:
-    """The leading ones of these blocks that the pool has, and those below that follow."""
-    for identity in identities:
-        if held.below or not held.reference(identity):
-            if not all(table.has_below(identity) for table in held.manager.tables):
-                break
-            held.below.append(identity)
-
-
-def _touch(held: SequenceBlocks) -> None:
-    """What lies below will soon be loaded."""
-    for table in held.manager.tables if held.below else ():
-        if table.tier is not None:
-            table.tier.touch(table.below(held.below))
-
-
-def longest_prefix(
-    blocks: BlockManager,
-    identities: Sequence[BlockIdentity],
-    limit: int,
-    has_below: Look,
-    first_block: int = 0,
-) -> tuple[Sequence[BlockIdentity], list[tuple[int, int]]]:
-    """The longest prefix of these blocks of which a row at position `limit`, or one behind as many of them
-    as there are, finds all that it reads; and of each table the first place that it reads, and up to where
-    they are in the pool. They follow `first_block` others, which are there.
-    """
-    all_seen = {
-        table: _runs(table, identities, 0, len(identities), has_below)
-        for table in blocks.tables
-        if table.window is None
-    }
-    most = min([len(identities), *(known for _, known in all_seen.values())])
-    for end in range(most, 0, -1):
-        position, spans = min((first_block + end) * blocks.block_size, limit), []
-        for table in blocks.tables:
-            first = max(table.first_place(position) - first_block, 0)
-            here, known = all_seen.get(table) or _runs(table, identities, first, end, has_below)
-            if known < end:
-                break
-            spans.append((first, min(here, end)))
-        else:
-            return identities[:end], spans
-    return [], [(0, 0)] * len(blocks.tables)
-
-
-def _runs(
-    table: Table, identities: Sequence[BlockIdentity], first: int, end: int, has_below: Look
-) -> tuple[int, int]:
-    """Up to where the blocks from `first` on are in the pool, and those behind these below; `end` at most."""
-    here = first
-    while here < end and table.has(identities[here]):
-        here += 1
-    known = here
-    while known < end and has_below(table, identities[known]):
-        known += 1
-    return here, known
-
-
-def reserve_blocks(
-    blocks: BlockManager, token_ids: Sequence[int], root: BlockIdentity, *, from_state: bool = True
-) -> tuple[SequenceBlocks, int] | None:
-    """Room for all of `token_ids`, and a state where there are such, which somebody else writes, and up
-    to where it is filled (as `find_prefix` says). Behind a sliding window nobody has to write, so that counts
-    as filled too.
-
-    None if there is too little.
+def reserve_blocks(blocks: BlockManager, token_ids: Sequence[int], root: BlockIdentity) -> Found | None:
+    """Room for all of `token_ids`, and for a state if the model has any, which another worker writes from the
+    covered position on. Places before a sliding window count as covered. None if there is too little.
     """
     end = len(token_ids)
-    if blocks.has_windows:
-        held, covered = _find_for(blocks, token_ids, root)
-    else:
-        held, covered = find_prefix(blocks, token_ids, root, compute_last=False, from_state=from_state)
-    held.drop_state()
-    try:
-        held.grow(end, end)
-        held.add_state(blocks.pool.state_blocks)
-    except OutOfBlocksError:
-        held.free()
+
+    def find() -> Found:
+        held = _look_up(blocks, blocks.tables, token_ids, root, end, read_from=end)
+        return held, len(held.identities) * blocks.block_size
+
+    found = _take_room(find, lambda held: held.grow(end, end, with_state=True), end, read_from=end)
+    if found is None:
         return None
-    covered = held.fill(covered, end)
-    if not held.is_own_from(covered):  # what was found below is lost meanwhile: look again
+    held, covered = found
+    if held.state is not None:
+        held.state.add()
+    return held, max(covered, min(held.first_places) * blocks.block_size)
+
+
+def _take_room(
+    find: Callable[[], Found],
+    grow: Callable[[SequenceBlocks], bool],
+    limit: int,
+    read_from: int | None = None,
+) -> Found | None:
+    """Take room for the found prefix and the tokens after it, and fill it from the tier below."""
+    while True:
+        held, covered = find()
+        if not grow(held):
+            held.free()
+            return None
+        covered = held.fill(covered, limit)
+        if held.is_complete(covered, covered if read_from is None else read_from):
+            return held, covered
+        held.free()  # the tier has lost blocks to those that were evicted meanwhile: look again
+
+
+@dataclass(eq=False)
+class PrefixRoom:
+    """Room for blocks of a prompt's prefix that come from another worker before the request is taken up.
+
+    Tokens before `covered` are here; `wanted` are the blocks after them. A holder of the first of these sends
+    what a row after them reads. The room ends with `keep`, or when its `sequence_blocks` are freed.
+    """
+
+    token_ids: list[int]
+    sequence_blocks: SequenceBlocks
+    covered: int
+    wanted: list[BlockIdentity]
+
+    def __post_init__(self) -> None:
+        self._size = self.sequence_blocks.manager.block_size
+        self._first = self.covered // self._size
+
+    @property
+    def extents(self) -> list[Extent]:
+        """The blocks, as other workers address them."""
+        return self.sequence_blocks.extents(len(self.token_ids) // self._size)
+
+    def num_sent(self, num_blocks: int) -> int:
+        """Blocks of all tables that a holder of the first `num_blocks` wanted ones sends."""
+        end = self._first + num_blocks
+        firsts = (table.store.first_place(end * self._size) for table in self.sequence_blocks.tables)
+        return sum(end - max(first, self._first) for first in firsts)
+
+    def keep(self, num_blocks: int, num_drafted: int = 0) -> None:
+        """Put the first `num_blocks` wanted ones, which have come with the state after them if there is one,
+        into the prefix cache. The places before `num_drafted` hold the draft's KV too.
+        """
+        held, end = self.sequence_blocks, self._first + num_blocks
+        for table in held.tables:
+            table.skip(self._first, end * self._size)
+        if held.num_drafted >= self.covered:
+            held.mark_drafted(min(end * self._size, num_drafted))
+        held.publish(self.token_ids, end * self._size)
+        if num_blocks and held.state is not None:  # it comes right after the last block
+            state = self.extents[0].blocks[end : end + held.state.store.entry_blocks]
+            held.publish_state(end * self._size, self.token_ids, state)
         held.free()
-        return reserve_blocks(blocks, token_ids, root, from_state=from_state)
-    return held, max(covered, min(held.num_left) * blocks.block_size)
 
 
-def _find_for(
-    blocks: BlockManager, token_ids: Sequence[int], root: BlockIdentity
-) -> tuple[SequenceBlocks, int]:
-    """What there is of all that a row behind these tokens reads, and up to where that is all."""
-    held, size = SequenceBlocks(blocks, root), blocks.block_size
-    identities = list(block_identities(root, token_ids, size))
-    firsts = [table.first_place(len(token_ids)) for table in blocks.tables]
-    runs = [
-        _runs(table, identities, first, len(identities), Table.has_below)
-        for table, first in zip(blocks.tables, firsts, strict=True)
-    ]
-    end = min(known for _, known in runs)
-    spans = [(first, max(min(here, end), first)) for first, (here, _) in zip(firsts, runs, strict=True)]
-    held.take_up(identities[:end], spans)
-    _touch(held)
-    covered = len(held.identities) * size
-    held.tokens_below = token_ids[covered : held.end_found]
-    return held, covered
+def find_room(blocks: BlockManager, token_ids: list[int], root: BlockIdentity) -> PrefixRoom | None:
+    """Room for the full blocks that `token_ids` lack here; None if there is too little.
+
+    The block of the last token is left out: that token is computed in any case, for its logits.
+    """
+    size = blocks.block_size
+    shared = token_ids[: (len(token_ids) - 1) // size * size]
+    found = _take_room(
+        lambda: find_prefix(blocks, shared, root, compute_last=False),
+        lambda held: held.grow(held.end_found, len(shared), rows=0, with_state=True),
+        len(shared),
+    )
+    if found is None:
+        return None
+    held, covered = found
+    if held.state is not None:
+        held.state.drop()
+        held.state.add()
+    return PrefixRoom(shared, held, covered, [*block_identities(root, shared, size)][covered // size :])
 
 
 def hold_blocks(
     blocks: BlockManager, identities: Sequence[BlockIdentity], first_block: int = 0
 ) -> SequenceBlocks:
-    """The leading ones of these blocks that the pool has; they stay until they are freed. Where states
-    are kept they end at one, which is held too. With a window those that a row behind them reads; they
-    follow `first_block` others.
+    """Refer to the longest prefix of these blocks that the pool has, as far as a row after it reads them.
+    They follow `first_block` others.
     """
-    held = SequenceBlocks(blocks, root=b"")
-    if blocks.has_windows:
-        limit = (first_block + len(identities)) * blocks.block_size
-        held.take_up(*longest_prefix(blocks, identities, limit, _nothing_below, first_block))
-        return held
-    for identity in identities:
-        if not held.reference(identity):
-            break
-    if blocks.state_unit:
-        held.end_at_state(len(held.identities) * blocks.block_size)
+    limit = (first_block + len(identities)) * blocks.block_size
+    _, prefix, spans = _longest_prefix(blocks.stores, identities, limit, None, first_block)
+    held = SequenceBlocks(blocks, b"")
+    held.take_up(prefix, spans)
     return held
-
-
-def _nothing_below(table: Table, identity: BlockIdentity) -> bool:
-    return False
 
 
 def missing_blocks(
     blocks: BlockManager, token_ids: Sequence[int], root: BlockIdentity
-) -> Iterable[BlockIdentity]:
-    """Identities, as the tiers know them, of the full blocks from the first that is not in the pool on; with
-    a window, of those that lie below the longest prefix that the tiers know of.
+) -> tuple[list[BlockIdentity], int]:
+    """What the pool lacks of the longest prefix that is known, also on the disk, by its names in the tiers;
+    and the number of full blocks that are not known.
     """
+    knows = blocks.tier.knows if blocks.tier is not None else None
     identities = block_identities(root, token_ids, blocks.block_size)
-    if not blocks.has_windows:
-        return itertools.dropwhile(blocks.tables[0].has, identities)
-    known, spans = longest_prefix(blocks, list(identities), len(token_ids) - 1, _is_known_below)
-    missing = (table.below(known[here:]) for table, (_, here) in zip(blocks.tables, spans, strict=True))
-    return itertools.chain.from_iterable(missing)
+    _, prefix, spans = _longest_prefix(blocks.stores, identities, len(token_ids) - 1, knows)
+    names = _names_below(blocks.stores, prefix, spans)
+    return names, len(token_ids) // blocks.block_size - len(prefix)
 
 
-def _is_known_below(table: Table, identity: BlockIdentity) -> bool:
-    """Also on the disk."""
-    return table.tier is not None and table.tier.knows(table_identity(identity, table.number))
+def _look_up(
+    blocks: BlockManager,
+    stores: Sequence[Store],
+    token_ids: Sequence[int],
+    root: BlockIdentity,
+    limit: int,
+    read_from: int | None = None,
+) -> SequenceBlocks:
+    """Refer to the longest prefix in these stores."""
+    tier, held = blocks.tier, SequenceBlocks(blocks, root, token_ids)
+    identities = block_identities(root, token_ids, blocks.block_size)
+    holds = tier.holds if tier is not None else None
+    known, prefix, spans = _longest_prefix(stores, identities, limit, holds, read_from=read_from)
+    held.take_up(prefix, spans)
+    if held.below and tier is not None:
+        tier.touch(_names_below(stores, prefix, spans))
+    if held.state is not None:
+        unit = held.state.store.unit
+        junction = min(limit, len(known) * blocks.block_size) // unit * unit
+        if junction > len(prefix) * blocks.block_size:
+            held.state.junctions.add(junction)
+    return held
+
+
+def _names_below(
+    stores: Sequence[Store], prefix: Sequence[BlockIdentity], spans: Sequence[Span]
+) -> list[BlockIdentity]:
+    """The entries of the prefix after each store's span."""
+    return [
+        name
+        for store, (_, here) in zip(stores, spans, strict=True)
+        for identity in prefix[here:]
+        for name in store.names(identity)
+    ]
+
+
+def _longest_prefix(
+    stores: Sequence[Store],
+    identities: Iterable[BlockIdentity],
+    limit: int,
+    holds: Holds | None,
+    first_block: int = 0,
+    read_from: int | None = None,
+) -> tuple[Sequence[BlockIdentity], Sequence[BlockIdentity], list[Span]]:
+    """The leading blocks that stores which see all know; the longest prefix of them of which a row at
+    `read_from` (by default right after it, at most at `limit`) finds all that it reads; each store's span.
+    """
+    known, here = _leading([store for store in stores if store.sees_all], identities, holds)
+    for end in range(len(known), 0, -1):
+        position = min((first_block + end) * stores[0].block_size, limit) if read_from is None else read_from
+        spans: list[Span] = []
+        for store in stores:
+            if store in here:
+                spans.append((0, min(here[store], end)))
+            elif span := store.span(known, end, first_block, position, holds):
+                spans.append(span)
+            else:
+                break
+        else:
+            return known, known[:end], spans
+    firsts = [store.first_place(read_from or 0) for store in stores]
+    return known, [], [(first, first) for first in firsts]
+
+
+def _leading(
+    stores: Sequence[Store], identities: Iterable[BlockIdentity], holds: Holds | None
+) -> tuple[list[BlockIdentity], dict[Store, int]]:
+    """The leading blocks that all these stores have in the pool or, after those, below; and how many each has
+    in the pool.
+    """
+    here = dict.fromkeys(stores, 0)
+    known: list[BlockIdentity] = []
+    for place, identity in enumerate(identities):
+        for store in stores:
+            if here[store] == place and identity in store.entries:
+                here[store] = place + 1
+            elif not store.is_below(identity, holds):
+                return known, here
+        known.append(identity)
+    return known, here

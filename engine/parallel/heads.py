@@ -39,7 +39,7 @@ class OwnHeads:
     def __init__(self, backend: AttentionBackend, heads: Sequence[Heads], ranks: Ranks) -> None:
         """`heads` are those of each layer."""
         self.name, self.block_size = backend.name, backend.block_size
-        self.block_pool, self.num_tables = backend.block_pool, backend.num_tables
+        self.num_tables = backend.num_tables
         self.can_capture = False
         self._backend = backend
         self._heads = heads

@@ -6,8 +6,7 @@ from types import TracebackType
 
 from engine.batch.runner import ForwardOutput, Runner
 from engine.kv.block_manager import BlockManager
-from engine.kv.block_pool import OutOfBlocksError
-from engine.kv.prefix_cache import find_prefix
+from engine.kv.sequence_blocks import SequenceBlocks
 from engine.step.packing import pack
 from engine.step.scheduler import ScheduledStep
 from engine.step.sequence import SequenceStage, SequenceState
@@ -46,11 +45,9 @@ class ProfilingRun:
             return None
         for index in range(count):
             sequence = _made_up(index, num_tokens)
-            sequence.sequence_blocks, _ = find_prefix(self._blocks, [], root=b"")
+            sequence.sequence_blocks = SequenceBlocks(self._blocks, root=b"")
             self._sequences.append(sequence)
-            try:
-                sequence.held.grow(0, num_tokens + room)
-            except OutOfBlocksError:
+            if not sequence.held.grow(0, num_tokens + room):
                 self.free()
                 return None
         return list(self._sequences)

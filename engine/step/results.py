@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.kv.sequence_blocks import SequenceBlocks
+from protocol.handoff import Extent
 from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
 
 
 @dataclass(frozen=True, eq=False)
 class Reservation:
-    """Room for a prompt that another worker computes. The tokens before `covered` are there, or not needed.
+    """Room for a prompt that another worker computes. The tokens before `covered` are here, or not needed.
 
-    Whoever reserved it owns it, until `Engine.activate` or until it frees the `sequence_blocks`. The
-    request's time limit counts from `since` (monotonic seconds).
+    The caller of `Engine.reserve` owns it until `Engine.activate`, or until it frees the `sequence_blocks`.
+    The request's time limit counts from `since` (monotonic seconds).
     """
 
     request: EngineRequest
@@ -23,16 +24,22 @@ class Reservation:
     since: float
 
     @property
+    def extents(self) -> list[Extent]:
+        """The blocks for the tokens and the state, as other workers address them."""
+        num_tokens = len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
+        return self.sequence_blocks.extents(-(-num_tokens // self.sequence_blocks.manager.block_size))
+
+    @property
     def first_tokens(self) -> list[int]:
-        """Of each table, the first that has yet to come."""
+        """For each table, the first token whose block has yet to come."""
         size = self.sequence_blocks.manager.block_size
-        return [max(self.covered, num_left * size) for num_left in self.sequence_blocks.num_left]
+        return [max(self.covered, place * size) for place in self.sequence_blocks.first_places]
 
     @property
     def num_cached(self) -> int:
-        """Those of them that were found. Behind a sliding window of all layers nobody looked."""
-        found = self.covered > min(self.sequence_blocks.num_left) * self.sequence_blocks.manager.block_size
-        return self.covered if found else 0
+        """Covered tokens that were found in the cache; 0 if all of them are only before a window."""
+        before_windows = min(self.sequence_blocks.first_places) * self.sequence_blocks.manager.block_size
+        return self.covered if self.covered > before_windows else 0
 
 
 @dataclass

@@ -12,16 +12,13 @@ the disk waits for them.
 from __future__ import annotations
 
 import bisect
-import operator
 import time
 from dataclasses import dataclass, field
 from math import inf
 
 from costs.chunk_bound import ChunkBound
 from engine.kv.block_manager import BlockManager
-from engine.kv.block_pool import OutOfBlocksError
-from engine.kv.lower_states import bring_up, missing_with_state
-from engine.kv.prefix_cache import find_prefix, missing_blocks
+from engine.kv.prefix_cache import admit, missing_blocks
 from engine.kv.tiers.host import HostTier
 from engine.step.draft import Outcome
 from engine.step.sequence import SequenceStage, SequenceState
@@ -82,7 +79,7 @@ class Scheduler:
         self._model = model
         self._kv_format = kv_format
         self._roots: dict[str, BlockIdentity] = {}
-        self._blocked: tuple[int, tuple[int, ...]] | None = None
+        self._blocked: tuple[int, int] | None = None
         self._waited_s, self._waits_since = 0.0, 0.0
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -126,7 +123,7 @@ class Scheduler:
         if sequence.stage is SequenceStage.RUNNING:
             self.running.remove(sequence)
             if self._slot_allocator is not None:
-                self._slot_allocator.rise(sequence)
+                self._slot_allocator.end(sequence)
         elif sequence.stage is SequenceStage.WAITING:
             self.waiting.remove(sequence)
 
@@ -152,6 +149,8 @@ class Scheduler:
         ]:
             if self._has_row:
                 self._run(sequence)
+                if self._slot_allocator is not None:
+                    self._slot_allocator.begin(sequence)
         self._meet_followers()
         rows: list[SequenceState] = []
         prompts: list[SequenceState] = []
@@ -198,7 +197,7 @@ class Scheduler:
                 return None
             if len(sequence.output_token_ids) + 1 < sequence.params.max_tokens:
                 place = len(sequence.token_ids)
-                if not self._grow(sequence, place, place + 1):
+                if not sequence.held.grow(place, place + 1):
                     return None
                 self._append(sequence, 1, following)
         return following if following.sequences else None
@@ -208,9 +207,8 @@ class Scheduler:
         """Whether the next step may be the first of one that waits."""
         if not self.waiting or not self._has_row:
             return False
-        order, available = self._blocked or (None, ())
-        lacks_more = all(map(operator.le, self.blocks.available, available))
-        return self.waiting[0].order != order or not lacks_more
+        order, available = self._blocked or (None, 0)
+        return self.waiting[0].order != order or self.blocks.available > available
 
     @property
     def _has_row(self) -> bool:
@@ -221,8 +219,6 @@ class Scheduler:
         self.waiting.remove(sequence)
         sequence.stage = SequenceStage.RUNNING
         self.running.append(sequence)
-        if self._slot_allocator is not None:
-            self._slot_allocator.sit(sequence)
 
     @property
     def room_wait_s(self) -> float:
@@ -244,7 +240,7 @@ class Scheduler:
         room = min(wish, left, step.budget_left)
         if self._slot_allocator is not None:
             room = min(room, self._slot_allocator.room(sequence))
-        if room <= 0 or not self._grow(sequence, sequence.num_computed, len(sequence.token_ids) + room):
+        if room <= 0 or not sequence.held.grow(sequence.num_computed, len(sequence.token_ids) + room):
             return 0
         step.budget_left -= room
         return room
@@ -267,7 +263,7 @@ class Scheduler:
             if other.num_uncomputed > 1 and other.request.tenant == sequence.request.tenant:
                 num_shared = self._shared_tokens(sequence.token_ids, other.token_ids, other.num_computed)
                 if self._slot_allocator is not None:
-                    num_shared = self._slot_allocator.meet(other, sequence, num_shared)
+                    num_shared = self._slot_allocator.share(other, sequence, num_shared)
                 if num_shared > other.num_computed:
                     return other, num_shared
         return None
@@ -277,8 +273,7 @@ class Scheduler:
             return False
         if sequence.fetch is None:
             root = self.root(sequence.request)
-            look_up = missing_blocks if self._slot_allocator is None else missing_with_state
-            sequence.fetch = self._fetcher.fetch(look_up(self.blocks, sequence.token_ids, root))
+            sequence.fetch = self._fetcher.fetch(*missing_blocks(self.blocks, sequence.token_ids, root))
         return self._fetcher.is_pending(sequence.fetch)
 
     def _shared_tokens(self, ours: list[int], theirs: list[int], computed: int) -> int:
@@ -296,7 +291,7 @@ class Scheduler:
         count = self._chunk(sequence, budget)
         if count == 0:
             return 0
-        while not self._grow(sequence, sequence.num_computed, sequence.num_computed + count):
+        while not sequence.held.grow(sequence.num_computed, sequence.num_computed + count):
             victim = self._last_to_run()
             if victim is None:
                 return 0
@@ -318,30 +313,23 @@ class Scheduler:
         """Take a waiting sequence up if all of it fits; returns its tokens in this step."""
         if self._blocked == (sequence.order, self.blocks.available):
             return 0
-        num_tokens = len(sequence.token_ids)
-        # A cached prompt has no logits, so one that wants log-probabilities shares nothing.
-        shared = sequence.token_ids[:1] if sequence.wants_prompt_logprobs else sequence.token_ids
-        root = self.root(sequence.request)
-        if self._slot_allocator is not None and self.blocks.tiers:
-            bring_up(self.blocks, shared, root)
-        held, covered = find_prefix(self.blocks, shared, root)
-        begin, rows = min(held.end_found, num_tokens - 1), self.blocks.most_rows
-        # A spare block for each running sequence keeps a newcomer from being preempted at once.
-        state_blocks = self._slot_allocator.blocks_for(sequence) if self._slot_allocator is not None else 0
-        if not held.fits(begin, num_tokens, rows, spare=len(self.running), state_blocks=state_blocks):
-            held.free()
+        found = admit(
+            self.blocks,
+            sequence.token_ids,
+            self.root(sequence.request),
+            # A cached prompt has no logits, so one that wants log-probabilities shares nothing.
+            shares_prefix=not sequence.wants_prompt_logprobs,
+            # A spare block for each running sequence keeps a newcomer from being preempted at once.
+            spare=len(self.running),
+            hands_over=sequence.prefill_only,
+        )
+        if found is None:
             self._blocked = (sequence.order, self.blocks.available)
             return 0
-        held.grow(begin, num_tokens, rows)
-        covered = held.fill(covered, num_tokens - 1)
-        if not held.goes_on_from(covered):  # what was found below is lost meanwhile: look again
-            held.free()
-            return 0
-        sequence.sequence_blocks, sequence.num_computed = held, covered
+        sequence.sequence_blocks, sequence.num_computed = found
         self._run(sequence)
         if self._slot_allocator is not None:
             self._slot_allocator.admit(sequence)
-            held.add_state(state_blocks)
             self._meet_followers()
         step.admitted.append(sequence)
         if sequence.first_scheduled is None:
@@ -362,14 +350,6 @@ class Scheduler:
         if count > 1 and self._bound is not None:
             count = self._bound.tokens(count, sequence.num_computed)
         return count
-
-    @staticmethod
-    def _grow(sequence: SequenceState, write_from: int, num_tokens: int) -> bool:
-        try:
-            sequence.held.grow(write_from, num_tokens)
-        except OutOfBlocksError:
-            return False
-        return True
 
     def _preempt(self, victim: SequenceState, step: ScheduledStep) -> None:
         if victim in step.sequences:

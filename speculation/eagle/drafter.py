@@ -78,7 +78,7 @@ class EagleDrafter(Drafter):
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
         device, dtype = loaded.device, loaded.dtype
         backend_class, _ = select_backend(device, dtype, self._config.attention_backend)
-        backend = backend_class(pool.layers(DRAFT), pool.groups[DRAFT].block_pool)
+        backend = backend_class(pool.layers(DRAFT))
         head, (embedding, lm_head) = self._loaded.head, self._loaded.tables(loaded)
         parts, draft_ids = nn.ModuleList([head, lm_head]), self._loaded.draft_ids
         self._runner = runner_of_head(

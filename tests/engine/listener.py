@@ -33,8 +33,10 @@ class Listener:
 
 
 def really_held(manager: BlockManager) -> Held:
-    held = {(Medium.GPU, identity) for identity in manager.block_pools[0]._block_of[0]}
-    return held.union(*map(held_below, manager.tiers))
+    """States if the model has some, else blocks of the first table, also below if it is the only one."""
+    told = manager.states if manager.states is not None else manager.tables[0]
+    held = {(Medium.GPU, identity) for identity in told.entries}
+    return held | held_below(manager.tier) if manager.tier and manager.stores == [told] else held
 
 
 def held_below(tier: HostTier) -> Held:

@@ -69,7 +69,7 @@ def tokens(outputs: list[TokenOutput]) -> list[int]:
 
 
 def assert_empty(engine: Engine) -> None:
-    assert sum(engine.blocks.available) == engine.blocks.num_blocks
+    assert engine.blocks.available == engine.blocks.num_blocks
     assert engine.blocks.num_free + engine.blocks.num_cached == engine.blocks.num_blocks
     stats = engine.stats()
     assert stats.num_running == stats.num_waiting == 0
@@ -174,7 +174,7 @@ def hand_over(
     missing = slice(reservation.covered // 16, None)
     sent = source.computed(request.request_id)[0].blocks[missing]
     received = reservation.sequence_blocks.blocks[0][missing]
-    target.pool.block_pools[0][received] = source.pool.block_pools[0][sent]
+    target.pool.memory[received] = source.pool.memory[sent]
     target.activate(reservation, first[0], len(request.prompt_token_ids), **how)
     return first, reservation.covered
 
@@ -337,7 +337,7 @@ def test_a_held_prefill_keeps_its_blocks_until_released(make_engine: Callable[..
     engine.add(ask("a", prompt_of(40)), prefill_only=True)
     assert len(run(engine)["a"]) == 1
     assert len(engine.computed("a")[0].blocks) == 3
-    assert engine.blocks.num_blocks - sum(engine.blocks.available) == 3
+    assert engine.blocks.num_blocks - engine.blocks.available == 3
     engine.abort("a")
     engine.abort("a")
     assert_empty(engine)
@@ -373,8 +373,8 @@ def test_a_handed_over_prompt_may_lack_its_last_tokens(
     num_computed = len(prompt) - missing
     whole = -(-num_computed // 16)
     source, target = prefill.computed("a")[0].blocks[:whole], reservation.sequence_blocks.blocks[0][:whole]
-    decode.pool.block_pools[0].fill_(0xFF)  # NaN
-    decode.pool.block_pools[0][target] = prefill.pool.block_pools[0][source]
+    decode.pool.memory.fill_(0xFF)  # NaN
+    decode.pool.memory[target] = prefill.pool.memory[source]
     decode.pool.segment("target")[target[-1:], :, :, (num_computed - 1) % 16 + 1 :] = torch.nan
     decode.activate(reservation, first[0], num_computed)
     result = decode.step()
@@ -552,3 +552,22 @@ def test_a_step_that_did_not_keep_its_lent_cores_tells_nothing_of_costs(make_eng
     engine.add(ask("undisturbed", prompt_of(40, seed=1)))
     run(engine)
     assert engine.costs() != first
+
+
+def test_requests_wait_for_room_that_pages_would_leave(folder: Path) -> None:
+    """A sequence has blocks for the longest one from its first step on."""
+    prompts = {name: prompt_of(20, seed) for seed, name in enumerate("abcd")}
+    answers, most = {}, {}
+    for paged in (True, False):
+        room = 2 * (MAX_LEN // 16 + 4) * BLOCK_BYTES
+        options = {"max_model_len": MAX_LEN, "max_num_seqs": 8, "kv_cache_memory_bytes": room}
+        engine = tiny_engine(folder, paged_kv=paged, **options)
+        for name, prompt in prompts.items():
+            engine.add(ask(name, prompt, max_tokens=20))
+        engine.step()
+        most[paged] = engine.stats().num_running
+        assert engine.stats().free_blocks <= (34 if paged else 8)
+        answers[paged] = {name: tokens(outputs) for name, outputs in run(engine).items()}
+        assert_empty(engine)
+    assert most == {True: 4, False: 2}
+    assert all(answers[True][name][-19:] == answers[False][name][-19:] for name in prompts)

@@ -111,7 +111,7 @@ def run(loaded: LoadedModel, size: int) -> tuple[list[Tensor], Tensor]:
         outputs = [list(threads.map(lambda runner: runner.run(Step(*step)), runners)) for step in steps()]  # noqa: B023
     for step in outputs:
         assert all(torch.equal(output.logits, step[0].logits) for output in step), "ranks agree"
-    return [step[0].logits for step in outputs], pool.block_pools[0]
+    return [step[0].logits for step in outputs], pool.memory
 
 
 def qwen2(heads: int = 6, kv_heads: int = 2, **options: Any) -> dict[str, Any]:

@@ -11,10 +11,9 @@ AREAS: dict[str, tuple[str, ...]] = {
     ),
     "block manager": (
         "engine/kv/block_manager.py",
-        "engine/kv/block_pool.py",
         "engine/kv/sequence_blocks.py",
         "engine/kv/prefix_cache.py",
-        "engine/kv/prefix_room.py",
+        "engine/kv/stores.py",
         "engine/step/slot_allocator.py",
     ),
     "sampler": ("engine/sampler/*.py", "protocol/sampling.py"),

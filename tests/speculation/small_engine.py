@@ -80,7 +80,7 @@ def run(engine: Engine, requests: Sequence[EngineRequest] = ()) -> dict[str, Tok
     while engine.has_work():
         for output in engine.step().outputs:
             outputs.setdefault(output.request_id, []).append(output)
-    assert sum(engine.blocks.available) == engine.blocks.num_blocks
+    assert engine.blocks.available == engine.blocks.num_blocks
     return {request_id: joined(parts) for request_id, parts in outputs.items()}
 
 

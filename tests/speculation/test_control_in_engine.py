@@ -162,7 +162,7 @@ def test_calibration_leaves_no_trace(folder: Path) -> None:
     engine, speculator = make_engine(folder, folder)
     plain, _ = make_engine(folder, None)
     assert engine.blocks.num_free == engine.blocks.num_blocks
-    assert engine.blocks.block_pools[0]._free == list(range(engine.blocks.num_blocks - 1, -1, -1))
+    assert engine.blocks._free == list(range(engine.blocks.num_blocks - 1, -1, -1))
     assert engine.stats().steps == plain.stats().steps == 0
     assert engine.counters() == {}
     assert speculator._drafters["draft_model"].num_drafted("profiling-0") == 0

@@ -292,7 +292,7 @@ def test_blocks_without_draft_kv_are_not_looked_at(
     watched.ask("a", prompt, 6)
     watched.run()
     watched.drafts.clear()
-    watched.engine.blocks.block_pools[0].drafted[:] = [False] * watched.engine.blocks.num_blocks
+    watched.engine.blocks.drafted[:] = [False] * watched.engine.blocks.num_blocks
     watched.engine.pool.segment("draft").fill_(1e3)
     watched.ask("b", prompt[:32] + prompt_of(6, 8), 6)
     watched.engine.step()
@@ -335,9 +335,7 @@ def test_hand_off_drafts_at_once(
     reservation = decode.engine.reserve(decode_request)
     assert reservation is not None
     source = prefill.engine.computed("a")[0].blocks
-    decode.engine.pool.block_pools[0][reservation.sequence_blocks.blocks[0]] = (
-        prefill.engine.pool.block_pools[0][source]
-    )
+    decode.engine.pool.memory[reservation.sequence_blocks.blocks[0]] = prefill.engine.pool.memory[source]
     state = prefill.engine.draft_state("a")
     assert (state.kind, state.num_tokens) == ("carried", len(prompt))
     if uncomputed:  # the hidden state is that of the prompt's last token, of no use then

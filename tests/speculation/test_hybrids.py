@@ -139,7 +139,7 @@ def cramped(engine: Engine, num_blocks: int) -> ServeConfig:
     assert pool.state_slots is not None
     room = (
         engine.config.max_num_seqs * pool.state_slots.layout.state_slot_bytes
-        + num_blocks * pool.block_pools[0].shape[1]
+        + num_blocks * pool.memory.shape[1]
     )
     return msgspec.structs.replace(engine.config, kv_cache_memory_bytes=room, speculative_config=None)
 

@@ -75,7 +75,7 @@ def test_bug_17_blocks_that_are_handed_over_are_the_prompts_alone(
     assert joined(finish(decode)).token_ids == expected["b"]
     source, target = prefill.computed("a")[0].blocks, reservation.sequence_blocks.blocks[0]
     assert len(source) == len(target) == -(-length // BLOCK_SIZE)
-    decode.pool.block_pools[0][target] = prefill.pool.block_pools[0][source]
+    decode.pool.memory[target] = prefill.pool.memory[source]
     decode.activate(reservation, first.token_ids[0], length, draft=prefill.draft_state("a"))
     rest = joined(finish(decode))
     assert first.token_ids + rest.token_ids == expected["a"][emitted:]
@@ -105,13 +105,9 @@ def test_bug_20_no_step_writes_to_blocks_of_a_conversation_that_waits(pair: tupl
     engine = engine_with(model, model)
     begun = ask("begun", prompt_of(40), ignore_eos=True)
     text = begun.prompt_token_ids + run(engine, [begun])["begun"].token_ids
-    cached = [
-        block
-        for block, identity in enumerate(engine.blocks.block_pools[0]._identity_of)
-        if identity is not None
-    ]
+    cached = [block for block, entry in enumerate(engine.blocks._entry_of) if entry is not None]
     assert len(cached) == engine.blocks.num_cached == (len(text) - 1) // BLOCK_SIZE
-    before = engine.pool.block_pools[0][cached].clone()
+    before = engine.pool.memory[cached].clone()
     assert isinstance(engine._runner, RowsForward)
     engine._runner._execute(Step([], [0, 1]), StepShape(64))
     with ProfilingRun(engine.blocks, engine._runner, MAX_LEN) as profiling:
@@ -119,7 +115,7 @@ def test_bug_20_no_step_writes_to_blocks_of_a_conversation_that_waits(pair: tupl
         assert sequences is not None
         profiling.forward(sequences)
     run(engine, [ask(f"r{seed}", prompt_of(10 * seed, seed), ignore_eos=True) for seed in range(1, 6)])
-    assert engine.pool.block_pools[0][cached].equal(before)
+    assert engine.pool.memory[cached].equal(before)
     again = run(engine, [ask("again", text + prompt_of(9, 9), ignore_eos=True)])["again"]
     assert engine.stats().prefix_hit_tokens == len(cached) * BLOCK_SIZE
     assert again.drafted_tokens == again.accepted_tokens > 0

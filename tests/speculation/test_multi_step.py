@@ -69,7 +69,7 @@ def test_what_is_drafted_after_any_tokens_is_as_if_drafted_afresh(
         assert kept <= agreed <= len(new)
     assert len(given) > 40
     engine.abort("a")
-    assert sum(engine.blocks.available) == engine.blocks.num_blocks
+    assert engine.blocks.available == engine.blocks.num_blocks
 
 
 def test_only_given_tokens_are_published(model: Path) -> None:
@@ -77,10 +77,10 @@ def test_only_given_tokens_are_published(model: Path) -> None:
     engine.add(ask("a", PROMPT, 100, **SAMPLING), hold_at=len(PROMPT) + 40)
     drafted = draft(engine)
     assert len(drafted) == 40
-    assert len(engine.blocks.block_pools[0].published()) == len(PROMPT) // 16
+    assert len(engine.blocks.tables[0].entries) == len(PROMPT) // 16
     engine.give("a", drafted[:20], len(PROMPT) + 41)
     draft(engine)
-    assert len(engine.blocks.block_pools[0].published()) == (len(PROMPT) + 20) // 16
+    assert len(engine.blocks.tables[0].entries) == (len(PROMPT) + 20) // 16
 
 
 def test_it_is_held_where_it_is_told_and_never_ends_by_itself(model: Path) -> None:

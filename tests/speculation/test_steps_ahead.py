@@ -87,7 +87,7 @@ class Play:
     def finish(self) -> dict[str, list[int]]:
         while self.engine.has_work():
             self.step()
-        assert sum(self.engine.blocks.available) == self.engine.blocks.num_blocks
+        assert self.engine.blocks.available == self.engine.blocks.num_blocks
         return self.tokens
 
     @property

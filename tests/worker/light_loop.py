@@ -53,7 +53,7 @@ def forget_cached_blocks(engine: Engine) -> None:
     """Empty the prefix cache, so that nothing depends on what ran before."""
     blocks = engine.blocks
     everything, _ = find_prefix(blocks, [], b"")
-    everything.grow(0, sum(blocks.available) * blocks.block_size)
+    everything.grow(0, blocks.available * blocks.block_size)
     everything.free()
 
 
@@ -325,7 +325,7 @@ class LightLoop:
         return {block for each in held if each is not None for block in each.blocks[0]}
 
     def used_blocks(self) -> set[int]:
-        references = self.engine.blocks.block_pools[0]._references
+        references = self.engine.blocks._references
         return {block for block, count in enumerate(references) if count}
 
 

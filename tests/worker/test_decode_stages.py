@@ -65,7 +65,7 @@ def decode_loop(engine: Engine) -> Iterator[LightLoop]:
         yield light
     finally:  # the next one has the same engine
         light.finish()
-    assert sum(engine.blocks.available) == NUM_BLOCKS
+    assert engine.blocks.available == NUM_BLOCKS
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ class DecodeStages(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        assert sum(self.engine.blocks.available) == NUM_BLOCKS
+        assert self.engine.blocks.available == NUM_BLOCKS
         self.light = LightLoop(DecodeLoop, self.engine, "decode")
         self.grants: dict[str, tuple[str, Reserved]] = {}
         """By lease: who got it first, and the grant."""
@@ -230,11 +230,11 @@ class DecodeStages(RuleBasedStateMachine):
 
     @invariant()
     def no_block_is_used_while_it_may_be_written(self) -> None:
-        blocks, receiver = self.engine.blocks.block_pools[0], self.light.receiver
+        blocks, receiver = self.engine.blocks, self.light.receiver
         computing = self.light.computing_blocks()
         for written in (receiver.open_leases | receiver.written).values():
             assert all(blocks._references[block] == 1 for block in written)
-            assert all(blocks._identity_of[block] is None for block in written)
+            assert all(blocks._entry_of[block] is None for block in written)
             assert not computing & set(written)
 
     @invariant()
@@ -266,7 +266,7 @@ class DecodeStages(RuleBasedStateMachine):
             return
         self.light.finish(self.note)
         self.note()
-        assert sum(self.engine.blocks.available) == NUM_BLOCKS, "blocks leaked"
+        assert self.engine.blocks.available == NUM_BLOCKS, "blocks leaked"
         assert not self.light.requests and not self.light.loop._queue and not self.light.loop._unstepped
         assert all(request.stage is DecodeStage.ENDED for request in self.seen)
         self.every_request_was_answered_once()
@@ -327,10 +327,10 @@ def test_an_aborted_requests_blocks_wait_for_the_last_write(light: LightLoop, en
     light.hear(Abort(request_ids=["short"]))
     again = reserve(light)
     assert not set(again.extents[0].blocks) & set(grant.extents[0].blocks)
-    assert sum(engine.blocks.available) == NUM_BLOCKS - 4
+    assert engine.blocks.available == NUM_BLOCKS - 4
     light.receiver.end_write(grant.lease_id)
     light.deliver()
-    assert sum(engine.blocks.available) == NUM_BLOCKS - 2
+    assert engine.blocks.available == NUM_BLOCKS - 2
 
 
 def test_what_arrives_renews_the_lease(light: LightLoop, engine: Engine) -> None:
@@ -360,7 +360,7 @@ def test_only_the_first_release_of_a_lease_counts(light: LightLoop, engine: Engi
     """The second one comes when the request is here again, under another lease."""
     release = Release(incarnation=OURS, lease_id=reserve(light).lease_id, request_id="short")
     light.loop.on_peer_request(identity_of("prefill-0"), release)
-    assert not light.requests and sum(engine.blocks.available) == NUM_BLOCKS
+    assert not light.requests and engine.blocks.available == NUM_BLOCKS
     reserve(light)
     light.loop.on_peer_request(identity_of("prefill-0"), release)
     assert light.table.get("short").stage is DecodeStage.RESERVED

@@ -263,7 +263,7 @@ class DraftStages(RuleBasedStateMachine):
         assert not self.decode.remote.requests and not self.decode.remote.ended
         assert not self.decode.engine._speculator._requests  # type: ignore[union-attr]
         for side in (self.decode, self.drafter):
-            assert sum(side.engine.blocks.available) == side.engine.blocks.num_blocks, "blocks leaked"
+            assert side.engine.blocks.available == side.engine.blocks.num_blocks, "blocks leaked"
             self.seen.update({name: int(value) for name, value in side.loop.counters.snapshot().items()})
         self.seen["accepted"] += int(self.decode.accepted("remote"))
 

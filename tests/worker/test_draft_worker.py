@@ -97,7 +97,7 @@ def begin(pair: Pair, decodes: list[DecodeSide], drafter: DraftSide) -> Callable
 
 
 def is_empty(side: DecodeSide | DraftSide) -> bool:
-    return sum(side.engine.blocks.available) == side.engine.blocks.num_blocks
+    return side.engine.blocks.available == side.engine.blocks.num_blocks
 
 
 @pytest.mark.parametrize("jitter", [False, True])

@@ -14,7 +14,7 @@ import zmq
 from hypothesis import strategies as st
 
 from engine.engine import Engine
-from engine.kv.prefix_room import find_room
+from engine.kv.prefix_cache import find_room
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.kv_events import KvEventsConfig

@@ -61,7 +61,7 @@ def light(engine: Engine) -> Iterator[LightLoop]:
     light.sender.unreachable.add(UNREACHABLE.incarnation)
     yield light
     light.finish()
-    assert sum(engine.blocks.available) == NUM_BLOCKS
+    assert engine.blocks.available == NUM_BLOCKS
 
 
 def prompt_request(name: str) -> EngineRequest:
@@ -93,7 +93,7 @@ class PrefillStages(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        assert sum(self.engine.blocks.available) == NUM_BLOCKS
+        assert self.engine.blocks.available == NUM_BLOCKS
         self.light = LightLoop(PrefillLoop, self.engine, "prefill")
         self.light.sender.unreachable.add(UNREACHABLE.incarnation)
         self.num_leases = 0
@@ -247,7 +247,7 @@ class PrefillStages(RuleBasedStateMachine):
         if not hasattr(self, "light"):
             return
         self.light.finish(self.note)
-        assert sum(self.engine.blocks.available) == NUM_BLOCKS, "blocks leaked"
+        assert self.engine.blocks.available == NUM_BLOCKS, "blocks leaked"
         assert not self.light.requests and not self.light.loop._pushing and not self.light.sender.read
         assert all(request.stage is PrefillStage.ENDED for request in self.seen)
         unanswered = self.withdrawn | self.handed_over
@@ -310,18 +310,18 @@ def assert_goes_on(light: LightLoop, kind: str, text: str, *, manifest_sent: boo
     light.hear(Redirect(incarnation=OURS, request_id="short", decode=None))
     light.run()
     assert sum(len(output.token_ids) for output in light.router.outputs) == 4
-    assert not light.requests and sum(light.engine.blocks.available) == NUM_BLOCKS
+    assert not light.requests and light.engine.blocks.available == NUM_BLOCKS
 
 
 def test_blocks_stay_until_the_wire_has_acknowledged_them(light: LightLoop, engine: Engine) -> None:
     """The decode worker's acknowledgement may be faster than the wire's."""
     begin(light, granted=True)
     acknowledge(light)
-    assert sum(engine.blocks.available) == NUM_BLOCKS - 2
+    assert engine.blocks.available == NUM_BLOCKS - 2
     assert not light.loop.knows("short"), "it runs elsewhere"
     light.sender.tell(completed("lease"))
     light.deliver()
-    assert sum(engine.blocks.available) == NUM_BLOCKS
+    assert engine.blocks.available == NUM_BLOCKS
     assert not releases(light)
 
 

@@ -34,7 +34,7 @@ def light(engine: Engine) -> Iterator[LightLoop]:
     light = LightLoop(DecodeLoop, engine, "decode")
     yield light
     light.finish()
-    assert sum(engine.blocks.available) == NUM_BLOCKS
+    assert engine.blocks.available == NUM_BLOCKS
 
 
 def request() -> EngineRequest:
@@ -154,7 +154,7 @@ def test_lent_blocks_are_given_back(light: LightLoop, engine: Engine, how: str) 
 @pytest.mark.parametrize("come_first", ["blocks", "answer"])
 def test_the_drafts_kv_comes_along(light: LightLoop, engine: Engine, come_first: str) -> None:
     """Nothing is used before it is known which blocks hold it."""
-    fetcher, drafted = light.loop._fetcher, engine.blocks.block_pools[0].drafted
+    fetcher, drafted = light.loop._fetcher, engine.blocks.drafted
     fetcher._needs_lent = True
     lease = fetch(light)
     [waiting] = fetcher.fetches

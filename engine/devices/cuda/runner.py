@@ -64,7 +64,7 @@ class CudaRunner:
         self.products = products
         self._decoder = decoder
         self._backend = backend
-        self._block_table = BlockTable(backend.block_size, backend.block_pool, backend.num_tables)
+        self._block_table = BlockTable(backend.block_size, backend.num_tables)
         self._buckets = buckets
         self._upload, self._upload_bucket = Uploader(device), Uploader(device)
         self._graphs = graphs

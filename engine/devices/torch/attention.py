@@ -37,8 +37,8 @@ class TorchBackend:
     name = "torch"
     can_capture = False
 
-    def __init__(self, layers: Sequence[LayerKv], block_pool: int = 0, rows: KvRows | None = None) -> None:
-        self.block_pool, self.num_tables = block_pool, 1
+    def __init__(self, layers: Sequence[LayerKv], rows: KvRows | None = None) -> None:
+        self.num_tables = 1
         keys = layers[0].keys
         self._stored = rows or KvRows(keys.dtype)
         self._layers = list(layers)

@@ -71,7 +71,7 @@ class RowsForward(ABC):
         self._min_rows = MIN_ROWS if packed else ONEDNN_MIN_ROWS
         self._device = device
         self._upload = upload_to(device)
-        self._block_table = BlockTable(backend.block_size, backend.block_pool, backend.num_tables)
+        self._block_table = BlockTable(backend.block_size, backend.num_tables)
         self._mode = mode
         self.compiled, self.choice = _choose(mode, device)
         self._run = _compile(self._compute, adapters is not None) if self.compiled else self._compute

@@ -31,7 +31,7 @@ def build_tiers(
     """
     if config.kv_offloading_size == 0:
         return None
-    memory = HostMemory(pool.block_pools[0], _host_slots(config, pool))
+    memory = HostMemory(pool.memory, _host_slots(config, pool))
     if config.kv_disk_path is None:
         return HostTier(memory)
     if not hasattr(os, "posix_fallocate"):
@@ -41,7 +41,7 @@ def build_tiers(
 
 
 def _host_slots(config: ServeConfig, pool: KVPool) -> int:
-    block_bytes = pool.block_pools[0].shape[1]
+    block_bytes = pool.memory.shape[1]
     nbytes = _gib(config.kv_offloading_size)
     num_slots = nbytes // block_bytes
     least = MIN_SLOTS_WITH_DISK if config.kv_disk_path is not None else 1

@@ -158,24 +158,22 @@ class HostTier:
 
     # --- the scheduler's side -----------------------------------------------------------------------
 
-    def fetch(self, identities: Iterable[BlockIdentity]) -> DiskFetch:
-        """Begin to read those of a prompt's next blocks that lie on the disk, so that `load` finds them.
+    def fetch(self, identities: Iterable[BlockIdentity], num_unknown: int = 0) -> DiskFetch:
+        """Begin to read those of a prompt's next blocks, all known, that lie on the disk, so that `load`
+        finds them. The prompt's `num_unknown` other blocks count as misses.
 
         At most half as many blocks as the host tier has: the blocks that they evict may be wanted too.
         """
         fetch = DiskFetch(time.monotonic() + FETCH_TIMEOUT_S)
         if self._disk is None:
             return fetch
+        self._disk.counters.miss_blocks += num_unknown
         present = []
-        missing = iter(identities)
-        for identity in missing:
+        for identity in identities:
             if identity in self._slot_of:
                 present.append(identity)
                 continue
             if identity not in self._fetches:
-                if not self._disk.holds(identity):
-                    self._disk.counters.miss_blocks += 1 + sum(1 for _ in missing)
-                    break
                 if fetch.remaining == self._max_reading:
                     break
                 self._disk.touch(identity)

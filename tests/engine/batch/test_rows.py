@@ -45,4 +45,3 @@ def test_several_tables_lie_behind_one_another() -> None:
     batch = [SequenceRows([0], 0, [[1, 2], [3]]), SequenceRows([0], 0, [[4], [5, 6, 7]])]
     several = BlockTable(16, num_tables=2).of(batch)
     assert several.tolist() == [[[1, 2, 0], [4, 0, 0]], [[3, 0, 0], [5, 6, 7]]]
-    assert BlockTable(16, block_pool=1).of(batch).tolist() == several[1].tolist()

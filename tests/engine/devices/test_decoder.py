@@ -110,11 +110,11 @@ def make_model(name: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedMode
     return model.eval().requires_grad_(False)
 
 
-def new_backend(model: PreTrainedModel, block_pool: int = 0) -> CpuBackend:
+def new_backend(model: PreTrainedModel) -> CpuBackend:
     attention = model.model.layers[0].self_attn
     heads, layers = model.config.num_key_value_heads, model.config.num_hidden_layers
     pool = torch.zeros(NUM_BLOCKS, layers, 2, BLOCK, heads, attention.head_dim, dtype=model.dtype)
-    return CpuBackend([LayerKv.of(layer) for layer in pool.unbind(1)], block_pool)
+    return CpuBackend([LayerKv.of(layer) for layer in pool.unbind(1)])
 
 
 class Both:
@@ -124,7 +124,6 @@ class Both:
         self,
         name: str,
         hidden_layers: tuple[int, ...] = (),
-        block_pool: int = 0,
         quantization: CodeFormat | None = None,
         quantized_head: bool = False,
         dtype: torch.dtype = torch.bfloat16,
@@ -137,7 +136,7 @@ class Both:
         pack_quantized_linears(model)
         program = describe(model)
         assert unfit(program) is None
-        ours, theirs = new_backend(model, block_pool), new_backend(model, block_pool)
+        ours, theirs = new_backend(model), new_backend(model)
         own = copy.deepcopy(model)
         self.native = NativeDecoder(Description(program, POSITIONS), ours, hidden_layers)
         pack_linears(own)  # leaves float32 to torch
@@ -184,17 +183,6 @@ def steps(seed: int = 0) -> list[tuple[list[SequenceRows], list[int]]]:
         ([SequenceRows(tokens(5), 71, [one]), SequenceRows(tokens(1), 33, [other])], [0, 1, 2, 3, 4, 5]),
         ([SequenceRows(tokens(1), 76, [one])], [0]),
     ]
-
-
-def test_a_model_reads_and_writes_the_blocks_of_its_block_pool() -> None:
-    one, two = Both("llama"), Both("llama", block_pool=1)
-    for first, last in ((0, 40), (40, 41)):
-        token_ids = list(range(first, last))
-        blocks, elsewhere = [3, 1, 2], [NUM_BLOCKS] * 3
-        expected = one.run([SequenceRows(token_ids, first, [blocks])], [last - first - 1])
-        found = two.run([SequenceRows(token_ids, first, [elsewhere, blocks])], [last - first - 1])
-        for output, like in zip(found, expected, strict=True):
-            assert torch.equal(output.logits, like.logits)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

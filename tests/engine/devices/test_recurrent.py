@@ -73,7 +73,7 @@ def test_a_state_that_decays_to_almost_nothing_has_no_denormal_numbers() -> None
 
 
 def assert_empty(engine: Engine) -> None:
-    assert sum(engine.blocks.available) == engine.blocks.num_blocks
+    assert engine.blocks.available == engine.blocks.num_blocks
     assert engine.pool.state_slots is not None
     assert sorted(engine.pool.state_slots._free) == list(range(engine.config.max_num_seqs))
 
@@ -82,4 +82,4 @@ def room_of(engine: Engine, num_blocks: int) -> int:
     """Bytes for the state slots of an engine like this and `num_blocks` blocks."""
     state_slots, count = engine.pool.state_slots, engine.config.max_num_seqs
     assert state_slots is not None and count is not None
-    return count * state_slots.layout.state_slot_bytes + num_blocks * engine.pool.block_pools[0].shape[1]
+    return count * state_slots.layout.state_slot_bytes + num_blocks * engine.pool.memory.shape[1]

@@ -95,9 +95,9 @@ class Side:
     @property
     def kv(self) -> Tensor:
         """Of all but `OTHERS`."""
-        kept = torch.ones(len(self.pool.block_pools[0]), dtype=torch.bool)
+        kept = torch.ones(len(self.pool.memory), dtype=torch.bool)
         kept[OTHERS] = False
-        return self.pool.block_pools[0][kept]
+        return self.pool.memory[kept]
 
 
 def loaded_of(model: PreTrainedModel, pool: KVPool, adapter: Path | None) -> LoadedModel:
@@ -172,7 +172,7 @@ def test_steps_with_adapters_are_those_of_torchs_operators(
         found = logits_of(ours.runner, batch, logit_rows)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
         assert torch.equal(found.argmax(-1), expected.argmax(-1))
-        values = (each.block_pools[0].view(torch.float32) for each in (ours.pool, pool))
+        values = (each.memory.view(torch.float32) for each in (ours.pool, pool))
         torch.testing.assert_close(*values, atol=1e-5, rtol=1e-5)
     assert ours.num_replays == 2 * replays
     without = logits_of(ours.runner, [replace(adapted(3, 8), adapter=0)], [0])
@@ -199,7 +199,7 @@ def test_a_replay_is_what_the_step_computes_when_it_is_launched(
         logit_rows = range(sum(len(rows.token_ids) for rows in batch))
         expected, found = (logits_of(side.runner, batch, logit_rows) for side in (eager, replayed))
         assert torch.equal(found, expected)
-        assert torch.equal(replayed.pool.block_pools[0], eager.pool.block_pools[0])
+        assert torch.equal(replayed.pool.memory, eager.pool.memory)
         assert replayed.num_replays == number + 1
     untouched = chain(4, 10, 3)
     found = logits_of(replayed.runner, [adapted(5, 7), replace(untouched, adapter=2)], [1])

@@ -146,7 +146,7 @@ def test_padding_rows_write_nowhere() -> None:
         inputs = step_inputs([STEPS[0][1]], [0, 1], upload_to(CPU), BlockTable(backend.block_size), least)
         backend.begin_step(inputs.attention)
         with torch.inference_mode():
-            results.append((decoder.forward(inputs)[0][:2], pool.block_pools[0].view(torch.float32)))
+            results.append((decoder.forward(inputs)[0][:2], pool.memory.view(torch.float32)))
     written, beside_padding = results[0][1], results[1][1]
     assert torch.equal(written != 0, beside_padding != 0)
     torch.testing.assert_close(beside_padding, written)

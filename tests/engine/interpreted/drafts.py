@@ -85,7 +85,7 @@ def test_a_chain_of_a_model() -> None:
         assert found.distributions is None or torch.equal(found.distributions, expected.distributions)
     assert [each.distributions is None for each in drafts[1]] == [False, True]
     assert sum(graph.num_replays for graph in graphs.graphs) == 3
-    assert torch.equal(replayed.pool.block_pools[0], eager.pool.block_pools[0])
+    assert torch.equal(replayed.pool.memory, eager.pool.memory)
 
 
 @pytest.mark.parametrize("counts", [[12, 5], [3, 1]])
@@ -107,7 +107,7 @@ def test_trees_of_a_model(counts: list[int]) -> None:
         assert found.token_ids[: found.num_nodes] == expected.token_ids
         assert found.parents == expected.parents
     assert max(draft.depth for draft in drafts[1] if draft is not None) > 2
-    kv = (side.pool.block_pools[0].view(torch.float32) for side in (by_host, by_device))
+    kv = (side.pool.memory.view(torch.float32) for side in (by_host, by_device))
     torch.testing.assert_close(*kv, atol=1e-5, rtol=1e-5)
 
 
@@ -133,9 +133,7 @@ def test_some_of_a_models_layers() -> None:
         Step(UNREAD, [0, 2])
     )
     torch.testing.assert_close(found.logits, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(
-        *(pool.block_pools[0].view(torch.float32) for pool in pools), atol=1e-5, rtol=1e-5
-    )
+    torch.testing.assert_close(*(pool.memory.view(torch.float32) for pool in pools), atol=1e-5, rtol=1e-5)
     for own, whole in (
         (part.model.layers[1], model.model.layers[3]),
         (part.model.layers[0], model.model.layers[0]),
@@ -181,7 +179,7 @@ def test_steps_of_a_head() -> None:
     group = Group.uniform(TARGET, Segment(1, 1, 16, torch.float32))
     pools = [KVPool(PoolLayout((group,), BLOCK), NUM_BLOCKS, CPU, None) for _ in range(2)]
     for pool in pools:
-        pool.block_pools[0].view(torch.float32).fill_(0.5)
+        pool.memory.view(torch.float32).fill_(0.5)
     backends = [TritonBackend(pool.layers(TARGET)) for pool in pools]
     plain = ProgramForward(head, backends[0], CPU, "off", products="", packed=False)
     fed = HeadDecoder(head, backends[1])

@@ -82,7 +82,7 @@ class Side:
 def made_pool(num_layers: int = 2) -> KVPool:
     group = Group.uniform(TARGET, Segment(num_layers, 1, 16, torch.float32))
     pool = KVPool(PoolLayout((group,), BLOCK), NUM_BLOCKS, CPU, None)
-    values = pool.block_pools[0].view(torch.float32)
+    values = pool.memory.view(torch.float32)
     values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(2)))
     return pool
 
@@ -114,7 +114,7 @@ def same(eager: Side, replayed: Side, batch: list[SequenceRows], logit_rows: lis
     assert len(ours.logits) == len(logit_rows)
     if theirs.hidden is not None:
         assert ours.hidden is not None and torch.equal(ours.hidden, theirs.hidden)
-    assert torch.equal(replayed.pool.block_pools[0], eager.pool.block_pools[0])
+    assert torch.equal(replayed.pool.memory, eager.pool.memory)
     return theirs.logits
 
 
@@ -148,7 +148,7 @@ def test_a_replay_is_what_the_step_computes_when_it_is_launched() -> None:
         logits = same(eager, replayed, batch, logit_rows)
         torch.testing.assert_close(larger.run(batch, logit_rows).logits, logits, atol=1e-5, rtol=1e-5)
         assert num_replays(graphs) - before[0] == num_replays(two_graphs) - before[1] == replays
-    torch.testing.assert_close(*(side.pool.block_pools[0].view(torch.float32) for side in (larger, eager)))
+    torch.testing.assert_close(*(side.pool.memory.view(torch.float32) for side in (larger, eager)))
 
 
 def num_replays(graphs: RecordedGraphs) -> int:
@@ -168,7 +168,7 @@ def test_the_models_own_modules_over_two_block_tables() -> None:
         found, expected = (each.run(Step(moved, logit_rows)).logits for each in runners)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert num_replays(graphs) == 1
-    torch.testing.assert_close(*(pool.block_pools[0].view(torch.float32) for pool in pools))
+    torch.testing.assert_close(*(pool.memory.view(torch.float32) for pool in pools))
 
 
 def two_tables(blocks: list[int]) -> list[list[int]]:
@@ -181,10 +181,10 @@ def test_tokens_that_only_the_device_knows() -> None:
     for side in sides(FEW_BUCKETS)[:2]:
         named = [chain(0, 10, ~2), chain(1, 40, ~0)]
         expected = side.run([chain(0, 10, 9), chain(1, 40, 3)], [0, 1]).logits
-        kv = side.pool.block_pools[0].clone()
+        kv = side.pool.memory.clone()
         found, _ = side.runner.run(Step(named, [0, 1]), late.fill)
         assert torch.equal(found, expected)
-        assert torch.equal(side.pool.block_pools[0], kv)
+        assert torch.equal(side.pool.memory, kv)
         failed, _ = side.runner.run(Step([chain(0, 10, ~1)], [0]), late.fill)
         assert failed.isfinite().all()
 
@@ -194,12 +194,12 @@ def test_drafts_that_only_the_device_knows() -> None:
     late = LateTokens(torch.tensor([8, 5, 0]), Downloader(CPU))
     for side in sides(BUCKETS, hidden=True)[:2]:
         expected = side.run([chain(0, 14, 4, 5), chain(1, 45, 6), chain(2, 30, 0, 8)], [*range(5)])
-        kv = side.pool.block_pools[0].clone()
+        kv = side.pool.memory.clone()
         batch = [chain(0, 14, 4, ~1), chain(1, 45, 6), chain(2, 30, ~2, ~0)]
         found = side.runner.run(Step(batch, range(5)), late.fill)
         assert all(map(torch.equal, found, expected))
         assert side.runner.run(Step(batch, range(5), wants_hidden=False), late.fill).hidden is None
-        assert torch.equal(side.pool.block_pools[0], kv)
+        assert torch.equal(side.pool.memory, kv)
 
 
 def test_trees_whose_shape_only_the_device_knows() -> None:
@@ -212,10 +212,10 @@ def test_trees_whose_shape_only_the_device_knows() -> None:
     star.masks = Draft([8] * 4, [-1] * 4).masks()
     for side in sides(Buckets([2], [1, 5], [6], trees=True), hidden=True)[:2]:
         expected = side.run([known, chain(1, 45, 6, 3)], [*range(7)])
-        kv = side.pool.block_pools[0].clone()
+        kv = side.pool.memory.clone()
         found = side.runner.run(Step([star, chain(1, 45, 6, 3)], range(7)), late.fill)
         assert all(map(torch.equal, found, expected))
-        assert torch.equal(side.pool.block_pools[0], kv)
+        assert torch.equal(side.pool.memory, kv)
 
 
 def test_hidden_states_are_kept_from_the_next_replay() -> None:

@@ -108,7 +108,7 @@ class Side:
     @property
     def memory(self) -> list[Tensor]:
         """Keys and values, states, and what is behind these."""
-        block_pool = self.pool.block_pools[0].view(torch.float32)
+        block_pool = self.pool.memory.view(torch.float32)
         return [block_pool, *(part for layer in self.state_slots.layers for part in layer)]
 
 
@@ -217,7 +217,7 @@ def test_rows_that_go_ahead(model_type: str, monkeypatch: pytest.MonkeyPatch) ->
         points = [side.state_slots.position(0) for side in (known, ahead)]
         assert points == [(start + 1) // 16 * 16, start // 16 * 16]
     assert graphs.graphs[0].num_replays == 6
-    assert torch.equal(known.pool.block_pools[0], ahead.pool.block_pools[0])
+    assert torch.equal(known.pool.memory, ahead.pool.memory)
     for ours, others in zip(ahead.state_slots.layers, known.state_slots.layers, strict=True):
         assert all(map(torch.equal, ours[:2], others[:2]))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +11,13 @@ import pytest
 from transformers import PreTrainedModel
 
 from engine.engine import Engine
-from engine.kv.block_manager import BlockManager
-from engine.kv.block_pool import OutOfBlocksError
-from engine.kv.prefix_cache import find_prefix, hold_blocks
-from engine.kv.sequence_blocks import SequenceBlocks
 from kvtransfer.blocks.layout import conversion_problem
 from protocol.errors import ConfigError
-from protocol.ids import BlockIdentity, block_identities
-from protocol.kv_events import Medium
 from protocol.outputs import TokenOutput
 from tests.e2e.architectures import write_model
 from tests.engine.devices.test_recurrent import assert_empty, needs_hooks, room_of
-from tests.engine.fake_pool import FakePool
-from tests.engine.listener import Listener
 from tests.engine.test_engine import ask, prompt_of, run, tiny_engine, tokens
-from tests.tiers.seeds import seeds
 from tests.worker.tiny_model import greedy, write_tiny_llama
-
-ROOT = b"r" * 16
-SIZE, STATE_BLOCKS = 4, 3
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +140,7 @@ def test_what_the_pool_evicts_comes_back_with_its_state(
 ) -> None:
     """From the host memory, and after a restart from the disk."""
     roomy = make_engine(max_model_len=128)
-    block_bytes = roomy.pool.block_pools[0].shape[1]
+    block_bytes = roomy.pool.memory.shape[1]
     options = {
         "max_model_len": 128,
         "kv_cache_memory_bytes": room_of(roomy, 128 // 16 + 1 + roomy.pool.state_blocks),
@@ -181,7 +169,7 @@ def test_random_prompts_over_small_tiers_get_the_same_tokens(
     engine = make_engine(
         max_model_len=128,
         kv_cache_memory_bytes=room_of(roomy, 14),
-        kv_offloading_size=13 * roomy.pool.block_pools[0].shape[1] / 2**30,
+        kv_offloading_size=13 * roomy.pool.memory.shape[1] / 2**30,
     )
     asked, rng, hits = Asker(engine, reference), random.Random(2), 0
     texts = [prompt_of(100, seed) for seed in range(2)]
@@ -229,7 +217,8 @@ def test_in_a_small_pool_states_that_chats_have_gone_on_from_make_room(
 def test_kept_states_are_counted(make_engine: Callable[..., Engine], reference: PreTrainedModel) -> None:
     roomy = make_engine()
     engine = make_engine(kv_cache_memory_bytes=room_of(roomy, 18 + 2 * roomy.pool.state_blocks))
-    asked, block_pool = Asker(engine, reference), engine.blocks.block_pools[0]
+    asked, states = Asker(engine, reference), engine.blocks.states
+    assert states is not None
     prompt = prompt_of(70)
     assert [asked(prompt), asked(prompt)] == [0, 64]
     for seed in range(1, 5):
@@ -238,12 +227,10 @@ def test_kept_states_are_counted(make_engine: Callable[..., Engine], reference: 
     evicted = totals["kept_states_evicted_total"]
     assert evicted > 0
     assert totals == {
-        "kept_states": block_pool.num_states,
-        "kept_state_bytes": block_pool.num_states
-        * engine.pool.state_blocks
-        * engine.pool.block_pools[0].shape[1],
+        "kept_states": len(states.entries),
+        "kept_state_bytes": len(states.entries) * engine.pool.state_blocks * engine.pool.memory.shape[1],
         "kept_state_hits_total": 1,
-        "kept_states_saved_total": block_pool.num_states + evicted,
+        "kept_states_saved_total": len(states.entries) + evicted,
         "kept_states_evicted_total": evicted,
     }
 
@@ -326,130 +313,3 @@ def test_a_state_goes_to_equal_pools_alone(make_engine: Callable[..., Engine]) -
     for other in (make_engine(block_size=32), make_engine(dtype="bfloat16")):
         problem = conversion_problem(other.segments, ours)
         assert problem is not None and "blocks beside a state are not converted" in problem[1]
-
-
-class Machine:
-    """Random use of a block manager, with what each block holds: a prefix's tokens, or part of its state."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
-        pool: Any = FakePool(SIZE, 22, state_blocks=STATE_BLOCKS, state_unit=2 * SIZE)
-        self.manager = BlockManager(pool)
-        self.block_pool = self.manager.block_pools[0]
-        self.content: dict[int, object] = {}
-        self.live: list[tuple[SequenceBlocks, list[int]]] = []
-        self.known: dict[BlockIdentity, list[BlockIdentity]] = {}
-        """The identities before each."""
-        self.log, self.listener = self.manager.watch(), Listener()
-
-    def step(self) -> None:
-        match self.rng.randrange(4):
-            case 0 | 1:
-                self.begin()
-            case 2 if self.live:
-                self.live.pop(self.rng.randrange(len(self.live)))[0].free()
-            case _:
-                self.lend()
-        self.check()
-
-    def begin(self) -> None:
-        token_ids = [self.rng.randrange(2) for _ in range(self.rng.randrange(1, 30))]
-        held, covered = find_prefix(self.manager, token_ids, ROOT)
-        assert covered % (2 * SIZE) == 0 and covered < len(token_ids)
-        self.check_held(held)
-        assert len(held.state) == (STATE_BLOCKS if covered else 0)
-        held.drop_state()
-        try:
-            held.grow(covered, len(token_ids))
-        except OutOfBlocksError:
-            held.free()
-            return
-        identities = list(block_identities(ROOT, token_ids, SIZE))
-        self.known |= {identity: identities[:place] for place, identity in enumerate(identities)}
-        for place, identity in enumerate(identities[covered // SIZE :], covered // SIZE):
-            self.write(held.blocks[0][place], identity)
-        held.publish(token_ids, len(token_ids))
-        for position in range(covered + SIZE, len(token_ids) + 1, SIZE):
-            if self.rng.random() < 0.6 and self.block_pool.num_available >= STATE_BLOCKS:
-                self.keep(held, position, token_ids, identities)
-        self.live.append((held, token_ids))
-
-    def keep(
-        self, held: SequenceBlocks, position: int, token_ids: list[int], identities: Sequence[BlockIdentity]
-    ) -> None:
-        held.age_states()
-        blocks = self.block_pool.take(STATE_BLOCKS)
-        for part, block in enumerate(blocks):
-            self.write(block, ("state", identities[position // SIZE - 1], part))
-        held.publish_state(position, token_ids, blocks)
-        for block in blocks:
-            self.block_pool.dereference(block)
-
-    def write(self, block: int, content: object) -> None:
-        assert not self.block_pool.is_locked(block), "a published block is written"
-        assert block not in [block for held, _ in self.live for block in held.state]
-        self.content[block] = content
-
-    def lend(self) -> None:
-        token_ids = self.rng.choice(self.live)[1] if self.live else [0] * 30
-        held = hold_blocks(self.manager, list(block_identities(ROOT, token_ids, SIZE)))
-        assert len(held.state) == (STATE_BLOCKS if held.identities else 0)
-        self.check_held(held)
-        self.live.append((held, token_ids))
-
-    def check_held(self, held: SequenceBlocks) -> None:
-        full = held.blocks[0][: len(held.identities)]
-        assert [self.content[block] for block in full] == held.identities
-        if held.state:
-            last = held.identities[-1]
-            assert [self.content[block] for block in held.state] == [
-                ("state", last, part) for part in range(STATE_BLOCKS)
-            ]
-
-    def check(self) -> None:
-        used = {block for held, _ in self.live for block in (*held.blocks[0], *held.state)}
-        assert self.block_pool.num_available == self.block_pool.num_blocks - len(used)
-        for held, _ in self.live:
-            self.check_held(held)
-        self.listener.hear(self.log.take())
-        published = self.block_pool.published()
-        assert self.listener.held == {(Medium.GPU, identity) for identity in published}
-        for identity in published:  # whoever hears of a state may go on after it, however old it is
-            assert all(self.block_pool.find(each) is not None for each in self.known[identity])
-
-
-@pytest.mark.parametrize("seed", seeds(12))
-def test_no_block_leaks_or_is_written_while_others_may_read_it(seed: int) -> None:
-    machine = Machine(seed)
-    for _ in range(300):
-        machine.step()
-    for held, _ in machine.live:
-        held.free()
-    assert machine.block_pool.num_available == machine.block_pool.num_blocks
-
-
-def test_states_that_were_passed_go_first_and_those_of_many_last() -> None:
-    """Two turns of a chat, and another chat with its preamble, in a pool that holds little more."""
-    machine = Machine(0)
-    manager, preamble = machine.manager, [0] * 8
-    other, chat, third = [*preamble, *[1] * 4], [*preamble, *[2] * 16], [*preamble, *[3] * 12]
-
-    def kept(token_ids: list[int]) -> list[int]:
-        identities = enumerate(block_identities(ROOT, token_ids, SIZE), 1)
-        return [place * SIZE for place, identity in identities if identity in machine.block_pool.published()]
-
-    for token_ids, positions in ((other, ()), (third, (8, 16)), (chat[:17], (16,)), (chat, (24,))):
-        held, covered = find_prefix(manager, token_ids, ROOT)
-        held.drop_state()
-        held.grow(covered, len(token_ids))
-        held.publish(token_ids, len(token_ids))
-        for position in positions:
-            machine.keep(held, position, token_ids, list(block_identities(ROOT, token_ids, SIZE)))
-        held.free()
-    assert kept(chat) == [8, 16, 24] and kept(third) == [8, 16]
-    crowd = find_prefix(manager, [], ROOT)[0]
-    for chats_states, thirds_states in (([8, 24], [8, 16]), ([8, 24], [8])):
-        before = kept(chat), kept(third)
-        while (kept(chat), kept(third)) == before:
-            crowd.grow(0, (len(crowd.blocks[0]) + 1) * SIZE)
-        assert (kept(chat), kept(third)) == (chats_states, thirds_states)

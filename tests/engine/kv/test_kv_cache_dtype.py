@@ -116,7 +116,7 @@ def test_tokens_do_not_depend_on_the_drafts(make_engine: Make, folder: Path, kv_
 
 @CODED
 def test_blocks_come_back_from_host_and_disk(make_engine: Make, tmp_path: Path, kv_cache_dtype: str) -> None:
-    block_bytes = make_engine(kv_cache_dtype=kv_cache_dtype).pool.block_pools[0].shape[1]
+    block_bytes = make_engine(kv_cache_dtype=kv_cache_dtype).pool.memory.shape[1]
     tight = {
         "kv_cache_dtype": kv_cache_dtype,
         "kv_cache_memory_bytes": 20 * block_bytes,
@@ -150,7 +150,7 @@ def test_more_tokens_fit_and_the_format_has_a_name_of_its_own(make_engine: Make,
     for each in (engine, plain):
         each.add(ask(0))
         run(each)
-    assert not engine.blocks.block_pools[0].published() & plain.blocks.block_pools[0].published()
+    assert not engine.blocks.tables[0].entries.keys() & plain.blocks.published()
 
 
 def test_heads_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:

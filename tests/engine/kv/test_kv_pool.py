@@ -42,8 +42,8 @@ def at(segment: Tensor, place: int) -> Tensor:
 def test_a_block_is_its_segments_one_after_the_other(pool: KVPool) -> None:
     for block in range(NUM_BLOCKS):
         parts = [pool.segment(name)[block].contiguous().view(torch.uint8).flatten() for name in NAMES]
-        assert torch.equal(pool.block_pools[0][block], torch.cat(parts))
-    assert pool.block_pools[0].is_contiguous()
+        assert torch.equal(pool.memory[block], torch.cat(parts))
+    assert pool.memory.is_contiguous()
     assert pool.num_bytes == NUM_BLOCKS * (2 * 2 * 4 * 2 * 8 * 4 + 4 * 12 * 4 + 4 * 4 * 4 + 2 * 4 * 4 * 2)
     assert [info.name for info in pool.segments] == NAMES
     assert [info.shape for info in pool.segments] == [
@@ -123,8 +123,8 @@ def test_moves_between_random_places(pool: KVPool) -> None:
 
 def test_copied_blocks_are_whole(pool: KVPool) -> None:
     before = {name: pool.segment(name).clone() for name in NAMES}
-    pool.copy_block(0, 7, 3)
-    pool.copy_block(0, 3, 5)
+    pool.copy_block(7, 3)
+    pool.copy_block(3, 5)
     for name, old in before.items():
         old[[3, 5]] = old[7].clone()
         assert torch.equal(pool.segment(name), old)
@@ -132,9 +132,9 @@ def test_copied_blocks_are_whole(pool: KVPool) -> None:
 
 def test_the_host_tier_keeps_both_segments(pool: KVPool) -> None:
     before = {name: pool.segment(name)[2].clone() for name in NAMES}
-    memory = HostMemory(pool.block_pools[0], 2)
+    memory = HostMemory(pool.memory, 2)
     memory.save(2, 1)
-    pool.block_pools[0][2].zero_()
+    pool.memory[2].zero_()
     memory.load(1, 11)
     for name, old in before.items():
         assert torch.equal(pool.segment(name)[11], old)

@@ -139,10 +139,8 @@ def test_a_reservation_counts_what_the_host_holds(
     whole.add(ask("source", prompt), prefill_only=True)
     run(whole)
     source, target = whole.computed("source")[0].blocks, reservation.sequence_blocks.blocks[0]
-    torch.testing.assert_close(
-        engine.pool.block_pools[0][target[:10]], whole.pool.block_pools[0][source[:10]]
-    )
-    engine.pool.block_pools[0][target[10]] = whole.pool.block_pools[0][source[10]]
+    torch.testing.assert_close(engine.pool.memory[target[:10]], whole.pool.memory[source[:10]])
+    engine.pool.memory[target[10]] = whole.pool.memory[source[10]]
     engine.activate(reservation, first, len(prompt))
     assert [first, *tokens(run(engine)["handed over"])] == greedy(reference, prompt, 8)
     aligned = PROMPTS[3]

@@ -10,6 +10,7 @@ from hypothesis.stateful import initialize, invariant, rule
 from engine.kv.block_manager import BlockManager
 from engine.kv.tiers.host import HostTier
 from protocol.ids import BlockIdentity, child_identity
+from tests.engine.fake_pool import ListMemory
 from tests.engine.kv.test_block_manager_properties import (
     ROOTS,
     STATEFUL,
@@ -21,26 +22,6 @@ from tests.engine.kv.test_block_manager_properties import (
 )
 
 
-class ListMemory:
-    """Host memory whose bytes are the fake pool's lists."""
-
-    block_bytes = 1
-
-    def __init__(self, content: list[list[Prefix | None]], num_slots: int) -> None:
-        self.num_slots = num_slots
-        self.content = content
-        self.slots: list[list[Prefix | None]] = [[] for _ in range(num_slots)]
-
-    def __deepcopy__(self, memo: dict[int, object]) -> ListMemory:
-        return self  # the copies of a manager only look things up
-
-    def save(self, block: int, slot: int) -> None:
-        self.slots[slot] = list(self.content[block])
-
-    def load(self, slot: int, block: int) -> None:
-        self.content[block] = list(self.slots[slot])
-
-
 class HostTierMachine(BlockManagerMachine):
     """Every start is an admission: room for all of the prompt, then what the host tier has of it."""
 
@@ -50,7 +31,7 @@ class HostTierMachine(BlockManagerMachine):
     def make(self, num_blocks: int, block_size: int, host_slots: int) -> None:
         BlockManagerMachine.make(self, num_blocks, block_size)
         self.tier = HostTier(ListMemory(self.content, host_slots))
-        self.manager = BlockManager(self.pool, tiers=[self.tier])
+        self.manager = BlockManager(self.pool, tier=self.tier)
         self.log = self.manager.watch()
         self.host: list[Prefix] = []
         """Least recently used first."""

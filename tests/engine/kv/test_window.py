@@ -16,17 +16,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.batch.rows import BlockTable
 from engine.engine import Engine
-from engine.kv.block_manager import BlockManager
 from engine.kv.layout import TARGET, Group, LayerShape, PoolLayout
 from engine.kv.pool import KVPool
-from engine.kv.sequence_blocks import SequenceBlocks
 from protocol.errors import ConfigError
 from protocol.outputs import TokenOutput
 from protocol.speculation import SpeculativeConfig
 from protocol.window import TILE, Window
 from speculation.speculator import speculate
 from tests.e2e.architectures import SLIDING_WINDOW, config_of, write_model
-from tests.engine.fake_pool import FakePool
 from tests.engine.test_engine import ask, assert_empty, prompt_of, run, tiny_engine, tokens
 from tests.speculation import scripted
 from tests.worker.tiny_model import VOCAB_SIZE, assert_greedy, greedy, load
@@ -94,9 +91,9 @@ def poisoned_run(engine: Engine, *others: str) -> tuple[list[TokenOutput], int]:
     most = 0
     while engine.has_work():
         for name in (TARGET, *others):
-            engine.pool.segment(name)[engine.blocks.block_pools[0]._free] = torch.nan
+            engine.pool.segment(name)[engine.blocks._free] = torch.nan
         outputs += engine.step().outputs
-        most = max(most, engine.blocks.num_blocks - sum(engine.blocks.available))
+        most = max(most, engine.blocks.num_blocks - engine.blocks.available)
     return outputs, most
 
 
@@ -269,11 +266,11 @@ def test_a_hand_off_brings_the_windows_of_their_layers(
     left = max(place, found // 16)
     assert firsts == ([left] if kind == "mistral" else [found // 16, left, left])
     assert reservation.first_tokens == [16 * place for place in firsts]
-    decode.pool.segment(TARGET)[decode.blocks.block_pools[0]._free] = torch.nan
-    targets = reservation.sequence_blocks.extents(firsts)
+    decode.pool.segment(TARGET)[decode.blocks._free] = torch.nan
+    targets = reservation.sequence_blocks.extents(firsts=firsts)
     for source, target in zip(prefill.computed("a", firsts), targets, strict=True):
         assert len(source.blocks) == len(target.blocks)
-        decode.pool.block_pools[0][target.blocks] = prefill.pool.block_pools[0][source.blocks]
+        decode.pool.memory[target.blocks] = prefill.pool.memory[source.blocks]
     decode.activate(reservation, first[0], len(prompt))
     assert_greedy(reference, prompt, first + tokens(run(decode)["a"]), 40)
     prefill.abort("a")
@@ -327,18 +324,6 @@ def test_a_draft_that_sees_no_more_lets_go_of_the_same_blocks(
     late = parts[len(parts) // 2 :]
     assert count(late, "accepted") > (0.3 if tree else 0.95) * count(late, "drafted") > 10
     assert_empty(engine)
-
-
-def test_tokens_before_the_window_count_as_drafted() -> None:
-    blocks = BlockManager(FakePool(16, 40), windows=[Window(24, 16)], most_rows=64)  # type: ignore[arg-type]
-    held = SequenceBlocks(blocks, b"r" * 16)
-    held.grow(0, 300, 64)
-    for end in range(60, 301, 60):
-        held.commit(end, [], [*range(300)])
-    assert held.num_drafted == held.first_kept == 256
-    held.mark_drafted(300)
-    assert held.num_drafted == 288
-    assert sum(blocks.block_pools[0].drafted) == 2
 
 
 @only("gemma3_text")

@@ -62,7 +62,7 @@ class _Nothing:
     """A backend and a decoder that launch nothing."""
 
     name = "CUDA decoder"
-    block_pool, num_tables = 0, 1
+    num_tables = 1
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size

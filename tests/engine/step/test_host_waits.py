@@ -344,9 +344,9 @@ def test_the_next_step_of_a_model_with_recurrent_layers_is_launched_so(gpu: Abse
     runner = select_forward.runner_of_one_process(ServeConfig(max_num_seqs=2), loaded, pool, ())
     runner.warm_up()
     blocks = BlockManager(pool)
-    slot_allocator = StateSlotAllocator(pool.state_slots, blocks)
+    slot_allocator = StateSlotAllocator(pool.state_slots, blocks, pool)
     assert launches_behind(gpu, runner, 320, blocks, 18, slot_allocator) == [{"graph": 1}] * 18
-    assert blocks.block_pools[0].num_states == 2
+    assert blocks.states is not None and len(blocks.states.entries) == 2
 
 
 def launches_behind(

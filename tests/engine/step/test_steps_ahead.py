@@ -64,7 +64,7 @@ def make_engine(folder_of: Callable[[str], Path]) -> MakeEngine:
             "kv_cache_memory_bytes": 2**23,
         } | options
         pool = build_engine(ServeConfig(**config))[0].pool
-        room = (num_blocks + pool.state_blocks) * pool.block_pools[0].shape[1]
+        room = (num_blocks + pool.state_blocks) * pool.memory.shape[1]
         if pool.state_slots is not None:
             room += config["max_num_seqs"] * pool.state_slots.layout.state_slot_bytes
         engine, _ = build_engine(ServeConfig(**config | {"kv_cache_memory_bytes": room}))
@@ -134,7 +134,7 @@ def facts(outputs: list[TokenOutput]) -> Any:
 
 
 def assert_empty(engine: Engine) -> None:
-    assert sum(engine.blocks.available) == engine.blocks.num_blocks
+    assert engine.blocks.available == engine.blocks.num_blocks
     assert not engine._sequences and not engine.has_work()
     if engine.pool.state_slots is not None:
         assert sorted(engine.pool.state_slots._free) == list(range(engine.config.max_num_seqs))
@@ -152,13 +152,13 @@ def second_turns(script: Script, answers: dict[str, list[TokenOutput]]) -> Scrip
 
 def kept_states(engine: Engine) -> dict[BlockIdentity, Tensor]:
     """The bytes of each kept state, if the model has any."""
-    if engine.pool.state_slots is None:
+    if engine.pool.state_slots is None or engine.blocks.states is None:
         return {}
-    block_pool, memory = engine.blocks.block_pools[0], engine.pool.block_pools[0]
+    memory = engine.pool.memory
     count = engine.pool.state_slots.layout.state_bytes
     return {
         identity: memory[kept.blocks].flatten()[:count].view(torch.float32)
-        for identity, kept in block_pool._states.items()
+        for identity, kept in engine.blocks.states.entries.items()
     }
 
 
@@ -350,14 +350,14 @@ def test_what_a_late_row_writes_harms_nobody(make_engine: MakeEngine, ends: str)
     filled = fill(engine, taken)
     engine.run(engine.schedule())
     assert not device.is_busy and not engine.has_work()
-    assert torch.equal(engine.pool.block_pools[0][taken], filled)
+    assert torch.equal(engine.pool.memory[taken], filled)
     reservation.sequence_blocks.free()
     assert_empty(engine)
 
 
 def fill(engine: Engine, blocks: list[int]) -> Tensor:
-    engine.pool.block_pools[0][blocks] = 7
-    return engine.pool.block_pools[0][blocks].clone()
+    engine.pool.memory[blocks] = 7
+    return engine.pool.memory[blocks].clone()
 
 
 def test_a_row_without_a_finite_score_fails_alone(make_engine: MakeEngine) -> None:
@@ -367,7 +367,7 @@ def test_a_row_without_a_finite_score_fails_alone(make_engine: MakeEngine) -> No
         engine.add(request(name, prompt_of(10, ord(name)), 6))
     engine.step()
     (place,) = [blocks[0] for blocks in engine._sequences["a"].held.blocks]
-    device.put(lambda: engine.pool.block_pools[0][place].view(torch.float32).fill_(torch.nan))
+    device.put(lambda: engine.pool.memory[place].view(torch.float32).fill_(torch.nan))
     found: dict[str, list[TokenOutput]] = {"a": [], "b": []}
     while engine.has_work():
         for output in engine.step().outputs:

@@ -45,8 +45,8 @@ class CpuBackend:
     name = "cpu"
     can_capture = False
 
-    def __init__(self, layers: Sequence[LayerKv], block_pool: int = 0, rows: KvRows | None = None) -> None:
-        self.block_pool, self.num_tables = block_pool, 1
+    def __init__(self, layers: Sequence[LayerKv], rows: KvRows | None = None) -> None:
+        self.num_tables = 1
         first = layers[0].keys
         self._rows = rows or KvRows(first.dtype)
         self.parallel = gomp_parallel()

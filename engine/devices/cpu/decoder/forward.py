@@ -100,7 +100,7 @@ class NativeDecoder:
         self._upload = upload_to(torch.device("cpu"))
         model = description.model
         self.vocab_size = model.vocab
-        self.block_table = BlockTable(backend.block_size, backend.block_pool, backend.num_tables)
+        self.block_table = BlockTable(backend.block_size, backend.num_tables)
         self._hidden_size = model.hidden
         model.linear, model.parallel = kernel_address(self._dtype), parallel()
         self._tables = self._take_tables(backend, model)

@@ -74,8 +74,8 @@ class TritonBackend:
     name = "triton"
     can_capture = True
 
-    def __init__(self, layers: Sequence[LayerKv], block_pool: int = 0, rows: KvRows | None = None) -> None:
-        self.block_pool, self.num_tables = block_pool, 1
+    def __init__(self, layers: Sequence[LayerKv], rows: KvRows | None = None) -> None:
+        self.num_tables = 1
         first = layers[0].keys
         self._rows = rows or KvRows(first.dtype)
         if self._rows.dtype not in MULTIPLIED or not layers[0].fits(self._rows):

@@ -1,0 +1,696 @@
+"""Sequences over all kinds of stores: what rows read is always what was written for them, here and below."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from engine.kv.block_manager import BlockManager
+from engine.kv.prefix_cache import (
+    admit,
+    find_prefix,
+    find_room,
+    hold_blocks,
+    missing_blocks,
+    reserve_blocks,
+)
+from engine.kv.sequence_blocks import SequenceBlocks
+from engine.kv.tiers.host import HostTier
+from protocol.handoff import Extent
+from protocol.ids import block_identities, state_identities, table_identity
+from protocol.window import Window
+from tests.engine.cached_prefix import cached_prefix
+from tests.engine.fake_pool import FakePool, FakeTier, ListMemory
+from tests.engine.listener import Listener, really_held
+from tests.tiers.seeds import seeds
+
+ROOT = b"r" * 16
+BLOCK, ROWS = 16, 48
+WINDOW, SMALL = Window(40, BLOCK), Window(4, BLOCK)
+UNIT = 2 * BLOCK
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The stores of a model; and how many blocks make a small pool and a small host memory."""
+
+    windows: tuple[Window | None, ...]
+    num_blocks: int
+    host_blocks: int
+    state_blocks: int = 0
+
+
+FULL = Kind((None,), 40, 30)
+ALONE = Kind((WINDOW,), 16, 20)
+MIXED = Kind((None, WINDOW, SMALL), 70, 60)
+STATES = Kind((None,), 46, 40, state_blocks=3)
+KINDS = {"full": FULL, "window": ALONE, "mixed": MIXED, "states": STATES}
+each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+TOKENS = list(range(300))
+IDENTITIES = list(block_identities(ROOT, TOKENS, BLOCK))
+
+
+def manager_of(kind: Kind, num_blocks: int, tier: FakeTier | HostTier | None = None) -> BlockManager:
+    pool = FakePool(BLOCK, num_blocks, kind.state_blocks, UNIT if kind.state_blocks else 0)
+    return BlockManager(pool, tier=tier, windows=kind.windows, most_rows=ROWS)  # type: ignore[arg-type]
+
+
+def two_tables(num_blocks: int, tier: FakeTier | None = None) -> BlockManager:
+    """Two tables of layers that see all."""
+    return manager_of(Kind((None, None), 0, 0), num_blocks, tier)
+
+
+def started(blocks: BlockManager, token_ids: Sequence[int]) -> tuple[SequenceBlocks, int]:
+    held, covered = find_prefix(blocks, token_ids, ROOT)
+    assert held.grow(covered, len(token_ids))
+    return held, covered
+
+
+def published(blocks: BlockManager, token_ids: Sequence[int]) -> None:
+    """Cache these tokens, and the states that a sequence which ends could leave."""
+    held, _ = started(blocks, token_ids)
+    held.publish(token_ids, len(token_ids))
+    if blocks.states is not None:
+        kept = blocks.take(blocks.states.entry_blocks)
+        held.publish_state(len(token_ids) // UNIT * UNIT, token_ids, kept)
+        blocks.dereference(kept)
+    held.free()
+
+
+def copies_of(blocks: BlockManager) -> list[tuple[int, int]]:
+    assert isinstance(blocks.pool, FakePool)
+    return blocks.pool.copies
+
+
+class Live:
+    """A sequence: its tokens, the first `computed` of which have their KV, and how many it began with."""
+
+    def __init__(self, held: SequenceBlocks, tokens: list[int], computed: int) -> None:
+        self.held, self.tokens, self.computed = held, tokens, computed
+        self.prompt = len(tokens)
+
+
+class Machine:
+    """Random use of the stores of one kind, with what each place of a block holds."""
+
+    def __init__(self, kind: Kind, seed: int, has_tier: bool) -> None:
+        self.kind, self.rng = kind, random.Random(seed)
+        self.content: list[list[object]] = [[None] * BLOCK for _ in range(kind.num_blocks)]
+        tier = HostTier(ListMemory(self.content, kind.host_blocks)) if has_tier else None  # type: ignore[arg-type]
+        self.blocks = manager_of(kind, kind.num_blocks, tier)
+        self.log, self.listener = self.blocks.watch(), Listener()
+        self.texts = [[self.rng.randrange(9) for _ in range(420)] for _ in range(2)]
+        self.live: list[Live] = []
+        self.lent: list[SequenceBlocks] = []
+        self.hits = 0
+
+    def act(self) -> None:
+        match self.rng.randrange(8):
+            case 0 if len(self.live) < 6:
+                self.begin()
+            case 1 if len(self.live) < 6:
+                self.reserve()
+            case 2:
+                self.lend()
+            case 3:
+                self.fetch()
+            case _ if self.live:
+                index = self.rng.randrange(len(self.live))
+                if self.rng.random() < 0.05 or not self.step(self.live[index]):
+                    self.live.pop(index).held.free()
+        self.check_counts()
+
+    def a_prompt(self) -> list[int]:
+        tokens = self.rng.choice(self.texts)[: self.rng.randint(1, 300)]
+        return tokens + self.rng.choices(range(9), k=self.rng.randint(0, 20))
+
+    def begin(self) -> None:
+        """As the scheduler does."""
+        tokens = self.a_prompt()
+        hands_over = self.rng.random() < 0.3
+        found = admit(self.blocks, tokens, ROOT, hands_over=hands_over)
+        if found is None:
+            return
+        held, covered = found
+        self.hits += covered
+        if held.state is not None:
+            state = held.state.blocks
+            assert covered % UNIT == 0 and bool(state) == (covered > 0)
+            self.check_state(state, tokens[:covered])
+            if state:
+                held.publish_state(covered, tokens, state)
+                held.state.drop()
+            if hands_over:
+                held.state.add()
+        self.live.append(Live(held, tokens, covered))
+
+    def reserve(self) -> None:
+        """As a decode worker does for a prompt that another worker computes."""
+        tokens = self.a_prompt()
+        reserved = reserve_blocks(self.blocks, tokens, ROOT)
+        if reserved is None:
+            return
+        held, covered = reserved
+        self.hits += covered
+        self.write(held, tokens, covered, len(tokens))
+        self.check_reads(held, tokens, len(tokens), len(tokens))
+        held.publish(tokens, len(tokens))
+        if held.state is not None:
+            point = len(tokens) // UNIT * UNIT
+            self.write_state(held.state.blocks, tokens[:point])
+            held.publish_state(point, tokens, held.state.blocks)
+            held.state.drop()
+        self.live.append(Live(held, tokens, len(tokens)))
+
+    def step(self, live: Live) -> bool:
+        """A chunk, or a token with drafts of which some are kept; False where it ends or has no room."""
+        tokens, computed, held = live.tokens, live.computed, live.held
+        if len(tokens) > 400:
+            return False
+        in_prompt = computed < len(tokens)
+        if in_prompt:
+            end, kept = min(len(tokens), computed + self.rng.randint(1, ROWS)), 0
+        else:
+            drafted = self.rng.randint(1, 12)
+            tokens = tokens + self.rng.choices(range(9), k=drafted)
+            end, kept = len(tokens), self.rng.randint(1, drafted)
+        if not held.grow(computed, end):
+            references = self.blocks.num_references
+            assert not in_prompt or any(references(block) > 1 for block in own_blocks(held))
+            return False
+        self.write(held, tokens, computed, end)
+        self.check_reads(held, tokens, computed, end)
+        live.computed = computed + kept if kept else end
+        held.commit(live.computed, [], tokens)
+        live.tokens = tokens[: live.computed] if kept else tokens
+        self.check_windows(live)
+        self.keep_state(live)
+        return True
+
+    def check_windows(self, live: Live) -> None:
+        for table in live.held.tables:
+            if table.store.window is not None and len(table.blocks) * BLOCK <= live.prompt:
+                window = table.store.window
+                most = (window.span() + window.span(ROWS)) // BLOCK  # what it found, and its own
+                assert len(table.blocks) - table.num_left <= most
+
+    def keep_state(self, live: Live) -> None:
+        held, states = live.held, self.blocks.states
+        if states is None or live.computed < UNIT or self.rng.random() < 0.3:
+            return
+        position = live.computed // UNIT * UNIT
+        if held.lacks_state(position) and self.blocks.available >= states.entry_blocks:
+            assert held.state is not None
+            held.state.age()
+            kept = self.blocks.take(states.entry_blocks)
+            self.write_state(kept, live.tokens[:position])
+            held.publish_state(position, live.tokens, kept)
+            self.blocks.dereference(kept)
+
+    def lend(self) -> None:
+        if self.lent and self.rng.random() < 0.6:
+            self.lent.pop().free()
+            return
+        tokens, first = self.a_prompt(), self.rng.choice([0, 0, 3])
+        identities = list(block_identities(ROOT, tokens, BLOCK))
+        held = hold_blocks(self.blocks, identities[first:], first)
+        end = first + len(held.identities)
+        assert held.identities == identities[first:end]
+        for table, blocks in zip(held.tables, held.blocks, strict=True):
+            for place, block in enumerate(blocks[table.num_left :], table.num_left + first):
+                self.check_block(table.store.number, block, tokens, place)
+            assert table.num_left <= max(table.store.first_place(end * BLOCK) - first, 0)
+        if self.blocks.states is not None:
+            assert bool(held.state_blocks) == (end > first)
+            self.check_state(held.state_blocks, tokens[: end * BLOCK])
+        self.lent.append(held)
+
+    def fetch(self) -> None:
+        """Blocks come from another worker, before the prompt itself."""
+        tokens = self.a_prompt()
+        room = find_room(self.blocks, tokens, ROOT)
+        if room is None:
+            return
+        held, first = room.sequence_blocks, room.covered // BLOCK
+        count = self.rng.randint(0, len(room.wanted))
+        end = first + count
+        if count and self.blocks.states is not None:
+            count -= end % 2  # the holder ends at a state
+            end = first + count
+        if count:
+            sent = 0
+            for table in held.tables:
+                place = max(table.store.first_place(end * BLOCK), first)
+                for offset in range(end - place):
+                    block = table.blocks[first + offset]
+                    self.write_block(table.store.number, block, tokens, place + offset)
+                sent += end - place
+            assert sent == room.num_sent(count)
+            if self.blocks.states is not None:
+                after = room.extents[0].blocks[end : end + self.blocks.states.entry_blocks]
+                self.write_state(after, tokens[: end * BLOCK])
+        room.keep(count)
+        assert not count or cached_prefix(self.blocks, [*tokens[: end * BLOCK], 99], ROOT) >= end * BLOCK
+
+    # --- contents ---
+
+    def write(self, held: SequenceBlocks, tokens: Sequence[int], first: int, end: int) -> None:
+        copies = copies_of(self.blocks)
+        for source, target in copies:
+            self.content[target] = list(self.content[source])
+        copies.clear()
+        for table in held.tables:
+            for position in range(max(first, table.num_left * BLOCK), end):
+                block = table.blocks[position // BLOCK]
+                self.check_writable(block)
+                self.content[block][position % BLOCK] = value(table.store.number, tokens, position)
+
+    def write_block(self, table: int, block: int, tokens: Sequence[int], place: int) -> None:
+        self.check_writable(block)
+        positions = range(place * BLOCK, (place + 1) * BLOCK)
+        self.content[block] = [value(table, tokens, position) for position in positions]
+
+    def write_state(self, blocks: Sequence[int], tokens: Sequence[int]) -> None:
+        for part, block in enumerate(blocks):
+            self.check_writable(block)
+            self.content[block] = [("state", hash(tuple(tokens)), part)] * BLOCK
+
+    def check_writable(self, block: int) -> None:
+        pool = self.blocks
+        assert pool.num_references(block) == 1 and not pool.is_locked(block)
+
+    def check_reads(self, held: SequenceBlocks, tokens: Sequence[int], first: int, end: int) -> None:
+        """Rows from `first` on find all that the tiles of the first one's window have."""
+        for table in held.tables:
+            for position in range(table.store.first_place(first) * BLOCK, end):
+                block = table.blocks[position // BLOCK]
+                assert self.content[block][position % BLOCK] == value(table.store.number, tokens, position)
+
+    def check_block(self, table: int, block: int, tokens: Sequence[int], place: int) -> None:
+        positions = range(place * BLOCK, (place + 1) * BLOCK)
+        assert self.content[block] == [value(table, tokens, position) for position in positions]
+
+    def check_state(self, blocks: Sequence[int], tokens: Sequence[int]) -> None:
+        for part, block in enumerate(blocks):
+            assert self.content[block] == [("state", hash(tuple(tokens)), part)] * BLOCK
+
+    def check_counts(self) -> None:
+        everyone = [*(live.held for live in self.live), *self.lent]
+        used = {block for held in everyone for block in own_blocks(held)}
+        assert self.blocks.available == self.blocks.num_blocks - len(used)
+        self.listener.hear(self.log.take())
+        assert self.listener.held == really_held(self.blocks)
+        if self.blocks.states is not None:  # a state can be used: the blocks of its tokens are here
+            tables = self.blocks.tables[0].entries
+            assert self.blocks.tier is not None or self.blocks.states.entries.keys() <= tables.keys()
+
+
+def value(table: int, tokens: Sequence[int], position: int) -> int:
+    return hash((table, *tokens[: position + 1]))
+
+
+def own_blocks(held: SequenceBlocks) -> list[int]:
+    """The blocks in all stores, without the places that have none."""
+    return [*held.state_blocks, *(block for table in held.tables for block in table.blocks[table.num_left :])]
+
+
+@each_kind
+@pytest.mark.parametrize("has_tier", [False, True])
+@pytest.mark.parametrize("seed", seeds(3))
+def test_rows_read_what_was_written(kind: Kind, has_tier: bool, seed: int) -> None:
+    machine = Machine(kind, seed, has_tier)
+    for _ in range(700):
+        machine.act()
+    assert machine.hits > 400
+    for held in (*machine.lent, *(live.held for live in machine.live)):
+        held.free()
+    assert machine.blocks.available == kind.num_blocks
+
+
+# --- room -------------------------------------------------------------------------------------------
+
+
+def test_new_blocks_are_adjacent_where_they_can_be() -> None:
+    blocks = manager_of(FULL, 16)
+    first, _ = started(blocks, [0] * 80)
+    first.free()
+    assert started(blocks, [0] * 160)[0].blocks[0] == list(range(10))
+
+
+def test_room_is_taken_in_every_table_or_in_none() -> None:
+    blocks = manager_of(MIXED, 10)
+    held, _ = find_prefix(blocks, TOKENS[:10], ROOT)
+    assert not held.grow(0, 64)
+    assert reserve_blocks(blocks, TOKENS[:64], ROOT) is None
+    assert blocks.available == 10 and held.blocks == [[], [], []]
+    assert not held.grow(0, 30, spare=2)
+    assert held.grow(0, 30, spare=1) and blocks.available == 4
+    assert held.extents() == [Extent(0, [0, 1]), Extent(1, [2, 3]), Extent(2, [4, 5])]
+
+
+def test_room_that_falls_behind_the_window_comes_again_at_the_end() -> None:
+    """So nobody takes it meanwhile, until all of the sequence has its place."""
+    blocks = manager_of(Kind((None, WINDOW), 0, 0), 40)
+    held, _ = find_prefix(blocks, TOKENS, ROOT)
+    assert held.grow(0, len(TOKENS), ROWS)
+    room = WINDOW.span(ROWS) // BLOCK
+    for position in (100, 200):
+        held.leave(position)
+        left = WINDOW.first_place(position)
+        assert held.first_places == [0, left]
+        assert list(map(len, held.blocks)) == [19, min(room + left, 19)]
+        assert blocks.available == 40 - 19 - min(room, 19 - left)
+
+
+def test_a_state_that_is_read_makes_room_for_the_one_to_be_handed_over() -> None:
+    blocks = manager_of(STATES, 4 + 3)
+    published(blocks, TOKENS[:40])
+    for hands_over in (True, False):
+        found = admit(blocks, TOKENS[:64], ROOT, hands_over=hands_over)
+        assert (found is not None and found[1] == 32) or not hands_over
+        if found is not None:
+            found[0].free()
+    other = admit(blocks, TOKENS[100:150], ROOT, hands_over=True)
+    assert other is not None and blocks.available == 3
+
+
+LEAST = 5
+
+
+def test_without_paging_the_first_token_takes_all_that_the_longest_sequence_needs() -> None:
+    blocks = manager_of(FULL, 12)
+    blocks.least_tokens = LEAST * BLOCK
+    prompt = TOKENS[: 2 * BLOCK]
+    first, covered = find_prefix(blocks, prompt, ROOT)
+    first.grow(covered, len(prompt))
+    for length in range(len(prompt), LEAST * BLOCK + 1):
+        first.grow(length - 1, length)
+        assert blocks.available == 12 - LEAST
+    first.publish(prompt, len(prompt))
+    reserved = reserve_blocks(blocks, prompt, ROOT)
+    assert reserved is not None
+    second, covered = reserved
+    assert covered == len(prompt) and second.blocks[0][:2] == first.blocks[0][:2]
+    assert blocks.available == 12 - LEAST - (LEAST - 2), "a shared prefix is part of it"
+    assert second.extents(2) == [Extent(0, first.blocks[0][:2])]
+    assert not SequenceBlocks(blocks, ROOT).grow(0, 1), "five are needed, four are available"
+    second.free(), first.free()
+    assert blocks.available == 12 and blocks.num_cached == 2
+
+
+# --- copies, publication ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_drafted", [True, False])
+def test_a_copied_block_holds_the_draft_kv_that_its_source_holds(is_drafted: bool) -> None:
+    """A block that had draft KV before may be the target."""
+    blocks = manager_of(FULL, 4)
+    first, _ = started(blocks, TOKENS[:32])
+    first.publish(TOKENS, 32)
+    if is_drafted:
+        first.mark_drafted(32)
+    second, _ = started(blocks, TOKENS[:32])
+    assert len(copies_of(blocks)) == 1
+    assert second.num_drafted == (32 if is_drafted else 0)
+
+
+def test_tokens_before_the_window_count_as_drafted() -> None:
+    blocks = manager_of(Kind((Window(24, BLOCK),), 0, 0), 40)
+    held = SequenceBlocks(blocks, ROOT)
+    assert held.grow(0, 300, 64)
+    for end in range(60, 301, 60):
+        held.commit(end, [], [*range(300)])
+    assert held.num_drafted == held.first_kept == 256
+    held.mark_drafted(300)
+    assert held.num_drafted == 288
+    assert sum(blocks.drafted) == 2
+
+
+def test_without_prefix_caching_nothing_is_kept() -> None:
+    blocks = BlockManager(FakePool(BLOCK, 4), enable_prefix_caching=False)
+    held, _ = started(blocks, TOKENS[:32])
+    held.publish(TOKENS, 32)
+    assert cached_prefix(blocks, TOKENS, ROOT) == 0
+    held.free()
+    assert (blocks.num_free, blocks.num_cached) == (4, 0)
+
+
+def test_a_position_is_covered_where_every_table_has_its_blocks() -> None:
+    blocks = two_tables(8)
+    log = blocks.watch()
+    published(blocks, TOKENS[:48])
+    log.take()
+    blocks.take(3)  # two are free: one table gives up the last block of the three
+    assert cached_prefix(blocks, TOKENS[:48], ROOT) == 32
+    assert [event.identity for event in log.take()] == [IDENTITIES[2]]
+    assert [event.identity for event in blocks.contents()] == [b"", *IDENTITIES[:2]]
+
+
+def test_a_chain_moves_nothing_and_a_tree_moves_before_its_blocks_are_published() -> None:
+    blocks = two_tables(16)
+    assert isinstance(blocks.pool, FakePool)
+    held, _ = started(blocks, TOKENS[:48])
+    held.commit(14, [0, 1], TOKENS)
+    assert not blocks.pool.moves and len(held.identities) == 1
+    held.commit(30, [1, 3], TOKENS)
+    assert blocks.pool.moves == [(held.blocks, 30, [1, 3])] and len(held.identities) == 2
+
+
+def test_states_that_were_passed_go_first_and_those_of_many_last() -> None:
+    """Two turns of a chat, and another chat with its preamble, in a pool that holds little more."""
+    blocks = manager_of(STATES, 26)
+    assert blocks.states is not None
+    states, preamble = blocks.states, [0] * UNIT
+
+    def kept(token_ids: list[int]) -> list[int]:
+        identities = enumerate(block_identities(ROOT, token_ids, BLOCK), 1)
+        return [place * BLOCK for place, identity in identities if identity in states.entries]
+
+    def asked(token_ids: list[int], positions: Sequence[int]) -> None:
+        held, covered = find_prefix(blocks, token_ids, ROOT)
+        assert held.state is not None
+        held.state.drop()
+        assert held.grow(covered, len(token_ids))
+        held.publish(token_ids, len(token_ids))
+        for position in positions:
+            held.state.age()
+            taken = blocks.take(3)
+            held.publish_state(position, token_ids, taken)
+            blocks.dereference(taken)
+        held.free()
+
+    other, chat, third = [*preamble, *[1] * BLOCK], [*preamble, *[2] * 64], [*preamble, *[3] * 48]
+    asked(other, ())
+    asked(third, (UNIT, 2 * UNIT))
+    asked(chat[:68], (2 * UNIT,))
+    asked(chat, (3 * UNIT,))
+    assert kept(chat) == [UNIT, 2 * UNIT, 3 * UNIT] and kept(third) == [UNIT, 2 * UNIT]
+    crowd = find_prefix(blocks, [], ROOT)[0]
+    for chats_states, thirds_states in (([UNIT, 3 * UNIT], [UNIT, 2 * UNIT]), ([UNIT, 3 * UNIT], [UNIT])):
+        before = kept(chat), kept(third)
+        while (kept(chat), kept(third)) == before:
+            assert crowd.grow(0, (len(crowd.blocks[0]) + 1) * BLOCK)
+        assert (kept(chat), kept(third)) == (chats_states, thirds_states)
+
+
+# --- lower tiers ------------------------------------------------------------------------------------
+
+
+def test_the_lower_tier_brings_what_all_tables_have_there() -> None:
+    tier = FakeTier([*IDENTITIES[:3], *(table_identity(each, 1) for each in IDENTITIES[:2])])
+    blocks = two_tables(16, tier)
+    found = admit(blocks, TOKENS[:48], ROOT)
+    assert found is not None
+    held, covered = found
+    assert covered == 32 and held.identities == IDENTITIES[:2] and not held.below
+    assert tier.asked == [*IDENTITIES[:2], *(table_identity(each, 1) for each in IDENTITIES[:2])]
+    assert tier.loaded == held.blocks[0][:2] + held.blocks[1][:2] and tier.num_missed == 0
+
+
+def test_blocks_that_come_back_are_told_with_their_tokens() -> None:
+    blocks = manager_of(FULL, 8, FakeTier(IDENTITIES))
+    published(blocks, TOKENS[:16])
+    log = blocks.watch()
+    log.take()
+    found = admit(blocks, TOKENS[:50], ROOT)
+    assert found is not None and found[1] == 48
+    told = [(event.kind, event.token_ids) for event in log.take()]
+    assert told == [("stored", TOKENS[16:32]), ("stored", TOKENS[32:48])]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_state_comes_back_with_its_tokens(lost: int) -> None:
+    names = state_identities(IDENTITIES[3], 3)
+    tier = FakeTier([*IDENTITIES, *names])
+    blocks = manager_of(STATES, 12, tier)
+    log = blocks.watch()
+    assert missing_blocks(blocks, TOKENS[:70], ROOT) == ([*IDENTITIES[:4], *names], 0)
+    if lost:
+        tier.load, whole = lambda names, ids: 2 if len(names) == 3 else whole(names, ids), tier.load  # type: ignore[method-assign]
+        tier.names = [*IDENTITIES[:4], *names[:2]]
+    found = admit(blocks, TOKENS[:70], ROOT)
+    assert found is not None
+    held, covered = found
+    assert covered == (0 if lost else 64) and len(held.state_blocks) == (0 if lost else 3)
+    told = [event.identity for event in log.take() if event.kind == "stored"]
+    assert told == ([] if lost else [IDENTITIES[3]])
+    held.free()
+    assert blocks.available == 12 and cached_prefix(blocks, TOKENS[:70], ROOT) == (0 if lost else 64)
+
+
+def test_the_disk_is_asked_for_what_the_next_row_reads() -> None:
+    disk = FakeTier([*IDENTITIES[:3], *IDENTITIES[9:13]])
+    blocks = manager_of(ALONE, 20, disk)
+    published(blocks, TOKENS[:150])
+    assert missing_blocks(blocks, TOKENS, ROOT) == (IDENTITIES[9:13], 18 - 13)
+    disk.names.remove(IDENTITIES[11])
+    assert missing_blocks(blocks, TOKENS, ROOT) == (IDENTITIES[9:11], 18 - 11)
+    full = manager_of(FULL, 20, FakeTier(IDENTITIES[:7]))
+    published(full, TOKENS[:70])
+    assert missing_blocks(full, TOKENS, ROOT) == (IDENTITIES[4:7], 18 - 7)
+
+
+@pytest.mark.parametrize(("num_tokens", "first"), [(230, 8), (270, 12)])
+@pytest.mark.parametrize("lost", [0, 2, 4])
+def test_a_reservation_has_the_window_of_its_last_row(lost: int, num_tokens: int, first: int) -> None:
+    """What got lost below is filled by another worker."""
+    blocks = manager_of(ALONE, 20, FakeTier(IDENTITIES[8:12], lost))
+    reserved = reserve_blocks(blocks, TOKENS[:num_tokens], ROOT)
+    assert reserved is not None
+    held, covered = reserved
+    assert (held.first_places, covered) == ([first], max(12 - lost * (first < 12), first) * BLOCK)
+    assert held.identities == IDENTITIES[: covered // BLOCK]
+    held.publish(TOKENS, num_tokens)
+    assert held.identities == IDENTITIES[: num_tokens // BLOCK]
+    held.free()
+    assert blocks.available == 20
+
+
+@pytest.mark.parametrize(("lost", "covered"), [(0, 191), (1, 176), (2, 160)])
+def test_a_window_comes_from_below_behind_blocks_that_are_here(lost: int, covered: int) -> None:
+    """The last block of a prompt that is found whole is copied. Where so much got lost that the window begins
+    earlier, the prefix is looked for again.
+    """
+    tier = FakeTier([table_identity(each, 1) for each in IDENTITIES], lost)
+    blocks, here = with_all_but_the_window(tier)
+    held, found = find_prefix(blocks, TOKENS[:192], ROOT)
+    assert (found, held.first_places, held.below) == (128, [0, 8], IDENTITIES[8:12])
+    assert held.blocks[0] == here
+    held.free()
+    admitted = admit(blocks, TOKENS[:192], ROOT)
+    assert admitted is not None and admitted[1] == covered
+    assert tier.asked[:4] == [table_identity(each, 1) for each in IDENTITIES[8:12]], "only what lies below"
+    assert [source for source, _ in copies_of(blocks)][:1] == here[-1:]
+    admitted[0].free()
+    assert blocks.available == 60
+
+
+def with_all_but_the_window(tier: FakeTier) -> tuple[BlockManager, list[int]]:
+    """The pool has the first twelve blocks of the layers that see all, which are returned."""
+    blocks = manager_of(Kind((None, SMALL), 0, 0), 60, tier)
+    here = blocks.take(12)
+    for identity, block in zip(IDENTITIES, here, strict=False):
+        blocks.tables[0].publish(identity, [block])
+    blocks.dereference(here)
+    return blocks, here
+
+
+def test_a_reservation_looks_again_for_what_got_lost() -> None:
+    """Another worker writes to its blocks."""
+    tier = FakeTier([table_identity(each, 1) for each in IDENTITIES], 1)
+    blocks, here = with_all_but_the_window(tier)
+    reserved = reserve_blocks(blocks, TOKENS[:192], ROOT)
+    assert reserved is not None
+    held, covered = reserved
+    assert covered == 176 and held.blocks[0][:11] == here[:11] and held.blocks[0][11] not in here
+    held.free()
+    assert blocks.available == 60
+
+
+def test_listeners_are_told_of_the_first_table_alone() -> None:
+    tier = FakeTier([table_identity(IDENTITIES[0], 1)])
+    blocks = manager_of(Kind((None, SMALL), 0, 0), 8, tier)
+    log = blocks.watch()
+    published(blocks, TOKENS[:32])
+    assert [event.identity for event in log.take()] == [b"", *IDENTITIES[:2]]
+    assert [event.identity for event in blocks.contents()] == [b"", *IDENTITIES[:2]]
+    blocks.take(8)
+    assert {event.identity for event in log.take()} == {*IDENTITIES[:2]}
+
+
+# --- blocks from and for other workers --------------------------------------------------------------
+
+
+def sent_by(holding: BlockManager, wanted: Sequence[bytes], first: int = 0) -> tuple[list[int], int, int]:
+    """The first places, blocks and states' blocks that a holder sends."""
+    lent = hold_blocks(holding, wanted, first)
+    count = sum(len(extent.blocks) for extent in lent.extents(firsts=lent.first_places)) - len(
+        lent.state_blocks
+    )
+    return lent.first_places, len(lent.identities), count
+
+
+@pytest.mark.parametrize(
+    ("kind", "here", "firsts", "blocks_found", "num_sent"),
+    [
+        (FULL, 70, [0], 8, 8),
+        (ALONE, 0, [8], 12, 4),
+        (MIXED, 70, [0, 4, 4], 8, 8 + 4 + 4),
+        (STATES, 70, [0], 8, 8),
+    ],
+)
+def test_another_worker_sends_what_is_missing(
+    kind: Kind, here: int, firsts: list[int], blocks_found: int, num_sent: int
+) -> None:
+    """After what is here, all that the layers read."""
+    asking, holding = manager_of(kind, 70), manager_of(kind, 70)
+    published(asking, TOKENS[:here])
+    published(holding, TOKENS[:200])
+    room = find_room(asking, TOKENS, ROOT)
+    first = here // BLOCK
+    assert room is not None and room.covered == first * BLOCK and room.wanted == IDENTITIES[first:18]
+    assert sent_by(holding, room.wanted, first) == (firsts, blocks_found, num_sent)
+    assert room.num_sent(blocks_found) == num_sent
+    room.keep(blocks_found)
+    assert asking.available == 70
+    held, covered = find_prefix(asking, TOKENS, ROOT)
+    assert covered == 192 and len(held.state_blocks) == kind.state_blocks
+    held.free()
+    again = find_room(asking, TOKENS[:193], ROOT)
+    assert again is not None and not again.wanted
+    again.sequence_blocks.free()
+
+
+@each_kind
+def test_the_block_of_the_last_token_is_not_wanted(kind: Kind) -> None:
+    blocks = manager_of(kind, 70)
+    room = find_room(blocks, TOKENS[:128], ROOT)
+    assert room is not None and len(room.wanted) == 7
+    assert len(room.extents[0].blocks) == min(7, len(room.sequence_blocks.blocks[0])) + kind.state_blocks
+    room.sequence_blocks.free()
+    assert blocks.num_free == 70
+
+
+@each_kind
+def test_no_room_where_the_pool_is_full(kind: Kind) -> None:
+    blocks = manager_of(kind, 3)
+    assert find_room(blocks, TOKENS, ROOT) is None and blocks.available == 3
+    room = find_room(blocks, TOKENS[:8], ROOT)
+    assert room is not None and not room.wanted
+
+
+def test_held_blocks_stay_until_they_are_given_back() -> None:
+    blocks = manager_of(FULL, 8)
+    published(blocks, TOKENS[:128])
+    held = hold_blocks(blocks, [*IDENTITIES[:3], b"x" * 16, IDENTITIES[3]])
+    assert len(held.blocks[0]) == 3
+    other = SequenceBlocks(blocks, b"o" * 16)
+    other.grow(0, 5 * BLOCK)
+    assert blocks.available == 0
+    assert hold_blocks(blocks, IDENTITIES).blocks[0] == held.blocks[0]
+    held.free()
+    assert blocks.num_blocks - blocks.available == 8
