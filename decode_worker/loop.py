@@ -247,7 +247,7 @@ class DecodeLoop(WorkerLoop):
             block_size=self.config.block_size,
             extents=request.granted.extents,
             covered=request.granted.covered,
-            num_running=self.engine.num_running,
+            num_running=len(self.engine.scheduler.running),
         )
 
     def _reply(self, request: DecodeRequest, message: PeerReply) -> None:

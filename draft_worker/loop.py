@@ -188,7 +188,7 @@ class DraftLoop(WorkerLoop):
                 if new and request.is_read:
                     overtaken = was_running and len(new) > request.num_drafted == agreed
                     self._note_commit(request, agreed, len(new), overtaken)
-                request.num_drafted = len(self.engine.drafted(request.request_id))
+                request.num_drafted = len(self.engine.sequences[request.request_id].drafted)
 
     def _note_commit(self, request: DraftRequest, agreed: int, num_new: int, overtaken: bool) -> None:
         if agreed < min(num_new, request.num_drafted):
@@ -226,7 +226,7 @@ class DraftLoop(WorkerLoop):
             if request.request_id in chosen:
                 self.engine.resume(request.request_id)
             else:
-                self.engine.hold(request.request_id)
+                self.engine.scheduler.hold(self.engine.sequences[request.request_id])
 
     def deliver(self, outputs: list[TokenOutput]) -> None:
         for output in outputs:
@@ -237,7 +237,7 @@ class DraftLoop(WorkerLoop):
                 self._refuse(request, output.error or "the engine ended it")
                 continue
             self._note_read(request)
-            drafted = self.engine.drafted(request.request_id)
+            drafted = self.engine.sequences[request.request_id].drafted
             self.counters.add("drafted_tokens_total", len(drafted) - request.num_drafted)
             request.num_drafted = len(drafted)
             chain = DraftedChain(request.key.request_id, request.key.epoch, len(request.given), drafted)
@@ -259,7 +259,7 @@ class DraftLoop(WorkerLoop):
         """Refuse the requests without blocks: held requests keep theirs, so these would wait for long."""
         for request in self.requests:
             is_read = request.stage is not DraftStage.DRAFTING or request.is_read
-            if not is_read and not self.engine.is_compiling(request.request_id):
+            if not is_read and self.engine.sequences[request.request_id].has_grammar:
                 self._refuse(request, "there is no room for its KV")
 
     def _send_answers(self) -> None:

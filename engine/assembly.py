@@ -1,4 +1,4 @@
-"""What an engine is made of, by its configuration and its model."""
+"""Makes the parts of an engine from its configuration and its model."""
 
 from __future__ import annotations
 
@@ -75,17 +75,17 @@ class Assembly:
 
     @cached_property
     def drafters_layers(self) -> tuple[int, ...]:
-        """Whose hidden states the drafter reads."""
+        """The layers whose hidden states the drafter reads."""
         return self.speculator.hidden_layers if self.speculator is not None else ()
 
     @cached_property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Whose hidden states the runner captures."""
+        """The layers whose hidden states the runner captures."""
         return (self.loaded.num_layers,) if self.config.enable_embeddings else self.drafters_layers
 
     @cached_property
     def state(self) -> StateLayout | None:
-        """What recurrent layers keep of a sequence."""
+        """The layout of the state that recurrent layers keep of a sequence."""
         if self.loaded.recurrent is None:
             return None
         most = self.speculator.most_drafted if self.speculator is not None else 0
@@ -93,10 +93,10 @@ class Assembly:
 
     @cached_property
     def layout(self) -> PoolLayout:
-        """For the model's KV, and that of the speculator's draft, if it has any.
+        """The layout of the model's KV, and of the speculator's draft's, if it has any.
 
-        Sliding windows count where a draft's KV can lie with layers that see all, since it may have to catch
-        up over all tokens. Beside recurrent layers none counts: a state lags behind.
+        Windowed tables are used where a draft's KV can lie with layers that see all, since the draft may have
+        to catch up over all tokens. With recurrent layers they are off: a state lags behind the last token.
         """
         groups, draft_state = [self.loaded.kv_group], None
         if self.speculator is not None:
@@ -112,7 +112,7 @@ class Assembly:
 
     @property
     def windows(self) -> list[Window | None]:
-        """Of each block table."""
+        """The window of each block table."""
         size = self.config.block_size
         return [Window(window, size) if window else None for window in self.layout.windows]
 
@@ -209,7 +209,7 @@ class Assembly:
         return itl_bound(self.config.itl_budget, self.config.slo_tpot or inf)
 
     def _kept_free(self) -> int:
-        """Bytes of a GPU whose memory decides how large the pool is. Ranks would have to take part."""
+        """Bytes for a step and its graphs on a GPU whose memory decides the pool's size; 0 with ranks."""
         device = self.loaded.device
         is_sized_by_gpu = device.type == "cuda" and self.config.kv_cache_memory_bytes is None
         if not is_sized_by_gpu or self.make_runner is not runner_of_one_process:
@@ -231,20 +231,22 @@ class Assembly:
 
     @property
     def _logit_rows(self) -> int:
-        """The most of a step whose tokens are chosen: each sequence's last token, and those of its draft."""
+        """The most rows of a step that need logits: each sequence's last token, and those of its draft."""
         drafted = self.speculator.most_drafted if self.speculator is not None else 0
         return min(self.token_budget, self.config.max_num_seqs * (1 + drafted))
 
     @property
     def _num_captured(self) -> int:
-        """Models that are captured as graphs, each in up to half of the memory that is free then."""
+        """The number of models that are captured as graphs, each in up to half of the memory that is free
+        then.
+        """
         if self.config.enforce_eager:
             return 0
         options = self.config.speculative_config
         return 1 if options is None or options.method in WEIGHTLESS else 2
 
     def _sample_trial(self, logits: Tensor) -> None:
-        """As for the requests that take the most memory."""
+        """Sample as for the requests that take the most memory."""
         params = SamplingParams(max_tokens=1, logprobs=1, logit_bias={0: 1.0})
         rows = [SamplingRow(params, [], [], 0, "")] * len(logits)
         sampler, options = self.sampler(), self.config.speculative_config

@@ -67,31 +67,31 @@ class Engine:
         self.max_model_len = loaded.max_model_len
         self.eos_token_ids = loaded.eos_token_ids
         self.weights = loaded.weights
-        """Tells them from others of the same name."""
+        """A digest that tells them from other weights of the same name."""
         self.adapters = loaded.adapters
-        """What requests may name; None without `--enable-lora`."""
+        """The adapters that requests may name; None without `--enable-lora`."""
         self._speculator = speculate(config, loaded) if speculate is not None else None
         assembly = Assembly(config, loaded, self._speculator, make_runner)
         self._state = assembly.state
         self.cache_format = assembly.cache_format
         self.feature_size = len(assembly.drafters_layers) * loaded.hidden_size
-        """Values in the hidden state that the drafter reads of one token."""
+        """The number of values in the hidden state that the drafter reads of one token."""
         self.pool = assembly.pool(allocate)
         self.tiers = assembly.tiers(self.pool, self._ready)
         self.blocks = assembly.blocks(self.pool, self.tiers)
         self._runner = assembly.runner(self.pool)
         self._grammars = assembly.grammars
         self._sampler = assembly.sampler()
-        self._times = assembly.times(self.pool)
+        self.times = assembly.times(self.pool)
         self._slot_allocator = (
             StateSlotAllocator(self.pool.state_slots, self.blocks, self.pool)
             if self.pool.state_slots is not None
             else None
         )
-        self._scheduler = assembly.scheduler(self.blocks, self.tiers, self._slot_allocator, self._costs_now)
-        self._launcher = assembly.launcher(self._runner, self._sampler, self._scheduler)
-        self._sequences = assembly.sequences(
-            self._scheduler, self._launcher, self._sampler, self._slot_allocator
+        self.scheduler = assembly.scheduler(self.blocks, self.tiers, self._slot_allocator, self._costs_now)
+        self._launcher = assembly.launcher(self._runner, self._sampler, self.scheduler)
+        self.sequences = assembly.sequences(
+            self.scheduler, self._launcher, self._sampler, self._slot_allocator
         )
         self._order = itertools.count()
         self._own_threads = torch.get_num_threads()
@@ -99,7 +99,7 @@ class Engine:
         self._steps = 0
         self._started_at = 0.0
         self._ended_at: float | None = None
-        """When the latest step ended, if there was more to do."""
+        """The end of the latest step, if there was more to do."""
         load_s = time.monotonic() - started
         compile_s = self._runner.warm_up()
         with phase("warming up by measured steps", "seconds"):
@@ -111,7 +111,7 @@ class Engine:
     def _warm_up(self, loaded: LoadedModel, budget: int) -> None:
         self._sampler.warm_up(loaded.dtype)
         with ProfilingRun(self.blocks, self._runner, self.max_model_len) as profiling:
-            self._times.seed(measure_steps(profiling, self._sampler, self.config.max_num_seqs, budget))
+            self.times.seed(measure_steps(profiling, self._sampler, self.config.max_num_seqs, budget))
             if self._speculator is not None:
                 self._speculator.attach(loaded, self.pool, self._sampler)
                 self._speculator.warm_up(profiling)
@@ -132,14 +132,14 @@ class Engine:
         hold_at: int | None = None,
     ) -> None:
         """Queue a request. With `prefill_only` it samples one token and holds its blocks until `abort`;
-        with `drafts_elsewhere` the draft's KV of its prompt is left to whoever takes the blocks over. With
-        `hold_at` it drafts for a target: it is held whenever it has so many tokens, until `give`.
+        with `drafts_elsewhere` the worker that takes the blocks over computes the draft's KV of its prompt.
+        With `hold_at` it drafts for a target: it is held whenever it has so many tokens, until `give`.
 
         Raises `InvalidRequestError` when the request cannot be served by this model.
         """
         self._check(request)
         sequence = SequenceState(request, next(self._order), prefill_only, drafts_elsewhere, hold_at)
-        self._sequences.take(sequence)
+        self.sequences.take(sequence)
         self._queue(sequence)
 
     def reserve(self, request: EngineRequest, foreign_format: str = "") -> Reservation | None:
@@ -150,7 +150,7 @@ class Engine:
         """
         self._check(request)
         token_ids = [*request.prompt_token_ids, *request.output_token_ids]
-        root = self._scheduler.root(request, foreign_format)
+        root = self.scheduler.root(request, foreign_format)
         reserved = reserve_blocks(self.blocks, token_ids, root)
         if reserved is None:
             return None
@@ -158,8 +158,8 @@ class Engine:
             self.tiers.finish()
         sequence_blocks, covered = reserved
         reservation = Reservation(request, sequence_blocks, covered, time.monotonic())
-        self._scheduler.prefix_query_tokens += len(token_ids)
-        self._scheduler.prefix_hit_tokens += reservation.num_cached
+        self.scheduler.prefix_query_tokens += len(token_ids)
+        self.scheduler.prefix_hit_tokens += reservation.num_cached
         return reservation
 
     def room_for_prefix(self, request: EngineRequest) -> PrefixRoom | None:
@@ -170,7 +170,7 @@ class Engine:
         if not self.blocks.enable_prefix_caching or request.sampling.prompt_logprobs is not None:
             return None
         token_ids = [*request.prompt_token_ids, *request.output_token_ids]
-        room = find_room(self.blocks, token_ids, self._scheduler.root(request))
+        room = find_room(self.blocks, token_ids, self.scheduler.root(request))
         if self.tiers is not None:
             self.tiers.finish()
         return room
@@ -192,7 +192,7 @@ class Engine:
         """
         request = reservation.request
         sequence = SequenceState(request, next(self._order), arrival=reservation.since)
-        self._sequences.take(sequence)
+        self.sequences.take(sequence)
         sequence.sequence_blocks = reservation.sequence_blocks
         sequence.sequence_blocks.shareable = shareable
         sequence.num_computed = num_computed
@@ -206,43 +206,34 @@ class Engine:
         self._queue(sequence)
 
     def draft_state(self, request_id: str) -> DraftState:
-        """What the drafter knows of a finished prefill beside the blocks, to be handed over."""
+        """The drafter's state of a finished prefill, to be handed over with the blocks."""
         return self._speculator.state(request_id) if self._speculator is not None else REBUILD
 
     def resume(self, request_id: str) -> None:
-        """Decode here after all a request added with `prefill_only`, whether its prompt is done or not; or
-        go on with one that is held.
+        """Decode here after all a request that was added with `prefill_only`, whether its prompt is done or
+        not; or continue one that is held.
         """
-        sequence = self._sequences[request_id]
+        sequence = self.sequences[request_id]
         sequence.prefill_only = False
         if sequence.stage is SequenceStage.RUNNING and sequence.held.state is not None:
             sequence.held.state.drop()
         if sequence.stage is SequenceStage.HELD and not sequence.is_to_be_held:
-            self._scheduler.add_waiting(sequence)
-
-    def hold(self, request_id: str) -> None:
-        """Do not run it until `resume`. It keeps its blocks; one that has none yet gets them first."""
-        self._scheduler.hold(self._sequences[request_id])
+            self.scheduler.add_waiting(sequence)
 
     def give(self, request_id: str, token_ids: Sequence[int], hold_at: int) -> int:
-        """What a target's sequence has beyond the tokens that were given: `SequenceState.give`. It drafts up
-        to `hold_at` tokens from now on, if it is resumed.
+        """Tell the sequence the target's next tokens (`SequenceState.give`). It drafts up to `hold_at` tokens
+        from now on, if it is resumed.
         """
-        sequence = self._sequences[request_id]
+        sequence = self.sequences[request_id]
         agreed = sequence.give(token_ids)
         sequence.hold_at = hold_at
         if len(sequence.token_ids) >= hold_at:
-            self._scheduler.hold(sequence)
+            self.scheduler.hold(sequence)
         return agreed
 
-    def drafted(self, request_id: str) -> list[int]:
-        """What it has drafted beyond the tokens that were given."""
-        sequence = self._sequences[request_id]
-        return sequence.token_ids[sequence.num_given :]
-
     def replan(self, request_id: str, plan: DraftPlan | None) -> None:
-        """Its drafts are made elsewhere from now on. Unknown requests are ignored."""
-        sequence = self._sequences.get(request_id)
+        """Make its drafts by another plan from now on. Unknown requests are ignored."""
+        sequence = self.sequences.get(request_id)
         if sequence is None:
             return
         sequence.draft_plan = plan
@@ -250,43 +241,35 @@ class Engine:
             self._speculator.replan(sequence)
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request in whatever stage it is; False when it is not known."""
-        sequence = self._sequences.get(request_id)
+        """Drop a request in any stage; False when it is not known."""
+        sequence = self.sequences.get(request_id)
         if sequence is None:
             return False
-        self._sequences.forget(sequence)
+        self.sequences.forget(sequence)
         return True
 
     # --- tokens out ---------------------------------------------------------------------------------
 
-    @property
-    def num_running(self) -> int:
-        return len(self._scheduler.running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._scheduler.waiting)
-
     def has_work(self) -> bool:
-        return bool(self._scheduler.running or self._scheduler.waiting or self._launcher.is_ahead)
+        return bool(self.scheduler.running or self.scheduler.waiting or self._launcher.is_ahead)
 
     def step(self) -> StepResult:
         return self.run(self.schedule())
 
     def schedule(self) -> ScheduledStep:
-        """Choose what `run` computes; nothing else may be asked of the engine in between."""
+        """Choose what `run` computes; call nothing else in between."""
         self._started_at = self._ended_at or time.perf_counter()
         self._ended_at = None
-        expired = self._sequences.expire() + self._sequences.refuse()
+        expired = self.sequences.expire() + self.sequences.refuse()
         if self.tiers is not None:
             self.tiers.poll()
-        step = self._launcher.step_ahead() or self._scheduler.schedule()
+        step = self._launcher.step_ahead() or self.scheduler.schedule()
         step.expired = expired
         return step
 
     def run(self, step: ScheduledStep) -> StepResult:
-        """One packed forward over what the scheduler chose. On a device the next one is launched before this
-        one's tokens are waited for, where that can be: see `engine/step/launch.py`.
+        """Run one packed forward over what the scheduler chose. On a device the next one is launched before
+        this one's tokens are waited for, where that can be: see `engine/step/launch.py`.
         """
         result = StepResult(outputs=step.expired)
         launched = self._launcher.take_ahead()
@@ -303,7 +286,7 @@ class Engine:
         verdicts = dict(zip(packed.sampled, self._launcher.verdicts(launched), strict=True))
         vectors = embeddings(launched) if self.config.enable_embeddings else {}
         for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
-            output = self._sequences.commit(sequence, count, verdicts.get(sequence), step)
+            output = self.sequences.commit(sequence, count, verdicts.get(sequence), step)
             if output is not None:
                 if sequence in vectors:
                     output = msgspec.structs.replace(output, embedding=vectors[sequence])
@@ -314,46 +297,46 @@ class Engine:
         ended = time.perf_counter()
         if self._kept_cores is None or self._kept_cores():
             accepted = sum([outcome.num_accepted for outcome in step.outcomes])
-            self._times.observe(work, ended - self._started_at, accepted, self._spread)
+            self.times.observe(work, ended - self._started_at, accepted, self._spread)
         self._ended_at = ended if self.has_work() else None
         return result
 
     def computed(self, request_id: str, firsts: Sequence[int] = ()) -> list[Extent]:
-        """Of a prefill, the blocks of each table from its one of the `firsts` on whose KV is final: full
-        ones, and at the prompt's end the partial last one and those of the state.
+        """The blocks of a prefill whose KV is final, in each table from its place in `firsts` on: full ones,
+        and at the prompt's end the partial last one and those of the state.
         """
-        sequence = self._sequences[request_id]
+        sequence = self.sequences[request_id]
         is_over = sequence.stage is SequenceStage.HELD
         partial = self.config.block_size - 1 if is_over else 0
         last = (sequence.num_computed + partial) // self.config.block_size
         return sequence.held.extents(last, firsts, with_state=is_over)
 
     def firsts(self, num_tokens: int, covered: int) -> list[int]:
-        """Of each table, the first block that a hand-off of so many tokens brings, those before `covered` and
-        those behind a window excepted.
+        """For each table, the first block that a hand-off of so many tokens brings: tokens before `covered`
+        and before a window do not move.
         """
         first = covered // self.config.block_size
         return [max(table.first_place(num_tokens), first) for table in self.blocks.tables]
 
     @property
     def segments(self) -> list[SegmentInfo]:
-        """What a hand-off consists of, for peers."""
+        """The segments of a hand-off, as other workers see them."""
         return [*self.pool.segments, *([self._state.segment()] if self._state is not None else [])]
 
     def num_places(self, num_tokens: int) -> int:
-        """Places for tokens in the blocks that a hand-off of so many takes, those of a state among them."""
+        """Places for tokens in the blocks of a hand-off of so many tokens, those of a state among them."""
         if self._state is None:
             return num_tokens
         size = self.config.block_size
         return (-(-num_tokens // size) + self.pool.state_blocks) * size
 
     def state_position(self, num_tokens: int) -> int:
-        """Up to where a hand-off of so many tokens brings all that the next one needs."""
+        """The position up to which a hand-off of so many tokens brings all that the next token needs."""
         return num_tokens if self._state is None else self._state.position(num_tokens)
 
     def stats(self) -> EngineStats:
         """A snapshot of the load; may be called from any thread."""
-        scheduler, blocks = self._scheduler, self.blocks
+        scheduler, blocks = self.scheduler, self.blocks
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -368,47 +351,39 @@ class Engine:
         )
 
     def counters(self) -> dict[str, float]:
-        """Kept states, the use of the tiers below the pool and speculation's, in Prometheus' naming; for any
-        thread.
+        """Counters of kept states, of the tiers below the pool and of speculation, in Prometheus' naming; for
+        any thread.
         """
         counters = self.tiers.totals() if self.tiers is not None else {}
         if self._slot_allocator is not None:
             counters |= self._slot_allocator.totals()
-        if room_wait_s := self._scheduler.room_wait_s:
+        if room_wait_s := self.scheduler.room_wait_s:
             counters["kv_room_wait_seconds_total"] = room_wait_s
         return counters | (self._speculator.counters() if self._speculator is not None else {})
 
-    def costs(self) -> StepCosts:
-        """What steps take; for any thread."""
-        return self._times.costs()
-
     def speculation(self) -> SpeculationState | None:
-        """What speculation does and costs at present, None where nothing could; for any thread."""
+        """A report of what speculation does and costs now, None without a speculator; for any thread."""
         return self._speculator.report() if self._speculator is not None else None
 
-    def is_compiling(self, request_id: str) -> bool:
-        """Whether it waits for its grammar."""
-        return not self._sequences[request_id].has_grammar
-
     def close(self) -> None:
-        """Let the disk tier finish what it was given. Idempotent."""
+        """Let the disk tier finish its writes. Idempotent."""
         if self.tiers is not None:
             self.tiers.close()
 
     def borrow(self, kept: Callable[[], bool]) -> None:
-        """From now on idle workers lend it cores. `kept` tells after a step whether it had the same cores as
-        the one before, to its end: what others took does not count as its own time.
+        """From now on idle workers lend cores. `kept` tells after a step whether it had the same cores as the
+        one before, to its end: a step that lost cores does not count as the engine's own time.
         """
         self._kept_cores = kept
-        self._times.borrows = True
+        self.times.borrows = True
 
     @property
     def _spread(self) -> float:
-        """Threads of a step, as a multiple of those at the start."""
+        """The threads of a step as a multiple of those at the start."""
         return torch.get_num_threads() / self._own_threads
 
     def _costs_now(self) -> StepCosts:
-        return self._times.latest.on(self._spread)
+        return self.times.latest.on(self._spread)
 
     # --- inside -------------------------------------------------------------------------------------
 
@@ -417,7 +392,7 @@ class Engine:
             self.on_ready()
 
     def _check(self, request: EngineRequest) -> None:
-        if request.request_id in self._sequences:
+        if request.request_id in self.sequences:
             raise InvalidRequestError("request_id", f"{request.request_id} is already running")
         check_request(request, self.vocab_size, self.max_model_len, self.config.max_logprobs)
         if request.sampling.embeds and not self.config.enable_embeddings:
@@ -428,9 +403,9 @@ class Engine:
             self._grammars.compile(request.sampling.grammar)  # meanwhile
 
     def _queue(self, sequence: SequenceState) -> None:
-        """It runs once its grammar is compiled, if it has one."""
+        """Let it run once its grammar is compiled, if it has one."""
         if sequence.params.grammar is not None:
             sequence.grammar = compiled = self._grammars.compile(sequence.params.grammar)
             if not compiled.done():
                 compiled.add_done_callback(lambda _: self._ready())
-        self._scheduler.add_waiting(sequence)
+        self.scheduler.add_waiting(sequence)

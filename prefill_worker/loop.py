@@ -105,7 +105,7 @@ class PrefillLoop(WorkerLoop):
             return False
         if speculative.prefill == "rebuild":
             return True
-        return self.engine.num_waiting > self._num_running_at.get(peer.worker_id, 0)
+        return len(self.engine.scheduler.waiting) > self._num_running_at.get(peer.worker_id, 0)
 
     def _connect(self, request: PrefillRequest) -> bool:
         try:

@@ -21,6 +21,7 @@ PACKAGES = (
     "engine/batch",
     "engine/devices/cpu/decoder",
     "engine/devices/torch",
+    "engine/kv",
     "engine/linear",
     "engine/load",
     "engine/model",

@@ -104,7 +104,7 @@ class WorkerParts:
             transports=transports,
             pairs=self.pairs.snapshot(transports),
             speculation=self.engine.speculation(),
-            costs=self.engine.costs(),
+            costs=self.engine.times.costs(),
             **asdict(self.engine.stats()),
         )
 

@@ -1,7 +1,7 @@
 """The contract between the batch runner and the attention backends.
 
-A step runs one packed forward: the query rows of all its sequences lie one after another, whatever they
-are (decode rows, verify rows, prefill chunks). `AttentionMetadata` says which rows belong to which sequence
+A step runs one packed forward: the query rows of all its sequences lie one after another, be they decode
+rows, rows to verify or chunks of prompts. `AttentionMetadata` says which rows belong to which sequence
 and where their keys and values lie in the pool; it is built once a step and used by every layer.
 """
 
@@ -59,7 +59,7 @@ class LayerKv(NamedTuple):
 
     @classmethod
     def of(cls, both: Tensor, scales: Tensor | None = None) -> LayerKv:
-        """Of views of both, [num_blocks, 2, ...]."""
+        """The parts of views of both, [num_blocks, 2, ...]."""
         return cls(*both.unbind(1), *((None, None) if scales is None else scales.unbind(1)))
 
     @classmethod
@@ -68,17 +68,17 @@ class LayerKv(NamedTuple):
         return cls(keys.values, values.values, keys.scales, values.scales)
 
     def fits(self, rows: KvRows) -> bool:
-        """Whether it has such rows."""
+        """Whether its rows have this format."""
         has_scales = self.key_scales is not None and self.value_scales is not None
         return self.keys.dtype is rows.stored_dtype and has_scales is rows.coded
 
     @property
     def sides(self) -> tuple[StoredRows, StoredRows]:
-        """Keys, and values."""
+        """The keys, and the values."""
         return StoredRows(self.keys, self.key_scales), StoredRows(self.values, self.value_scales)
 
     def of_heads(self, heads: slice) -> LayerKv:
-        """Some of the KV heads."""
+        """The part of some KV heads."""
         return LayerKv.of_sides(*(side.part(slice(None), slice(None), heads) for side in self.sides))
 
     @property

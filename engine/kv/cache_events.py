@@ -1,4 +1,4 @@
-"""What changes in the prefix cache, block by block, for whoever keeps track of it."""
+"""Events of the prefix cache: blocks that can be found from now on, or no longer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CacheEvent(NamedTuple):
 
 
 class CacheLog:
-    """Collects events until somebody takes them. Belongs to the engine's thread."""
+    """Collects events until they are taken. Belongs to the engine's thread."""
 
     def __init__(self, events: list[CacheEvent]) -> None:
         self._events = events

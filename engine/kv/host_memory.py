@@ -27,15 +27,15 @@ _LINE = 64
 
 
 class HugePages:
-    """Tensors that stay, side by side, so that those smaller than a huge page lie on one, too."""
+    """Tensors that stay, side by side, so that tensors smaller than a huge page lie on one, too."""
 
     def __init__(self, chunk: int = _CHUNK) -> None:
-        """So many bytes are mapped at once, in whole pages."""
+        """Map `chunk` bytes at once, in whole pages."""
         self._chunk = -(-chunk // _PAGE) * _PAGE
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """The tensor here."""
+        """Copy the tensor here."""
         size = -(-tensor.nbytes // _LINE) * _LINE
         if size > len(self._free):
             self._free = host_zeros(max(size, self._chunk))

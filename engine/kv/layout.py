@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,8 +46,8 @@ class Segment:
         return math.prod(self.block_shape(block_size)[:-1]) * self.rows.row_bytes(self.head_dim)
 
     def views(self, blocks: Tensor, block_size: int) -> StoredRows:
-        """Of bytes [num_blocks, block_bytes]: values [num_blocks, *block_shape], and scales of coded rows,
-        [num_blocks, num_layers, num_planes, block_size, num_kv_heads], behind the codes of each token.
+        """Views of bytes [num_blocks, block_bytes]: values [num_blocks, *block_shape]; for coded rows scales
+        [num_blocks, num_layers, num_planes, block_size, num_kv_heads], which follow the codes of each token.
         """
         *tokens, heads, head_dim = self.block_shape(block_size)
         stored, end = blocks.unflatten(1, (*tokens, -1)), heads * head_dim * self.rows.stored_dtype.itemsize
@@ -61,7 +61,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a layer keeps of a token: keys and values, in some models of different sizes."""
+    """The keys and values that a layer keeps of a token, in some models of different sizes."""
 
     num_kv_heads: int
     key_dim: int
@@ -74,14 +74,14 @@ class LayerShape:
         return self.num_kv_heads * (self.key_dim + (0 if self.values_in_keys else self.value_dim))
 
     def segments(self, num_layers: int, dtype: torch.dtype) -> tuple[Segment, ...]:
-        """Of so many such layers: one, or one of the keys and one of the values."""
+        """The segments of so many such layers: one, or one for the keys and one for the values."""
         if self.key_dim == self.value_dim:
             return (Segment(num_layers, self.num_kv_heads, self.key_dim, dtype),)
         dims = (self.key_dim,) if self.values_in_keys else (self.key_dim, self.value_dim)
         return tuple(Segment(num_layers, self.num_kv_heads, dim, dtype, num_planes=1) for dim in dims)
 
     def place(self, segment: int, index: int) -> LayerPlace:
-        """Of one of them, where this is the number of the first of `segments`."""
+        """The place of layer `index`, if `segment` is the number of the first of `segments`."""
         if self.values_in_keys:
             return LayerPlace(segment, index, value_dim=self.value_dim)
         return LayerPlace(segment, index, segment + 1 if self.key_dim != self.value_dim else None)
@@ -89,26 +89,26 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class LayerPlace:
-    """Where a layer's KV lies: `index` among the layers of its group's `segment`. This has the keys alone
-    where the values lie at the same index of `value_segment`, or are the first `value_dim` of each key. With
-    a `shape` it has rows of layers of several shapes: the layer's keys, and its values behind them, lie in
-    each from value `first` on.
+    """A layer's KV is `index` among the layers of its group's `segment`. This has the keys alone where the
+    values lie at the same index of `value_segment`, or are the first `value_dim` of each key. With a `shape`
+    it has rows of layers of several shapes: the layer's keys, followed by its values, lie in each from value
+    `first` on.
     """
 
     segment: int
     index: int
     value_segment: int | None = None
     table: int = 0
-    """Which of a sequence's block tables says in which blocks."""
+    """The block table of the layer."""
     value_dim: int | None = None
     first: int = 0
     shape: LayerShape | None = None
 
 
 MOST_TABLES = 16
-"""As many as a lease can have extents."""
+"""The number of extents that a lease can have."""
 _MOST_PADDING = 0.25
-"""Of the places for layers in a block of each table: more than that is not worth what windows spare."""
+"""The share of places for layers that may stay empty: more is not worth the room that windows spare."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,11 @@ class Group:
     segments: tuple[Segment, ...]
     layers: tuple[LayerPlace, ...]
     sights: tuple[int, ...] = ()
-    """Tokens that each layer's rows see at most, their own among them; 0: all. Empty: all layers see all."""
+    """The tokens that each layer's rows see at most, their own among them; 0: all. Empty: all layers see all.
+    """
     windows: tuple[int, ...] = (0,)
-    """The same of each block table. In blocks of a table lie all layers, or some where these are several."""
+    """The same for each block table. A table's blocks hold all layers, or some if there are several tables.
+    """
 
     @classmethod
     def uniform(cls, name: str, segment: Segment) -> Group:
@@ -137,7 +139,7 @@ class Group:
         sights: Sequence[int] = (),
     ) -> Group:
         """Layers of one shape lie together. A number stands for the KV of an earlier layer, which this one
-        shares. None is a layer without KV: it has a place by name alone, which nobody reads or writes.
+        shares. None is a layer without KV: its place is never read or written.
         """
         counts = Counter(layer for layer in layers if isinstance(layer, LayerShape))
         segments: list[Segment] = []
@@ -159,21 +161,33 @@ class Group:
         return cls(name, tuple(segments), tuple(places), sights=tuple(sights))
 
     def in_tables(self, longest: int, *, rows: bool = True) -> Group:
-        """The same KV in block tables by what layers see of a sequence of at most `longest` tokens: those
-        within a sliding window, each with as many layers as there are of the rarest sight, need no blocks
-        behind it. Layers of several shapes lie in `rows`. All in one table where that can't be: see `fault`.
+        """The same KV in block tables by how much of a sequence of at most `longest` tokens layers see: a
+        table of layers that attend within a sliding window needs no blocks before it. Layers of several
+        shapes lie in `rows`. All layers stay in one table where `fault` says so.
         """
-        sights = [sight if sight < longest else 0 for sight in self.sights]
+        sights = self._sights_within(longest)
         if len({*sights}) == 1:
             return replace(self, windows=(sights[0],))
-        if not sights or self._tables_fault(sights, rows):
-            return self
-        return self._in_rows(sights) if self._has_several_shapes else self._divided(sights)
+        return self if not sights or self.fault(longest, rows=rows) else self._divided(sights)
 
     def fault(self, longest: int, *, rows: bool = True) -> str:
         """Why some layers attend within a window and keep all the same; empty if none do."""
-        sights = [sight if sight < longest else 0 for sight in self.sights]
-        return self._tables_fault(sights, rows) if len({*sights}) > 1 else ""
+        sights = self._sights_within(longest)
+        if len({*sights}) <= 1:
+            return ""
+        sight_of = dict(zip(self.layers, sights, strict=True))
+        if any(sight_of[place] != sight for place, sight in zip(self.layers, sights, strict=True)):
+            return "layers that share their KV see unlike parts of it"
+        is_coded = not rows or self.rows.coded or any(place.value_dim for place in self.layers)
+        if self._has_several_shapes and is_coded:
+            return "layers have KV of several shapes, which is kept or sent in codes"
+        divided, whole = self._divided(sights), sum(self._shape(place).num_values for place in sight_of)
+        if divided.num_tables <= MOST_TABLES and divided.num_values <= whole / (1 - _MOST_PADDING):
+            return ""
+        if self._has_several_shapes:
+            return "layers have KV of several shapes that do not divide"
+        fewest = min(map(len, self._by_sight(sights).values()))
+        return f"{len(sight_of)} layers of which {fewest} are unlike the others do not divide"
 
     def draft_fault(self, draft: Group) -> str:
         """Why a draft's KV can't lie beside these tables; empty if it can: in the first one, whose layers see
@@ -187,26 +201,11 @@ class Group:
             return f"a draft's KV would leave {padding:.0%} of {self.num_tables} tables empty"
         return ""
 
-    def _tables_fault(self, sights: list[int], rows: bool) -> str:
-        """Why layers with these sights can't lie in tables of their own."""
-        sight_of = dict(zip(self.layers, sights, strict=True))
-        if any(sight_of[place] != sight for place, sight in zip(self.layers, sights, strict=True)):
-            return "layers that share their KV see unlike parts of it"
-        if self._has_several_shapes:
-            if not rows or self.rows.coded or any(place.value_dim for place in self.layers):
-                return "layers have KV of several shapes, which is kept or sent in codes"
-            divided, whole = self._in_rows(sights), sum(self._shape(place).num_values for place in sight_of)
-            is_too_much = divided.num_tables > MOST_TABLES or divided.num_values > whole / (1 - _MOST_PADDING)
-            return "layers have KV of several shapes that do not divide" if is_too_much else ""
-        counts = Counter(sight_of.values())
-        each = min(counts.values())
-        tables = sum(-(-count // each) for count in counts.values())
-        if tables > MOST_TABLES or tables * each > counts.total() / (1 - _MOST_PADDING):
-            return f"{counts.total()} layers of which {each} are unlike the others do not divide"
-        return ""
+    def _sights_within(self, longest: int) -> list[int]:
+        return [sight if sight < longest else 0 for sight in self.sights]
 
     def _by_sight(self, sights: list[int]) -> dict[int, list[LayerPlace]]:
-        """What sees most comes first."""
+        """The places of layers by their sight; the widest sight comes first."""
         sight_of = dict(zip(self.layers, sights, strict=True))
         order = sorted({*sights}, key=lambda sight: sight or math.inf, reverse=True)
         return {sight: [place for place in sight_of if sight_of[place] == sight] for sight in order}
@@ -220,9 +219,47 @@ class Group:
         values = keys if place.value_segment is None else self.segments[place.value_segment]
         return LayerShape(keys.num_kv_heads, keys.head_dim, values.head_dim)
 
+    def _divided(self, sights: list[int]) -> Group:
+        """Tables with as many layers as have the rarest sight or, for several shapes, with rows of values."""
+        if not self._has_several_shapes:
+            each = min(map(len, self._by_sight(sights).values()))
+            laid, windows = self._laid(sights, each, lambda place: 1)
+            segments = tuple(replace(segment, num_layers=each) for segment in self.segments)
+            moved = {
+                place: replace(place, index=index, table=table) for place, (table, index) in laid.items()
+            }
+        else:
+            width = self._row_width(sights)
+            laid, windows = self._laid(sights, width, lambda place: self._shape(place).num_values)
+            segments = (Segment(1, 1, width, self.segments[0].dtype, num_planes=1),)
+            moved = {
+                place: LayerPlace(0, 0, table=table, first=first, shape=self._shape(place))
+                for place, (table, first) in laid.items()
+            }
+        layers = tuple(moved[place] for place in self.layers)
+        return replace(self, segments=segments, layers=layers, windows=tuple(windows))
+
+    def _laid(
+        self, sights: list[int], room: int, size: Callable[[LayerPlace], int]
+    ) -> tuple[dict[LayerPlace, tuple[int, int]], list[int]]:
+        """Fill tables that have so much room with layers of one sight each: the table of each layer and where
+        it begins there, and the windows of the tables.
+        """
+        laid: dict[LayerPlace, tuple[int, int]] = {}
+        windows: list[int] = []
+        for sight, alike in self._by_sight(sights).items():
+            end = room
+            for place in alike:
+                if end + size(place) > room:
+                    windows.append(sight)
+                    end = 0
+                laid[place] = len(windows) - 1, end
+                end += size(place)
+        return laid, windows
+
     def _row_width(self, sights: list[int]) -> int:
-        """Values of a token in a block, as many as some layers of one sight have: so that the tables, not too
-        many, take least.
+        """The values of a token in a block, as many as some layers of one sight have: so that the tables, not
+        too many, take least.
         """
         kinds = self._by_sight(sights).values()
         sizes = [[self._shape(place).num_values for place in alike] for alike in kinds]
@@ -230,49 +267,10 @@ class Group:
         widths = {width for each in sizes for width in itertools.accumulate(each) if width >= least}
 
         def room(width: int) -> tuple[bool, int]:
-            num_tables = len(self._rows_of(sights, width)[1])
+            num_tables = len(self._laid(sights, width, lambda place: self._shape(place).num_values)[1])
             return num_tables > MOST_TABLES, num_tables * width
 
         return min(sorted(widths, reverse=True), key=room)
-
-    def _rows_of(self, sights: list[int], width: int) -> tuple[dict[LayerPlace, LayerPlace], list[int]]:
-        """Where layers lie in rows of so many values, and the windows of the tables."""
-        moved: dict[LayerPlace, LayerPlace] = {}
-        windows: list[int] = []
-        for sight, alike in self._by_sight(sights).items():
-            end = width
-            for place in alike:
-                shape = self._shape(place)
-                if end + shape.num_values > width:
-                    windows.append(sight)
-                    end = 0
-                moved[place] = LayerPlace(0, 0, table=len(windows) - 1, first=end, shape=shape)
-                end += shape.num_values
-        return moved, windows
-
-    def _in_rows(self, sights: list[int]) -> Group:
-        width = self._row_width(sights)
-        moved, windows = self._rows_of(sights, width)
-        row = Segment(1, 1, width, self.segments[0].dtype, num_planes=1)
-        layers = tuple(moved[place] for place in self.layers)
-        return replace(self, segments=(row,), layers=layers, windows=tuple(windows))
-
-    def _divided(self, sights: list[int]) -> Group:
-        by_sight = self._by_sight(sights)
-        each = min(map(len, by_sight.values()))
-        windows: list[int] = []
-        moved: dict[LayerPlace, LayerPlace] = {}
-        for sight, alike in by_sight.items():
-            for number, place in enumerate(alike):
-                table = len(windows) + number // each
-                moved[place] = replace(place, index=number % each, table=table)
-            windows += [sight] * -(-len(alike) // each)
-        return replace(
-            self,
-            segments=tuple(replace(segment, num_layers=each) for segment in self.segments),
-            layers=tuple(moved[place] for place in self.layers),
-            windows=tuple(windows),
-        )
 
     @property
     def num_tables(self) -> int:
@@ -280,7 +278,7 @@ class Group:
 
     @property
     def num_values(self) -> int:
-        """Of a token, in all layers."""
+        """The values of a token in all layers."""
         per_table = (
             math.prod((s.num_layers, s.num_planes, s.num_kv_heads, s.head_dim)) for s in self.segments
         )
@@ -288,7 +286,7 @@ class Group:
 
     @property
     def rows(self) -> KvRows:
-        """Of the first segment, and all others where an attention backend reads them."""
+        """The rows of the first segment, and of all others where an attention backend reads them."""
         return self.segments[0].rows
 
     def stored_as(self, quantization: str) -> Group:
@@ -306,7 +304,7 @@ class Group:
         return f"{self.name}.{index}" if index else self.name
 
     def describe(self, block_size: int) -> str:
-        """Names the format, so that unlike KV never shares an identity."""
+        """The name of the format, so that unlike KV never shares an identity."""
         shapes = []
         for segment in self.segments:
             layers, planes, *_ = segment.block_shape(block_size)
@@ -319,8 +317,8 @@ class Group:
 
 @dataclass(frozen=True)
 class PoolLayout:
-    """Beside the blocks there are `num_state_slots` state slots for the `state` of recurrent layers, and
-    for that of the draft's, if there are any.
+    """The groups of a block, and `num_state_slots` state slots for the `state` of recurrent layers, and for
+    the draft's, if there are any.
     """
 
     groups: tuple[Group, ...]
@@ -331,12 +329,12 @@ class PoolLayout:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Of each block table of a sequence: only its last so many tokens keep their KV there; 0: all do."""
+        """For each block table, how many of a sequence's last tokens keep their KV there; 0: all do."""
         return self.groups[0].windows
 
     @property
     def state_slot_bytes(self) -> int:
-        """Of one sequence."""
+        """Bytes of one sequence's state slots."""
         return sum(state.state_slot_bytes for state in (self.state, self.draft_state) if state is not None)
 
     @property
@@ -367,7 +365,7 @@ class PoolLayout:
         }
 
     def describe(self) -> list[SegmentInfo]:
-        """For peers."""
+        """The segments as other workers see them."""
         size = self.block_size
         return [
             SegmentInfo(

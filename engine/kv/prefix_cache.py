@@ -172,8 +172,8 @@ def hold_blocks(
 def missing_blocks(
     blocks: BlockManager, token_ids: Sequence[int], root: BlockIdentity
 ) -> tuple[list[BlockIdentity], int]:
-    """What the pool lacks of the longest prefix that is known, also on the disk, by its names in the tiers;
-    and the number of full blocks that are not known.
+    """The blocks that the pool lacks of the longest prefix that is known, also on the disk, by their names in
+    the tiers; and the number of full blocks that are not known.
     """
     knows = blocks.tier.knows if blocks.tier is not None else None
     identities = block_identities(root, token_ids, blocks.block_size)

@@ -1,10 +1,11 @@
-"""How the pool keeps a row, one head's key or value of one token: as the model computes it, or as codes.
+"""The formats of a row, one head's key or value of one token, in the pool: as the model computes it, or
+codes.
 
 A coded row is one byte a value and a scale, a float32: a value is its code times the scale. A token's
-scales lie behind the codes of all its heads, so that rows are aligned. The scale is the row's largest
+scales follow the codes of all its heads, so that rows are aligned. The scale is the row's largest
 magnitude over the largest code, so nothing is clipped and zero stays zero. A row is written once, from its
-own values alone: its bytes depend neither on the tokens that are computed beside it nor on those that come
-after it in its block, as they would with one scale for the block.
+own values alone: its bytes depend neither on tokens of the same batch nor on later ones in its block, as they
+would with one scale for the block.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CODE_DTYPES = {
     ROW_QUANTIZATIONS["int8"]: torch.int8,
     ROW_QUANTIZATIONS["fp8"]: torch.float8_e4m3fn,
 }
-"""Of `SegmentInfo.quantization`. FP8 is OCP's E4M3 without infinities."""
+"""The data types of codes by `SegmentInfo.quantization`. FP8 is OCP's E4M3 without infinities."""
 
 _LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _SMALLEST = 1e-30
@@ -38,13 +39,13 @@ class StoredRows(NamedTuple):
     scales: Tensor | None
 
     def part(self, *index: int | slice) -> StoredRows:
-        """Of both, by dimensions that come before that of head_dim."""
+        """A part of both; the index names dimensions before head_dim."""
         return StoredRows(self.values[index], None if self.scales is None else self.scales[index])
 
 
 @dataclass(frozen=True)
 class KvRows:
-    """Rows of what the model computes in `dtype`; `quantization` is "none" or of `CODE_DTYPES`."""
+    """The format of rows that the model computes in `dtype`; `quantization` is "none" or in `CODE_DTYPES`."""
 
     dtype: torch.dtype
     quantization: str = "none"
@@ -60,14 +61,14 @@ class KvRows:
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """Of the pool's views: bytes where the rows are coded."""
+        """The data type of the pool's views: bytes where the rows are coded."""
         return torch.uint8 if self.coded else self.dtype
 
     def row_bytes(self, head_dim: int) -> int:
         return head_dim * self.stored_dtype.itemsize + (SCALE_BYTES if self.coded else 0)
 
     def fault(self, head_dim: int) -> str | None:
-        """Why rows of this size cannot be kept so."""
+        """Why rows of this size cannot be kept in this format, or None."""
         if not self.coded or (head_dim % _CODED_MULTIPLE == 0 and head_dim <= _LARGEST_CODED):
             return None
         return f"{head_dim} values in a head are not a multiple of {_CODED_MULTIPLE} up to {_LARGEST_CODED}"

@@ -1,4 +1,4 @@
-"""What the recurrent layers of a model keep of a sequence: shapes, sizes, and the name of the format."""
+"""The layout of the state that recurrent layers keep of a sequence: shapes, sizes, the name of the format."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from protocol.handoff import STATE, SegmentInfo
 
 GRID = 16
-"""Tokens between two grid points. Few inputs are read for each token then, and few tokens run again behind a
+"""Tokens between two grid points. So few inputs are read for each token, and few tokens run again after a
 hand-off."""
 _LINE = 64
-"""Bytes on which each state slot begins."""
+"""Each state slot begins at a multiple of so many bytes."""
 
 
 @dataclass(frozen=True)
 class RecurrentLayer:
-    """A convolution of `taps` tokens over `channels`, if any; behind it, if `num_heads` is not 0, linear
-    attention: each head's state is a float32 matrix [key_dim, value_dim], and neighbouring heads share their
+    """A convolution of `taps` tokens over `channels`, if any, followed by linear attention if `num_heads` is
+    not 0: each head's state is a float32 matrix [key_dim, value_dim], and neighbouring heads share their
     keys. Its decay is one number or, with a `decay_dim` of `key_dim`, one for each row of the matrix.
     """
 
@@ -37,14 +37,14 @@ class RecurrentLayer:
 
     @property
     def tail_shape(self) -> tuple[int, int]:
-        """Of the convolution's inputs before a grid point."""
+        """The shape of the convolution's inputs before a grid point."""
         return self.taps - 1, self.channels
 
 
 @dataclass(frozen=True)
 class StateLayout:
-    """`dtype` is that of the convolutions' inputs. A state slot has room for those of `window` tokens
-    behind a grid point, drafted ones included; the grid divides it.
+    """The convolutions' inputs have this `dtype`. A state slot has room for the inputs of `window` tokens
+    after a grid point, drafted ones included; the grid divides it.
     """
 
     layers: tuple[RecurrentLayer, ...]
@@ -54,14 +54,14 @@ class StateLayout:
 
     @property
     def state_bytes(self) -> int:
-        """Of a sequence's state at a grid point."""
+        """Bytes of a sequence's state at a grid point."""
         states = sum(math.prod(layer.state_shape) for layer in self.layers)
         tails = sum(math.prod(layer.tail_shape) for layer in self.layers)
         return _aligned(4 * states + self.dtype.itemsize * tails)
 
     @property
     def window_bytes(self) -> int:
-        """Of the inputs behind it."""
+        """Bytes of the inputs after it."""
         heads = sum(
             layer.num_key_heads * layer.key_dim + layer.num_heads * (layer.value_dim + layer.decay_dim)
             for layer in self.layers
@@ -71,7 +71,7 @@ class StateLayout:
 
     @property
     def state_slot_bytes(self) -> int:
-        """Of a running sequence."""
+        """Bytes of a running sequence."""
         return self.state_bytes + self.window_bytes
 
     def position(self, num_tokens: int) -> int:
@@ -79,15 +79,15 @@ class StateLayout:
         return num_tokens // self.grid * self.grid
 
     def with_drafts(self, most: int) -> StateLayout:
-        """With room for so many drafted tokens."""
+        """The layout with room for so many drafted tokens."""
         return replace(self, window=self.grid + -(-most // self.grid) * self.grid)
 
     def room(self, num_tokens: int) -> int:
-        """For drafted tokens, where the state and inputs of so many are kept and one more is to be run."""
+        """Room for drafted tokens, where state and inputs of so many are kept and one more is to be run."""
         return self.window - (num_tokens - self.position(num_tokens)) - 1
 
     def describe(self) -> str:
-        """Names the format, so that unlike states never meet."""
+        """The name of the format, so that unlike states never meet."""
         shapes = (
             f"{layer.channels}x{layer.taps}" + (f"x{layer.num_key_heads}" if layer.num_heads else "")
             + "".join(f"x{size}" for size in layer.state_shape if layer.num_heads)
@@ -96,7 +96,7 @@ class StateLayout:
         return f"state/{str(self.dtype).removeprefix('torch.')}/{'+'.join(shapes)}/{self.grid}"
 
     def segment(self) -> SegmentInfo:
-        """For peers."""
+        """The segment as other workers see it."""
         dtype = str(self.dtype).removeprefix("torch.")
         return SegmentInfo(name=STATE, kind=STATE, dtype=dtype, shape=(self.grid, self.state_bytes))
 

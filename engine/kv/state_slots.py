@@ -19,9 +19,8 @@ from engine.upload import upload_to
 @dataclass(slots=True)  # not frozen: that takes four times as long to make, for each sequence in each step
 class RowSpan:
     """`count` packed rows of one sequence from place `start` on, its state in `state_slot`. The tokens of
-    places
-    below `certain` are its own, those behind are drafted. With `masks`, as `SequenceRows` has them, they are
-    rows of a tree from place `tree_start` on.
+    places below `certain` are its own, the following ones are drafted. With `masks`, as `SequenceRows` has
+    them, they are rows of a tree from place `tree_start` on.
     """
 
     state_slot: int
@@ -45,8 +44,8 @@ class RowSpan:
 
 
 class LayerStateSlots(NamedTuple):
-    """One layer's part of all state_slots. `state` and `tail` are those of a grid point, the others belong
-    to the places behind it, each at its number modulo the window: the convolution's `inputs`, and of linear
+    """One layer's part of all state slots. `state` and `tail` are those of a grid point, the others belong to
+    the places after it, each at its number modulo the window: the convolution's `inputs`, and of linear
     attention the keys, what is added to the state under each of them, and the logarithms of the decays since
     the last grid point, that token included; on CUDA devices, of that token alone; of a selective scan the
     token's own time instead.
@@ -106,21 +105,21 @@ class StateSlots:
         return len(self._free)
 
     def take(self) -> int:
-        """For a sequence without tokens, until a state is loaded."""
+        """A slot for a sequence without tokens, until a state is loaded."""
         state_slot = self._free.pop()
         self._bases[state_slot] = 0
         return state_slot
 
     def position(self, state_slot: int) -> int:
-        """Where its state is."""
+        """The position of its state."""
         return self._bases[state_slot]
 
     def give_back(self, state_slot: int) -> None:
         self._free.append(state_slot)
 
     def run(self, span: RowSpan) -> int:
-        """These rows are about to run. Returns where the state is until they have: then it is at the
-        last grid point of what is certain of them.
+        """These rows are about to run. Return the state's position until they have run: then it is at the
+        last grid point of their certain tokens.
         """
         grid, state_slot, start = self.layout.grid, span.state_slot, span.start
         if start == 0:
@@ -134,7 +133,7 @@ class StateSlots:
         return base
 
     def move(self, state_slot: int, first: int, places: Sequence[int]) -> None:
-        """The inputs at place `first + places[i]`, of a draft's accepted tokens, go to `first + i`."""
+        """Move the inputs of a draft's accepted tokens from place `first + places[i]` to `first + i`."""
         if not places or places[-1] < len(places):
             return
         moves = first + np.array([places, range(len(places))], np.int64)
@@ -143,22 +142,22 @@ class StateSlots:
             for rows in (layer.inputs, layer.keys, layer.deltas, layer.decays):
                 rows[state_slot].index_copy_(0, targets, rows[state_slot].index_select(0, sources))
 
-    def save(self, state_slot: int, block_pool: Tensor, blocks: Sequence[int]) -> None:
+    def save(self, state_slot: int, memory: Tensor, blocks: Sequence[int]) -> None:
         """Copy the state slot's state to blocks of the pool, uint8 [blocks, block_bytes]."""
         state = self._states[state_slot]
-        for block, part in zip(blocks, state.split(block_pool.shape[1]), strict=True):
-            block_pool[block, : len(part)] = part
+        for block, part in zip(blocks, state.split(memory.shape[1]), strict=True):
+            memory[block, : len(part)] = part
 
-    def load(self, state_slot: int, block_pool: Tensor, blocks: Sequence[int], num_tokens: int) -> int:
-        """The reverse, of the last grid point of so many tokens: returns that."""
-        for block, part in zip(blocks, self._states[state_slot].split(block_pool.shape[1]), strict=True):
-            part.copy_(block_pool[block, : len(part)])
+    def load(self, state_slot: int, memory: Tensor, blocks: Sequence[int], num_tokens: int) -> int:
+        """Load the state of the last grid point of so many tokens, and return that point."""
+        for block, part in zip(blocks, self._states[state_slot].split(memory.shape[1]), strict=True):
+            part.copy_(memory[block, : len(part)])
         self._bases[state_slot] = self.layout.position(num_tokens)
         return self._bases[state_slot]
 
 
 class _Views:
-    """Parts of each row of bytes, one behind the other."""
+    """Parts of each row of bytes, one after the other."""
 
     def __init__(self, rows: Tensor) -> None:
         self._rows = rows

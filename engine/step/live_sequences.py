@@ -1,4 +1,4 @@
-"""The sequences in the engine, by request: taken, committed step by step, failed and forgotten."""
+"""The sequences in the engine by request: added, committed step by step, failed and forgotten."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LiveSequences(dict[str, SequenceState]):
     def commit(
         self, sequence: SequenceState, count: int, verdict: Verdict | None, step: ScheduledStep
     ) -> TokenOutput | None:
-        """The KV of `count` tokens was computed, and that of the drafts that `verdict` accepts."""
+        """Commit a step that computed the KV of `count` tokens, and of the drafts that `verdict` accepts."""
         start, draft, sequence.draft = sequence.num_computed, sequence.draft, None
         first_drafted = start + count
         num_rows = count + (len(draft.token_ids) if draft is not None else 0)
@@ -75,7 +75,7 @@ class LiveSequences(dict[str, SequenceState]):
         return output
 
     def refuse(self) -> list[TokenOutput]:
-        """Fail those whose grammar turned out to be none."""
+        """Fail the sequences whose grammar could not be compiled."""
         return [
             self._fail(sequence, "invalid", str(error))
             for sequence in list(self._scheduler.waiting)
@@ -83,7 +83,7 @@ class LiveSequences(dict[str, SequenceState]):
         ]
 
     def expire(self) -> list[TokenOutput]:
-        """Fail those that are past their time limit."""
+        """Fail the sequences that are past their time limit."""
         now = time.monotonic()
         queued = self._scheduler.running + self._scheduler.waiting
         return [
@@ -93,7 +93,7 @@ class LiveSequences(dict[str, SequenceState]):
         ]
 
     def forget(self, sequence: SequenceState) -> None:
-        """In whatever stage it is."""
+        """End a sequence in any stage."""
         self._scheduler.remove(sequence)
         self.launcher.keep(sequence)
         self._scheduler.free(sequence)

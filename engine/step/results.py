@@ -1,4 +1,4 @@
-"""What the engine returns to the worker's loop."""
+"""Records that the engine returns to the worker's loop."""
 
 from __future__ import annotations
 

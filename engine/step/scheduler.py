@@ -2,7 +2,7 @@
 
 Running sequences come first, so that decoding never waits for a new prompt; what is left of the token budget
 goes to waiting prompts, in chunks. Sequences that have their blocks already, because another worker computed
-their prompts, get the free rows before those that have none. A prompt whose next blocks another one is just
+their prompts, get the free rows before those that have none. A prompt whose next blocks another one is
 computing waits for them, so that `n` answers to one prompt, or a batch with one preamble, compute it once.
 When blocks run out, the sequence that would run last gives its own up and is computed again later (preemption
 by recompute), as far as the tiers below the pool did not keep its blocks. A prompt whose next blocks lie on
@@ -88,10 +88,10 @@ class Scheduler:
         self._slot_allocator = slot_allocator
 
     def root(self, request: EngineRequest, foreign_format: str = "") -> BlockIdentity:
-        """Parent identity of the first block of a tenant's sequences.
+        """The parent identity of the first block of a tenant's sequences.
 
         Blocks that hold other values than would be computed here, as their `foreign_format` says, have
-        identities of their own: a request must not depend on who computed its prefix.
+        identities of their own: a request must not depend on which worker computed its prefix.
         """
         kv_format = f"{self._kv_format} from {foreign_format}" if foreign_format else self._kv_format
         cache_salt, adapter = request.tenant
@@ -102,14 +102,14 @@ class Scheduler:
         return self._roots[kv_format]
 
     def add_waiting(self, sequence: SequenceState) -> None:
-        """It runs when its turn comes; if it has its blocks, as soon as there is a row."""
+        """Run it when its turn comes; if it has its blocks, as soon as there is a row."""
         sequence.stage = SequenceStage.WAITING
         bisect.insort(
             self.waiting, sequence, key=lambda other: (other.sequence_blocks is None, other.queue_key)
         )
 
     def hold(self, sequence: SequenceState) -> None:
-        """Do not run it. It keeps its blocks; one that has none goes on waiting for them."""
+        """Do not run it. It keeps its blocks; a sequence without blocks gets them first."""
         if sequence.sequence_blocks is not None:
             self._leave_queue(sequence)
             sequence.stage = SequenceStage.HELD
@@ -138,7 +138,7 @@ class Scheduler:
         return self.num_active_with(len(self.running))
 
     def num_active_with(self, num_running: int) -> int:
-        """The same when no more than so many run on."""
+        """The same when no more than so many continue to run."""
         return min(num_running + len(self.waiting), self._max_num_seqs)
 
     def schedule(self) -> ScheduledStep:
@@ -186,8 +186,8 @@ class Scheduler:
         return step
 
     def following(self, step: ScheduledStep) -> ScheduledStep | None:
-        """One token more of each sequence of a step whose tokens are not known yet, but for those that these
-        end by their number. None where the next step may be another one.
+        """The step of one more token for each sequence of a step whose tokens are not known yet, except
+        sequences that end by their number. None where the next step may be another one.
         """
         if self._may_admit or len(step.sequences) < len(self.running):
             return None
@@ -204,7 +204,7 @@ class Scheduler:
 
     @property
     def _may_admit(self) -> bool:
-        """Whether the next step may be the first of one that waits."""
+        """Whether the next step may admit a waiting sequence."""
         if not self.waiting or not self._has_row:
             return False
         order, available = self._blocked or (None, 0)
@@ -215,19 +215,19 @@ class Scheduler:
         return len(self.running) < self._max_num_seqs
 
     def _run(self, sequence: SequenceState) -> None:
-        """A waiting one, which has blocks now."""
+        """Run a waiting sequence, which has blocks now."""
         self.waiting.remove(sequence)
         sequence.stage = SequenceStage.RUNNING
         self.running.append(sequence)
 
     @property
     def room_wait_s(self) -> float:
-        """Time in which a request waited for blocks; for any thread."""
+        """Seconds in which a request waited for blocks; for any thread."""
         since = self._waits_since
         return self._waited_s + (time.monotonic() - since if since else 0.0)
 
     def _note_room(self, has_room: bool) -> None:
-        """The first that waits found blocks in this step, or did not."""
+        """Note whether the first waiting sequence found blocks in this step."""
         if has_room and self._waits_since:
             self._waited_s += time.monotonic() - self._waits_since
             self._waits_since = 0.0
@@ -277,7 +277,7 @@ class Scheduler:
         return self._fetcher.is_pending(sequence.fetch)
 
     def _shared_tokens(self, ours: list[int], theirs: list[int], computed: int) -> int:
-        """Length of the equal leading full blocks, if they reach beyond the first `computed` tokens."""
+        """The length of the equal leading full blocks, if they reach beyond the first `computed` tokens."""
         size = self.blocks.block_size
         end = computed // size * size
         if ours[:end] != theirs[:end]:
@@ -302,15 +302,16 @@ class Scheduler:
         return count
 
     def _last_to_run(self) -> SequenceState | None:
-        """Of those that have blocks. Those of a prompt that is being handed over may be on the wire: they are
-        never taken away. With a sliding window it may lack some while another one still reads what it left.
+        """The sequence with blocks that would run last. Blocks of a prompt that is being handed over may be
+        on the wire, so they are never taken away. With a sliding window it may lack some that another one
+        still reads.
         """
         ready = [waiting for waiting in self.waiting if waiting.sequence_blocks is not None]
         running = (running for running in self.running if not running.prefill_only)
         return ready[-1] if ready else max(running, key=lambda running: running.queue_key, default=None)
 
     def _admit(self, sequence: SequenceState, budget: int, step: ScheduledStep) -> int:
-        """Take a waiting sequence up if all of it fits; returns its tokens in this step."""
+        """Admit a waiting sequence if all of it fits; return its tokens in this step."""
         if self._blocked == (sequence.order, self.blocks.available):
             return 0
         found = admit(
@@ -343,7 +344,7 @@ class Scheduler:
         return count
 
     def _chunk(self, sequence: SequenceState, budget: int) -> int:
-        """How many of its tokens this step computes."""
+        """The number of its tokens that this step computes."""
         count = min(budget, sequence.num_uncomputed)
         if self._slot_allocator is not None:
             count = self._slot_allocator.chunk(sequence, count)

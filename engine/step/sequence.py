@@ -26,7 +26,7 @@ class SequenceStage(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     HELD = "held"
-    """It keeps its blocks and is not run: its prompt is to be handed over, or it has drafted enough."""
+    """It keeps its blocks and does not run: its prompt is to be handed over, or it has drafted enough."""
     ENDED = "ended"
 
 
@@ -34,8 +34,8 @@ class SequenceStage(enum.Enum):
 class SequenceState:
     """Prompt and output of one request.
 
-    `num_computed` tokens have their KV in the pool. Whatever lies beyond must still be run: the prompt at
-    first, after a preemption everything, in decode the last token alone.
+    `num_computed` tokens have their KV in the pool. The others must still be run: the prompt at first, after
+    a preemption everything, in decode the last token alone.
     """
 
     request: EngineRequest
@@ -56,9 +56,9 @@ class SequenceState:
     """Another worker computed its prompt."""
     sequence_blocks: SequenceBlocks | None = None
     state_slot: int = 0
-    """Where the state of recurrent layers is while it runs, if the model has some."""
+    """The slot of the recurrent layers' state while it runs, if the model has some."""
     keep_at: list[int] = field(default_factory=list)
-    """The positions behind which that is to be kept, ascending."""
+    """The positions after which that state is to be kept, ascending."""
     adapter: int = 0
     """The slot of its adapter, which it holds until it ends; 0: none."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -66,17 +66,17 @@ class SequenceState:
     first_scheduled: float | None = None
     first_token_time: float | None = None
     leader: tuple[SequenceState, int] | None = None
-    """Who computes a prefix that this waiting sequence can share, and that prefix's tokens."""
+    """The sequence that computes a prefix which this waiting one can share, and that prefix's tokens."""
     grammar: Future[LLMatcher] | None = None
     """Its grammar, which may still be being compiled."""
     fetch: DiskFetch | None = None
     """Its blocks that were on the disk when it was to be admitted."""
     draft: Draft | None = None
-    """What the current step verifies."""
+    """The draft that the current step verifies."""
     num_given: int = field(init=False)
     """Leading tokens that are certain, where it drafts."""
     draft_plan: DraftPlan | None = field(init=False)
-    """Where its own drafts are made."""
+    """The place and kind of its own drafts."""
 
     def __post_init__(self) -> None:
         self.request_id, self.params = self.request.request_id, self.request.sampling
@@ -99,31 +99,31 @@ class SequenceState:
         return len(self.token_ids)
 
     def sampling_row(self, drafted: Sequence[int] = ()) -> SamplingRow:
-        """For the token that comes next, or for the one after `drafted` ones."""
+        """The row for the token that comes next, or for the one after `drafted` ones."""
         prompt, output = self.prompt_token_ids, self.output_token_ids
         position = len(self.token_ids) + len(drafted)
         return SamplingRow(self.params, prompt, output, position, self.request_id, drafted)
 
     def row_after_next(self) -> SamplingRow:
-        """For the token after the one that comes next, which nobody knows: see `may_run_ahead`."""
+        """The row for the token after the next one, which is unknown: see `may_run_ahead`."""
         return self.sampling_row([0])
 
     def chain_rows(self, drafted: list[int]) -> list[SamplingRow]:
-        """For the token that comes next, and for the one after each of the `drafted`."""
+        """The rows for the token that comes next, and for the one after each of the `drafted`."""
         if needs_history(self.params):
             return [self.sampling_row(drafted[:end]) for end in range(len(drafted) + 1)]
         return [self._row_behind(count) for count in range(len(drafted) + 1)]
 
     def _row_behind(self, count: int) -> SamplingRow:
-        """For the token after so many drafted ones, which nobody looks at."""
+        """The row for the token after so many drafted ones, which are not looked at."""
         position = self.position + count
         return SamplingRow(
             self.params, self.prompt_token_ids, self.output_token_ids, position, self.request_id
         )
 
     def step_rows(self) -> list[SamplingRow]:
-        """For the token after the last one, and for the one after each that is drafted. After a probe only
-        the model's likeliest token is wanted.
+        """The rows for the token after the last one, and for the one after each drafted token. After a probe
+        only the model's likeliest token is wanted.
         """
         draft = self.draft
         if draft is None:
@@ -144,7 +144,7 @@ class SequenceState:
 
     @property
     def grammar_error(self) -> BaseException | None:
-        """Why there will be none."""
+        """The reason why there will be no grammar."""
         return self.grammar.exception() if self.grammar is not None and self.grammar.done() else None
 
     @property
@@ -153,9 +153,7 @@ class SequenceState:
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether a token can be chosen before the one before it is known, and nothing else is asked of the
-        step.
-        """
+        """Whether a token can be chosen before the previous one is known, and nothing else is wanted."""
         params = self.params
         needs_step = self.wants_prompt_logprobs or params.logprobs is not None or self.prefill_only
         return not (needs_step or needs_history(params) or self.hold_at is not None)
@@ -180,7 +178,7 @@ class SequenceState:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether it decodes here, and all that lacks is its last token's KV."""
+        """Whether it decodes here, and only its last token's KV is missing."""
         is_next = self.stage is SequenceStage.RUNNING and self.num_uncomputed == 1
         return is_next and bool(self.output_token_ids) and not self.prefill_only
 
@@ -189,16 +187,20 @@ class SequenceState:
         """Whether, with the tokens that it has now, it is not to be run any further."""
         return self.prefill_only or (self.hold_at is not None and len(self.token_ids) >= self.hold_at)
 
+    @property
+    def drafted(self) -> list[int]:
+        """The tokens beyond the given ones."""
+        return self.token_ids[self.num_given :]
+
     def append(self, token_id: int) -> None:
         self.output_token_ids.append(token_id)
         self.token_ids.append(token_id)
 
     def give(self, token_ids: Sequence[int]) -> int:
-        """The tokens that certainly follow the given ones. What was drafted stays where it agrees, with its
-        KV; the rest is dropped. Returns how many of these tokens were drafted.
+        """Append the tokens that certainly follow the given ones. What was drafted stays where it agrees,
+        with its KV; the rest is dropped. Return how many of these tokens were drafted.
         """
-        start = self.num_given
-        drafted = self.token_ids[start:]
+        start, drafted = self.num_given, self.drafted
         agreed = common_prefix(drafted, token_ids)
         self.num_given += len(token_ids)
         if agreed < len(token_ids):

@@ -81,16 +81,16 @@ class LateStateSlots:
         assert launched == span
         return base
 
-    def save(self, state_slot: int, block_pool: Tensor, blocks: Sequence[int]) -> None:
-        self._device.put(partial(self._save, state_slot, block_pool, [*blocks]))
+    def save(self, state_slot: int, memory: Tensor, blocks: Sequence[int]) -> None:
+        self._device.put(partial(self._save, state_slot, memory, [*blocks]))
 
-    def load(self, state_slot: int, block_pool: Tensor, blocks: Sequence[int], num_tokens: int) -> int:
+    def load(self, state_slot: int, memory: Tensor, blocks: Sequence[int], num_tokens: int) -> int:
         bases, copied = self._state_slots._bases, [*blocks]
         bases[state_slot] = point = self._state_slots.layout.position(num_tokens)
 
         def load() -> None:
             now = bases[state_slot]
-            self._load(state_slot, block_pool, copied, num_tokens)
+            self._load(state_slot, memory, copied, num_tokens)
             bases[state_slot] = now
 
         self._device.put(load)
@@ -176,9 +176,9 @@ def put_on_late_device(engine: Engine, *, ahead: bool) -> LateDevice:
     held.copy_block = lambda *args: device.put(lambda: copy(*args))  # type: ignore[method-assign]
     engine._sampler = sampler
     engine._launcher = _assembly(engine, "meta" if ahead else "cpu").launcher(
-        runner, sampler, engine._scheduler
+        runner, sampler, engine.scheduler
     )
-    engine._sequences.sampler, engine._sequences.launcher = sampler, engine._launcher
+    engine.sequences.sampler, engine.sequences.launcher = sampler, engine._launcher
     if engine._speculator is not None:
         _verify_late(engine._speculator, device)
     return device

@@ -37,7 +37,7 @@ class Reference:
         program = describe(model)
         self._program = TorchProgram(program, POSITIONS, hidden_layers, self._operators, layers)
         self._backend = backend
-        self._table = BlockTable(backend.block_size, backend.block_pool, backend.num_tables)
+        self._table = BlockTable(backend.block_size, backend.num_tables)
 
     @torch.inference_mode()
     def run(self, step: Step) -> ForwardOutput:

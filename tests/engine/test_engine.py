@@ -73,7 +73,7 @@ def assert_empty(engine: Engine) -> None:
     assert engine.blocks.num_free + engine.blocks.num_cached == engine.blocks.num_blocks
     stats = engine.stats()
     assert stats.num_running == stats.num_waiting == 0
-    assert not engine._sequences
+    assert not engine.sequences
 
 
 def test_a_long_prompt_runs_in_chunks(make_engine: Callable[..., Engine], reference: PreTrainedModel) -> None:
@@ -218,7 +218,7 @@ def test_a_prompt_beside_decoding_keeps_within_the_budget(
     make_engine: Callable[..., Engine], reference: PreTrainedModel
 ) -> None:
     engine = make_engine(max_num_batched_tokens=512, itl_budget=0.01)
-    engine._times.latest = FIFTY_TOKENS_IN_9_MS
+    engine.times.latest = FIFTY_TOKENS_IN_9_MS
     engine.add(ask("alone", prompt_of(200)))
     assert engine.step().num_tokens == 200
     engine.add(ask("long", prompt_of(240, seed=1)))
@@ -230,7 +230,7 @@ def test_a_prompt_beside_decoding_keeps_within_the_budget(
 
 def test_a_prompt_keeps_within_the_slo_of_who_decodes_beside_it(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(max_num_batched_tokens=512, itl_budget=0.01)
-    engine._times.latest = FIFTY_TOKENS_IN_9_MS
+    engine.times.latest = FIFTY_TOKENS_IN_9_MS
     engine.add(ask("strict", prompt_of(20), max_tokens=3, slo_tpot_s=0.0055))
     engine.add(ask("lax", prompt_of(20, seed=1), slo_tpot_s=0.1))
     engine.step()
@@ -544,14 +544,14 @@ def test_float32_compiles_nothing_where_the_native_decoder_knows_the_model(
 def test_a_step_that_did_not_keep_its_lent_cores_tells_nothing_of_costs(make_engine: Callable[..., Engine]):
     engine = make_engine()
     engine.borrow(lambda: False)
-    first = engine.costs()
+    first = engine.times.costs()
     engine.add(ask("disturbed", prompt_of(40)))
     run(engine)
-    assert engine.costs() == first
+    assert engine.times.costs() == first
     engine.borrow(lambda: True)
     engine.add(ask("undisturbed", prompt_of(40, seed=1)))
     run(engine)
-    assert engine.costs() != first
+    assert engine.times.costs() != first
 
 
 def test_requests_wait_for_room_that_pages_would_leave(folder: Path) -> None:

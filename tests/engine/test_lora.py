@@ -258,7 +258,7 @@ def test_a_waiting_request_follows_none_of_another_adapter(folders: dict[str, Pa
     for number in range(2):
         engine.add(ask(f"one {number}", prompt, adapter=named(engine, "one")))
     engine.step()
-    assert [sequence.request_id for sequence in engine._scheduler.running] == ["base", "one 0"]
+    assert [sequence.request_id for sequence in engine.scheduler.running] == ["base", "one 0"]
     cached = {request_id: outputs[0].cached_tokens for request_id, outputs in run(engine).items()}
     assert cached["one 0"] == 0 and cached["one 1"] == 96
 
@@ -282,7 +282,7 @@ def test_one_that_is_unloaded_serves_those_who_use_it(folders: dict[str, Path]) 
     expected = tokens(run(engine)["before"])
     engine.add(ask("during", prompt, adapter=one))
     engine.step()
-    slot = next(iter(engine._sequences.values())).adapter
+    slot = next(iter(engine.sequences.values())).adapter
     table.unload("one")
     table.weights(slot)
     assert len(tokens(run(engine)["during"])) == 7  # the first one was there

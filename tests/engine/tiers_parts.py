@@ -7,8 +7,7 @@ import random
 import threading
 from pathlib import Path
 
-from engine.kv.tiers.folder import claim_folder
-from engine.kv.tiers.slot_file import SlotFile
+from engine.kv.tiers.slot_file import SlotFile, claim_folder
 from protocol.ids import BlockIdentity
 
 MODEL = b"sixteen bytes..."

@@ -208,7 +208,7 @@ def test_what_a_gap_in_the_steps_seen_makes_useless_is_not_written(
     drafter._known["a"] = known = Known(first=1, written=1)
     written: list[object] = []
     monkeypatch.setattr(drafter, "_write", written.append)
-    sequence: Any = next(iter(watched.engine._sequences.values()))
+    sequence: Any = next(iter(watched.engine.sequences.values()))
     hidden = torch.zeros(21, drafter._no_feature.of_step.shape[1])
     prompt = Computed(sequence, 0, 20, HiddenRows(hidden, range(20)))
     later = Computed(sequence, 25, 1, HiddenRows(hidden, range(20, 21)))
@@ -331,7 +331,7 @@ def test_hand_off_drafts_at_once(
     prompt = prompt_of(45)
     prefill.ask("a", prompt, 6, prefill_only=True)
     first = prefill.run_steps(4)["a"]
-    decode_request = prefill.engine._sequences["a"].request
+    decode_request = prefill.engine.sequences["a"].request
     reservation = decode.engine.reserve(decode_request)
     assert reservation is not None
     source = prefill.engine.computed("a")[0].blocks

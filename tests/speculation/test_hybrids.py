@@ -326,7 +326,7 @@ def test_a_request_that_lost_its_state_slot_is_read_anew(
         engine.add(first)
         for _ in range(4):
             engine.step()
-        engine.hold(first.request_id)
+        engine.scheduler.hold(engine.sequences[first.request_id])
         engine.add(second)
         while engine.has_work():
             engine.step()

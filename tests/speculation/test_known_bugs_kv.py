@@ -150,7 +150,7 @@ def test_bug_22_no_length_runs_ahead_of_the_committed_tokens(pair: tuple[Path, P
     while engine.has_work():
         for output in engine.step().outputs:
             found.setdefault(output.request_id, []).extend(output.token_ids)
-        for sequence in engine._sequences.values():
+        for sequence in engine.sequences.values():
             if sequence.stage is SequenceStage.RUNNING:
                 assert drafter.num_drafted(sequence.request_id) <= sequence.num_computed
                 assert sequence.num_computed < len(sequence.token_ids) <= longest

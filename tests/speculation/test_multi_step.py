@@ -37,7 +37,7 @@ def draft(engine: Engine) -> list[int]:
     engine.resume("a")
     while engine.has_work():
         engine.step()
-    return engine.drafted("a")
+    return engine.sequences["a"].drafted
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,12 @@ def test_it_is_held_where_it_is_told_and_never_ends_by_itself(model: Path) -> No
     engine = Engine(small_config(model), speculate=multi_step_speculator)
     engine.add(ask("a", PROMPT, 100, logit_bias={0: 100.0}), hold_at=len(PROMPT) + 5)
     assert draft(engine) == [0] * 5  # the end of text
-    sequence = engine._sequences["a"]
+    sequence = engine.sequences["a"]
     assert sequence.stage is SequenceStage.HELD
     engine.give("a", [0], len(PROMPT) + 4)  # its target has use for fewer than there are
     assert draft(engine) == [0] * 4
     engine.give("a", [0, 0], len(PROMPT) + 12)
     engine.resume("a")
-    engine.hold("a")
+    engine.scheduler.hold(engine.sequences["a"])
     assert not engine.has_work()
-    assert engine.drafted("a") == [0] * 2
+    assert engine.sequences["a"].drafted == [0] * 2

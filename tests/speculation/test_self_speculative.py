@@ -216,7 +216,7 @@ def test_the_models_kv_is_what_it_is_without_drafts(
     values = []
     for engine in (engine_of(folders["llama"], **options), plain_of(folders["llama"], "bfloat16")):
         engine.add(ask("r", prompt_of(20), 60, ignore_eos=True))
-        sequence = engine._sequences["r"]
+        sequence = engine.sequences["r"]
         while sequence.num_computed < place.stop:
             engine.step()
         values.append(kv(engine, sequence, place))

@@ -158,7 +158,7 @@ def test_the_drafts_kv_is_that_of_the_committed_tokens(
         if num_drafted == 0:
             continue  # the prompt is read with the first draft
         assert len(tokens) - 2 <= num_drafted < len(tokens)
-        (blocks,) = engine._sequences[request.request_id].held.blocks
+        (blocks,) = engine.sequences[request.request_id].held.blocks
         ours = places(engine.pool.segment(DRAFT), blocks, num_drafted)
         torch.testing.assert_close(ours, read_anew(fresh, tokens[:num_drafted]), atol=1e-4, rtol=1e-4)
         num_compared += 1

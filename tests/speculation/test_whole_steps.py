@@ -171,7 +171,7 @@ def test_a_step_of_requests_with_adapters(
             steps.ask(name, adapter=adapter, **sampling)
         for _ in range(3):
             assert steps.steady() == 3 * (1 + (drafted or 0))
-            assert {each.adapter for each in steps.engine._sequences.values()} == {0, 1, 2}
+            assert {each.adapter for each in steps.engine.sequences.values()} == {0, 1, 2}
             assert steps.engine._launcher.is_ahead == (drafted is None)
             assert steps.waits == 1
             assert gpu.launches["graph"] == 1 and not gpu.launches["shrink"]

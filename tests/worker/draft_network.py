@@ -57,7 +57,7 @@ class DecodeSide:
 
     def restart(self) -> None:
         """With a new loop and new counters around the same engine."""
-        for request_id in list(self.engine._sequences):
+        for request_id in list(self.engine.sequences):
             self.engine.abort(request_id)
         self.remote.requests.clear()
         self.remote.ended.clear()
@@ -118,7 +118,7 @@ class DraftSide:
         self.restart()
 
     def restart(self) -> None:
-        for request_id in list(self.engine._sequences):
+        for request_id in list(self.engine.sequences):
             self.engine.abort(request_id)
         self.light = LightLoop(DraftLoop, self.engine, "draft", incarnation=self.at.incarnation)
         self.loop: DraftLoop = self.light.loop

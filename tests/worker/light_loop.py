@@ -321,7 +321,7 @@ class LightLoop:
 
     def computing_blocks(self) -> set[int]:
         """The blocks of the engine's sequences."""
-        held = [each.sequence_blocks for each in self.engine._sequences.values()]
+        held = [each.sequence_blocks for each in self.engine.sequences.values()]
         return {block for each in held if each is not None for block in each.blocks[0]}
 
     def used_blocks(self) -> set[int]:

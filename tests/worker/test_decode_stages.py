@@ -257,7 +257,7 @@ class DecodeStages(RuleBasedStateMachine):
                 request.stage is not DecodeStage.ABANDONED
             )
         running = {each.request_id for each in self.light.requests if each.stage is DecodeStage.RUNNING}
-        assert running == set(self.engine._sequences)
+        assert running == set(self.engine.sequences)
         reserved = {each.lease_id for each in self.light.requests if each.stage is DecodeStage.RESERVED}
         assert set(self.light.receiver.open_leases) <= reserved
 

@@ -208,7 +208,7 @@ class DraftStages(RuleBasedStateMachine):
 
     @invariant()
     def the_draft_worker_has_what_was_committed(self) -> None:
-        sequences = self.drafter.engine._sequences
+        sequences = self.drafter.engine.sequences
         for request in self.drafter.loop.requests:
             kind = self.kind_of(request.key.request_id)
             text = REQUESTS[kind].prompt_token_ids + self.expected[kind]
@@ -222,7 +222,7 @@ class DraftStages(RuleBasedStateMachine):
     def the_stage_says_what_is_held(self) -> None:
         loop = self.drafter.loop
         drafting = [request for request in loop.requests if request.stage is DraftStage.DRAFTING]
-        assert {request.request_id for request in drafting} == set(self.drafter.engine._sequences)
+        assert {request.request_id for request in drafting} == set(self.drafter.engine.sequences)
         queued = {request.request_id for request in loop.requests if request.stage is DraftStage.QUEUED}
         assert queued == {request.request_id for request in loop._queue}
         assert all(request in drafting and not request.is_read for request in loop._reading.values())

@@ -212,7 +212,7 @@ class PrefillStages(RuleBasedStateMachine):
     @invariant()
     def every_used_block_is_the_engines(self) -> None:
         assert self.light.used_blocks() == self.light.computing_blocks()
-        assert set(self.engine._sequences) == {each.request_id for each in self.light.requests}
+        assert set(self.engine.sequences) == {each.request_id for each in self.light.requests}
 
     @invariant()
     def the_stage_says_what_is_held(self) -> None:

@@ -87,7 +87,7 @@ def test_a_plan_that_changes_meanwhile_is_kept(light: LightLoop, engine: Engine)
     light.hear(Replan(incarnation=OURS, request_id="r", plan=plan))
     light.receiver.tell(Progress(lease, 3, complete=True, arrival=arrival()))
     light.deliver()
-    assert engine._sequences["r"].draft_plan == plan
+    assert engine.sequences["r"].draft_plan == plan
     assert cached_tokens(light) == 3 * 16
 
 
@@ -123,7 +123,7 @@ def test_blocks_wait_for_the_last_write(light: LightLoop, engine: Engine, how: s
 
 
 def lend(light: LightLoop, engine: Engine, incarnation: str = OURS) -> None:
-    root = engine._scheduler.root(request())
+    root = engine.scheduler.root(request())
     message = Fetch(
         incarnation=incarnation,
         request_id="theirs",
@@ -179,7 +179,7 @@ def test_the_holder_tells_which_blocks_hold_the_drafts_kv(light: LightLoop, engi
     light.generate(request())
     light.run()
     with_draft = hold_blocks(
-        engine.blocks, list(block_identities(engine._scheduler.root(request()), list(PROMPT), 16))
+        engine.blocks, list(block_identities(engine.scheduler.root(request()), list(PROMPT), 16))
     )
     with_draft.mark_drafted(3 * 16)
     with_draft.free()

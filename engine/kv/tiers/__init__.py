@@ -1,1 +1,1 @@
-"""Where KV blocks go when the device pool has no room for them: host memory, and below it the disk."""
+"""Tiers below the device pool for KV blocks that it has no room for: host memory, and below it the disk."""

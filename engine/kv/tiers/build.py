@@ -11,10 +11,8 @@ import psutil
 
 from engine.kv.pool import KVPool
 from engine.kv.tiers.disk import DiskTier
-from engine.kv.tiers.folder import check_free_space, claim_folder
-from engine.kv.tiers.host import MIN_SLOTS_WITH_DISK, HostTier
-from engine.kv.tiers.memory import HostMemory
-from engine.kv.tiers.slot_file import ENTRY_BYTES, SlotFile
+from engine.kv.tiers.host import MIN_SLOTS_WITH_DISK, HostMemory, HostTier
+from engine.kv.tiers.slot_file import ENTRY_BYTES, SlotFile, check_free_space, claim_folder
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 
@@ -26,8 +24,8 @@ def build_tiers(
 ) -> HostTier | None:
     """None when no tier is asked for. Raises `ConfigError`, naming the flag.
 
-    On the disk lies KV of the model with this `fingerprint` (16 bytes). `on_fetched` is called in another
-    thread when blocks have come from there.
+    The disk has KV of the model with this `fingerprint` (16 bytes). `on_fetched` is called in another thread
+    when blocks have come from there.
     """
     if config.kv_offloading_size == 0:
         return None

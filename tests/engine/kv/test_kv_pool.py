@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.kv.layout import DRAFT, TARGET, Group, LayerPlace, LayerShape, PoolLayout, Segment
 from engine.kv.pool import KVPool, pool_blocks
-from engine.kv.tiers.memory import HostMemory
+from engine.kv.tiers.host import HostMemory
 from protocol.config import ServeConfig
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 4

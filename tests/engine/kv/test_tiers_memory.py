@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kv.tiers import memory as tier_memory
-from engine.kv.tiers.memory import HostMemory
+from engine.kv.tiers import host as tier_memory
+from engine.kv.tiers.host import HostMemory
 
 
 def test_pinned_slots_take_little_more_than_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

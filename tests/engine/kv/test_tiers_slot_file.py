@@ -17,8 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.kv.tiers import slot_file
-from engine.kv.tiers.folder import check_free_space, claim_folder
-from engine.kv.tiers.slot_file import ENTRY_BYTES, CorruptBlockError, SlotFile
+from engine.kv.tiers.slot_file import ENTRY_BYTES, CorruptBlockError, SlotFile, check_free_space, claim_folder
 from protocol.errors import ConfigError
 from tests.engine.tiers_parts import check_blocks, content_of, identity_of, open_file, write_blocks
 

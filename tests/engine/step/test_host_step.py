@@ -153,7 +153,7 @@ def counted_calls() -> Iterator[list[str]]:
 def decoding(folder: Path, sequences: int, context: int) -> Engine:
     engine = engine_of(folder, sequences, 600)
     decode(engine, sequences, context, 3)
-    assert engine.num_running == sequences
+    assert len(engine.scheduler.running) == sequences
     return engine
 
 

@@ -135,7 +135,7 @@ def facts(outputs: list[TokenOutput]) -> Any:
 
 def assert_empty(engine: Engine) -> None:
     assert engine.blocks.available == engine.blocks.num_blocks
-    assert not engine._sequences and not engine.has_work()
+    assert not engine.sequences and not engine.has_work()
     if engine.pool.state_slots is not None:
         assert sorted(engine.pool.state_slots._free) == list(range(engine.config.max_num_seqs))
 
@@ -219,13 +219,13 @@ def watch_published(engine: Engine) -> Callable[[], None]:
     """What is published are tokens of prompts and answers alone, and their KV is that of these tokens."""
     log, known = engine.blocks.watch(), []
     texts: dict[BlockIdentity, list[list[int]]] = {b"": [[]]}
-    forget = engine._sequences.forget
+    forget = engine.sequences.forget
 
     def remember(sequence: Any) -> None:
         known.append([*sequence.token_ids])
         forget(sequence)
 
-    engine._sequences.forget = remember  # type: ignore[method-assign]
+    engine.sequences.forget = remember  # type: ignore[method-assign]
 
     def check() -> None:
         stored = [event for event in log.take() if event.kind == "stored"]
@@ -248,13 +248,13 @@ def num_launched_ahead(device: LateDevice) -> int:
 
 def test_the_next_step_is_laid_out_and_launched_while_one_runs(make_engine: MakeEngine) -> None:
     engine, device = make_engine()
-    lay_out = engine._scheduler.following
+    lay_out = engine.scheduler.following
 
     def following(step: Any) -> Any:
         device.log.append(("lay out", device.num_steps))
         return lay_out(step)
 
-    engine._scheduler.following = following  # type: ignore[method-assign]
+    engine.scheduler.following = following  # type: ignore[method-assign]
     for number in range(3):
         engine.add(request(str(number), prompt_of(10, number), 20))
     engine.step()
@@ -290,10 +290,10 @@ def test_no_step_follows_one_that_left_a_prompt_out(make_engine: MakeEngine) -> 
     engine.step()
     engine.add(request("b", prompt_of(80, 1), 5))
     engine.step()
-    lone = ScheduledStep([engine._sequences["a"]], [1])
-    assert engine._scheduler.following(lone) is None
+    lone = ScheduledStep([engine.sequences["a"]], [1])
+    assert engine.scheduler.following(lone) is None
     engine.abort("b")
-    assert engine._scheduler.following(lone) is not None
+    assert engine.scheduler.following(lone) is not None
 
 
 def test_nothing_is_launched_for_those_that_end_by_their_number(make_engine: MakeEngine) -> None:
@@ -332,7 +332,7 @@ def test_what_a_late_row_writes_harms_nobody(make_engine: MakeEngine, ends: str)
     engine.add(request("a", prompt_of(20), 60))
     engine.step()
     engine.step()
-    sequence = engine._sequences["a"]
+    sequence = engine.sequences["a"]
     if ends == "by a stop token":
         sequence.params.stop_token_ids.extend(range(VOCAB_SIZE))
         assert engine.step().outputs[0].finish_reason == "stop"
@@ -366,7 +366,7 @@ def test_a_row_without_a_finite_score_fails_alone(make_engine: MakeEngine) -> No
     for name in "ab":
         engine.add(request(name, prompt_of(10, ord(name)), 6))
     engine.step()
-    (place,) = [blocks[0] for blocks in engine._sequences["a"].held.blocks]
+    (place,) = [blocks[0] for blocks in engine.sequences["a"].held.blocks]
     device.put(lambda: engine.pool.memory[place].view(torch.float32).fill_(torch.nan))
     found: dict[str, list[TokenOutput]] = {"a": [], "b": []}
     while engine.has_work():
