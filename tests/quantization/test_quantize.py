@@ -242,7 +242,7 @@ def test_options_that_do_not_fit(
 def test_all_faults_are_told_at_once_before_the_model_is_loaded(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "_model", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(command, "load_frozen", lambda *_: pytest.fail("loaded"))
     (tmp_path / "out").write_text("mine")
     faults = {"--bits": 3, "--group-size": 64, "--samples": 9000, "--held-out": tmp_path / "none"}
     said = run(folder, tmp_path / "out", "gptq", **faults)
