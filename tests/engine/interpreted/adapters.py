@@ -127,7 +127,7 @@ def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """The name of who decodes from now on."""
     name: str = request.param
     if name != "CUDA decoder":
-        monkeypatch.setattr(cuda_runner, "fits", lambda model: False)
+        monkeypatch.setattr(cuda_runner, "unfit", lambda program: "for a test")
     return name
 
 
@@ -145,7 +145,7 @@ def test_steps_without_adapters_are_those_of_a_server_without(
         assert ours.num_replays - before[1] == plain.num_replays - before[0] == (number < 3)
         if number < 3:
             replays = ours.num_replays
-            ours.runner.run(ADAPTED[number], [0])
+            ours.runner.run(Step(ADAPTED[number], [0]))
             assert ours.num_replays == replays + (number > 0)
 
 
