@@ -219,7 +219,7 @@ class Dispatcher:
         self, request: LiveRequest, at: Assignment, worker: Worker, output: TokenOutput, now: float
     ) -> int:
         """Return the number of tokens that the answer gained."""
-        if at.stage is Stage.PREFILL and worker is not at.first:
+        if worker is not at.first and not at.has_answered:
             request.early.append(output)
             return 0
         num_before = request.choice.num_tokens
@@ -274,22 +274,27 @@ class Dispatcher:
     def _count_tokens(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> None:
         at, num_before = request.assignment, len(request.output_token_ids)
         assert at is not None
-        if not at.has_answered:
-            request.times.answered_at = now
-            self._placer.answered(request, at, now)
+        if not at.is_decoding:
+            self._advance(request, at, worker, now)
         if not num_before:
             request.first_token_time = now
             self._metrics.first_token(request, now)
         else:
             request.times.num_steps += 1
             self._metrics.inter_token_latency.observe(now - request.last_token_time)
-        if worker is at.decode:
-            request.failures = 0
-            if at.stage is not Stage.DECODE:
-                request.times.taken_over_at = now
-                self._placer.loads.taken_over(at)
         request.last_token_time = now
         request.output_token_ids.extend(output.token_ids)
+
+    def _advance(self, request: LiveRequest, at: Assignment, worker: Worker, now: float) -> None:
+        """Record a first token: the first worker has answered, or the decode worker has taken over."""
+        if not at.has_answered:
+            request.times.answered_at = now
+            self._placer.answered(request, at, now)
+        if worker is at.decode:
+            request.failures = 0
+            if not at.is_decoding:
+                request.times.taken_over_at = now
+                self._placer.loads.taken_over(at)
 
     # --- failover ---------------------------------------------------------------------------------
 

@@ -50,7 +50,11 @@ _SHOWN: Mapping[Stage, LiveStage] = {
     Stage.HANDED_OVER: "transfer",
     Stage.DECODE: "decode",
 }
+_DECODE = Stage.DECODE
+"""Each token asks for it, and Python 3.11 looks an enumeration's member up slowly."""
 _AT_FIRST = (Stage.HELD, Stage.PREFILL, Stage.TRANSFER)
+_ANSWERED = (_DECODE, Stage.TRANSFER, Stage.HANDED_OVER)
+_SENT = (*_ANSWERED, Stage.PREFILL)
 
 
 @dataclass(eq=False, slots=True)
@@ -98,14 +102,17 @@ class Assignment:
 
     def is_sent_to(self, worker: Worker) -> bool:
         """Return whether the worker has the request, so that outputs may come from it."""
-        if self.stage is Stage.HELD or self.stage is Stage.UNPLACED:
-            return False
-        return worker is self.decode or worker is self.prefill
+        return self.stage in _SENT and (worker is self.decode or worker is self.prefill)
 
     @property
     def has_answered(self) -> bool:
         """Whether a token has come."""
-        return self.stage in (Stage.TRANSFER, Stage.HANDED_OVER, Stage.DECODE)
+        return self.stage in _ANSWERED
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the decode worker has sent a token."""
+        return self.stage is _DECODE
 
     @property
     def answered_by(self) -> Worker | None:
