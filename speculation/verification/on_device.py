@@ -19,8 +19,7 @@ from engine.step.sequence import SequenceState
 from engine.triton_support import ceil_div
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
-from speculation.verification.rows import Decision, DraftedRows
-from speculation.verification.rules import BLOCK, OWN, STANDARD
+from speculation.verification.rows import BLOCK, OWN, STANDARD, Decision, DraftedRows
 
 _TILE = 2048
 _MOST_NODES = 63

@@ -16,6 +16,9 @@ from engine.step.sequence import SequenceState
 from engine.upload import Upload
 from protocol.outputs import TokenLogprobs
 
+OWN, STANDARD, BLOCK = RULES = range(3)
+"""The rules that kernels know: nodes are accepted while they are the target's own tokens, or by chance."""
+
 
 @dataclass(slots=True, eq=False)
 class Decision:
