@@ -150,7 +150,7 @@ def test_more_tokens_fit_and_the_format_has_a_name_of_its_own(make_engine: Make,
     for each in (engine, plain):
         each.add(ask(0))
         run(each)
-    assert not engine.blocks.tables[0].entries.keys() & plain.blocks.published()
+    assert not engine.blocks.tables[0].entries.keys() & plain.blocks.tables[0].entries.keys()
 
 
 def test_heads_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
