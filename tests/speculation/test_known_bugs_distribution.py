@@ -12,17 +12,16 @@ import pytest
 import torch
 
 from engine.engine import Engine
-from engine.sampler import Sampler
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import Verification
-from speculation.drawing import Chain, Drawing
 from tests.engine.sampler_reference import distribution
 from tests.speculation import scripted
 from tests.speculation.scripted import ScriptedDrafter
 from tests.speculation.small_engine import VOCAB_SIZE, ask, prompt_of, run, small_config, tokens
+from tests.statistics.toy_speculation import LogitsRunner
 
 BY_CHANCE: list[Verification] = ["standard", "block"]
 
@@ -51,16 +50,15 @@ def test_bugs_01_and_03_drafts_come_with_the_distribution_they_were_drawn_from(
 ) -> None:
     """All processing included, and from the very logits that the ratio is made of, whatever their dtype."""
     size, count = 20, 3_000
-    chains = [Chain(sequence_of(seed, [2, 2, 7], **PROCESSING[name])) for seed in range(count)]
+    sequences = [sequence_of(seed, [2, 2, 7], **PROCESSING[name]) for seed in range(count)]
     logits = 2 * torch.randn(2, 1, size, generator=torch.Generator().manual_seed(5)).to(dtype)
-    drawing = Drawing(Sampler(size, "cpu", []), "standard")
-    for step in logits:
-        drawing.extend(chains, step.expand(count, -1))
+    steps = iter(logits)
+    runner = LogitsRunner(size, lambda last: next(steps).expand(len(last), -1))
+    drawn = runner.draft(sequences, 2, "standard")
     for depth in range(2):
-        drawn = [chain.draft() for chain in chains]
-        for chain, draft in zip(chains[:20], drawn, strict=False):
+        for sequence, draft in zip(sequences[:20], drawn, strict=False):
             assert draft.distributions is not None and draft.distributions.dtype is torch.float32
-            row = chain.sequence.sampling_row(draft.token_ids[:depth])
+            row = sequence.sampling_row(draft.token_ids[:depth])
             exact = distribution(logits[depth, 0], row)
             torch.testing.assert_close(draft.distributions[depth].double(), exact, atol=1e-6, rtol=1e-5)
         counts = torch.bincount(torch.tensor([draft.token_ids[0] for draft in drawn]), minlength=size)
@@ -71,10 +69,9 @@ def test_bugs_01_and_03_drafts_come_with_the_distribution_they_were_drawn_from(
 
 
 def test_bug_04_what_no_chance_chose_has_no_distribution() -> None:
-    chains = [Chain(sequence_of(0, [])), Chain(sequence_of(1, [], temperature=0.0))]
-    Drawing(Sampler(20, "cpu", []), "standard").extend(chains, torch.randn(2, 20))
-    assert chains[0].draft().distributions is not None
-    assert chains[1].draft().distributions is None
+    runner = LogitsRunner(20, lambda last: torch.randn(len(last), 20))
+    drafts = runner.draft([sequence_of(0, []), sequence_of(1, [], temperature=0.0)], 1, "standard")
+    assert [draft.distributions is not None for draft in drafts] == [True, False]
 
 
 @pytest.mark.parametrize("verification", ["coupled", *BY_CHANCE])

@@ -15,13 +15,15 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from engine.batch.rows import SequenceRows
+from engine.batch.runner import Fill, ForwardOutput, Step
 from engine.sampler import Sampler
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
-from protocol.speculation import Verification
-from speculation.drawing import Chain, Drawing
+from protocol.speculation import SpeculativeConfig, Verification
+from speculation.chains import ChainDrafting, DraftRows
 from speculation.verification.verify import verify
 
 VOCAB_SIZE = 8
@@ -112,17 +114,40 @@ def _alone() -> Iterator[None]:
 # --- drafters ---------------------------------------------------------------------------------------
 
 
+@dataclass
+class LogitsRunner:
+    """Runs a draft without KV: `logits_of` has the logits [sequences, vocab_size] after the newest tokens."""
+
+    vocab_size: int
+    logits_of: Callable[[list[int]], Tensor]
+    can_fill = False
+
+    def run(self, step: Step, fill: Fill | None = None) -> ForwardOutput:
+        return ForwardOutput(self.logits_of([rows.token_ids[-1] for rows in step.batch]), None)
+
+    def draft(
+        self, sequences: Sequence[SequenceState], length: int, verification: Verification
+    ) -> list[Draft]:
+        """Chains of so many tokens, drawn as drafters draw them."""
+        options = SpeculativeConfig(method="ngram", verification=verification)
+        sampler, device = Sampler(self.vocab_size, "cpu", []), torch.device("cpu")
+        drafting = ChainDrafting(self, options, device, _rows_of, lambda logits: logits, sampler)
+        rows = [SequenceRows(each.token_ids[-1:], each.position - 1, [[]]) for each in sequences]
+        return drafting.draft(sequences, rows, [length] * len(sequences))
+
+
+def _rows_of(sequence: SequenceState, rows: DraftRows) -> SequenceRows:
+    return SequenceRows(rows.token_ids, sequence.position + rows.first, [[]])
+
+
 def sampled_chain(draft: Tensor, length: int, verification: Verification) -> Propose:
-    """As stochastic drafters draw."""
-    drawing = Drawing(Sampler(len(draft), "cpu", []), verification)
+    """Drafts drawn from a table, as a draft model's are."""
+    runner = LogitsRunner(len(draft), lambda last: draft.log()[last])
 
     def propose(sequences: list[SequenceState]) -> None:
-        chains = [Chain(sequence) for sequence in sequences]
-        for _ in range(length):
-            last = [(chain.token_ids or chain.sequence.token_ids)[-1] for chain in chains]
-            drawing.extend(chains, draft.log()[last])
-        for chain in chains:
-            chain.sequence.draft = chain.draft()
+        drafts = runner.draft(sequences, length, verification)
+        for sequence, drawn in zip(sequences, drafts, strict=True):
+            sequence.draft = drawn
 
     return propose
 
