@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Downloader:
-    """What comes holds until the next download but one has begun."""
+    """Brings tensors to the host. Each result holds until the next download but one has begun."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -19,7 +19,7 @@ class Downloader:
         return self.begin(values)()
 
     def begin(self, values: Tensor) -> Callable[[], Tensor]:
-        """What waits for them, and for nothing that the device is given after this."""
+        """Return a function that waits for the values, but not for later work of the device."""
         if self._device.type == "cpu":
             return lambda: values
         self._pinned, self._other = self._other, self._pinned

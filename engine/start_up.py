@@ -1,4 +1,4 @@
-"""What an engine tells of its start: one line of text for each thing that was chosen or measured."""
+"""Describes an engine's start: one line of text for each thing that was chosen or measured."""
 
 from __future__ import annotations
 

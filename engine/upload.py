@@ -28,7 +28,7 @@ def _views_of(arrays: Sequence[np.ndarray]) -> list[Tensor]:
 class Pinned(NamedTuple):
     buffer: Tensor
     bytes: np.ndarray
-    """Of the buffer."""
+    """The buffer's memory."""
     copied: torch.cuda.Event
     """Recorded behind its latest copy."""
 
@@ -45,7 +45,7 @@ class Uploader:
         self._layout: list[tuple[np.dtype, tuple[int, ...]]] = []
         self._parts: list[slice] = []
         self._tensors: list[Tensor] = []
-        """Of the layout: they change with it alone."""
+        """The tensors of the layout. They change only when it does."""
 
     def __call__(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         layout = [(array.dtype, array.shape) for array in arrays]

@@ -35,7 +35,7 @@ class LinearShape(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What is added to a linear layer's outputs: `up` @ `down` @ x, in float32; [rank, in], [out, rank]."""
+    """A product added to a linear layer's outputs: `up` @ `down` @ x, in float32; [rank, in], [out, rank]."""
 
     down: Tensor
     up: Tensor

@@ -32,7 +32,7 @@ def kernel() -> Callable[..., None]:
 
 
 def kernel_address() -> int:
-    """Of the kernel's function, for native callers. Raises BuildError."""
+    """Return the address of the kernel's function, for native callers. Raises BuildError."""
     return ctypes.cast(kernel(), ctypes.c_void_p).value or 0  # type: ignore[arg-type]
 
 
@@ -76,7 +76,7 @@ _attached: WeakSet[nn.Module] = WeakSet()
 
 
 def begin_step(additions: Sequence[Addition]) -> None:
-    """What the layers add from now on, whatever model they belong to."""
+    """Set what the layers of all models add from now on."""
     global _current
     _current = additions
 

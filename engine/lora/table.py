@@ -52,7 +52,7 @@ def adaptable(model: PreTrainedModel) -> dict[str, LinearShape]:
 
 @dataclass(eq=False)
 class Weights:
-    """Of a loaded adapter. `products` are by the paths of the linear layers: packed where the kernel of CPUs
+    """A loaded adapter. `products` are by the paths of the linear layers: packed where the kernel of CPUs
     adds them, else in the model's dtype, with a `table` of them on the device (`engine.lora.placed`).
     """
 
@@ -65,7 +65,7 @@ class Weights:
 
 
 class OtherTables(Protocol):
-    """Those of a worker's other ranks, which keep in each slot what this one has there."""
+    """The tables of a worker's other ranks: each slot holds there what it holds here."""
 
     def keep(self, slot: int, path: str, raw: RawAdapter) -> None:
         """Raises `AdapterError`; then none of them has it."""
@@ -100,7 +100,7 @@ class Adapters:
             others.keep(slot, weights.path, self._checked(weights.path, weights.digest, None).raw)
 
     def read(self, path: str, on_piece: Callable[[], None] = lambda: None) -> AdapterFiles:
-        """What `load` and `require` take, from the disk, which may take long: for any thread. `on_piece` is
+        """Read what `load` and `require` take. The disk may take long; any thread may call it. `on_piece` is
         called as for `read_adapter`. Raises `AdapterError`.
         """
         return read_adapter(path, self.linears, self.max_rank, on_piece)
@@ -119,18 +119,18 @@ class Adapters:
         return adapter
 
     def unload(self, name: str) -> None:
-        """Who uses it goes on. Unknown names are ignored."""
+        """Forget a name. Requests that use the adapter go on. Unknown names are ignored."""
         for slot, weights in list(self._weights.items()):
             if weights.named.pop(name, None) is not None:
                 self._drop_unused(slot)
 
     def drop_unused(self) -> None:
-        """Those that are awaited no more."""
+        """Drop the adapters that nobody uses, names or awaits."""
         for slot in list(self._weights):
             self._drop_unused(slot)
 
     def listed(self) -> list[Adapter]:
-        """Those with a name."""
+        """Return the adapters that have a name."""
         return [adapter for weights in self._weights.values() for adapter in weights.named.values()]
 
     def require(self, adapter: Adapter, files: AdapterFiles | None = None) -> int:
@@ -154,8 +154,8 @@ class Adapters:
         return self._weights[slot]
 
     def addresses(self, batch: Sequence[SequenceRows]) -> list[int]:
-        """Of the table of each sequence's adapter, which stays there while one of them uses it, and until
-        the device has run what was launched meanwhile; 0: none.
+        """Return the address of each sequence's adapter table. It stays there while a sequence uses it and
+        until the device has run what was launched meanwhile; 0: none.
         """
         return [self._address(rows.adapter) for rows in batch]
 
@@ -167,11 +167,11 @@ class Adapters:
         return table.data_ptr()
 
     def keep(self, slot: int, path: str, raw: RawAdapter) -> None:
-        """What another table has in this slot. Raises `AdapterError`."""
+        """Load the adapter that another rank has in this slot. Raises `AdapterError`."""
         self._put(slot, path, parse_adapter(raw, self.linears, self.max_rank))
 
     def drop(self, slot: int) -> None:
-        """What `keep` was asked to keep, if it did."""
+        """Drop the adapter of a slot, if `keep` loaded one."""
         weights = self._weights.pop(slot, None)
         if weights is not None:
             del self._slots[weights.digest]

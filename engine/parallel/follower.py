@@ -59,7 +59,7 @@ def _keep(loaded: LoadedModel, message: KeepAdapter) -> AdapterKept:
 
 
 def _map_pool(link: socket.socket) -> mmap.mmap | None:
-    """What `Leader.lend` lends; None where rank 0 is gone."""
+    """Map the pool that `Leader.lend` lends; None if rank 0 is gone."""
     _, fds, _, _ = socket.recv_fds(link, 1, 1)
     if not fds:
         return None

@@ -24,7 +24,7 @@ GATHER_TIMEOUT_S = 10.0
 
 _HEADER_BYTES = mmap.PAGESIZE
 _ROOM_BYTES = 16 << 20
-"""Of each of the two rooms, more than any row takes. Memory is taken as it is touched: some 256 KiB."""
+"""The size of each of the two rooms, more than any row takes. Only touched memory is used: some 256 KiB."""
 
 
 class LostRankError(TandemError):
@@ -56,7 +56,7 @@ def _library() -> ctypes.CDLL:
 
 
 class Columns(NamedTuple):
-    """Those that a rank has of rows that have `width` of them."""
+    """The columns that a rank has of rows of `width` columns."""
 
     own: range
     width: int
@@ -81,7 +81,7 @@ class Ranks:
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """Of the exchange and its function that gathers, for native callers. They ask `check` afterwards."""
+        """The addresses of the exchange and of its gather function. Native callers ask `check` afterwards."""
         gather = ctypes.cast(_library().tandem_gather, ctypes.c_void_p).value
         return ctypes.addressof(self._exchange), gather or 0
 

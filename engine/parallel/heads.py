@@ -19,7 +19,7 @@ class Heads(NamedTuple):
 
 
 def own_heads(queries: int, keys: int, ranks: Ranks) -> Heads:
-    """Of so many attention heads and KV heads. Where there are more ranks than KV heads, several ranks have
+    """Return a rank's share of the attention and KV heads. With more ranks than KV heads, several ranks have
     the same one: each writes the same values to its place in the pool, and has some of its attention heads.
     """
     group = queries // keys

@@ -47,7 +47,7 @@ class ExpertsShare(nn.Module):
         self.owners = torch.tensor([rank for rank, part in enumerate(parts) for _ in part])
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Of rows [rows, hidden size], with the numbers of their experts, [rows, k], and how these count."""
+        """Run rows [rows, hidden size] through their experts [rows, k], weighted by `top_k_weights`."""
         (rows, chosen), width = top_k_index.shape, hidden_states.shape[1]
         experts = top_k_index.reshape(-1, 1)  # each row once for each of its experts
         is_own = (experts >= self.own.start) & (experts < self.own.stop)

@@ -172,7 +172,7 @@ def _told(link: socket.socket, timeout_s: float) -> Iterator[None]:
 
 
 def _follow(follow: Follow, parent: int, ranks: Ranks, link: socket.socket) -> NoReturn:
-    """What follows in a forked process."""
+    """Follow rank 0 in a forked process."""
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == parent:

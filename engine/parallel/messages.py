@@ -1,4 +1,4 @@
-"""What rank 0 and the others say to each other, and how it travels over their sockets."""
+"""The messages between rank 0 and the other ranks, and how they travel over their sockets."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Of NumPy's numbers, which drafts may have."""
+    """Convert NumPy's numbers, which drafts may have."""
     return value.item()
 
 

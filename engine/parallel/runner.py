@@ -70,7 +70,7 @@ class ShareRunner:
 
 
 def _share_heads(loaded: LoadedModel, ranks: Ranks) -> list[Heads]:
-    """Of each layer."""
+    """Return this rank's heads of each layer."""
     group = loaded.kv_group
     queries = loaded.model.config.get_text_config(decoder=True).num_attention_heads
     if queries % ranks.size:

@@ -20,7 +20,7 @@ from engine.quantization.weight import INT4_ZERO, CodeFormat, QuantizedWeight
 _BITS = 4
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where each of eight outputs lies in its word: the inverse of `_ORDER`."""
+"""The place of each of eight outputs in its word: the inverse of `_ORDER`."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ _PARSE: dict[Any, Callable[[Mapping[str, Any]], Layout]] = {
 
 
 def parse_layout(config: Mapping[str, Any]) -> Layout:
-    """Of a `quantization_config`. Raises UnsupportedModelError, naming the field."""
+    """Return the layout of a `quantization_config`. Raises UnsupportedModelError, naming the field."""
     method = config.get("quant_method")
     if method not in _PARSE:
         known = ", ".join((*_PARSE, mxfp4.METHOD))

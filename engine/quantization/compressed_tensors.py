@@ -73,7 +73,7 @@ class Scheme:
         return cls(format, bits, symmetric, rounds_inputs=rounds)
 
     def weights(self) -> dict[str, Any]:
-        """What `parse` reads."""
+        """Return the scheme as `parse` reads it."""
         strategy = "block" if self.block else "group" if self.group_size else "channel"
         return {
             "num_bits": self.bits,
@@ -161,7 +161,7 @@ class CompressedTensors:
         return replace(weight, input_group=layer.in_features) if scheme.rounds_inputs else weight
 
     def write(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Of a weight in the first scheme."""
+        """Return the tensors of a weight in the first scheme."""
         scheme = self.schemes[0][1]
         return _WRITE[scheme.format](weight, scheme)
 
@@ -180,8 +180,8 @@ def _is_named(target: str, name: str) -> bool:
 
 
 def _are_int8(inputs: Mapping[str, Any]) -> bool:
-    """Where their scale is fixed, each row has its own here, too: that rounds no worse. Without symmetry they
-    keep their precision.
+    """Whether inputs are rounded to int8. A fixed scale becomes one for each row. Asymmetric inputs keep
+    their precision.
     """
     kind = inputs.get("num_bits"), inputs.get("type", "int"), inputs.get("symmetric", True)
     return kind == (8, "int", True)

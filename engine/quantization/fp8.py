@@ -20,7 +20,7 @@ from engine.quantization.stored import (
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 
 _SCALES = ("weight_scale_inv", "weight_scale")
-"""What weights are multiplied by, under either name."""
+"""The names of the factors of weights."""
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ METHOD = "mxfp4"
 
 BLOCKS, SCALES = "_blocks", "_scales"
 _GROUP_BYTES = 16
-"""Of 32 codes, the lower four bits of a byte first."""
+"""The bytes of 32 codes; the lower four bits of a byte come first."""
 _BIAS, _NAN = 127, 255
-"""Of E8M0."""
+"""The exponent's bias and the code of NaN in E8M0."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def pack_pairs(codes: Tensor) -> Tensor:
 
 
 INT8_ZERO = 128
-"""Of codes of 8 bits that are stored without a sign."""
+"""The zero point of 8-bit codes that are stored without a sign."""
 
 
 def move_zero(codes: Tensor) -> Tensor:

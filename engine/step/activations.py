@@ -1,4 +1,4 @@
-"""What the largest step takes of a GPU's memory beside the pool: measured before the pool is made."""
+"""Measures the GPU memory that the largest step takes in addition to the pool, before the pool is made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.kv.layout import PoolLayout
 from engine.kv.pool import KVPool
 
 _FIRST_TOKENS = 2
-"""Of a forward before the measured one: what the first one takes and keeps is no step's."""
+"""The tokens of a first forward, not measured: what it allocates once is not a step's."""
 
 
 def activation_bytes(
@@ -26,7 +26,7 @@ def activation_bytes(
     choose: Callable[[Tensor], object],
     adapter: int = 0,
 ) -> int:
-    """Of a forward of `num_tokens` tokens of a prompt with an `adapter`'s slot, and of what `choose` does
+    """Measure a forward of `num_tokens` prompt tokens with an `adapter`'s slot, and what `choose` does
     with the logits of `rows` of them.
     """
     blocks = list(range(-(-num_tokens // layout.block_size)))

@@ -13,7 +13,7 @@ _SHORT, _LONG = 64, 1024
 _ROWS = 8
 _CHUNKS = (16, 128)
 _RUNS, _LEAST_RUNS = 5, 2
-"""Of each step. The fastest counts: whatever disturbs only adds, and the first one finds cold memory."""
+"""How often each step runs. The fastest counts: disturbances only add time, and the first run is cold."""
 _MOST_S = 0.5
 """Seconds after which no more than the least runs are made."""
 

@@ -9,7 +9,7 @@ from engine.step.sequence import SequenceState
 
 
 def embeddings(launched: Launched) -> dict[SequenceState, bytes]:
-    """Of the step's prompts, as far as they are computed, by the last layer's states that it captured."""
+    """Return the embeddings of the prompts that this step ends, from the last layer's captured states."""
     packed, rows, end = launched.packed, {}, 0
     for sequence, each in zip(launched.step.sequences, packed.batch, strict=True):
         end += len(each.token_ids)

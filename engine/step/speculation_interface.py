@@ -1,4 +1,4 @@
-"""What the engine asks of a speculator: drafts before a step, verdicts after its forward.
+"""The interface of a speculator: drafts before a step, verdicts after its forward.
 
 The engine makes room for drafts, runs them with the other rows, and keeps what was accepted.
 """
@@ -57,7 +57,7 @@ class Speculator(Protocol):
         ...
 
     def state(self, request_id: str) -> DraftState:
-        """What to hand over beside the blocks of a finished prefill."""
+        """Return what a hand-off carries in addition to the blocks of a finished prefill."""
         ...
 
     def prepare(self, step: ScheduledStep, num_active: int, make_room: MakeRoom) -> bool:
@@ -104,5 +104,5 @@ class Speculator(Protocol):
         ...
 
     def report(self) -> SpeculationState:
-        """What speculation does and costs now."""
+        """Return what speculation does and costs now."""
         ...

@@ -1,4 +1,4 @@
-"""What adapters add to rows of a product, each row by its own adapter, which it names by an address."""
+"""Adds adapters to rows of a product. Each row names its own adapter by an address."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _rows_of(adapters, row, num_rows, ROWS: tl.constexpr):
 
 @triton.jit
 def _side(adapter, layer, SIDE: tl.constexpr, DTYPE: tl.constexpr):
-    """Of an adapter's table [layers, 3]: `down` or `up` of a layer, and its rank, 0 where it has none."""
+    """Return a layer's `down` or `up` from an adapter's table [layers, 3], and its rank, 0 for none."""
     fields = adapter.to(tl.pointer_type(tl.int64)) + layer * 3
     matrix = tl.multiple_of(tl.load(fields + SIDE).to(tl.pointer_type(DTYPE)), 16)
     return matrix, tl.multiple_of(tl.load(fields + 2).to(tl.int32), 8)

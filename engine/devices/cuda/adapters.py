@@ -20,7 +20,7 @@ from engine.lora.table import Adapters
 from engine.triton_support import ceil_div, power_of_two
 
 _ROWS, _COLUMNS, _MOST_RANKS = 16, 128, 64
-"""Of a program."""
+"""The rows, columns and ranks that one program computes."""
 _SPLIT, _DEPTH_BYTES = 1024, 256
 """Inputs that a program adds up, and how much of them at a time."""
 _STEP = 16
@@ -44,7 +44,7 @@ class AdaptedProduct:
 
     @classmethod
     def of(cls, paths: Sequence[str], adapters: Adapters) -> AdaptedProduct:
-        """Of these linear layers."""
+        """Describe the product of these linear layers."""
         numbers, shapes = [*adapters.linears], [adapters.linears[path] for path in paths]
         parts, first = [], 0
         for path, shape in zip(paths, shapes, strict=True):
@@ -112,8 +112,8 @@ class AdaptedProduct:
 
 
 class ModuleAdapters(NamedTuple):
-    """What a model's modules add in a step (`engine.lora.layers`): `products` by the paths of linear layers,
-    `adapters` of the rows, as `AdaptedProduct.add` has them.
+    """The additions of a model's modules in a step (`engine.lora.layers`): `products` by linear
+    layers' paths, `adapters` of the rows, as `AdaptedProduct.add` has them.
     """
 
     products: Mapping[str, AdaptedProduct]

@@ -13,7 +13,7 @@ PLAIN, INT8, FP8, INT4, MXFP4 = map(tl.constexpr, range(5))
 
 @triton.jit
 def _values(words, zero, like, KIND: tl.constexpr):
-    """What the low four bits of `words` stand for, or all eight, exactly, in the dtype of `like`."""
+    """Decode the low four bits of `words`, or all eight, exactly, into the dtype of `like`."""
     if KIND == PLAIN:
         values = words
     elif KIND == INT8:

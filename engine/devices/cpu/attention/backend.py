@@ -146,7 +146,7 @@ class CpuBackend:
         return out
 
     def _check(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """What the kernel would read or write out of bounds."""
+        """Refuse what the kernel would read or write out of bounds."""
         if self._metadata is None:
             raise RuntimeError("begin_step must come before forward")
         if not 0 <= layer < len(self._layers):

@@ -36,13 +36,13 @@ def _library() -> tuple[Callable[..., None], Callable[..., None]]:
 
 
 def kernel_addresses() -> tuple[int, int]:
-    """Of the convolution and of linear attention, for native callers. Raises BuildError."""
+    """Return the addresses of the convolution and of linear attention. Raises BuildError."""
     conv, attend = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in _library())  # type: ignore[arg-type]
     return conv, attend
 
 
 def layer_state_slots(state_slots: StateSlots) -> ctypes.Array[LayerStateSlotsArgs]:
-    """What the kernels read and write of each layer."""
+    """Return each layer's slots, as the kernels read and write them."""
     is_bf16 = state_slots.layout.dtype is torch.bfloat16
     described = []
     for layer, of in zip(state_slots.layout.layers, state_slots.layers, strict=True):

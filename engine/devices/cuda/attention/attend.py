@@ -158,7 +158,7 @@ def _queries(
     TAIL_PADDED: tl.constexpr,
     MULTIPLIED: tl.constexpr,
 ):
-    """Of rows that begin at `place`: what meets the first KEY_PADDED values of a key, and the others."""
+    """Load rows from `place`: the part for the first KEY_PADDED values of a key, and the rest."""
     d = tl.arange(0, KEY_PADDED)
     q = tl.load(place + d[None, :], mask=live[:, None] & (d < KEY_DIM)[None, :], other=0.0).to(MULTIPLIED)
     q_tail = q
@@ -183,7 +183,7 @@ def _seen_by_all(
     KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """Where, within the keys [begin, stop), the blocks of KEYS begin and end that need no mask: rows at
+    """Return the begin and end, within the keys [begin, stop), of the blocks of KEYS without a mask: rows at
     places from `oldest` to `newest` see all of them.
     """
     free = begin

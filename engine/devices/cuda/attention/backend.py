@@ -22,13 +22,13 @@ from protocol.handoff import ROW_QUANTIZATIONS
 
 LOG2E = 1.4426950408889634
 MULTIPLIED = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-"""What the matrix units take of rows of a dtype."""
+"""The type that the matrix units multiply for rows of a dtype."""
 
 LARGEST_DIM = 512
-"""Of values and coded keys. Other keys may have so many more, as in latent attention."""
+"""The largest size of values and coded keys. Other keys may have as many more, as in latent attention."""
 
 PARTS_BYTES = 256 * 1024**2
-"""Of the parts of splits at a time. A step with more of them takes several launches a layer."""
+"""The size of the splits' parts at a time. A step with more takes several launches a layer."""
 
 _TREE_KEYS = 64
 """The most that a tree has."""
@@ -40,7 +40,7 @@ _MOST_MEMBERS = 16
 
 @dataclass(frozen=True)
 class _Plan:
-    """What `plan` lists."""
+    """The tiles that `plan` lists."""
 
     sequence: Tensor
     first_row: Tensor
@@ -50,7 +50,7 @@ class _Plan:
 
 
 class PoolLayer:
-    """What the kernels are told of a layer's part of the pool."""
+    """A layer's part of the pool, as the kernels take it."""
 
     def __init__(self, kv: LayerKv, rows: KvRows) -> None:
         _, self.block_size, self.kv_heads, key_dim = kv.keys.shape
@@ -278,7 +278,7 @@ class TritonBackend:
         return self._plans.setdefault((short, tokens), _Plan(*lists))
 
     def _check(self, of: PoolLayer, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """What the kernels would read or write out of bounds."""
+        """Refuse what the kernels would read or write out of bounds."""
         assert self._metadata is not None
         rows, (key_dim, value_dim) = len(self._metadata.slot_mapping), of.dims
         keys, values = (rows, of.kv_heads, key_dim), (rows, of.kv_heads, value_dim)

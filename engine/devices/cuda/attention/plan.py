@@ -49,8 +49,8 @@ def keys_of(
     ROWS: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """Of a tile: the row after its sequence's last, the place of row 0's key, were it of the sequence, the
-    first key of the sequence that may be seen, and the keys [low, high) that the tile's rows may see.
+    """Return for a tile: the row after its sequence's last, the place that row 0 would have in the sequence,
+    the first key of the sequence that may be seen, and the keys [low, high) that the tile's rows may see.
     """
     end_row = tl.load(query_start + sequence + 1)
     origin = tl.load(context_len + sequence) - end_row

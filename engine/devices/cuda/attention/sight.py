@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def popcount(bits):
-    """Of uint64."""
+    """Count the set bits of uint64."""
     bits = bits - ((bits >> 1) & 0x5555555555555555)
     bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
     bits = (bits + (bits >> 4)) & 0x0F0F0F0F0F0F0F0F
@@ -17,7 +17,7 @@ def popcount(bits):
 
 @triton.jit
 def highest_bits(bits, count):
-    """Of uint64, its `count` highest set bits, at least one."""
+    """Return the `count` highest set bits of uint64, at least one."""
     below = tl.zeros(bits.shape, tl.uint64)  # binary search: this many bits may go
     for power in tl.static_range(5, -1, -1):
         many = popcount(bits >> (below + ((1 << power) - 1))) > count

@@ -1,4 +1,4 @@
-"""What the kernels compute scores and sums with. Logarithms are to base 2."""
+"""The arithmetic of scores and sums in the kernels. Logarithms are to base 2."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fade(top, new):
 
 @triton.jit
 def mean(total, mass, top):
-    """Of what rows [M] have added up: the weighted mean, and the logarithm of the weights' sum."""
+    """Return the weighted mean of the sums of rows [M], and the logarithm of the weights' sum."""
     safe = tl.where(mass == 0.0, 1.0, mass)
     return total / safe[:, None], top + tl.log2(safe)
 

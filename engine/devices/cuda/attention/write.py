@@ -10,7 +10,7 @@ from engine.devices.cuda.attention.codes import encode
 
 @triton.jit
 def scale_at(scales, block, token, head, block_bytes, token_bytes):
-    """Where a row's scale lies among `scales` [blocks, tokens, heads]."""
+    """Return the address of a row's scale among `scales` [blocks, tokens, heads]."""
     return scales + block * (block_bytes // 4) + token * (token_bytes // 4) + head
 
 
@@ -56,7 +56,7 @@ def write(
     PAGE: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Of a row (program 0) and a KV head (program 1). Strides are in elements, of codes in bytes."""
+    """Write a row (program 0) of a KV head (program 1). Strides are in elements, for codes in bytes."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot < 0:

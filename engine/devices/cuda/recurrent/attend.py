@@ -18,7 +18,7 @@ DRAFTED = tl.constexpr(plan.DRAFTED)
 ADVANCE = tl.constexpr(plan.ADVANCE)
 CERTAIN = tl.constexpr(plan.CERTAIN)
 PRECISION = tl.constexpr("tf32x3")
-"""Of products: float32's, but for its last bits."""
+"""The precision of products: float32's except for the last bits."""
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def _read(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What queries and keys find in the state, [ROWS, BLOCK], and in each row's key, [ROWS, ROWS]."""
+    """Multiply queries and keys with the state, [ROWS, BLOCK], and with each row's key, [ROWS, ROWS]."""
     row = sources[0]
     slot = tl.arange(0, ROWS)
     lower = slot[:, None] >= slot[None, :]
@@ -108,7 +108,7 @@ def _read(
 
 @triton.jit
 def _solved(low, high, value, strength, lacks, by_key, added):
-    """What the new rows add to the state under their keys, one after the other, by the delta rule."""
+    """Solve, one row after the other, for what rows add to the state under their keys (delta rule)."""
     slot = tl.arange(0, added.shape[0])
     for t in range(low, high):
         at = (slot == t)[:, None]

@@ -56,7 +56,7 @@ def convolve(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of a sequence (program 0). REACH is the width of the tables `before` and `tails`."""
+    """Run a sequence (program 0). REACH is the width of the tables `before` and `tails`."""
     sequence = tl.program_id(0)
     entry = sequences + sequence * SEQUENCE_COLUMNS
     state_slot = tl.load(entry).to(tl.int64)

@@ -49,7 +49,7 @@ def keep(
     WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of a sequence (program 0), a block of the keys' columns and one of the decays'. Heads share keys, so
+    """Keep a sequence's (program 0) block of key columns and of decay columns. Heads share keys, so
     this comes behind all of them.
     """
     entry = sequences + tl.program_id(0) * SEQUENCE_COLUMNS

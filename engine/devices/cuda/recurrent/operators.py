@@ -43,7 +43,7 @@ class TritonOperators:
         self.use(tables.on(self._upload(tables.arrays)))
 
     def tables(self, spans: Sequence[RowSpan], room: Room | None = None) -> Tables[np.ndarray]:
-        """Of a step that is about to run, with this room."""
+        """Make the tables of a step that is about to run, padded to this room."""
         bases = [self._state_slots.run(span) for span in spans]
         tables = tables_of(spans, bases, self._state_slots.layout, self._reach)
         return tables if room is None else padded(tables, room)

@@ -13,7 +13,7 @@ from engine.devices.cuda.recurrent.keep import NO_SEAT, SEQUENCE_COLUMNS, clear_
 
 @triton.jit
 def _token_at(source, rows, window, column, inside, WIDTH: tl.constexpr):
-    """Of the step's rows or the state slot's window, WIDTH columns each."""
+    """Load a token from the step's rows or from the state slot's window, WIDTH columns each."""
     mine = rows + source.to(tl.int64) * WIDTH
     return tl.load(
         tl.where(source >= 0, mine, window + (-1 - source) * WIDTH) + column, mask=inside, other=0.0
