@@ -27,12 +27,12 @@ export class Watch {
 
   #see(worker, costs, now) {
     const before = this.#known.get(worker.id);
-    const computed = worker.parts.computed_tokens_total ?? 0;
+    const computed = worker.counters.computed_tokens_total ?? 0;
     const same = before?.incarnation === worker.incarnation && now > before.at;
     const speed = same ? Math.max(0, computed - before.computed) / ((now - before.at) / 1000) : 0;
     const { incarnation, role } = worker;
     this.#known.set(worker.id, { incarnation, role, computed, at: now });
-    const running = worker.num_running + (worker.parts.draft_requests_open ?? 0);
+    const running = worker.num_running + (worker.counters.draft_requests_open ?? 0);
     return { ...worker, costs, state: worker.lifecycle, speed, running };
   }
 

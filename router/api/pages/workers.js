@@ -11,7 +11,7 @@ export function showWorkers({ workers }) {
 
 function row(worker) {
   const cell = (label, ...content) => html("td", { "data-label": label }, ...content);
-  const here = worker.parts !== undefined;
+  const here = worker.counters !== undefined;
   const bad = !["ready", "draining"].includes(worker.state);
   return html("tr", { class: worker.role },
     html("th", { scope: "row" }, worker.id),
@@ -76,6 +76,6 @@ function link({ from, to, transport, bytes_per_s: speed, moved, refused }) {
 
 /** Return the diagram's line about a worker: its requests, or its state if it is not ready. */
 export const atWork = (worker) =>
-  worker.parts === undefined ? worker.state
+  worker.counters === undefined ? worker.state
     : worker.state !== "ready" ? worker.state
       : plural(worker.running + worker.num_waiting, "request");
