@@ -88,7 +88,9 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def pointed(reference: str, root: Mapping[str, Any]) -> Any:
-    """Return the schema that a reference within `root` names, None if there is none."""
+    """Return the schema at a pointer (`#/...`) within `root`, None if there is none or for an anchor."""
+    if reference.partition("/")[0] != "#":
+        return None
     schema: Any = root
     for step in reference.split("/")[1:]:
         step = step.replace("~1", "/").replace("~0", "~")

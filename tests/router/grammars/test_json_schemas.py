@@ -282,6 +282,20 @@ def test_wherever_a_schema_is_given(fields: dict[str, Any]) -> None:
         grammar_of(fields)
 
 
+def test_references() -> None:
+    """An anchor's name is no reference to the whole schema, and so not to itself."""
+    number = {"$anchor": "number", "type": "integer"}
+    named = schema_grammar({"$ref": "#number", "$defs": {"A": number}}, "f")
+    assert takes(LLMatcher(BYTES, named, log_level=0), "7")
+    for schema in (
+        {"$ref": "#"},
+        {"allOf": [{"$ref": "#"}]},
+        {"properties": {"a": {"$ref": "#/properties/a"}}},
+    ):
+        with pytest.raises(InvalidRequestError, match="leads back to itself"):
+            schema_grammar(schema, "f")
+
+
 def test_schemas_in_lark() -> None:
     """Not what looks like one in a literal, an expression or a comment."""
     grammar = """
