@@ -18,8 +18,7 @@ logger = logging.getLogger("tandem.engine")
 def gomp_parallel() -> int:
     """Return the address of GOMP_parallel in the OpenMP runtime that torch itself uses, or 0.
 
-    Torch's threads spin for a while after each operator, so threads of our own (threads.py) would wait for a
-    core.
+    Torch's threads spin for a while after each operator, so threads of our own would wait for a core.
     """
     torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:

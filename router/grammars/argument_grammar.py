@@ -204,7 +204,7 @@ class _Rules:
         if ref in self._made:
             return self._made[ref]
         node = pointed(ref, self._root)
-        if node is None or not ref.startswith("#"):
+        if node is None:
             raise self._error(f"{path}$ref", f"there is no {ref!r}")
         name = self._made[ref] = self._new()
         self.lines.append(f"{name}: {self.value(node, f'{ref}.')}")

@@ -100,7 +100,7 @@ def check_references(schema: Mapping[str, Any], field: str) -> None:
             return True
         reference, parts = node.get("$ref"), node.get("allOf")
         same = [*parts] if isinstance(parts, list) else []
-        if isinstance(reference, str) and reference.startswith("#"):
+        if isinstance(reference, str):
             same.append(pointed(reference, schema))
         if any(is_endless(each, (*above, id(node))) for each in same):
             return True
