@@ -352,6 +352,13 @@ def test_room_is_taken_in_every_table_or_in_none() -> None:
     assert held.extents() == [Extent(0, [0, 1]), Extent(1, [2, 3]), Extent(2, [4, 5])]
 
 
+def test_a_reservation_without_a_prefix_begins_at_the_window_of_its_last_row() -> None:
+    blocks = manager_of(MIXED, 70)
+    reserved = reserve_blocks(blocks, TOKENS[:270], ROOT)
+    assert reserved is not None and reserved[1] == 0
+    assert reserved[0].first_places == [0, WINDOW.first_place(270), SMALL.first_place(270)]
+
+
 def test_room_that_falls_behind_the_window_comes_again_at_the_end() -> None:
     """So nobody takes it meanwhile, until all of the sequence has its place."""
     blocks = manager_of(Kind((None, WINDOW), 0, 0), 40)
@@ -416,6 +423,18 @@ def test_a_copied_block_holds_the_draft_kv_that_its_source_holds(is_drafted: boo
     second, _ = started(blocks, TOKENS[:32])
     assert len(copies_of(blocks)) == 1
     assert second.num_drafted == (32 if is_drafted else 0)
+
+
+@pytest.mark.parametrize(("kind", "is_shared"), [(FULL, False), (STATES, True)])
+def test_blocks_computed_twice_become_one_where_states_are_kept(kind: Kind, is_shared: bool) -> None:
+    """The prefix of a state must not age before it."""
+    blocks = manager_of(kind, 8)
+    first, second = started(blocks, TOKENS[:32])[0], started(blocks, TOKENS[:32])[0]
+    first.publish(TOKENS, 32), second.publish(TOKENS, 32)
+    assert (second.blocks == first.blocks) is is_shared
+    assert blocks.available == 8 - (2 if is_shared else 4)
+    first.free(), second.free()
+    assert (blocks.available, blocks.num_cached) == (8, 2)
 
 
 def test_tokens_before_the_window_count_as_drafted() -> None:
@@ -530,11 +549,12 @@ class LosesStates(FakeTier):
         return super().load(names, block_ids)
 
 
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_a_state_comes_back_with_its_tokens(is_lost: bool) -> None:
+@pytest.mark.parametrize(("kind", "lost"), [(FakeTier, 0), (LosesStates, 0), (FakeTier, 1)])
+def test_a_state_comes_back_with_its_tokens(kind: type[FakeTier], lost: int) -> None:
+    """Where a part of the state or a block of its tokens gets lost, neither comes back."""
     names = state_identities(IDENTITIES[3], STATES.state_blocks)
-    kind = LosesStates if is_lost else FakeTier
-    blocks = manager_of(STATES, 12, kind([*IDENTITIES, *names]))
+    is_lost = kind is LosesStates or lost > 0
+    blocks = manager_of(STATES, 12, kind([*IDENTITIES, *names], lost))
     log = blocks.watch()
     assert missing_blocks(blocks, TOKENS[:70], ROOT) == ([*IDENTITIES[:4], *names], 0)
     found = admit(blocks, TOKENS[:70], ROOT)
@@ -602,6 +622,13 @@ def with_all_but_the_window(tier: FakeTier) -> tuple[BlockManager, list[int]]:
         blocks.tables[0].publish(identity, [block])
     blocks.dereference(here)
     return blocks, here
+
+
+def test_a_window_that_got_lost_below_is_computed_again() -> None:
+    """The first row to be computed would read blocks before those that were found."""
+    blocks = manager_of(ALONE, 20, FakeTier(IDENTITIES[8:12], 4))
+    admitted = admit(blocks, TOKENS[:200], ROOT)
+    assert admitted is not None and (admitted[1], admitted[0].first_places) == (0, [0])
 
 
 def test_a_reservation_looks_again_for_what_got_lost() -> None:
