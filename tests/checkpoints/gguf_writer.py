@@ -44,8 +44,9 @@ def write_gguf(
     without: str = "",
     **fields: Any,
 ) -> None:
-    """Write a model with its matrices in a type, with `more` tensors, `without` one. `fields` are further
-    ones of the metadata, by their names without the architecture.
+    """Write a model with its matrices in a GGUF type, adding the tensors of `more` and leaving out `without`.
+
+    `fields` are further metadata, by their names without the architecture.
     """
     config = model.config
     told = {

@@ -1,4 +1,4 @@
-"""Models of each architecture, written as GGUF and loaded, against the models themselves."""
+"""Models of each architecture are written as GGUF, loaded, and compared with the originals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "stablelm": {"attention.layer_norm_epsilon": 1e-5, "rope.dimension_count": 4},
     "starcoder2": {"attention.layer_norm_epsilon": 1e-5},
 }
-"""Transformers' own reader reads the last two."""
+"""Metadata by architecture. For the last two, Transformers' own reader adds nothing."""
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": False},
     "gemma2": {"tie_word_embeddings": True},
@@ -52,7 +52,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "starcoder2": {"sliding_window": None},
 }
-"""What llama.cpp leaves to the architecture."""
+"""Fields that a GGUF file does not state, since llama.cpp derives them from the architecture."""
 MODEL_TYPES = {"qwen3moe": "qwen3_moe", "gemma3": "gemma3_text"}
 
 
@@ -89,7 +89,7 @@ def test_tokens_are_the_models(architecture: str, tmp_path: Path) -> None:
 def test_weights_are_those_that_transformers_reads(
     architecture: str, kind: GGMLQuantizationType, tmp_path: Path
 ) -> None:
-    """Linear layers stay quantized, the head too; fused experts are dequantized for float32."""
+    """Linear layers and the head stay quantized. Fused experts are dequantized for float32."""
     changes = {"moe_intermediate_size": 64, "tie_word_embeddings": architecture == "llama"}
     model = model_of(architecture, tmp_path / "hf", **changes)
     path = tmp_path / "model.gguf"
@@ -120,7 +120,7 @@ def test_the_folder_is_made_once_for_a_file(tmp_path: Path) -> None:
 
 
 def test_the_folder_is_made_without_torch(tmp_path: Path) -> None:
-    """A router starts without it, in seconds less."""
+    """A router starts without torch, which saves seconds."""
     code = (
         "import sys; from pathlib import Path; from checkpoints.gguf.folder import gguf_folder;"
         "gguf_folder(Path(sys.argv[1])); sys.exit('torch' in sys.modules)"
@@ -155,7 +155,7 @@ def test_rope_scaling(tmp_path: Path, fields: dict[str, Any], scaling: dict[str,
 
 
 def test_llama_3_scaling_is_found_by_its_factors(tmp_path: Path) -> None:
-    """llama.cpp stores what each frequency is divided by; the factors are those of Transformers."""
+    """llama.cpp stores the divisor of each frequency. The factors found must be those of Transformers."""
     told = {
         "rope_type": "llama3",
         "rope_theta": 10_000.0,
@@ -194,7 +194,7 @@ def test_llama_3_scaling_is_found_by_its_factors(tmp_path: Path) -> None:
         ("llama", {"block_count": 2}, r"tensor blk\.2\.\S+: LlamaForCausalLM has no such tensor"),
     ],
 )
-def test_what_cannot_be_served_is_a_clear_error(
+def test_an_unsupported_file_is_a_clear_error(
     architecture: str, fields: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     path = llama_file(tmp_path, **fields)

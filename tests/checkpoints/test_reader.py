@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "model.gguf"
 
 
-def test_it_reads_what_the_package_wrote(path: Path) -> None:
+def test_it_reads_files_of_the_gguf_package(path: Path) -> None:
     file = read_gguf(path)
     assert file.metadata == {"general.architecture": "llama", **METADATA}
     assert file.get("block_count") == 3
@@ -59,7 +59,7 @@ def test_a_file_cut_anywhere_names_itself_and_the_cause(path: Path) -> None:
         (4, struct.pack(">I", 3), "it is big-endian"),
     ],
 )
-def test_a_header_that_is_wrong(path: Path, place: int, value: bytes, reason: str) -> None:
+def test_a_wrong_header_is_refused(path: Path, place: int, value: bytes, reason: str) -> None:
     content = bytearray(path.read_bytes())
     content[place : place + len(value)] = value
     path.write_bytes(content)
@@ -67,7 +67,7 @@ def test_a_header_that_is_wrong(path: Path, place: int, value: bytes, reason: st
         read_gguf(path)
 
 
-def test_a_tensor_of_an_unknown_type(path: Path) -> None:
+def test_an_unknown_tensor_type_is_refused(path: Path) -> None:
     content = path.read_bytes()
     described = struct.pack("<Q", 8) + b"b.weight" + struct.pack("<IQQI", 2, 32, 2, Q8_0)
     assert described in content
@@ -76,7 +76,7 @@ def test_a_tensor_of_an_unknown_type(path: Path) -> None:
         read_gguf(path)
 
 
-def test_shards_are_one_file(tmp_path: Path) -> None:
+def test_shards_are_read_as_one_file(tmp_path: Path) -> None:
     for number in (1, 2):
         tensors = {f"{number}.weight": (np.zeros((1, 4), np.float32), F32)}
         write_raw(tmp_path / f"m-{number:05}-of-00002.gguf", "llama", {"split.count": 2}, tensors)

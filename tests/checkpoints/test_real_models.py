@@ -1,5 +1,5 @@
-"""SmolLM2 135M and Gemma 3 270M as their GGUF files: against what Transformers computes of the same file,
-quantized, and served by a split pair.
+"""SmolLM2 135M and Gemma 3 270M from GGUF files: compared with Transformers on the same file, quantized, and
+served by a split pair.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RAW = [
 ]
 ASKED = ["What is 2+2?", "Name three colours.", "Write a haiku about rain.", "Wer war Goethe? 🤔"]
 LONG = {SMOLLM2.name: TEXT[:1_000], GEMMA3.name: TEXT[:4_800]}
-"""The last is past 1,500 tokens: three of Gemma's windows."""
+"""Prompts. Gemma's exceeds 1,500 tokens, three of its windows."""
 NUM_TOKENS = 10
 MODELS = pytest.mark.parametrize("model", [SMOLLM2, GEMMA3], ids=["smollm2", "gemma3"])
 SIZES: dict[str, Any] = {"max_model_len": 2560, "kv_cache_memory_bytes": 2**28, "device": "cpu"}
@@ -56,7 +56,7 @@ def engine_of(model: str | Path, **options: Any) -> Engine:
 
 
 def compile_of(model: Packaged) -> str:
-    """PyTorch takes a minute to compile Gemma, which has no native decoder."""
+    """Return the `compile` option. PyTorch takes a minute to compile Gemma, which has no native decoder."""
     return "auto" if model is SMOLLM2 else "off"
 
 
@@ -71,7 +71,7 @@ def prompts_of(model: Packaged) -> dict[str, list[int]]:
     prompts = [tokenizer(text).input_ids for text in (*RAW, LONG[model.name])]
     for text in ASKED:
         message = {"role": "user", "content": text}
-        if tokenizer.chat_template is None:  # Gemma's file is of the model before its tuning
+        if tokenizer.chat_template is None:  # Gemma's file is the base model, without a chat template
             prompts.append(tokenizer(f"Q: {text}\nA:").input_ids)
         else:
             chat = tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=True)
@@ -81,14 +81,14 @@ def prompts_of(model: Packaged) -> dict[str, list[int]]:
 
 @cache
 def reference_of(model: Packaged) -> PreTrainedModel:
-    """The file's values, by Transformers' reader, in float32."""
+    """Load the file's values by Transformers' reader, in float32."""
     path = gguf_file(model)
     config = AutoConfig.from_pretrained(hf_source(str(path)))
     del config.quantization_config
     reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=reference)
     assert reference.load_state_dict(read["tensors"], strict=False).missing_keys == ["lm_head.weight"]
-    return reference  # the head is tied
+    return reference  # the head shares the embeddings' weights
 
 
 def shortfalls(model: Packaged, found: dict[str, TokenOutput]) -> torch.Tensor:
@@ -131,11 +131,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp8 KV": {"kv_cache_dtype": "fp8"},
 }
 LOSSES = {"int8": 0.02, "fp8": 0.04, "int4": 0.25, "mxfp4": 0.5, "int8 KV": 0.02, "fp8 KV": 0.03}
-"""By how much perplexity may grow."""
+"""The largest allowed growth of perplexity by format."""
 
 
 def perplexity(**options: Any) -> float:
-    """Return the perplexity of SmolLM2's weights, in bfloat16 before `options`, on a text."""
+    """Return the perplexity of SmolLM2 on a text, in bfloat16 unless `options` say otherwise."""
     ids = tokenizer_of(SMOLLM2)(TEXT[10_000:14_000]).input_ids
     engine = engine_of(smollm2(), dtype="bfloat16", **options)
     engine.add(ask("text", ids, 1, prompt_logprobs=0))
@@ -160,7 +160,7 @@ def test_perplexity_of_quantized_weights_and_kv(variant: str) -> None:
     assert -0.02 < loss < LOSSES[variant]
 
 
-def test_a_chat_ends_with_its_turn() -> None:
+def test_a_chat_ends_after_its_turn() -> None:
     message = {"role": "user", "content": "What is 2+2?"}
     tokenizer = tokenizer_of(SMOLLM2)
     ids = tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -185,7 +185,7 @@ def served(serving: HttpServing, ids: list[int]) -> list[int]:
 )
 @pytest.mark.timeout(900)
 def test_a_split_pair_with_drafts_and_a_killed_worker(model: Packaged, kv_cache_dtype: str) -> None:
-    """In bfloat16: the tokens are those of one engine that nothing happens to."""
+    """In bfloat16 the tokens equal those of one engine that runs undisturbed."""
     options: dict[str, Any] = {"dtype": "bfloat16", "compile": compile_of(model)}
     options["kv_cache_dtype"] = kv_cache_dtype
     prompts = prompts_of(model)

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files, against those that Transformers builds from the same files."""
+"""Tokenizers of GGUF files equal those that Transformers builds from the same files."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def check(path: Path) -> None:
             assert ours.decode(expected) == text
 
 
-def test_digits_stand_alone(tmp_path: Path) -> None:
+def test_digits_are_split_into_single_tokens(tmp_path: Path) -> None:
     ours = AutoTokenizer.from_pretrained(gguf_folder(write(tmp_path / "m.gguf", byte_level(280, "smollm"))))
     assert ours.tokenize("123") == ["1", "2", "3"]
     other = AutoTokenizer.from_pretrained(gguf_folder(write(tmp_path / "n.gguf", byte_level(280))))
@@ -115,7 +115,7 @@ def test_named_templates(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_one_that_cannot_be_built_is_a_clear_error(
+def test_an_unsupported_tokenizer_is_a_clear_error(
     tmp_path: Path, change: dict[str, Any], reason: str
 ) -> None:
     tokenizer = byte_level(280) | change

@@ -1,4 +1,4 @@
-"""Hosts with addresses of their own on one machine: a laptop, and a cluster that it reaches by SSH."""
+"""Makes hosts with their own addresses on one machine: a laptop, and a cluster that it reaches by SSH."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _USER_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def why_not() -> str:
-    """What keeps this machine from having such hosts; "" for nothing."""
+    """Return why this machine cannot make such hosts, or an empty string if it can."""
     if os.geteuid() != 0:
         return "making hosts needs root"
     missing = [program for program in PROGRAMS if shutil.which(program, path=_USER_PATH) is None]
@@ -34,7 +34,7 @@ def why_not() -> str:
 
 
 class Host(Isolated):
-    """One host."""
+    """A machine of the simulated network: a namespace with an SSH server."""
 
     def __init__(self, name: str, number: int, folder: Path) -> None:
         super().__init__(name, folder / f"{name}.log")
@@ -45,7 +45,7 @@ class Host(Isolated):
             shutil.copy(folder / each, self._folder)
 
     def start(self) -> None:
-        """Power on. It waits for its network, and listens for SSH then."""
+        """Power the host on. It waits for its network, then listens for SSH."""
         script = str(Path(__file__).with_name("host.sh"))
         environment = {"PATH": _USER_PATH, "LANG": "C.UTF-8", "HOME": str(Path.home())}
         self.launch(["bash", script, self.name, str(self._folder), sys.prefix], environment, cwd=ROOT)
@@ -60,15 +60,15 @@ class Host(Isolated):
         return self.process.poll() is None
 
     def run_as_user(self, *command: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-        """In a login shell of the cluster's user."""
+        """Run a command in a login shell of the cluster's user."""
         return self.run("su", "-", "tandem", "-c", shlex.join(command), timeout_s=timeout_s)
 
     def processes(self) -> list[psutil.Process]:
-        """All of the cluster's user that run."""
+        """Return the running processes of the cluster's user."""
         return [each for each in self.init.children(recursive=True) if _is_users(each)]
 
     def ports(self) -> list[str]:
-        """Addresses that processes of the user listen on."""
+        """Return the addresses that processes of the user listen on."""
         lines = self.run("ss", "-H", "-t", "-l", "-n").stdout.splitlines()
         return [address for line in lines if not (address := line.split()[3]).endswith(":22")]
 
@@ -77,7 +77,7 @@ class Host(Isolated):
 
 
 class Hosts:
-    """A laptop with the working tree, and a cluster on its bridge. No host has a default route."""
+    """A laptop with the working tree, and a cluster on the laptop's bridge. No host has a default route."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")], check=True)
@@ -97,7 +97,7 @@ class Hosts:
             raise
 
     def lose(self, host: Host) -> None:
-        """As if its cable were pulled, then its power."""
+        """Take a host's link down, then kill the host."""
         self.laptop.network("link", "set", f"to-{host.name}", "down")
         host.kill()
 
@@ -115,7 +115,9 @@ class Hosts:
 
 
 def _is_users(process: psutil.Process) -> bool:
-    """But for SSH's own, which keeps connections for a while."""
+    """Tell whether a process belongs to the cluster's user. SSH's own processes, which outlive a command, do
+    not count.
+    """
     try:
         runs = process.status() != psutil.STATUS_ZOMBIE and process.name() != "sshd"
         return runs and process.uids().real >= 1000
@@ -124,7 +126,7 @@ def _is_users(process: psutil.Process) -> bool:
 
 
 def copy_working_tree(target: Path) -> None:
-    """What git tracks or would, as it lies here."""
+    """Copy the files that git tracks, or would track, in their present state."""
     listed = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(listed, capture_output=True, check=True).stdout
     copy = ["rsync", "-a", "--from0", "--files-from=-", "--ignore-missing-args", f"{ROOT}/", f"{target}/"]

@@ -1,4 +1,4 @@
-"""A process with namespaces of its own, as hosts and containers are made of on one machine."""
+"""Runs a process in its own namespaces, which simulates hosts and containers on one machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ START_S = 20.0
 
 
 class Isolated:
-    """It has a network, mounts, processes and a name of its own, and ends with this process in any case."""
+    """A process tree with its own network, mounts, processes and host name. It ends with this process."""
 
     process: subprocess.Popen[bytes]
     init: psutil.Process
@@ -25,7 +25,7 @@ class Isolated:
         self.log_path = log_path
 
     def launch(self, command: Sequence[str], environment: Mapping[str, str], cwd: Path | None = None) -> None:
-        """Returns when it runs, with loopback alone."""
+        """Start the command and return when it runs. Its network has only the loopback device."""
         isolate = ["setpriv", "--pdeathsig", "KILL", "unshare"]
         isolate += ["--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
         with self.log_path.open("wb") as output:
@@ -43,19 +43,19 @@ class Isolated:
         self.network("link", "set", "lo", "up")
 
     def network(self, *command: str) -> None:
-        """Change its network with `ip`, before it has made its mounts too."""
+        """Run `ip` in this network. Works before the process has made its mounts, too."""
         inside = ("nsenter", "-n", "-t", str(self.init.pid), "--", "ip", *command)
         subprocess.run(inside, check=True, capture_output=True)
 
     def run(self, *command: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-        """As root, inside."""
+        """Run a command as root inside the namespaces."""
         namespaces = ["nsenter", "-a", "-t", str(self.init.pid), "--"]
         return subprocess.run(
             [*namespaces, *command], capture_output=True, text=True, timeout=timeout_s, check=False
         )
 
     def kill(self) -> None:
-        """All of its processes at once, and its network."""
+        """Kill all processes inside at once, which also removes the network."""
         if hasattr(self, "process"):
             with contextlib.suppress(psutil.NoSuchProcess, AttributeError):
                 self.init.kill()

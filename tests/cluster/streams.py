@@ -1,8 +1,8 @@
 """Streams completions side by side, for use in a host's network.
 
-    python -m tests.cluster.streams URL COUNT TOKENS
+python -m tests.cluster.streams URL COUNT TOKENS
 
-Says "underway" once each of them has some tokens or has ended; the last line is a JSON list of `Stream`s.
+Prints "underway" once each stream has some tokens or has ended. The last line is a JSON list of `Stream`s.
 The API key is in TANDEM_API_KEY.
 """
 
@@ -18,14 +18,14 @@ import httpx
 import msgspec
 
 UNDERWAY = 8
-"""Events of a stream."""
+"""A stream is under way after this number of events."""
 
 
 class Stream(msgspec.Struct):
     text: str = ""
     events: int = 0
     events_before: int = 0
-    """Until all streams were under way."""
+    """The number of events that came before all streams were under way."""
     longest_gap_s: float = 0.0
     error: str = ""
 

@@ -1,7 +1,7 @@
-"""Ray's autoscaler starts nodes for a server under load, and ends them after it.
+"""Ray's autoscaler starts nodes for a server under load and ends them afterwards.
 
 The nodes are those of deploy/cluster-cloud.yaml, which Ray's `fake_multinode` provider starts on this
-machine, in namespaces of their own.
+machine, in its own namespaces.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ URL = "http://127.0.0.1:8000"
 WAIT_S = 120.0
 STREAMS, TOKENS = 24, 400
 QUICK = "import router.scaling.decide as decide; decide.INTERVAL_S, decide.SHORT_S = 1.0, 5.0"
-"""A few seconds of load count, not half a minute."""
+"""Makes the autoscaler act after a few seconds of load instead of half a minute."""
 
 INIT = """
 mount -t proc proc /proc; mount -t tmpfs tmpfs /dev/shm
 "$@" &
 while :; do wait -n || sleep 0.2; done
 """
-"""Reaps what nobody waits for."""
+"""Starts the command under an init process, which reaps orphans."""
 
 
 def node_types() -> dict[str, Any]:
-    """Those of the cloud's file. What a host there has of cores Ray finds by itself."""
+    """Return the node types of cluster-cloud.yaml without their numbers of cores, which Ray detects."""
     types = yaml.safe_load((ROOT / "deploy" / "cluster-cloud.yaml").read_text())["available_node_types"]
     for kind in types.values():
         kind["resources"] = {"CPU": 2, **kind["resources"]}
@@ -60,8 +60,9 @@ def node_types() -> dict[str, Any]:
 
 
 def cluster_file() -> dict[str, Any]:
-    """All nodes have one address, so Ray must know them by their ids, and none has SSH: without these two it
-    ends nodes that serve.
+    """Return a cluster configuration for nodes that share one address and have no SSH.
+
+    Without `use_node_id_as_ip` and `disable_node_updaters` Ray would end nodes that serve.
     """
     provider = {
         "type": "fake_multinode",
@@ -90,7 +91,7 @@ def cluster_file() -> dict[str, Any]:
 
 
 class Growing(Isolated):
-    """A Ray head with its autoscaler, and `tandem serve` in its cluster."""
+    """A Ray head with its autoscaler, and `tandem serve` in the cluster."""
 
     def __init__(self, folder: Path, session: str) -> None:
         super().__init__("growing", folder / "ray.log")
@@ -100,7 +101,7 @@ class Growing(Isolated):
         file.write_text(json.dumps(cluster_file()))
         kernels = os.environ.get("TANDEM_CACHE_DIR") or str(Path.home() / ".cache" / "tandem")
         home = {"HOME": str(folder), "TANDEM_CACHE_DIR": kernels}
-        # All nodes are at 127.0.0.1.
+        # All nodes have the address 127.0.0.1.
         of_ray = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
         plain = {k: v for k, v in os.environ.items() if not k.startswith(("TANDEM_", "RAY_"))}
         self._environment = plain | home | of_ray
@@ -123,7 +124,7 @@ class Growing(Isolated):
             self._within(command, stdout=output, stderr=subprocess.STDOUT)
 
     def stream(self) -> list[dict[str, Any]]:
-        """Some completions side by side."""
+        """Stream some completions side by side."""
         command = ["env", "TANDEM_API_KEY=none", sys.executable, "-m", "tests.cluster.streams"]
         asker = self._within([*command, URL, str(STREAMS), str(TOKENS)], stdout=subprocess.PIPE)
         output, _ = asker.communicate(timeout=WAIT_S)
@@ -141,14 +142,14 @@ class Growing(Isolated):
         return {each["id"] for each in self.get("/workers")["workers"] if each["lifecycle"] == "ready"}
 
     def load(self) -> str:
-        """What the router and its workers say of themselves."""
+        """Return the loads that the router and its workers report."""
         try:
             return f"{self.get('/workers')}\n{self.run('curl', '-sS', '-m', '10', URL + '/metrics').stdout}"
         except (subprocess.SubprocessError, ValueError) as error:
             return repr(error)
 
     def nodes(self) -> Counter[str]:
-        """How many of each type run, by their processes."""
+        """Count the running nodes of each type by their processes."""
         found: Counter[str] = Counter()
         for process in self.init.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -163,7 +164,7 @@ class Growing(Isolated):
 
 @pytest.fixture
 def growing(tmp_path: Path) -> Iterator[Growing]:
-    with TemporaryDirectory(prefix="tandem-", dir="/tmp") as session:  # Ray's sockets have short paths only
+    with TemporaryDirectory(prefix="tandem-", dir="/tmp") as session:  # Paths of Ray's sockets must be short
         growing = Growing(tmp_path, session)
         yield growing
         growing.kill()
@@ -178,7 +179,7 @@ def test_nodes_come_under_load_and_go_after_it(growing: Growing) -> None:
 
     until(lambda: "Ray runtime started" in growing.log, "Ray runs")
     scaled = ("--autoscale", "decode=1:2", "--scale-down-after", "15", "--max-num-seqs", "4")
-    growing.serve(*scaled, "--placement", "least_loaded")  # a busy machine's first measurements place nothing
+    growing.serve(*scaled, "--placement", "least_loaded")  # costs measured on a busy machine mislead
     until(lambda: "Listening on" in growing.logs, "it serves")
     assert growing.nodes() == {"head": 1, "prefill": 1, "decode": 1}
     with under_load(growing) as asker:
@@ -195,7 +196,7 @@ def test_nodes_come_under_load_and_go_after_it(growing: Growing) -> None:
 
 @contextlib.contextmanager
 def under_load(growing: Growing) -> Iterator[Future[None]]:
-    """Completions run all the time, and none fails; what asks for them."""
+    """Keep completions running, check that none fails, and yield a function that reads the load."""
     is_over = threading.Event()
 
     def ask_again_and_again() -> None:

@@ -1,6 +1,7 @@
-"""The link between two hosts is slow, far, lossy, or cut and mended, under the product's own time-outs. fp32.
+"""A prefill worker streams KV to another host over `tcp` while the link is slow, far, lossy, or cut and
+mended.
 
-A prefill worker on one host streams KV to a decode worker on another one over `tcp`.
+All time-outs are the defaults. fp32.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ __all__ = ["folder", "reference"]
 
 DEFAULTS = ServeConfig()
 RATE = 4_000_000
-"""Bits a second of a slow link."""
+"""Bits per second of a slow link."""
 
 DELAY_S = 0.05
 LOSS = 0.05
 SENT_AGAIN = 6
-"""Segments over a cut link: most of a second on one connection, as TCP waits twice as long each time."""
+"""TCP retransmissions over a cut link. They take most of a second, since TCP doubles its wait each time."""
 
 WIRE = {"kv_transfers_total", "kv_transfer_bytes_total"}
 
 
 class Link:
-    """Two workers, one on each host, and what goes over the link between them."""
+    """Two workers on different hosts, and counters of the traffic between them."""
 
     def __init__(self, network: Network, serving: HttpServing) -> None:
         self.network, self.serving = network, serving
@@ -53,18 +54,18 @@ class Link:
         self.expected = tokens(self.ask())
 
     def ask(self) -> list[Future[dict[str, Any]]]:
-        """Stream all requests, whose prompts nobody has the KV of."""
+        """Stream all requests with a fresh cache salt, so that no worker has their KV."""
         salted = functools.partial(ask, self.serving, stream=True, cache_salt=next(self._salts))
         return [self._clients.submit(salted, request) for request in REQUESTS]
 
     def moved(self) -> dict[str, float]:
-        """Transfers and bytes from the one worker to the other, by their counters."""
+        """Return the prefill worker's counters of transfers and bytes to the decode worker."""
         pairs = self.serving.worker_states()["prefill-0"]["pairs"]
         (pair,) = [pair for pair in pairs if pair["peer"] == "decode-0" and pair["transport"] == "tcp"]
         return {name: pair["counters"].get(name, 0.0) for name in WIRE}
 
     def serve(self) -> tuple[float, float]:
-        """All requests over this link; returns their seconds, and the bytes that were moved."""
+        """Serve all requests over this link. Return their seconds, and the bytes that were moved."""
         before, elsewhere, began = self.moved(), self.elsewhere(), time.monotonic()
         self.check(self.ask())
         seconds = time.monotonic() - began
@@ -73,13 +74,15 @@ class Link:
         return seconds, self.moved()["kv_transfer_bytes_total"] - before["kv_transfer_bytes_total"]
 
     def check(self, answers: list[Future[dict[str, Any]]]) -> None:
-        """The tokens are those of a link that nothing happens to, and nothing is left of them."""
+        """Check that the tokens equal those over an undisturbed link and that every worker is empty
+        afterwards.
+        """
         assert tokens(answers) == self.expected
         self.serving.wait_empty()
         assert self.serving.metric("tandem_request_failures_total") == 0
 
     def elsewhere(self) -> float:
-        """Requests that went elsewhere than they were placed at first."""
+        """Count the requests that left their first placement."""
         return changes(self.serving) + self.serving.counter("prefill-0", "handoffs_kept_total")
 
     def close(self) -> None:
@@ -91,7 +94,7 @@ def tokens(answers: list[Future[dict[str, Any]]]) -> list[list[int]]:
 
 
 def sent_again(network: str) -> int:
-    """TCP segments that a host has sent once more, as nobody acknowledged them."""
+    """Return how many TCP segments a host has retransmitted."""
     inside = ["ip", "netns", "exec", network, "cat", "/proc/net/snmp"]
     lines = subprocess.run(inside, check=True, capture_output=True, text=True).stdout.splitlines()
     names, values = (line.split() for line in lines if line.startswith("Tcp:"))
@@ -112,7 +115,7 @@ def link(folder: Path, reference: PreTrainedModel) -> Iterator[Link]:
             router = functools.partial(RouterServer, link_host=network.hosts[""])
             patch.setattr(tests.e2e.serving, "RouterServer", router)
             workers = {"prefill-0": SLOW, "decode-0": ""}
-            # By cost, a link that was bad gets no KV until it is known to be better.
+            # The cost policy sends no KV over a link that was bad until it knows better.
             with HttpServing(folder, workers, placement="least_loaded", **defaults) as serving:
                 link = Link(network, serving)
                 assert link.expected[0] == greedy(reference, prompt(REQUESTS[0]), NUM_TOKENS)
@@ -141,7 +144,9 @@ def test_a_far_and_lossy_link(link: Link) -> None:
 
 @pytest.mark.parametrize("cut", ["between the workers", "off the network"])
 def test_a_link_is_cut_and_mended(link: Link, cut: str) -> None:
-    """Between the workers the router sees both all the time; a host off the network is taken for lost."""
+    """While only the link between the workers is cut, the router sees both. A host without network counts as
+    lost.
+    """
     network, serving = link.network, link.serving
     placed = serving.metric("tandem_placements_total")
     elsewhere = link.elsewhere()

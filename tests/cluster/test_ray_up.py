@@ -29,13 +29,13 @@ UP_S = SERVES_S = STREAMS_S = HEALED_S = 200.0
 ENDS_S = 10.0
 STREAMS = 100
 TOKENS = 500
-"""So many that none ends before all have begun, also on a busy machine."""
+"""Long enough that all streams have begun before one ends, also on a busy machine."""
 HOME = "/home/tandem"
 NAMED_PORTS = {8000, *range(6379, 6385), *range(6400, 6600)}
 
 
 class Cluster:
-    """What `ray up` makes, as the laptop sees it."""
+    """The cluster that `ray up` makes, as the laptop sees it."""
 
     def __init__(self, folder: Path) -> None:
         self.hosts = Hosts(folder, ["head", "worker1", "worker2"])
@@ -59,11 +59,11 @@ class Cluster:
 
     @property
     def log(self) -> str:
-        """What `tandem serve` has said."""
+        """Return the output of `tandem serve`."""
         return self.head.read(f"{HOME}/tandem-serve.log")
 
     def get(self, path: str, key: str | None = None, body: Any = None) -> tuple[int, Any]:
-        """Status and body; with a body of our own, of a POST."""
+        """Return status and body of a GET, or of a POST if there is a body."""
         header = f"Authorization: Bearer {key or self.key}"
         command = ["curl", "-sS", "-m", "10", "-w", "\n%{http_code}", "-H", header, self.url + path]
         if body is not None:
@@ -137,7 +137,9 @@ def test_a_cluster_comes_serves_loses_a_node_goes_and_comes_again(cluster: Clust
 
 
 def check_what_serves(cluster: Cluster) -> None:
-    """Prefill and decode on different hosts with all their cores, nothing alarming, and a key is needed."""
+    """Check that prefill and decode use all cores of different hosts, that nothing alarms, and that a key is
+    needed.
+    """
     assert cluster.get("/cluster", key="wrong")[0] == 401
     workers = cluster.workers_by_id()
     prefill, decode = (cluster.host_of(worker_id) for worker_id in ("prefill-0", "decode-0"))
@@ -156,13 +158,15 @@ def check_what_serves(cluster: Cluster) -> None:
 
 
 def is_named(address: str) -> bool:
-    """Whether docs/cluster.md names a port, or nobody else reaches it."""
+    """Tell whether docs/cluster.md names the port, or the port is reachable from its own host only."""
     host, _, port = address.rpartition(":")
     return host in ("127.0.0.1", "[::1]") or int(port) in NAMED_PORTS
 
 
 def lose_a_node(cluster: Cluster, expected: list[Stream]) -> None:
-    """In the middle of streams. They go on, the same, and the lost worker comes back on another node."""
+    """Lose a node during streams. They continue with the same tokens, and the worker comes back on another
+    node.
+    """
     streams = cluster.start_streams()
     underway(streams)
     lost = cluster.host_of("decode-0")
@@ -183,7 +187,7 @@ def is_back(cluster: Cluster, worker_id: str, lost: Host) -> bool:
 
 
 def leftovers(host: Host) -> list[str]:
-    """Processes and ports of the user; one that was ended may take a moment."""
+    """Return processes and ports of the user, after waiting a moment for those that are ending."""
     deadline = time.monotonic() + ENDS_S
     while (left := [*map(str, host.processes()), *host.ports()]) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -191,7 +195,7 @@ def leftovers(host: Host) -> list[str]:
 
 
 def end_ray(cluster: Cluster) -> None:
-    """`tandem serve`, which has begun, ends with the cluster that it is in, and says why."""
+    """End Ray under a starting `tandem serve`, which must end too and say why."""
     wait_until(lambda: "there is no room" in cluster.log, SERVES_S, lambda: cluster.log)
     pid = cluster.head.read(f"{HOME}/.tandem/serve.pid").strip()
     cluster.head.run_as_user(f"{HOME}/tandem/.venv/bin/ray", "stop")

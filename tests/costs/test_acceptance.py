@@ -1,4 +1,4 @@
-"""Acceptance: conditional rates of a method, and how hard a request's text is."""
+"""Acceptance estimates: a method's conditional rates, and corrections for a request's own text."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def request_of(method: MethodAcceptance, outcomes: list[tuple[int, int]] = []) -
     return request
 
 
-def test_before_anything_is_known_the_guess_stands() -> None:
+def test_without_observations_the_prior_stands() -> None:
     survival = request_of(method_of([])).survival()
     assert survival == pytest.approx([FIRST_RATE ** (place + 1) for place in range(DEPTH)])
 
 
-def test_a_class_has_rates_of_its_own_beside_the_methods() -> None:
+def test_a_class_has_its_own_rates_beside_the_methods() -> None:
     method = method_of([(4, 4)] * 400)
     sampled = MethodAcceptance(DEPTH, method.rates())
     assert sampled.rates() == pytest.approx(method.rates()), "it begins with what is known"
@@ -40,7 +40,9 @@ def test_a_class_has_rates_of_its_own_beside_the_methods() -> None:
 
 
 def test_survival_is_the_product_of_the_conditional_rates() -> None:
-    """Position 0 is accepted three times in four; where it is, position 1 always is, and position 2 never."""
+    """Position 0 is accepted three times in four. After an accepted position 0, position 1 always is, and
+    position 2 never.
+    """
     survival = request_of(method_of([(4, 2), (4, 2), (4, 2), (4, 0)] * 50)).survival()
     assert survival[0] == pytest.approx(0.75, abs=0.02)
     assert survival[1] == pytest.approx(survival[0], rel=0.03)
@@ -48,15 +50,15 @@ def test_survival_is_the_product_of_the_conditional_rates() -> None:
     assert survival == sorted(survival, reverse=True)
 
 
-def test_a_position_behind_a_rejected_one_is_not_blamed() -> None:
+def test_positions_after_a_rejected_one_are_not_counted() -> None:
     assert method_of([(4, 0)] * 20).rates() == method_of([(1, 0)] * 20).rates()
 
 
-def test_a_method_forgets() -> None:
+def test_old_observations_fade() -> None:
     assert method_of([(4, 4)] * 3000 + [(4, 0)] * 1500).rates()[0] < 0.1
 
 
-def test_a_request_in_hard_text_is_told_from_one_in_easy_text() -> None:
+def test_requests_in_hard_and_easy_text_get_different_rates() -> None:
     method = method_of([(4, 4), (4, 1)] * 50)
     typical = request_of(method).survival()
     hard, easy = request_of(method, [(4, 0)] * 3).survival(), request_of(method, [(4, 4)] * 3).survival()
@@ -65,14 +67,14 @@ def test_a_request_in_hard_text_is_told_from_one_in_easy_text() -> None:
     assert all(0 <= chance <= 1 for chance in hard + easy)
 
 
-def test_what_a_request_showed_fades_with_its_text() -> None:
+def test_a_requests_own_observations_fade() -> None:
     method = method_of([(4, 4), (4, 1)] * 50)
     request = request_of(method, [(4, 0)] * 5)
     request.age(int(6 * TEXT_MEMORY))
     assert request.survival() == pytest.approx(request_of(method).survival(), abs=0.02)
 
 
-def test_what_a_request_shows_counts_for_its_method_unless_it_is_blind() -> None:
+def test_a_requests_observations_count_for_its_method_unless_it_drafts_blindly() -> None:
     method = MethodAcceptance(DEPTH)
     before = method.rates()
     RequestAcceptance(method).observe(4, 0, 9, is_blind=True)
@@ -82,7 +84,7 @@ def test_what_a_request_shows_counts_for_its_method_unless_it_is_blind() -> None
     assert method.rates()[1:] == before[1:]
 
 
-def test_the_share_that_is_found() -> None:
+def test_the_share_of_drafts_that_find_a_match() -> None:
     method = MethodAcceptance(DEPTH)
     for _ in range(3000):
         method.observe_found(8, 8)

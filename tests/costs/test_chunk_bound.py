@@ -1,4 +1,4 @@
-"""Chunks of prompts beside sequences that decode keep within the budget, and only they."""
+"""Prompt chunks beside decoding sequences keep within the time budget. Without decoding there is no bound."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_step_keeps_within_its_budget():
         assert chunks.is_full and chunks.tokens(512, 0) == 0
 
 
-def test_who_asks_for_less_than_the_budget_bounds_the_step():
+def test_a_smaller_bound_that_a_request_asks_for_applies():
     chunks = bound(0.05)
     for slo_tpot_s, seconds in ((0.03, 0.024), (0.05, 0.04), (0.0625, 0.05), (1.0, 0.05)):
         chunks.begin(8, 0, slo_tpot_s)
@@ -49,7 +49,7 @@ def test_there_is_no_bound_without_budget_or_without_decoding():
         assert chunks.tokens(10_000, 10_000) == 10_000 and not chunks.is_full
 
 
-def test_prompts_get_on_where_decoding_alone_takes_longer():
+def test_prompts_progress_even_if_decoding_alone_exceeds_the_budget():
     chunks = bound(1e-6)
     chunks.begin(rows=8, context=0)
     count = chunks.tokens(512, 0)

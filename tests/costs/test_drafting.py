@@ -1,4 +1,4 @@
-"""What drafts are predicted to bring: the formulas, number by number."""
+"""Predicted gains of drafts, checked against formulas written out by hand."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.router.drafted import GPU_LIKE, drafter, speculation, target
 
 CHANCES = [0.5, 0.25]
 CURVE = StepCurve(4, speculation(20e-3, 1e-3).step_time)
-"""Of 4 requests: 24 ms, and 4 ms for each token that all of them verify."""
+"""A step of 4 requests: 24 ms, and 4 ms more for each token that all of them verify."""
 
 
 def test_without_drafts_each_step_brings_a_token_to_each_request():
     assert plain_rate(4, CURVE) == pytest.approx((4 / 24e-3, 1.0))
 
 
-def test_drafts_of_the_decode_workers_own_take_time_between_steps():
+def test_local_drafts_add_time_between_steps():
     state = MethodState(method="ngram", start_s=1e-3, level_s=2e-3, token_s=0.5e-3, found=0.5)
     tokens = 1 + 0.5 * 0.75
     seconds = (24e-3 + 0.5 * 2 * 4e-3) + 1e-3 + 2 * 2e-3 + 0.5e-3 * 4 * 2
@@ -32,19 +32,20 @@ def test_drafts_of_the_decode_workers_own_take_time_between_steps():
 @pytest.mark.parametrize(
     ("changes", "per_row", "plain_steps"),
     [
-        # Goes on with the chance 1/8, else begins anew after a step, whose token agrees every second time.
+        # With chance 1/8 the draft continues. Otherwise it starts again after a step, whose token agrees half
+        # of the time.
         ({}, 1.0, 7 / 8 * 1 / 0.5),
         ({"others": 4}, 1.0, 7 / 8 * 1 / 0.5),
-        # A draft of 3 tokens takes 1.5 steps, and one of 2 tokens one: half a step is missing, or one.
+        # A draft of 3 tokens takes 1.5 steps and one of 2 tokens takes 1, so half a step or one is missing.
         ({"step_s": 12e-3}, 1.0, 1 / 8 * 0.5 + 7 / 8 * 1 / 0.5),
-        # It hears of it after 24 ms, and has the second token 1 ms later.
+        # The draft worker hears of the token after 24 ms, and has the second drafted token 1 ms later.
         ({"answer_s": 47e-3}, 1.0, 7 / 8 * 1 / 0.5),
         ({"answer_s": 71e-3}, 1.0, 7 / 8 * 2 / 0.25),
-        # Two tokens in each of its steps.
+        # The draft worker drafts two tokens in each of its steps.
         ({"step_s": 16e-3}, 2.0, 7 / 8 * 1 / 0.5),
     ],
 )
-def test_drafts_of_a_draft_worker_are_there_in_some_of_the_steps(changes, per_row, plain_steps):
+def test_remote_drafts_arrive_in_time_for_some_steps(changes, per_row, plain_steps):
     shared = drafter(**{"step_s": 1e-3, "row_s": 0.0} | changes)
     shared = replace(shared, costs=msgspec.structs.replace(shared.costs, tokens_per_row=per_row))
     share = 1 / (1 + plain_steps)
@@ -72,7 +73,7 @@ def test_a_draft_workers_step_has_the_rows_of_all_its_targets():
         StepTimeState(sequences=[1, 2], drafted=[0, 1], seconds=[[1.0, 2.0], [0.0, 2.0]]),
     ],
 )
-def test_of_a_table_that_makes_no_sense_the_costs_of_steps_stand_in(table):
+def test_implausible_step_curves_are_replaced_by_step_costs(table):
     costs = drafter(step_s=3e-3, row_s=1e-3).costs
     curve = StepCurve(1, table, costs)
     assert [curve.seconds(0), curve.seconds(1)] == pytest.approx([4e-3, 5e-3])
@@ -92,13 +93,13 @@ def test_a_tree_takes_one_level():
     assert 1.0 < option.tokens_per_step / option.rate < 1.1
 
 
-def test_a_worker_without_the_drafts_weights_drafts_with_what_needs_none():
+def test_a_worker_without_draft_weights_uses_a_method_that_needs_none():
     asked = RequestSpeculation(method="ngram")
     option = Prospects(target(1, drafts_itself=False), asked=asked).local(DraftFacts())
     assert option is not None and option.place == DraftPlace("ngram", 63)
 
 
-def test_until_its_text_is_read_a_request_goes_on_without_drafts():
+def test_a_request_runs_without_drafts_until_its_text_is_read():
     shared = drafter()
     prospects = Prospects(target(4), [shared])
     plain, (drafting,) = prospects.nowhere(DraftFacts()).rate, prospects.elsewhere(DraftFacts())
@@ -109,7 +110,7 @@ def test_until_its_text_is_read_a_request_goes_on_without_drafts():
     assert option.rate == drafting.rate
 
 
-def test_what_the_draft_model_has_shown_tells_nothing_of_a_method_that_was_never_tried():
+def test_rates_of_the_draft_model_do_not_carry_over_to_an_untried_method():
     known, asked = speculation(rate=0.02), RequestSpeculation(method="ngram")
     option = Prospects(target(1, speculation=known), asked=asked).local(DraftFacts())
     assert option is not None and option.tokens_per_step > 2

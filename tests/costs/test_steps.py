@@ -1,4 +1,4 @@
-"""The costs of steps, fitted to what they took."""
+"""Step costs are fitted to measured steps."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def run(times: StepTimes, costs: StepCosts, count: int, noise: float = 0.0, most
             times.costs()
 
 
-def test_the_measurements_at_the_start_are_enough():
+def test_the_measurements_at_start_are_enough():
     assert weights(seeded(TRUE).costs()) == pytest.approx(weights(TRUE), rel=1e-3)
 
 
-def test_a_machine_that_turns_slower_is_followed():
+def test_costs_follow_a_machine_that_becomes_slower():
     times = seeded(TRUE)
     slow = StepCosts(**{name: 3 * getattr(TRUE, name) for name in WEIGHTS})
     run(times, slow, 3000, noise=0.1)
@@ -62,8 +62,8 @@ def test_a_machine_that_turns_slower_is_followed():
     assert found.error < 0.12
 
 
-def test_what_has_not_run_for_long_is_not_forgotten():
-    """Nothing but one sequence that decodes: what rows and prompts cost is known from the start."""
+def test_costs_of_work_that_has_not_run_for_long_stay():
+    """Only one sequence decodes, so the costs of rows and prompts are known from the start alone."""
     times = seeded(TRUE)
     for index in range(20_000):
         times.observe(StepWork(1, 100 + index % 50), seconds(StepWork(1, 100 + index % 50)))
@@ -84,7 +84,7 @@ def test_no_weight_is_negative_and_a_pause_counts_little():
 
 
 def run_lending(times: StepTimes, costs: StepCosts, count: int, *, lent_share: float) -> None:
-    """So many steps, some of them on the cores of two."""
+    """Observe `count` steps, a share of them on twice the cores."""
     rng = random.Random(0)
     for index in range(count):
         rows = rng.randint(1, 16)
@@ -96,7 +96,7 @@ def run_lending(times: StepTimes, costs: StepCosts, count: int, *, lent_share: f
             times.costs()
 
 
-def test_how_steps_gain_from_lent_cores_is_learned() -> None:
+def test_the_gain_from_lent_cores_is_learned() -> None:
     times = seeded(TRUE)
     assert times.costs().decode_scaling == times.costs().prefill_scaling == 0.0, "none are lent"
     times.borrows = True
@@ -115,8 +115,8 @@ def test_how_steps_gain_from_lent_cores_is_learned() -> None:
     assert found.error < 0.1
 
 
-def test_steps_on_lent_cores_tell_about_the_own_ones() -> None:
-    """Measured at the start on a busy machine, and never again without lent cores."""
+def test_steps_on_lent_cores_correct_the_costs_on_own_cores() -> None:
+    """The measurements at start were taken on a busy machine, and every later step runs on lent cores."""
     slow = StepCosts(**{name: 3 * getattr(TRUE, name) for name in WEIGHTS})
     times = seeded(slow)
     times.borrows = True

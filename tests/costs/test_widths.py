@@ -1,4 +1,4 @@
-"""Step times: a measured curve, and how windows of steps correct it without trusting any one of them."""
+"""Step times by width: a measured curve, corrected by windows of steps without trusting any one of them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_one_slow_window_moves_little() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.4, 2.5])
-def test_a_busy_machine_at_the_start_is_made_up_for(factor: float) -> None:
+def test_a_curve_measured_on_a_busy_machine_is_corrected(factor: float) -> None:
     target, noise = made(), random.Random(3)
     for _ in range(12):
         target.observe(2, 0, factor * seconds(made(), 2, 0) * noise.lognormvariate(0, 0.05))
@@ -56,7 +56,7 @@ def test_a_busy_machine_at_the_start_is_made_up_for(factor: float) -> None:
 
 
 def test_each_width_is_learned_on_its_own() -> None:
-    """The curve is that of one request: drafts of several cost more."""
+    """The curve was measured with one request. Drafts of several requests cost more."""
     target = made()
     for _ in range(30):
         target.observe(8, 0, 4e-3)
@@ -81,7 +81,7 @@ def test_drafting_takes_its_first_measurement_and_then_follows() -> None:
     assert draft.unit(1) < 2.2e-4
 
 
-def test_reading_is_measured_by_the_token() -> None:
+def test_reading_time_is_measured_per_token() -> None:
     draft = DraftTime(1e-4)
     draft.observe_reading(200, 1e-3)
     assert draft.per_read == pytest.approx(5e-6)

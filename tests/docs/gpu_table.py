@@ -1,4 +1,4 @@
-"""Writes docs/gpu.md, with figures of each compiled Triton kernel, in some minutes:
+"""Writes docs/gpu.md with figures of each compiled Triton kernel, in a few minutes:
 `python -m tests.docs.gpu_table`.
 """
 
@@ -180,7 +180,7 @@ _COLUMNS = "| kernel | {gpus} |\n|---|{rules}|\n".format(
 
 @dataclass(frozen=True)
 class Variant:
-    """A layer, and the rows of each of four sequences."""
+    """A kind of layer, and the number of rows of each of four sequences."""
 
     num_rows: int
     heads: int = 32
@@ -226,7 +226,7 @@ PRODUCTS = {
     "fp8, groups of 128": (CodeFormat.FP8, 128, False),
     "mxfp4": (CodeFormat.MXFP4, 32, False),
 }
-"""Format, inputs that share a scale, and whether there are zero points."""
+"""The format, the number of inputs that share a scale, and whether there are zero points."""
 
 PRODUCT_ROWS = {f"{name}, {rows} rows": (name, rows) for name in PRODUCTS for rows in (8, 512)}
 
@@ -236,7 +236,7 @@ DECODER_KERNELS = {
     "head norms, rotary embedding, KV write in fp8": ("rotate", "fp8_row_scales"),
     "gated activation": ("gate", "none"),
 }
-"""The kernel's name, and how KV is kept."""
+"""The kernel's name, and how KV is quantized."""
 
 
 SAMPLER_KERNELS = {
@@ -253,7 +253,7 @@ VERIFICATION_KERNELS = {
     "standard: acceptance and draw": ("recover", 0),
     "block: acceptance and draw": ("recover", 6),
 }
-"""The kernel's name, and how many lengths a chain may have that is judged as a block."""
+"""The kernel's name, and how many chain lengths block verification may see."""
 
 TREE_KERNELS = {
     "a round of growth": "grow",
@@ -280,8 +280,8 @@ RECURRENT = {
     "Nemotron-H, Falcon-H1: Mamba2": ("attend", 10240, (128, 8, 128, 64), 1, False),
     "Jamba: selective scan": ("scan", 8192, (8192, 1, 16, 1), 1, False),
 }
-"""The kernel's name; channels; heads, key heads, and values of keys and values; those of a decay; and whether
-there is a delta rule.
+"""The kernel's name; the channels; (heads, key heads, key dimension, value dimension); the decay's dimension;
+and whether the delta rule applies.
 """
 
 
@@ -290,7 +290,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 def stored(rows: KvRows, heads: int, dim: int, block_size: int = 16) -> StoredRows:
-    """A layer's keys or values in a pool of two layers."""
+    """Return the views of a layer's keys or values in a pool of two layers."""
     segment = Segment(2, heads, dim, rows.dtype, num_planes=1, quantization=rows.quantization)
     blocks = meta(64, segment.block_bytes(block_size), dtype=torch.uint8)
     return segment.views(blocks, block_size).part(slice(None), 1, 0)
@@ -567,7 +567,7 @@ KERNELS: tuple[Mapping[str, object], ...] = (
 
 
 def document() -> str:
-    """Return each section's head with a row for each kernel."""
+    """Return each section's heading with a row for each kernel."""
     heads = [
         head(),
         *(each.format(columns=_COLUMNS) for each in _HEADS),

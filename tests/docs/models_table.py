@@ -1,4 +1,5 @@
-"""Writes docs/models.md, what becomes of every causal model of the installed Transformers:
+"""Writes docs/models.md, which tells for every causal model of the installed Transformers whether it is
+served:
 `python -m tests.docs.models_table`, which takes a minute.
 """
 
@@ -93,7 +94,7 @@ def row(model_type: str, found: Verdict) -> str:
 
 
 def document(verdicts: dict[str, Verdict]) -> str:
-    """Of all types, by name."""
+    """Return the page's text for the verdicts of all types."""
     parts = [head()]
     for kind, title in _SECTIONS.items():
         rows = [row(model_type, found) for model_type, found in verdicts.items() if found.kind == kind]

@@ -1,4 +1,4 @@
-"""docs/gpu.md has the figures of the kernels that Triton compiles."""
+"""docs/gpu.md agrees with the kernels that Triton compiles."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("name", "capability"), SAMPLES)
-def test_what_becomes_of_a_kernel_is_what_the_table_says(name: str, capability: int) -> None:
+def test_the_tables_figures_are_those_of_the_compiled_kernel(name: str, capability: int) -> None:
     if head() not in TEXT:
         pytest.skip(f"the table is of another version than Triton {triton.__version__}")
     listed = CELLS[name][[*DEVICES].index(capability)]

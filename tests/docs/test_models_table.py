@@ -1,4 +1,4 @@
-"""The list of models is what the engine does."""
+"""docs/models.md agrees with what the engine serves and refuses."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ REFUSED = ["bloom", "rwkv", "git", "hy_v4_vl", "diffllama", "zamba"]
 
 
 @pytest.mark.parametrize("model_type", SAMPLES + REFUSED)
-def test_what_becomes_of_a_type_is_what_the_list_says(model_type: str) -> None:
+def test_a_types_verdict_is_the_listed_one(model_type: str) -> None:
     found = verdict(model_type)
     assert found.kind == ("served" if model_type in SAMPLES else "refused")
     assert row(model_type, found) in LINES, "run python -m tests.docs.models_table"
 
 
-def test_every_type_is_listed_once_and_none_differs() -> None:
+def test_every_type_is_listed_once() -> None:
     assert not any("Different" in line for line in LINES)
     if head() not in DOCUMENT.read_text():
         pytest.skip(f"the list is of another version than Transformers {transformers.__version__}")

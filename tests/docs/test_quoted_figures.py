@@ -1,4 +1,4 @@
-"""Figures quoted in LLM_SERVING.md are those of the results that its paragraph links to."""
+"""Figures quoted in LLM_SERVING.md equal the results that their paragraph links to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DOCUMENT = ROOT / "LLM_SERVING.md"
 
 
 class Quote(NamedTuple):
-    """`text` has places for the figures that `values` takes from the documents of `files`."""
+    """A sentence: `text` has places for the figures that `values` computes from the results in `files`."""
 
     text: str
     files: tuple[str, ...]
@@ -30,7 +30,7 @@ def over_vllm(system: str) -> Callable[[Any], list[float]]:
 
 
 def gains(*documents: Any) -> list[float]:
-    """Of our systems, the least and the most."""
+    """Return the smallest and the largest throughput ratio of our systems."""
     ours = [
         each["throughput_ratio"]
         for document in documents
@@ -41,7 +41,7 @@ def gains(*documents: Any) -> list[float]:
 
 
 def transfers(*names: str) -> Callable[[Any], list[float]]:
-    """The least and the most of these rows, or the only one."""
+    """Return a function that gives the smallest and the largest value of these rows, or the only one."""
 
     def values(document: Any) -> list[float]:
         found = [
@@ -69,7 +69,7 @@ def changed(document: Any) -> list[float]:
 
 
 def last_gain(method: str) -> Callable[[Any], list[float]]:
-    """The most requests at which the best K brings something."""
+    """Return a function that gives the most requests at which some K is faster than no drafts."""
 
     def values(document: Any) -> list[float]:
         [verdict] = [each for each in document["verdicts"] if each["block"]["drafting"] == method]
@@ -79,14 +79,16 @@ def last_gain(method: str) -> Callable[[Any], list[float]]:
 
 
 def always_pay(document: Any) -> list[float]:
-    """No figure: there is no load at which these bring nothing."""
+    """Check that n-gram and suffix drafts pay at every load. Returns no figure."""
     verdicts = [each for each in document["verdicts"] if each["block"]["drafting"] in ("ngram", "suffix")]
     assert len(verdicts) == 2 and all(each["crossover"] is None for each in verdicts)
     return []
 
 
 def quantized(*requests: str) -> Callable[[Any], list[float]]:
-    """How many times as fast as in bf16 int8 and int4 decode so many requests; prompts without a number."""
+    """Return a function that gives the speed of int8 and of int4 relative to bf16: decoding for these numbers
+    of requests, or prefill if there are none.
+    """
 
     def speeds(document: Any, format: str) -> list[float]:
         speed = document["tokens_per_second"][format]
@@ -102,7 +104,7 @@ def quantized(*requests: str) -> Callable[[Any], list[float]]:
 
 
 def drafted(field: str, *cases: tuple[int, str, str]) -> Callable[[Any], list[float]]:
-    """Of so many requests with a target and a draft in these formats."""
+    """Return a function that gives a field of these cases of (requests, target's format, draft's format)."""
 
     def values(document: Any) -> list[float]:
         pairs = {
@@ -114,7 +116,7 @@ def drafted(field: str, *cases: tuple[int, str, str]) -> Callable[[Any], list[fl
 
 
 def effects(figure: str, *techniques: str) -> Callable[[Any], list[float]]:
-    """Main effects of `tandem bench five` on a figure, as ratios."""
+    """Return a function that gives the main effects of `tandem bench five` on a figure, as ratios."""
 
     def values(document: Any) -> list[float]:
         [finding] = document["findings"]
@@ -217,7 +219,7 @@ QUOTES = (
 
 
 @pytest.mark.parametrize("quote", QUOTES, ids=lambda quote: quote.text)
-def test_a_quoted_figure_is_that_of_the_results(quote: Quote) -> None:
+def test_a_quoted_figure_equals_the_results(quote: Quote) -> None:
     documents = [json.loads((ROOT / "bench/results" / file).read_bytes()) for file in quote.files]
     text = quote.text.format(*quote.values(*documents))
     paragraphs = [" ".join(part.split()) for part in DOCUMENT.read_text().split("\n\n")]

@@ -1,4 +1,4 @@
-"""Tables of LLM_SERVING.md are those of the results that they name, or what the code gives."""
+"""Tables of LLM_SERVING.md equal the results that they name, or what the code computes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def section(heading: str) -> str:
 
 
 def table(heading: str) -> list[list[str]]:
-    """Cells of the rows below the heading's only table's first two lines."""
+    """Return the cells of the table below a heading, without the table's first two lines."""
     lines = [line for line in section(heading).splitlines() if line.startswith("|")]
     return [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
 def sweep(method: str, requests: int) -> dict[Any, dict[str, Any]]:
-    """The figures by K."""
+    """Return the figures of a sweep by K."""
     return {
         each["case"]["num_tokens"]: each
         for each in json.loads(SWEEP.read_bytes())["figures"]
@@ -43,7 +43,7 @@ def expected_tokens(acceptance: float, drafted: int) -> float:
 
 
 def acceptance_of(tau: float, drafted: int) -> float:
-    """That brings `tau` tokens, by bisection."""
+    """Find by bisection the acceptance rate that yields `tau` tokens."""
     low, high = 0.0, 1 - 1e-9
     for _ in range(60):
         middle = (low + high) / 2
@@ -51,7 +51,7 @@ def acceptance_of(tau: float, drafted: int) -> float:
     return low
 
 
-def test_expected_tokens_follow_from_one_acceptance() -> None:
+def test_expected_tokens_follow_from_the_acceptance_rate() -> None:
     rows = table("How many tokens does a step bring?")
     assert [row[0] for row in rows] == ["draft_model", "ngram", "eagle"]
     for method, *cells in rows:
@@ -61,7 +61,7 @@ def test_expected_tokens_follow_from_one_acceptance() -> None:
         assert cells == [f"{a:.3f}", pairs[0], f"{taus[4]:.2f}", *pairs[1:]]
 
 
-def test_the_sweep_over_k_is_the_measured_one() -> None:
+def test_the_table_of_k_equals_the_measured_sweep() -> None:
     rows = table("How many tokens to draft?")
     assert len(rows) == 6
     for case, *cells in rows:
@@ -91,7 +91,7 @@ def step_times(method: str, k: int = 4) -> list[tuple[int, float, float, float]]
     return rows
 
 
-def test_steps_with_drafts_are_the_measured_ones() -> None:
+def test_step_times_with_drafts_equal_the_measured_ones() -> None:
     expected = []
     for method in ("ngram", "draft_model"):
         for requests, plain, drafted, tokens in step_times(method):
@@ -106,7 +106,7 @@ def test_steps_with_drafts_are_the_measured_ones() -> None:
     ) in text
 
 
-def test_the_crossover_is_the_measured_one() -> None:
+def test_the_crossover_equals_the_measured_one() -> None:
     verdicts = json.loads((ROOT / "bench/results/speculate-amx/results.json").read_bytes())["verdicts"]
     [crossover] = [each["crossover"] for each in verdicts if each["block"]["drafting"] == "draft_model"]
     assert f"here at {crossover:.0f} requests with a draft model" in DOCUMENT
@@ -114,7 +114,7 @@ def test_the_crossover_is_the_measured_one() -> None:
     assert f"= {costs.step_s / costs.row_s:.0f} rows" in DOCUMENT
 
 
-def test_pulls_are_compared_as_the_profile_says() -> None:
+def test_pull_speeds_equal_the_profile() -> None:
     costs = read_profile(DEFAULT_PROFILE).costs
     compute = (costs.token_s + costs.attention_s * PROMPT / 2) * 1e6
     rates = (0.9 * 50e9, 12.5e9, 3.125e9, 0.125e9)
@@ -127,7 +127,7 @@ def test_pulls_are_compared_as_the_profile_says() -> None:
     assert f"Break-even is at {costs.kv_bytes / compute / 1e3:.1f} GB/s" in DOCUMENT
 
 
-def test_gaps_beside_long_prompts_are_those_of_the_benchmarks() -> None:
+def test_gaps_beside_long_prompts_equal_the_benchmarks() -> None:
     rows = table("When does disaggregation pay?")
     benchmarks = (ROOT / "docs/benchmarks.md").read_text()
     assert len(rows) == 2
@@ -137,7 +137,7 @@ def test_gaps_beside_long_prompts_are_those_of_the_benchmarks() -> None:
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
-    """Of the trace that the document's own code writes."""
+    """Run the simulator on the trace that the document's own code writes."""
     code = section("How many workers does a load take?").split("```python\n", 1)[1].split("```", 1)[0]
     path = tmp_path_factory.mktemp("plan") / "chat.jsonl"
     exec(code.replace('"chat.jsonl"', repr(str(path))), {})
@@ -153,7 +153,7 @@ def scenario_of(workers: int, layout: str) -> Scenario:
     return Scenario("disaggregated", int(words[0]), int(words[2]))
 
 
-def test_plans_are_what_the_simulator_gives(study: Study) -> None:
+def test_plans_equal_the_simulators(study: Study) -> None:
     rows = table("How many workers does a load take?")
     assert len(rows) == 5
     for workers, layout, *cells in rows:

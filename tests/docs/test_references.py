@@ -1,4 +1,4 @@
-"""What the documents point to is there."""
+"""Tests, flags and files that the documents name exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
 
 
 def command_flags(command: click.Command) -> set[str]:
-    """Those of a command and all below it."""
+    """Return the flags of a command and of all its subcommands."""
     flags = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
     for below in getattr(command, "commands", {}).values():
         flags |= command_flags(below)

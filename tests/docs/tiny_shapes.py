@@ -1,4 +1,4 @@
-"""A small shape of any causal model that Transformers has, by the names of its configuration's fields."""
+"""Makes a small configuration of any causal model that Transformers has, by its fields' names."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _SMALL: dict[tuple[str, ...], Any] = {
     ("tie_word_embeddings",): False,
     ("is_decoder",): True,
 }
-"""What each field is set to where a configuration has it."""
+"""Maps fields to the value that each gets where a configuration has it."""
 
 _LATENT_EXPERTS = {"num_experts_per_tok": 2, "first_k_dense_replace": 1}
 _SHARING = {
@@ -94,9 +94,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 16},
-    "moshi": {"sliding_window": 512},  # its caches know the window, its masks do not
+    "moshi": {"sliding_window": 512},  # its caches apply the window, its masks do not
     "nemotron": {"num_key_value_heads": 2},
-    "nemotron_h": {  # of a least time step `generate` knows only in prompts
+    "nemotron_h": {  # else `generate` clamps time steps in prompts alone
         "layer_types": ["linear_attention", "mlp", "full_attention", "mlp"],
         "time_step_min": 1e-9,
     },
@@ -107,7 +107,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What a type needs beside these, or instead."""
+"""Fields of single model types, which add to the common ones or replace them."""
 
 _GRID_ROPE = {**_ROPE, "mrope_section": [2, 3, 3]}
 _OWN |= {
@@ -130,11 +130,11 @@ _OWN |= {
     "radio": {"video_temporal_patch_size": 2},
     "step3p5": {"sliding_window": 24, "share_expert_dim": 48},
 }
-"""Shapes that text and the parts beside it must share."""
+"""Shapes that the text model shares with the model's other parts."""
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
-    """Raises what Transformers raises for shapes that do not fit together."""
+    """Return a small configuration. Raises what Transformers raises for shapes that do not fit together."""
     if model_type in ARCHITECTURES:
         return config_of(model_type)
     kind = CONFIG_MAPPING[model_type]
@@ -153,7 +153,7 @@ def _fields(config: PreTrainedConfig) -> dict[str, Any]:
     fields = {
         name: value for names, value in _SMALL.items() for name in names if stored.get(name) is not None
     }
-    if fields.get("qk_rope_head_dim"):  # latent attention
+    if fields.get("qk_rope_head_dim"):  # multi-head latent attention
         fields["num_key_value_heads"] = fields["num_attention_heads"]
         if fields.get("head_dim"):
             fields["head_dim"] = fields["qk_rope_head_dim"]

@@ -1,4 +1,4 @@
-"""What becomes of a model type: a small random model of it is served, and asked what `generate` is asked."""
+"""Serves a small random model of a type and compares its tokens with those of `generate`."""
 
 from __future__ import annotations
 
@@ -22,21 +22,25 @@ from tests.engine.test_engine import ask, run, tokens
 from tests.worker.tiny_model import greedy
 
 LENGTHS, NUM_TOKENS, CHUNK = (5, 45), 12, 16
-"""Of two prompts, one longer than the small windows, which is computed in chunks beside the other."""
+"""Prompt lengths, generated tokens and chunk size. The longer prompt exceeds the small windows and is
+computed in chunks beside the other.
+"""
 
 MOST_PARAMETERS = 100_000_000
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`reason` is empty for what is served. Types are untried that Transformers does not build or run."""
+    """The outcome for a model type. `reason` is empty for "served"; "untried" means that Transformers cannot
+    build or run it.
+    """
 
     kind: Literal["served", "refused", "different", "untried"]
     reason: str = ""
     served_class: str = ""
     is_recurrent: bool = False
     is_deterministic: bool = False
-    """In bfloat16."""
+    """Whether tokens in bfloat16 are the same in every batch."""
     keeps_latents: bool = False
 
 
@@ -45,7 +49,7 @@ def verdict(model_type: str) -> Verdict:
     try:
         model = _build(model_type)
         expected = [_greedy(model, prompt) for prompt in prompts]
-    except Exception as error:  # whatever Transformers raises
+    except Exception as error:  # Transformers may raise anything
         return Verdict("untried", " ".join(f"{type(error).__name__}: {error}".split())[:200])
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -90,13 +94,15 @@ def _served_class(model: PreTrainedModel) -> str:
 def _greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     try:
         return greedy(model, prompt, NUM_TOKENS)
-    except AttributeError:  # Transformers runs no text alone in the whole of a Llama 4
+    except AttributeError:  # Transformers does not run a whole Llama 4 on text alone
         return greedy(as_causal(model), prompt, NUM_TOKENS)
 
 
 @torch.no_grad()
 def _build(model_type: str) -> PreTrainedModel:
-    """As Transformers publishes it, with all its parts, and with weights so large that its tokens vary."""
+    """Build the model as Transformers publishes it, with all its parts and weights large enough that its
+    tokens vary.
+    """
     config = tiny_config(model_type)
     is_composite = type(config) in AutoModelForMultimodalLM._model_mapping
     kind = AutoModelForMultimodalLM if is_composite else AutoModelForCausalLM

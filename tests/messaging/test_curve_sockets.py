@@ -1,4 +1,4 @@
-"""Only who has the cluster's keys gets a word in, or out."""
+"""Only processes with the cluster's keys can send or receive."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def hears(socket: zmq.Socket, milliseconds: int = SILENCE_MS) -> bool:
 
 
 def try_to_say(stranger: zmq.Socket, message: bytes) -> None:
-    """One that was turned away already has nowhere to send it."""
+    """Send if possible. A stranger that was already turned away has no peer to send to."""
     with contextlib.suppress(zmq.Again):
         stranger.send(message, zmq.NOBLOCK)
 
@@ -88,7 +88,7 @@ def test_no_encryption_no_entry(context, cluster):
 
 
 def test_a_stranger_cannot_take_a_members_place(context, cluster):
-    """The router lets a reconnecting worker take over its own name: a stranger must not reach that point."""
+    """The router lets a reconnecting worker take over its own name. A stranger must not get that far."""
     keys, router, endpoint = cluster
     with connect_dealer(context, keys, endpoint, "worker-0") as member:
         member.send(b"hello")

@@ -1,4 +1,4 @@
-"""Certificates that can't be used are named at start, by flag and file."""
+"""Unusable certificates are reported at start, by flag and file."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def refusal(given: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_files_that_fit_are_taken(files: TlsFiles) -> None:
+def test_matching_files_are_accepted(files: TlsFiles) -> None:
     assert tls_files(load_config(flags(files), {})) == files
     assert tls_files(ServeConfig()) is None
 
 
 @pytest.mark.parametrize("missing", ["kv_tls_cert", "kv_tls_key", "kv_tls_ca"])
-def test_all_three_or_none(files: TlsFiles, missing: str) -> None:
+def test_all_three_files_are_needed_together(files: TlsFiles, missing: str) -> None:
     said = refusal(flags(files, **{missing: None}))
     assert said.startswith(f"--{missing.replace('_', '-')}: must be given together with --kv-tls-")
 
 
 @pytest.mark.parametrize("field", ["kv_tls_cert", "kv_tls_key", "kv_tls_ca", "tls_cert", "tls_key"])
 def test_a_file_that_others_can_change_is_refused(files: TlsFiles, tmp_path: Path, field: str) -> None:
-    """Who changes the authority, or both certificate and key, is whom peers trust."""
+    """Whoever can change the authority, or both certificate and key, decides whom peers trust."""
     planted = tmp_path / "planted.pem"
     planted.write_bytes(Path(getattr(files, field.rpartition("_")[2])).read_bytes())
     planted.chmod(0o666)
@@ -88,13 +88,13 @@ def test_a_file_of_another_kind_is_named(
     assert refusal(flags(files, **{field: str(path)})).startswith(f"{flag}: {path} {said}")
 
 
-def test_a_key_of_another_certificate(authority: Authority, files: TlsFiles) -> None:
+def test_a_key_of_another_certificate_is_refused(authority: Authority, files: TlsFiles) -> None:
     other = authority.issue("other")
     said = refusal(flags(files, kv_tls_key=other.key))
     assert said == f"--kv-tls-key: {other.key} is not the key of {files.cert}"
 
 
-def test_a_key_with_a_password_does_not_ask_for_it(files: TlsFiles, tmp_path: Path) -> None:
+def test_a_key_with_a_password_is_refused_without_a_prompt(files: TlsFiles, tmp_path: Path) -> None:
     locked = tmp_path / "locked.key"
     command = ["openssl", "ec", "-in", files.key, "-aes256", "-passout", "pass:secret", "-out", str(locked)]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
@@ -102,21 +102,21 @@ def test_a_key_with_a_password_does_not_ask_for_it(files: TlsFiles, tmp_path: Pa
     assert said.startswith(f"--kv-tls-key: {locked} holds no unencrypted private key")
 
 
-def test_a_certificate_of_another_authority(files: TlsFiles, tmp_path: Path) -> None:
+def test_a_certificate_of_another_authority_is_refused(files: TlsFiles, tmp_path: Path) -> None:
     other = Authority(tmp_path / "others")
     said = refusal(flags(files, kv_tls_ca=str(other.ca)))
     assert said.startswith(f"--kv-tls-cert: {files.cert} does not pass --kv-tls-ca {other.ca}: ")
 
 
-def test_a_certificate_for_servers_alone(authority: Authority, tmp_path: Path) -> None:
-    """Each worker is a client as well."""
+def test_a_certificate_for_servers_alone_is_refused(authority: Authority, tmp_path: Path) -> None:
+    """Each worker is a client as well as a server."""
     extensions = tmp_path / "extensions"
     extensions.write_text("extendedKeyUsage=serverAuth\n")
     files = authority.issue("server", "-days", "2", "-extfile", str(extensions))
     assert "does not pass" in refusal(flags(files))
 
 
-def test_an_expired_certificate(authority: Authority) -> None:
+def test_an_expired_certificate_is_refused(authority: Authority) -> None:
     files = authority.issue("expired", "-days", "-1")
     assert "certificate has expired" in refusal(flags(files))
 

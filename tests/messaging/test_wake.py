@@ -1,4 +1,4 @@
-"""Ending other threads' waits."""
+"""A wake-up ends the waits of other threads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_set_is_cleared() -> None:
     wake.close()
 
 
-def test_a_stop_stays() -> None:
+def test_a_stop_is_never_cleared() -> None:
     wake = Wake()
     wake.stop()
     for _ in range(2):
@@ -38,7 +38,7 @@ def test_a_stop_stays() -> None:
 
 
 def test_a_stop_during_a_clear_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for this thread, and not for the others that wait for it."""
+    """Neither this thread nor the other waiting threads miss the stop."""
     wake, read = Wake(), os.eventfd_read
 
     def stop_and_read(fd: int) -> int:
@@ -53,7 +53,7 @@ def test_a_stop_during_a_clear_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> N
     wake.close()
 
 
-def test_a_closed_one_touches_nobodys_descriptor() -> None:
+def test_a_closed_wake_up_leaves_reused_descriptors_alone() -> None:
     wake = Wake()
     wake.close()
     fd = os.eventfd(0, os.EFD_NONBLOCK)  # most likely with the same number

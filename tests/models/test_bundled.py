@@ -1,4 +1,4 @@
-"""The bundled models: the pair, its draft heads and the hybrid."""
+"""The bundled models: target, draft model, draft heads and hybrid."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def bits_per_byte(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, te
     return nats / math.log(2) / size
 
 
-def test_both_fit_in_the_repository_and_are_bf16() -> None:
+def test_target_and_draft_fit_in_the_repository_and_are_bf16() -> None:
     weights = [*TARGET.glob("*.safetensors"), *DRAFT.glob("*.safetensors")]
     assert len(weights) == 2
     assert sum(path.stat().st_size for path in weights) < LIMIT_BYTES
@@ -106,7 +106,7 @@ def test_shapes(target: PreTrainedModel, draft: PreTrainedModel) -> None:
         assert model.config.num_key_value_heads < model.config.num_attention_heads
 
 
-def test_the_tokenizers_are_one(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_target_and_draft_share_a_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     assert (TARGET / "tokenizer.json").read_bytes() == (DRAFT / "tokenizer.json").read_bytes()
     assert len(tokenizer) == 4096
     assert tokenizer.eos_token == tokenizer.bos_token == "<|endoftext|>"
@@ -135,7 +135,7 @@ def test_held_out_bits_per_byte(
 ) -> None:
     texts = [entry["prompt"] + entry["continuation"] for entry in held_out[::8]]
     of_target, of_draft = (bits_per_byte(model, tokenizer, texts) for model in (target, draft))
-    # 12 bits for each token of 3.5 bytes is what a model that knows nothing would need.
+    # A model that knows nothing would need 12 bits for each token of 3.5 bytes.
     assert of_target < 1.5
     assert of_target < of_draft < 1.7
 
@@ -191,7 +191,7 @@ def requests() -> list[EngineRequest]:
 def generate(
     requests: list[EngineRequest], speculative: SpeculativeConfig | None
 ) -> tuple[list[list[int]], float]:
-    """The outputs, and the mean number of tokens of a step."""
+    """Return the outputs, and the mean number of tokens per step."""
     config = ServeConfig(model=str(TARGET), dtype="float32", device="cpu", compile="off")
     config = msgspec.structs.replace(config, speculative_config=speculative, kv_cache_memory_bytes=32 << 20)
     engine = Engine(config, speculate=speculate if speculative is not None else None)
@@ -207,7 +207,7 @@ def generate(
 
 
 @pytest.mark.parametrize(("tree", "num_tokens"), [(False, 3), (True, 16)])
-def test_medusa_heads_bring_tokens_and_change_none(
+def test_medusa_heads_speed_up_decoding_and_change_no_token(
     requests: list[EngineRequest], tree: bool, num_tokens: int
 ) -> None:
     options = SpeculativeConfig(
@@ -219,7 +219,7 @@ def test_medusa_heads_bring_tokens_and_change_none(
     assert per_step > (1.3 if tree else 1.2)
 
 
-def test_they_are_small_and_have_a_card() -> None:
+def test_heads_are_small_and_have_a_card() -> None:
     assert (MEDUSA / "model.safetensors").stat().st_size < 2 << 20
     assert "accepted, with all before it" in (MEDUSA / "README.md").read_text()
     config = json.loads((MEDUSA / "config.json").read_text())
@@ -229,7 +229,7 @@ def test_they_are_small_and_have_a_card() -> None:
 HYBRID = MODELS / "tandem-code-10m-hybrid"
 
 
-def test_it_is_small_and_has_the_tokenizer_of_the_pair() -> None:
+def test_the_hybrid_is_small_and_shares_the_pairs_tokenizer() -> None:
     config = json.loads((HYBRID / "config.json").read_text())
     assert config["layer_types"] == ["linear_attention"] * 3 + ["full_attention"]
     assert (HYBRID / "model.safetensors").stat().st_size < 21_000_000
@@ -245,7 +245,7 @@ def test_held_out_bits_per_byte_of_the_hybrid(held_out: list[dict[str, str]]) ->
     assert bits_per_byte(model, tokenizer, texts) < 1.5
 
 
-def test_the_draft_of_the_pair_drafts_for_it() -> None:
+def test_the_pairs_draft_drafts_for_the_hybrid() -> None:
     flags = {"model": HYBRID.name, "speculative_config": '{"method": "draft_model"}'}
     config = load_config(flags, {}).speculative_config
     assert config is not None
@@ -254,8 +254,8 @@ def test_the_draft_of_the_pair_drafts_for_it() -> None:
         load_config(flags | {"speculative_config": '{"method": "eagle"}'}, {})
 
 
-def test_it_begins_with_what_the_target_knows() -> None:
-    """Of one token, whose attention depends on no norm of queries and keys."""
+def test_the_hybrid_begins_with_the_targets_weights() -> None:
+    """Compares the logits of one token, whose attention does not depend on the norms of queries and keys."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Texts for draft heads: pieces of files, and what the model says after them."""
+"""Training texts for draft heads: pieces of files, and the model's continuations."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.speculation.eagle_files import VOCAB, write_target
 
 
 def uncompiled(model: str, max_num_seqs: int) -> ServeConfig:
-    """To compile this model takes far longer than to run it."""
+    """Make an engine without compiling: compiling takes far longer than this model's few steps."""
     return ServeConfig(model=model, max_num_seqs=max_num_seqs, compile="off")
 
 
-def test_beginnings_are_pieces_of_files_as_often_as_these_are_long() -> None:
+def test_prompts_are_drawn_from_files_in_proportion_to_their_length() -> None:
     documents = [np.arange(start, start + length) for start, length in ((0, 50), (1000, 1000), (3000, 4000))]
     pieces = beginnings(documents, 400, seed=1)
     assert pieces == beginnings(documents, 400, seed=1) != beginnings(documents, 400, seed=2)
