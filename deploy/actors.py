@@ -14,7 +14,6 @@ import ray
 from deploy.launch import forks_workers, run_launch
 from deploy.processes import ProcessWatch
 from deploy.template.client import TemplateClient, TemplateError, WorkerExit, WorkerProcess
-from protocol.config import transport_names
 from protocol.errors import ConfigError
 from worker.launch import Launch, StopHandle, read_launch
 
@@ -122,6 +121,6 @@ class WorkerActor:
         from deploy.ray_carrier import RayCarrier
 
         os.environ.update(self._environment)  # torch is not imported yet
-        if "object_store" in transport_names(launch.config):
+        if "object_store" in launch.config.transport_names:
             self._carrier = RayCarrier()
         return WorkerExit(run_launch(launch, self._stop, self._carrier))

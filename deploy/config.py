@@ -18,18 +18,13 @@ from deploy.resources import check_ranks
 from messaging.files import http_tls, read_private, read_trusted, tls_files
 from models.bundled import bundled_draft, bundled_path
 from protocol.adapters import parse_lora_modules
-from protocol.config import (
-    DEFAULT_MODEL,
-    KV_TRANSPORTS,
-    MAX_API_KEYS,
-    ServeConfig,
-    flag_name,
-    transport_names,
-)
+from protocol.config import ServeConfig, field_docs, flag_name
+from protocol.engine_options import DEFAULT_MODEL
 from protocol.errors import ConfigError
 from protocol.kv_events import parse_kv_events_config, port_of
 from protocol.ports import worker_ports
 from protocol.roles import ROLES, parse_autoscale
+from protocol.server_options import KV_TRANSPORTS, MAX_API_KEYS
 from protocol.speculation import MODEL_METHODS, REMOTE_METHODS, SpeculativeConfig, parse_speculative_config
 from router.key_file import read_key_file
 
@@ -58,7 +53,7 @@ def load_config(
         for key, value in _read_file(Path(config_file)).items():
             field = str(key).replace("-", "_")
             values[field], sources[field] = value, f"{config_file}: {key}"
-    known = set(ServeConfig.__struct_fields__)
+    known = set(field_docs())
     for variable, text in (os.environ if environ is None else environ).items():
         field = variable.removeprefix(ENV_PREFIX).lower()
         if field in known and variable == ENV_PREFIX + field.upper():
@@ -125,7 +120,7 @@ def _choices(field: str) -> list[str]:
 
 
 def _check_together(config: ServeConfig) -> None:
-    for name in transport_names(config):
+    for name in config.transport_names:
         if name not in KV_TRANSPORTS:
             raise ConfigError(
                 f"--kv-transports: unknown transport {name!r}; known: {', '.join(KV_TRANSPORTS)}"
@@ -134,7 +129,7 @@ def _check_together(config: ServeConfig) -> None:
         raise ConfigError("--api-key: names no key")
     if len(config.api_keys) > MAX_API_KEYS:
         raise ConfigError(f"--api-key: at most {MAX_API_KEYS} keys, got {len(config.api_keys)}")
-    if not transport_names(config):
+    if not config.transport_names:
         raise ConfigError("--kv-transports: name at least one transport")
     if config.api_key_file is not None and not read_key_file(config.api_key_file):
         raise ConfigError(f"--api-key-file: {config.api_key_file} has no key: `tandem key add` makes one")
@@ -174,11 +169,11 @@ def _check_tls(config: ServeConfig) -> None:
     if missing:
         others = ", ".join(flag for flag in given if flag not in missing)
         raise ConfigError(f"{missing[0]}: must be given together with {others}")
-    if "ucx" in transport_names(config):
+    if "ucx" in config.transport_names:
         raise ConfigError(
             "--kv-transports: ucx does not encrypt; with --kv-tls-cert name others, as in shm,tcp"
         )
-    if "tcp" not in transport_names(config):
+    if "tcp" not in config.transport_names:
         raise ConfigError("--kv-tls-cert: is for tcp, which --kv-transports does not name")
     files = tls_files(config)
     assert files is not None

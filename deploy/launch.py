@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from protocol.config import ServeConfig, transport_names
+from protocol.config import ServeConfig
 from protocol.errors import TandemError
 from worker.launch import Launch, StopHandle
 
@@ -21,7 +21,7 @@ def forks_workers(config: ServeConfig) -> bool:
     """Whether workers are forked from their host's template. The `object_store` transport needs Ray within
     the worker's process, so with it the worker runs in the actor's process.
     """
-    return "object_store" not in transport_names(config)
+    return "object_store" not in config.transport_names
 
 
 def run_launch(

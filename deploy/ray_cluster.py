@@ -21,7 +21,7 @@ from deploy.local_ray import RayStartError, start
 from deploy.processes import PrivateDirectory
 from deploy.slots import Node
 from messaging.sockets import address_towards
-from protocol.config import ServeConfig, transport_names
+from protocol.config import ServeConfig
 from protocol.errors import TandemError
 from worker.cores import host_cores
 
@@ -251,7 +251,7 @@ class RayCluster:
 
 def object_store_bytes(config: ServeConfig) -> int:
     """Return the size of a local cluster's object store, which only the `object_store` transport uses."""
-    if "object_store" not in transport_names(config):
+    if "object_store" not in config.transport_names:
         return _LEAST_STORE_BYTES
     workers = config.num_workers
     return _LEAST_STORE_BYTES + workers * (workers - 1) * _STORE_BYTES_PER_PAIR

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-import msgspec
-
-from protocol.config import ServeConfig, flag_name, transport_names
+from protocol.config import ServeConfig, flag_name
 from protocol.errors import ConfigError
 from protocol.roles import ROLES
 
@@ -20,7 +19,7 @@ def check_ranks(config: ServeConfig) -> None:
     """Raise `ConfigError`, which names the option, its value and the limit, if another option excludes
     ranks.
     """
-    if "object_store" in transport_names(config):
+    if "object_store" in config.transport_names:
         refuse_ranks(
             config, "with object_store among --kv-transports: it needs workers within Ray's processes"
         )
@@ -123,7 +122,7 @@ def plan_workers(
     gpus = gpu_share(config, num_gpus, workers)
     if gpus > 0:
         refuse_ranks(config, "on a GPU; with --device cpu they can")
-    planned = msgspec.structs.replace(
+    planned = replace(
         config,
         device="cuda" if gpus > 0 else "cpu",
         gpu_memory_utilization=config.gpu_memory_utilization * (gpus or 1 / workers),

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from signal import SIGKILL
 from typing import Any
 
@@ -65,7 +66,7 @@ class Supervisor:
         self._keys = keys
         self._router = router
         self._cluster = cluster
-        self._config = msgspec.structs.replace(config, api_key=None)
+        self._config = replace(config, api_key=None)
         """The configuration for workers, without API keys since Ray transports it."""
         self._forks = forks_workers(config)
         # Ranks wait for each other at every product, so they must not lend cores.
@@ -191,7 +192,7 @@ class Supervisor:
             beside, ranks = len(self._placing.on(slot.node)), self._placing.ranks_on(slot.node)
             slot.config, gpus = plan_workers(self._config, slot.node.gpus, slot.node.cores, beside, ranks)
             if not self._cluster.is_local and slot.config.worker_host is None:
-                slot.config = msgspec.structs.replace(slot.config, worker_host=slot.node.address)
+                slot.config = replace(slot.config, worker_host=slot.node.address)
             self._make_actor(slot, gpus)
         launch = Launch(
             role=slot.role,

@@ -10,8 +10,8 @@ import ssl
 import msgspec
 
 from native.ownership import OwnershipError, read_own
-from protocol.config import ServeConfig
 from protocol.errors import ConfigError
+from protocol.server_options import ApiOptions, TransferOptions
 
 
 def read_private(path: str, flag: str) -> bytes:
@@ -69,7 +69,7 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"--kv-tls-cert: {self.cert} does not pass --kv-tls-ca {self.ca}: {refusal}")
 
 
-def http_tls(config: ServeConfig) -> ssl.SSLContext | None:
+def http_tls(config: ApiOptions) -> ssl.SSLContext | None:
     """Return the context for HTTPS, or None without `--tls-cert`. Raises ConfigError, also for an expired
     certificate.
     """
@@ -126,7 +126,7 @@ def _load_authority(flag: str, path: str, context: ssl.SSLContext) -> None:
         raise ConfigError(f"{flag}: {path} holds no certificate (PEM)") from error
 
 
-def tls_files(config: ServeConfig) -> TlsFiles | None:
+def tls_files(config: TransferOptions) -> TlsFiles | None:
     """Return the certificates that encrypt `tcp` transfers, or None without `--kv-tls-cert`."""
     if config.kv_tls_cert is None or config.kv_tls_key is None or config.kv_tls_ca is None:
         return None

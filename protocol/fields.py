@@ -1,4 +1,4 @@
-"""Converts untrusted mappings to structs, with errors that name the field and its limit."""
+"""Describes fields, and converts untrusted mappings to structs: errors name the field and its limit."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import difflib
 import math
 import pkgutil
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import inspect
+from msgspec import Meta, inspect
 
 from protocol.errors import ConfigError
 
@@ -23,6 +23,14 @@ def named(name: str, flag: str) -> Any:
 
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+PositiveSeconds = Annotated[float, Meta(gt=0)]
+
+
+def doc(text: str) -> Meta:
+    """Return a field's description, as flags' help and `/openapi.json` show it."""
+    return Meta(description=text)
 
 
 class FieldError(ValueError):

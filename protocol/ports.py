@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from protocol.config import ServeConfig
 from protocol.errors import ConfigError
+from protocol.server_options import WorkerOptions
 
 
 def is_loopback(host: str) -> bool:
@@ -25,13 +25,13 @@ ANY_PORT: Sequence[int] = (0,)
 _RANGE = re.compile(r"(\d{1,5})-(\d{1,5})\Z")
 
 
-def router_ports(config: ServeConfig) -> Sequence[int]:
+def router_ports(config: WorkerOptions) -> Sequence[int]:
     """Return the first ports of the range, one for each router. Raises `ConfigError`."""
     ports = _ports(config)
     return ports if ports is ANY_PORT else ports[: config.router_replicas]
 
 
-def worker_ports(config: ServeConfig) -> Sequence[int]:
+def worker_ports(config: WorkerOptions) -> Sequence[int]:
     """Return the ports after the routers', so that no worker takes the port of a restarted router. Raises
     `ConfigError`.
     """
@@ -39,7 +39,7 @@ def worker_ports(config: ServeConfig) -> Sequence[int]:
     return ports if ports is ANY_PORT else ports[config.router_replicas :]
 
 
-def _ports(config: ServeConfig) -> Sequence[int]:
+def _ports(config: WorkerOptions) -> Sequence[int]:
     text = config.worker_ports
     if text is None:
         return ANY_PORT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
@@ -22,7 +23,8 @@ _Replicas = Annotated[int, Meta(ge=1)]
 _Ranks = Annotated[int, Meta(ge=1, le=64)]
 
 
-class RoleOptions(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class RoleOptions:
     """Command-line options for the number and the size of each role's workers."""
 
     prefill_replicas: Annotated[_Replicas, Meta(description="Prefill workers.")] = 1

@@ -19,9 +19,10 @@ from msgspec import Meta
 
 from messaging.files import read_private
 from native.ownership import OwnershipError, open_own
-from protocol.config import MAX_API_KEYS, PositiveInt, flag_name
+from protocol.config import flag_name
 from protocol.errors import ConfigError
-from protocol.fields import FieldError, to_struct
+from protocol.fields import FieldError, PositiveInt, to_struct
+from protocol.server_options import MAX_API_KEYS
 
 FLAG = flag_name("api_key_file")
 PREFIX = "tandem-"

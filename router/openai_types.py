@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta, Raw
 
+from protocol.fields import doc
 from protocol.sampling import body_fields
 
 MAX_STOPS = 64
@@ -28,11 +29,6 @@ MAX_ARGUMENT_BYTES = 1024 * 1024
 """The most bytes of the arguments of a call in an assistant's message."""
 MAX_RAW_BYTES = 64 * 1024
 """The most bytes of a field that is free-form JSON."""
-
-
-def doc(text: str) -> Meta:
-    """Return a field's description in `/openapi.json`."""
-    return Meta(description=text)
 
 
 def _json(text: str, **schema: Any) -> Meta:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -43,10 +43,12 @@ def draft_config(config: ServeConfig, options: SpeculativeConfig, target_dtype: 
     """The configuration that a target's draft model is loaded with. Its KV is kept as it computes it, and the
     target's adapters are not for it.
     """
-    return msgspec.structs.replace(
+    dtype: Any = str(target_dtype).removeprefix("torch.")
+    assert options.model is not None
+    return replace(
         config,
         model=options.model,
-        dtype=str(target_dtype).removeprefix("torch."),
+        dtype=dtype,
         quantization=options.quantization,
         revision=None,
         max_model_len=None,

@@ -32,7 +32,7 @@ from kvtransfer.transports.registry import TransportOptions, open_transports
 from kvtransfer.transports.transport import Transport
 from messaging.files import tls_files
 from native.build import build_all
-from protocol.config import ServeConfig, transport_names
+from protocol.config import ServeConfig
 from protocol.logs import log_to_stderr
 from protocol.ports import worker_ports
 from speculation.draft_model import check_draft, draft_config
@@ -86,7 +86,7 @@ def build_engine(
     """
     torch.manual_seed(0)
     memory: list[PoolMemory] = []
-    shared = leader is not None or (config.num_workers > 1 and "shm" in transport_names(config))
+    shared = leader is not None or (config.num_workers > 1 and "shm" in config.transport_names)
 
     def lend(fd: int) -> None:
         if leader is not None:
@@ -138,7 +138,7 @@ def open_wires(
         carrier=carrier,
         ports=worker_ports(config),
     )
-    return open_transports(transport_names(config), pool, name, options, pairs)
+    return open_transports(config.transport_names, pool, name, options, pairs)
 
 
 def preload_models(config: ServeConfig) -> bool:

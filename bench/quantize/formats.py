@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
-
-import msgspec
 
 from protocol.config import ServeConfig
 from protocol.speculation import Quantization
@@ -44,7 +42,7 @@ class FormatPair:
             changes["model"] = str(checkpoints[layers])
         elif layers != PLAIN:
             changes["quantization"] = layers
-        return msgspec.structs.replace(config, **changes)
+        return replace(config, **changes)
 
 
 def parse_pairs(weights: str, kv: str, checkpoints: Mapping[str, Path]) -> list[FormatPair]:

@@ -9,8 +9,7 @@ import gc
 import statistics
 import time
 from collections.abc import Sequence
-
-import msgspec
+from dataclasses import replace
 
 from bench.speculate.measurement import CaseMeasurement, TimedAnswer, summarize
 from bench.speculate.plan import Case, Drafting, NumTokens
@@ -67,7 +66,7 @@ class Engines:
             self._drafting.pop(other).close()
         key = label, case.num_tokens
         if key not in self._drafting:
-            config = msgspec.structs.replace(self._config, speculative_config=self._draftings[label])
+            config = replace(self._config, speculative_config=self._draftings[label])
             self._drafting[key] = Engine(config, speculate=speculate)
         return self._drafting[key]
 

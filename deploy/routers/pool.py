@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
@@ -169,7 +169,7 @@ class RouterPool:
 
     def __init__(self, config: ServeConfig, keys: ClusterKeys, link_host: str) -> None:
         self._ports = RouterPorts(config, link_host)
-        self._config = msgspec.structs.replace(config, port=self._ports.port)
+        self._config = replace(config, port=self._ports.port)
         self._keys = keys
         self._link_host = link_host
         self._routers = [_Router(place) for place in self._ports.places]

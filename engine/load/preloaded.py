@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -41,5 +42,5 @@ def _identity(config: ServeConfig) -> ModelIdentity:
     stats = [(str(path), path.stat()) for path in paths if path.is_file()]
     files = tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
     # What a worker gets of its host changes nothing about its weights.
-    alike = msgspec.structs.replace(config, worker_threads=None, worker_host=None, gpu_memory_utilization=1.0)
+    alike = replace(config, worker_threads=None, worker_host=None, gpu_memory_utilization=1.0)
     return msgspec.msgpack.encode(alike), files

@@ -16,8 +16,8 @@ from kvtransfer.transports.tcp import TcpTransport
 from kvtransfer.transports.tls import TlsTransport
 from kvtransfer.transports.transport import Transport
 from messaging.files import TlsFiles
-from protocol.config import KV_TRANSPORTS
 from protocol.ports import ANY_PORT
+from protocol.server_options import KV_TRANSPORTS
 
 logger = logging.getLogger("tandem.kvtransfer")
 

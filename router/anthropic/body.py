@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from protocol.fields import doc
 from router.openai_types import (
     MAX_MESSAGES,
     MAX_STOPS,
@@ -19,7 +20,6 @@ from router.openai_types import (
     Unsupported,
     Word,
     absent,
-    doc,
 )
 
 

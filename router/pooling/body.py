@@ -7,7 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Raw
 
-from router.openai_types import PROMPTS, PoolingBody, Unsupported, absent, doc
+from protocol.fields import doc
+from router.openai_types import PROMPTS, PoolingBody, Unsupported, absent
 
 MAX_INPUTS = 2048
 Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]

@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from protocol.fields import doc
 from router.openai_types import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -18,7 +19,6 @@ from router.openai_types import (
     TemplateVariables,
     Unsupported,
     absent,
-    doc,
 )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.serve import warn_of_exposure
-from protocol.config import ServeConfig, flag_name
+from protocol.config import ServeConfig, field_docs, flag_name
 from router.key_file import hash_of, read_key_file
 from tests.deploy.server_process import ROOT, tandem_command
 
@@ -28,7 +28,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 def test_help_names_every_option_with_its_default() -> None:
     shown = " ".join(run("serve", "--help").stdout.split())
-    for field in ServeConfig.__struct_fields__:
+    for field in field_docs():
         assert flag_name(field) in shown
     assert "--disaggregation / --no-disaggregation" in shown
     assert "(default: 8000)" in shown

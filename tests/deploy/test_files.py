@@ -15,7 +15,7 @@ import yaml
 
 from deploy.cluster_file import check_cluster_file
 from deploy.config import ENV_PREFIX, load_config
-from protocol.config import ServeConfig
+from protocol.config import field_docs
 from protocol.roles import ROLES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,7 +123,7 @@ def test_a_cluster_file_with_an_unknown_role_starts_no_head(tmp_path: Path) -> N
 def test_variables_in_cluster_file_are_options() -> None:
     for name in CLUSTER_FILES:
         variables = tandem_variables((ROOT / "deploy" / name).read_text())
-        assert variables and variables <= set(ServeConfig.__struct_fields__)
+        assert variables and variables <= set(field_docs())
 
 
 def test_scripts_are_executable_and_parse() -> None:

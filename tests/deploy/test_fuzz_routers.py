@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -101,7 +102,7 @@ def test_fuzz_a_router(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
 def test_fuzz_the_launcher(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A router drops what it does not understand, and answers that nobody waits for."""
     caplog.set_level(logging.CRITICAL)
-    config = msgspec.structs.replace(tiny_config(tiny_folder), port=0)
+    config = replace(tiny_config(tiny_folder), port=0)
     place = RouterPlace(router_id="router-0", own_port=0, link_port=0)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 

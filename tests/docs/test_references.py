@@ -11,7 +11,7 @@ import typer
 
 from bench.cli import app as bench
 from deploy.cli import app as tandem
-from protocol.config import ServeConfig, flag_name
+from protocol.config import field_docs, flag_name
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
@@ -25,7 +25,7 @@ def command_flags(command: click.Command) -> set[str]:
     return flags
 
 
-FLAGS = {flag_name(field) for field in ServeConfig.__struct_fields__}
+FLAGS = {flag_name(field) for field in field_docs()}
 FLAGS |= {flag for app in (tandem, bench) for flag in command_flags(typer.main.get_command(app))}
 FLAGS |= set(re.findall(r'addoption\(\s*"(--[a-z-]+)"', (ROOT / "tests/tiers/plugin.py").read_text()))
 FLAGS |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / "tests/mutants/__main__.py").read_text()))

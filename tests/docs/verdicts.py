@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-import msgspec
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
 
@@ -67,7 +66,7 @@ def verdict(model_type: str) -> Verdict:
             engine = Engine(config)
             served_class = _served_class(model)
             compile = "auto" if served_class in FAMILIES else "off"
-            start_up = Engine(msgspec.structs.replace(config, dtype="bfloat16", compile=compile)).start_up
+            start_up = Engine(replace(config, dtype="bfloat16", compile=compile)).start_up
         except (UnsupportedModelError, ConfigError) as error:
             return Verdict("refused", str(error).splitlines()[0].replace(folder, "FOLDER"))
     for i, prompt in enumerate(prompts):

@@ -7,10 +7,10 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 from transformers import PreTrainedModel
@@ -39,7 +39,7 @@ def test_hand_offs_between_different_sizes(folder: Path, reference: PreTrainedMo
     expected = [greedy(reference, each, NUM_TOKENS) for each in prompts]
     options = SpeculativeConfig(method="draft_model", model=str(folder), num_speculative_tokens=3)
     one = tiny_config(folder, speculative_config=options)
-    two = msgspec.structs.replace(one, **TWO)
+    two = replace(one, **TWO)
     with Cluster() as cluster:
         small, large = (cluster._launch("prefill", f"prefill-{i}", each) for i, each in enumerate((one, two)))
         alone, ranks = (cluster._launch("decode", f"decode-{i}", each) for i, each in enumerate((one, two)))

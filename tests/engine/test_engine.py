@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -33,7 +33,7 @@ def tiny_engine(folder: Path, **options: Any) -> Engine:
     config = ServeConfig(
         model=str(folder), dtype="float32", device="cpu", compile="off", max_num_batched_tokens=64
     )
-    return Engine(msgspec.structs.replace(config, **options))
+    return Engine(replace(config, **options))
 
 
 @pytest.fixture

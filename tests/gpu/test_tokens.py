@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -40,7 +40,7 @@ def engine_of(folder: Path, **changes: Any) -> Engine:
         max_num_seqs=16,
         kv_cache_memory_bytes=8 << 20,
     )
-    return Engine(msgspec.structs.replace(config, **changes), speculate=speculate)
+    return Engine(replace(config, **changes), speculate=speculate)
 
 
 def prompts(lengths: list[int]) -> list[list[int]]:

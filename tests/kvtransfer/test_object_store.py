@@ -25,7 +25,7 @@ from kvtransfer.transports.object_store import Inbox, Inboxes, ObjectReader, ali
 from kvtransfer.transports.registry import open_transports
 from kvtransfer.transports.transport import MAX_IN_FLIGHT
 from messaging.wake import Wake
-from protocol.config import ServeConfig, transport_names
+from protocol.config import ServeConfig
 from protocol.errors import ProtocolError
 from protocol.peers import PeerAddress
 from tests.kvtransfer.ray_ends import RemoteSide, Side, wait_stored
@@ -132,8 +132,8 @@ def begin(sender: RemoteSide, receiver: RemoteSide) -> None:
 
 
 def test_it_is_used_only_when_named() -> None:
-    assert "object_store" not in transport_names(ServeConfig())
-    assert "object_store" in transport_names(load_config({"kv_transports": "tcp,object_store"}, {}))
+    assert "object_store" not in ServeConfig().transport_names
+    assert "object_store" in load_config({"kv_transports": "tcp,object_store"}, {}).transport_names
 
 
 def test_outside_of_an_actor_it_is_left_out() -> None:

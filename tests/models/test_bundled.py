@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from transformers import (
@@ -193,7 +193,7 @@ def generate(
 ) -> tuple[list[list[int]], float]:
     """Return the outputs, and the mean number of tokens per step."""
     config = ServeConfig(model=str(TARGET), dtype="float32", device="cpu", compile="off")
-    config = msgspec.structs.replace(config, speculative_config=speculative, kv_cache_memory_bytes=32 << 20)
+    config = replace(config, speculative_config=speculative, kv_cache_memory_bytes=32 << 20)
     engine = Engine(config, speculate=speculate if speculative is not None else None)
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     steps = 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import msgspec
 from conftest import RunningRouter
 from fake_worker import FakeWorker
 from router_clients import eventually
@@ -23,7 +23,7 @@ class TwoRouters:
             **{"model": str(model), "port": 0, "placement": "least_loaded", "router_replicas": 2, **options}
         )
         self._ports = RouterPorts(config, "127.0.0.1")
-        self._config = msgspec.structs.replace(config, port=self._ports.port)
+        self._config = replace(config, port=self._ports.port)
         self.keys = ClusterKeys.generate()
         self.url = f"http://127.0.0.1:{self._ports.port}"
         self.routers = [self._make(index) for index in range(2)]

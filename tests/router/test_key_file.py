@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from deploy.config import load_config
-from protocol.config import MAX_API_KEYS
 from protocol.errors import ConfigError
+from protocol.server_options import MAX_API_KEYS
 from router.key_file import KeyEntry, add_key, hash_of, read_key_file
 
 GOOD = {"name": "a", "sha256": "0" * 64}

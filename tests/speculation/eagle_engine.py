@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from engine.batch.rows import SequenceRows
 from engine.engine import Engine
@@ -62,7 +61,7 @@ class Watched:
             kv_cache_memory_bytes=4_000_000,
             speculative_config=speculative,
         )
-        self.engine = Engine(msgspec.structs.replace(config, **options), speculate=BatchSpeculator)
+        self.engine = Engine(replace(config, **options), speculate=BatchSpeculator)
         self.engine.pool.segment("draft").fill_(1e3)  # nothing is to look at what was never written
         speculator = self.engine._speculator
         assert isinstance(speculator, BatchSpeculator)

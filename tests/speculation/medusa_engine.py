@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from engine.engine import Engine
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
-from protocol.config import ServeConfig
+from protocol.config import ServeConfig, field_docs
 from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
@@ -42,13 +42,13 @@ def make_engine(
         max_num_seqs=8,
         kv_cache_memory_bytes=num_blocks * 2 * 2 * 16 * 2 * 16 * 4,
     )
-    of_server = {name: value for name, value in options.items() if name in ServeConfig.__struct_fields__}
-    config = msgspec.structs.replace(config, **of_server)
+    of_server = {name: value for name, value in options.items() if name in field_docs()}
+    config = replace(config, **of_server)
     if heads is None:
         return Engine(config)
     rest = {name: value for name, value in options.items() if name not in of_server}
     speculative = SpeculativeConfig(method=method, model=str(heads), quantization=heads_in, **rest)
-    return Engine(msgspec.structs.replace(config, speculative_config=speculative), speculate=speculate)
+    return Engine(replace(config, speculative_config=speculative), speculate=speculate)
 
 
 def drafter_of(engine: Engine) -> MedusaDrafter:

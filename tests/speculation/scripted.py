@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import msgspec
 from torch import Tensor
 
 from engine.devices.loaded_model import LoadedModel
@@ -82,7 +82,7 @@ def engine_with(config: ServeConfig, drafter: ScriptedDrafter, num_tokens: int, 
         with mock.patch("speculation.sources.build_drafter", return_value=drafter):
             return BatchSpeculator(config, loaded)
 
-    engine = Engine(msgspec.structs.replace(config, speculative_config=asked), speculate=speculate)
+    engine = Engine(replace(config, speculative_config=asked), speculate=speculate)
     drafter.listening = True
     return engine
 

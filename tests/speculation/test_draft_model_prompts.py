@@ -5,9 +5,9 @@ And what is said when there is no draft model to read them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from engine.engine import Engine
@@ -23,9 +23,7 @@ PROMPT = 60
 def engine_with(pair: tuple[Path, Path]) -> Engine:
     target, draft = pair
     asked = SpeculativeConfig(method="draft_model", model=str(draft), num_speculative_tokens=3)
-    return Engine(
-        msgspec.structs.replace(small_config(target, 128), speculative_config=asked), speculate=speculate
-    )
+    return Engine(replace(small_config(target, 128), speculative_config=asked), speculate=speculate)
 
 
 def test_with_the_first_draft(pair: tuple[Path, Path]) -> None:

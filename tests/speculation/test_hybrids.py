@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import msgspec
 import pytest
 import torch
 import transformers
@@ -61,7 +60,7 @@ def config_of(model: Path, **options: Any) -> ServeConfig:
         max_num_seqs=4,
         kv_cache_memory_bytes=2**22,
     )
-    return msgspec.structs.replace(config, **options)
+    return replace(config, **options)
 
 
 def requests() -> list[EngineRequest]:
@@ -141,7 +140,7 @@ def cramped(engine: Engine, num_blocks: int) -> ServeConfig:
         engine.config.max_num_seqs * pool.state_slots.layout.state_slot_bytes
         + num_blocks * pool.memory.shape[1]
     )
-    return msgspec.structs.replace(engine.config, kv_cache_memory_bytes=room, speculative_config=None)
+    return replace(engine.config, kv_cache_memory_bytes=room, speculative_config=None)
 
 
 DRAFTING = [name for name in METHODS if "scripted" not in name]
@@ -188,7 +187,7 @@ def test_bfloat16_gives_the_same_bits_with_drafts_and_without(model: Path) -> No
 
 def drafting_itself(config: ServeConfig, num_tokens: int, **options: Any) -> Engine:
     asked = SpeculativeConfig(method="self_speculative", num_speculative_tokens=num_tokens, **options)
-    return Engine(msgspec.structs.replace(config, speculative_config=asked), speculate=speculate)
+    return Engine(replace(config, speculative_config=asked), speculate=speculate)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +264,7 @@ def test_hybrids_in_the_native_decoder_draft_for_each_other(tmp_path: Path, tree
         tree=tree,
     )
     expected = tokens(run(Engine(config), requests()))
-    engine = Engine(msgspec.structs.replace(config, speculative_config=speculative), speculate=speculate)
+    engine = Engine(replace(config, speculative_config=speculative), speculate=speculate)
     found = run(engine, requests())
     assert tokens(found) == expected
     assert sum(output.accepted_tokens for output in found.values()) > 30
@@ -318,7 +317,7 @@ def test_a_request_that_lost_its_state_slot_is_read_anew(
 ) -> None:
     config, draft, _ = drafts["llama"]
     asked = SpeculativeConfig(method="draft_model", model=str(draft), num_speculative_tokens=5)
-    drafting = msgspec.structs.replace(config, speculative_config=asked, max_num_seqs=1)
+    drafting = replace(config, speculative_config=asked, max_num_seqs=1)
     engine = Engine(drafting, speculate=speculate)
     first, second = requests()[3:]
     expected, _ = proposals(engine, [first], 5)
@@ -351,7 +350,7 @@ def test_a_draft_with_recurrent_layers_goes_back_to_what_is_certain(
     asked = SpeculativeConfig(
         method="draft_model", model=str(draft), num_speculative_tokens=num_tokens, **options
     )
-    drafting = msgspec.structs.replace(config, speculative_config=asked)
+    drafting = replace(config, speculative_config=asked)
     engine = Engine(drafting, speculate=speculate)
     found, answers = proposals(engine, requests(), num_tokens)
     assert answers == expected
@@ -379,6 +378,6 @@ def test_a_request_without_a_state_slot_takes_that_of_one_that_does_not_draft() 
 def test_a_state_is_not_carried(drafts: dict[str, tuple[ServeConfig, Path, Answers]]) -> None:
     config, draft, _ = drafts["llama"]
     asked = SpeculativeConfig(method="draft_model", model=str(draft), prefill="carry")
-    config = msgspec.structs.replace(config, speculative_config=asked)
+    config = replace(config, speculative_config=asked)
     with pytest.raises(ConfigError, match=r"prefill: .* must be auto or rebuild"):
         Engine(config, speculate=speculate)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ def config_of(folder: Path, dtype: str = "bfloat16", **options: Any) -> ServeCon
         dtype=dtype,
         compile="auto" if folder.name.startswith("llama") else "off",
     )
-    return msgspec.structs.replace(config, speculative_config=asked, kv_cache_memory_bytes=16 << 20)
+    return replace(config, speculative_config=asked, kv_cache_memory_bytes=16 << 20)
 
 
 def engine_of(folder: Path, dtype: str = "bfloat16", **options: Any) -> Engine:
@@ -83,7 +83,7 @@ def engine_of(folder: Path, dtype: str = "bfloat16", **options: Any) -> Engine:
 
 
 def plain_of(folder: Path, dtype: str) -> Engine:
-    return Engine(msgspec.structs.replace(config_of(folder, dtype), speculative_config=None))
+    return Engine(replace(config_of(folder, dtype), speculative_config=None))
 
 
 REQUESTS = [
@@ -146,11 +146,11 @@ def test_layers_of_two_mixers_and_of_experts_draft_natively(
     """All of them, so that unless they are rounded they are always right."""
     monkeypatch.setattr(drafter, "with_defaults", lambda options, *_, **__: options)
     write_model(model, tmp_path)
-    config = msgspec.structs.replace(config_of(tmp_path, **options), compile="auto")
+    config = replace(config_of(tmp_path, **options), compile="auto")
     engine = Engine(config, speculate=speculate)
     assert engine.start_up["forward"] == "native decoder"
     found = run(engine, REQUESTS)
-    plain = Engine(msgspec.structs.replace(config, speculative_config=None))
+    plain = Engine(replace(config, speculative_config=None))
     assert tokens(found) == tokens(run(plain, REQUESTS))
     drafted = sum(output.drafted_tokens for output in found.values())
     accepted = sum(output.accepted_tokens for output in found.values())
@@ -264,8 +264,6 @@ def test_layers_out_of_range_are_named(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_that_are_quantized_are_not_rounded_again(folders: dict[str, Path], dtype: str) -> None:
-    config = msgspec.structs.replace(
-        config_of(folders["llama"], dtype, quantization="int4"), quantization="int8"
-    )
+    config = replace(config_of(folders["llama"], dtype, quantization="int4"), quantization="int8")
     with pytest.raises(ConfigError, match="quantization: the model's weights are already quantized"):
         Engine(config, speculate=speculate)

@@ -6,11 +6,10 @@ fp32, one engine. To try a further method, give it a line in `METHODS`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -72,7 +71,7 @@ class Given:
     def deploy(self, **options: Any) -> Engine:
         """An engine with these options of the `SpeculativeConfig`."""
         asked = SpeculativeConfig(num_speculative_tokens=self.num_tokens, **options)
-        config = msgspec.structs.replace(self.config, speculative_config=asked)
+        config = replace(self.config, speculative_config=asked)
         return Engine(config, speculate=speculate)
 
     def script(self, script: scripted.Script, num_tokens: int) -> Engine:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -73,8 +73,8 @@ def make_engine(
             num_speculative_tokens=tree_nodes,
             max_speculative_tokens=5,
         )
-        config = msgspec.structs.replace(config, speculative_config=speculative)
-    return Engine(msgspec.structs.replace(config, **options), speculate=speculate)
+        config = replace(config, speculative_config=speculative)
+    return Engine(replace(config, **options), speculate=speculate)
 
 
 def requests(num_tokens: int = 24) -> list[EngineRequest]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -23,7 +23,7 @@ LENGTHS, NUM_TOKENS = [1, 20, 40, 100], 24
 def make_engine(folder: Path, **speculation: Any) -> Engine:
     config = small_config(folder, 400)
     asked = SpeculativeConfig(**speculation)
-    return Engine(msgspec.structs.replace(config, speculative_config=asked), speculate=speculate)
+    return Engine(replace(config, speculative_config=asked), speculate=speculate)
 
 
 def write_pair(model_type: str, folder: Path) -> tuple[Path, Path]:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -48,7 +49,7 @@ def tiny_config(model: Path, **changes: Any) -> ServeConfig:
         handoff_timeout=5.0,
         log_level="warning",
     )
-    return msgspec.structs.replace(config, **changes)
+    return replace(config, **changes)
 
 
 def request(request_id: str, prompt: list[int], max_tokens: int = 12, **sampling: Any) -> EngineRequest:

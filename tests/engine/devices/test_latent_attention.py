@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -79,7 +79,7 @@ def make_engine(kind: str, folder: Path) -> Callable[..., Engine]:
 def drafting(engine: Engine, model: Path | None = None, **options: Any) -> Engine:
     """One like `engine` that drafts."""
     asked = SpeculativeConfig(model=None if model is None else str(model), **options)
-    changed = msgspec.structs.replace(engine.config, speculative_config=asked)
+    changed = replace(engine.config, speculative_config=asked)
     return Engine(changed, speculate=speculate)
 
 

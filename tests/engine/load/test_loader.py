@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -28,7 +28,7 @@ from tests.worker.tiny_model import write_tiny_llama
 
 
 def config_for(folder: Path, **changes: Any) -> ServeConfig:
-    return msgspec.structs.replace(
+    return replace(
         ServeConfig(model=str(folder), device="cpu", dtype="float32", load_format="dummy"), **changes
     )
 
@@ -78,7 +78,7 @@ def test_weights_are_held_for_the_same_files_and_configuration_alone(tmp_path: P
         changes = {"dtype": "bfloat16", "load_format": "auto", "compile": "on", "max_model_len": 64}
         for other in ({name: value} for name, value in changes.items()):
             keep_preloaded([(config, loaded)])
-            assert not is_preloaded(msgspec.structs.replace(config, **other))
+            assert not is_preloaded(replace(config, **other))
         assert load_model(config) is loaded
         assert load_model(config) is not loaded, "whoever has taken it may change it"
         keep_preloaded([(config, loaded)])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from torch import nn
@@ -113,9 +113,9 @@ def write_plain(folder: Path, **shape: object) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_head_alone_is_rounded_to_int8(tmp_path: Path, tied: bool, quantization: str | None) -> None:
     write_plain(tmp_path, tie_word_embeddings=tied)
-    asked = msgspec.structs.replace(config(tmp_path, quantization), load_format="dummy")
+    asked = replace(config(tmp_path, quantization), load_format="dummy")
     plain = load_model(asked)
-    head = load_model(msgspec.structs.replace(asked, quantize_lm_head=True))
+    head = load_model(replace(asked, quantize_lm_head=True))
     assert plain.weights != head.weights
     ours = head.model.get_output_embeddings()
     assert isinstance(ours, PackedQuantizedLinear) and ours.format is CodeFormat.INT8
@@ -145,7 +145,7 @@ def test_experts_that_are_not_rounded_are_told_of(tmp_path: Path, caplog: pytest
     AutoConfig.for_model("qwen3_moe", vocab_size=64, **sizes, **experts).save_pretrained(tmp_path)
     asked = config(tmp_path, "int8", "float32")
     with caplog.at_level("WARNING", "tandem.engine"):
-        load_model(msgspec.structs.replace(asked, load_format="dummy"))
+        load_model(replace(asked, load_format="dummy"))
     megabytes = 4 * 3 * 32 * 64 * 4 / 1e6
     assert f"fused experts ({megabytes:.1f} MB) are not rounded" in caplog.text
 
