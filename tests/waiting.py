@@ -1,4 +1,4 @@
-"""Waits for a condition that no event tells."""
+"""Waits for conditions that no event announces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ def wait_until(
     *,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> None:
-    """Return once `done`, asked less and less often; `meanwhile` is called in between. Fails with `what`."""
+    """Return once `done()` is true, asked less and less often; `meanwhile` runs in between. Fails with
+    `what`.
+    """
     deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
     while not done():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Small random models of every architecture that must be served, written as local folders."""
+"""Writes small random models of every supported architecture as local folders."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _LATENT: dict[str, Any] = {
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
-    "head_dim": 8,  # of the rotated part
+    "head_dim": 8,  # the rotated part
     "v_head_dim": 16,
     "num_key_value_heads": 4,
 }
 
-_UNTIED = {"tie_word_embeddings": False}  # else these repeat one token, whatever their attention does
+_UNTIED = {"tie_word_embeddings": False}  # else these repeat one token, whatever attention computes
 
-# What differs from the common shape, by model type.
+# Fields that differ from the common shape, by model type.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"use_sliding_window": True, "sliding_window": SLIDING_WINDOW, "max_window_layers": 1},
@@ -83,7 +83,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         **_MOE,
         "n_routed_experts": 4,
         "moe_intermediate_size": 48,
-        "num_key_value_heads": 1,  # twice that in layers with a window
+        "num_key_value_heads": 1,  # layers with a window have twice as many
         "head_dim": 24,
         "v_head_dim": 16,
         "sliding_window": SLIDING_WINDOW,
@@ -161,7 +161,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "ssm_state_size": 8,
         "n_groups": 2,
         "chunk_size": 32,
-        "time_step_min": 1e-9,  # else `generate` differs from its own whole forward, which alone keeps to it
+        # else `generate` differs from its own whole forward, which alone applies the limit
+        "time_step_min": 1e-9,
     },
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "kimi_linear": {
@@ -175,7 +176,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "jamba": {**_MOE, "mamba_d_state": 8, "attn_layer_period": 3, "attn_layer_offset": 1},
     "minimax": {**_MOE, "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
 }
-"""With recurrent layers: the functions that these call exist since Transformers 5.23."""
+"""Models with recurrent layers. Transformers has the functions that they call since 5.23."""
 
 
 def config_of(model_type: str, **changes: Any) -> PreTrainedConfig:
@@ -189,8 +190,10 @@ def config_of(model_type: str, **changes: Any) -> PreTrainedConfig:
 
 
 def write_model(model_type: str, folder: Path, **changes: Any) -> None:
-    """A model of the type with weights large enough that its greedy tokens vary. States of recurrent layers
-    last for dozens of tokens: as they are initialized, the next one would not see them.
+    """Write a model with weights large enough that its greedy tokens vary.
+
+    States of recurrent layers last for dozens of tokens. With the usual initialization they would fade within
+    one.
     """
     torch.manual_seed(11)
     model = AutoModelForCausalLM.from_config(config_of(model_type, **changes), dtype=torch.float32)

@@ -12,7 +12,7 @@ from tests.worker.tiny_model import load
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama with a tokenizer, served under the name `model`."""
+    """Write a small Llama with a tokenizer, served under the name `model`."""
     folder = tmp_path_factory.mktemp("models") / "model"
     folder.mkdir()
     write_model("llama", folder)

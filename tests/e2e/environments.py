@@ -1,4 +1,6 @@
-"""Environments for client programs that would swell or unsettle the tests' own, kept in Tandem's cache."""
+"""Makes separate environments for client programs, kept in Tandem's cache, since their packages would change
+the tests' own.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ INSTALL_S = 300
 
 
 def python_with(packages: Sequence[str]) -> Path:
-    """Return a Python that has these packages: the tests' own if there are none. Skips the test if uv or the
-    packages cannot be had.
+    """Return a Python that has these packages: the tests' own if the list is empty. Skips the test if uv or
+    the packages cannot be had.
     """
     if not packages:
         return Path(sys.executable)
@@ -35,7 +37,7 @@ def python_with(packages: Sequence[str]) -> Path:
 
 
 def node_with(packages: Sequence[str]) -> Path:
-    """Return a folder whose scripts Node.js runs with these packages. Skips as `python_with`."""
+    """Return a folder whose scripts Node.js runs with these packages. Skips the test like `python_with`."""
     npm = shutil.which("npm")
     if npm is None:
         pytest.skip("Node.js is not installed")
@@ -50,7 +52,7 @@ def _folder(packages: Sequence[str], kind: str) -> Path:
 
 
 def _make(folder: Path, *commands: Sequence[str]) -> None:
-    """Run the commands, once for all processes."""
+    """Run the commands that make a folder, once for all processes."""
     done = folder / "complete"
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""A load on a server from a process of its own: streams that begin anew whenever one has ended."""
+"""Loads a server from a separate process: each stream starts again when it has ended."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 BACK_OFF_S = 0.05
-"""After a refusal."""
+"""Pause after a refused request."""
 
 
 @contextmanager
 def load(url: str, streams: int, prompt_tokens: int, vocab_size: int, **fields: Any) -> Iterator[None]:
-    """Runs so many streams, each with new random prompts, until the block ends."""
+    """Run this number of streams with random prompts until the block ends."""
     numbers = [str(number) for number in (streams, prompt_tokens, vocab_size)]
     command = [sys.executable, __file__, urlsplit(url).netloc, *numbers, json.dumps(fields)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)

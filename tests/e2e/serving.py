@@ -1,4 +1,4 @@
-"""A server in miniature: the real router, and its workers in their own processes."""
+"""Runs the real router in a thread, with its workers in processes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests.worker.harness import RunningWorker, tiny_config
 
 START_S = 60.0
 DEFAULTS = MappingProxyType({"max_num_seqs": 16, "worker_timeout": 15.0})
-"""On a busy machine nobody passes for dead by mistake; a test of freezes has a shorter time-out."""
+"""The worker time-out is long enough for a busy machine. Tests of freezes set a shorter one."""
 PAIR: Mapping[str, str] = MappingProxyType({"prefill-0": "", "decode-0": ""})
 LOOKS = 4
-"""In a row, each 0.05 s after the last: at least one has seen a heartbeat of after the first."""
+"""Consecutive checks, 0.05 s apart: the last one follows a heartbeat that is newer than the first check."""
 
 
 class HttpServing:
-    """Serves `model` over HTTP on a free port; `url` is ready when the constructor returns.
+    """Serves `model` over HTTP on a free port. `url` is ready when the constructor returns.
 
-    `workers` maps each one's id, "role-number", to the fault that its process gets (`tests.worker.child`).
+    `workers` maps each worker's id, "role-number", to the fault that its process gets (`tests.worker.child`).
     """
 
     def __init__(self, model: Path, workers: Mapping[str, str] = PAIR, **options: Any) -> None:
@@ -37,7 +37,7 @@ class HttpServing:
         self.endpoints = self.router.worker_endpoints
         self.url = self.router.url
         started = threading.Event()
-        # The preprocessor starts when a request needs it: preparing grammars takes two CPU seconds.
+        # The preprocessor starts only when a request needs it: preparing grammars takes two CPU seconds.
         run = {"on_start": started.set, "prepares": False}
         self._thread = threading.Thread(target=self.router.run, kwargs=run, daemon=True)
         self._thread.start()
@@ -52,7 +52,7 @@ class HttpServing:
 
     def _start(self, worker_id: str, fault: str) -> RunningWorker:
         role = worker_id.partition("-")[0]
-        # Only a worker's start needs the cluster that it belongs to: its keys and its router's endpoints.
+        # A worker's start needs only the keys and the router's endpoints of its cluster.
         return RunningWorker(self, role, worker_id, self.config, fault)  # type: ignore[arg-type]
 
     def add(self, worker_id: str, fault: str = "") -> None:
@@ -61,7 +61,7 @@ class HttpServing:
         self.wait(lambda: worker_id in self.worker_states())
 
     def bury(self, worker_id: str) -> None:
-        """Wait for a worker's death, and tell the router as the launcher does."""
+        """Wait until a worker is dead, then tell the router, as the launcher does."""
         self.wait(lambda: not self.workers[worker_id].process.is_alive())
         incarnation = self.router.state.registry.named(worker_id).key.incarnation
         self.router.mark_dead(worker_id, incarnation, "it was killed")
@@ -78,22 +78,22 @@ class HttpServing:
         for worker in self.workers.values():
             if worker.process.is_alive():
                 worker.signal(signal.SIGCONT)
-            worker.tell_to_stop()  # all of them, so that they end side by side
+            worker.tell_to_stop()  # tell all workers first, so that they end side by side
         for worker in self.workers.values():
             worker.join()
         self.http.close()
 
     def worker_states(self) -> dict[str, dict[str, Any]]:
-        """What the router knows of its workers, by their ids; those that are silent are left out."""
+        """Return the states that the router reports for its workers, by id. Silent workers are left out."""
         workers = self.http.get("/workers").json()["workers"]
         return {worker["id"]: worker for worker in workers if worker["lifecycle"] != "silent"}
 
     def counter(self, worker_id: str, name: str) -> float:
-        """A worker's own counter."""
+        """Return a worker's own counter."""
         return float(self.worker_states()[worker_id]["counters"][name])
 
     def metric(self, name: str, **labels: str) -> float:
-        """The router's metric; the sum over the labels that are not given."""
+        """Return the router's metric, summed over the labels that are not given."""
         samples = (s for family in self.router.state.metrics.registry.collect() for s in family.samples)
         return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
 
@@ -106,7 +106,7 @@ class HttpServing:
         raise AssertionError("it does not come")
 
     def wait_empty(self) -> None:
-        """Every block of every pool is free or cached, and nothing runs or waits."""
+        """Wait until every block of every pool is free or cached, and no request runs or waits."""
         looks = 0
 
         def empty() -> bool:

@@ -1,4 +1,4 @@
-"""Programs written for OpenAI's or Anthropic's API run unchanged, against a model that writes anything."""
+"""Programs written for OpenAI's or Anthropic's API run unchanged against a random model."""
 
 from __future__ import annotations
 
@@ -62,8 +62,10 @@ def test_chats_whole_and_streamed(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_prediction_is_drafted_from_and_changes_nothing(client: openai.OpenAI, temperature: float) -> None:
-    """A request of another salt finds no earlier output, so that drafts are those of the prediction."""
+def test_a_prediction_is_drafted_from_and_changes_no_token(client: openai.OpenAI, temperature: float) -> None:
+    """Each request has its own cache salt and so finds no earlier output: all drafts come from the
+    prediction.
+    """
     more: Any = {"ignore_eos": True, "speculative": {"num_speculative_tokens": 4}}
     asked: Any = {"model": "model", "messages": ASK, "temperature": temperature, "seed": 4, "max_tokens": 64}
     plain = client.chat.completions.create(**asked, extra_body={"ignore_eos": True}).choices
@@ -177,7 +179,9 @@ CLIENTS: dict[str, list[str]] = {
     "use_openai.mjs": ["openai@6.49.0"],
     "use_ai.mjs": ["ai@6.0.326", "@ai-sdk/openai-compatible@2.0.92", "zod@4.6.7"],
 }
-"""Programs in `clients/`, and the packages that each needs beside the tests' own, or in place of them."""
+"""Programs in `clients/`, and the packages that each needs in addition to the tests' own or in
+place of them.
+"""
 
 
 @pytest.mark.timeout(900)
@@ -185,7 +189,7 @@ CLIENTS: dict[str, list[str]] = {
 def test_a_client(url: str, folder: Path, tmp_path: Path, program: str) -> None:
     packages, script = CLIENTS[program], Path(__file__).with_name("clients") / program
     if script.suffix == ".mjs":
-        script = Path(shutil.copy(script, node_with(packages)))  # it imports what lies beside it
+        script = Path(shutil.copy(script, node_with(packages)))  # the script imports its neighbours
         command = ["node"]
     else:
         command = [str(python_with(packages))]

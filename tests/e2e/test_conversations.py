@@ -1,4 +1,4 @@
-"""A conversation goes on where its KV lies: the router lets a prefill worker fetch what others have. fp32."""
+"""A prefill worker fetches a conversation's KV from the worker that has it. fp32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each bottleneck is provoked on a real server, and named there; where it is not, it isn't."""
+"""A real server's doctor names each bottleneck that a load provokes, and no bottleneck without one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WATCHED_S = 1.0
 LOOKS = 30
 WHOLE = {"decode-0": ""}
 POOL = 96 << 20
-"""Holds the longest of all loads whole: 64 streams of 408 tokens."""
+"""Room for the longest of all loads: 64 streams of 408 tokens."""
 BUNDLED_IDS = 2000
 
 Load = Callable[[HttpServing], AbstractContextManager[None]]
@@ -34,7 +34,7 @@ def running(streams: int, prompt_tokens: int, vocab_size: int = VOCAB_SIZE, **fi
 
 
 def diagnose(serving: HttpServing, name: str, under: Load) -> list[dict[str, Any]]:
-    """What the doctor finds while a load runs, once that is the bottleneck: a load has to build up."""
+    """Return the doctor's findings under a load, once they include the expected bottleneck."""
     with under(serving):
         for _ in range(LOOKS):
             found = findings(serving)
@@ -80,8 +80,8 @@ def test_long_answers_wait_for_decode(pair: HttpServing) -> None:
     assert not {"prefill", "draft", "kv_room", "queue"} & set(names(found))
 
 
-def test_a_slow_wire_keeps_requests_waiting_for_their_kv(folder: Path) -> None:
-    """The prefill worker is told of the proxy before it connects."""
+def test_a_slow_wire_is_named_as_the_bottleneck(folder: Path) -> None:
+    """The prefill worker gets the proxy's address before it connects."""
     with HttpServing(folder, WHOLE, kv_cache_memory_bytes=POOL, kv_transports="tcp") as serving:
         worker = serving.router.state.registry.named("decode-0")
         offer = worker.address.offers[0]
@@ -101,7 +101,7 @@ def test_a_slow_wire_keeps_requests_waiting_for_their_kv(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def small(folder: Path) -> Iterator[HttpServing]:
-    """A pool for three requests, and a queue for eight."""
+    """Start a server with a pool for three requests and a queue for eight."""
     bounds = {"max_queued_requests": 8, "kv_cache_memory_bytes": 64 * 12288}
     with HttpServing(folder, WHOLE, disaggregation=False, **bounds) as serving:
         yield serving
@@ -122,7 +122,7 @@ def test_refused_requests_name_the_bound_of_the_queue(small: HttpServing) -> Non
 
 @pytest.fixture(scope="module")
 def drafting() -> Iterator[HttpServing]:
-    """Always four tokens, whatever becomes of them."""
+    """Start a server that always drafts four tokens."""
     with HttpServing(BUNDLED_MODEL, WHOLE, disaggregation=False, **options("draft_model")) as serving:
         yield serving
 
@@ -130,8 +130,8 @@ def drafting() -> Iterator[HttpServing]:
 WILD = {"max_tokens": 300, "temperature": 2.0}
 
 
-def test_drafts_that_are_not_accepted_cost_more_than_they_bring(drafting: HttpServing) -> None:
-    """So few at once that they do not slow each other."""
+def test_drafts_that_are_rarely_accepted_are_named_as_a_cost(drafting: HttpServing) -> None:
+    """Few enough requests run at once not to slow each other."""
     found = diagnose(drafting, "draft", running(2, 30, BUNDLED_IDS, **WILD))
     assert not {"transfer", "kv_room", "queue"} & set(names(found))
     without = running(4, 30, BUNDLED_IDS, speculative={"enabled": False}, **WILD)

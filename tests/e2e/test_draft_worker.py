@@ -1,4 +1,4 @@
-"""A draft worker of two decode workers, in processes of their own: frozen, killed, started anew, drained."""
+"""A draft worker serves two decode workers in separate processes: frozen, killed, restarted and drained."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.worker.tiny_model import VOCAB_SIZE
 pytestmark = [pytest.mark.timeout(240)]
 
 SLOW = "slow:0.01"
-"""So that drafts come in time on a busy machine too."""
+"""Slows decoding, so that drafts arrive in time on a busy machine too."""
 WORKERS = {"decode-0": SLOW, "decode-1": SLOW, "draft-0": ""}
 NUM_TOKENS = 300
-"""Enough to be still running when something happens to a worker."""
+"""Long enough that requests still run when a worker fails."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def plain(serving: HttpServing) -> list[list[int]]:
 
 
 def start(serving: HttpServing, pool: ThreadPoolExecutor) -> list[Future[list[int]]]:
-    """Requests that have drafts of the draft worker by now."""
+    """Start requests and return when each has had drafts of the draft worker."""
     before = accepted(serving)
     futures = [pool.submit(ask, serving, number) for number in range(4)]
     serving.wait(lambda: accepted(serving) > before)
@@ -75,13 +75,13 @@ def start(serving: HttpServing, pool: ThreadPoolExecutor) -> list[Future[list[in
 
 
 def accepted(serving: HttpServing) -> float:
-    """By all decode workers, one that is silent for a moment on a busy machine too."""
+    """Return the accepted tokens at all decode workers. Waits for one that is silent for a moment."""
     name = 'spec_decode_num_accepted_tokens_total{method="remote"}'
     workers = serving.http.get("/workers").json()["workers"]
     return sum(worker["counters"].get(name, 0.0) for worker in workers if worker["role"] == "decode")
 
 
-def test_both_decode_workers_draft_there(serving: HttpServing, plain: list[list[int]]) -> None:
+def test_both_decode_workers_use_its_drafts(serving: HttpServing, plain: list[list[int]]) -> None:
     with ThreadPoolExecutor(4) as pool:
         assert [each.result() for each in start(serving, pool)] == plain
     name = 'spec_decode_num_accepted_tokens_total{method="remote"}'
@@ -92,7 +92,7 @@ def test_both_decode_workers_draft_there(serving: HttpServing, plain: list[list[
     serving.wait_empty()
 
 
-def test_it_is_frozen_and_wakes_up(serving: HttpServing, plain: list[list[int]]) -> None:
+def test_a_frozen_draft_worker_resumes(serving: HttpServing, plain: list[list[int]]) -> None:
     frozen = serving.workers["draft-0"]
     with ThreadPoolExecutor(4) as pool:
         running = start(serving, pool)
@@ -105,7 +105,7 @@ def test_it_is_frozen_and_wakes_up(serving: HttpServing, plain: list[list[int]])
     serving.wait_empty()
 
 
-def test_it_is_killed_and_started_anew(serving: HttpServing, plain: list[list[int]]) -> None:
+def test_a_killed_draft_worker_is_replaced(serving: HttpServing, plain: list[list[int]]) -> None:
     with ThreadPoolExecutor(4) as pool:
         running = start(serving, pool)
         serving.workers["draft-0"].process.kill()
@@ -118,7 +118,9 @@ def test_it_is_killed_and_started_anew(serving: HttpServing, plain: list[list[in
     serving.wait_empty()
 
 
-def test_a_killed_decode_worker_leaves_nothing_there(serving: HttpServing, plain: list[list[int]]) -> None:
+def test_a_killed_decode_worker_leaves_nothing_at_the_draft_worker(
+    serving: HttpServing, plain: list[list[int]]
+) -> None:
     def draft_counter(name: str) -> float:
         return serving.counter("draft-0", f"draft_requests_{name}")
 
@@ -134,7 +136,7 @@ def test_a_killed_decode_worker_leaves_nothing_there(serving: HttpServing, plain
     serving.wait_empty()
 
 
-def test_a_draft_worker_has_no_other_role(serving: HttpServing) -> None:
+def test_a_draft_worker_cannot_take_another_role(serving: HttpServing) -> None:
     answer = serving.http.post("/workers/draft-0/role", json={"role": "decode"})
     assert answer.status_code == 409
     assert "another model" in answer.json()["error"]["message"]
@@ -142,7 +144,7 @@ def test_a_draft_worker_has_no_other_role(serving: HttpServing) -> None:
     assert answer.status_code == 409
 
 
-def test_it_is_drained(serving: HttpServing, plain: list[list[int]]) -> None:
+def test_a_draft_worker_is_drained(serving: HttpServing, plain: list[list[int]]) -> None:
     with ThreadPoolExecutor(4) as pool:
         running = start(serving, pool)
         answer = serving.http.post("/workers/draft-0/drain")

@@ -1,4 +1,4 @@
-"""Workers leave or change their role while requests run: the client sees what it would have seen. fp32."""
+"""Workers leave or change their role while requests run; clients see the same answers. fp32."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.e2e.test_speculation import PROMPT, options
 
 NUM_TOKENS = 100
 SLOW = "slow:0.1"
-"""An answer of 100 tokens takes 10 s: on a busy machine two more workers start within that."""
+"""Makes an answer of 100 tokens take 10 s, in which two more workers start even on a busy machine."""
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[dict[str, Any]]:
-    """The answers of a server that nothing happens to."""
+    """Return the answers of an undisturbed server."""
     with HttpServing(folder) as serving:
         answers = [ask(serving, request, max_tokens=NUM_TOKENS) for request in REQUESTS]
     return [answer | {"logprobs": pytest.approx(answer["logprobs"], abs=1e-4)} for answer in answers]
@@ -36,7 +36,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def ask_all(serving: HttpServing, pool: ThreadPoolExecutor) -> list[Future[dict[str, Any]]]:
-    """Returns when all of them run: no prefill worker has one any more."""
+    """Start all requests and return when they all decode: no prefill worker has any left."""
     answers = [pool.submit(ask, serving, request, max_tokens=NUM_TOKENS) for request in REQUESTS]
     serving.wait(lambda: serving.metric("tandem_time_to_first_token_seconds_count") == len(REQUESTS))
     serving.wait(
@@ -79,8 +79,8 @@ def test_running_requests_move_with_their_kv(
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_drafts_go_on_at_the_new_worker(method: str, pool: ThreadPoolExecutor) -> None:
-    """The draft's KV comes along, so the new worker's drafter reads a few tokens, not the whole text."""
+def test_drafts_continue_on_the_new_worker(method: str, pool: ThreadPoolExecutor) -> None:
+    """The draft's KV moves along, so the new worker's drafter reads a few tokens and not the whole text."""
     body = {
         "model": BUNDLED_MODEL.name,
         "prompt": PROMPT,
@@ -114,7 +114,7 @@ def test_drafts_go_on_at_the_new_worker(method: str, pool: ThreadPoolExecutor) -
         assert accepted > 0.3 * drafted > 0
 
 
-def test_a_worker_that_is_told_to_end_moves_its_requests(
+def test_a_worker_moves_its_requests_on_sigterm(
     folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]]
 ) -> None:
     with HttpServing(folder, {"prefill-0": "", "decode-0": SLOW}) as serving:
@@ -132,7 +132,7 @@ def test_a_worker_that_is_told_to_end_moves_its_requests(
 def test_a_worker_changes_its_role_and_serves_in_it(
     folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]], from_role: str
 ) -> None:
-    """Its process, weights and pool stay, so what it has cached does."""
+    """Process, weights and pool stay, and so does the prefix cache."""
     to_role = "prefill" if from_role == "decode" else "decode"
     workers = {"prefill-0": "", "prefill-1": "", "decode-0": "slow:0.05"}
     with HttpServing(folder, workers) as serving:
@@ -154,7 +154,7 @@ def test_a_worker_changes_its_role_and_serves_in_it(
         check_nothing_is_left(serving)
 
 
-def test_the_first_token_is_awaited_elsewhere_when_its_decode_worker_leaves(
+def test_a_drained_decode_workers_prefills_are_redirected(
     folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]]
 ) -> None:
     workers = {"prefill-0": "slow:0.1", "decode-0": "", "decode-1": ""}
@@ -167,7 +167,7 @@ def test_the_first_token_is_awaited_elsewhere_when_its_decode_worker_leaves(
         check_nothing_is_left(serving)
 
 
-def test_what_cannot_move_ends_where_it_is_or_is_placed_anew_at_the_deadline(
+def test_requests_that_cannot_move_finish_or_are_placed_again_at_the_deadline(
     folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]]
 ) -> None:
     """Without prefix caching no KV can be fetched."""
@@ -185,12 +185,12 @@ def test_what_cannot_move_ends_where_it_is_or_is_placed_anew_at_the_deadline(
         check_nothing_is_left(serving)
 
 
-def test_the_new_worker_dies_as_it_fetches(
+def test_the_new_worker_dies_during_the_fetch(
     folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]]
 ) -> None:
-    """The old one runs the request still, and another takes it."""
+    """The old worker still runs the request, and a third worker takes it over."""
     workers = {"prefill-0": "", "decode-0": SLOW}
-    # In turn: on a busy machine one of the new ones may measure worse, and get nothing.
+    # Round robin: measured costs on a busy machine might leave one of the new workers idle.
     with HttpServing(folder, workers, decode_placement="round_robin") as serving:
         answers = ask_all(serving, pool)
         serving.add("decode-1", "KILL:before:router_messages._on_prefetch:1")
@@ -202,7 +202,7 @@ def test_the_new_worker_dies_as_it_fetches(
         check_nothing_is_left(serving)
 
 
-def test_what_cannot_be_spared_stays(folder: Path) -> None:
+def test_the_last_worker_of_a_role_stays(folder: Path) -> None:
     with HttpServing(folder) as serving:
         refusals = {
             ("decode-0", "drain", ""): (409, "last decode worker"),
@@ -227,7 +227,7 @@ def test_operators_need_the_api_key(folder: Path) -> None:
 
 
 def kept_prefix(serving: HttpServing) -> set[str]:
-    """The workers in whose prefix cache the router finds one of the prompts."""
+    """Return the workers in whose prefix cache the router finds one of the prompts."""
     feed = serving.router.state.kv_feed
     (cache,) = feed.formats
     return set().union(

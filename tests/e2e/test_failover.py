@@ -1,4 +1,4 @@
-"""Workers are killed or frozen at every point of a request; the client sees what it would have seen. fp32."""
+"""Workers are killed or frozen at every point of a request; clients see the same answers. fp32."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ PREFILL_KILLED = {
     "after the manifest": "KILL:after:_send_manifest:1",
 }
 HANDED_OVER = "KILL:after:_send_manifest"
-"""Where the decode worker may have all it needs, and go on."""
+"""From this point on, the decode worker may have all that it needs to continue alone."""
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, reference: PreTrainedModel) -> list[dict[str, Any]]:
-    """The answers of a server that nothing happens to."""
+    """Return the answers of an undisturbed server."""
     with HttpServing(folder) as serving:
         answers = [ask(serving, request) for request in REQUESTS]
     assert answers[0]["token_ids"] == greedy(reference, prompt(REQUESTS[0]), NUM_TOKENS)
@@ -73,7 +73,7 @@ def prompt(request: dict[str, Any]) -> list[int]:
 
 
 def ask(serving: HttpServing, request: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """Token ids, text, log-probabilities, usage and finish reason of an answer, streamed or not."""
+    """Return an answer's token ids, text, log-probabilities, usage and finish reason, streamed or not."""
     body = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True, **request, **fields}
     body |= {"model": "model", "prompt": prompt(request), "stream_options": {"include_usage": True}}
     del body["length"]
@@ -87,7 +87,7 @@ def ask(serving: HttpServing, request: dict[str, Any], **fields: Any) -> dict[st
         chunks = stream(serving, body)
         usage = chunks.pop()["usage"]
     choices = [chunk["choices"][0] for chunk in chunks]
-    usage.pop("prompt_tokens_details")  # what is cached where does depend on the past
+    usage.pop("prompt_tokens_details")  # cached tokens depend on earlier requests
     logprobs = choices[0]["logprobs"]
     return {
         "token_ids": [token for choice in choices for token in choice["token_ids"]],
@@ -106,20 +106,20 @@ def stream(serving: HttpServing, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def ask_all(serving: HttpServing, pool: ThreadPoolExecutor) -> list[Future[dict[str, Any]]]:
-    """The first, which is the longest, goes to the workers whose number is 0."""
+    """Start all requests. The first, the longest, goes to the workers with number 0."""
     first = pool.submit(ask, serving, REQUESTS[0])
     serving.wait(lambda: serving.metric("tandem_placements_total") > 0)
     return [first, *(pool.submit(ask, serving, request) for request in REQUESTS[1:])]
 
 
 def changes(serving: HttpServing) -> float:
-    """How often a request or a hand-off went elsewhere."""
+    """Count how often a request or a hand-off changed its worker."""
     names = ("requests_placed_again", "handoff_redirects", "handoff_takeovers")
     return sum(serving.metric(f"tandem_{name}_total") for name in names)
 
 
 def check_afterwards(serving: HttpServing, expected: list[dict[str, Any]]) -> None:
-    """Nothing is left on the survivors, and they serve the next request."""
+    """Check that the survivors hold nothing and serve the next request."""
     serving.wait_empty()
     assert ask(serving, REQUESTS[1]) == expected[1]
     serving.wait_empty()
@@ -178,8 +178,12 @@ def test_the_only_prefill_worker_is_killed(
 @pytest.mark.parametrize(
     "point", ["before it reserves", "at later blocks", "after the manifest", "as it decodes"]
 )
-def test_what_a_dead_decode_worker_costs(folder: Path, expected: list[dict[str, Any]], point: str) -> None:
-    """Before the hand-off nothing is computed again, later the emitted tokens and the last block's."""
+def test_a_dead_decode_worker_costs_little_recomputation(
+    folder: Path, expected: list[dict[str, Any]], point: str
+) -> None:
+    """A death before the hand-off costs no recomputation. A later one costs the emitted tokens and the last
+    block's.
+    """
     workers = {"prefill-0": SLOW, "decode-0": DECODE_KILLED[point], "decode-1": ""}
     length = REQUESTS[0]["length"]
     with HttpServing(folder, workers) as serving, ThreadPoolExecutor(1) as pool:
@@ -198,9 +202,7 @@ def test_what_a_dead_decode_worker_costs(folder: Path, expected: list[dict[str, 
         assert (point == "as it decodes") <= bool(serving.metric("tandem_requests_placed_again_total"))
 
 
-def test_after_a_death_a_third_worker_fetches_what_a_peer_has(
-    folder: Path, expected: list[dict[str, Any]]
-) -> None:
+def test_a_third_worker_fetches_the_prefix_from_a_peer(folder: Path, expected: list[dict[str, Any]]) -> None:
     workers = {"decode-0": "", "decode-1": f"KILL:after:after_step:7+{SLOW}", "decode-2": ""}
     length = REQUESTS[0]["length"]
     with HttpServing(folder, workers) as serving, ThreadPoolExecutor(1) as pool:
@@ -226,11 +228,11 @@ def test_after_a_death_a_third_worker_fetches_what_a_peer_has(
         ("prefill-0", "spin:after:_push:3"),
     ],
 )
-def test_a_worker_that_froze_and_wakes_up_later_changes_nothing(
+def test_a_worker_that_wakes_from_a_freeze_changes_nothing(
     folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]], frozen: str, point: str
 ) -> None:
-    """What it still does then is for requests that others have. Of one whose loop is stuck the heartbeat goes
-    on.
+    """After it wakes, it works on requests that others have taken over. A worker with a stuck loop still
+    sends heartbeats.
     """
     workers = {"prefill-0": "", "prefill-1": "", "decode-0": "", "decode-1": ""}
     workers[frozen] = f"{point}+{SLOW}"
@@ -246,8 +248,8 @@ def test_a_worker_that_froze_and_wakes_up_later_changes_nothing(
         check_afterwards(serving, expected)
 
 
-def test_nobody_is_left(folder: Path) -> None:
-    """One clear error: an event in a stream, a status otherwise."""
+def test_without_workers_each_request_gets_one_error(folder: Path) -> None:
+    """The error is an event in a stream, and a status otherwise."""
     fault = f"KILL:after:after_step:15+{SLOW}"
     with HttpServing(folder, {"decode-0": fault}) as serving, ThreadPoolExecutor(2) as pool:
         body = {"model": "model", "prompt": prompt(REQUESTS[0]), "max_tokens": NUM_TOKENS, "ignore_eos": True}
@@ -266,7 +268,7 @@ OPTIONS += ("--kv-cache-memory-bytes", "64000000")
 
 
 class SmallStorm(Storm):
-    """Draws the victims alone. A decode worker is frozen: it gets requests until that is noticed."""
+    """Draws only the victims at random. A frozen decode worker gets requests until the router notices."""
 
     def __init__(self, http: httpx.Client) -> None:
         super().__init__(http, replicas=1, rng=random.Random(1))
@@ -280,7 +282,7 @@ class SmallStorm(Storm):
                 return kind, victim, pid
 
 
-def test_no_request_notices_kills_and_freezes_and_without_ray_all_ends(tmp_path: Path) -> None:
+def test_random_kills_and_freezes_change_no_answer(tmp_path: Path) -> None:
     server = ServerProcess(Path(BUNDLED_MODEL), tmp_path / "log", *OPTIONS)
     try:
         with httpx.Client(base_url=server.wait_ready().url, timeout=300) as http:

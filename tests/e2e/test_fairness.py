@@ -1,4 +1,4 @@
-"""One API key floods real workers, another sends single requests."""
+"""One API key floods real workers while another sends single requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEYS = "flooder,other"
 
 
 def ask(serving: HttpServing, key: str, seed: int, max_tokens: int) -> tuple[float, int]:
-    """Seconds to the first token, and how many came."""
+    """Return the seconds to the first token, and the number of tokens."""
     rng = random.Random(seed)
     body: dict[str, Any] = {"prompt": rng.choices(range(10, VOCAB_SIZE), k=200), "max_tokens": max_tokens}
     body |= {"temperature": 0, "ignore_eos": True, "stream": True}
@@ -37,7 +37,7 @@ def ask(serving: HttpServing, key: str, seed: int, max_tokens: int) -> tuple[flo
 @pytest.mark.parametrize(
     "workers", [{"decode-0": ""}, {"prefill-0": "", "decode-0": ""}], ids=["one", "pair"]
 )
-def test_a_flood_leaves_the_others_their_share(folder: Path, workers: dict[str, str]) -> None:
+def test_a_flood_leaves_other_keys_their_share(folder: Path, workers: dict[str, str]) -> None:
     slow = dict.fromkeys(workers, "slow:0.01")
     with (
         HttpServing(folder, slow, api_key=KEYS, disaggregation=len(workers) > 1) as serving,

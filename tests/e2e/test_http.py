@@ -1,4 +1,4 @@
-"""The real server as clients see it: openai client, streaming, stop strings, log-probabilities, aborts."""
+"""The real server over HTTP: the openai client, streaming, stop strings, log-probabilities, aborts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.worker.tiny_model import greedy
 PROMPT = "def main(): return 0"
 NUM_TOKENS = 24
 NUM_SCHEMA_CASES = int(os.environ.get("SCHEMA_CASES", "20"))
-"""Of each operation of the API."""
+"""Test cases for each operation of the API."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 @pytest.fixture(scope="module")
 def expected(reference: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int]) -> str:
-    """What transformers itself generates."""
+    """Return the tokens and texts that Transformers generates."""
     return tokenizer.decode(greedy(reference, prompt_ids, NUM_TOKENS))
 
 
@@ -98,7 +98,7 @@ async def test_async_client_streams_many_at_once(serving: HttpServing, expected:
         assert await asyncio.gather(*(one() for _ in range(16))) == [expected] * 16
 
 
-def test_chat_streams_what_it_answers_at_once(client: openai.OpenAI) -> None:
+def test_a_streamed_chat_equals_a_whole_one(client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": "hello"}]
     whole = client.chat.completions.create(model="model", messages=messages, max_tokens=12, seed=3)  # type: ignore[arg-type]
     stream = client.chat.completions.create(
@@ -212,8 +212,10 @@ async def _one_random_request(client: httpx.AsyncClient, rng: random.Random, ind
 
 
 @pytest.mark.parametrize("mode", list(schemathesis.GenerationMode), ids=lambda mode: mode.value)
-def test_the_description_leads_to_no_5xx(serving: HttpServing, mode: schemathesis.GenerationMode) -> None:
-    """What `/openapi.json` allows, and what it just does not, by schemathesis."""
+def test_the_openapi_description_leads_to_no_5xx(
+    serving: HttpServing, mode: schemathesis.GenerationMode
+) -> None:
+    """Schemathesis sends requests that `/openapi.json` allows, and some that it just does not."""
     schema = schemathesis.openapi.from_url(f"{serving.url}/openapi.json")
     operations = [result.ok() for result in schema.get_all_operations()]
     assert len(operations) > 15

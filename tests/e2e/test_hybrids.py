@@ -21,7 +21,7 @@ from tests.worker.harness import Cluster, request, tiny_config
 from tests.worker.tiny_model import greedy, load
 
 CHUNK = 50
-"""`max_num_batched_tokens`: no multiple of the grid."""
+"""`max_num_batched_tokens`, which is no multiple of the state grid."""
 
 LENGTHS = [1, 15, 16, 17, 49, 111]
 NUM_TOKENS = 20
@@ -47,7 +47,7 @@ def test_tokens_equal_generate(model_type: str, tmp_path: Path) -> None:
         prefill, decode = cluster.start_pair(config)
         assert run_all(cluster, prefill, decode, "first", batch) == expected
         cluster.wait_empty(prefill, decode)
-        # What was generated before a worker died comes with the request.
+        # The request carries the tokens generated before a worker died.
         ids = [f"resumed-{index}" for index in range(len(batch))]
         for request_id, prompt, tokens in zip(ids, batch, expected, strict=True):
             resumed = request(request_id, prompt, NUM_TOKENS)
@@ -61,7 +61,9 @@ def test_tokens_equal_generate(model_type: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(NO_KERNEL is not None, reason=str(NO_KERNEL))
 @pytest.mark.parametrize("model_type", ["qwen3_next", "falcon_h1", "kimi_linear"])
 def test_native_layers_give_the_tokens_of_a_lone_engine(model_type: str, tmp_path: Path) -> None:
-    """In bfloat16: in chunks, in company, after prefix hits, resumed, with drafts of which some are wrong."""
+    """In bfloat16: in chunks, in a batch, after prefix hits, resumed, and with drafts of which some are
+    wrong.
+    """
     write_model(model_type, tmp_path)
     options: dict[str, Any] = {"dtype": "bfloat16", "compile": "auto"}
     lone = Engine(tiny_config(tmp_path, enable_prefix_caching=False, **options))
@@ -107,7 +109,7 @@ def test_a_conversation_moves_to_another_worker_with_its_state(tmp_path: Path) -
             cluster.run(f"{number}")
             assert cluster.tokens(f"{number}") == greedy(reference, second, NUM_TOKENS)
         cluster.wait_empty(prefill, decode, fresh)
-        # An answer's last token has no KV, and the last token of a prompt is always computed.
+        # An answer's last token has no KV, and a prompt's last token is always computed.
         found = [cluster.outputs[f"{number}"][0][1].cached_tokens for number in range(3)]
         assert found == [96, 96, 96]
         assert fresh.counter("prefix_blocks_fetched_total") == decode.counter("prefix_blocks_lent_total") == 6
@@ -116,8 +118,8 @@ def test_a_conversation_moves_to_another_worker_with_its_state(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("drafts", [None, "chains", "trees"])
-def test_answers_go_on_when_the_decode_worker_dies_amid_them(tmp_path: Path, drafts: str | None) -> None:
-    """With drafts too, of a model that has recurrent layers as well."""
+def test_answers_continue_when_the_decode_worker_dies(tmp_path: Path, drafts: str | None) -> None:
+    """Also with drafts of a model that itself has recurrent layers."""
     model = tmp_path / "model"
     write_model("qwen3_next", model)
     write_noisy(model, tmp_path / "draft")
@@ -150,7 +152,7 @@ def test_answers_go_on_when_the_decode_worker_dies_amid_them(tmp_path: Path, dra
             for request_id in ids
         ]
         assert all(0 < len(tokens) < num_tokens for tokens in known)
-        cluster.abort(*ids)  # as the router does, at the prefill worker
+        cluster.abort(*ids)  # the router aborts them at the prefill worker, too
         for request_id, prompt, tokens in zip(ids, batch, known, strict=True):
             resumed = request(f"again-{request_id}", prompt, num_tokens)
             resumed.output_token_ids.extend(tokens)

@@ -1,4 +1,4 @@
-"""Adapters over HTTP: hand-offs, deaths, drafts and unloading change no token of their requests. fp32."""
+"""Adapters over HTTP: hand-offs, deaths, drafts and unloading change no token. fp32."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def modules(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, modules: dict[str, str]) -> list[list[int]]:
-    """By Transformers, with each adapter merged into the weights."""
+    """Return the tokens of Transformers with each adapter merged into the weights."""
     models = {name: merge(load(folder), Path(path), lambda _: 2.0) for name, path in modules.items()}
     models["model"] = load(folder)
     return [greedy(models[name], prompt(length), NUM_TOKENS) for name, length in REQUESTS]
@@ -69,7 +69,7 @@ VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_tokens_are_those_of_merged_weights(
+def test_tokens_equal_those_of_merged_weights(
     folder: Path, modules: dict[str, str], expected: list[list[int]], variant: str
 ) -> None:
     options = {"workers": PAIR} | VARIANTS[variant]()
@@ -78,7 +78,7 @@ def test_tokens_are_those_of_merged_weights(
         if variant == "killed":
             assert serving.metric("tandem_requests_placed_again_total") > 0
         serving.wait_empty()
-        assert ask_all(serving) == expected  # now with what the prefix caches hold
+        assert ask_all(serving) == expected  # once more, with the prefix caches filled
         serving.wait_empty()
         assert serving.metric("tandem_request_failures_total") == 0
 
@@ -91,11 +91,12 @@ def test_adapters_come_and_go_while_the_server_runs(
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_path")
         assert "adapter_config.json: cannot be read" in answer.text
         (folder / "pipe").mkdir()
-        os.mkfifo(folder / "pipe" / "adapter_config.json")  # once, every worker waited for it
+        # every worker once waited for a pipe like this one
+        os.mkfifo(folder / "pipe" / "adapter_config.json")
         answer = load_adapter(serving, "one", str(folder / "pipe"))
         assert (answer.status_code, "is not a regular file" in answer.text) == (400, True)
         assert load_adapter(serving, "one", modules["one"]).status_code == 200
-        serving.add("decode-1")  # who comes later has it too
+        serving.add("decode-1")  # a worker that joins later has the adapter too
         assert load_adapter(serving, "other", modules["other"]).status_code == 200
         with ThreadPoolExecutor() as pool:
             asked = [pool.submit(ask, serving, *request) for request in REQUESTS]
@@ -106,7 +107,7 @@ def test_adapters_come_and_go_while_the_server_runs(
         gone = serving.http.post("/v1/completions", json={"model": "one", "prompt": "x"})
         assert gone.status_code == 404
         assert ask(serving, "other", 33) == expected[REQUESTS.index(("other", 33))]
-        assert load_adapter(serving, "one", modules["other"]).status_code == 200  # the name is free
+        assert load_adapter(serving, "one", modules["other"]).status_code == 200  # the name is free again
         assert ask(serving, "one", 33) == expected[REQUESTS.index(("other", 33))]
         serving.wait_empty()
         assert serving.metric("tandem_request_failures_total") == 0

@@ -1,4 +1,4 @@
-"""`tandem serve` where blocks pass through Ray's object store."""
+"""`tandem serve` with KV blocks passing through Ray's object store."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def counter(server: ServerProcess, name: str) -> float:
 
 
 def pieces_sent(server: ServerProcess) -> dict[str, float]:
-    """By transport."""
+    """Return the number of pieces sent by transport."""
     sent: dict[str, float] = {}
     for worker in server.workers().values():
         for pair in worker["pairs"]:
@@ -79,7 +79,7 @@ def prompts(seed: int) -> list[list[int]]:
     return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
 
 
-def test_the_tokens_are_those_of_generate(server: ServerProcess, reference: PreTrainedModel) -> None:
+def test_tokens_equal_generate(server: ServerProcess, reference: PreTrainedModel) -> None:
     before = counter(server, "handoffs_total")
     for prompt in prompts(1):
         assert tokens(server, prompt) == greedy(reference, prompt, 12)
@@ -90,9 +90,7 @@ def test_the_tokens_are_those_of_generate(server: ServerProcess, reference: PreT
     assert used == {"object_store"}
 
 
-def test_a_killed_decode_worker_is_made_up_for_then_heals(
-    server: ServerProcess, reference: PreTrainedModel
-) -> None:
+def test_a_killed_decode_worker_is_replaced(server: ServerProcess, reference: PreTrainedModel) -> None:
     old = server.workers()["decode-0"]["incarnation"]
     prompt = prompts(2)[2]
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 600, "temperature": 0, "stream": True}
@@ -115,6 +113,6 @@ def test_a_killed_decode_worker_is_made_up_for_then_heals(
     server.wait(lambda: counter(server, "handoffs_total") >= before + len(LENGTHS), 10)
 
 
-def test_without_ray_it_ends_and_says_why(server: ServerProcess) -> None:
-    """Last in this module: it ends the shared server."""
+def test_it_ends_with_ray_and_says_why(server: ServerProcess) -> None:
+    """The last test of this module: it ends the shared server."""
     server.end_without("raylet")

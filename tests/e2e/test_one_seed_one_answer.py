@@ -31,7 +31,7 @@ SAMPLING: list[dict[str, Any]] = [
 
 
 class Serving:
-    """One way of serving: which workers there are, and how their pools are joined."""
+    """A way of serving: the workers, and the transport between their pools."""
 
     def __init__(self, cluster: Cluster, config: ServeConfig, disaggregated: bool) -> None:
         self.cluster = cluster
@@ -74,7 +74,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[list[int]]:
-    """Served alone, colocated, one after another, with nothing in the prefix cache."""
+    """Return the tokens of requests served one after another by one worker without cached prefixes."""
     with Cluster() as cluster:
         serving = Serving(cluster, tiny_config(model, enable_prefix_caching=False), disaggregated=False)
         answers = serving.answers("alone")
@@ -83,7 +83,7 @@ def expected(model: Path) -> list[list[int]]:
     return answers
 
 
-def test_colocated_in_a_crowd_and_after_a_prefix_hit(model: Path, expected: list[list[int]]) -> None:
+def test_colocated_in_a_batch_and_after_a_prefix_hit(model: Path, expected: list[list[int]]) -> None:
     with Cluster() as cluster:
         serving = Serving(cluster, tiny_config(model), disaggregated=False)
         assert serving.answers_in_a_crowd("crowd") == expected

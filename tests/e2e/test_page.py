@@ -51,7 +51,7 @@ def visit(browser: BrowserContext, serving: HttpServing) -> Iterator[Visit]:
 
 
 class Answered(NamedTuple):
-    """A visit with an answer, and what it was sent for that."""
+    """A visit with an answer, and the events that the page received for it."""
 
     visit: Visit
     events: list[dict[str, Any]]
@@ -78,7 +78,7 @@ def answered(browser: BrowserContext, serving: HttpServing) -> Iterator[Answered
 
 
 def events_of(visit: Visit, max_tokens: int) -> list[dict[str, Any]]:
-    """Generate, and return what the page was sent."""
+    """Generate an answer, and return the events that the page received."""
     with visit.page.expect_response("**/v1/completions") as found:
         visit.generate(PROMPT, max_tokens)
     visit.shows("#facts", f"{max_tokens} tokens in ")
@@ -130,21 +130,21 @@ def test_the_stages_of_a_split_request(answered: Answered) -> None:
     answered.visit.shows("#facts", f"over {choice['transfer']['transport']}")
 
 
-def test_placements_are_told_in_words(answered: Answered) -> None:
+def test_placements_are_explained_in_words(answered: Answered) -> None:
     newest = "#decisions li:first-child"
     answered.visit.shows(newest, re.compile("Split: prefill-0 → decode-0 for .* tokens"))
     reckoning = r"Expected to cost .*s: .*decode .*s.* Its first token took .*s \(.*s expected"
     answered.visit.shows(newest, re.compile(reckoning))
 
 
-def test_speculation_can_be_left_out(visit: Visit) -> None:
+def test_speculation_can_be_turned_off(visit: Visit) -> None:
     visit.page.evaluate("document.querySelector('[name=drafts]').checked = false")
     (choice,) = events_of(visit, 60)[-1]["timing"]["choices"]
     assert choice["drafted_tokens"] == 0
     assert visit.page.locator("#output mark").count() == 0
 
 
-def test_a_chat_goes_on(visit: Visit) -> None:
+def test_a_chat_has_a_second_turn(visit: Visit) -> None:
     visit.page.locator("label", has_text="Chat").click()
     visit.generate("def main():", 12)
     visit.shows("#facts", "12 tokens")
@@ -160,7 +160,7 @@ def test_a_chat_goes_on(visit: Visit) -> None:
     assert visit.page.locator("#output article").count() == 4
 
 
-def test_the_cluster_is_what_the_server_says_and_a_killed_worker_returns(
+def test_the_cluster_view_equals_the_servers_state_and_a_killed_worker_returns(
     visit: Visit, serving: HttpServing
 ) -> None:
     visit.shows("#health", "2 of 2 workers ready")
@@ -191,8 +191,8 @@ def test_a_phone_needs_no_sideways_scrolling(browser: BrowserContext, serving: H
         assert visit.page.locator("#diagram g").last.evaluate("e => e.getBoundingClientRect().right") <= 360
 
 
-def test_a_server_that_stops_in_mid_stream(visit: Visit, serving: HttpServing) -> None:
-    """The last test: nothing answers any more."""
+def test_a_server_that_stops_during_a_stream(visit: Visit, serving: HttpServing) -> None:
+    """The last test: the server is gone afterwards."""
     visit.generate("def main():\n", 900)
     visit.page.wait_for_selector("#output .answer span")
     serving.router.stop()

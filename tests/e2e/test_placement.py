@@ -1,4 +1,4 @@
-"""Requests that are placed by measured cost, whole or split, give the same tokens. fp32."""
+"""Requests placed by measured cost, whole or split, give the same tokens. fp32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.e2e.serving import HttpServing
 from tests.worker.tiny_model import greedy
 
 
-def test_requests_placed_by_cost(folder: Path, reference: PreTrainedModel) -> None:
+def test_requests_placed_by_cost_give_the_same_tokens(folder: Path, reference: PreTrainedModel) -> None:
     rng = random.Random(0)
     prompts = [rng.choices(range(3, VOCAB_SIZE), k=rng.choice((5, 60, 300))) for _ in range(12)]
 

@@ -1,4 +1,4 @@
-"""A prefix that one worker has evicted is found at another that still has it."""
+"""A prefix that one worker has evicted is fetched from another that still has it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def lent(serving: HttpServing) -> dict[str, float]:
     return {worker: serving.counter(worker, "prefix_blocks_lent_total") for worker in WORKERS}
 
 
-def test_a_prefix_is_found_where_it_is(folder: Path, reference: PreTrainedModel) -> None:
-    """Both pairs of workers hold a prompt; others then displace it in the first pair alone."""
+def test_an_evicted_prefix_is_fetched_from_a_peer(folder: Path, reference: PreTrainedModel) -> None:
+    """Both pairs of workers hold a prompt, then others displace it in the first pair alone."""
     options = {
         "max_model_len": 512,
         "kv_cache_memory_bytes": POOL_BLOCKS * block_bytes(reference),
@@ -61,7 +61,7 @@ def test_a_prefix_is_found_where_it_is(folder: Path, reference: PreTrainedModel)
 
 
 class OnePair:
-    """A policy that uses the workers with one number, and fetches whatever others have more of."""
+    """A policy that uses only the workers with one number and fetches every longer prefix from others."""
 
     def __init__(self, number: str) -> None:
         self.prefill, self.decode = f"prefill-{number}", f"decode-{number}"
@@ -84,7 +84,7 @@ def block_bytes(model: PreTrainedModel) -> int:
 
 
 def cached_blocks(serving: HttpServing, seed: int) -> dict[str, int]:
-    """Where the router finds how much of a prompt."""
+    """Return by worker how much of a prompt the router's index knows."""
     feed = serving.router.state.kv_feed
     (cache,) = feed.formats
     return feed.index.find(hash_blocks(cache.root(), prompt(seed), cache.block_size).keys)

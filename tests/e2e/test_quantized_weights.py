@@ -1,5 +1,6 @@
-"""A model rounded at load gives the tokens of an engine with one request: split, in a crowd, with drafts,
-after a prefix hit, and when a decode worker is killed. bfloat16, with the kernels for quantized weights.
+"""A model quantized at load gives the tokens of an engine with one request at a time: split, in a batch, with
+drafts, after a prefix hit, and after a decode worker's death. bfloat16, with the kernels for quantized
+weights.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ OPTIONS: dict[str, Any] = {
     "kv_cache_memory_bytes": 64 << 20,
     "max_model_len": 1024,
     "dtype": "bfloat16",
-    "compile": "auto",  # as served: the modules round now and then the other way
+    "compile": "auto",  # as served: uncompiled modules sometimes round differently
 }
 ALWAYS = {"ignore_eos": True, "return_token_ids": True}
 DRAFT = {"method": "draft_model", "num_speculative_tokens": 4, "quantization": "int8"}
@@ -56,7 +57,7 @@ def prompt(number: int) -> str:
 
 
 def alone(weights: dict[str, Any], prompts: list[list[int]]) -> list[list[int]]:
-    """By an engine with one request at a time, without drafts."""
+    """Return the tokens of an engine with one request at a time and no drafts."""
     settings = OPTIONS | weights | {"enable_prefix_caching": False}
     engine = Engine(load_config({"model": str(BUNDLED_MODEL)} | settings, environ={}))
     answers: list[list[int]] = []
@@ -72,7 +73,7 @@ def alone(weights: dict[str, Any], prompts: list[list[int]]) -> list[list[int]]:
 
 
 def ask(serving: HttpServing, number: int) -> tuple[list[int], list[int]]:
-    """The token ids of the prompt, and of the answer."""
+    """Return the token ids of a prompt and of its answer."""
     fields = {
         "prompt": prompt(number),
         "max_tokens": NUM_TOKENS,
@@ -115,7 +116,9 @@ LENGTHS = [1, 7, 16, 40, 64, 100, 150]
 
 
 def run(cluster: Cluster, prefill: RunningWorker, decode: RunningWorker, ids: list[str]) -> list[list[int]]:
-    """Split if the workers differ. A request's prompt and seed depend on the number after the last dash."""
+    """Run requests, split if the workers differ. A request's prompt and seed depend on the number
+    in its id.
+    """
     for request_id in ids:
         prompt, sampling = question(int(request_id.rpartition("-")[2]))
         target = decode.address if decode is not prefill else None

@@ -1,4 +1,6 @@
-"""A server that speculates gives the tokens of one that does not: every method, together and apart. fp32."""
+"""A server that speculates gives the tokens of a server that does not, for each method, alone and in a batch.
+fp32.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ SERVERS = [
     ("self_speculative", "disaggregated"),
     ("ngram", "disaggregated"),
 ]
-"""Each deployment once; the one with draft KV and hidden states of a head also without a hand-off."""
+"""Each method in one deployment. EAGLE, which has draft KV and hidden states, also runs colocated."""
 NUM_TOKENS = 40
 LINES = (BUNDLED_FOLDER / "heldout_prompts.jsonl").read_text().splitlines()
 PROMPT = json.loads(LINES[20])["prompt"][-700:]
@@ -84,7 +86,7 @@ def body_of(request: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 def ask(serving: HttpServing, request: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
-    """Each choice of a whole answer, with what must not depend on speculation."""
+    """Return the choices of a whole answer, without fields that depend on speculation."""
     answer = serving.http.post("/v1/completions", json=body_of(request, **fields))
     assert answer.status_code == 200, answer.text
     choices = answer.json()["choices"]
@@ -96,13 +98,15 @@ def ask(serving: HttpServing, request: dict[str, Any], **fields: Any) -> list[di
 def ask_at_once(
     serving: HttpServing, asked: list[tuple[str, dict[str, Any]]], how: Ask
 ) -> list[list[dict[str, Any]]]:
-    """The answers to requests, by name and what they add, which run in one batch as far as there is room."""
+    """Return the answers to requests that are sent at once. Each is a request's name and additional
+    fields.
+    """
     with ThreadPoolExecutor(len(asked)) as threads:
         return list(threads.map(lambda each: how(serving, REQUESTS[each[0]], **each[1]), asked))
 
 
 def ask_streaming(serving: HttpServing, request: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
-    """The same, put together from the events."""
+    """Return the choices of a streamed answer, put together from its events."""
     body = body_of(request, stream=True, stream_options={"include_usage": True}, **fields)
     parts: dict[int, list[dict[str, Any]]] = {}
     with serving.http.stream("POST", "/v1/completions", json=body) as response:
@@ -141,7 +145,7 @@ def assert_same(choices: list[dict[str, Any]], expected: list[dict[str, Any]], n
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[dict[str, Any]]]:
-    """The answers of a server without speculation."""
+    """Return the answers of a server without speculation."""
     with serve(None, "colocated") as serving:
         return {name: ask(serving, request) for name, request in REQUESTS.items()}
 
@@ -163,7 +167,7 @@ def total(serving: HttpServing, name: str, method: str | None = None) -> float:
 
 
 def test_the_requests_differ_and_end_in_every_way(expected: dict[str, list[dict[str, Any]]]) -> None:
-    """Or the comparisons would say little."""
+    """Otherwise the comparisons would prove little."""
     reasons = {name: choices[0]["reasons"] for name, choices in expected.items()}
     assert reasons["greedy"] == ("length", None)
     assert (reasons["stop"], reasons["kept stop"]) == (("stop", "return self"), ("stop", "level=2)"))
@@ -174,9 +178,11 @@ def test_the_requests_differ_and_end_in_every_way(expected: dict[str, list[dict[
         assert 3 < len(expected[name][0]["token_ids"]) < NUM_TOKENS, name
 
 
-def test_answers_are_the_same(serving: HttpServing, expected: dict[str, list[dict[str, Any]]]) -> None:
-    """Alone, and all at once beside those that do not speculate. A whole answer is made of the parts that are
-    streamed, whatever drafted them: so one server gives all of those, the others some in the next test.
+def test_answers_equal_those_without_speculation(
+    serving: HttpServing, expected: dict[str, list[dict[str, Any]]]
+) -> None:
+    """Runs requests alone, then all at once beside requests without speculation. One server gives all answers
+    streamed and whole; the others give some of them in the next test.
     """
     assert_same(ask_streaming(serving, REQUESTS["logprobs"]), expected["logprobs"], "alone")
     plain = [(name, {"speculative": {"enabled": False}}) for name in NOT_SPECULATING]
@@ -187,7 +193,7 @@ def test_answers_are_the_same(serving: HttpServing, expected: dict[str, list[dic
     serving.wait_empty()
 
 
-def test_requests_choose_for_themselves(
+def test_requests_choose_their_own_speculation(
     serving: HttpServing, expected: dict[str, list[dict[str, Any]]]
 ) -> None:
     wishes: list[dict[str, Any]] = [
@@ -205,7 +211,7 @@ def test_requests_choose_for_themselves(
 
 
 def test_answers_and_metrics_agree(serving: HttpServing) -> None:
-    """The drafts that answers report are what `/metrics` and `tandem status` count."""
+    """The drafts that answers report equal the counts of `/metrics` and `tandem status`."""
 
     def counted() -> tuple[float, float, float]:
         return total(serving, "drafts"), total(serving, "draft_tokens"), total(serving, "accepted_tokens")
@@ -258,7 +264,9 @@ def test_a_cancelled_stream_leaves_nothing(
 def test_a_decode_workers_death_changes_nothing(
     method: str, expected: dict[str, list[dict[str, Any]]]
 ) -> None:
-    """It dies after steps of several tokens each; another one goes on, drafting as the request says."""
+    """The worker dies after steps of several tokens each. Another one continues with the request's own draft
+    settings.
+    """
     workers = {"prefill-0": "", "decode-0": "KILL:after:after_step:4", "decode-1": ""}
     asked = {"num_speculative_tokens": 3}
     with HttpServing(BUNDLED_MODEL, workers, worker_timeout=1.5, **options(method)) as serving:

@@ -1,4 +1,4 @@
-"""A grammar is a part of the request: hand-offs and deaths of workers change no token of its text. fp32."""
+"""Hand-offs and deaths of workers change no token of an answer that a grammar constrains. fp32."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ RULES = [f"r{number}" for number in range(100)]
 AMBIGUOUS = "\n".join(
     [f'start: "[" ({" | ".join(RULES)}) "]"', *(f'{rule}: "a" {rule} | "a"' for rule in RULES)]
 )
-"""With each token it takes more work, until that is more than is allowed."""
+"""A grammar that takes more work with each token, until it exceeds the limit."""
 KILLED = {"prefill-0": "slow:0.02", "decode-0": "KILL:after:after_step:7", "decode-1": ""}
 
 
 def ask(serving: HttpServing, seed: int, stream: bool = False) -> tuple[list[int], str]:
-    """Token ids and text of a chat whose answer is of the schema."""
+    """Return token ids and text of a chat, whose answer must match the schema."""
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "x" * 40}], "response_format": FORMAT}
     body |= {"seed": seed, "temperature": 1.0, "max_tokens": 200, "return_token_ids": True, "stream": stream}
     if not stream:
@@ -58,14 +58,14 @@ def answers(serving: HttpServing) -> list[tuple[list[int], str]]:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Iterator[HttpServing]:
-    """One worker that does it all."""
+    """Start a server with one worker."""
     with HttpServing(folder, {"decode-0": ""}) as serving:
         yield serving
 
 
 @pytest.fixture(scope="module")
 def expected(alone: HttpServing) -> list[tuple[list[int], str]]:
-    """One after the other."""
+    """Return the answers of one worker, one after another."""
     found = [ask(alone, seed) for seed in SEEDS]
     alone.wait_empty()
     assert len({text for _, text in found}) == len(SEEDS)
@@ -89,7 +89,9 @@ def question(path: str, fields: dict[str, Any], stream: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("case", STUCK)
-def test_an_answer_that_cannot_go_on_is_an_error(alone: HttpServing, path: str, case: str) -> None:
+def test_a_grammar_that_exceeds_its_limit_ends_an_answer_with_an_error(
+    alone: HttpServing, path: str, case: str
+) -> None:
     answer = alone.http.post(path, json=question(path, STUCK[case], stream=False))
     assert answer.status_code == 422, answer.text
     found = answer.json()
@@ -105,10 +107,12 @@ def test_an_answer_that_cannot_go_on_is_an_error(alone: HttpServing, path: str, 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("case", STUCK)
-def test_a_stream_that_cannot_go_on_ends_with_an_error(alone: HttpServing, path: str, case: str) -> None:
+def test_a_grammar_that_exceeds_its_limit_ends_a_stream_with_an_error(
+    alone: HttpServing, path: str, case: str
+) -> None:
     with alone.http.stream("POST", path, json=question(path, STUCK[case], stream=True)) as response:
         lines = list(response.iter_lines())
-    if response.status_code == 422:  # it had not begun
+    if response.status_code == 422:  # the error came before the stream began
         found = json.loads("".join(lines))
         assert found["error"]["code"] == "grammar"
         assert path == "/v1/responses" or found["choices"][0]["finish_reason"] == "error"
@@ -127,7 +131,7 @@ def test_a_stream_that_cannot_go_on_ends_with_an_error(alone: HttpServing, path:
 
 
 @pytest.mark.parametrize("workers", [{"prefill-0": "", "decode-0": ""}, KILLED], ids=["split", "killed"])
-def test_texts_are_valid_and_the_same(
+def test_texts_are_valid_and_equal_on_all_deployments(
     folder: Path, expected: list[tuple[list[int], str]], workers: Mapping[str, str]
 ) -> None:
     with HttpServing(folder, workers) as serving:

@@ -96,7 +96,7 @@ def test_a_lost_rank_is_a_lost_worker(
 
 
 def running(serving: HttpServing) -> str:
-    """The decode worker that has the request."""
+    """Return the decode worker that runs the request."""
     found: list[str] = []
 
     def look() -> bool:

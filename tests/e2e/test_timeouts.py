@@ -1,4 +1,4 @@
-"""`--request-timeout` holds wherever a request stands between its workers, and what it held is free again."""
+"""`--request-timeout` ends a request at every stage and frees all that it held."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STAGES = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_timeout_ends_a_request_at_every_stage(folder: Path, stage: str) -> None:
-    """Neither a lease, nor the patience of a hand-off, nor the death of a worker is any nearer."""
+    """Leases, hand-offs and worker deaths all have later deadlines."""
     options = {"request_timeout": TIMEOUT_S, "handoff_timeout": 60.0, "worker_timeout": 60.0}
     with HttpServing(folder, {**PAIR, **STAGES[stage]}, **options) as serving:
         body = {"model": "model", "prompt": [5] * 400, "max_tokens": 24, "ignore_eos": True}

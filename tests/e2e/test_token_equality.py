@@ -1,7 +1,6 @@
 """Every architecture gives the tokens of `transformers.generate`, through a prefill and a decode worker.
-One with latent attention drafts, too.
 
-fp32, greedy, real processes, sockets and transfers.
+One model with latent attention also drafts. fp32, greedy, real processes, sockets and transfers.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 from tests.worker.tiny_model import greedy, load
 
 CHUNK = 64
-"""`max_num_batched_tokens` of the workers: longer prompts are prefilled in chunks."""
+"""The workers' `max_num_batched_tokens`, so longer prompts are prefilled in chunks."""
 
 LENGTHS = [1, 7, 16, 31, 48, CHUNK, 100, 3 * CHUNK]
 NUM_TOKENS = 20
 DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1)
 SMALL_POOL_BLOCKS = 24
-"""Not enough for the crowd's sequences at their full length, so that some are preempted."""
+"""Too few blocks for all sequences at their full length, so that some are preempted."""
 
 
 def prompts(lengths: list[int], seed: int) -> list[list[int]]:
@@ -58,7 +57,7 @@ def test_tokens_equal_generate(model_type: str, tmp_path: Path) -> None:
         assert run_all(cluster, prefill, decode, "first", batch) == expected
         outputs = [output for parts in cluster.outputs.values() for _, output in parts]
         assert any(output.drafted_tokens for output in outputs) == (drafts is not None)
-        # Again: the prefill worker's cache holds the prompts, and the decode worker's holds them too.
+        # Again, with the prompts in both workers' prefix caches.
         hits = prefill.state.prefix_hit_tokens
         assert run_all(cluster, prefill, decode, "again", batch) == expected
         cluster.wait_empty(prefill, decode)
@@ -66,7 +65,7 @@ def test_tokens_equal_generate(model_type: str, tmp_path: Path) -> None:
         assert decode.state.prefix_hit_tokens > 0
 
 
-def test_sixteen_at_once(tmp_path: Path) -> None:
+def test_sixteen_requests_at_once(tmp_path: Path) -> None:
     write_model("llama", tmp_path)
     reference = load(tmp_path)
     batch = prompts([5 + 11 * index for index in range(16)], seed=2)
@@ -77,7 +76,7 @@ def test_sixteen_at_once(tmp_path: Path) -> None:
         cluster.wait_empty(prefill, decode)
 
 
-def test_preempted_sequences_go_on_with_the_same_tokens(tmp_path: Path) -> None:
+def test_preempted_sequences_continue_with_the_same_tokens(tmp_path: Path) -> None:
     write_model("llama", tmp_path)
     reference = load(tmp_path)
     batch = prompts([30] * 10, seed=3)
@@ -86,7 +85,8 @@ def test_preempted_sequences_go_on_with_the_same_tokens(tmp_path: Path) -> None:
     small = tiny_config(tmp_path, max_model_len=128, kv_cache_memory_bytes=SMALL_POOL_BLOCKS * block_bytes)
     with Cluster() as cluster:
         prefill = cluster.start("prefill", "prefill-0", config)
-        decode = cluster.start("decode", "decode-0", small, "slow:0.02")  # so that all are there at once
+        # so that all requests arrive at once
+        decode = cluster.start("decode", "decode-0", small, "slow:0.02")
         tokens = run_all(cluster, prefill, decode, "crowd", batch)
         assert tokens == [greedy(reference, prompt, NUM_TOKENS) for prompt in batch]
         cluster.wait_empty(prefill, decode)

@@ -1,4 +1,4 @@
-"""Calls that must be, of a model that writes anything: their arguments fit all the same. fp32."""
+"""Required tool calls of a random model have arguments that match their schema. fp32."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIGNS = {
     "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n",
 }
 KILLED = {"decode-0": "KILL:after:after_step:9", "decode-1": ""}
-"""The worker dies in the middle of the calls' arguments."""
+"""The worker dies in the middle of a call's arguments."""
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "maximum": 9}},
@@ -59,7 +59,7 @@ def client_of(serving: HttpServing) -> openai.OpenAI:
 
 
 @pytest.mark.parametrize("choice", ["required", WEATHER])
-def test_calls_that_must_be(client: openai.OpenAI, choice: Any) -> None:
+def test_required_calls_have_valid_arguments(client: openai.OpenAI, choice: Any) -> None:
     asked = {**ASKED, "tool_choice": choice}
     for seed in range(4):
         answer = client.chat.completions.create(**asked, seed=seed)
@@ -86,7 +86,9 @@ def calls(client: openai.OpenAI, seed: int) -> tuple[list[int], list[tuple[str, 
     return choice.token_ids, [(each.name, each.arguments) for each in functions]  # type: ignore[attr-defined]
 
 
-def test_a_death_in_a_call_changes_nothing(client: openai.OpenAI, folder: Path, template: str) -> None:
+def test_a_workers_death_in_a_call_changes_no_token(
+    client: openai.OpenAI, folder: Path, template: str
+) -> None:
     expected = [calls(client, seed) for seed in SEEDS]
     assert all(len(tokens) > 12 and len(made) == 1 for tokens, made in expected)
     with HttpServing(folder, KILLED, chat_template=template) as serving, client_of(serving) as other:

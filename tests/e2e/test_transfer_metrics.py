@@ -1,4 +1,4 @@
-"""What a server's `/metrics` and log say about KV transfer, with real workers behind it."""
+"""A server's `/metrics` and log about KV transfers, with real workers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def complete(serving: HttpServing, length: int) -> None:
     assert serving.http.post("/v1/completions", json=body).status_code == 200
 
 
-def test_each_request_is_in_the_stages_histograms_and_in_the_log(
+def test_each_request_is_in_the_stage_histograms_and_in_the_log(
     serving: HttpServing, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG, "router.observe.request_log"):
@@ -76,9 +76,9 @@ def test_the_pairs_totals_agree_with_the_requests(serving: HttpServing) -> None:
 
 
 def test_the_stages_of_a_timing_record_add_up(serving: HttpServing) -> None:
-    """To the total that the router saw, which is within what the client waited."""
+    """They add up to the total that the router measured, which is less than the client waited."""
     unaccounted = []
-    for index in range(3):  # the machine may have been busy with other things
+    for index in range(3):  # several tries, since the machine may be busy
         body = {"prompt": [70 + index] * 200, "max_tokens": 8, "ignore_eos": True, "return_timing": True}
         began = time.monotonic()
         answer = serving.http.post("/v1/completions", json=body)
@@ -91,7 +91,7 @@ def test_the_stages_of_a_timing_record_add_up(serving: HttpServing) -> None:
         assert 0 < choice["prefill_s"] < choice["ttft_s"] < total < waited_s
         transfer = choice["transfer"]
         assert transfer["transport"] == "tcp" and transfer["transferred_bytes"] > 0
-        # The router may hear of the first token when the hand-off has long begun, so that takeover_s is less.
+        # The router may hear of the first token late in the hand-off, which makes takeover_s shorter.
         assert 0 < choice["decode_queue_s"] <= transfer["handoff_s"] < total
         unaccounted.append((total - stages) / total)
     assert any(-0.01 < share < 0.2 for share in unaccounted), unaccounted

@@ -1,4 +1,4 @@
-"""Without paging, split and whole requests get the tokens that they get with it."""
+"""Without paged KV, split and whole requests get the same tokens as with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.worker.tiny_model import write_tiny_llama
 IDS = ["split-1", "split-3", "split-5"]
 
 
-def test_a_reservation_of_the_longest_sequence_changes_no_token(tmp_path: Path) -> None:
+def test_reserving_the_longest_sequence_changes_no_token(tmp_path: Path) -> None:
     write_tiny_llama(tmp_path)
     answers = []
     for paged in (True, False):

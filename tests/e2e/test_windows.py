@@ -1,5 +1,5 @@
-"""Models whose layers, all or some, attend within a sliding window, through real workers: what moves of these
-layers is the window.
+"""Models with sliding windows in all or some layers, on real workers: transfers carry only the window's
+blocks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from tests.worker.tiny_model import greedy, load
 CHUNK = 50
 NUM_TOKENS = 90
 LAYER_BYTES = 2 * 16 * 2 * 16 * 4
-"""Of a block."""
+"""A layer's KV bytes of a block."""
 
 
 def num_moved(model: str, num_tokens: int) -> int:
-    """Blocks of as many tokens; of the three layers of a mixed model one sees all, and each has a table."""
+    """Return how many blocks move. In the mixed model one layer of three is full, and each layer has its own
+    table.
+    """
     num_blocks = -(-num_tokens // 16)
     within = num_blocks - Window(SLIDING_WINDOW, 16).first_place(num_tokens)
     return within if model == "mistral" else num_blocks + 2 * within
@@ -55,9 +57,9 @@ def test_a_conversation_moves_to_another_worker(tmp_path: Path, model: str, tran
 
 
 @pytest.mark.parametrize("model", ["mistral", "gpt_oss"])
-def test_answers_go_on_when_the_decode_worker_dies_amid_them(tmp_path: Path, model: str) -> None:
-    """With drafts, and preempted in a pool that is too small for all. A draft model's KV lies beside that of
-    the two layers that see all.
+def test_answers_continue_when_the_decode_worker_dies(tmp_path: Path, model: str) -> None:
+    """With drafts, and preempted in a pool too small for all. The draft model's KV shares the full layers'
+    blocks.
     """
     speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=8)
     if model == "gpt_oss":
@@ -91,7 +93,7 @@ def test_answers_go_on_when_the_decode_worker_dies_amid_them(tmp_path: Path, mod
             [token for _, output in cluster.outputs[request_id] for token in output.token_ids]
             for request_id in ids
         ]
-        cluster.abort(*ids)  # as the router does, at the prefill worker
+        cluster.abort(*ids)  # the router aborts them at the prefill worker, too
         again = [f"again-{request_id}" for request_id in ids]
         for request_id, prompt, tokens in zip(again, batch, known, strict=True):
             resumed = request(request_id, prompt, NUM_TOKENS)

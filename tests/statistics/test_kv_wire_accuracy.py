@@ -1,9 +1,8 @@
-"""What quantization on the wire costs in accuracy, on the bundled model's own KV of held-out Python code.
+"""Quantization on the wire costs little accuracy, measured on the bundled model's KV of held-out Python code.
 
 `pytest tests/statistics/test_kv_wire_accuracy.py -s` prints the figures; `bench.transfer.accuracy` says what
-is measured. In bfloat16 many of the model's logits tie, or differ by their last bit; such a decision may turn
-with any change at all. How often is measured by a change as small as bfloat16 has: the last bit of every
-value of the KV.
+is measured. In bfloat16 many logits tie or differ by their last bit, so any change may turn such a decision.
+The smallest possible change, dropping the last bit of every KV value, shows how often.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from kvtransfer.blocks.convert import Quantizer
 from kvtransfer.blocks.layout import BlockLayout, block_bytes
 
 NUM_VALUES = 4 * 2 * 16 * 2 * 64
-"""In a block of the bundled model."""
+"""The number of values in a block of the bundled model."""
 
 
 @functools.cache
@@ -29,7 +28,7 @@ def handoffs(dtype: str) -> Handoffs:
 
 @functools.cache
 def through_the_wire(dtype: str, wire_dtype: str) -> tuple[list[bytearray], Agreement]:
-    """The prompts' blocks after it, and how greedy decoding agreed."""
+    """Return the prompts' blocks after the wire, and how far greedy decoding agreed."""
     model = handoffs(dtype)
     blocks = [model.through_the_wire(prompt, wire_dtype) for prompt in model.prompts]
     return blocks, agreement(model.unchanged, model.continue_with(blocks))
@@ -61,7 +60,7 @@ def told(agreed: Agreement) -> str:
 
 
 def without_last_bit(blocks: bytearray) -> bytearray:
-    """bfloat16 values rounded to one bit less (up if halfway)."""
+    """Round bfloat16 values to one bit less, upwards if halfway."""
     bits = torch.frombuffer(bytearray(blocks), dtype=torch.int16)
     return bytearray(((bits + 1) & ~1).view(torch.uint8).numpy().tobytes())
 
@@ -74,7 +73,7 @@ def without_last_bit(blocks: bytearray) -> bytearray:
         ("bfloat16", "fp8", 0.03, 0.6, 0.99, 0.6),
     ],
 )
-def test_greedy_decoding_goes_on_as_without_the_wire(
+def test_greedy_decoding_agrees_with_decoding_without_the_wire(
     dtype: str,
     wire_dtype: str,
     most_error: float,
@@ -98,7 +97,7 @@ def test_greedy_decoding_goes_on_as_without_the_wire(
     assert agreed.margins.max(initial=0) <= largest_margin
 
 
-def test_int8_costs_bfloat16_hardly_more_than_the_last_bit_of_its_values_does() -> None:
+def test_int8_changes_little_more_than_dropping_the_last_bit() -> None:
     model = handoffs("bfloat16")
     _, of_int8 = through_the_wire("bfloat16", "int8")
     one_bit = [without_last_bit(prompt.blocks) for prompt in model.prompts]

@@ -12,13 +12,13 @@ SIDE = 256
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> np.ndarray:
-    """In [0, 1), of the inputs' broadcast shape."""
+    """Return uniforms in [0, 1), of the inputs' broadcast shape."""
     seeds, positions = torch.broadcast_tensors(seeds, positions)
     return (noise_bits(stream_keys(seeds.clone(), positions), tokens).numpy() + 2.0**31) / 2.0**32
 
 
 def walk(axis: str, first: int) -> np.ndarray:
-    """[SIDE, SIDE]: neighbours along the last axis differ by one in `axis`."""
+    """Return uniforms [SIDE, SIDE]: neighbours along the last axis differ by one in `axis`."""
     ahead = torch.arange(first, first + SIDE).unsqueeze(0)
     other = torch.arange(SIDE).unsqueeze(1)
     zero = torch.zeros(1, 1, dtype=torch.int64)

@@ -1,7 +1,8 @@
-"""How many drafted tokens are verified must not depend on those tokens.
+"""The number of drafted tokens to verify must not depend on those tokens.
 
-With a target of (0.70, 0.30) and a draft of (0.50, 0.50), whoever verifies the first token when it is drafted
-and draws afresh when the second one is, puts out (0.85, 0.15), though each step on its own is sound.
+Take a target of (0.70, 0.30) and a draft of (0.50, 0.50), and a policy that verifies the first token whenever
+it is drafted but draws again when the second one is. Its output has (0.85, 0.15), though each step alone is
+sound.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ MODEL = torch.tensor([[0.70, 0.30], [0.70, 0.30]])
 DRAFT = torch.full((2, 2), 0.5)
 LONGEST = 3
 TRIALS = 8_000
-"""Of which a chi-squared test of three tokens sees a deviation of 8 % 98 times in a hundred; peeking makes
-one of a third."""
+"""With so many trials a chi-squared test of three tokens detects a deviation of 8 % in 98 of 100 cases.
+Peeking causes a deviation of one third.
+"""
 NUM_TOKENS = 3
 
 Choose = Callable[[SequenceState], int]
-"""How many tokens a sequence is to draft and to have verified, chosen before it drafts as the engine does."""
+"""Chooses how many tokens a sequence drafts and verifies. As in the engine, it is called before drafting."""
 
 
 def by_length(sequence: SequenceState) -> int:
@@ -37,7 +39,7 @@ def by_last_token(sequence: SequenceState) -> int:
 
 
 class AfterSuccess:
-    """One token more than the latest round brought: what an adaptive policy learns from."""
+    """Chooses one token more than the latest round yielded, as an adaptive policy might."""
 
     def __init__(self) -> None:
         self._lengths: dict[str, int] = {}
@@ -69,7 +71,7 @@ def chosen_before(choose: Choose, verification: Verification) -> Propose:
 
 
 def chosen_by_peeking(verification: Verification) -> Propose:
-    """Verifies a drafted token if it is the first one of the vocabulary, else nothing."""
+    """Verify a drafted token if it is the vocabulary's first one, else none."""
     draw = sampled_chain(DRAFT, 1, verification)
 
     def propose(sequences: list[SequenceState]) -> None:
@@ -83,7 +85,7 @@ def chosen_by_peeking(verification: Verification) -> Propose:
 
 @pytest.mark.parametrize("policy", [lambda: by_length, lambda: by_last_token, AfterSuccess])
 @pytest.mark.parametrize("verification", ["standard", "block"])
-def test_a_policy_that_sees_what_is_committed_alone_is_sound(
+def test_a_policy_that_sees_only_committed_tokens_is_sound(
     policy: Callable[[], Choose], verification: Verification
 ) -> None:
     choose = policy()
@@ -98,6 +100,6 @@ def test_a_policy_that_peeks_is_caught() -> None:
     assert chi_squared(found.tokens, MODEL)[1] < 1e-10
 
 
-def test_peeking_does_coupled_verification_no_harm() -> None:
+def test_coupled_verification_is_sound_despite_peeking() -> None:
     found = generate(MODEL, chosen_by_peeking("coupled"), "coupled", TRIALS, NUM_TOKENS)
     assert chi_squared(found.tokens, MODEL)[1] > ALPHA

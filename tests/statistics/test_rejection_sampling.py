@@ -1,6 +1,6 @@
-"""What comes out of verification by chance has the target's distribution, whatever was drafted and how.
+"""Verification by chance gives tokens of the target's distribution, whatever was drafted and how.
 
-Seeds are fixed, so a test that passes once passes for ever; sound code fails one with probability ALPHA.
+Seeds are fixed, so a test that passes once always passes. Sound code fails one with probability ALPHA.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ BY_CHANCE: list[Verification] = ["standard", "block"]
 ALL: list[Verification] = ["coupled", "standard", "block"]
 FEWER_TRIALS = 20_000
 FEW_TRIALS = 5_000
-"""Enough for the first token alone."""
+"""Enough trials for the first token alone."""
 
 
 @pytest.fixture(params=["compiled", "torch"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How drafts are drawn, and chains verified by the standard rule: in compiled calls, or by torch."""
+    """Select compiled calls or torch for drawing drafts and for the standard rule."""
     name: str = request.param
     if name == "torch":
         monkeypatch.setattr(sampler, "compiled", lambda: None)
@@ -56,7 +56,7 @@ rules_on_their_paths = pytest.mark.parametrize(
     [("compiled", "standard"), ("torch", "standard"), ("torch", "block")],
     indirect=["path"],
 )
-"""Both for the standard rule. Blocks are verified by torch on both."""
+"""Both paths for the standard rule. Block verification always uses torch."""
 
 
 @pytest.mark.timeout(600)
@@ -64,7 +64,7 @@ rules_on_their_paths = pytest.mark.parametrize(
     ("path", "verification"), [("compiled", "standard"), ("torch", "block")], indirect=["path"]
 )
 def test_chain_of_sampled_tokens(path: str, verification: Verification) -> None:
-    """Each rule with all trials; the tests below have fewer."""
+    """Runs each rule with all trials; the tests below have fewer."""
     found = generate(MODEL, sampled_chain(DRAFT, 2, verification), verification)
     assert_fits(found.tokens, MODEL)
     assert 0.2 < found.acceptance < 0.8
@@ -76,7 +76,7 @@ def test_chain_of_likeliest_tokens(path: str, verification: Verification) -> Non
 
 
 @pytest.mark.parametrize("propose", [likeliest_tree(DRAFT, [2, 2]), sampled_siblings(DRAFT)])
-def test_tree_and_siblings(propose: Propose) -> None:
+def test_trees_and_siblings(propose: Propose) -> None:
     assert_fits(generate(MODEL, propose, "standard", FEWER_TRIALS).tokens, MODEL)
 
 
@@ -96,8 +96,8 @@ def test_longer_drafts_and_several_rounds(path: str, verification: Verification)
     indirect=["path"],
 )
 @pytest.mark.parametrize("sampled", [True, False])
-def test_a_draft_of_what_never_comes(path: str, verification: Verification, sampled: bool) -> None:
-    """The draft proposes only what the model gives no chance."""
+def test_a_draft_of_impossible_tokens(path: str, verification: Verification, sampled: bool) -> None:
+    """The draft proposes only tokens with probability 0."""
     half = VOCAB_SIZE // 2
     model, draft = MODEL.clone(), DRAFT.clone()
     model[:, half:] = 0.0
@@ -124,17 +124,19 @@ def test_block_verification_accepts_at_least_as_much_as_the_standard_rule() -> N
     assert accepted["block"] > accepted["standard"]
 
 
-# --- the tests' own power: faults that others had are seen ------------------------------------------
+# --- power of these tests: known faults are caught -------------------------------------------------
 
 
 def narrow() -> tuple[Tensor, Tensor]:
-    """Four tokens, which the draft ranks the other way round: among many, shared noise hardly shows."""
+    """Return a target over four tokens and a draft that ranks them in reverse: among many tokens, shared
+    noise hardly shows.
+    """
     model = torch.tensor([0.4, 0.3, 0.2, 0.1]).expand(4, -1).clone()
     return model, model.flip(1)
 
 
 def drawn_with(purpose: Purpose, draft: Tensor) -> Propose:
-    """A token each, drawn with this noise."""
+    """Draw tokens with the noise of this purpose."""
 
     def propose(sequences: list[SequenceState]) -> None:
         weights = draft[[sequence.token_ids[-1] for sequence in sequences]]
@@ -148,7 +150,7 @@ def drawn_with(purpose: Purpose, draft: Tensor) -> Propose:
 
 @both_paths
 def test_bug_02_noise_that_drafts_share_with_their_verification_is_caught() -> None:
-    """By the standard rule: a block of one token is verified by the same odds and noise."""
+    """Uses the standard rule, which equals block verification for one token."""
     model, draft = narrow()
 
     def deviation(purpose: Purpose) -> float:
@@ -163,7 +165,7 @@ def test_bug_02_noise_that_drafts_share_with_their_verification_is_caught() -> N
 def test_noise_that_two_rounds_share_is_caught_in_block_verification(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A block tells of the noise behind the tokens that it gives up, which the next round must not use."""
+    """A block reveals the noise of the tokens that it rejects, which the next round must not use again."""
     monkeypatch.setattr(sampler, "compiled", lambda: None)
 
     def stale_round(seeds: Tensor, starts: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
@@ -185,7 +187,7 @@ def test_noise_that_two_rounds_share_is_caught_in_block_verification(
 
 
 @both_paths
-def test_bug_04_a_likeliest_token_that_passes_for_a_drawn_one_is_caught() -> None:
+def test_bug_04_a_greedy_draft_that_is_verified_as_a_drawn_one_is_caught() -> None:
     likeliest = likeliest_chain(DRAFT, 2)
 
     def propose(sequences: list[SequenceState]) -> None:
@@ -200,8 +202,8 @@ def test_bug_04_a_likeliest_token_that_passes_for_a_drawn_one_is_caught() -> Non
 
 
 @both_paths
-def test_bug_01_a_draft_that_was_drawn_from_something_else_is_caught() -> None:
-    """Ratios of the raw distribution, where the draft was drawn from its three likeliest tokens."""
+def test_bug_01_a_draft_drawn_from_another_distribution_is_caught() -> None:
+    """The draft was drawn from its three likeliest tokens, but the ratios use the raw distribution."""
     kept = DRAFT.topk(3).values[:, -1:] <= DRAFT
     filtered = (DRAFT * kept) / (DRAFT * kept).sum(dim=1, keepdim=True)
     drawn = sampled_chain(filtered, 2, "standard")

@@ -1,6 +1,6 @@
-"""The tokens drawn have exactly the distribution that the parameters describe.
+"""Drawn tokens have exactly the distribution that the parameters describe.
 
-Seeds are fixed, so a test that passes once passes for ever; a sound sampler fails one with probability ALPHA.
+Seeds are fixed, so a test that passes once always passes. A sound sampler fails one with probability ALPHA.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def rows_across_positions(count: int = NUM_DRAWS, seed: int = 1234, **params):
 
 
 def assert_fits(counts: np.ndarray, probabilities: np.ndarray) -> None:
-    """Chi-squared, with outcomes that are expected fewer than five times put together."""
+    """Test counts by chi-squared, with outcomes expected fewer than five times put together."""
     assert counts[probabilities == 0].sum() == 0, "an impossible outcome was drawn"
     expected = probabilities * counts.sum()
     order = np.argsort(expected)
@@ -134,7 +134,7 @@ def test_a_greater_seed_at_an_earlier_position_is_independent_too():
     assert_fits(pairs(here, there), np.outer(exact, exact).ravel())
 
 
-def test_what_is_drawn_in_a_mixed_batch_has_each_rows_own_distribution():
+def test_each_row_of_a_mixed_batch_has_its_own_distribution():
     logits = some_logits()
     names = list(PARAMS)
     rows = [row for name in names for row in rows_across_seeds(1500, 50_000, **PARAMS[name])]
@@ -146,7 +146,7 @@ def test_what_is_drawn_in_a_mixed_batch_has_each_rows_own_distribution():
         assert_fits(histogram(tokens[1500 * index : 1500 * (index + 1)]), exact)
 
 
-# --- the tests' own power: small faults are seen ---------------------------------------------------
+# --- power of these tests: small faults are caught --------------------------------------------------
 
 
 def assert_caught(counts: np.ndarray, probabilities: np.ndarray) -> None:

@@ -1,6 +1,6 @@
-"""A toy model and drafters of it, small enough for exact enumeration, run through the real verification.
+"""A toy model and drafters, small enough for exact enumeration, run through the real verification.
 
-What comes after a token depends on that token alone: row t of a table has the probabilities after token t.
+The next token depends on the last token alone: row t of a table has the probabilities after token t.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ FIRST = 1
 """The prompt's only token."""
 
 NUM_TRIALS = 60_000
-"""Of which a chi-squared test of pairs sees a deviation of 4 % (root mean square) 98 times in a hundred."""
+"""With so many trials a chi-squared test of pairs detects a deviation of 4 % (root mean square) in 98 of 100
+cases.
+"""
 
 ALPHA = 1e-4
 _CHUNK = 10_000
@@ -41,14 +43,14 @@ Propose = Callable[[list[SequenceState]], None]
 
 
 def table(seed: int) -> Tensor:
-    """Some probabilities, none of which is too small for a chi-squared test of pairs."""
+    """Return random probabilities, none too small for a chi-squared test of pairs."""
     logits = 2.0 * torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
     return 0.85 * logits.softmax(dim=1) + 0.15 / VOCAB_SIZE
 
 
 @dataclass
 class Trials:
-    """`tokens` [trials, tokens], and how much of what was drafted was accepted."""
+    """The results: `tokens` [trials, tokens], and the share of drafted tokens that was accepted."""
 
     tokens: np.ndarray
     drafted: int
@@ -62,7 +64,7 @@ class Trials:
 def generate(
     model: Tensor, propose: Propose, verification: Verification, count: int = NUM_TRIALS, num_tokens: int = 2
 ) -> Trials:
-    """The same prompt with `count` different seeds, in as many rounds as it takes."""
+    """Generate from one prompt with `count` different seeds, in as many rounds as needed."""
     sampler = Sampler(len(model), "cpu", [])
     found = Trials(np.empty((count, num_tokens), np.int64), 0, 0)
     with _alone():
@@ -100,7 +102,7 @@ def _round(
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Without garbage collection, and on one thread: for small tensors others are only waited for."""
+    """Run the block without garbage collection and on one thread, which is faster for small tensors."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     gc.disable()
@@ -116,7 +118,9 @@ def _alone() -> Iterator[None]:
 
 @dataclass
 class LogitsRunner:
-    """Runs a draft without KV: `logits_of` has the logits [sequences, vocab_size] after the newest tokens."""
+    """Runs a draft without KV: `logits_of` returns the logits [sequences, vocab_size] after the newest
+    tokens.
+    """
 
     vocab_size: int
     logits_of: Callable[[list[int]], Tensor]
@@ -128,7 +132,7 @@ class LogitsRunner:
     def draft(
         self, sequences: Sequence[SequenceState], length: int, verification: Verification
     ) -> list[Draft]:
-        """Chains of so many tokens, drawn as drafters draw them."""
+        """Draw chains of `length` tokens by the drafters' own loop."""
         options = SpeculativeConfig(method="ngram", verification=verification)
         sampler, device = Sampler(self.vocab_size, "cpu", []), torch.device("cpu")
         drafting = ChainDrafting(self, options, device, _rows_of, lambda logits: logits, sampler)
@@ -141,7 +145,7 @@ def _rows_of(sequence: SequenceState, rows: DraftRows) -> SequenceRows:
 
 
 def sampled_chain(draft: Tensor, length: int, verification: Verification) -> Propose:
-    """Drafts drawn from a table, as a draft model's are."""
+    """Draw drafts from a table, as a draft model does."""
     runner = LogitsRunner(len(draft), lambda last: draft.log()[last])
 
     def propose(sequences: list[SequenceState]) -> None:
@@ -153,7 +157,7 @@ def sampled_chain(draft: Tensor, length: int, verification: Verification) -> Pro
 
 
 def likeliest_chain(draft: Tensor, length: int) -> Propose:
-    """No chance is involved: each token is the draft's likeliest."""
+    """Draft the likeliest tokens, without chance."""
     best = draft.argmax(dim=1).tolist()
 
     def propose(sequences: list[SequenceState]) -> None:
@@ -167,7 +171,7 @@ def likeliest_chain(draft: Tensor, length: int) -> Propose:
 
 
 def likeliest_tree(draft: Tensor, widths: Sequence[int]) -> Propose:
-    """At each depth the likeliest children of every node, so many of them."""
+    """Draft a tree: at each depth every node gets its likeliest children, as many as `widths` says."""
     order = draft.argsort(dim=1, descending=True).tolist()
 
     def propose(sequences: list[SequenceState]) -> None:
@@ -185,7 +189,7 @@ def likeliest_tree(draft: Tensor, widths: Sequence[int]) -> Propose:
 
 
 def sampled_siblings(draft: Tensor, seed: int = 0) -> Propose:
-    """Two siblings drawn one after the other, the second without the first, and a child of the second."""
+    """Draft two siblings drawn without replacement, and a child of the second."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,18 +211,18 @@ def sampled_siblings(draft: Tensor, seed: int = 0) -> Propose:
     return propose
 
 
-# --- judgement --------------------------------------------------------------------------------------
+# --- tests of the results -----------------------------------------------------------------------------
 
 
 def assert_fits(tokens: np.ndarray, model: Tensor) -> None:
-    """The first token, and the first two together, have the model's own probabilities."""
+    """Check that the first token, and the first two together, have the model's own probabilities."""
     for number, name in enumerate(("one", "two"), start=1):
         statistic, value = chi_squared(tokens[:, :number], model)
         assert value > ALPHA, f"{name}: chi-squared {statistic:.0f}, p = {value:.1e}"
 
 
 def chi_squared(tokens: np.ndarray, model: Tensor) -> tuple[float, float]:
-    """Statistic and p-value of the tokens [trials, 1 or more] against exact enumeration."""
+    """Return statistic and p-value of tokens [trials, 1 or more] against exact enumeration."""
     size = len(model)
     exact = model.double()[FIRST].numpy()
     for _ in range(tokens.shape[1] - 1):

@@ -1,4 +1,4 @@
-"""The answers and the calls that clients ask for, by their schemas."""
+"""Schemas of the answers and the calls that clients ask for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Event(BaseModel):
-    """A meeting. Without more fields, which this model would think of."""
+    """A meeting. The schema allows no more fields, since the random model would invent some."""
 
     model_config = ConfigDict(extra="forbid")
     day: Literal["Monday", "Friday"]

@@ -1,4 +1,6 @@
-"""What all programs in this folder ask for. Each is run with a server's URL and its model's folder."""
+"""Prompts and schemas that the programs in this folder share. Each program gets a server's URL and its
+model's folder.
+"""
 
 from __future__ import annotations
 

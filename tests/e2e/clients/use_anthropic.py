@@ -1,4 +1,4 @@
-"""`anthropic`: whole, streamed, with tools, and counted."""
+"""`anthropic`: whole and streamed messages, tools, and token counts."""
 
 from typing import Any
 

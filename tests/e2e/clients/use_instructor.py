@@ -1,4 +1,4 @@
-"""`instructor`: an object in an answer, by a tool and by a schema."""
+"""`instructor`: a typed answer by a tool and by a schema."""
 
 import instructor
 import openai

@@ -1,4 +1,4 @@
-"""`litellm`, as OpenAI's and as vLLM's provider, and its Anthropic messages."""
+"""`litellm` with its OpenAI and vLLM providers, and with Anthropic messages."""
 
 import os
 from typing import Any

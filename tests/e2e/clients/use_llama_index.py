@@ -1,4 +1,4 @@
-"""`llama-index` with its class for servers like OpenAI's."""
+"""`llama-index` with its class for OpenAI-compatible servers."""
 
 from answers import Event, Weather
 from common import API

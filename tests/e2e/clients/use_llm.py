@@ -1,4 +1,4 @@
-"""The `llm` command, whole and streamed, with a schema."""
+"""The `llm` command: whole and streamed answers, and a schema."""
 
 import json
 import os

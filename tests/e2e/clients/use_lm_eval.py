@@ -1,4 +1,4 @@
-"""`lm-eval`: a task of its own over completions, by log-probabilities of choices and by generated text."""
+"""`lm-eval`: its own task over completions, by log-probabilities of choices and by generated text."""
 
 import json
 import os

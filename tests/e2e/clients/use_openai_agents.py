@@ -1,4 +1,4 @@
-"""`openai-agents`: an agent that calls its tool, over responses and over chats."""
+"""`openai-agents`: an agent that calls its tool, over the responses and the chat API."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""`pydantic-ai`: an agent whose answer has a type, and one that speaks."""
+"""`pydantic-ai`: an agent with a typed answer, and one with a text answer."""
 
 from answers import Event
 from common import API

@@ -1,4 +1,4 @@
-"""`smolagents`: a model that must use a tool, and one that speaks."""
+"""`smolagents`: a model that must use a tool, and one that answers in text."""
 
 import json
 
