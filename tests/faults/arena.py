@@ -1,4 +1,6 @@
-"""What every scenario does: get two processes, make requests, let faults happen, and look at what is left."""
+"""Runs scenarios: starts two processes, makes requests, injects faults, and checks what is left
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +22,25 @@ from tests.faults.proxy import Damage, Proxy
 from tests.faults.sides import CLOSED_EARLY, Options, Outcome
 
 DEADLINE_S = 6.0
-"""What a request may take; an end that is told of a failure must end it long before."""
+"""The longest that a request may take. A side that is told of a failure must end it long before."""
 
 SERVED_S = 20.0
-"""What one may take that nothing happens to, on a busy machine."""
+"""The longest that an undisturbed request may take on a busy machine."""
 
 ORPHAN_S = 0.6
-"""After which a lease is given up under which nobody has sent anything."""
+"""A lease is given up when nobody has sent anything under it for this time."""
 
 UCX_CONNECT_S = 2.0
-"""Its first contact takes longer than the others'."""
+"""UCX's first contact takes longer than the others'."""
 
 _numbers = itertools.count()
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
 
 
 def cases(points: dict[str, Point], ucx: Sequence[str] = ()) -> list[Any]:
-    """Parameters (point, transport): all that `tcp` and `shm` pass, and a choice of those of `ucx`."""
+    """Return parameters (point, transport): all points that `tcp` and `shm` pass, and the chosen ones for
+    `ucx`.
+    """
     everywhere = [
         pytest.param(name, transport, id=f"{name}, {transport}")
         for transport in ("tcp", "shm")
@@ -47,7 +51,7 @@ def cases(points: dict[str, Point], ucx: Sequence[str] = ()) -> list[Any]:
 
 @dataclass
 class Request:
-    """One lease between two processes; `outcomes` by role once it is over."""
+    """A lease between two processes. `outcomes` has the result by role once the request is over."""
 
     lease_id: str
     seed: int
@@ -58,7 +62,7 @@ class Request:
 
     @property
     def sent(self) -> str:
-        """How it ended for the sender; empty if that one can't tell."""
+        """The sender's outcome, or an empty string if the sender cannot tell."""
         return self.outcomes.get("sender", ("", ""))[0]
 
     @property
@@ -76,7 +80,7 @@ class Arena:
     def __init__(self, stock: Stock, transports: tuple[str, ...] = ("tcp",)) -> None:
         self.transports = transports
         self.converting = False
-        """The receivers' blocks have another dtype than the senders'."""
+        """Whether the receivers' blocks have another dtype than the senders'."""
         self.requests: list[Request] = []
         self._proxies: list[Proxy] = []
         self._gone: list[str] = []
@@ -112,7 +116,9 @@ class Arena:
         return child
 
     def proxy(self, receiver: Child, *damages: Damage, transport: str = "tcp") -> tuple[Proxy, PeerAddress]:
-        """A proxy in front of one of the receiver's transports, and the address that leads through it."""
+        """Put a proxy in front of one of the receiver's transports. Return it, and the address that leads
+        through it.
+        """
         offers = list(receiver.peer.offers)
         index = next(i for i, offer in enumerate(offers) if offer.transport == transport)
         proxy = Proxy(offers[index].address, list(damages))
@@ -128,7 +134,7 @@ class Arena:
     # --- requests ---------------------------------------------------------------------------------
 
     def reserve(self, sender: Child, receiver: Child, count: int = 24, lease_id: str = "") -> Request:
-        """Blocks for a request; one that is refused has its outcome at once."""
+        """Reserve blocks for a request. A refused request has its outcome at once."""
         seed = next(_numbers)
         request = Request(lease_id or f"lease-{seed:06}", seed, sender, receiver, count)
         self.requests.append(request)
@@ -138,7 +144,7 @@ class Arena:
         return request
 
     def again(self, request: Request, sender: Child) -> Request:
-        """The same lease, but another sender."""
+        """Return a request for the same lease by another sender."""
         again = Request(request.lease_id, request.seed, sender, request.receiver, request.count)
         again.outcomes = {"receiver": ("failed", "it is the other one's")}
         return again
@@ -152,9 +158,9 @@ class Arena:
         until: int | None = None,
         wait: bool = True,
     ) -> None:
-        """The blocks [first, until) in chunks; the request's last block is the final one.
+        """Push the blocks [first, until) in chunks. The request's last block is marked as final.
 
-        Without `wait`, `pushed` is to be called.
+        Without `wait`, the caller must call `pushed`.
         """
         end = request.count if until is None else until
         chunks = [min(chunk, end - start) for start in range(first, end, chunk)]
@@ -167,7 +173,7 @@ class Arena:
         self._or_dies(request.sender)
 
     def push_and_freeze(self, request: Request, point: str) -> None:
-        """Push, the sender being about to freeze at a point. It answers when it has woken up."""
+        """Push while the sender is about to freeze at a point. The sender answers after it has woken up."""
         self.push(request, wait=False)
         request.sender.wait_at(point)
         request.sender.await_frozen()
@@ -180,7 +186,7 @@ class Arena:
         return request
 
     def serve(self, sender: Child, receiver: Child, count: int = 24, **how: Any) -> Request:
-        """A request that nothing may happen to."""
+        """Serve a request that must succeed."""
         request = self.begin(sender, receiver, count, **how)
         self.finish(request, deadline_s=SERVED_S)
         assert (request.sent, request.received) == ("completed", "completed"), request.outcomes
@@ -189,9 +195,9 @@ class Arena:
     def finish(
         self, *requests: Request, deadline_s: float = DEADLINE_S, of: str = "", allow_corrupt: bool = False
     ) -> None:
-        """Wait for the ends of requests, on those of their sides that live, and check them.
+        """Wait until requests have ended at their living sides, and check the outcomes.
 
-        `of`: of one side alone. `allow_corrupt`: nobody has looked at checksums.
+        `of` limits this to one side. `allow_corrupt` accepts wrong bytes, for scenarios without checksums.
         """
         asked: dict[Child, list[Request]] = {}
         for request in requests:
@@ -220,7 +226,7 @@ class Arena:
 
     @staticmethod
     def _or_dies(child: Child, tell: tuple[Any, ...] = ()) -> bool:
-        """Send a command, or else take the answer to one; whether the child lives still."""
+        """Send a command, or take the answer to one. Return whether the child is still alive."""
         try:
             child.tell(*tell) if tell else child.answer()
         except DiedError:
@@ -232,11 +238,13 @@ class Arena:
     # --- afterwards -------------------------------------------------------------------------------
 
     def check(self, *survivors: Child) -> None:
-        """Nothing is left of the requests, the survivors serve the next, and then nothing is left of it."""
+        """Check that nothing is left of the requests, and that the survivors serve another one and release
+        it.
+        """
         for child in survivors:
             assert child.alive, f"{child.worker_id} died"
             self._expect_nothing(child, "problems")
-            if child.role == "sender":  # or it may find a link to be there that no more leads anywhere
+            if child.role == "sender":  # else the sender may try a link that leads nowhere
                 assert not (links := child.ask("leave", self._gone)), links
         self._serve_next(*survivors)
         for child in self._children:
@@ -254,7 +262,7 @@ class Arena:
         wait_no_orphans(self._segments)
 
     def _serve_next(self, *survivors: Child) -> None:
-        """Pairs of survivors serve each other; one without a fellow gets a fresh one."""
+        """Let pairs of survivors serve each other. A survivor without a partner gets a fresh one."""
         senders = [child for child in survivors if child.role == "sender"]
         receivers = [child for child in survivors if child.role == "receiver"]
         own = {"size": survivors[0].size, "tls": survivors[0].tls, "network": survivors[0].network}
@@ -269,7 +277,7 @@ class Arena:
                     self._expect_nothing(child, "problems")
 
     def _part_with(self, child: Child) -> None:
-        """A process that is no survivor. A frozen one holds its connections until somebody kills it."""
+        """Dispose of a process that is no survivor. A frozen one keeps its connections until it is killed."""
         if child.frozen:
             child.kill()
         elif child.alive and child.role:
@@ -292,7 +300,7 @@ class Arena:
 
 
 def _check(request: Request, allow_corrupt: bool) -> None:
-    """Of each side that lives: the right bytes, or one clear error in time. And they agree."""
+    """Check that each living side has the right bytes or one clear error in time, and that both agree."""
     for role, (status, reason) in request.outcomes.items():
         assert status in ("completed", "failed", "expired") or allow_corrupt, (role, status, reason, request)
         assert status == "completed" or reason, (role, request)

@@ -1,4 +1,4 @@
-"""A carrier for `object_store` without Ray: objects are memory files, references their descriptors."""
+"""Carries objects for `object_store` without Ray: objects are memory files, references are descriptors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtransfer.transports.object_store import Inboxes, SendObject
 
 
 class MemoryFile:
-    """Closed with its last reference."""
+    """A memory file that closes with its last reference."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor

@@ -18,7 +18,7 @@ def stock() -> Iterator[Stock]:
 
 @pytest.fixture
 def transport() -> str:
-    """Overridden by the tests' parameters."""
+    """Name the transport. The tests' parameters override this."""
     return "tcp"
 
 

@@ -1,4 +1,4 @@
-"""What blocks hold: mere bytes, or values of a layout, which both ends of a transfer can compute."""
+"""Computes the contents of blocks at both ends of a transfer: plain bytes, or values in a layout."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ SEGMENTS: dict[Layout, tuple[SegmentInfo, ...]] = {
     "bf16": (SegmentInfo(name="target", dtype="bfloat16", shape=(2, 2, 16, 2, 64)),),
     "fp16": (SegmentInfo(name="target", dtype="float16", shape=(2, 2, 16, 2, 64)),),
 }
-"""Blocks of 16 KiB in each."""
+"""Layouts with blocks of 16 KiB each."""
 
 
 def pushed(layout: Layout, seed: int, position: int, nbytes: int) -> bytes:
-    """The block at a position of a prompt, as its sender has it."""
+    """Return the block at a position of a prompt, as its sender has it."""
     if layout == "bytes":
         return np.random.default_rng((seed, position)).bytes(nbytes)
     return _values(seed, position).view(torch.uint8).numpy().tobytes()
 
 
 def received(theirs: Layout, ours: Layout, seed: int, position: int, nbytes: int) -> bytes:
-    """The same prompt's block as the receiver has to have it."""
+    """Return the block at a position of a prompt, as the receiver must get it."""
     if theirs == ours:
         return pushed(theirs, seed, position, nbytes)
     return _values(seed, position).half().view(torch.uint8).numpy().tobytes()

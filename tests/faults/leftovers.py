@@ -1,4 +1,4 @@
-"""What a transfer could leave behind: threads, descriptors, mappings, shared memory."""
+"""Finds what a transfer left behind: threads, descriptors, mappings, shared memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 ORPHANED_S = 10.0
-"""For which shared memory may be nobody's: while it is being made, or its last process dies."""
+"""Shared memory may have no owner for this long: while it is being made, or when its last process dies."""
 AT_REST_S = 0.3
 
 
 def held() -> dict[str, int]:
-    """What this process has that could be left behind, counted."""
+    """Count this process's threads, descriptors and mappings."""
     gc.collect()
     counts: collections.Counter[str] = collections.Counter()
     for task in os.listdir("/proc/self/task"):
@@ -34,8 +34,8 @@ def held() -> dict[str, int]:
 
 
 def at_rest() -> dict[str, int]:
-    """What is held once that has not changed for a while: UCX still connects to itself when it is open, and
-    its thread may lack a core meanwhile.
+    """Return the counts once they have stopped changing: an open UCX still connects to itself, and its thread
+    may have to wait for a core.
     """
     now, since = held(), time.monotonic()
     while time.monotonic() < since + AT_REST_S:
@@ -46,13 +46,13 @@ def at_rest() -> dict[str, int]:
 
 
 def more_than(before: dict[str, int]) -> dict[str, int]:
-    """What is held now and was not before."""
+    """Return what this process holds now and did not hold before."""
     extra = {what: count - before.get(what, 0) for what, count in held().items()}
     return {what: count for what, count in extra.items() if count > 0}
 
 
 def shared_segments() -> set[str]:
-    """Names of shared memory that a transfer might leave behind."""
+    """Return the names of shared memory that a transfer might leave behind."""
     files = {name for name in os.listdir("/dev/shm") if name.startswith(("ucx", "nixl", "tandem"))}
     table = Path("/proc/sysvipc/shm")
     rows = [line.split() for line in table.read_text().splitlines()[1:]] if table.exists() else []
@@ -60,7 +60,7 @@ def shared_segments() -> set[str]:
 
 
 def wait_no_orphans(before: set[str]) -> None:
-    """Until no process has left shared memory behind that was made since: what living ones map is theirs."""
+    """Wait until every new piece of shared memory is mapped by a living process."""
     deadline = time.monotonic() + ORPHANED_S
     while left := _orphaned_segments(before):
         assert time.monotonic() < deadline, left
@@ -68,7 +68,7 @@ def wait_no_orphans(before: set[str]) -> None:
 
 
 def _orphaned_segments(before: set[str]) -> set[str]:
-    """New shared memory that no living process has mapped."""
+    """Return new shared memory that no living process has mapped."""
     new = shared_segments() - before
     if not new:
         return set()

@@ -1,4 +1,4 @@
-"""Network namespaces that act as hosts, joined by a router whose links can be slowed and cut."""
+"""Makes network namespaces that act as hosts, joined by a router whose links can be slowed and cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where in the bytes of a connection its messages are: found by looking at a good one."""
+"""Finds the offsets of messages in a connection's bytes by parsing a good connection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _frame_at(data: bytes, start: int) -> bytes:
 
 
 def upstream_places(spoken: bytes, block_bytes: int) -> dict[str, int]:
-    """Offsets in what a sender over `tcp` says."""
+    """Return offsets in the bytes of a sender over `tcp`."""
     at = _handshake(spoken, "hello", "proof")
     start, number, places = at.pop("end"), 0, dict(at)
     while start < len(spoken):
@@ -36,7 +36,7 @@ def upstream_places(spoken: bytes, block_bytes: int) -> dict[str, int]:
 
 
 def downstream_places(spoken: bytes) -> dict[str, int]:
-    """Offsets in what its receiver says."""
+    """Return offsets in the bytes of its receiver."""
     at = _handshake(spoken, "challenge", "verdict")
     start, number, places = at.pop("end"), 0, dict(at)
     while start < len(spoken):
@@ -50,7 +50,7 @@ def downstream_places(spoken: bytes) -> dict[str, int]:
 
 
 def _handshake(spoken: bytes, *names: str) -> dict[str, int]:
-    """The middle of each message, and the `end` of the last."""
+    """Return the offset of each message's middle, and the `end` of the last."""
     places, start = {}, 0
     for name in names:
         length = len(_frame_at(spoken, start))

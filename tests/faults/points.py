@@ -1,7 +1,7 @@
-"""Named points of the transfer protocol, at which a test's process is killed, frozen, held or cut off.
+"""Names points of the transfer protocol at which a test's process is killed, frozen, held or cut off.
 
-The points are calls of the product's own methods, wrapped inside of the test's processes; the product knows
-nothing of them.
+The points are calls of the product's own methods, wrapped inside the test's processes. The product does not
+know of them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from typing import Any, Literal
 from kvtransfer.messages import Ack
 
 Action = Literal["KILL", "STOP", "HOLD", "CUT"]
-"""SIGKILL or SIGSTOP to the process itself; wait there for the test's word; break every connection."""
+"""SIGKILL or SIGSTOP to the process itself; wait for the test's permission to continue; break every
+connection.
+"""
 
 
 @dataclass(frozen=True)
 class Point:
-    """Before or after those calls of `owner`'s `method` (module:class or module) that `applies` accepts.
+    """A point before or after those calls of `owner`'s `method` (module:class or module) that `applies`
+    accepts.
 
-    `applies` gets the call's arguments, and after the call its result too.
+    `applies` gets the call's arguments, and after the call also its result.
     """
 
     owner: str
@@ -113,24 +116,26 @@ ONLY_OVER = {
 
 
 def points_over(points: dict[str, Point], transport: str) -> list[str]:
-    """The names of those that this transport passes."""
+    """Return the names of the points that this transport passes."""
     ours = [name for name in points if name not in CONVERTING]
     return [name for name in ours if ONLY_OVER.get(name, transport) == transport]
 
 
 @dataclass
 class Fault:
-    """What happens at the `left`-th passage of a point. What is held or frozen goes on after `seconds`."""
+    """An action at the `left`-th passage of a point. A held or frozen process continues after `seconds`."""
 
     point: str
     action: Action
     left: int = 1
     seconds: float | None = None
-    """None: when the test says so, if ever."""
+    """None: the test decides when to continue, if ever."""
 
 
 class FaultPoints:
-    """This process's faults. `report` tells the test where it is held or frozen, and brings its word."""
+    """This process's faults. `report` tells the test where the process is held or frozen, and returns its
+    permission to continue.
+    """
 
     def __init__(self, points: dict[str, Point], report: Connection, cut: Callable[[], None]) -> None:
         self._report = report
@@ -145,7 +150,7 @@ class FaultPoints:
             self._wrap(owner, method, there)
 
     def arm(self, faults: list[Fault]) -> None:
-        """From now on these, and no earlier ones."""
+        """Replace the armed faults by these."""
         with self._lock:
             self._faults = faults
 
@@ -186,7 +191,7 @@ class FaultPoints:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "STOP":
                 self._report.send((fault.point, fault.action))
-                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread goes no further
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread does not continue
             case "HOLD":
                 with self._holding:
                     self._report.send((fault.point, fault.action))

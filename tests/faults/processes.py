@@ -1,4 +1,4 @@
-"""Processes of the fault harness, as a test holds them: told, asked, killed, frozen, and used again."""
+"""Controls the fault harness's processes: sends commands, takes answers, kills, freezes and reuses them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.faults.sides import Options, serve
 ANSWER_S = 30.0
 SMALL = (96, 16 * 1024)
 LARGE = (96, 256 * 1024)
-"""Pools: blocks, and bytes of each. A large one's pieces are more than a socket's buffers hold."""
+"""Pools: number of blocks, and bytes of each. Pieces of a large pool exceed a socket's buffers."""
 
 _processes = multiprocessing.get_context("forkserver")
 _starting = threading.Lock()
-"""`multiprocessing` looks after its processes whenever one is started, in whatever thread."""
+"""`multiprocessing` checks on its processes whenever one is started, in any thread."""
 
 
 class DiedError(Exception):
@@ -41,7 +41,7 @@ class Child:
         self.address: PeerAddress | None = None
         self.frozen = False
         self.owes_answer = False
-        """To a command that it was frozen at."""
+        """Whether the answer to the command at which it froze is still to come."""
         self._process = _processes.Process(
             target=serve, args=(commands, report, *size, network, tls), daemon=True
         )
@@ -96,7 +96,7 @@ class Child:
         self.ask("arm", [Fault(point, action, nth)])
 
     def wait_at(self, point: str) -> None:
-        """Until it is held at a point, or frozen there, or was killed."""
+        """Wait until the process is held or frozen at a point, or was killed there."""
         assert self._report.poll(ANSWER_S), f"{self.worker_id} never came to {point!r}"
         try:
             assert self._report.recv()[0] == point
@@ -104,11 +104,11 @@ class Child:
             self.join()
 
     def go_on(self) -> None:
-        """From where it is held."""
+        """Let a held process continue."""
         self._report.send("go on")
 
     def await_frozen(self, for_good: bool = True) -> None:
-        """For all that the test knows `for_good`."""
+        """Wait until the process is frozen. With `for_good`, the test counts it as dead."""
         deadline = time.monotonic() + ANSWER_S
         while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             assert time.monotonic() < deadline, f"{self.worker_id} is not frozen"
@@ -139,7 +139,7 @@ class Child:
 
 
 class Keeper(threading.Thread):
-    """Lets a process go on from where its faults hold or freeze it, when their time is over."""
+    """Lets processes continue after their faults have held or frozen them for the given time."""
 
     def __init__(self, child: Child, faults: Sequence[Fault]) -> None:
         super().__init__(daemon=True)
@@ -170,7 +170,7 @@ class Keeper(threading.Thread):
 
 
 class Stock:
-    """Processes that are ready for the next scenario. For use from every thread."""
+    """Processes that are ready for the next scenario. Every thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

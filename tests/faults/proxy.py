@@ -1,4 +1,4 @@
-"""A TCP proxy that treats the bytes of a connection as a bad network would, or worse."""
+"""A TCP proxy that damages a connection's bytes like a bad network, or worse."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ CHUNK = 16 * 1024
 
 @dataclass(frozen=True)
 class Damage:
-    """What happens to a connection's bytes from `offset` on, once.
+    """Damage to a connection's bytes from `offset` on, done once.
 
-    `drop` resets the connection; `hang` passes nothing on any more, in either direction; `delay` stops for
-    `seconds`; `corrupt` flips a bit in each of `length` bytes; `truncate` loses `length` bytes; `swap` passes
-    on `length` bytes after the `length` that follow them; `repeat` passes them on twice.
+    `drop` resets the connection; `hang` stops passing bytes on, in either direction; `delay` pauses for
+    `seconds`; `corrupt` flips a bit in each of `length` bytes; `truncate` loses `length` bytes; `swap`
+    exchanges `length` bytes with the `length` that follow; `repeat` passes them on twice.
     """
 
     kind: Kind
@@ -28,13 +28,13 @@ class Damage:
     length: int = 1
     seconds: float = 0.0
     upstream: bool = True
-    """The sender's bytes; else the receiver's."""
+    """True for the sender's bytes, False for the receiver's."""
     connection: int = 0
-    """Which one, counted from 0; -1: each."""
+    """The connection's number, counted from 0; -1 for each."""
 
 
 class Proxy:
-    """Forwards connections to `target`, with `damages`. Keeps what was said on the first one."""
+    """Forwards connections to `target` with `damages`, and records the bytes of the first one."""
 
     def __init__(self, target: str, damages: list[Damage], host: str = "127.0.0.1") -> None:
         self._target = target.rpartition(":")
@@ -43,9 +43,9 @@ class Proxy:
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self.connections = 0
         self.spoken = {True: bytearray(), False: bytearray()}
-        """Upstream and downstream, as it came."""
+        """The recorded bytes, upstream and downstream."""
         self.struck = threading.Event()
-        """A damage has been done."""
+        """Set when a damage has been done."""
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
         self._sockets: list[socket.socket] = []
@@ -65,7 +65,7 @@ class Proxy:
             sock.close()
 
     def redirect(self, target: str) -> None:
-        """Where the connections from now on lead."""
+        """Lead new connections to another target."""
         self._target = target.rpartition(":")
 
     def drop_all(self) -> None:
@@ -152,7 +152,7 @@ class _Pair:
 
 
 class _Stream:
-    """What a socket says, and how much of it was taken."""
+    """A socket's incoming bytes, and how many of them were taken."""
 
     def __init__(self, source: socket.socket) -> None:
         self._source = source
@@ -164,7 +164,7 @@ class _Stream:
         return data
 
     def take_all(self, nbytes: int, patience_s: float = 60.0) -> bytes:
-        """So many bytes, or what there is at the end or after a while."""
+        """Take `nbytes` bytes, or fewer at the end of the stream or when patience runs out."""
         data, deadline = b"", time.monotonic() + patience_s
         while len(data) < nbytes:
             readable, _, _ = select.select([self._source], [], [], max(0.0, deadline - time.monotonic()))

@@ -1,8 +1,7 @@
-"""What runs in a process of the fault harness: a pool, and the little of an engine that a transfer needs.
+"""Runs in a process of the fault harness: a pool, and the few parts of an engine that a transfer needs.
 
-It hands out blocks, fills them with content that both ends can compute, checks what arrives, and looks after
-what is left behind. Free blocks carry a stamp: whoever writes to them, or believes what it reads from them,
-is found out.
+It hands out blocks, fills them with content that both ends can compute, checks incoming blocks, and reports
+leftovers. Free blocks carry a stamp, so a write to them or data read from them is detected.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from tests.kvtransfer.ucx_tls import on_this_host
 
 KEY = bytes(range(32))
 CALL_BYTES = 64 * 1024
-"""Per system call: so that a piece has a middle."""
+"""Bytes per system call, small enough to split a piece."""
 SETTLE_S = 20.0
 CLOSED_EARLY = "closed early"
 LOG_LINES = 200
@@ -53,7 +52,7 @@ Outcome = tuple[Literal["completed", "failed", "expired", "corrupt"], str]
 
 @dataclass(frozen=True)
 class Options:
-    """How one end is opened. `listen_at`: addresses by transport; elsewhere the transport chooses."""
+    """Options for one end. `listen_at` has addresses by transport; otherwise the transport chooses."""
 
     worker_id: str
     transports: tuple[str, ...]
@@ -69,11 +68,11 @@ class Options:
     reconnect_grace_s: float = 0.3
     retry_interval_s: float = 2.0
     certificates: TlsFiles | None = None
-    """With them, `tcp` encrypts."""
+    """If set, `tcp` encrypts."""
 
 
 class Blocks:
-    """The pool's free blocks, in no order, and the stamp on them."""
+    """The pool's free blocks in random order, and their stamps."""
 
     def __init__(self, pool: RegisteredPool, stamp: int) -> None:
         self._pool = pool
@@ -101,12 +100,12 @@ class Blocks:
             self._free.append(block)
 
     def spoiled(self) -> list[int]:
-        """Free blocks that somebody has written to."""
+        """Return free blocks that somebody has written to."""
         return [block for block in self._free if self.view(block) != self._stamp]
 
 
 class End(ABC):
-    """What both ends have in common. Public methods are commands of the test."""
+    """The commands that both ends share. The test calls public methods."""
 
     def __init__(self, pool: RegisteredPool, stamp: int, options: Options) -> None:
         pool = replace(pool, segments=SEGMENTS[options.layout])
@@ -127,7 +126,7 @@ class End(ABC):
         self.end: Any = None
 
     def results(self, lease_ids: list[str], timeout_s: float) -> dict[str, Outcome]:
-        """How each lease ended. What has not by then is given up."""
+        """Return each lease's outcome. Gives up those that have none in time."""
         deadline = time.monotonic() + timeout_s
         while not all(lease_id in self.outcomes for lease_id in lease_ids):
             if not self._events(deadline):
@@ -140,14 +139,16 @@ class End(ABC):
 
     @abstractmethod
     def give_up(self, lease_id: str) -> None:
-        """The engine's deadline: let go of the lease, and of its blocks as soon as that may be."""
+        """Act as if the engine's deadline had passed: release the lease, and its blocks as soon as that is
+        safe.
+        """
 
     @abstractmethod
     def cut(self) -> None:
-        """Break every connection, as a network would."""
+        """Break every connection, as a failing network does."""
 
     def problems(self) -> list[str]:
-        """What is not as it has to be when no request is left."""
+        """Return what is wrong when no request is left."""
         deadline = time.monotonic() + SETTLE_S
         while self.blocks.num_free < self.pool.num_blocks and self._events(deadline):
             pass
@@ -171,7 +172,7 @@ class End(ABC):
             self.carrier.close()
 
     def _events(self, deadline: float) -> bool:
-        """Take what happened, waiting for it if need be; False: nothing did by then."""
+        """Handle events, after waiting for one if necessary. Return False if none came in time."""
         while not (events := self.end.poll()):
             if not self.woken.wait(max(0.0, deadline - time.monotonic())):
                 return False
@@ -191,7 +192,7 @@ class End(ABC):
 
 
 class SenderEnd(End):
-    """Prefills: fills blocks, pushes them, and reuses them as soon as it may."""
+    """A prefill worker's end: fills blocks, pushes them, and reuses them as soon as it may."""
 
     def __init__(self, pool: RegisteredPool, options: Options) -> None:
         super().__init__(pool, 0x5A, options)
@@ -223,7 +224,7 @@ class SenderEnd(End):
         first: int = 0,
         final: bool = True,
     ) -> None:
-        """Push chunks of so many blocks each, from position `first` on, `final` with the last."""
+        """Push chunks of these numbers of blocks from position `first` on; `final` marks the last one."""
         for number, count in enumerate(chunks, 1):
             sources, size = self.blocks.take(count), self.pool.block_bytes
             assert len(sources) == count, "the sender's pool is full"
@@ -236,7 +237,7 @@ class SenderEnd(End):
             first += count
 
     def await_sent(self, lease_id: str, blocks: int, timeout_s: float = SETTLE_S) -> None:
-        """Until so many of the lease's blocks are in place."""
+        """Wait until this number of the lease's blocks have arrived."""
         self._sent = 0
         deadline = time.monotonic() + timeout_s
         self._watched = lease_id
@@ -248,7 +249,7 @@ class SenderEnd(End):
         self._free(lease_id)
 
     def abort(self, lease_id: str) -> None:
-        """What a client's disconnect leads to."""
+        """Abort the lease, as after a client's disconnect."""
         self.give_up(lease_id)
         self.outcomes[lease_id] = "expired", "aborted"
 
@@ -262,14 +263,16 @@ class SenderEnd(End):
         return self.sender.transports()
 
     def leave(self, addresses: list[str]) -> list[str]:
-        """Wait until no link leads through these, where nobody listens any more; those that still do."""
+        """Wait until no link leads through these closed addresses. Return the links that still do."""
         deadline = time.monotonic() + SETTLE_S
         while (left := self._links_through(addresses)) and time.monotonic() < deadline:
             time.sleep(0.01)
         return left
 
     def _links_through(self, addresses: list[str]) -> list[str]:
-        """Those that are being opened may come to."""
+        """Return links through these addresses. A link that is still connecting counts with all its
+        candidates.
+        """
         found = []
         for link in list(self.sender._links.values()):
             ways = [link._active] if link._active is not None and link.connected else link._candidates
@@ -287,7 +290,9 @@ class SenderEnd(End):
         return found + [f"the link to {peer} is not idle" for peer in busy]
 
     def _busy_links(self) -> list[str]:
-        """To these peers. An aborted piece that was on its way is acknowledged all the same."""
+        """Return the peers of busy links. The receiver acknowledges even aborted pieces that were on their
+        way.
+        """
         return [
             link.peer.worker_id
             for link in list(self.sender._links.values())
@@ -318,7 +323,9 @@ class _Reservation:
 
 
 class ReceiverEnd(End):
-    """Decodes: reserves blocks, checks what has arrived, and reuses them once their lease is closed."""
+    """A decode worker's end: reserves blocks, checks the bytes that arrive, and reuses blocks of closed
+    leases.
+    """
 
     def __init__(self, pool: RegisteredPool, options: Options) -> None:
         super().__init__(pool, 0xA5, options)
@@ -346,7 +353,9 @@ class ReceiverEnd(End):
         )
 
     def reserve(self, lease_id: str, seed: int, count: int) -> str:
-        """Open a lease for so many of the sender's blocks; returns why not, or an empty string."""
+        """Open a lease for this number of the sender's blocks. Return why it was refused, or an
+        empty string.
+        """
         if count > self.blocks.num_free:
             return f"no room for {count} blocks, {self.blocks.num_free} are free"
         blocks = self.blocks.take(count)
@@ -359,11 +368,11 @@ class ReceiverEnd(End):
             self._close(lease_id, ("expired", "the request's deadline"))
 
     def expire(self, lease_id: str) -> None:
-        """Close a lease before its time."""
+        """Close a lease before its deadline."""
         self._close(lease_id, ("expired", CLOSED_EARLY))
 
     def await_connections(self, count: int) -> None:
-        """Until all connections have ended but this many."""
+        """Wait until no more than `count` connections are open."""
         deadline = time.monotonic() + SETTLE_S
         while sum(connection.is_alive() for connection in self.receiver._connections) > count:
             assert time.monotonic() < deadline, "a connection does not end"
@@ -392,7 +401,7 @@ class ReceiverEnd(End):
                 self._close(event.lease_id, self._examined(event.lease_id))
 
     def _is_open(self, lease_id: str) -> bool:
-        """Events that were there before a lease was closed come after it."""
+        """Tell whether a lease is open, after handling the events that came before it was closed."""
         reservation = self._reservations.get(lease_id)
         return reservation is not None and reservation.outcome is None
 
@@ -419,7 +428,7 @@ class ReceiverEnd(End):
 
 
 class Process:
-    """The process as the test sees it: one end after another over the same pool."""
+    """The process as the test controls it: it opens one end after another over the same pool."""
 
     def __init__(self, num_blocks: int, block_bytes: int, report: Connection) -> None:
         self._log: collections.deque[str] = collections.deque(maxlen=LOG_LINES)
@@ -446,7 +455,7 @@ class Process:
         return self.end.peer() if isinstance(self.end, ReceiverEnd) else None
 
     def shut(self) -> dict[str, int]:
-        """Close the end; returns what is left of it."""
+        """Close the end and return its leftovers."""
         assert self.end is not None
         self.arm([])
         self.end.close()
@@ -454,7 +463,7 @@ class Process:
         return self._settled(self._before)
 
     def left(self) -> dict[str, int]:
-        """What the end holds more than when it had just been opened, its peers having gone."""
+        """Return what the end holds beyond its state after opening, once its peers are gone."""
         return self._settled(self._idle)
 
     def arm(self, faults: list[Fault]) -> None:
@@ -470,7 +479,9 @@ class Process:
 
     @staticmethod
     def _settled(before: dict[str, int]) -> dict[str, int]:
-        """Threads and descriptors end a moment after what ended them: that they do is what counts."""
+        """Return the leftovers after a short wait, since threads and descriptors end a moment after their
+        cause.
+        """
         deadline = time.monotonic() + SETTLE_S
         while (extra := more_than(before)) and time.monotonic() < deadline:
             time.sleep(0.002)
@@ -478,7 +489,7 @@ class Process:
 
 
 def _pin(wire: Transport, address: str) -> None:
-    """Let a transport listen at a given address, where a predecessor did or a successor will."""
+    """Make a transport listen at a given address, such as a predecessor's."""
 
     def listen(host: str, ports: Sequence[int]) -> tuple[socket.socket, str]:
         if wire.name == "shm":
@@ -497,8 +508,8 @@ def _pin(wire: Transport, address: str) -> None:
 def serve(
     commands: Connection, report: Connection, num_blocks: int, block_bytes: int, network: str, tls: str
 ) -> None:
-    """Answer commands: methods of the end that is open, or of the process."""
-    gc.freeze()  # what the fork server has imported: collecting it each time would take long
+    """Answer commands, which are methods of the open end or of the process."""
+    gc.freeze()  # the fork server's imports, which would make every collection slow
     enter(network)
     os.environ["UCX_TLS"] = on_this_host(tls)
     process = Process(num_blocks, block_bytes, report)

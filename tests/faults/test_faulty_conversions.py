@@ -1,4 +1,4 @@
-"""Faults while blocks of another dtype are brought into the pool by way of a staging area."""
+"""Faults while blocks of another dtype are converted through a staging area."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_receiver_is_killed_or_frozen(arena: Arena, point: str, action: Acti
 
 @TRANSPORTS
 @pytest.mark.parametrize("point", ["piece admitted", "converting", "converted"])
-def test_a_lease_expires_at(arena: Arena, point: str) -> None:
+def test_a_lease_expires_during_a_conversion(arena: Arena, point: str) -> None:
     sender, receiver = arena.sender(), arena.receiver()
     receiver.arm(point, "HOLD", 2)
     request = arena.begin(sender, receiver)

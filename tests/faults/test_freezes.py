@@ -1,4 +1,4 @@
-"""SIGSTOP to either side, for good or until the other has long gone on."""
+"""SIGSTOP to either side, for good or until the other side has given up."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RECEIVER_FROZEN = [
     "told",
 ]
 PROMPT_S = 5.0
-"""Two timeouts of half a second, for ucx more, and what a busy machine adds."""
+"""Two time-outs of half a second, more for ucx, and an allowance for a busy machine."""
 
 
 def only(points: dict[str, Point], names: list[str]) -> dict[str, Point]:
@@ -45,15 +45,16 @@ CONNECTING = {
     "connecting", "connected", "hello sent", "challenge received", "verdict received", "link ready",
     "accepted", "hello received", "challenge sent", "verdict sent", "reader ready",
 }  # fmt: skip
-"""Points that a pair passes only when it connects."""
+"""Points that a pair passes only while it connects."""
 NOT_LARGE_ENOUGH = {"mid payload"}
-"""A small piece is written at once."""
+"""A small piece is written in one call."""
 
 
 @pytest.fixture
 def pair(stock: Stock, wire: str, checksum: str, tmp_path: Path) -> Iterator[tuple[Arena, Child, Child]]:
-    """A sender and a receiver over a wire. A sender that aborts waits hardly at all for a frozen peer; one
-    that was thawed may be late on a busy machine.
+    """Start a sender and a receiver over a wire.
+
+    An aborting sender hardly waits for a frozen peer. A thawed peer may be late on a busy machine.
     """
     arena = Arena(stock, ("tcp" if wire == "tls" else wire,))
     certificates = Authority(tmp_path / "authority").issue("worker") if wire == "tls" else None
@@ -84,14 +85,14 @@ with_and_without_checksums = pytest.mark.parametrize("checksum", ["off", "full"]
 def test_blocks_reused_while_the_receiver_is_frozen_never_arrive(
     pair: tuple[Arena, Child, Child], wire: str
 ) -> None:
-    """At every point. The sender aborts, and writes to the blocks that the receiver may yet read."""
+    """At every point, the sender aborts and then writes to blocks that the receiver may still read."""
     arena, sender, receiver = pair
     arena.serve(sender, receiver, 4, chunk=2)
     for point in points_of(RECEIVER_POINTS, wire):
         request = arena.reserve(sender, receiver, 4)
         receiver.arm(point, "STOP")
         if point in CONNECTING:
-            sender.ask("cut")  # it connects again at once
+            sender.ask("cut")  # it reconnects at once
         arena.push(request, chunk=2)
         if point in ("closing", "closed"):
             receiver.tell("expire", request.lease_id)
@@ -101,7 +102,7 @@ def test_blocks_reused_while_the_receiver_is_frozen_never_arrive(
         sender.ask("abort", request.lease_id)
         receiver.thaw()
         arena.serve(sender, receiver, 2)
-        receiver.ask("await_connections", 1)  # what the earlier one has read is recorded, or never will be
+        receiver.ask("await_connections", 1)  # the earlier connection has recorded its reads, or never will
         arena.finish(request, deadline_s=0)
     arena.check(sender, receiver)
 
@@ -111,7 +112,7 @@ def test_blocks_reused_while_the_receiver_is_frozen_never_arrive(
 def test_blocks_reused_while_the_sender_is_frozen_are_never_written(
     pair: tuple[Arena, Child, Child], wire: str
 ) -> None:
-    """At every point of a piece. The receiver closes the lease, and what the sender sends goes nowhere."""
+    """At every point of a piece, the receiver closes the lease and discards what the sender still sends."""
     arena, sender, receiver = pair
     arena.serve(sender, receiver, 4, chunk=2)
     for point in points_of(SENDER_POINTS, wire):
@@ -131,7 +132,7 @@ def test_blocks_reused_while_the_sender_is_frozen_are_never_written(
     ("point", "transport"), cases(only(SENDER_POINTS, SENDER_FROZEN), ucx=["piece begins", "piece sent"])
 )
 def test_the_sender_freezes_and_wakes_up_late(arena: Arena, point: str) -> None:
-    """What it still sends is for a lease that is over, or completes one that is not."""
+    """The sender's late bytes belong to a closed lease, or complete an open one."""
     sender, receiver = arena.sender(), arena.receiver()
     sender.arm(point, "STOP")
     request = arena.reserve(sender, receiver)
@@ -147,7 +148,7 @@ def test_the_sender_freezes_and_wakes_up_late(arena: Arena, point: str) -> None:
     ("point", "transport"), cases(only(RECEIVER_POINTS, RECEIVER_FROZEN), ucx=["reader ready", "mid read"])
 )
 def test_the_receiver_freezes_and_wakes_up_late(arena: Arena, point: str) -> None:
-    """By then the sender uses its blocks for something else: nothing of that is believed."""
+    """By then the sender has reused its blocks, and the receiver must not believe their bytes."""
     sender, receiver = arena.sender(), arena.receiver()
     receiver.arm(point, "STOP")
     request = arena.begin(sender, receiver)
@@ -184,8 +185,8 @@ def test_the_receiver_freezes_for_good(arena: Arena, point: str) -> None:
     arena.check(sender)
 
 
-def test_a_full_socket_to_a_frozen_receiver_holds_up_nobody(arena: Arena) -> None:
-    """More is on its way than the sockets hold, and the sender serves another receiver meanwhile."""
+def test_a_full_socket_to_a_frozen_receiver_blocks_nobody_else(arena: Arena) -> None:
+    """The unsent bytes exceed the sockets' buffers, and the sender serves another receiver meanwhile."""
     sender = arena.sender(size=LARGE)
     frozen, other = arena.receiver("decode-0", size=LARGE), arena.receiver("decode-1", size=LARGE)
     frozen.arm("mid receive", "STOP")
@@ -201,7 +202,7 @@ def test_a_full_socket_to_a_frozen_receiver_holds_up_nobody(arena: Arena) -> Non
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
-def test_a_short_freeze_costs_nothing_but_time(arena: Arena) -> None:
+def test_a_short_freeze_only_delays(arena: Arena) -> None:
     sender = arena.sender(progress_timeout_s=20.0, connect_timeout_s=20.0)
     receiver = arena.receiver(progress_timeout_s=20.0, connect_timeout_s=20.0)
     for child, point in ((sender, "piece begins"), (receiver, "piece admitted")):

@@ -10,7 +10,7 @@ from tests.faults.points import RECEIVER_POINTS, SENDER_POINTS
 SENDER_OVER_UCX = ["hello sent", "verdict received", "piece begins", "piece sent", "ack read"]
 RECEIVER_OVER_UCX = ["hello received", "reader ready", "piece admitted", "mid read", "ack due", "told"]
 PATIENT = {"progress_timeout_s": SERVED_S}
-"""A peer that is dead must be found out sooner: by its connection."""
+"""With this time-out, a dead peer must be noticed by its connection."""
 
 
 @pytest.mark.parametrize(("point", "transport"), cases(SENDER_POINTS, ucx=SENDER_OVER_UCX))

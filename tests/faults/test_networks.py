@@ -1,4 +1,4 @@
-"""The link between two hosts, each a network namespace, is cut: no packet, no error, nothing comes back."""
+"""The link between two hosts, each a network namespace, is cut: no packet and no error comes back."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tests.faults.processes import Child
 
 PROMPT_S = 6.0
 PATIENCE = {"progress_timeout_s": 1.5, "connect_timeout_s": 1.5}
-"""The kernel looks anew for a neighbour that did not answer, and sends a lost SYN again, after a second."""
+"""After a second the kernel looks for a silent neighbour again, and repeats a lost SYN."""
 
 POINTS = ["hello sent", "piece begins", "mid payload", "ack arrives"]
 
 
 @pytest.fixture
 def ends(arena: Arena, network: Network) -> tuple[Child, Child]:
-    """A sender on the left, a receiver on the right; both in processes that end with the test."""
+    """Start a sender on the left and a receiver on the right, in processes that end with the test."""
     left, right = network.left, network.right
     sender = arena.sender(network=left, host=network.hosts[left], **PATIENCE)
     return sender, arena.receiver(network=right, host=network.hosts[right], **PATIENCE)
@@ -31,7 +31,7 @@ CUTS += [(point, way) for point in POINTS[1::2] for way in ("there", "back")]
 def test_the_link_is_cut(
     arena: Arena, network: Network, ends: tuple[Child, Child], point: str, way: str
 ) -> None:
-    """Each side ends its requests by itself; when the link is mended, the next one is served."""
+    """Each side ends its requests by itself. When the link is mended, the next one is served."""
     sender, receiver = ends
     sender.arm(point, "HOLD", 2 if point != "hello sent" else 1)
     request = arena.begin(sender, receiver, 96)
@@ -46,7 +46,7 @@ def test_the_link_is_cut(
 
 
 def test_the_link_comes_back_in_time(arena: Arena, network: Network) -> None:
-    """The packets are sent again: it takes longer, and that is all."""
+    """TCP sends the packets again, so the request only takes longer."""
     patient = {"progress_timeout_s": 20.0, "connect_timeout_s": 20.0}
     sender = arena.sender(network=network.left, host=network.hosts[network.left], **patient)
     receiver = arena.receiver(network=network.right, host=network.hosts[network.right], **patient)

@@ -1,4 +1,4 @@
-"""Pools without room, leases that expire, requests that are aborted: at every moment of a transfer."""
+"""Full pools, expiring leases and aborted requests, at every moment of a transfer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_request_waits_until_another_is_over(arena: Arena) -> None:
 
 
 @OVER_ALL
-def test_a_full_pool_is_emptied_by_the_death_of_a_sender(arena: Arena) -> None:
+def test_a_senders_death_frees_a_full_pool(arena: Arena) -> None:
     doomed, other, receiver = arena.sender("prefill-0"), arena.sender("prefill-1"), arena.receiver()
     doomed.arm("ack read", "KILL", 2)
     lost = arena.begin(doomed, receiver, ROOM)
@@ -59,7 +59,7 @@ def test_a_full_pool_is_emptied_by_the_death_of_a_sender(arena: Arena) -> None:
     ],
 )
 def test_a_lease_expires_at(arena: Arena, point: str) -> None:
-    """Its blocks are not used again before the writer has left them."""
+    """The lease's blocks are not reused before the writer has left them."""
     sender, receiver = arena.sender(), arena.receiver()
     receiver.arm(point, "HOLD", 2)
     request = arena.begin(sender, receiver)
@@ -84,7 +84,7 @@ def test_a_lease_expires_before_the_first_piece(arena: Arena) -> None:
 
 @OVER_ALL
 def test_a_lease_expires_as_its_sender_pauses(arena: Arena) -> None:
-    """Its blocks belong to another request when the rest comes."""
+    """The blocks already belong to another request when the remaining pieces come."""
     sender, receiver = arena.sender(), arena.receiver()
     request = arena.begin(sender, receiver, 48, until=12)
     sender.ask("await_sent", request.lease_id, 12)
@@ -110,13 +110,13 @@ def test_a_lease_expires_as_its_sender_pauses(arena: Arena) -> None:
     ],
 )
 def test_a_request_is_aborted_at(arena: Arena, point: str) -> None:
-    """The sender uses its blocks again at once; the receiver believes nothing that it reads of them.
+    """The sender reuses its blocks at once, and the receiver must not believe what it reads of them.
 
-    Over `tcp` all of it may have been sent before.
+    Over `tcp` all bytes may have been sent before.
     """
     sender = arena.sender(
         progress_timeout_s=20.0
-    )  # or it may send all of it again before it is told to abort
+    )  # a shorter time-out might send everything again before the abort
     receiver = arena.receiver()
     receiver.arm(point, "HOLD", 2)
     request = arena.begin(sender, receiver)
@@ -132,7 +132,7 @@ def test_a_request_is_aborted_at(arena: Arena, point: str) -> None:
 
 @OVER_ALL
 def test_many_requests_share_one_link(arena: Arena) -> None:
-    """One is aborted, one expires, one is refused; the others don't mind."""
+    """One request is aborted, one expires and one is refused. The others complete."""
     sender, receiver = arena.sender(), arena.receiver()
     requests = [arena.begin(sender, receiver, 12, chunk=2) for _ in range(7)]
     sender.ask("abort", requests[1].lease_id)

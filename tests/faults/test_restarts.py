@@ -1,4 +1,4 @@
-"""A process dies and another one listens on its address: what was meant for the old one changes nothing."""
+"""A process dies and another one listens on its address: messages for the old one change nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OVER_ALL = pytest.mark.parametrize("transport", ["tcp", "shm", pytest.param("ucx
 
 
 def first(arena: Arena) -> Child:
-    """A receiver whose address another one can have after it."""
+    """Start a receiver whose address a successor can reuse."""
     return arena.receiver(listen_at=dict.fromkeys(("tcp", "ucx"), "127.0.0.1:0"))
 
 
@@ -45,7 +45,7 @@ def test_a_receiver_restarts_between_two_requests(arena: Arena) -> None:
 @OVER_ALL
 @pytest.mark.parametrize("point", ["piece admitted", "ack sent"])
 def test_a_receiver_restarts_in_the_middle_of_a_request(arena: Arena, point: str) -> None:
-    """The sender, which connects again at once, takes it for nobody else."""
+    """The sender reconnects at once and recognizes another incarnation."""
     sender, old = arena.sender(), first(arena)
     old.arm(point, "HOLD", 2)
     request = arena.begin(sender, old)
@@ -63,7 +63,7 @@ def test_a_receiver_restarts_in_the_middle_of_a_request(arena: Arena, point: str
 
 @OVER_ALL
 def test_a_receiver_under_its_own_name_reopens_a_lease_of_its_predecessor(arena: Arena) -> None:
-    """Pieces for the dead one's lease don't land in the living one's, though the lease has the same name."""
+    """Pieces for the dead receiver's lease do not land in the new one's lease of the same name."""
     sender, old = arena.sender(), first(arena)
     before = arena.begin(sender, old, until=12)
     sender.ask("await_sent", before.lease_id, 12)
@@ -80,7 +80,7 @@ def test_a_receiver_under_its_own_name_reopens_a_lease_of_its_predecessor(arena:
 
 
 @OVER_ALL
-def test_a_sender_restarts_and_means_the_same_lease(arena: Arena) -> None:
+def test_a_sender_restarts_and_pushes_to_the_same_lease(arena: Arena) -> None:
     old, receiver = arena.sender(), arena.receiver()
     held = arena.begin(old, receiver, until=12)
     old.ask("await_sent", held.lease_id, 12)
@@ -97,7 +97,7 @@ def test_a_sender_restarts_and_means_the_same_lease(arena: Arena) -> None:
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_frozen_senders_successor_takes_over(arena: Arena) -> None:
-    """The old one wakes up and goes on with a lease that is over, beside the new one's."""
+    """The old sender wakes up and continues with a closed lease, beside the new sender's."""
     old, receiver = arena.sender(), arena.receiver()
     old.arm("piece begins", "STOP", 2)
     request = arena.reserve(old, receiver)
@@ -112,8 +112,8 @@ def test_a_frozen_senders_successor_takes_over(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize("restarted", [False, True], ids=["to itself", "to its successor"])
-def test_what_a_sender_once_said_is_said_again(arena: Arena, restarted: bool) -> None:
-    """A recorded connection proves nothing: each handshake has a new nonce."""
+def test_a_recorded_connection_cannot_be_replayed(arena: Arena, restarted: bool) -> None:
+    """Each handshake has a new nonce."""
     sender, receiver = arena.sender(), first(arena)
     proxy, peer = arena.proxy(receiver)
     original = arena.serve(sender, receiver, peer=peer)
@@ -137,7 +137,7 @@ def test_what_a_sender_once_said_is_said_again(arena: Arena, restarted: bool) ->
 
 
 def test_a_link_that_broke_comes_back_to_another_incarnation(arena: Arena) -> None:
-    """The proxy stands for an address that a load balancer or a pod's new address leads elsewhere."""
+    """The proxy simulates an address that a load balancer or a moved pod leads to another process."""
     sender, receiver = arena.sender(), arena.receiver()
     proxy, peer = arena.proxy(receiver, Damage("drop", 200_000))
     other = arena.receiver("decode-1")

@@ -1,4 +1,6 @@
-"""Random schedules of faults over some requests, each a function of its seed, which is in the test's name."""
+"""Random schedules of faults over some requests. Each is a function of its seed, which is in the
+test's name.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,23 @@ from tests.tiers.seeds import seeds
 
 SCHEDULES = 40
 ORPHAN_S = 0.5
-"""For a receiver to learn that its sender is gone."""
+"""The time after which a receiver counts its sender as gone."""
 ROUND_S = 4.0
-"""For the requests of a schedule to end once nothing holds them up; two timeouts, and some more."""
+"""The time in which a schedule's requests must end once nothing holds them up: two time-outs and
+some more.
+"""
 
 AT_ONCE = 4
 
 TRANSPORTS = [("tcp",), ("shm",), ("shm", "tcp"), ("tcp", "shm")]
 WITH_UCX = [("ucx",), ("ucx", "tcp")]
 UCX_SHARE = 0.06
-"""Of the schedules: an agent takes half a second to start."""
+"""The share of schedules with UCX, whose agent takes half a second to start."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """One request: how many blocks, in chunks of how many, and how it may be ended early."""
+    """A request: its number of blocks, the blocks of a chunk, and how it may be ended early."""
 
     count: int
     chunk: int
@@ -97,17 +101,17 @@ def _work(rng: random.Random) -> Work:
 
 @pytest.fixture(scope="module")
 def running(stock: Stock, request: pytest.FixtureRequest) -> Iterator[dict[int, Future[None]]]:
-    """All the schedules of this session, some at once: they spend most of their time waiting."""
+    """Run all the schedules of this session, several at once, since they mostly wait."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     items = [item for item in items if item.module is request.module]
-    chosen = [item.callspec.params["seed"] for item in items if item.originalname == "test_schedule"]
+    chosen = [item.callspec.params["seed"] for item in items if item.originalname == "test_a_random_schedule"]
     executor = ThreadPoolExecutor(AT_ONCE)
     yield {seed: executor.submit(_run, stock, Schedule.of(seed)) for seed in chosen}
     executor.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize("seed", seeds(SCHEDULES))
-def test_schedule(running: dict[int, Future[None]], seed: int) -> None:
+def test_a_random_schedule(running: dict[int, Future[None]], seed: int) -> None:
     print(f"seed {seed}: {Schedule.of(seed)}")
     running[seed].result()
 
@@ -156,7 +160,7 @@ def _end_early(request: Request, work: Work) -> None:
 
 
 def _disarmed(child: Child) -> bool:
-    """Whether it lives, and nothing happens to it any more."""
+    """Disarm a child's faults. Return whether it is alive."""
     try:
         child.ask("arm", [])
     except DiedError:

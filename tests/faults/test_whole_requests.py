@@ -1,4 +1,4 @@
-"""Faults of whole servers beyond signals: restarted workers, a full pool, a network that is cut. fp32."""
+"""Faults of whole servers beyond signals: restarted workers, a full pool, a cut network. fp32."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run_in_network(networks: dict[str, str], role: Any, config: Any, worker_id: 
 
 @pytest.fixture
 def joined(networks_work: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
-    """Prefill workers on one host and decode workers on another; the router reaches both."""
+    """Put prefill workers on one host and decode workers on another; the router reaches both."""
     network = Network(joined=True)
     where = {"prefill-0": network.left, "decode-0": network.right}
     monkeypatch.setattr(tests.worker.harness, "run_child", functools.partial(run_in_network, where))
@@ -57,7 +57,7 @@ def joined(networks_work: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Net
 def test_the_network_between_two_workers_is_cut(
     folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]], joined: Network, cut: str
 ) -> None:
-    """Both live, and the router sees both: what one has computed is decoded there."""
+    """Both workers live and the router sees them, so a prefill worker decodes its requests itself."""
     ways = {
         "to the decode worker": [(joined.left, joined.right)],
         "to the prefill worker": [(joined.right, joined.left)],
@@ -80,7 +80,7 @@ def test_the_network_between_two_workers_is_cut(
 def test_a_worker_restarts_under_its_own_name(
     folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]], restarted: str
 ) -> None:
-    """The other one's messages for the dead incarnation are stale, and nothing of it is left."""
+    """Messages of the other worker for the dead incarnation are stale, and nothing of it is left."""
     fault = {"prefill-0": "KILL:after:_push:3", "decode-0": "KILL:after:on_transfer:2"}[restarted]
     workers = {"prefill-0": SLOW, "decode-0": ""}
     workers[restarted] = "+".join(filter(None, [fault, workers[restarted]]))
@@ -94,7 +94,7 @@ def test_a_worker_restarts_under_its_own_name(
 
 
 def test_decode_workers_pools_are_full(folder: Path, expected: list[dict[str, Any]]) -> None:
-    """Eight prompts where two fit: the others wait, and all are served."""
+    """Two prompts fit of eight. The others wait, and all are served."""
     blocks = -(-(REQUESTS[0]["length"] + NUM_TOKENS) // BLOCK)
     size = tests.e2e.serving.tiny_config(folder).kv_cache_memory_bytes
     assert size is not None

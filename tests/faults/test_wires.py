@@ -1,4 +1,6 @@
-"""A bad wire between good processes: what is lost, late, damaged, doubled or swapped is repaired, or told."""
+"""A bad wire between good processes: lost, late, damaged, doubled or swapped bytes are repaired or
+reported.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,9 @@ UPSTREAM = [
 DOWNSTREAM = ["challenge", "verdict", "ack", "last ack"]
 HANDSHAKE = {"hello", "proof", "challenge", "verdict"}
 KINDS: dict[Kind, int] = {"drop": 1, "hang": 1, "corrupt": 1, "truncate": 5, "swap": 7, "repeat": 5}
-"""With the number of bytes."""
+"""Kinds of damage, with the number of bytes."""
 PATIENT: dict[str, Any] = {"connect_timeout_s": 2.0, "reconnect_grace_s": 2.0}
-"""Nobody dies here: on a busy machine good connections are made in time, and made again."""
+"""Time-outs long enough for good connections on a busy machine, since nobody dies here."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def places(stock: Stock) -> dict[str, int]:
 def request_through(
     arena: Arena, *damages: Damage, allow_corrupt: bool = False, checksum: str = "full"
 ) -> tuple[Child, Child, Request]:
-    """A request over a damaged wire, and how it ended."""
+    """Run a request over a damaged wire and return it with its outcome."""
     sender, receiver = arena.sender(checksum=checksum, **PATIENT), arena.receiver(**PATIENT)
     proxy, peer = arena.proxy(receiver, *damages)
     request = arena.begin(sender, receiver, COUNT, chunk=CHUNK, peer=peer)
@@ -72,7 +74,7 @@ DAMAGES = [
 
 @pytest.mark.parametrize(("kind", "place"), DAMAGES)
 def test_one_damage(arena: Arena, places: dict[str, int], kind: Kind, place: str) -> None:
-    """In the handshake it is one clear error; whatever it does after that is repaired."""
+    """Damage in the handshake leads to one clear error. Later damage is repaired."""
     damage = Damage(kind, places[place], KINDS[kind], upstream=place in UPSTREAM)
     sender, receiver, request = request_through(arena, damage)
     assert request.sent == ("failed" if place in HANDSHAKE else "completed"), request.outcomes
@@ -89,7 +91,7 @@ def test_a_wire_that_is_slow_for_a_moment(arena: Arena, places: dict[str, int], 
 
 @pytest.mark.parametrize("place", ["length", "payload", "last ack"])
 def test_a_wire_that_is_slow_for_too_long(arena: Arena, places: dict[str, int], place: str) -> None:
-    """The bytes come when both have given the connection up, and go on over another."""
+    """Both sides give the connection up, and the transfer continues over a new one."""
     damage = Damage("delay", places[place], seconds=1.0, upstream=place in UPSTREAM)
     sender, receiver, request = request_through(arena, damage)
     assert request.sent == "completed"
@@ -152,7 +154,7 @@ def test_pieces_larger_than_the_sockets_hold(arena: Arena, kind: Kind, offset: i
 @pytest.mark.parametrize("transport", ["ucx"])
 @pytest.mark.parametrize("kind", ["drop", "corrupt", "truncate"])
 def test_the_wire_of_messages_beside_ucx_breaks(arena: Arena, kind: Kind) -> None:
-    """Blocks take another way than the messages about them."""
+    """Blocks and the messages about them take different connections."""
     sender, receiver = arena.sender(**PATIENT), arena.receiver(**PATIENT)
     plain, through = arena.proxy(receiver, transport="ucx")
     arena.serve(sender, receiver, COUNT, chunk=CHUNK, peer=through)
@@ -174,7 +176,7 @@ def test_the_wire_of_messages_beside_ucx_breaks(arena: Arena, kind: Kind) -> Non
 )
 @pytest.mark.parametrize(("point", "nth"), [("piece sent", 2), ("ack arrives", 1)])
 def test_every_connection_breaks_at_once(arena: Arena, point: str, nth: int) -> None:
-    """The same wire is made anew; nobody has to know."""
+    """The same wire is connected again without anyone being told."""
     sender, receiver = arena.sender(**PATIENT), arena.receiver(**PATIENT)
     sender.arm(point, "CUT", nth)
     request = arena.begin(sender, receiver)

@@ -123,7 +123,7 @@ def summary(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    """Judge the mutants again that were killed before; print those that survive now."""
+    """Judge again the mutants that were killed before, and print those that survive now."""
     before = [row for row in read(options.compare) if row["killed_by"]]
     wanted = {row["key"]: row for row in before}
     files = sorted({mutant_of(row["mutant"]).file for row in before})

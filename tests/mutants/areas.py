@@ -1,4 +1,4 @@
-"""The parts of the product whose mutants show what the tiers of tests find."""
+"""Parts of the product whose mutants measure the tiers of tests."""
 
 from __future__ import annotations
 

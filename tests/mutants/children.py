@@ -1,4 +1,4 @@
-"""Runs work in a forked process with a limit of time, and ends whatever it leaves."""
+"""Runs work in a forked process with a time limit, and ends all processes that it leaves."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ Say = Callable[[str], None]
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all that children leave, so that `end_children` finds it."""
+    """Become the parent of processes that children leave, so that `end_children` finds them."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def in_child(work: Callable[[Say], None], limit_s: float) -> tuple[list[str], bool]:
-    """Fork and call `work` with a function that sends a line. Return the lines and whether it ended well.
+    """Fork and call `work` with a function that sends a line. Return the lines and whether the child ended
+    well.
 
-    It may take so long for each line, and after the last one.
+    The limit applies to each line and to the time after the last one.
     """
     reading, writing = os.pipe()
     child = os.fork()
@@ -56,7 +57,7 @@ def _write(pipe: int, rest: bytes) -> None:
 
 
 def _read(child: int, pipe: int, limit_s: float) -> tuple[bytes, bool]:
-    """Read until the child's end: a pipe's end would not do, other processes may hold it."""
+    """Read until the child ends. The pipe's end comes too late, since other processes may hold it open."""
     end = os.pidfd_open(child)
     deadline = time.monotonic() + limit_s
     text = b""
@@ -74,7 +75,7 @@ def _read(child: int, pipe: int, limit_s: float) -> tuple[bytes, bool]:
 
 
 def end_children() -> None:
-    """Kill what this process has started, and what that has left behind."""
+    """Kill all children of this process and their orphans."""
     while found := psutil.Process().children():
         for child in found:
             with suppress(psutil.NoSuchProcess):

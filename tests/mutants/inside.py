@@ -1,7 +1,7 @@
-"""A plugin of pytest that judges mutants in forks of one process, which has collected the tests once.
+"""A pytest plugin that judges mutants in forks of one process, which has collected the tests once.
 
-First each module's tests run without a mutant, in a fork of its own, which records the lines that they run.
-Then each mutant gets a fork whose functions have the mutated code: it runs the tests that reach the mutant.
+First each module's tests run without a mutant in a fork, which records the lines that they run. Then each
+mutant gets a fork whose functions have the mutated code, and which runs the tests that reach the mutant.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tests.mutants.recording import FAILED, FirstFailure, Recorder, run
 from tests.mutants.trace import Trace
 
 SLOWER = 5
-"""A mutated test may take so many times what it took while its lines were recorded, and the timeout."""
+"""A test with a mutant may take this many times its recorded time, plus the timeout."""
 SILENT_S = 300.0
-"""The time in which each test has to end when it is recorded."""
+"""The time limit of each test while it is recorded."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,7 +45,7 @@ class Judge:
         self._session = session
         self._items = {item.nodeid: item for item in session.items}
         modules = self._modules()
-        gc.unfreeze()  # it would not find what is frozen
+        gc.unfreeze()  # frozen objects would not be found
         self._functions = functions_of(str(self._root / file) for file in self._job.files)
         gc.freeze()
         for mutant in self._job.mutants:
@@ -53,7 +53,7 @@ class Judge:
         return True
 
     def _modules(self) -> list[Module]:
-        """Return what is recorded of the collected modules; record what is not."""
+        """Return the recordings of the collected modules, after recording the missing ones."""
         known = self._job.recorded()
         found = []
         by_path: dict[str, list[pytest.Item]] = {}
@@ -111,4 +111,4 @@ class Judge:
 
 
 UNSEEN = "UNSEEN"
-"""No living function has the mutant."""
+"""The verdict when no living function has the mutant."""

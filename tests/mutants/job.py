@@ -1,4 +1,4 @@
-"""What a process that judges mutants is asked, and what it answers: files of JSON."""
+"""The job and the answers of a process that judges mutants, as files of JSON."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ Lines = dict[str, list[int]]
 
 @dataclass
 class Baseline:
-    """A test without mutants."""
+    """A test's results without mutants."""
 
     seconds: float = 0.0
     passed: bool = False
     starts: bool = False
-    """It starts processes: they do not see a mutant that is in memory alone."""
+    """Whether it starts processes: these do not see a mutant that exists in memory alone."""
     lines: Lines = field(default_factory=dict)
 
 
 @dataclass
 class Module:
-    """The tests of one module without mutants."""
+    """A module's test results without mutants."""
 
     tests: dict[str, Baseline] = field(default_factory=dict)
     shared: Lines = field(default_factory=dict)
-    """The lines that fixtures of several tests run."""
+    """The lines that shared fixtures run."""
     starts: bool = False
-    """Fixtures of several tests start processes."""
+    """Whether shared fixtures start processes."""
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> Module:
@@ -46,7 +46,7 @@ class Module:
         return [name for name, test in self.tests.items() if test.passed]
 
     def starting(self) -> list[str]:
-        """Return the tests that use processes of their own."""
+        """Return the tests that use other processes."""
         return [name for name in self.passing() if self.starts or self.tests[name].starts]
 
     def reaching(self, mutant: Mutant) -> list[str]:
@@ -63,7 +63,7 @@ def hits(lines: Lines, mutant: Mutant) -> bool:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a mutant fared in one process."""
+    """The outcome for a mutant in one process."""
 
     key: str
     killed_by: str = ""
@@ -105,7 +105,7 @@ def mutant_of(row: dict[str, Any]) -> Mutant:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Read lines of JSON. The last one may be cut off where a run was killed."""
+    """Read lines of JSON. A killed run may have cut off the last one."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:

@@ -1,4 +1,4 @@
-"""Judges mutants: in memory where that shows all, else in a process that imports the changed file."""
+"""Judges mutants in memory where that suffices, else in a process that imports the changed file."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.tiers.reach import Imports
 
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.mutants.quick")
 IMPORTS_S = 60.0
-"""The time that a process may take to import all before its tests begin."""
+"""The time limit for a process's imports before its tests begin."""
 SLOWER = 3
 _FINE = (0, 1, 5)
-"""A run that ends with 1 and names no failed test has skips without a reason; 5 is no test at all."""
+"""Exit codes without a failure: 1 without a failed test means skips without a reason, 5 means no tests."""
 _NO_TEST = "exit status"
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::.+?|\S+)(?: - .*)?$", re.MULTILINE)
 
@@ -44,7 +44,7 @@ class Judging:
     def judge(
         self, mutants: Sequence[Mutant], files: Collection[str], say: Callable[[Verdict], None]
     ) -> None:
-        """Say a verdict about each mutant: first those that die in memory, then the others."""
+        """Yield a verdict about each mutant through `say`: first those killed in memory, then the others."""
         job = Job(
             sorted(files),
             list(mutants),
@@ -90,7 +90,9 @@ class Judging:
             )
 
     def _from_file(self, mutant: Mutant, verdict: Verdict, modules: dict[str, Module]) -> Verdict:
-        """Run the tests again that a mutant in memory does not reach: those that start processes, or all."""
+        """Run in a new process the tests that a mutant in memory does not reach: those that start processes,
+        or all.
+        """
         distances = self._imports.distances([mutant.file])
         paths = sorted(distances.keys() & modules.keys(), key=lambda path: (distances[path], path))
         tests: dict[str, float] = {}
@@ -111,13 +113,13 @@ class Judging:
         return replace(verdict, killed_by=killed_by, ran=verdict.ran + len(tests), seconds=seconds)
 
     def _is_sound(self, test: str, limit_s: float) -> bool:
-        """Say whether a test passes without a mutant: if it does not, it judges no longer."""
+        """Tell whether a test passes without a mutant. Otherwise it judges no more."""
         if test not in self._sound:
             self._sound[test] = test.startswith(_NO_TEST) or not self._first_failure([test], limit_s)
         return self._sound[test]
 
     def _first_failure(self, tests: Sequence[str], limit_s: float) -> str:
-        """Return the test that fails first, or what else ends the run."""
+        """Return the test that fails first, or the reason why the run ended early."""
         listed = self._folder / "tests.txt"
         listed.write_text("\n".join(tests))
         with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Puts a mutant into a running process: the functions that are already there get the mutated code."""
+"""Puts a mutant into a running process: existing functions get the mutated code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def functions_of(files: Iterable[str]) -> dict[str, list[FunctionType]]:
 
 
 def replace(functions: Iterable[FunctionType], old: bytes, new: bytes, file: str) -> int:
-    """Give the functions whose code differs between two texts of their file the new code; return how many."""
+    """Give the mutated code to the functions whose code differs between two texts of their file. Return their
+    number.
+    """
     before, after = (dict(_codes(compile(text, file, "exec", dont_inherit=True))) for text in (old, new))
     changed = {place: code for place, code in after.items() if before.get(place) != code}
     count = 0

@@ -43,15 +43,15 @@ class Mutant:
     file: str
     line: int
     scope: str
-    """The function's qualified name as in `__qualname__`. It is empty for code that the import runs."""
+    """The function's `__qualname__`, or an empty string for code that runs on import."""
     operator: str
     before: str
     after: str
     nth: int
-    """Its number among the mutants that are alike in all else but the line."""
+    """The mutant's number among those that differ only in their line."""
     start: int
     end: int
-    """The bytes of the file that `after` replaces."""
+    """The range of bytes in the file that `after` replaces."""
     lines: tuple[int, int]
     """The lines that run if the mutated code runs."""
 
@@ -62,7 +62,7 @@ class Mutant:
         return " | ".join(" ".join(part.split()) for part in parts)
 
     def applied(self, source: bytes) -> bytes:
-        """Return the mutated file. It has as many lines as before, so that other code stays where it was."""
+        """Return the mutated file. It keeps the number of lines, so that other code does not move."""
         lost = source[self.start : self.end].count(b"\n") - self.after.count("\n")
         following = source.find(b"\n", self.end)
         following = len(source) if following < 0 else following
@@ -90,7 +90,7 @@ def _compiles(source: bytes) -> bool:
 
 
 class _Finder(ast.NodeVisitor):
-    """Walks through a file. It passes over what tells or counts: messages, logs, metrics and types."""
+    """Walks through a file, leaving out messages, logs, metrics and types."""
 
     def __init__(self, file: str, source: bytes) -> None:
         self.mutants: list[Mutant] = []
@@ -228,7 +228,7 @@ class _Finder(ast.NodeVisitor):
         self._add("drop a raise", node, "pass")
 
     def visit_Assert(self, node: ast.Assert) -> None:
-        """A check of the code's own assumptions is no behaviour."""
+        """Skip assertions: they check the code's own assumptions."""
 
     def visit_Break(self, node: ast.Break) -> None:
         self._add("swap break and continue", node, "continue")
@@ -269,7 +269,7 @@ class _Finder(ast.NodeVisitor):
             self._add("change a constant", node, str(node.value + 1))
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """Text is for people."""
+        """Skip formatted text, which only people read."""
 
     def visit_Call(self, node: ast.Call) -> None:
         if _tells(node):
@@ -293,7 +293,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _tells(call: ast.Call) -> bool:
-    """Say whether a call logs, warns or counts."""
+    """Tell whether a call logs, warns or counts."""
     return _name(call.func) in _COUNTS or bool(_TELLS & set(_chain(call.func)))
 
 

@@ -1,4 +1,4 @@
-"""A plugin of pytest: hypothesis tells a failure at once and looks for no smaller example."""
+"""A pytest plugin that makes hypothesis report a failure at once, without shrinking the example."""
 
 from __future__ import annotations
 

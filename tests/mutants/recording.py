@@ -1,4 +1,4 @@
-"""Plugins of pytest for forked processes: one records the lines of tests, one tells the first failure."""
+"""Pytest plugins for forked processes: one records the lines of tests, one reports the first failure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.mutants.trace import Trace
 
 
 class Recorder:
-    """Tells after each test what it ran, as one line of JSON."""
+    """Reports after each test the lines that it ran, as one line of JSON."""
 
     def __init__(self, say: Say, trace: Trace) -> None:
         self._say = say
@@ -52,7 +52,7 @@ class Recorder:
 
 
 class FirstFailure:
-    """Tells each test's name as it begins, so that one that hangs is known, and whether it failed."""
+    """Reports each test's name as it begins, to identify one that hangs, and whether it failed."""
 
     def __init__(self, say: Say) -> None:
         self._say = say

@@ -10,17 +10,17 @@ from tests.mutants.areas import AREAS
 from tests.mutants.operators import Mutant, mutants_of
 
 _DEVICE = "import triton"
-"""A file of Triton's kernels runs without a GPU in its interpreter alone."""
+"""Files with Triton kernels run without a GPU only in Triton's interpreter."""
 
 
 def files_of(root: Path, patterns: Iterable[str]) -> list[str]:
-    """Return the Python files that some patterns name, without kernels."""
+    """Return the Python files that the patterns match, except kernels."""
     found = {str(path.relative_to(root)) for pattern in patterns for path in root.glob(pattern)}
     return sorted(file for file in found if file.endswith(".py") and _DEVICE not in (root / file).read_text())
 
 
 def drawn(root: Path, files: Sequence[str], count: int, seed: int) -> list[Mutant]:
-    """Draw mutants, of each line one as long as there are lines."""
+    """Draw mutants, at most one of each line while lines last."""
     pool = [mutant for file in files for mutant in mutants_of(file, (root / file).read_bytes())]
     random.Random(seed).shuffle(pool)
     taken: set[tuple[str, int]] = set()
@@ -33,7 +33,7 @@ def drawn(root: Path, files: Sequence[str], count: int, seed: int) -> list[Mutan
 
 
 def drawn_of_areas(root: Path, names: Sequence[str], count: int, seed: int) -> list[tuple[str, Mutant]]:
-    """Draw as many mutants of each area; a file of two areas counts in the first."""
+    """Draw the same number of mutants of each area. A file of two areas counts in the first."""
     areas = {name: files_of(root, AREAS[name]) for name in names}
     done: set[str] = set()
     found = []

@@ -1,4 +1,4 @@
-"""Mutants are small faults that compile; they die by a test that runs them, in memory or from the file."""
+"""Mutants are small faults that compile; tests that run them kill them, in memory or from the file."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def of(operator: str) -> list[Mutant]:
     return [mutant for mutant in mutants_of("sums.py", SOURCE) if mutant.operator == operator]
 
 
-def test_operators_change_code_but_not_what_it_tells() -> None:
+def test_operators_change_code_but_no_messages() -> None:
     assert [mutant.after for mutant in of("swap a comparison")] == [
         "number <= LIMIT",
         "number >= LIMIT",
@@ -76,7 +76,7 @@ def test_operators_change_code_but_not_what_it_tells() -> None:
     assert not of("drop a call")
 
 
-def test_a_mutant_has_a_name_that_stays_when_lines_move_and_leaves_other_lines_where_they_are() -> None:
+def test_a_mutant_keeps_its_name_when_lines_move_and_moves_no_lines() -> None:
     mutants = mutants_of("sums.py", SOURCE)
     assert len({mutant.key for mutant in mutants}) == len(mutants)
     moved = mutants_of("sums.py", b"\n\n" + SOURCE)
@@ -105,7 +105,7 @@ def test_a_living_function_gets_the_mutated_code(tmp_path: Path) -> None:
     assert space["Sum"]().add(1) == 0
 
 
-def test_a_child_that_hangs_or_crashes_has_told_what_it_did() -> None:
+def test_a_child_that_hangs_or_crashes_keeps_its_lines() -> None:
     def hang(say: object) -> None:
         assert callable(say)
         say("begun")
@@ -116,7 +116,7 @@ def test_a_child_that_hangs_or_crashes_has_told_what_it_did() -> None:
     assert in_child(lambda say: say("x" * 200_000), 5) == (["x" * 200_000], True)
 
 
-def test_tests_reach_a_mutant_whose_lines_they_or_their_shared_fixtures_run() -> None:
+def test_tests_reach_mutants_in_their_own_and_their_fixtures_lines() -> None:
     (mutant,) = of("drop an assignment")
     tests = {
         "a": Baseline(0.1, True, lines={"sums.py": [20]}),

@@ -1,6 +1,6 @@
-"""Judges mutants with the tests of the fast tier, and those that survive with the rest of the full tier.
+"""Judges mutants by the fast tier's tests, and survivors by the rest of the full tier.
 
-Both tiers have thousands of tests. The modules take part that are nearest to the mutated files by imports,
+Both tiers have thousands of tests, so only the modules nearest to the mutated files by imports take part,
 until their cheap tests reach a bound of CPU time. The same bound holds for the expensive tests of each tier.
 """
 
@@ -21,7 +21,7 @@ from tests.tiers.costs import Costs
 from tests.tiers.reach import Imports
 
 UNKNOWN_CPU_S = 2.0
-"""What a module counts that has no record of its costs."""
+"""The assumed cost of a module without a record."""
 Say = Callable[[Verdict, str], None]
 
 
@@ -35,7 +35,7 @@ class Tiers:
         self._timeout_s = timeout_s
 
     def judge(self, mutants: Sequence[Mutant], folder: Path, say: Say) -> None:
-        """Say each mutant's verdict and the smaller tier that kills it: "fast", or else "full"."""
+        """Report each mutant's verdict and the smallest tier that kills it: "fast" or "full"."""
         files = sorted({mutant.file for mutant in mutants})
         distances = self._imports.distances(files)
         tests = self._collected(nearest(distances, self._costs, self._budget_cpu_s))
@@ -73,7 +73,7 @@ class Tiers:
             Judging(self._tree, folder, [f"@{listed}"], self._timeout_s).judge(mutants, files, say)
 
     def _bounded(self, tests: Sequence[str], distances: Mapping[str, int]) -> list[str]:
-        """Return the cheap tests and the nearest expensive ones, of equals the cheapest, up to the bound."""
+        """Return the cheap tests, then the nearest and cheapest expensive ones, up to the bound."""
         expensive = {test: cost.cpu_s for test in tests if (cost := self._costs.of(test))}
         left_s = self._budget_cpu_s
         left_out = set()
@@ -97,7 +97,7 @@ class Tiers:
 
 
 def nearest(distances: Mapping[str, int], known: Costs, budget_cpu_s: float) -> list[str]:
-    """Return the modules that are nearest by imports until the cheap tests of all reach the bound."""
+    """Return the nearest modules by imports until the cheap tests of all reach the bound."""
     found: list[str] = []
     cheap = {path: known.modules[path].cheap.cpu_s for path in distances if path in known.modules}
     for path in sorted(distances, key=lambda path: (distances[path], cheap.get(path, UNKNOWN_CPU_S), path)):

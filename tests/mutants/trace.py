@@ -1,4 +1,4 @@
-"""Records which lines of some files run, and whether other processes were started meanwhile."""
+"""Records which lines of some files run, and whether processes were started meanwhile."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Trace:
         return lines, started
 
     def put(self, lines: dict[str, list[int]], started: bool) -> None:
-        """Give back what was taken."""
+        """Put recorded lines back."""
         for path, file in self._files.items():
             self._lines[path].update(lines.get(file, ()))
         self._starts |= started
@@ -61,7 +61,7 @@ class Trace:
             self._starts = True
 
     def _watch_processes(self) -> None:
-        """Notice the processes of multiprocessing, too: no event tells of them."""
+        """Watch `multiprocessing` as well, since no audit event reports its processes."""
         start = BaseProcess.start
 
         def noticed(process: BaseProcess) -> None:

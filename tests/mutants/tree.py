@@ -1,4 +1,4 @@
-"""A private copy of the working tree, in which files are changed while the checkout stays as it is."""
+"""A private copy of the working tree whose files are changed, so that the checkout stays as it is."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ def private_copy(root: Path) -> Iterator[Path]:
 
 
 def environment(copy: Path) -> dict[str, str]:
-    """Return the environment for processes that import the copy. One thread each: a fork has one."""
+    """Return the environment for processes that import the copy. They run one thread, since a fork keeps only
+    one.
+    """
     return {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
 
 
 @contextmanager
 def changed(file: Path, text: bytes, age: int) -> Iterator[None]:
-    """Change a file meanwhile, with a time of its own: Python compiles again what has another time."""
+    """Change a file for the block's time. Its own modification time makes Python compile it again."""
     before, times = file.read_bytes(), file.stat()
     file.write_bytes(text)
     os.utime(file, (age, age))

@@ -1,4 +1,6 @@
-"""Tests that the fast tier always runs, at any cost: each shows from end to end that one thing works."""
+"""Tests that the fast tier always runs, whatever they cost: each shows from end to end that one feature
+works.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has changed in the repository since the branch left main."""
+"""Finds the files that have changed since the branch left main."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 MAIN = ("origin/HEAD", "origin/main", "main")
-"""What a branch leaves: the first that is there."""
+"""Names of main. The first that exists counts."""
 
 
 @dataclass(frozen=True)
 class Changes:
     since: str
-    """What the working tree was compared with, in words."""
+    """Describes what the working tree was compared with."""
     files: frozenset[str] = field(default_factory=frozenset)
     number: int = 0
-    """It grows by one with each commit."""
+    """A number that grows by one with each commit."""
 
 
 def find_changes(root: Path, base: str = "") -> Changes:
@@ -44,7 +44,7 @@ class _Git:
     root: Path
 
     def says(self, *arguments: str) -> str:
-        """Return what Git prints, or nothing if it fails or is not installed."""
+        """Return the output of Git, or nothing if it fails or is not installed."""
         command = ["git", "-c", "core.quotePath=false", *arguments]
         try:
             done = subprocess.run(command, cwd=self.root, capture_output=True, text=True, check=False)
@@ -61,7 +61,9 @@ class _Git:
         return self.says("rev-parse", "--verify", "--quiet", "HEAD~1")
 
     def number(self) -> int:
-        """Return how many commits lead to HEAD, or in a shallow clone, which knows only some, its hash."""
+        """Return the number of commits up to HEAD. A shallow clone, which does not know all, derives one from
+        its hash.
+        """
         if self.says("rev-parse", "--is-shallow-repository") == "true":
             return int(self.says("rev-parse", "HEAD"), 16)
         return int(self.says("rev-list", "--count", "HEAD"))

@@ -1,4 +1,6 @@
-"""Which tests the fast tier runs: the cheap ones, and of the expensive ones those that are worth it now."""
+"""Chooses the tests of the fast tier: all cheap ones, and the expensive ones that are worth their
+cost now.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +11,22 @@ from dataclasses import dataclass, field
 from tests.tiers.costs import Cost, Costs, split
 
 TENTHS = 10
-"""So many commits in a row run all expensive tests but the dearest."""
+"""The dearest tests aside, ten consecutive commits together run every expensive test."""
 DEAREST_CPU_S = 12.0
-"""A test that costs more runs if it is a canary, or if its module changed and the bound allows it."""
+"""A test that costs more runs only if it is a canary, or if its module changed and the bound allows it."""
 CHANGED_CPU_S = 90.0
-"""What the tests of changed modules and those that the diff reaches may cost together."""
+"""The most that tests of changed modules and tests that the diff reaches may cost together."""
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What the choice depends on, besides the tests and their costs."""
+    """The circumstances that the choice depends on, besides the tests and their costs."""
 
     canaries: Collection[str] = ()
     distances: Mapping[str, int] = field(default_factory=dict)
-    """How many imports lead from test modules to what has changed."""
+    """The number of imports from each test module to the nearest changed file."""
     whole: Collection[str] = ()
-    """Modules of which all tests run, at any cost."""
+    """Modules of which all tests run, whatever they cost."""
     commit: int = 0
 
 
@@ -33,7 +35,7 @@ class Choice:
     chosen: set[str] = field(default_factory=set)
     left_out: dict[str, Cost] = field(default_factory=dict)
     reached: set[str] = field(default_factory=set)
-    """Tests that the diff reaches and that are left out all the same."""
+    """Tests that the diff reaches but that are left out."""
 
 
 def choose(tests: Sequence[str], costs: Costs, situation: Situation) -> Choice:
@@ -50,7 +52,7 @@ def choose(tests: Sequence[str], costs: Costs, situation: Situation) -> Choice:
 
 
 def missing(canaries: Iterable[str], tests: Iterable[str]) -> list[str]:
-    """Return the canaries that are not among these tests, though their modules are."""
+    """Return the canaries that do not exist in their modules."""
     known = set(tests)
     modules = {split(test)[0] for test in known}
     return [canary for canary in canaries if canary not in known and split(canary)[0] in modules]
@@ -65,7 +67,9 @@ def _cheapest(costs: Mapping[str, Cost], done: Collection[str]) -> set[str]:
 
 
 def _tenths(costs: Mapping[str, Cost]) -> list[set[str]]:
-    """Divide these tests into parts that cost as much. A module's stay together: they share fixtures."""
+    """Divide these tests into parts of equal cost. A module's tests stay together, since they share
+    fixtures.
+    """
     parts: list[set[str]] = [set() for _ in range(TENTHS)]
     spent_s = [0.0] * TENTHS
     for tests in sorted(_modules(costs).values(), key=lambda tests: (-_sum(costs, tests), min(tests))):
@@ -76,9 +80,9 @@ def _tenths(costs: Mapping[str, Cost]) -> list[set[str]]:
 
 
 def _touched(costs: Mapping[str, Cost], chosen: Collection[str], distances: Mapping[str, int]) -> set[str]:
-    """Return tests of changed modules, then those that the diff reaches, the nearest first, up to the bound.
+    """Return tests of changed modules, then tests that the diff reaches, nearest first, up to the bound.
 
-    Of modules as near the cheaper one goes first, and its cheapest test.
+    Of equally near modules the cheaper one comes first, and in it the cheapest test.
     """
     modules = {module: tests for module, tests in _modules(costs).items() if module in distances}
     found, spent_s = set(), 0.0
@@ -103,4 +107,4 @@ def _modules(tests: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _sum(costs: Mapping[str, Cost], tests: Iterable[str]) -> float:
-    return math.fsum(costs[test].cpu_s for test in tests)  # in any order the same
+    return math.fsum(costs[test].cpu_s for test in tests)  # the sum is the same in any order

@@ -1,4 +1,4 @@
-"""The line with which a run ends."""
+"""Makes the last line of a run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 NO_REASON = {"", "None", "unconditional skip", "<Skipped instance>"}
-"""What pytest reports for a skip that gives no reason."""
+"""Pytest's texts for a skip without a reason."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What a tier did not run."""
+    """The tests that a tier did not run, and their cost."""
 
     tests: int
     cpu_s: float
@@ -35,7 +35,7 @@ def closing_line(
 
 
 def reasons_of(skips: Iterable[object]) -> Counter[str]:
-    """Count the skips of each reason, as reports of pytest hold them."""
+    """Count the reasons of skips in pytest's reports."""
     return Counter(_reason(skip) for skip in skips)
 
 

@@ -1,4 +1,4 @@
-"""What each test costs, as tests/costs.json records it."""
+"""Reads and writes the costs of tests, which tests/costs.json records."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 FILE = "tests/costs.json"
 CHEAP_CPU_S = 0.5
-"""A test that costs no more is in the fast tier. The file does not list it by name."""
+"""A test that costs at most this is cheap and so in the fast tier. The file does not list it by name."""
 STEADY = 1.5
-"""A recorded figure stays until another one is off by this factor: noise moves no test between tiers."""
+"""A recorded figure stays until a new one differs by this factor, so noise moves no test between tiers."""
 COMPARED = 20
-"""So many tests that two recordings share tell how fast their machines are to each other."""
+"""Two recordings need this many common tests to compare the speeds of their machines."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Costs:
     modules: dict[str, Module] = field(default_factory=dict)
 
     def of(self, test: str) -> Cost | None:
-        """Return what an expensive test costs, and None for a cheap or a new one."""
+        """Return the cost of an expensive test, and None for a cheap or a new one."""
         path, name = split(test)
         module = self.modules.get(path)
         return module.expensive.get(name) if module else None
 
     def estimate(self, tests: Iterable[str]) -> Cost:
-        """Return what these tests cost together with the cheap ones of their modules."""
+        """Return the estimated cost of these tests and the cheap ones of their modules."""
         paths = {split(test)[0] for test in tests} & self.modules.keys()
         found = [self.modules[path].cheap for path in paths] + [
             cost for test in tests if (cost := self.of(test))
@@ -50,9 +50,9 @@ class Costs:
         return Cost(sum(cost.cpu_s for cost in found), sum(cost.wall_s for cost in found))
 
     def updated(self, recorded: Mapping[str, Cost], root: Path) -> Costs:
-        """Return these costs with those of a run, scaled to the machine of the first recording.
+        """Return these costs updated by a run's, scaled to the machine of the first recording.
 
-        The run replaces the modules of which it ran tests. Modules whose file is gone are dropped.
+        The run replaces the modules of which it ran tests. Modules without a file are dropped.
         """
         scale = self._scale(recorded)
         by_module: dict[str, dict[str, Cost]] = {}
@@ -90,7 +90,7 @@ def load(root: Path) -> Costs:
 
 
 def dump(costs: Costs, root: Path) -> None:
-    """Write one line for each module and one for each expensive test, all sorted: so a diff is short."""
+    """Write one line for each module and for each expensive test, sorted to keep diffs short."""
     modules = ",\n".join(_lines(path, module) for path, module in sorted(costs.modules.items()))
     (root / FILE).write_text(f"{{\n{modules}\n}}\n")
 
@@ -128,5 +128,5 @@ def _kept(old: float, new: float) -> float:
 
 
 def _rounded(seconds: float) -> float:
-    """Two digits are what a measurement is worth."""
+    """Round to two digits, the measurement's precision."""
     return float(f"{seconds:.1f}" if seconds < 10 else f"{seconds:.0f}")

@@ -1,4 +1,6 @@
-"""The CPU time of this process and of every process that it started, also of those that left its tree."""
+"""Measures the CPU time of this process and of all that it started, including daemons that left its process
+tree.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TAG = "TEST_LEDGER"
-"""The environment variable that started processes inherit: it finds daemons, whose parent is init."""
+"""The environment variable that started processes inherit. It identifies daemons, whose parent is init."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PROC = Path("/proc")
@@ -22,12 +24,12 @@ class _Process:
     is_ours: bool
     own_s: float = 0.0
     children_s: float = 0.0
-    """The CPU time of children that it has waited for."""
+    """The CPU time of children that the process has waited for."""
 
 
 class Ledger:
-    """Reads /proc. The time that a process spends between the last reading and its end counts once its parent
-    has waited for it.
+    """Sums CPU times from /proc. What a process spends between the last reading and its end counts once its
+    parent has waited for it.
     """
 
     def __init__(self) -> None:
@@ -39,7 +41,7 @@ class Ledger:
         self.read()
 
     def read(self) -> float:
-        """Return the CPU seconds that have been spent up to now."""
+        """Return the CPU seconds spent so far."""
         own_s, children_s = _spent(resource.RUSAGE_SELF), _spent(resource.RUSAGE_CHILDREN)
         self._total_s += own_s - self._own_s
         waited_for = {self._pid: children_s - self._children_s}
@@ -85,7 +87,7 @@ class Ledger:
             return False
 
     def _ended(self, before: dict[int, _Process]) -> dict[int, float]:
-        """Return what was already counted of ended processes, by the ancestor that has waited for them."""
+        """Return the times already counted for ended processes, by the ancestor that has waited for them."""
         ended = {
             pid: old
             for pid, old in before.items()

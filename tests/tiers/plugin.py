@@ -1,4 +1,4 @@
-"""pytest's side of the tiers: options, the choice of tests, the seed, the recording, the closing line."""
+"""The pytest plugin of the tiers: options, choice of tests, seed, recording, closing line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tiers.seeds import set_seed
 from tests.tiers.situation import situation_of
 
 LISTED = 20
-"""So many modules with tests that the diff reaches and that are left out are printed."""
+"""Print at most this number of modules with reached tests that are left out."""
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -36,7 +36,7 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def register(config: pytest.Config) -> None:
-    """Add what this process does: run tests, or with pytest-xdist have others run them, or both."""
+    """Register the plugins for this process, which runs tests, distributes them by pytest-xdist, or both."""
     is_worker = hasattr(config, "workerinput")
     runs_tests = is_worker or not config.getoption("numprocesses", None)
     if not is_worker:
@@ -51,7 +51,7 @@ def register(config: pytest.Config) -> None:
 
 
 def worker_input(config: pytest.Config) -> dict[str, Any]:
-    """Return what a worker of pytest-xdist is to know."""
+    """Return the settings for a worker of pytest-xdist."""
     return {"situation": _host(config).situation}
 
 
@@ -89,7 +89,7 @@ class Chooser:
 
 
 class Host:
-    """Sets a run up and tells at its end what ran, what did not, and why."""
+    """Sets a run up, and reports at its end what ran, what did not, and why."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -107,7 +107,7 @@ class Host:
         self._rows: list[dict[str, Any]] = []
 
     def learn(self, told: dict[str, Any]) -> None:
-        """Take what the process that chose the tests left out: all choose the same."""
+        """Take the left-out tests from the first process that chose. All processes choose the same."""
         self._left_out, self._reached = told["left out"], told["reached"]
 
     def pytest_report_header(self) -> str:
@@ -161,6 +161,6 @@ class Host:
 
 
 def _names_tests(config: pytest.Config) -> bool:
-    """Say whether the command line names tests: these run, whatever they cost."""
+    """Tell whether the command line names tests: these run whatever they cost."""
     is_default = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     return not is_default or bool(config.option.keyword or config.option.markexpr)

@@ -1,4 +1,4 @@
-"""How far each test module is from what has changed, in imports."""
+"""Measures how many imports lead from each test module to the changed files."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 import grimp
 
 _QUOTED = re.compile(r"""["']([a-z_]\w*(?:\.[a-z_]\w*)+)""")
-"""A module that is named to be imported in another process: "worker.loop:Loop"."""
+"""A quoted module name that another process imports, as in "worker.loop:Loop"."""
 _STARTED = re.compile(r"""["']-m["'], ["']([a-z_][\w.]*)["']""")
 _EVERYWHERE = "tests/conftest.py"
-"""All tests have it, so it says nothing of what they test."""
+"""Every test imports it, so it does not count."""
 
 
 class Imports:
-    """Which modules of the product and its tests use which: by importing, starting or naming them."""
+    """The modules that each module of product and tests uses, by importing, starting or naming them."""
 
     def __init__(self, root: Path) -> None:
         tools = tomllib.loads((root / "pyproject.toml").read_text())["tool"]
@@ -35,7 +35,7 @@ class Imports:
                     self._users.setdefault(each, set()).add(module)
 
     def distances(self, changed: Collection[str]) -> dict[str, int]:
-        """Return by its file how many imports lead from a test module to the nearest changed file."""
+        """Return by file how many imports lead from a test module to the nearest changed file."""
         reached = self._changed(changed)
         found = dict.fromkeys(reached, 0)
         for distance in range(1, len(self._modules)):
@@ -52,8 +52,10 @@ class Imports:
         return {self._modules[each] for each in files & self._modules.keys()}
 
     def _changed(self, files: Collection[str]) -> set[str]:
-        """Return the changed modules. A file in another language stands for the modules in its folder, or in
-        the nearest folder above it that has any.
+        """Return the changed modules.
+
+        A file in another language stands for the modules in its folder, or in the nearest folder above that
+        has any.
         """
         found = {self._modules[file] for file in files if file in self._modules}
         for file in files:

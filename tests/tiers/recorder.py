@@ -1,4 +1,4 @@
-"""Records what each test costs: CPU time, of the processes that it starts too, and wall time."""
+"""Records the CPU time, including started processes, and the wall time of each test."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from tests.tiers.costs import Cost
 from tests.tiers.ledger import Ledger
 
 PROPERTY = "cost"
-"""The property of a test's report that has its costs."""
+"""The property of a test's report that holds its costs."""
 
 
 @dataclass
 class Row:
-    """Costs of one test. What it spent on fixtures that other tests use too stands apart."""
+    """A test's costs. The costs of fixtures that other tests share are kept apart."""
 
     test: str
     cpu_s: float = 0.0
     wall_s: float = 0.0
     made: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """CPU and wall seconds of each shared fixture that was set up for this test first."""
+    """CPU and wall seconds of each shared fixture that was set up for this test."""
     uses: list[str] = field(default_factory=list)
-    """Every shared fixture that it uses."""
+    """The shared fixtures that the test uses."""
 
 
 class Recorder:
-    """Measures in the process that runs the tests. Each report of a test's end carries the costs."""
+    """Measures in the process that runs the tests. Each report of a test's end carries its costs."""
 
     def __init__(self) -> None:
         self._ledger = Ledger()
@@ -44,7 +44,7 @@ class Recorder:
         result = yield
         first = get_context("forkserver").Process(target=int)
         first.start()
-        first.join()  # the fork server has imported all: no test pays for that
+        first.join()  # wait for the fork server's imports, which no test should pay for
         self._ledger.read()
         return result
 
@@ -74,7 +74,7 @@ class Recorder:
         if fixturedef.scope == "function":
             return (yield)
         row, inner = self._row, Row("")
-        self._row = inner  # shared fixtures that this one asks for are its own no more than the test's
+        self._row = inner  # a shared fixture's own shared fixtures are charged apart, too
         try:
             with self._measured():
                 return (yield)
@@ -87,7 +87,7 @@ class Recorder:
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
-        """Add what happens inside to the row."""
+        """Add the block's costs to the row."""
         row, cpu_s, wall_s = self._row, self._ledger.read(), time.monotonic()
         try:
             yield
@@ -109,7 +109,7 @@ def _key(fixture: pytest.FixtureDef[Any], parameter: int) -> str:
 
 
 def shared_out(rows: Iterable[Mapping[str, Any]]) -> dict[str, Cost]:
-    """Return each test's costs, with an equal share of the fixtures that it uses with others."""
+    """Return each test's costs with an equal share of the shared fixtures that it uses."""
     known = [Row(**row) for row in rows]
     users = Counter(fixture for row in known for fixture in {*row.uses, *row.made})
     cpu_s, wall_s = Counter[str](), Counter[str]()

@@ -6,7 +6,7 @@ import os
 import random
 
 VARIABLE = "TEST_SEED"
-"""It holds the run's seed, also for the processes that the tests start."""
+"""The environment variable with the run's seed, which started processes inherit."""
 _FRESH = 10**6
 
 
@@ -15,13 +15,13 @@ def seed() -> int:
 
 
 def seeds(count: int) -> range:
-    """Return seeds of this run, for as many cases: they begin with 0 where the run has no seed of its own."""
+    """Return `count` seeds that follow from the run's seed. Without one they begin with 0."""
     first = seed() * 1000
     return range(first, first + count)
 
 
 def set_seed(chosen: int | None, fresh: bool) -> int:
-    """Set this run's seed: the chosen one, that of the environment, a fresh one where it shall be, or 0."""
+    """Set this run's seed: the chosen one, else the environment's, else a fresh one if asked for, else 0."""
     if chosen is None:
         given = os.environ.get(VARIABLE)
         chosen = int(given) if given else random.SystemRandom().randrange(1, _FRESH) if fresh else 0

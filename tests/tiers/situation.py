@@ -1,4 +1,4 @@
-"""What the fast tier's choice depends on in this checkout."""
+"""Finds out what the fast tier's choice depends on in this checkout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.tiers.choice import Situation
 from tests.tiers.reach import Imports
 
 KERNEL_TESTS = ("tests/docs/test_gpu_table.py", "tests/engine/devices/test_interpreted_kernels.py")
-"""They interpret and compile Triton's kernels for minutes, and run whole when a kernel changed."""
+"""Modules that interpret and compile Triton kernels for minutes. They run whole when a kernel changed."""
 _INTERPRETED = "tests/engine/interpreted/"
 _IMPORTS_TRITON = re.compile(r"^(?:import|from) triton\b", re.MULTILINE)
 
@@ -24,7 +24,7 @@ def situation_of(root: Path, changes: Changes) -> Situation:
 
 
 def kernel_changed(root: Path, files: Collection[str]) -> bool:
-    """Say whether one of these files has kernels, or tests of them that Triton interprets."""
+    """Tell whether one of these files contains kernels, or tests of interpreted kernels."""
     sources = [root / file for file in files if file.endswith(".py") and not file.startswith("tests/")]
     return any(file.startswith(_INTERPRETED) for file in files) or any(
         source.exists() and _IMPORTS_TRITON.search(source.read_text()) for source in sources

@@ -1,4 +1,4 @@
-"""What has changed is what differs from the commit at which a branch left main, committed or not."""
+"""Changes are the differences, committed or not, from the commit at which a branch left main."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def repository(tmp_path: Path) -> Repository:
     return Repository(tmp_path / "origin")
 
 
-def test_a_branch_is_compared_with_where_it_left_main(repository: Repository) -> None:
+def test_a_branch_is_compared_with_its_start_on_main(repository: Repository) -> None:
     left = repository.commit("old.py")
     repository.git("checkout", "--quiet", "-b", "branch")
     repository.commit("first.py")

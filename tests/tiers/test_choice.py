@@ -1,4 +1,4 @@
-"""The fast tier runs all cheap tests, and of the expensive ones those of the situation."""
+"""The fast tier runs all cheap tests, and the expensive ones that the situation calls for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ A, B, C = "tests/test_a.py", "tests/test_b.py", "tests/test_c.py"
 
 
 def record(**costs: dict[str, float]) -> Costs:
-    """The costs of modules a, b and c."""
+    """Return the costs of modules a, b and c."""
     return Costs(
         {
             f"tests/test_{name}.py": Module(
@@ -27,7 +27,7 @@ def record(**costs: dict[str, float]) -> Costs:
 
 
 def chosen(tests: list[str], costs: Costs, situation: Situation = Situation()) -> set[str]:
-    """What runs at each commit: not for being in its tenth."""
+    """Return the tests that run at every commit, whatever its tenth."""
     runs = [choose(tests, costs, replace(situation, commit=commit)).chosen for commit in range(TENTHS)]
     return set.intersection(*runs)
 
@@ -39,7 +39,7 @@ def test_cheap_and_new_tests_run_and_expensive_ones_are_left_out_with_their_cost
     assert left_out.count({tests[1]: Cost(2.0, 1)}) == TENTHS - 1
 
 
-def test_of_a_module_without_cheap_tests_the_cheapest_runs() -> None:
+def test_a_module_without_cheap_tests_runs_its_cheapest() -> None:
     costs = record(a={"x": 3.0, "y": 2.0}, b={"z": DEAREST_CPU_S + 1})
     assert chosen([f"{A}::x", f"{A}::y", f"{B}::z"], costs) == {f"{A}::y"}
 
@@ -66,10 +66,10 @@ def test_the_modules_of_all_canaries_exist() -> None:
         ({A: 1, B: 1, C: 1}, [(C, 2), (A, 8), (B, 2)]),
     ],
 )
-def test_changed_modules_and_then_what_the_diff_reaches_run_up_to_one_bound(
+def test_changed_modules_and_reached_tests_share_one_bound(
     distances: dict[str, int], expected: list[tuple[str, int]]
 ) -> None:
-    """The nearest modules first, and of those as near the cheaper one."""
+    """The nearest modules come first, and of equally near ones the cheaper."""
     numbers = [str(number) for number in range(8)]
     costs = record(a=dict.fromkeys(numbers, CHANGED_CPU_S / 12), b=dict.fromkeys(numbers, CHANGED_CPU_S / 12))
     costs.modules |= record(c=dict.fromkeys(numbers[:2], CHANGED_CPU_S / 12)).modules
@@ -81,7 +81,7 @@ def test_changed_modules_and_then_what_the_diff_reaches_run_up_to_one_bound(
     assert choice.reached == {test for test in choice.left_out if split(test)[0] in distances}
 
 
-def test_a_module_that_is_to_run_whole_does() -> None:
+def test_whole_modules_run_all_their_tests() -> None:
     tests = [f"{A}::{name}" for name in "xyz"]
     assert chosen(tests, record(a=dict.fromkeys("xyz", 1000.0)), Situation(whole=[A])) == set(tests)
 
@@ -93,7 +93,9 @@ def test_a_dear_test_runs_if_its_own_module_changed() -> None:
 
 
 def test_ten_commits_in_a_row_run_every_expensive_test_but_the_dearest() -> None:
-    """Each module at once, as its tests share fixtures; and each commit about as many seconds."""
+    """A module's tests run at the same commit, since they share fixtures. Each commit's tests cost about the
+    same.
+    """
     names = [str(number) for number in range(50)]
     costs = record(**{name: {"x": 1.1 + int(name) / 10, "y": 1.0, "z": DEAREST_CPU_S + 1} for name in names})
     tests = [f"tests/test_{name}.py::{test}" for name in names for test in "xyz"]

@@ -1,4 +1,4 @@
-"""Costs are read back as they were written, and change only where a new recording differs by much."""
+"""Costs survive writing and reading, and change only if a new recording differs by much."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_was_written_is_read(root: Path) -> None:
+def test_written_costs_are_read_back(root: Path) -> None:
     assert load(root) == Costs()
     dump(RECORD, root)
     assert load(root) == RECORD
@@ -64,17 +64,17 @@ def test_a_test_changes_its_tier_only_for_a_clear_difference(
     assert (new.of(f"{ONE}::test_a") is not None) == is_expensive
 
 
-def test_a_module_that_was_never_recorded_is_judged_by_its_figures_alone(root: Path) -> None:
+def test_a_new_module_takes_the_recorded_figures(root: Path) -> None:
     new = Costs().updated({f"{ONE}::test_a": Cost(0.567, 3.21), f"{ONE}::test_b": Cost(0.45, 40.123)}, root)
     assert new == Costs({ONE: Module(Cost(0.5, 40.0), {"test_a": Cost(0.6, 3.2)})})
 
 
-def test_a_figure_stays_until_another_is_off_by_half(root: Path) -> None:
+def test_a_figure_stays_until_a_new_one_differs_by_half(root: Path) -> None:
     new = RECORD.updated({f"{ONE}::test_a": Cost(0.8, 2.0), f"{ONE}::test_b[x y]": Cost(2.0, 4.4)}, root)
     assert new.modules[ONE].expensive == {"test_a": Cost(0.6, 2.0), "test_b[x y]": Cost(2.0, 4.0)}
 
 
-def test_modules_that_did_not_run_stay_and_those_without_a_file_go(root: Path) -> None:
+def test_modules_that_did_not_run_stay_and_deleted_ones_go(root: Path) -> None:
     (root / ONE).unlink()
     assert RECORD.updated({}, root) == Costs({TWO: RECORD.modules[TWO]})
 

@@ -1,4 +1,4 @@
-"""The ledger counts each second of CPU time once, whichever process of ours spends it."""
+"""The ledger counts each second of CPU time once, whichever process spends it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import subprocess, sys
 command = [sys.executable, "-c", sys.argv[1]]
 print(subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL).pid)
 """
-"""Starts a program that stays when the launcher has ended, and prints its process id."""
+"""Starts a program that outlives the launcher, and prints its process id."""
 
 
 def spend() -> None:
@@ -32,7 +32,7 @@ def spend() -> None:
 
 @pytest.fixture
 def ledger(monkeypatch: pytest.MonkeyPatch) -> Ledger:
-    monkeypatch.setenv(TAG, "")  # so that it is set back at the end
+    monkeypatch.setenv(TAG, "")  # so that the end of the test restores it
     return Ledger()
 
 

@@ -1,4 +1,4 @@
-"""A run of pytest with tiers: what it chooses, how it ends, what it records."""
+"""A run of pytest with tiers: its choice of tests, its closing line, its recording."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_named_tests_run_at_any_cost_and_a_skip_without_a_reason_fails_them(root: Path) -> None:
+def test_named_tests_run_at_any_cost_and_fail_on_a_skip_without_a_reason(root: Path) -> None:
     (root / MODULE).write_text(f"{TESTS}\n@pytest.mark.skip\ndef test_unexplained(): pass\n")
     record = Costs(
         {MODULE: Module(Cost(1.0, 1.0), {"test_a": Cost(100.0, 1.0), "test_cheap": Cost(1.0, 1.0)})}
@@ -74,7 +74,7 @@ def test_named_tests_run_at_any_cost_and_a_skip_without_a_reason_fails_them(root
     assert all(0.8 <= cost.cpu_s < 1.2 for cost in recorded.values())
 
 
-def test_the_fast_tier_leaves_out_what_is_expensive(root: Path) -> None:
+def test_the_fast_tier_leaves_expensive_tests_out(root: Path) -> None:
     names = [f"test_{number}" for number in range(30)]
     (root / MODULE).write_text(TESTS + "".join(f"def {name}(): pass\n" for name in names))
     (root / OTHER).write_text("def test_dear(): pass\n")

@@ -1,4 +1,4 @@
-"""A change reaches the tests that import it, the nearest first, in whatever way they use it."""
+"""A change reaches the tests that use it, by import, by process or by name; the nearest come first."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def imports() -> Imports:
     return Imports(ROOT)
 
 
-def test_a_test_that_imports_a_module_is_nearer_than_one_that_serves_with_it(imports: Imports) -> None:
+def test_an_importing_test_is_nearer_than_one_that_starts_a_server(imports: Imports) -> None:
     distances = imports.distances(["router/requests/journal.py"])
     assert distances["tests/router/test_any_interleaving.py"] == 1
     assert distances["tests/e2e/test_failover.py"] > 1
     assert "tests/engine/sampler/test_sampler.py" not in distances
 
 
-def test_a_changed_test_is_at_no_distance_and_reaches_what_imports_it(imports: Imports) -> None:
+def test_a_changed_test_has_distance_0_and_reaches_its_importers(imports: Imports) -> None:
     assert imports.distances(["tests/protocol/test_codec.py"]) == {"tests/protocol/test_codec.py": 0}
 
 
@@ -44,7 +44,7 @@ def test_other_files_and_started_processes_count(imports: Imports, changed: str,
     assert imports.distances([changed])[test] > 0
 
 
-def test_what_every_test_has_reaches_none(imports: Imports) -> None:
+def test_a_common_import_of_all_tests_does_not_count(imports: Imports) -> None:
     assert imports.distances(["tests/conftest.py", "removed.py", "docs/design.md"]) == {}
 
 
@@ -61,7 +61,7 @@ def test_kernels_and_their_interpreted_tests_are_known(changed: str, is_kernel: 
     assert kernel_changed(ROOT, [changed]) == is_kernel
 
 
-def test_after_a_change_of_a_kernel_the_tests_that_interpret_it_run_whole() -> None:
+def test_a_changed_kernel_runs_all_tests_that_interpret_it() -> None:
     changes = Changes("a commit", frozenset(["engine/devices/cuda/attention/attend.py"]))
     assert situation_of(ROOT, changes).whole == KERNEL_TESTS
     assert not situation_of(ROOT, Changes("a commit", frozenset(["engine/step/scheduler.py"]))).whole

@@ -1,4 +1,4 @@
-"""What tests share is paid by all that use it."""
+"""All tests that use a shared fixture pay for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.tiers.recorder import Row, shared_out
 SERVER, MODEL = "tests::server[0]", "tests::model[0]"
 
 
-def test_the_first_test_does_not_pay_for_what_others_use_too() -> None:
+def test_a_shared_fixture_is_paid_by_all_its_tests() -> None:
     rows = [
         Row("first", 0.2, 1.0, {SERVER: (3.0, 6.0), MODEL: (1.5, 1.5)}, [MODEL, SERVER]),
         Row("second", 0.1, 0.5, {}, [MODEL, SERVER]),
@@ -30,5 +30,5 @@ def test_a_fixture_of_several_modules_is_made_in_each() -> None:
     assert shared_out(map(vars, rows))["c"].cpu_s == pytest.approx(2 / 3)
 
 
-def test_a_fixture_that_a_test_asks_for_while_it_runs_is_its_own() -> None:
+def test_a_fixture_requested_during_a_test_is_its_own() -> None:
     assert shared_out([vars(Row("a", 0.5, 0.5, {SERVER: (1.0, 1.0)}))]) == {"a": Cost(1.5, 1.5)}

@@ -1,4 +1,4 @@
-"""A run has one seed: what was asked for, a fresh one, or 0."""
+"""A run's seed is the requested one, a fresh one, or 0."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "")
 
 
-def test_without_one_all_runs_have_the_same_seeds() -> None:
+def test_without_a_seed_all_runs_have_the_same_seeds() -> None:
     assert set_seed(None, fresh=False) == 0
     assert list(seeds(3)) == [0, 1, 2]
 
 
-def test_a_fresh_seed_is_another_each_time_and_gives_seeds_of_its_own() -> None:
+def test_a_fresh_seed_differs_each_time() -> None:
     first = set_seed(None, fresh=True)
     os.environ[VARIABLE] = ""
     second = set_seed(None, fresh=True)
@@ -27,7 +27,7 @@ def test_a_fresh_seed_is_another_each_time_and_gives_seeds_of_its_own() -> None:
     assert seeds(40)[0] == 1000 * second
 
 
-def test_a_seed_that_was_asked_for_or_set_before_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requested_or_inherited_seed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "17")
     assert set_seed(None, fresh=True) == seed() == 17
     assert set_seed(23, fresh=True) == seed() == 23

@@ -1,4 +1,4 @@
-"""What is trained on: texts from files, windows in a repeatable order."""
+"""Training data: texts from files, and windows in a repeatable order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.speculation.tiny_trained import END, write_tiny_model
 from training.data import Windows, encode_texts, read_texts
 
 
-def test_a_file_a_folder_and_lines_of_json(tmp_path: Path) -> None:
+def test_texts_come_from_files_folders_and_json_lines(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "a.py").write_text("one")
     (tmp_path / "deep" / "b.txt").write_text("two")
@@ -26,7 +26,7 @@ def test_a_file_a_folder_and_lines_of_json(tmp_path: Path) -> None:
     assert sorted(read_texts(tmp_path / "c.jsonl")) == ["four", "three"]
 
 
-def test_the_order_does_not_follow_the_names(tmp_path: Path) -> None:
+def test_the_order_of_files_is_shuffled(tmp_path: Path) -> None:
     for number in range(40):
         (tmp_path / f"{number:02}.txt").write_text(f"text {number:02}")
     texts = read_texts(tmp_path)
@@ -51,7 +51,7 @@ def test_bad_files(tmp_path: Path, name: str, content: bytes, said: str) -> None
         read_texts(tmp_path / "missing", "--held-out")
 
 
-def test_texts_are_ended(tmp_path: Path) -> None:
+def test_texts_end_with_the_end_token(tmp_path: Path) -> None:
     write_tiny_model(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     stream = encode_texts(["ab", "c"], tokenizer)
@@ -81,12 +81,12 @@ def test_a_batch_depends_on_its_step_alone() -> None:
     assert not torch.equal(in_order[per_epoch], in_order[0])
 
 
-def test_too_little_text() -> None:
+def test_too_little_text_is_refused() -> None:
     with pytest.raises(ConfigError, match="--data: has 100 tokens for training; a step takes 128"):
         Windows(torch.zeros(100, dtype=torch.int32), 32, 4, 0)
 
 
-def test_lines_of_json_end_at_line_feeds_alone(tmp_path: Path) -> None:
+def test_json_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text(
         "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in ("a\nb", "ü\u2028x"))

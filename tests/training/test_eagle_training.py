@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in training: what is learned, and that serving drafts what training unrolled."""
+"""Training of EAGLE-3 heads: they learn, and serving drafts what training unrolled."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def small(target: Target, own_lm_head: bool = False, depth: int = 3) -> Eagle3Tr
 
 
 def windows(target: Target, count: int = 4, length: int = 24) -> tuple[Tensor, Tensor]:
-    """The target's own greedy text."""
+    """Return windows of the target's own greedy text."""
     starts = torch.randint(1, files.VOCAB, (count, 4), generator=torch.Generator().manual_seed(1))
     token_ids = target.model.generate(
         starts, max_new_tokens=length - 4, do_sample=False, eos_token_id=None, pad_token_id=0
@@ -94,8 +94,8 @@ def test_draft_does_not_look_at_later_tokens(target: Target) -> None:
         assert torch.equal(whole[:, place], alone[:, 0])
 
 
-def test_loss_is_the_cross_entropy_where_the_target_goes_on_so(target: Target) -> None:
-    """Against the chains that `draft` unrolls one by one, for text that the target says only in part."""
+def test_loss_is_the_cross_entropy_where_the_target_agrees_with_the_text(target: Target) -> None:
+    """Compares with chains that `draft` unrolls one by one, for text that the target only partly predicts."""
     head = small(target, depth=2)
     token_ids, _ = windows(target, count=2, length=12)
     token_ids[0, 6] = (token_ids[0, 6] + 1) % files.VOCAB
@@ -118,7 +118,7 @@ def test_loss_is_the_cross_entropy_where_the_target_goes_on_so(target: Target) -
 
 @torch.no_grad()
 def _forced_logits(head: Eagle3Training, token_ids: Tensor, hidden: Tensor, place: int) -> list[Tensor]:
-    """Of each step from one place, with the text's tokens: rows up to that place alone."""
+    """Return each step's logits from one place, with the text's tokens and only the rows up to that place."""
     features = hidden[None, : place + 2, : head._shape.feature_size]
     later = torch.cat([token_ids, token_ids.new_zeros(4)])
     steps = head._unroll(features, lambda step, _: later[None, 1 + step : place + 2 + step])
@@ -144,7 +144,7 @@ def test_training_makes_the_head_agree_with_the_target(target: Target) -> None:
     assert agreement() > before + 0.3
 
 
-def test_saved_maps_are_the_official_ones(target: Target, tmp_path: Path) -> None:
+def test_saved_token_maps_have_the_official_layout(target: Target, tmp_path: Path) -> None:
     head = small(target)
     head.save(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -192,7 +192,7 @@ def test_a_head_is_a_small_part_of_its_target(config: LlamaConfig, expected: tup
 def test_the_last_layer_is_not_captured_where_others_are_there(
     num_layers: int, captured: tuple[int, ...]
 ) -> None:
-    """So no step computes more of that layer than what its logits need."""
+    """Capturing it would compute more rows of the last layer than the logits need."""
     assert _captured(num_layers) == captured
 
 

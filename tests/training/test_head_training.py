@@ -1,4 +1,4 @@
-"""The training harness: checkpoints, held-out acceptance; Medusa heads from the command line to serving."""
+"""Training of heads: checkpoints and held-out acceptance; Medusa heads from the command line to serving."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def trainer_of(
 
 
 class TextHead:
-    """Learns the next token from the hidden state of the first layer, whatever the text is."""
+    """A head that learns the next token from the first layer's hidden state, whatever the text is."""
 
     hidden_layers = (1,)
     depth = 1
@@ -95,7 +95,7 @@ def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path, target: Target) ->
     assert not torch.equal(next(unbroken.module.parameters()), next(TextHead(target).module.parameters()))
 
 
-def test_checkpoints_are_written_by_the_clock(tmp_path: Path, target: Target) -> None:
+def test_checkpoints_are_written_at_intervals(tmp_path: Path, target: Target) -> None:
     seen: list[bool] = []
     trainer = trainer_of(TextHead(target), target, tmp_path / "c", save_every_s=0.0)
     trainer.run(lambda step: seen.append((tmp_path / "c").exists()))
@@ -111,7 +111,7 @@ def test_a_checkpoint_of_another_run_is_refused(
         trainer_of(TextHead(target), target, tmp_path / "c", **change)
 
 
-def test_the_learning_rate_rises_and_falls_to_nothing() -> None:
+def test_the_learning_rate_rises_and_falls_to_0() -> None:
     schedule = head_schedule(100)
     scales = [schedule.scale(step) for step in range(100)]
     assert scales[4] == max(scales) == 1.0
@@ -128,11 +128,11 @@ def test_hidden_states_are_numbered_as_in_transformers(target: Target) -> None:
     torch.testing.assert_close(target.logits(expected[-1]), target.model(input_ids=ids).logits)
 
 
-# --- what a head is worth -----------------------------------------------------------------------------
+# --- held-out acceptance ----------------------------------------------------------------------------
 
 
 class Foresight:
-    """Drafts what the target says itself, but the token at `wrong`, from the tokens it may know alone."""
+    """Drafts the target's own tokens except at `wrong`, from the tokens that a drafter may know."""
 
     hidden_layers = (2,)
 
@@ -160,7 +160,7 @@ def held_out(target: Target) -> Continuations:
     return continue_greedily(target, prompts, 12)
 
 
-def test_continuations_are_what_the_target_says(target: Target, held_out: Continuations) -> None:
+def test_continuations_are_the_targets_greedy_text(target: Target, held_out: Continuations) -> None:
     said = target.model(input_ids=held_out.token_ids).logits.argmax(dim=-1)
     assert held_out.token_ids.shape == (3, 22)
     assert torch.equal(said[:, 9:-1], held_out.token_ids[:, 10:])
@@ -179,7 +179,9 @@ def test_acceptance(
 
 
 def plain_loss(head: MedusaTraining, target: Target, token_ids: Tensor, kept: Tensor) -> float:
-    """Place by place: each head's cross-entropy with the target where the tokens between are the target's."""
+    """Compute the loss place by place: each head's cross-entropy with the target where the tokens between
+    equal the target's.
+    """
     logits = target.model(input_ids=token_ids).logits
     hidden = target.model(input_ids=token_ids, output_hidden_states=True).hidden_states[-1]
     blocks, lm_head = head.module.blocks, head.module.lm_heads[0].weight
@@ -201,14 +203,14 @@ def plain_loss(head: MedusaTraining, target: Target, token_ids: Tensor, kept: Te
 
 
 @pytest.mark.parametrize("draft_vocab_size", [None, 100])
-def test_the_loss_is_that_of_the_places_that_the_target_would_reach(
+def test_the_loss_counts_only_places_that_the_target_would_reach(
     target: Target, held_out: Continuations, draft_vocab_size: int | None
 ) -> None:
     head = build_medusa(target, HeadOptions(depth=3, num_layers=2, draft_vocab_size=draft_vocab_size))
     for parameter in head.module.parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)) * 0.1)
     token_ids = held_out.token_ids.clone()
-    token_ids[:, 14] += 1  # a text goes another way now and then
+    token_ids[:, 14] += 1  # the text sometimes differs from the target's choice
     hidden = hidden_states(target, token_ids, head.hidden_layers)
     kept = torch.arange(VOCAB_SIZE - (draft_vocab_size or VOCAB_SIZE), VOCAB_SIZE)  # counts ascend
     assert head.loss(token_ids, hidden).item() == pytest.approx(
@@ -216,7 +218,7 @@ def test_the_loss_is_that_of_the_places_that_the_target_would_reach(
     )
 
 
-def test_untrained_heads_say_what_the_target_says_next(target: Target, held_out: Continuations) -> None:
+def test_untrained_heads_repeat_the_targets_next_token(target: Target, held_out: Continuations) -> None:
     head = build_medusa(target, HeadOptions(depth=2))
     hidden = hidden_states(target, held_out.token_ids, head.hidden_layers)
     places = torch.arange(9, 19)
@@ -224,7 +226,7 @@ def test_untrained_heads_say_what_the_target_says_next(target: Target, held_out:
     assert torch.equal(drafted, held_out.token_ids[:, places + 1].unsqueeze(-1).expand(-1, -1, 2))
 
 
-def test_shapes_that_make_no_sense(target: Target) -> None:
+def test_impossible_shapes_are_refused(target: Target) -> None:
     with pytest.raises(ConfigError, match="--depth: at most 16"):
         build_medusa(target, HeadOptions(depth=17))
     with pytest.raises(ConfigError, match="--draft-vocab-size: 258 exceeds the model's 257"):
@@ -233,7 +235,7 @@ def test_shapes_that_make_no_sense(target: Target) -> None:
 
 @pytest.fixture(scope="module")
 def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Heads from the command line, and what it printed."""
+    """Return heads trained by the command line, and the command's output."""
     root = tmp_path_factory.mktemp("trained")
     write_text(root / "texts")
     output = root / "heads"
@@ -270,7 +272,7 @@ def test_trained_heads_are_in_vllms_layout_and_serve(trained: tuple[Path, str], 
 
 
 def assert_serve(folder: Path, heads: Path, method: Method, **options: Any) -> None:
-    """With these heads the model says what it says without, and they do draft."""
+    """Check that these heads draft and change no token."""
     requests = [ask("r", list(range(30, 60)), 30), ask("s", [9, 8, 7], 30, temperature=0.7, seed=1)]
     results = []
     options["num_speculative_tokens"] = 3
@@ -291,13 +293,13 @@ def test_eagle3_heads_from_the_same_command_serve(folder: Path, tmp_path: Path) 
     assert_serve(folder, tmp_path / "heads", "eagle")
 
 
-def test_finished_heads_are_not_trained_over(trained: tuple[Path, str], folder: Path, tmp_path: Path) -> None:
+def test_finished_heads_are_not_overwritten(trained: tuple[Path, str], folder: Path, tmp_path: Path) -> None:
     printed = CliRunner().invoke(app, command(folder, tmp_path, trained[0]))
     assert printed.exit_code == 1
     assert "has finished heads already" in printed.output
 
 
-def test_the_command_goes_on_from_a_checkpoint(
+def test_the_command_resumes_from_a_checkpoint(
     trained: tuple[Path, str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts, output = trained[0].parent / "texts", tmp_path / "heads"

@@ -1,4 +1,4 @@
-"""Which layers a model can skip when it drafts for itself."""
+"""The choice of layers that a model skips when it drafts for itself."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model() -> PreTrainedModel:
     return model
 
 
-def test_the_layer_that_does_nothing_is_skipped_first(model: PreTrainedModel) -> None:
+def test_a_layer_without_effect_is_skipped_first(model: PreTrainedModel) -> None:
     texts = torch.randint(64, (2, 64), generator=torch.Generator().manual_seed(0))
     first, second = search(model, texts, 2)
     assert first.skipped == (IDLE,)
@@ -83,9 +83,7 @@ def test_the_command_writes_a_speculative_config(folder: Path, tmp_path: Path) -
         (("--length", "20000"), "--length: 20000 exceeds the"),
     ],
 )
-def test_what_cannot_be_chosen_is_named(
-    folder: Path, tmp_path: Path, options: tuple[str, ...], expected: str
-) -> None:
+def test_bad_input_is_named(folder: Path, tmp_path: Path, options: tuple[str, ...], expected: str) -> None:
     result = choose(folder, tmp_path, *options)
     assert result.exit_code == 1
     assert expected in " ".join(result.output.split())

@@ -1,4 +1,4 @@
-"""The training code: a stable split and stream of windows; a resumed run equals an unbroken one."""
+"""Training the models: a stable split and stream of windows; a resumed run equals an unbroken one."""
 
 import argparse
 from pathlib import Path
@@ -27,7 +27,7 @@ LIBRARY = {
 }
 
 
-def test_the_corpus_leaves_out_what_is_not_library_code(tmp_path: Path) -> None:
+def test_the_corpus_has_library_code_alone(tmp_path: Path) -> None:
     for name, text in LIBRARY.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -35,7 +35,7 @@ def test_the_corpus_leaves_out_what_is_not_library_code(tmp_path: Path) -> None:
     assert [file.name for file in source_files(tmp_path)] == ["asyncio/locks.py", "json/decoder.py"]
 
 
-def test_the_held_out_tenth_never_moves() -> None:
+def test_the_held_out_tenth_is_stable() -> None:
     files = [SourceFile(f"package/module_{number}.py", "") for number in range(2000)]
     assert 160 < sum(file.held_out for file in files) < 240
     held_out = [file.name for file in files[:40] if file.held_out]
@@ -45,7 +45,7 @@ def test_the_held_out_tenth_never_moves() -> None:
 
 
 def documents() -> list[np.ndarray]:
-    """Four files without a token in common."""
+    """Return four files without a common token."""
     return np.split(np.arange(2, 752, dtype=np.uint16), [90, 290, 600])
 
 
