@@ -27,3 +27,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("pair")
     write_pair(folder / "target", folder / "draft")
     return folder / "target", folder / "draft"
+
+
+@pytest.fixture(scope="session")
+def target(pair: tuple[Path, Path]) -> Path:
+    return pair[0]

@@ -62,9 +62,9 @@ def small_config(model: Path, num_blocks: int = 128, **options: Any) -> ServeCon
     return ServeConfig(model=str(model), **(settings | options))
 
 
-def prompt_of(length: int, seed: int = 0) -> list[int]:
+def prompt_of(length: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:
     rng = random.Random(seed)
-    return [rng.randrange(1, VOCAB_SIZE) for _ in range(length)]
+    return [rng.randrange(1, vocab_size) for _ in range(length)]
 
 
 def ask(request_id: str, prompt: list[int], max_tokens: int = 24, **sampling: Any) -> EngineRequest:
@@ -101,3 +101,8 @@ def joined(parts: list[TokenOutput]) -> TokenOutput:
 
 def tokens(outputs: dict[str, TokenOutput]) -> dict[str, list[int]]:
     return {request_id: output.token_ids for request_id, output in outputs.items()}
+
+
+def drafted_and_accepted(outputs: dict[str, TokenOutput]) -> tuple[int, int]:
+    found = outputs.values()
+    return sum(each.drafted_tokens for each in found), sum(each.accepted_tokens for each in found)

@@ -16,22 +16,15 @@ from protocol.roles import ROLES
 from speculation.control.controller import DraftController
 from speculation.speculator import BatchSpeculator
 from tests.speculation.engines import ask, finish, make_engine, ticks
-from tests.worker.tiny_model import VOCAB_SIZE, write_tiny_llama
+from tests.worker.tiny_model import VOCAB_SIZE
 from worker.parts import WorkerParts
 
 PROMPTS = [[(7 * index + place * place) % VOCAB_SIZE for place in range(20)] for index in range(4)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_tiny_llama(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[str, list[int]]:
-    engine, _ = make_engine(folder, None)
+def expected(target: Path) -> dict[str, list[int]]:
+    engine, _ = make_engine(target, None)
     for index, prompt in enumerate(PROMPTS):
         engine.add(ask(f"r{index}", prompt))
     return finish(engine)
@@ -54,9 +47,9 @@ class Proposals:
 
 
 def test_mixed_wishes_in_one_batch(
-    folder: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+    target: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, speculator = make_engine(folder, folder)
+    engine, speculator = make_engine(target, target)
     proposals = Proposals(speculator, monkeypatch)
     engine.add(ask("r0", PROMPTS[0], num_speculative_tokens=2))
     engine.add(ask("r1", PROMPTS[1], enabled=False))
@@ -68,8 +61,8 @@ def test_mixed_wishes_in_one_batch(
     assert {counts["r0"] for counts in proposals.counts if "r0" in counts} <= {1, 2}  # 1 at the very end
 
 
-def test_no_drafts_are_the_plain_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, speculator = make_engine(folder, folder, num_speculative_tokens=0)
+def test_no_drafts_are_the_plain_path(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, speculator = make_engine(target, target, num_speculative_tokens=0)
     proposals = Proposals(speculator, monkeypatch)
     verify: list[object] = []
     monkeypatch.setattr(speculator, "verify", lambda *arguments: verify.append(arguments))
@@ -84,10 +77,10 @@ def test_no_drafts_are_the_plain_path(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_perfect_draft_that_costs_nothing_is_used(
-    folder: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+    target: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks(monkeypatch)
-    engine, _ = make_engine(folder, folder)
+    engine, _ = make_engine(target, target)
     for index, prompt in enumerate(PROMPTS):
         engine.add(ask(f"r{index}", prompt))
     assert finish(engine) == expected
@@ -97,17 +90,17 @@ def test_a_perfect_draft_that_costs_nothing_is_used(
     assert counters[f"spec_decode_num_accepted_tokens_total{label}"] > 0.9 * drafted > 0
 
 
-def test_a_prompt_of_one_token_while_a_plan_stands(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_of_one_token_while_a_plan_stands(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its step is as short as one that decodes, and nobody decodes in it."""
     monkeypatch.setattr(DraftController, "_may_pay", lambda *arguments: False)
-    engine, _ = make_engine(folder, folder)
+    engine, _ = make_engine(target, target)
     for name, prompt in (("r0", PROMPTS[0]), ("r1", [7]), ("r2", [9])):
         engine.add(ask(name, prompt, max_tokens=3))
         assert len(finish(engine)[name]) == 3
 
 
-def test_what_is_counted(folder: Path) -> None:
-    engine, _ = make_engine(folder, folder, num_speculative_tokens=3)
+def test_what_is_counted(target: Path) -> None:
+    engine, _ = make_engine(target, target, num_speculative_tokens=3)
     engine.add(ask("r0", PROMPTS[0], max_tokens=25))
     finish(engine)
     counters = engine.counters()
@@ -138,14 +131,14 @@ class WrongDrafts:
 
 
 def test_choices_do_not_look_at_the_drafted_tokens(
-    folder: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+    target: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise sampled output would be biased (DSpark, arXiv 2607.05147, appendix A)."""
     counts = []
     for shift in (1, 2):
         with monkeypatch.context() as patch:
             ticks(patch)
-            engine, speculator = make_engine(folder, folder)
+            engine, speculator = make_engine(target, target)
             wrong = WrongDrafts(expected, shift)
             drafter = speculator._drafters["draft_model"]
             patch.setattr(drafter, "propose", wrong.propose)
@@ -158,9 +151,9 @@ def test_choices_do_not_look_at_the_drafted_tokens(
     assert len(counts[0]) > 0
 
 
-def test_calibration_leaves_no_trace(folder: Path) -> None:
-    engine, speculator = make_engine(folder, folder)
-    plain, _ = make_engine(folder, None)
+def test_calibration_leaves_no_trace(target: Path) -> None:
+    engine, speculator = make_engine(target, target)
+    plain, _ = make_engine(target, None)
     assert engine.blocks.num_free == engine.blocks.num_blocks
     assert engine.blocks._free == list(range(engine.blocks.num_blocks - 1, -1, -1))
     assert engine.stats().steps == plain.stats().steps == 0
@@ -168,8 +161,8 @@ def test_calibration_leaves_no_trace(folder: Path) -> None:
     assert speculator._drafters["draft_model"].num_drafted("profiling-0") == 0
 
 
-def test_calibration_measures_the_machine(folder: Path) -> None:
-    engine, speculator = make_engine(folder, folder)
+def test_calibration_measures_the_machine(target: Path) -> None:
+    engine, speculator = make_engine(target, target)
     state = engine.speculation()
     assert state is not None and state.max_tokens == 8
     seconds = state.step_time.seconds
@@ -181,8 +174,8 @@ def test_calibration_measures_the_machine(folder: Path) -> None:
     assert not speculator._controller.estimator.methods["draft_model"].reads_prompts
 
 
-def test_how_long_requests_were_is_learned_as_they_end(folder: Path) -> None:
-    engine, speculator = make_engine(folder, folder)
+def test_how_long_requests_were_is_learned_as_they_end(target: Path) -> None:
+    engine, speculator = make_engine(target, target)
     estimator = speculator._controller.estimator
     for index in range(80):
         engine.add(ask(f"r{index}", PROMPTS[index % 4]))
@@ -192,20 +185,20 @@ def test_how_long_requests_were_is_learned_as_they_end(folder: Path) -> None:
     assert not speculator._requests and speculator._num_speculating == 0
 
 
-def test_calibration_in_a_pool_that_is_too_small(folder: Path) -> None:
-    engine, _ = make_engine(folder, folder, max_num_seqs=1)
+def test_calibration_in_a_pool_that_is_too_small(target: Path) -> None:
+    engine, _ = make_engine(target, target, max_num_seqs=1)
     engine.add(ask("r0", PROMPTS[0]))
     assert len(finish(engine)["r0"]) == 24
 
 
-def test_without_a_deployed_method_nothing_is_published_but_the_model_of_steps(folder: Path) -> None:
-    engine, _ = make_engine(folder, None)
+def test_without_a_deployed_method_nothing_is_published_but_the_model_of_steps(target: Path) -> None:
+    engine, _ = make_engine(target, None)
     state = engine.speculation()
     assert state is not None and state.max_tokens == 0 and state.methods == []
 
 
-def test_the_workers_state_carries_it(folder: Path) -> None:
-    engine, _ = make_engine(folder, folder)
+def test_the_workers_state_carries_it(target: Path) -> None:
+    engine, _ = make_engine(target, target)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     parts = WorkerParts(
         config=engine.config,
@@ -233,8 +226,8 @@ def origin_of(engine: Engine, speculator: BatchSpeculator, request_id: str) -> s
     return speculator._requests[request_id].origin
 
 
-def test_where_a_requests_kv_comes_from(folder: Path) -> None:
-    engine, speculator = make_engine(folder, folder)
+def test_where_a_requests_kv_comes_from(target: Path) -> None:
+    engine, speculator = make_engine(target, target)
     prompt = [place % 50 for place in range(40)]
     engine.add(ask("computed", prompt))
     assert origin_of(engine, speculator, "computed") == "computed"

@@ -5,40 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.engine import Engine
-from protocol.config import ServeConfig
-from protocol.requests import EngineRequest
-from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
 from speculation.speculator import speculate
-from tests.worker.tiny_model import greedy, load, write_tiny_llama
+from tests.speculation.small_engine import CHUNK, ask, run, small_config
+from tests.worker.tiny_model import greedy, load
 
-BUDGET = 64
 NUM_EMITTED = 5
 
 
-def test_the_last_chunk_of_a_request_placed_anew_drafts_nothing(tmp_path: Path) -> None:
+def test_the_last_chunk_of_a_request_placed_anew_drafts_nothing(target: Path) -> None:
     """Of its prompt and emitted tokens exactly one is left for the second step, as in decoding."""
-    write_tiny_llama(tmp_path)
-    prompt = list(range(1, BUDGET + 2 - NUM_EMITTED))
-    expected = greedy(load(tmp_path), prompt, 24)
-    config = ServeConfig(
-        model=str(tmp_path),
-        dtype="float32",
-        device="cpu",
-        compile="off",
-        max_num_batched_tokens=BUDGET,
-        kv_cache_memory_bytes=8 << 20,
-        speculative_config=SpeculativeConfig(
-            method="draft_model", model=str(tmp_path), num_speculative_tokens=4
-        ),
-    )
-    engine = Engine(config, speculate=speculate)
-    request = EngineRequest(
-        request_id="a",
-        prompt_token_ids=prompt,
-        output_token_ids=expected[:NUM_EMITTED],
-        sampling=SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
-    )
+    prompt = list(range(1, CHUNK + 2 - NUM_EMITTED))
+    expected = greedy(load(target), prompt, 24)
+    asked = SpeculativeConfig(method="draft_model", model=str(target), num_speculative_tokens=4)
+    engine = Engine(small_config(target, speculative_config=asked), speculate=speculate)
+    request = ask("a", prompt, ignore_eos=True)
+    request.output_token_ids.extend(expected[:NUM_EMITTED])
     engine.add(request, prefill_only=True)
     assert not engine.step().outputs
     [first] = engine.step().outputs
@@ -46,11 +28,6 @@ def test_the_last_chunk_of_a_request_placed_anew_drafts_nothing(tmp_path: Path) 
     assert not engine.step().outputs
 
     engine.resume("a")
-    tokens, drafted = list(first.token_ids), 0
-    while engine.has_work():
-        for output in engine.step().outputs:
-            tokens += output.token_ids
-            drafted += output.drafted_tokens
-    assert tokens == expected[NUM_EMITTED:]
-    assert drafted > 0
-    assert engine.stats().free_blocks + engine.stats().cached_blocks == engine.stats().total_blocks
+    rest = run(engine)["a"]
+    assert first.token_ids + rest.token_ids == expected[NUM_EMITTED:]
+    assert rest.drafted_tokens > 0

@@ -54,8 +54,9 @@ def checked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RowsForward, "run", checked)
 
 
-@pytest.mark.parametrize("length", [15, 16, 17, 48, CHUNK, CHUNK + 1])
-@pytest.mark.parametrize("emitted", [0, 2])
+@pytest.mark.parametrize(
+    ("length", "emitted"), [(15, 0), (16, 2), (17, 0), (48, 2), (CHUNK, 0), (CHUNK + 1, 2)]
+)
 def test_bug_17_blocks_that_are_handed_over_are_the_prompts_alone(
     pair: tuple[Path, Path], length: int, emitted: int
 ) -> None:

@@ -70,7 +70,7 @@ def test_bug_08_an_accepted_end_of_text_ends_the_request(
     assert speculated.logprobs is not None and len(speculated.logprobs) == end + 1
 
 
-@pytest.mark.parametrize("max_tokens", [*range(1, 12), 18, 19, 20])
+@pytest.mark.parametrize("max_tokens", [1, 2, 8, 9, 10, 18])
 def test_bug_09_the_length_cuts_a_run_where_it_is_reached(
     pair: tuple[Path, Path], answer: list[int], max_tokens: int
 ) -> None:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import random
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from engine.engine import Engine
 from engine.linear.packed import kernel_fault
 from engine.sampler import gumbel_noise, stream_keys
+from engine.step.draft import Draft
+from engine.step.sequence import SequenceState
+from protocol.config import field_docs
 from protocol.errors import ConfigError
 from protocol.handoff import REBUILD
+from protocol.speculation import Quantization, SpeculativeConfig
 from speculation import ranking
+from speculation.medusa.drafter import MedusaDrafter
 from speculation.medusa.tree import StaticTree, assumed_acceptance, choose_tree
-from tests.speculation.medusa_engine import Watch, ask, drafter_of, final_hidden, make_engine, run, tokens
+from speculation.speculator import speculate
+from tests.speculation import small_engine
 from tests.speculation.medusa_files import (
     PlainHeads,
     own_names,
@@ -25,7 +34,8 @@ from tests.speculation.medusa_files import (
     write_v1,
     write_vllm,
 )
-from tests.worker.tiny_model import VOCAB_SIZE, load, write_tiny_llama
+from tests.speculation.small_engine import joined, prompt_of, run, small_config, tokens
+from tests.worker.tiny_model import VOCAB_SIZE, load
 
 NEEDS_KERNEL = pytest.mark.skipif(
     kernel_fault(torch.device("cpu"), torch.bfloat16) is not None, reason="this machine has no such kernel"
@@ -33,72 +43,81 @@ NEEDS_KERNEL = pytest.mark.skipif(
 HIDDEN_SIZE = 64
 NUM_HEADS = 4
 SAMPLED = {"temperature": 0.8, "seed": 11}
-FILTERED = {"temperature": 1.1, "seed": 5, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.2}
+
+
+def ask(request_id: str, prompt: list[int], max_tokens: int = 24, **sampling: Any) -> Any:
+    return small_engine.ask(request_id, prompt, max_tokens, ignore_eos=True, **sampling)
+
+
+def make_engine(
+    target: Path, heads: Path | None = None, heads_in: Quantization | None = None, **options: Any
+) -> Engine:
+    """Make an engine with these heads, if any. Options are the speculation's or the server's."""
+    server = {name: options.pop(name) for name in [*options] if name in field_docs()}
+    if heads is not None:
+        asked = SpeculativeConfig(method="medusa", model=str(heads), quantization=heads_in, **options)
+        server["speculative_config"] = asked
+    return Engine(small_config(target, 96, **server), speculate=speculate)
+
+
+def drafter_of(engine: Engine) -> MedusaDrafter:
+    drafter = engine._speculator._drafters["medusa"]  # type: ignore[union-attr]
+    assert isinstance(drafter, MedusaDrafter)
+    return drafter
+
+
+@dataclass
+class Drafted:
+    """Random heads in a file and as a plain reference, and what engines draft with them."""
+
+    target: Path
+    folder: Path
+    model: PreTrainedModel
+    heads: PlainHeads
+
+    def drafts(self, *requests: Any, **options: Any) -> list[tuple[list[int], Draft, Tensor]]:
+        """Run these requests. Return the committed tokens before each draft, the draft, and the logits
+        [heads, vocab_size] that the heads have there.
+        """
+        engine = make_engine(self.target, self.folder, **options)
+        drafts = watched(engine)
+        run(engine, requests)
+        assert not drafter_of(engine)._features
+        return [(committed, draft, self.logits(committed[:-1])) for committed, draft in drafts]
+
+    @torch.no_grad()
+    def logits(self, token_ids: list[int]) -> Tensor:
+        """The heads read the state that the LM head reads after the last of these tokens."""
+        output = self.model(input_ids=torch.tensor([token_ids]), output_hidden_states=True)
+        return self.heads.logits(output.hidden_states[-1][:, -1])[0]
+
+
+def watched(engine: Engine) -> list[tuple[list[int], Draft]]:
+    """The list gets all that is drafted from now on, with the committed tokens."""
+    found: list[tuple[list[int], Draft]] = []
+    drafter = drafter_of(engine)
+    propose = drafter.propose
+
+    def watching(sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
+        drafts = propose(sequences, counts)
+        pairs = zip(sequences, drafts, strict=True)
+        found.extend((list(sequence.token_ids), draft) for sequence, draft in pairs if draft is not None)
+        return drafts
+
+    drafter.propose = watching  # type: ignore[method-assign]
+    return found
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    write_tiny_llama(folder)
-    return folder
+def drafted(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
+    heads, folder = random_heads(NUM_HEADS, 1, HIDDEN_SIZE, VOCAB_SIZE), tmp_path_factory.mktemp("heads")
+    write_v1(folder, own_names(heads))
+    return Drafted(target, folder, load(target).eval(), heads)
 
 
-@pytest.fixture(scope="module")
-def model(target: Path) -> PreTrainedModel:
-    return load(target).eval()
-
-
-@pytest.fixture(scope="module")
-def plain_heads() -> PlainHeads:
-    return random_heads(NUM_HEADS, 1, HIDDEN_SIZE, VOCAB_SIZE)
-
-
-@pytest.fixture(scope="module")
-def heads(tmp_path_factory: pytest.TempPathFactory, plain_heads: PlainHeads) -> Path:
-    folder = tmp_path_factory.mktemp("heads")
-    write_v1(folder, own_names(plain_heads))
-    return folder
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, VOCAB_SIZE) for _ in range(length)]
-
-
-REQUESTS = [
-    ask("greedy", prompt_of(40, 1)),
-    ask("sampled", prompt_of(7, 2), **SAMPLED),
-    ask("filtered", prompt_of(21, 3), **FILTERED),
-    ask("short", prompt_of(2, 4), max_tokens=3),
-    ask("logprobs", prompt_of(12, 5), logprobs=2, **SAMPLED),
-]
-
-
-@pytest.fixture(scope="module")
-def without(target: Path) -> dict[str, list[int]]:
-    engine = make_engine(target)
-    for request in REQUESTS:
-        engine.add(request)
-    return tokens(run(engine))
-
-
-@pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 3, 5, 8])
-def test_output_is_what_it_is_without_speculation(
-    target: Path, heads: Path, without: dict[str, list[int]], num_tokens: int, tree: bool
-) -> None:
-    engine = make_engine(target, heads, num_speculative_tokens=num_tokens, tree=tree)
-    for request in REQUESTS:
-        engine.add(request)
-    outputs = run(engine)
-    assert tokens(outputs) == without
-    assert sum(output.drafted_tokens for found in outputs.values() for output in found) > 30
-    assert engine.blocks.available == engine.blocks.num_blocks
-    assert not drafter_of(engine)._features
-
-
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=NEEDS_KERNEL)])
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "shared"), [("float32", False), pytest.param("bfloat16", True, marks=NEEDS_KERNEL)]
+)
 def test_rounded_heads_draft_nearly_the_same_and_change_no_token(
     target: Path, tmp_path: Path, shared: bool, dtype: str
 ) -> None:
@@ -111,12 +130,11 @@ def test_rounded_heads_draft_nearly_the_same_and_change_no_token(
     options = {"num_speculative_tokens": NUM_HEADS, "dtype": dtype, "enable_prefix_caching": False}
     rounded = make_engine(target, tmp_path, heads_in="int8", **options)
     plain = make_engine(target, tmp_path, **options)
-    answers = []
-    for engine in (rounded, plain, make_engine(target, dtype=dtype)):
-        for request in REQUESTS:
-            engine.add(request)
-        answers.append(tokens(run(engine)))
-    assert answers[0] == answers[1] == answers[2]
+    requests = [ask("greedy", prompt_of(40, 1)), ask("sampled", prompt_of(7, 2), logprobs=2, **SAMPLED)]
+    without, *answers = [
+        tokens(run(each, requests)) for each in (make_engine(target, dtype=dtype), rounded, plain)
+    ]
+    assert answers == [without, without]
     random = torch.Generator().manual_seed(0)
     features = torch.randn(40, HIDDEN_SIZE, generator=random).to(getattr(torch, dtype))
     with torch.inference_mode():
@@ -136,36 +154,18 @@ def test_heads_that_the_format_does_not_fit_are_refused(tmp_path: Path) -> None:
         make_engine(tmp_path / "target", tmp_path / "heads", heads_in="int4")
 
 
-@pytest.mark.parametrize("tree", [False, True])
-def test_output_with_preemption_and_prefix_hits(target: Path, heads: Path, tree: bool) -> None:
-    requests = [ask(f"r{i}", prompt_of(40, 9) + prompt_of(8, i), 40, **SAMPLED) for i in range(5)]
-    engine, plain = (make_engine(target, h, 17, num_speculative_tokens=4, tree=tree) for h in (heads, None))
-    for each in (engine, plain):
-        for request in requests:
-            each.add(request)
-    assert tokens(run(engine)) == tokens(run(plain))
-    assert engine.stats().num_preemptions > 0
-    assert engine.stats().prefix_hit_tokens > 0
-
-
-def test_each_head_drafts_for_its_place(
-    target: Path, heads: Path, model: PreTrainedModel, plain_heads: PlainHeads
-) -> None:
+def test_each_head_drafts_for_its_place(drafted: Drafted) -> None:
     """The i-th drafted token is head i's best, from the hidden state of the last token but one."""
-    engine = make_engine(target, heads, num_speculative_tokens=8)
-    watch = Watch(engine)
-    for seed in range(3):
-        engine.add(ask(f"r{seed}", prompt_of(50 - 20 * seed, seed), 10))
-    run(engine)
-    assert len(watch.drafts) > 20
-    for _, committed, draft in watch.drafts:
-        logits = plain_heads.logits(final_hidden(model, committed[:-1]))[0]
+    requests = [ask(f"r{seed}", prompt_of(50 - 20 * seed, seed), 10) for seed in range(3)]
+    found = drafted.drafts(*requests, num_speculative_tokens=8)
+    assert len(found) > 20
+    for _, draft, logits in found:
         assert draft.token_ids == logits.argmax(dim=-1).tolist()[: len(draft.token_ids)]
-    assert max(len(draft.token_ids) for _, _, draft in watch.drafts) == NUM_HEADS
+    assert max(len(draft.token_ids) for _, draft, _ in found) == NUM_HEADS
 
 
-def noisy(logits: torch.Tensor, first: int, temperature: float, seed: int) -> torch.Tensor:
-    """What ranks each head's tokens: its noise is that of the place it drafts for."""
+def noisy(logits: Tensor, first: int, temperature: float, seed: int) -> Tensor:
+    """Each head's tokens are ranked with the noise of the place that it drafts for."""
     positions = torch.arange(first, first + len(logits))
     keys = stream_keys(torch.full_like(positions, seed), positions)
     noise = gumbel_noise(keys.unsqueeze(1), torch.arange(logits.shape[1]))
@@ -173,42 +173,26 @@ def noisy(logits: torch.Tensor, first: int, temperature: float, seed: int) -> to
 
 
 def test_sampled_drafts_use_the_noise_of_their_places(
-    target: Path,
-    heads: Path,
-    model: PreTrainedModel,
-    plain_heads: PlainHeads,
-    monkeypatch: pytest.MonkeyPatch,
+    drafted: Drafted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranking, "_NUM_CANDIDATES", VOCAB_SIZE)
-    engine = make_engine(target, heads, num_speculative_tokens=4)
-    watch = Watch(engine)
-    engine.add(ask("r", prompt_of(20), 12, **SAMPLED))
-    run(engine)
-    assert len(watch.drafts) > 5
-    for _, committed, draft in watch.drafts:
-        logits = plain_heads.logits(final_hidden(model, committed[:-1]))[0]
+    found = drafted.drafts(ask("r", prompt_of(20), 12, **SAMPLED), num_speculative_tokens=4)
+    assert len(found) > 5
+    for committed, draft, logits in found:
         scores = noisy(logits, len(committed), SAMPLED["temperature"], int(SAMPLED["seed"]))
         assert draft.token_ids == scores.argmax(dim=-1).tolist()[: len(draft.token_ids)]
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED])
 def test_a_tree_has_the_ranks_of_the_static_one(
-    target: Path,
-    heads: Path,
-    model: PreTrainedModel,
-    plain_heads: PlainHeads,
-    sampling: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
+    drafted: Drafted, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranking, "_NUM_CANDIDATES", VOCAB_SIZE)
-    engine = make_engine(target, heads, num_speculative_tokens=20, tree=True, tree_nodes=12)
-    watch = Watch(engine)
-    engine.add(ask("r", prompt_of(20), 20, **sampling))
-    run(engine)
+    request = ask("r", prompt_of(20), 20, **sampling)
+    found = drafted.drafts(request, num_speculative_tokens=20, tree=True, tree_nodes=12)
     tree = choose_tree(assumed_acceptance(NUM_HEADS), 12)
-    assert any(len(draft.token_ids) == 12 for _, _, draft in watch.drafts)
-    for _, committed, draft in watch.drafts:
-        logits = plain_heads.logits(final_hidden(model, committed[:-1]))[0]
+    assert any(len(draft.token_ids) == 12 for _, draft, _ in found)
+    for committed, draft, logits in found:
         if sampling:
             logits = noisy(logits, len(committed), sampling["temperature"], sampling["seed"])
         ranked = logits.topk(10).indices
@@ -218,34 +202,21 @@ def test_a_tree_has_the_ranks_of_the_static_one(
         assert draft.token_ids == [int(ranked[depth, rank]) for depth, rank in nodes]
 
 
-def test_under_rejection_sampling_drafts_say_what_they_were_drawn_from(
-    target: Path, heads: Path, model: PreTrainedModel, plain_heads: PlainHeads
-) -> None:
-    engine = make_engine(target, heads, num_speculative_tokens=3, verification="standard")
-    watch = Watch(engine)
-    for seed, name in enumerate("rs"):
-        engine.add(ask(name, prompt_of(20, seed), 30, **SAMPLED))
-    run(engine)
-    assert len(watch.drafts) > 10
-    for _, committed, draft in watch.drafts:
-        logits = plain_heads.logits(final_hidden(model, committed[:-1]))[0, : len(draft.token_ids)]
+def test_under_rejection_sampling_drafts_say_what_they_were_drawn_from(drafted: Drafted) -> None:
+    requests = [ask(name, prompt_of(20, seed), 30, **SAMPLED) for seed, name in enumerate("rs")]
+    found = drafted.drafts(*requests, num_speculative_tokens=3, verification="standard")
+    assert len(found) > 10
+    for _, draft, logits in found:
         assert draft.distributions is not None
-        expected = (logits / SAMPLED["temperature"]).softmax(dim=-1)
+        expected = (logits[: len(draft.token_ids)] / SAMPLED["temperature"]).softmax(dim=-1)
         torch.testing.assert_close(draft.distributions, expected, atol=1e-5, rtol=1e-3)
 
 
-def test_under_rejection_sampling_a_tree_is_no_matter_of_chance(
-    target: Path, heads: Path, model: PreTrainedModel, plain_heads: PlainHeads
-) -> None:
-    engine = make_engine(
-        target, heads, num_speculative_tokens=12, tree=True, tree_nodes=12, verification="standard"
-    )
-    watch = Watch(engine)
-    engine.add(ask("r", prompt_of(20), 30, **SAMPLED))
-    run(engine)
+def test_under_rejection_sampling_a_tree_is_no_matter_of_chance(drafted: Drafted) -> None:
+    options: dict[str, Any] = {"num_speculative_tokens": 12, "tree": True, "tree_nodes": 12}
     tree = choose_tree(assumed_acceptance(NUM_HEADS), 12)
-    for _, committed, draft in watch.drafts:
-        logits = plain_heads.logits(final_hidden(model, committed[:-1]))[0]
+    request = ask("r", prompt_of(20), 30, **SAMPLED)
+    for _, draft, logits in drafted.drafts(request, verification="standard", **options):
         expected = tree.draft(logits.topk(10).indices.tolist(), len(draft.token_ids))
         assert (draft.token_ids, draft.distributions) == (expected.token_ids, None)
 
@@ -261,7 +232,7 @@ class Oracle:
         self._rank = rank
         self._gap = 100.0 if rank == 0 else 5.0  # more than noise bridges, where there is noise
 
-    def logits(self, features: torch.Tensor, count: int) -> torch.Tensor:
+    def logits(self, features: Tensor, count: int) -> Tensor:
         assert len(features) == len(self.sequences)
         logits = torch.zeros(len(features), count, VOCAB_SIZE)
         for row, sequence in enumerate(self.sequences):
@@ -275,18 +246,15 @@ class Oracle:
 
 @pytest.mark.parametrize(("tree", "rank"), [(False, 0), (True, 0), (True, 1)])
 def test_right_drafts_are_accepted_and_the_path_is_kept(
-    target: Path, heads: Path, tree: bool, rank: int, monkeypatch: pytest.MonkeyPatch
+    drafted: Drafted, tree: bool, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the right token of each head at a certain rank, each step brings what the tree has of them."""
-    plain = make_engine(target)
     requests = [
         ask(f"r{i}", prompt_of(10 + i, i), 60, **(SAMPLED if i and rank == 0 else {})) for i in range(2)
     ]
-    for request in requests:
-        plain.add(request)
-    expected = tokens(run(plain))
+    expected = tokens(run(make_engine(drafted.target), requests))
     options = {"num_speculative_tokens": 24, "tree": tree, "tree_nodes": 24}
-    engine = make_engine(target, heads, max_num_batched_tokens=128, **options)
+    engine = make_engine(drafted.target, drafted.folder, max_num_batched_tokens=128, **options)
     answers = {r.request_id: r.prompt_token_ids + expected[r.request_id] for r in requests}
     drafter = drafter_of(engine)
     oracle, propose = Oracle(answers, rank), drafter.propose
@@ -299,17 +267,19 @@ def test_right_drafts_are_accepted_and_the_path_is_kept(
     monkeypatch.setattr(drafter, "propose", watched)
     for request in requests:
         engine.add(request)
-    outputs = run(engine)
-    assert tokens(outputs) == expected
+    outputs: dict[str, list[Any]] = {request.request_id: [] for request in requests}
+    while engine.has_work():
+        for output in engine.step().outputs:
+            outputs[output.request_id].append(output)
     per_step = 1 + (deepest(choose_tree(assumed_acceptance(NUM_HEADS), 24), rank) if tree else NUM_HEADS)
     assert per_step > 1
-    for found in outputs.values():
-        sizes = [len(output.token_ids) for output in found]
-        assert sizes[:4] == [1, per_step, per_step, per_step]
+    for name, found in outputs.items():
+        assert joined(found).token_ids == expected[name]
+        assert [len(output.token_ids) for output in found[:4]] == [1, per_step, per_step, per_step]
 
 
 def deepest(tree: StaticTree, rank: int) -> int:
-    """Of a way of this rank alone."""
+    """Return the depth of a path on which all nodes have this rank."""
     depth, last = 0, -1
     for node, place in enumerate(zip(tree.parents, tree.ranks, strict=True)):
         if place == (last, rank):
@@ -317,35 +287,26 @@ def deepest(tree: StaticTree, rank: int) -> int:
     return depth
 
 
-def test_the_hidden_state_goes_along_with_a_hand_off(target: Path, heads: Path) -> None:
+def test_the_hidden_state_goes_along_with_a_hand_off(drafted: Drafted) -> None:
     request = ask("r", prompt_of(35), 20)
-    prefill, decode = (make_engine(target, heads, num_speculative_tokens=3) for _ in range(2))
+    prefill, decode = (
+        make_engine(drafted.target, drafted.folder, num_speculative_tokens=3) for _ in range(2)
+    )
+    expected = tokens(run(make_engine(drafted.target), [request]))["r"]
     prefill.add(request, prefill_only=True)
-    first = tokens(run_until_idle(prefill))["r"][0]
+    (first,) = [output.token_ids[0] for _ in range(20) for output in prefill.step().outputs]
+    assert first == expected[0]
     state = prefill.draft_state("r")
-    drafts = []
+    found = []
     for given in (state, REBUILD):
         reservation = decode.reserve(request)
         assert reservation is not None
-        for ours, theirs in zip(
-            reservation.sequence_blocks.blocks[0], prefill.computed("r")[0].blocks, strict=True
-        ):
-            decode.pool.memory[ours].copy_(prefill.pool.memory[theirs])
+        (ours,), theirs = reservation.sequence_blocks.blocks, prefill.computed("r")[0].blocks
+        decode.pool.memory[ours] = prefill.pool.memory[theirs]
         decode.activate(reservation, first, len(request.prompt_token_ids), draft=given)
-        watch = Watch(decode)
-        outputs = run(decode)
-        plain = make_engine(target)
-        plain.add(request)
-        assert [first, *tokens(outputs)["r"]] == tokens(run(plain))["r"]
-        drafts.append(watch.drafts)
-    assert len(drafts[0][0][1]) == 36  # after the prompt and the first token
-    assert len(drafts[1][0][1]) == 37  # without the state one step later
-    assert drafts[0][1][2].token_ids == drafts[1][0][2].token_ids
-
-
-def run_until_idle(engine: Any) -> dict[str, Any]:
-    outputs: dict[str, Any] = {}
-    for _ in range(20):
-        for output in engine.step().outputs:
-            outputs.setdefault(output.request_id, []).append(output)
-    return outputs
+        drafts = watched(decode)
+        assert tokens(run(decode))["r"] == expected[1:]
+        found.append(drafts)
+    assert len(found[0][0][0]) == 36  # after the prompt and the first token
+    assert len(found[1][0][0]) == 37  # without the state one step later
+    assert found[0][1][1].token_ids == found[1][0][1].token_ids

@@ -27,46 +27,39 @@ from tests.speculation.medusa_files import (
     write_v1,
     write_vllm,
 )
-from tests.worker.tiny_model import VOCAB_SIZE, write_tiny_llama
+from tests.worker.tiny_model import VOCAB_SIZE
 
 HIDDEN_SIZE = 64
 
 
 @pytest.fixture(scope="module")
-def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    write_tiny_llama(folder)
-    return folder
+def loaded(target: Path) -> LoadedModel:
+    return load_model(ServeConfig(model=str(target), dtype="float32", device="cpu"))
 
 
-@pytest.fixture(scope="module")
-def target(target_folder: Path) -> LoadedModel:
-    return load_model(ServeConfig(model=str(target_folder), dtype="float32", device="cpu"))
-
-
-def computed(folder: Path, target: LoadedModel, features: Tensor) -> Tensor:
+def computed(folder: Path, loaded: LoadedModel, features: Tensor) -> Tensor:
     weights = read_heads(str(folder), HIDDEN_SIZE, VOCAB_SIZE)
-    return MedusaHeads(weights, target).logits(features, weights.num_heads)
+    return MedusaHeads(weights, loaded).logits(features, weights.num_heads)
 
 
-def assert_computes(folder: Path, target: LoadedModel, heads: PlainHeads) -> None:
+def assert_computes(folder: Path, loaded: LoadedModel, heads: PlainHeads) -> None:
     for batch in (1, 3):
         features = torch.randn(batch, HIDDEN_SIZE, generator=torch.Generator().manual_seed(batch))
-        found, expected = computed(folder, target, features), heads.logits(features)
+        found, expected = computed(folder, loaded, features), heads.logits(features)
         assert found.shape == expected.shape
         torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 @pytest.mark.parametrize(("num_heads", "num_layers"), [(5, 1), (3, 2), (1, 0)])
-def test_v1(tmp_path: Path, target: LoadedModel, suffix: str, num_heads: int, num_layers: int) -> None:
+def test_v1(tmp_path: Path, loaded: LoadedModel, suffix: str, num_heads: int, num_layers: int) -> None:
     """config.json always says 2 heads of 1 layer."""
     heads = random_heads(num_heads, num_layers, HIDDEN_SIZE, VOCAB_SIZE)
     write_v1(tmp_path, own_names(heads), suffix)
-    assert_computes(tmp_path, target, heads)
+    assert_computes(tmp_path, loaded, heads)
 
 
-def test_v1_blocks_that_are_one_object_are_in_the_file_once(tmp_path: Path, target: LoadedModel) -> None:
+def test_v1_blocks_that_are_one_object_are_in_the_file_once(tmp_path: Path, loaded: LoadedModel) -> None:
     heads = random_heads(3, 1, HIDDEN_SIZE, VOCAB_SIZE)
     tensors = {}
     for head, (((weight, bias),), lm_head) in enumerate(zip(heads.layers, heads.lm_heads, strict=True)):
@@ -77,17 +70,17 @@ def test_v1_blocks_that_are_one_object_are_in_the_file_once(tmp_path: Path, targ
         }
     write_v1(tmp_path, tensors, ".safetensors", medusa_num_layers=3)
     heads.layers = [layers * 3 for layers in heads.layers]
-    assert_computes(tmp_path, target, heads)
+    assert_computes(tmp_path, loaded, heads)
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 def test_medusa_2_beside_the_base_weights_in_shards(
-    tmp_path: Path, target: LoadedModel, target_folder: Path, kind: str
+    tmp_path: Path, loaded: LoadedModel, target: Path, kind: str
 ) -> None:
     heads = random_heads(4, 1, HIDDEN_SIZE, VOCAB_SIZE)
-    base = load_file(target_folder / "model.safetensors")
+    base = load_file(target / "model.safetensors")
     shards = [base, {f"medusa_head.{name}": tensor for name, tensor in own_names(heads).items()}]
-    write_config(tmp_path, medusa_num_heads=5, **json.loads((target_folder / "config.json").read_text()))
+    write_config(tmp_path, medusa_num_heads=5, **json.loads((target / "config.json").read_text()))
     weight_map = {}
     stem, index = ("model", "safetensors") if kind == "safetensors" else ("pytorch_model", "bin")
     for number, tensors in enumerate(shards, start=1):
@@ -98,20 +91,20 @@ def test_medusa_2_beside_the_base_weights_in_shards(
         else:
             save_file(tensors, tmp_path / name)
     (tmp_path / f"{stem}.{index}.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert_computes(tmp_path, target, heads)
+    assert_computes(tmp_path, loaded, heads)
 
 
 @pytest.mark.parametrize("prefix", ["", "medusa_heads."])
 @pytest.mark.parametrize("bias", [False, True])
-def test_vllm(tmp_path: Path, target: LoadedModel, bias: bool, prefix: str) -> None:
+def test_vllm(tmp_path: Path, loaded: LoadedModel, bias: bool, prefix: str) -> None:
     heads = random_heads(3, 2, HIDDEN_SIZE, VOCAB_SIZE, bias=bias)
     tensors = {prefix + name: tensor for name, tensor in vllm_names(heads).items()}
     write_vllm(tmp_path, tensors, num_heads=9, num_hidden_layers=1, medusa_fc_bias=bias)
-    assert_computes(tmp_path, target, heads)
+    assert_computes(tmp_path, loaded, heads)
 
 
 @pytest.mark.parametrize("whole_rows", [False, True])
-def test_vllm_with_a_truncated_vocabulary(tmp_path: Path, target: LoadedModel, whole_rows: bool) -> None:
+def test_vllm_with_a_truncated_vocabulary(tmp_path: Path, loaded: LoadedModel, whole_rows: bool) -> None:
     heads = random_heads(3, 1, HIDDEN_SIZE, VOCAB_SIZE, bias=False)
     heads.token_map = torch.tensor([7, 3, 250, 0, 42])
     rows = [lm_head[heads.token_map] for lm_head in heads.lm_heads]
@@ -120,7 +113,7 @@ def test_vllm_with_a_truncated_vocabulary(tmp_path: Path, target: LoadedModel, w
     tensors = vllm_names(heads) | {"token_map": heads.token_map}
     write_vllm(tmp_path, tensors, num_heads=3, truncated_vocab_size=5, vocab_size=VOCAB_SIZE)
     heads.lm_heads = rows
-    assert_computes(tmp_path, target, heads)
+    assert_computes(tmp_path, loaded, heads)
 
 
 def shared(heads: PlainHeads, lm_head: Tensor) -> dict[str, Tensor]:
@@ -129,39 +122,39 @@ def shared(heads: PlainHeads, lm_head: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["lm_heads.0.weight", "lm_head.weight"])
-def test_vllm_with_one_lm_head_for_all(tmp_path: Path, target: LoadedModel, name: str) -> None:
+def test_vllm_with_one_lm_head_for_all(tmp_path: Path, loaded: LoadedModel, name: str) -> None:
     heads = random_heads(3, 1, HIDDEN_SIZE, VOCAB_SIZE, bias=False)
     tensors = shared(heads, heads.lm_heads[0]) | {name: heads.lm_heads[0]}
     write_vllm(tmp_path, tensors, num_heads=3, original_lm_head=True)
-    assert_computes(tmp_path, target, heads)
+    assert_computes(tmp_path, loaded, heads)
 
 
-def test_logits_are_scaled_and_padding_rows_left_out(tmp_path: Path, target: LoadedModel) -> None:
+def test_logits_are_scaled_and_padding_rows_left_out(tmp_path: Path, loaded: LoadedModel) -> None:
     heads = random_heads(2, 1, HIDDEN_SIZE, VOCAB_SIZE + 4)
     write_vllm(tmp_path, vllm_names(heads), num_heads=2, logit_scale=0.25)
     heads.lm_heads = [lm_head[:VOCAB_SIZE] * 0.25 for lm_head in heads.lm_heads]
-    assert_computes(tmp_path, target, heads)
+    assert_computes(tmp_path, loaded, heads)
 
 
-def test_fewer_heads_than_there_are(tmp_path: Path, target: LoadedModel) -> None:
+def test_fewer_heads_than_there_are(tmp_path: Path, loaded: LoadedModel) -> None:
     heads = random_heads(4, 2, HIDDEN_SIZE, VOCAB_SIZE)
     write_v1(tmp_path, own_names(heads))
     features = torch.randn(3, HIDDEN_SIZE)
     weights = read_heads(str(tmp_path), HIDDEN_SIZE, VOCAB_SIZE)
-    found = MedusaHeads(weights, target).logits(features, 2)
+    found = MedusaHeads(weights, loaded).logits(features, 2)
     torch.testing.assert_close(found, heads.logits(features)[:, :2])
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_bfloat16(tmp_path: Path, target_folder: Path, is_shared: bool) -> None:
-    target = load_model(ServeConfig(model=str(target_folder), dtype="bfloat16", device="cpu"))
+def test_bfloat16(tmp_path: Path, target: Path, is_shared: bool) -> None:
+    loaded = load_model(ServeConfig(model=str(target), dtype="bfloat16", device="cpu"))
     heads = random_heads(3, 2, HIDDEN_SIZE, VOCAB_SIZE, bias=False)
     if is_shared:
         heads.lm_heads = heads.lm_heads[:1] * 3
     tensors = {name: tensor.clone() for name, tensor in vllm_names(heads).items()}
     write_vllm(tmp_path, tensors, original_lm_head=is_shared)
     features = torch.randn(5, HIDDEN_SIZE).bfloat16()
-    found = computed(tmp_path, target, features)
+    found = computed(tmp_path, loaded, features)
     assert found.dtype is torch.bfloat16
     torch.testing.assert_close(found.float(), heads.logits(features.float()), rtol=0.05, atol=0.1)
 

@@ -12,17 +12,9 @@ from engine.engine import Engine
 from engine.step.sequence import SequenceStage
 from speculation.multi_step import multi_step_speculator
 from tests.speculation.small_engine import ask, prompt_of, run, small_config
-from tests.worker.tiny_model import write_tiny_llama
 
 PROMPT = prompt_of(30)
 SAMPLING: dict[str, Any] = {"temperature": 0.7, "seed": 3, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_tiny_llama(folder)
-    return folder
 
 
 def continuation(plain: Engine, output: list[int], count: int) -> list[int]:
@@ -50,11 +42,11 @@ def draft(engine: Engine) -> list[int]:
     ids=["native", "native-float32", "eager"],
 )
 def test_what_is_drafted_after_any_tokens_is_as_if_drafted_afresh(
-    model: Path, forward: str, options: dict[str, Any]
+    target: Path, forward: str, options: dict[str, Any]
 ) -> None:
     """With the native decoder several tokens come in a step, without it one."""
-    plain = Engine(small_config(model, enable_prefix_caching=False, **options))
-    engine = Engine(small_config(model, **options), speculate=multi_step_speculator)
+    plain = Engine(small_config(target, enable_prefix_caching=False, **options))
+    engine = Engine(small_config(target, **options), speculate=multi_step_speculator)
     assert engine.start_up["forward"].startswith(forward)
     rng, given = random.Random(5), list[int]()
     engine.add(ask("a", PROMPT, 200, **SAMPLING), hold_at=len(PROMPT) + 9)
@@ -72,8 +64,8 @@ def test_what_is_drafted_after_any_tokens_is_as_if_drafted_afresh(
     assert engine.blocks.available == engine.blocks.num_blocks
 
 
-def test_only_given_tokens_are_published(model: Path) -> None:
-    engine = Engine(small_config(model), speculate=multi_step_speculator)
+def test_only_given_tokens_are_published(target: Path) -> None:
+    engine = Engine(small_config(target), speculate=multi_step_speculator)
     engine.add(ask("a", PROMPT, 100, **SAMPLING), hold_at=len(PROMPT) + 40)
     drafted = draft(engine)
     assert len(drafted) == 40
@@ -83,8 +75,8 @@ def test_only_given_tokens_are_published(model: Path) -> None:
     assert len(engine.blocks.tables[0].entries) == (len(PROMPT) + 20) // 16
 
 
-def test_it_is_held_where_it_is_told_and_never_ends_by_itself(model: Path) -> None:
-    engine = Engine(small_config(model), speculate=multi_step_speculator)
+def test_it_is_held_where_it_is_told_and_never_ends_by_itself(target: Path) -> None:
+    engine = Engine(small_config(target), speculate=multi_step_speculator)
     engine.add(ask("a", PROMPT, 100, logit_bias={0: 100.0}), hold_at=len(PROMPT) + 5)
     assert draft(engine) == [0] * 5  # the end of text
     sequence = engine.sequences["a"]

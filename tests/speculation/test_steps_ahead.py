@@ -19,7 +19,6 @@ from tests.e2e.architectures import write_model
 from tests.engine.devices.test_recurrent import needs_hooks
 from tests.engine.late_device import LateDevice, put_on_late_device
 from tests.speculation.small_engine import prompt_of, small_config
-from tests.worker.tiny_model import write_tiny_llama
 from worker.setup import build_engine
 
 MakeEngine = Callable[..., tuple[Engine, LateDevice]]
@@ -29,17 +28,10 @@ STOPPED = {"allowed_token_ids": None, "stop_token_ids": [*range(0, 64, 9)]}
 NGRAM = RequestSpeculation(method="ngram", num_speculative_tokens=3)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_tiny_llama(folder)
-    return folder
-
-
 @pytest.fixture
-def make_engine(folder: Path) -> MakeEngine:
+def make_engine(target: Path) -> MakeEngine:
     def make(ahead: bool = True, **options: Any) -> tuple[Engine, LateDevice]:
-        config: ServeConfig = small_config(folder, itl_budget=0.0, **options)
+        config: ServeConfig = small_config(target, itl_budget=0.0, **options)
         engine, _ = build_engine(config)
         assert isinstance(engine._speculator, BatchSpeculator)
         return engine, put_on_late_device(engine, ahead=ahead)

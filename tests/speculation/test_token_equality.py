@@ -145,6 +145,7 @@ CASES = [
     *((method, 5, "seeded", True) for method in METHODS),
     *((method, 8, "greedy", False) for method in METHODS),
     *((method, 1, "seeded", False) for method in ("draft_model", "eagle", "medusa", "scripted tree")),
+    *((method, 1, "greedy", False) for method in ("draft_model tree", "lookahead")),
 ]
 
 

@@ -16,10 +16,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 from deploy.cli import app
+from engine.engine import Engine
 from protocol.errors import ConfigError
-from protocol.speculation import Method
+from protocol.speculation import Method, SpeculativeConfig
 from speculation.medusa.weights import read_heads
-from tests.speculation.medusa_engine import ask, make_engine, run, tokens
+from speculation.speculator import speculate
+from tests.speculation.small_engine import ask, drafted_and_accepted, run, small_config, tokens
 from tests.speculation.tiny_trained import VOCAB_SIZE, write_text, write_tiny_model
 from training.data import Windows
 from training.heads.command import head_schedule
@@ -273,15 +275,16 @@ def test_trained_heads_are_in_vllms_layout_and_serve(trained: tuple[Path, str], 
 
 def assert_serve(folder: Path, heads: Path, method: Method, **options: Any) -> None:
     """Check that these heads draft and change no token."""
-    requests = [ask("r", list(range(30, 60)), 30), ask("s", [9, 8, 7], 30, temperature=0.7, seed=1)]
-    results = []
-    options["num_speculative_tokens"] = 3
-    for engine in (make_engine(folder), make_engine(folder, heads, method=method, **options)):
-        for request in requests:
-            engine.add(request)
-        results.append(run(engine))
-    assert tokens(results[0]) == tokens(results[1])
-    assert sum(found.drafted_tokens for outputs in results[1].values() for found in outputs) > 0
+    requests = [
+        ask("r", list(range(30, 60)), 30, ignore_eos=True),
+        ask("s", [9, 8, 7], 30, ignore_eos=True, temperature=0.7, seed=1),
+    ]
+    speculation = SpeculativeConfig(method=method, model=str(heads), num_speculative_tokens=3, **options)
+    plain = run(Engine(small_config(folder)), requests)
+    drafting = Engine(small_config(folder, speculative_config=speculation), speculate=speculate)
+    found = run(drafting, requests)
+    assert tokens(found) == tokens(plain)
+    assert drafted_and_accepted(found)[0] > 0
 
 
 def test_eagle3_heads_from_the_same_command_serve(folder: Path, tmp_path: Path) -> None:
