@@ -1,4 +1,4 @@
-"""Small real HTTP servers for the load generator and the proxy to talk to."""
+"""Starts small real HTTP servers for the load generator and the proxy."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -63,19 +63,19 @@ def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [SMALL, *SHAPES.values()], ids=str)
-def test_heads_share_those_of_keys(shape: DecoderShape) -> None:
+def test_query_heads_must_be_a_multiple_of_kv_heads(shape: DecoderShape) -> None:
     """Attention needs a multiple of the KV heads."""
     assert shape.heads >= shape.kv_heads and shape.heads % shape.kv_heads == 0
 
 
-def test_roofs_of_known_devices_are_those_of_the_data_sheet() -> None:
+def test_known_devices_have_the_data_sheets_limits() -> None:
     h100 = roofs_of("NVIDIA H100 80GB HBM3", ROOFS)
     assert (h100.bytes_per_s, h100.flops) == (3350e9, 989e12)
     assert roofs_of("NVIDIA X1", ROOFS) is ROOFS
     assert all("data sheet" in sheet or "paper" in sheet for *_, sheet in roofs._SHEETS.values())
 
 
-def test_roofs_are_measured_by_a_copy_and_a_product() -> None:
+def test_limits_are_measured_by_a_copy_and_a_product() -> None:
     found = measured("a CPU", CPU, copied_bytes=1 << 20, size=64)
     assert found.bytes_per_s > 0
     assert found.flops > 0
@@ -93,7 +93,7 @@ def test_a_step_reads_weights_and_keys_once_and_multiplies_each_row() -> None:
     assert StepCost(10**12, 3 * 10**14).bound(ROOFS) == "products"
 
 
-def test_what_drafts_bring_at_a_set_acceptance() -> None:
+def test_the_gain_of_drafts_at_a_given_acceptance() -> None:
     assert tokens_of(0, 0.7) == 1
     assert tokens_of(4, 1.0) == 5
     assert tokens_of(2, 0.5) == 1.75
@@ -122,7 +122,7 @@ def test_everything_is_measured(on_the_cpu: tuple[MadeUpModel, GpuPlan, Results]
         assert each.launches is None
 
 
-def test_what_the_made_up_model_costs(on_the_cpu: tuple[MadeUpModel, GpuPlan, Results]) -> None:
+def test_the_cost_of_a_made_up_model(on_the_cpu: tuple[MadeUpModel, GpuPlan, Results]) -> None:
     model, _, _ = on_the_cpu
     layer = 64 * (4 + 2 + 2) * 16 + 4 * 16 * 64 + 3 * 64 * 96 + 2 * 64 + 2 * 16
     assert model.costs == Costs(
@@ -134,7 +134,7 @@ def test_what_the_made_up_model_costs(on_the_cpu: tuple[MadeUpModel, GpuPlan, Re
     )
 
 
-def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert TINY.nbytes(100) == 2 * (2 * (2 * 64 * 16 * 6 + 3 * 64 * 96) + 2 * 64 * 320 + 100 * 2 * 2 * 2 * 16)
     monkeypatch.setattr(roofs, "missing", lambda: "")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -38,8 +38,8 @@ def test_formats_are_compared_with_bf16(tmp_path: Path) -> None:
     assert plain["bits_per_byte"] == pytest.approx(int4["bits_per_byte"], rel=0.1)
 
 
-def test_each_format_of_weights_is_compared_with_each_of_kv(tmp_path: Path) -> None:
-    """A copy of the bundled model serves as the checkpoint; its quality is measured on the model itself."""
+def test_each_weight_format_is_compared_with_each_kv_format(tmp_path: Path) -> None:
+    """A copy of the bundled model serves as the checkpoint. Its quality is measured on the bundled model."""
     shutil.copytree(BUNDLED_MODEL, tmp_path / "copy")
     limits = ["--rounds", 1, "--texts", 2, "--prompt-len", 20, "--output-len", 3, "--threads", 1]
     done = run(

@@ -52,7 +52,7 @@ def test_a_drafting_is_a_method_or_a_labelled_config() -> None:
 
 
 @pytest.mark.parametrize("spec", ["magic", "=ngram", "", "x={", 'x={"method": "magic"}', "x="])
-def test_what_is_neither_is_refused(spec: str) -> None:
+def test_anything_else_is_refused(spec: str) -> None:
     with pytest.raises(ConfigError, match="--method"):
         parse_drafting(spec, str(BUNDLED_MODEL))
 
@@ -134,7 +134,7 @@ class Stepping:
         return SimpleNamespace(outputs=outputs)
 
 
-def test_a_run_keeps_its_concurrency_on_a_clock_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_keeps_its_concurrency_and_measures_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count()
     monkeypatch.setattr("bench.speculate.engines.time.perf_counter", lambda: next(ticks) * 0.5)
     log: list[str] = []
@@ -210,14 +210,14 @@ def test_tokens_are_the_same_only_if_they_are_in_every_round() -> None:
     assert not figures_of([*rounds, equal, other], 1.0)[1].same
 
 
-def test_the_crossover_lies_between_what_was_measured() -> None:
+def test_the_crossover_lies_between_measured_loads() -> None:
     assert crossover({1: 1.5, 4: 1.2, 16: 1.1}) is None
     assert crossover({1: 0.9, 4: 0.8}) == 1.0
     assert crossover({1: 1.5, 4: 1.1, 16: 0.9}) == pytest.approx(8.0)
     assert crossover({1: 0.9, 4: 1.1, 16: 0.9}) == pytest.approx(8.0), "the last gain counts"
 
 
-def test_verdicts_say_what_to_choose() -> None:
+def test_verdicts_recommend_a_choice() -> None:
     seconds: dict[int, dict[NumTokens | None, float]] = {
         1: {None: 1.0, 0: 1.02, 3: 0.5, 5: 0.8, "auto": 0.52},
         16: {None: 1.0, 0: 1.01, 3: 1.25, 5: 2.0, "auto": 1.02},

@@ -1,6 +1,4 @@
-"""The factorial experiment without its effects: the search, loads, servers' options, results kept and
-refused.
-"""
+"""The factorial experiment without its effects: search, loads, server options, kept and refused results."""
 
 from __future__ import annotations
 
@@ -51,13 +49,13 @@ def test_the_highest_rate_is_found_from_any_side(limit: float) -> None:
     assert len(tried) <= 10
 
 
-def test_few_probes_are_less_exact_and_no_more_are_made() -> None:
+def test_few_probes_give_a_coarser_rate() -> None:
     rate, tried = search(21.0, 8.0, probes=0)
     assert (rate, tried) == (16.0, [8.0, 16.0, 32.0])
     assert search(21.0, 8.0, probes=1)[1] == [8.0, 16.0, 32.0, pytest.approx(22.6, abs=0.1)]
 
 
-def test_a_rate_that_nothing_meets_is_said() -> None:
+def test_a_rate_that_no_load_meets_is_reported() -> None:
     with pytest.raises(NoRateError, match=r"not even 0.0625 requests/s meet the SLO"):
         search(0.001, 8.0, probes=3)
 
@@ -65,7 +63,7 @@ def test_a_rate_that_nothing_meets_is_said() -> None:
 # --- loads --------------------------------------------------------------------------------------------
 
 
-def test_prompts_share_what_the_workload_says_and_nothing_else() -> None:
+def test_prompts_share_prefixes_as_the_workload_says() -> None:
     for workload in WORKLOADS.values():
         load = Prompts(TEXTS, workload, seed=0).load(rate=50.0, seconds=2.0)
         prompts = [request.prompt for request in load]
@@ -80,7 +78,7 @@ def test_prompts_share_what_the_workload_says_and_nothing_else() -> None:
         Prompts(TEXTS[:1], WORKLOADS["chat"], seed=0)
 
 
-async def test_a_rate_is_judged_and_left_once_it_cannot_be_met(start_server) -> None:
+async def test_a_rate_that_cannot_be_met_is_abandoned_early(start_server) -> None:
     """The server takes 10 ms for each running request, at most 200 ms."""
     active = 0
 
@@ -138,7 +136,7 @@ def test_each_technique_is_an_option_of_the_server() -> None:
     assert len(seen) == 32
 
 
-def test_runs_come_in_another_order_in_every_repeat() -> None:
+def test_each_repeat_runs_in_another_order() -> None:
     runs = runs_of(["chat"], ["sharing", "paging"], 3, seed=1)
     assert len(runs) == 12 and [run.repeat for run in runs] == [0] * 4 + [1] * 4 + [2] * 4
     assert len({tuple(run.cell for run in runs[at : at + 4]) for at in (0, 4, 8)}) > 1
@@ -151,7 +149,7 @@ def outcome(run: PlannedRun, goodput: float | None = 10.0) -> CellOutcome:
     return CellOutcome(run.workload, sorted(run.cell), run.repeat, [trial], best, trial, 1 << 28)
 
 
-def test_an_experiment_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_an_experiment_resumes_where_it_stopped(tmp_path: Path) -> None:
     runs = runs_of(["chat"], ["sharing", "paging"], 1, seed=0)
     measured: list[PlannedRun] = []
 
@@ -171,7 +169,7 @@ def test_an_experiment_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert Experiment(tmp_path, SETTING).missing(runs) == []
 
 
-def test_tables_have_the_workloads_and_repeats_that_are_complete(tmp_path: Path) -> None:
+def test_tables_show_complete_workloads_and_repeats(tmp_path: Path) -> None:
     experiment = Experiment(tmp_path, SETTING)
     factors = ["sharing", "paging"]
     runs = runs_of(["chat", "long-prompts"], factors, 2, seed=0)
@@ -238,7 +236,7 @@ def test_bad_input_is_refused_before_anything_starts(
     assert not (tmp_path / "out").exists()
 
 
-def test_results_say_how_they_were_made(tmp_path: Path) -> None:
+def test_results_describe_how_they_were_made(tmp_path: Path) -> None:
     write_results(tmp_path, "tandem bench five --seconds 1", Experiment(tmp_path, SETTING).content())
     document = json.loads((tmp_path / "results.json").read_text())
     assert document["command"] == "tandem bench five --seconds 1" and document["machine"]["cores"]

@@ -17,9 +17,7 @@ TOGETHER = {("a", "d"): 1.5, ("b", "c"): 0.8}
 
 
 def figure(cell: TechniqueSet) -> float:
-    """Return the cell's figure, from the factors' mean effects and the ratios by which pairs change each
-    other's.
-    """
+    """Return the cell's figure from the factors' mean effects and their interactions."""
     log = 1.0
     for name, ratio in MAIN.items():
         log += math.log(ratio) / 2 * (1 if name in cell else -1)
@@ -29,7 +27,7 @@ def figure(cell: TechniqueSet) -> float:
 
 
 def made(repeats: int, spread: float, seed: int = 0) -> dict[TechniqueSet, list[float]]:
-    """Return figures with noise, where the machine has another speed in each repeat."""
+    """Return figures with noise from a machine whose speed differs between repeats."""
     rng = random.Random(seed)
     speeds = [math.exp(rng.gauss(0, 0.5)) for _ in range(repeats)]
     return {
@@ -42,7 +40,7 @@ def known(effect: Effect) -> float:
     return MAIN[effect.factors[0]] if len(effect.factors) == 1 else TOGETHER.get(effect.factors, 1.0)  # type: ignore[call-overload]
 
 
-def test_known_effects_come_out() -> None:
+def test_known_effects_are_found() -> None:
     found = effects(FACTORS, made(1, 0.0))
     names = [(name,) for name in FACTORS] + list(combinations(FACTORS, 2))
     assert [effect.factors for effect in found] == names
@@ -53,7 +51,7 @@ def test_known_effects_come_out() -> None:
     assert with_c / without == pytest.approx(b_and_c), "what an interaction says"
 
 
-def test_what_differs_between_repeats_is_no_error() -> None:
+def test_differences_between_repeats_are_no_error() -> None:
     for effect in effects(FACTORS, made(3, 1e-6)):
         assert effect.low is not None and effect.high is not None
         assert effect.high / effect.low < 1.0001
@@ -61,7 +59,7 @@ def test_what_differs_between_repeats_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
-def test_intervals_hold_the_true_effect_as_often_as_they_say(repeats: int) -> None:
+def test_intervals_hold_the_true_effect_at_their_stated_rate(repeats: int) -> None:
     held = [
         effect.low <= known(effect) <= effect.high
         for seed in range(60)
@@ -72,7 +70,7 @@ def test_intervals_hold_the_true_effect_as_often_as_they_say(repeats: int) -> No
     assert 0.92 < sum(held) / len(held) < 0.98
 
 
-def test_with_as_many_effects_as_cells_nothing_tells_the_error() -> None:
+def test_as_many_effects_as_cells_leave_no_error_estimate() -> None:
     values = {cell: [figure(cell)] for cell in cells_of("ad")}
     main, _, _ = effects("ad", values)
     assert (main.low, main.high, main.is_certain) == (None, None, False)
@@ -82,7 +80,7 @@ def test_with_as_many_effects_as_cells_nothing_tells_the_error() -> None:
     assert effects("ad", {cell: [figure(cell)] * 2 for cell in cells_of("ad")})[0].is_certain
 
 
-def test_all_on_is_held_against_all_off() -> None:
+def test_all_techniques_on_are_compared_with_all_off() -> None:
     assert all_against_none("a", {frozenset(): [2.0, 8.0], frozenset("a"): [4.0, 64.0]}) == pytest.approx(4.0)
 
 

@@ -17,7 +17,7 @@ def touch(memory: mmap.mmap) -> None:
         assert memory[place] in (0, 1)
 
 
-def test_memory_that_was_written_to_counts_and_pages_of_files_do_not(tmp_path: Path) -> None:
+def test_written_memory_counts_and_file_pages_do_not(tmp_path: Path) -> None:
     file = tmp_path / "library"
     file.write_bytes(bytes(SIZE))
     before = written_bytes(os.getpid())

@@ -10,7 +10,7 @@ from tests.worker.tiny_model import VOCAB_SIZE, write_tiny_llama
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with a tokenizer, as `tandem serve` takes it."""
+    """Write a random model with a tokenizer, which `tandem serve` can load."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     folder.mkdir()
     write_tiny_llama(folder)

@@ -1,6 +1,6 @@
-"""Runs the services of docker-compose.yml without an engine: their commands, user, mounts and environment.
+"""Runs the services of docker-compose.yml without Docker: their commands, user, mounts and environment.
 
-Each container is made of namespaces, with an address of its own; its root file system is read-only.
+Each container consists of namespaces with its own address and a read-only root file system.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tests.cluster.namespaces import Isolated
 
 NETWORK = "10.78.0."
 KERNELS = Path.home() / ".cache" / "tandem"
-"""Those that this machine has built already."""
+"""Native kernels that this machine has already built."""
 COMPOSE = ROOT / "docker-compose.yml"
 
 
 def compose(environment: dict[str, str]) -> dict[str, Any]:
-    """The file with its variables filled in."""
+    """Return docker-compose.yml with its variables substituted."""
 
     def value(match: re.Match[str]) -> str:
         return environment.get(match[1]) or match[2]
@@ -37,7 +37,7 @@ def compose(environment: dict[str, str]) -> dict[str, Any]:
 
 
 def of_dockerfile(instruction: str) -> str:
-    """The last one's argument."""
+    """Return the argument of the Dockerfile's last such instruction."""
     text = (ROOT / "deploy/Dockerfile").read_text()
     return re.findall(rf"^{instruction} (.*)$", text, re.MULTILINE)[-1]
 
@@ -49,7 +49,7 @@ class Container(Isolated):
         self._folder = folder
 
     def start(self, service: dict[str, Any]) -> None:
-        """It waits for its network."""
+        """Start the service's command. It waits for its network."""
         mounts = [_tmpfs(entry) for entry in service["tmpfs"]]
         for volume in service["volumes"]:
             source, target, *mode = volume.split(":")
@@ -71,13 +71,13 @@ class Container(Isolated):
         self.launch(["bash", script, *of_script], _image_environment() | given)
 
     def stop(self) -> None:
-        """As `docker stop` does. Returns when it has ended."""
+        """Stop the container like `docker stop`, and return when it has ended."""
         self.init.send_signal(signal.SIGTERM)
         self.process.wait(timeout=40)
 
 
 class Containers:
-    """Those of the services on one bridge, which is the first one's network device."""
+    """The services' containers on one bridge, which belongs to the first one's network."""
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         self.services = compose(environment)["services"]
@@ -109,7 +109,7 @@ class Containers:
 
 
 def _image_environment() -> dict[str, str]:
-    """What the Dockerfile sets, and where this machine has what the image has at /opt/tandem/.venv."""
+    """Return the Dockerfile's environment, with this machine's paths in place of /opt/tandem/.venv."""
     return {
         "PATH": "/opt/tandem/.venv/bin:/usr/local/bin:/usr/bin:/usr/sbin:/bin:/sbin",
         "HOME": "/home/tandem",
@@ -121,7 +121,7 @@ def _image_environment() -> dict[str, str]:
 
 
 def _tmpfs(entry: str) -> str:
-    """Docker mounts them without `exec`."""
+    """Return the mount options of a tmpfs. Docker mounts them without `exec`."""
     target, _, options = entry.partition(":")
     return f"tmpfs {target} {','.join(filter(None, ['nosuid,nodev,noexec', options]))}"
 

@@ -1,6 +1,6 @@
-"""The fields of KubeRay's `RayCluster` (ray.io/v1) that a manifest here may use, as JSON Schema.
+"""A JSON Schema of KubeRay's `RayCluster` (ray.io/v1) with the fields that our manifest may use.
 
-By `ray-operator/apis/ray/v1/raycluster_types.go`; pods are Kubernetes' own.
+It follows `ray-operator/apis/ray/v1/raycluster_types.go`; pods are Kubernetes' own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def _object(required: tuple[str, ...], **properties: Any) -> dict[str, Any]:
-    """It has these fields and no others: the API server drops those that it does not know."""
+    """Return a schema of an object without further fields, which the API server would drop."""
     fields = {"properties": properties, "required": list(required)}
     return {"type": "object", "additionalProperties": False, **fields}
 

@@ -1,7 +1,7 @@
-"""Records which series a server's `/metrics` has: python -m tests.deploy.record_series (two minutes)
+"""Records the series of a server's `/metrics`: python -m tests.deploy.record_series (two minutes)
 
-The server has workers of all roles and both tiers, has a load, loses a worker, refuses requests and drains.
-`recorded_series.txt` then has each series once, without its value: dashboards and alerts are tried on them.
+The server has workers of all roles and both tiers, is loaded, loses a worker, refuses requests and drains.
+`recorded_series.txt` then has each series once, without its value. Dashboards and alerts are tested on them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TEXT = (Path(__file__).read_text() * 2).splitlines(keepends=True)
 
 
 def recorded() -> list[str]:
-    """As `name{label="value", ...}`."""
+    """Return the recorded series as `name{label="value", ...}`."""
     return TARGET.read_text().splitlines()
 
 
@@ -48,7 +48,7 @@ def server(*options: str) -> Iterator[ServerProcess]:
 
 
 def exercise(running: ServerProcess) -> None:
-    """Everything that a dashboard shows of an ordinary day."""
+    """Make everything happen that dashboards show on an ordinary day."""
     url, worker = running.url, "decode-1"
 
     def ask(number: int, **fields: Any) -> int:
@@ -81,7 +81,7 @@ def exercise(running: ServerProcess) -> None:
 
 
 def series(text: str) -> list[str]:
-    """Of `/metrics`, without values. Of a histogram's buckets those of two limits are enough."""
+    """Return the series of `/metrics` without values, with only two buckets of each histogram."""
     names = re.findall(r"^(tandem_\w+(?:\{.*\})?) \S+$", text, re.MULTILINE)
     kept = [name for name in names if "_bucket{" not in name or re.search(r'le="(0\.1|\+Inf)"', name)]
     return sorted({re.sub(r',?model_name="[^"]*"', "", name).replace("{,", "{") for name in kept})

@@ -1,4 +1,4 @@
-"""`tandem serve` in a process of its own, and what it might leave behind."""
+"""Runs `tandem serve` in a separate process, and finds what it left behind."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def tandem_command(*arguments: str, prelude: str = "") -> list[str]:
 
 
 class ServerProcess:
-    """Starts at once; `wait_ready` gives it its time."""
+    """A server that starts at once. `wait_ready` waits until it serves."""
 
     def __init__(self, model: Path, log: Path, *options: str, prelude: str = "") -> None:
-        """`prelude` is Python that runs first in its process."""
+        """Start the server. `prelude` is Python code that runs first in its process."""
         defaults = ["--port", "0", "--dtype", "float32", "--compile", "off"]
         defaults += ["--kv-cache-memory-bytes", "8000000", "--worker-timeout", "3"]
         self._log = log
@@ -71,9 +71,9 @@ class ServerProcess:
         self.look()
 
     def look(self) -> None:
-        """Note every descendant that exists now."""
+        """Record every descendant that exists now."""
         if self.process.poll() is not None:
-            return  # its number may be another's by now
+            return  # the pid may have been reused
         try:
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 self.seen[child.pid] = child
@@ -92,14 +92,14 @@ class ServerProcess:
         return self.process.returncode
 
     def end_without(self, name: str) -> None:
-        """Kill a process of its Ray: it has to end, and say why."""
+        """Kill a process of the server's Ray. The server has to end and say why."""
         next(each for each in self.alive() if each.name() == name).kill()
         assert self.wait_end(30) == 1
         assert self.log.strip().splitlines()[-1].startswith(f"tandem: Ray's {name} (process ")
         assert self.leftovers() == []
 
     def end_without_launcher(self) -> None:
-        """Kill it: workers and all of Ray have to go too."""
+        """Kill the launcher. Workers and all of Ray have to end too."""
         ours = self.alive()
         assert sum("WorkerActor" in process.name() for process in ours) == 2
         self.process.kill()
@@ -109,12 +109,12 @@ class ServerProcess:
         assert len(gone) > 4
 
     def alive(self) -> list[psutil.Process]:
-        """Its descendants."""
+        """Return the living descendants."""
         self.look()
         return [process for process in self.seen.values() if _is_running(process)]
 
     def signal(self, number: signal.Signals) -> None:
-        """To the whole process group, as a terminal does."""
+        """Send a signal to the whole process group, as a terminal does."""
         self.look()
         os.killpg(self.process.pid, number)
 
@@ -130,11 +130,11 @@ class ServerProcess:
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=30)
 
     def has_begun(self, name: str) -> bool:
-        """Whether a descendant with this in its name was seen."""
+        """Tell whether a descendant with this in its name was seen."""
         return any(_is_running(each) and name in each.name() for each in self.seen.values())
 
     def leftovers(self) -> list[str]:
-        """Processes and directories that do not go; a killed process may take a moment."""
+        """Return processes and directories that stay. A killed process may take a moment."""
         deadline = time.monotonic() + GONE_S
         while (left := self._left()) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -146,7 +146,7 @@ class ServerProcess:
         return left
 
     def kill(self) -> None:
-        """After a test, whatever its outcome."""
+        """Kill everything after a test, whatever its outcome."""
         self.look()
         for process in [*self.seen.values()]:
             if _is_running(process):
@@ -171,7 +171,7 @@ def _name(process: psutil.Process) -> str:
 
 
 def listening_ports(processes: list[psutil.Process]) -> set[int]:
-    """TCP ports that these processes listen on."""
+    """Return the TCP ports that these processes listen on."""
     ports = set()
     for process in processes:
         for connection in process.net_connections("tcp"):
@@ -181,13 +181,13 @@ def listening_ports(processes: list[psutil.Process]) -> set[int]:
 
 
 def shared_files(processes: list[psutil.Process]) -> set[str]:
-    """Paths in /dev/shm that these processes have mapped."""
+    """Return the paths in /dev/shm that these processes have mapped."""
     paths = {mapped.path for process in processes for mapped in process.memory_maps()}
     return {path for path in paths if path.startswith("/dev/shm/")}
 
 
 def read_events(response: httpx.Response) -> list[dict[str, Any]]:
-    """The server-sent events up to the end, or up to an error."""
+    """Return the server-sent events up to the end or an error."""
     events = []
     for line in response.iter_lines():
         if line.startswith("data: ") and line != "data: [DONE]":
@@ -196,7 +196,7 @@ def read_events(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def wide_listeners(processes: list[psutil.Process]) -> set[str]:
-    """Where these processes listen on more than loopback: their names and addresses."""
+    """Return names and addresses of these processes that listen beyond loopback."""
     return {
         f"{_name(process)}: {connection.laddr}"
         for process in processes
@@ -208,7 +208,7 @@ def wide_listeners(processes: list[psutil.Process]) -> set[str]:
 
 
 def memory_has(process: psutil.Process, wanted: list[bytes]) -> list[bytes]:
-    """Which of these a process has in memory that it may write to."""
+    """Return which of these byte strings occur in a process's writable memory."""
     found: set[bytes] = set()
     with open(f"/proc/{process.pid}/maps") as maps, open(f"/proc/{process.pid}/mem", "rb", 0) as memory:
         for line in maps:

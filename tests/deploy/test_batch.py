@@ -17,7 +17,7 @@ NAMES = [f"request-{number}" for number in range(20)]
 
 
 class Server(ThreadingHTTPServer):
-    """Echoes each prompt; `faults` has the statuses that requests get first. It counts who came."""
+    """Echoes each prompt and counts requests. `faults` has the statuses that requests get first."""
 
     def __init__(self) -> None:
         self.faults: dict[str, list[int]] = {}
@@ -84,7 +84,7 @@ def answers(tmp_path) -> dict[str, dict]:
     return found
 
 
-def test_answers(server, run, tmp_path):
+def test_answers_are_written(server, run, tmp_path):
     result = run("--api-key", "secret,other", "--priority", "7")
     assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "20 completed, 0 failed")
     assert answers(tmp_path) == {
@@ -105,7 +105,7 @@ def test_a_request_keeps_its_own_priority(server, run):
     assert server.bodies == [{"prompt": "a", "priority": -1}]
 
 
-def test_it_goes_on_where_it_ended(server, run, tmp_path):
+def test_an_interrupted_batch_resumes(server, run, tmp_path):
     assert run(lines=[line(name) for name in NAMES[:8]]).exit_code == 0
     output = tmp_path / "out.jsonl"
     *whole, last = output.read_text().splitlines()
@@ -116,7 +116,7 @@ def test_it_goes_on_where_it_ended(server, run, tmp_path):
     assert server.seen == Counter({name: 1 + (name == again) for name in NAMES})
 
 
-def test_refusals_are_answers_and_passing_failures_are_tried_again(server, run, tmp_path):
+def test_refusals_are_answers_and_temporary_failures_are_retried(server, run, tmp_path):
     server.faults = {NAMES[0]: [400], NAMES[1]: [429, 503]}
     assert run().exit_code == 1
     found = answers(tmp_path)
@@ -125,8 +125,8 @@ def test_refusals_are_answers_and_passing_failures_are_tried_again(server, run, 
     assert found[NAMES[1]]["error"] is None and server.seen[NAMES[1]] == 3
 
 
-def test_failures_are_counted_and_told(server, run):
-    """Those of an earlier run, too, which are not tried again."""
+def test_failures_are_counted_and_reported(server, run):
+    """Failures of an earlier run count too, and are not tried again."""
     server.faults = {"b": [404]}
     for _ in range(2):
         result = run(lines=[line("a"), line("b"), line("c")])
@@ -136,7 +136,7 @@ def test_failures_are_counted_and_told(server, run):
     assert server.seen["b"] == 1
 
 
-def test_what_keeps_failing_is_left_for_another_run(server, run, tmp_path):
+def test_requests_that_keep_failing_are_left_for_another_run(server, run, tmp_path):
     server.faults = {NAMES[0]: [500] * batch.MAX_ATTEMPTS}
     result = run()
     assert result.exit_code == 1
@@ -177,13 +177,13 @@ def test_bad_lines_are_named_before_anything_is_sent(server, run, lines, reason)
     assert not server.seen
 
 
-def test_another_file_is_not_taken_for_the_output(run, tmp_path):
+def test_an_existing_other_file_is_not_overwritten(run, tmp_path):
     (tmp_path / "out.jsonl").write_text("something else\n")
     assert "out.jsonl, line 1: " in run().stderr
     assert (tmp_path / "out.jsonl").read_text() == "something else\n"
 
 
-def test_answers_go_to_no_file_of_others(server, run, tmp_path):
+def test_answers_are_not_written_to_another_users_file(server, run, tmp_path):
     output = tmp_path / "out.jsonl"
     output.touch()
     output.chmod(0o666)

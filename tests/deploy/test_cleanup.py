@@ -1,4 +1,4 @@
-"""The launcher's own directory: private, and removed by a later launcher if its owner was killed."""
+"""The launcher's directory is private, and a later launcher removes it if its owner was killed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def own() -> Iterator[PrivateDirectory]:
     directory.remove()
 
 
-def test_nobody_else_may_look_into_it(own: PrivateDirectory) -> None:
+def test_the_directory_is_private(own: PrivateDirectory) -> None:
     assert own.path.stat().st_mode & 0o777 == 0o700
     own.remove()
     assert not own.path.exists()
 
 
-def test_a_killed_owners_directory_goes_and_a_living_ones_stays(own: PrivateDirectory) -> None:
+def test_a_killed_owners_directory_is_removed_and_a_living_ones_stays(own: PrivateDirectory) -> None:
     owners = [
         subprocess.Popen(
             [sys.executable, "-c", OWNER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -52,7 +52,7 @@ def test_a_killed_owners_directory_goes_and_a_living_ones_stays(own: PrivateDire
 
 
 def test_a_users_files_are_left_alone(own: PrivateDirectory) -> None:
-    """A name like ours, with a number of no process, says nothing of who made it."""
+    """The name looks like ours, but its number belongs to no process and proves nothing."""
     theirs = own.path.parent / f"tandem-{2**30}-{uuid.uuid4().hex}"
     theirs.mkdir()
     (theirs / "results.json").write_text("{}")

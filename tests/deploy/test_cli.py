@@ -110,7 +110,7 @@ def test_version() -> None:
 
 
 def test_help_is_fast() -> None:
-    """In processor time, which a busy machine does not stretch."""
+    """Measured in CPU time, which a busy machine does not stretch."""
     before = _children_seconds()
     run("serve", "--help")
     assert _children_seconds() - before < 1.5
@@ -145,7 +145,7 @@ def test_a_key_is_added_and_shown_once(tmp_path: Path) -> None:
         ({"host": "0.0.0.0", "api_key_file": "x", "tls_cert": "x", "tls_key": "x"}, ""),
     ],
 )
-def test_who_listens_wider_is_warned(
+def test_listening_beyond_loopback_is_warned_about(
     options: dict[str, str], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert ServeConfig().host == "127.0.0.1"

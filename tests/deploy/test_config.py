@@ -1,4 +1,4 @@
-"""Flags, environment and file make one configuration; what is wrong is named where it was said."""
+"""Flags, environment and file make one configuration; a wrong value names its source."""
 
 import math
 import re
@@ -57,7 +57,7 @@ def test_the_process_environment_is_the_default(monkeypatch):
         ("TANDEM_KV_TRANSPORTS", "tcp", "kv_transports", "tcp"),
     ],
 )
-def test_environment_values_are_read_by_the_fields_type(variable, text, field, value):
+def test_environment_values_are_parsed_by_field_type(variable, text, field, value):
     assert getattr(load_config(environ={variable: text}), field) == value
 
 
@@ -106,13 +106,13 @@ BAD = [
 @pytest.mark.parametrize(
     ("field", "choices"), [("device", "auto, cpu, cuda"), ("quantization", "int8, int4, fp8, mxfp4")]
 )
-def test_a_value_that_is_none_of_the_choices_is_answered_with_them(field, choices):
+def test_a_value_outside_the_choices_lists_them(field, choices):
     with pytest.raises(ConfigError, match=f"^--{field}: must be one of {choices} \\(got 'x'\\)$"):
         load_config(flags={field: "x"}, environ={})
 
 
 @pytest.mark.parametrize(("field", "value"), BAD)
-def test_a_bad_value_is_blamed_on_where_it_came_from(field, value, config_file):
+def test_a_bad_value_names_its_source(field, value, config_file):
     def message(**sources) -> str:
         with pytest.raises(ConfigError) as caught:
             load_config(**{"environ": {}, **sources})
@@ -166,7 +166,7 @@ def test_the_tiers_options_fit_together(flags, flag):
         load_config(flags, {})
 
 
-def test_a_later_source_hides_an_earlier_bad_value(config_file):
+def test_a_later_source_overrides_a_bad_value(config_file):
     assert load_config({"port": 5}, {"TANDEM_PORT": "x"}, config_file("port: y")).port == 5
 
 
@@ -185,7 +185,7 @@ def test_a_file_that_is_no_mapping(config_file, text):
         load_config(environ={}, config_file=config_file(text))
 
 
-def test_a_file_that_is_not_there_or_no_text(tmp_path):
+def test_a_missing_or_binary_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="--config: cannot read"):
         load_config(environ={}, config_file=tmp_path / "none.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\xfa")
@@ -203,7 +203,7 @@ def test_transport_names_keep_their_order():
     assert load_config({"kv_transports": " tcp , shm"}, {}).transport_names == ["tcp", "shm"]
 
 
-def test_it_travels_as_msgpack():
+def test_a_configuration_survives_msgpack():
     config = load_config({"model": "m", "request_timeout": 5, "max_model_len": 77}, {})
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=ServeConfig) == config
     assert not math.isnan(config.gpu_memory_utilization)
@@ -215,7 +215,7 @@ def test_the_models_name_in_the_api(tmp_path):
     assert load_config({"model": "org/model", "served_model_name": "x"}, {}).model_name == "x"
 
 
-def test_a_mistyped_variable_is_told(caplog):
+def test_a_mistyped_variable_is_reported(caplog):
     load_config(environ={"TANDEM_MAX_NUM_SEQ": "3", "TANDEM_URL": "http://127.0.0.1:8000"})
     assert [record.message for record in caplog.records] == [
         "TANDEM_MAX_NUM_SEQ is no option; is TANDEM_MAX_NUM_SEQS meant?"
@@ -231,7 +231,7 @@ def test_adapters_are_names_with_folders(value):
     assert config.serves_adapters
 
 
-def test_an_adapters_folder_is_one_of_where_the_server_starts(monkeypatch, tmp_path):
+def test_an_adapters_folder_is_relative_to_the_working_directory(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert load_config({"lora_modules": ["a=here"]}, {}).lora_modules == {"a": f"{tmp_path}/here"}
 
@@ -246,7 +246,7 @@ def test_an_adapters_folder_is_one_of_where_the_server_starts(monkeypatch, tmp_p
         ({"lora_modules": ["tandem-code-10m=/x"]}, "tandem-code-10m: is the model's own name"),
     ],
 )
-def test_adapters_that_are_none_are_refused(flags, message):
+def test_malformed_adapters_are_refused(flags, message):
     with pytest.raises(ConfigError, match="--lora-modules: " + re.escape(message)):
         load_config(flags, {})
 
@@ -254,7 +254,7 @@ def test_adapters_that_are_none_are_refused(flags, message):
 @pytest.mark.parametrize(
     ("text", "mode"), [("port: 1", 0o666), ("port: 1", 0o602), ("api-key: secret", 0o644)]
 )
-def test_a_file_that_others_can_change_or_learn_keys_from_is_refused(tmp_path, text, mode):
+def test_files_that_others_can_change_or_read_keys_from_are_refused(tmp_path, text, mode):
     path = tmp_path / "config.yaml"
     path.write_text(text)
     path.chmod(mode)

@@ -1,4 +1,4 @@
-"""Container files fit together and what they run; the services of docker-compose.yml answer."""
+"""Container files agree with each other and with what they run; the services of docker-compose.yml answer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def services() -> dict[str, Any]:
 
 
 def options(environment: Mapping[str, Any]) -> dict[str, str]:
-    """What is set of `tandem serve`'s options."""
+    """Return the options of `tandem serve` that an environment sets."""
     return {name: str(value or "") for name, value in environment.items() if name.startswith(ENV_PREFIX)}
 
 
@@ -53,7 +53,7 @@ def test_every_service_is_confined(services: dict[str, Any]) -> None:
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), name
 
 
-def test_what_services_mount_is_there(services: dict[str, Any]) -> None:
+def test_mounted_paths_exist(services: dict[str, Any]) -> None:
     volumes = set(compose({})["volumes"])
     for service in services.values():
         for source in (mount.partition(":")[0] for mount in service.get("volumes", ())):
@@ -61,7 +61,7 @@ def test_what_services_mount_is_there(services: dict[str, Any]) -> None:
     assert (ROOT / services["router"]["build"]["dockerfile"]).is_file()
 
 
-def test_services_are_what_the_image_runs(services: dict[str, Any]) -> None:
+def test_services_run_what_the_image_contains(services: dict[str, Any]) -> None:
     assert {services[name]["image"] for name in OURS} == {"tandem-serve:cpu"}
     for name in OURS:
         assert services[name]["command"] == [name]
@@ -78,7 +78,7 @@ def test_as_many_nodes_as_workers_of_a_role() -> None:
         assert services[role]["deploy"]["replicas"] == config.num_replicas(ROLES[role])
 
 
-def test_prometheus_grafana_and_traces_find_what_they_need(services: dict[str, Any]) -> None:
+def test_prometheus_grafana_and_traces_find_their_files(services: dict[str, Any]) -> None:
     prometheus = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
     targets = {job["job_name"]: job["static_configs"][0]["targets"] for job in prometheus["scrape_configs"]}
     assert targets["tandem"] == ["router:8000"] and "127.0.0.1:8000:8000" in services["router"]["ports"]
@@ -88,20 +88,20 @@ def test_prometheus_grafana_and_traces_find_what_they_need(services: dict[str, A
     assert services["traces"]["profiles"] == ["traces"]
 
 
-def test_the_image_has_the_torch_that_installations_have() -> None:
+def test_the_image_has_the_same_torch_as_installations() -> None:
     text = (ROOT / "deploy/Dockerfile").read_text()
     (version,) = re.findall(r"^TORCH_VERSION=(\S+)", (ROOT / "deploy/install.sh").read_text(), re.MULTILINE)
     assert re.findall(r"TANDEM_TORCH_SPEC=\"torch==([\d.]+)", text) == [version, version]
 
 
-def test_requirements_are_a_layer_that_code_does_not_change() -> None:
+def test_requirements_are_a_layer_that_code_changes_keep() -> None:
     text = (ROOT / "deploy/Dockerfile").read_text()
     assert text.index("TANDEM_TORCH_SPEC=torch deploy/install.sh") < text.index("COPY . .")
     assert of_dockerfile("USER") == "1000:1000"
 
 
 def test_a_login_shell_finds_ray() -> None:
-    """KubeRay waits for the head by one in each worker's pod, and /etc/profile sets PATH anew."""
+    """Each KubeRay worker waits for the head through a login shell, and /etc/profile resets PATH."""
     (target,) = re.findall(r"ln -s (\S+) /usr/local/bin/ray", (ROOT / "deploy/Dockerfile").read_text())
     assert target == "/opt/tandem/.venv/bin/ray"
     shell = subprocess.run(["bash", "-lc", "echo $PATH"], capture_output=True, text=True, check=True)
@@ -141,13 +141,13 @@ def test_the_ray_cluster_has_the_fields_that_kuberay_knows() -> None:
 
 
 def pods() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each group of the RayCluster, and its pods."""
+    """Return the groups of the RayCluster with their pods."""
     cluster, _ = yaml.safe_load_all((ROOT / "deploy/kubernetes/tandem.yaml").read_text())
     for group in (cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]):
         yield group, group["template"]["spec"]
 
 
-def test_pods_are_confined_and_can_write_where_they_must() -> None:
+def test_pods_are_confined_and_can_write_where_needed() -> None:
     for _, pod in pods():
         (container,) = pod["containers"]
         assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
@@ -176,7 +176,7 @@ def test_groups_of_nodes_hold_the_workers_that_are_deployed() -> None:
 def containers(tmp_path: Path) -> Iterator[Containers]:
     tmp_path.chmod(0o755)
     for parent in list(tmp_path.parents)[:2]:
-        parent.chmod(0o755)  # the containers' user passes through
+        parent.chmod(0o755)  # so that the containers' user can enter
     running = Containers(tmp_path, {"TANDEM_LOG_FORMAT": "json"})
     try:
         yield running
@@ -214,7 +214,7 @@ def test_services_answer_on_one_ray_and_lose_a_node(containers: Containers) -> N
     assert complete() == expected
     shrunk = scale(1)
     assert "drained: decode-1" in shrunk.stdout, shrunk
-    # KubeRay's workers begin with this, in the same image.
+    # KubeRay's workers begin with this command, in the same image.
     health = ["health-check", "--address", f"{router.address}:6379"]
     checked = decode.run("setpriv", "--reuid", "1000", *RAY, *health)
     assert checked.returncode == 0, checked

@@ -1,4 +1,4 @@
-"""The files that deployment reads are well-formed and name what exists."""
+"""Files that deployment reads are well-formed, and the names in them exist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLUSTER_FILES = ("cluster.yaml", "cluster-cloud.yaml")
 
 
 def tandem_variables(text: str) -> set[str]:
-    """The fields of the configuration that a file sets through the environment."""
+    """Return the configuration fields that a file sets through the environment."""
     return {name.lower() for name in re.findall(rf"\b{ENV_PREFIX}([A-Z_]+)\s*[=:]", text)}
 
 
@@ -45,7 +45,7 @@ def test_cloud_nodes_have_a_type_for_each_role() -> None:
         assert 0 <= types[role]["min_workers"] < types[role]["max_workers"]
 
 
-def test_hosts_of_the_cluster_file_are_named_alike_in_all_places() -> None:
+def test_hosts_of_the_cluster_file_have_the_same_names_everywhere() -> None:
     text = (ROOT / "deploy/cluster.yaml").read_text()
     config = yaml.safe_load(text)
     hosts = set(re.findall(r'CLUSTER_HOSTS="(.*?)"', text))
@@ -55,7 +55,7 @@ def test_hosts_of_the_cluster_file_are_named_alike_in_all_places() -> None:
 
 
 def run_node_script(tmp_path: Path, hosts: str) -> str:
-    """What it says against these hosts. No Ray is started, as there is none where it looks."""
+    """Run node.sh for these hosts without Ray and return its output."""
     folder = tmp_path / "checkout" / "deploy"
     shutil.copytree(ROOT / "deploy", folder, ignore=shutil.ignore_patterns("__pycache__"))
     environment = {**os.environ, "HOME": str(tmp_path), "CLUSTER_HOSTS": hosts}
@@ -87,7 +87,7 @@ def test_wrong_hosts_are_refused_before_anything_starts(tmp_path: Path, hosts: s
 def test_a_node_whose_agents_were_slow_is_started_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str, starts: int
 ) -> None:
-    """This Ray fails each time: no other failure is tried again, and that one not for ever."""
+    """This Ray always fails. Only slow agents are a reason for a retry, and retries are limited."""
     logs = tmp_path / "ray" / "session_latest" / "logs"
     logs.mkdir(parents=True)
     (logs / "raylet.err").write_text(said)
@@ -104,7 +104,7 @@ def test_a_node_whose_agents_were_slow_is_started_again(
 
 
 def test_a_cluster_file_with_an_unknown_role_starts_no_head(tmp_path: Path) -> None:
-    """Of the file for clouds, as `ray up` lays it on the head. That with the roles there are is taken."""
+    """The cloud's file, as `ray up` puts it on the head. With known roles it is accepted."""
     text = (ROOT / "deploy/cluster-cloud.yaml").read_text()
     check_cluster_file(text)
     wrong = text.replace("resources: {draft: 1}", "resources: {cook: 1}")
@@ -164,9 +164,7 @@ NAME = "TANDEM_SPECULATIVE_CONFIG"
 @pytest.mark.parametrize(
     ("given", "method"), [(None, "suffix"), ('{"method": "ngram"}', "ngram"), ("", None)], ids=str
 )
-def test_make_serve_drafts_unless_it_is_told_otherwise(
-    tmp_path: Path, given: str | None, method: str | None
-) -> None:
+def test_make_serve_drafts_by_default(tmp_path: Path, given: str | None, method: str | None) -> None:
     tandem = tmp_path / "tandem"
     tandem.write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" "${NAME}"\n')
     tandem.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Any bytes between the launcher and the routers' processes: neither ends another one by what it says."""
+"""Fuzzes the messages between the launcher and the routers' processes: neither can end the other."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def pool() -> Iterator[Pool]:
 
 
 def test_fuzz_a_router(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
-    """It is restarted if its messages cannot be decoded; the other router continues."""
-    caplog.set_level(logging.CRITICAL)  # a line for each is not kept
+    """A router restarts if its messages cannot be decoded. The other router continues."""
+    caplog.set_level(logging.CRITICAL)  # do not keep a line for each
     pool.asks(0, 1)
     pool.asks(1, 1)
     num_ended = 0
@@ -100,7 +100,7 @@ def test_fuzz_a_router(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.timeout(900)
 def test_fuzz_the_launcher(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A router drops what it does not understand, and answers that nobody waits for."""
+    """A router drops messages that it does not understand, and answers that nobody waits for."""
     caplog.set_level(logging.CRITICAL)
     config = replace(tiny_config(tiny_folder), port=0)
     place = RouterPlace(router_id="router-0", own_port=0, link_port=0)
@@ -115,7 +115,7 @@ def test_fuzz_the_launcher(tiny_folder: Path, caplog: pytest.LogCaptureFixture) 
         await asyncio.sleep(0)
 
         def check(raw: bytes) -> None:
-            if raw:  # else it is the launcher's end
+            if raw:  # otherwise the launcher closed its end
                 ours.send(raw)
                 control._read()
 

@@ -1,4 +1,4 @@
-"""Any bytes from a host's template. `test_template` has those that are for it; both are of one user."""
+"""Fuzzes the answers of a host's template. `test_template` fuzzes its clients; both belong to one user."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REPLIES: list[TemplateReply] = [Spawned(7), SpawnFailed("why"), Ended(7, 9)]
 
 
 def test_fuzz_the_template() -> None:
-    """A client has an answer, or an error of ours."""
+    """A client gets an answer or one of our own errors."""
     name = f"test-{secrets.token_hex(8)}"
     replies: list[bytes] = []
 
@@ -36,7 +36,7 @@ def test_fuzz_the_template() -> None:
         with suppress(OSError):  # the test is over
             while True:
                 connection, _ = listener.accept()
-                with connection, suppress(ConnectionError):  # the client has heard enough
+                with connection, suppress(ConnectionError):  # the client has hung up
                     _, fds, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 2)
                     for fd in fds:
                         os.close(fd)

@@ -1,6 +1,4 @@
-"""What `deploy/install.sh` installs on a host with an NVIDIA GPU, told by a pip that only lists it, and
-where.
-"""
+"""`deploy/install.sh` on a host with an NVIDIA GPU, with a pip that only lists what it would install."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ esac
 
 
 def installed(folder: Path, **variables: str) -> tuple[list[str], str]:
-    """What pip was asked for in a checkout that has its environment, and what was said."""
+    """Return what pip was asked to install in a checkout with an environment, and the output."""
     binaries = folder / ".venv/bin"
     binaries.mkdir(parents=True)
     (folder / "deploy").mkdir()
@@ -54,7 +52,7 @@ def installed(folder: Path, **variables: str) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize(("cuda", "nixl"), [("13.0", "nixl-cu13"), ("12.8", "nixl-cu12")])
-def test_torch_with_cuda_and_the_nixl_of_its_release(tmp_path: Path, cuda: str, nixl: str) -> None:
+def test_it_installs_torch_with_cuda_and_the_matching_nixl(tmp_path: Path, cuda: str, nixl: str) -> None:
     asked, _ = installed(tmp_path, CUDA=cuda)
     torch = next(line for line in asked if "torch==" in line)
     assert "+cpu" not in torch
@@ -71,8 +69,8 @@ def test_a_torch_with_cuda_stays(tmp_path: Path) -> None:
     assert not any("torch==" in line for line in asked)
 
 
-def test_the_triton_of_a_torch_that_stays_will_do() -> None:
-    """A PyTorch with CUDA wants one version alone. Where that is refused, pip replaces PyTorch."""
+def test_an_existing_torchs_triton_is_accepted() -> None:
+    """A PyTorch with CUDA needs one version of Triton. If pip refuses it, pip replaces PyTorch."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     triton = next(each for each in map(Requirement, extras["test"]) if each.name == "triton")
     of_torch = {"2.11": "3.6.0", "2.13": "3.7.1"}
@@ -82,20 +80,20 @@ def test_the_triton_of_a_torch_that_stays_will_do() -> None:
 @pytest.mark.parametrize(
     ("variables", "how"), [({}, "--no-compile"), ({"PYTHONDONTWRITEBYTECODE": "1"}, "--compile")]
 )
-def test_pip_compiles_where_python_will_not(tmp_path: Path, variables: dict[str, str], how: str) -> None:
+def test_pip_compiles_where_python_does_not(tmp_path: Path, variables: dict[str, str], how: str) -> None:
     installed(tmp_path, CUDA="13.0", **variables)
     assert set((tmp_path / "listed.compiled").read_text().split()) == {how}
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="GCC is not installed")
-def test_a_host_on_which_triton_cannot_build_is_told(tmp_path: Path) -> None:
+def test_a_host_that_cannot_build_for_triton_is_reported(tmp_path: Path) -> None:
     assert "Triton needs GCC and Python's headers" in installed(tmp_path / "without", CUDA="13.0")[1]
     (tmp_path / "Python.h").touch()
     assert "Triton" not in installed(tmp_path / "with", CUDA="13.0", HEADERS=str(tmp_path))[1]
 
 
-def test_an_environment_beside_the_checkout(tmp_path: Path) -> None:
-    """As on the hosts of a cluster. This interpreter makes it without pip, so nothing is installed."""
+def test_an_environment_outside_the_checkout(tmp_path: Path) -> None:
+    """Cluster hosts have one. This interpreter makes it without pip, so nothing is installed."""
     checkout, environment = tmp_path / "tandem", tmp_path / "tandem-venv"
     (checkout / "deploy").mkdir(parents=True)
     shutil.copy(ROOT / "deploy/install.sh", checkout / "deploy")

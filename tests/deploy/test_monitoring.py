@@ -1,4 +1,4 @@
-"""Dashboards and alerts ask for metrics and labels that there are; each alert has a case."""
+"""Dashboards and alerts use existing metrics and labels; each alert has a test case."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SELDOM = (
     f"tandem_spec_decode_lost_drafts_total{{{_WORKER}}}",
     f"tandem_spec_decode_refused_drafts_total{{{_WORKER}}}",
 )
-"""What a server that is well has nothing of."""
+"""Series that a healthy server does not have."""
 SELECTOR = re.compile(rf"{PREFIX}\w+(?:{{[^}}]*}})?")
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool is missing: apt-get install prometheus"
@@ -44,7 +44,7 @@ needs_promtool = pytest.mark.skipif(
 
 
 def exposed() -> dict[str, set[str]]:
-    """The labels of each series that `/metrics` has, by its name."""
+    """Return by name the labels of each series that `/metrics` has."""
     groups = {
         (): ROUTER,
         ("worker", "role"): (*WORKER, *REPORTED),
@@ -66,7 +66,7 @@ EXPOSED = exposed()
 
 
 def wrong_in(query: str) -> list[str]:
-    """What a query names that is not there."""
+    """Return the unknown names of a query."""
     wrong = []
     common: set[str] | None = None
     for name, selector in re.findall(rf"\b({PREFIX}\w+|up)\b(?:\{{(.*?)\}})?", query):
@@ -98,7 +98,7 @@ def test_wrong_names_are_found(query: str, wrong: list[str]) -> None:
 
 
 def queries() -> Iterator[tuple[str, str, str]]:
-    """Panel, legend and query of each dashboard's file."""
+    """Return panel, legend and query of each dashboard's file."""
     for path in sorted(FOLDER.glob("*.json")):
         for panel in json.loads(path.read_text())["panels"]:
             for target in panel["targets"]:
@@ -110,7 +110,7 @@ def rules() -> list[Mapping[str, str]]:
     return list(group["rules"])
 
 
-def test_panels_ask_for_what_there_is() -> None:
+def test_panels_use_existing_metrics() -> None:
     asked = list(queries())
     assert len(asked) > 100
     assert {where: wrong for where, _, query in asked if (wrong := wrong_in(query))} == {}
@@ -119,11 +119,11 @@ def test_panels_ask_for_what_there_is() -> None:
             assert re.search(rf"\bby \([^)]*\b{label}\b", query), f"{where}: {legend} has no {label}"
 
 
-def test_alerts_ask_for_what_there_is() -> None:
+def test_alerts_use_existing_metrics() -> None:
     assert {rule["alert"]: wrong for rule in rules() if (wrong := wrong_in(rule["expr"]))} == {}
 
 
-def test_each_alert_has_a_case_in_which_it_alone_fires() -> None:
+def test_each_alert_has_a_case_in_which_only_it_fires() -> None:
     cases = yaml.safe_load((PROMETHEUS / "alerts_test.yml").read_text())["tests"]
     expected = {case["name"]: case["promql_expr_test"][0]["exp_samples"] for case in cases}
     assert expected.pop("all is well") == []
@@ -148,7 +148,7 @@ def test_prometheus_reads_its_configuration_and_each_query(tmp_path: Path) -> No
 
 @needs_promtool
 def test_each_query_finds_something(tmp_path: Path) -> None:
-    """In what a real server told: what joins two series, or asks for a label's value, can match."""
+    """Joins and label values of each query match series of a real server's recording."""
     panels = {query.replace("$__rate_interval", "1m").replace("$worker", ".+") for _, _, query in queries()}
     selectors = {found for rule in rules() for found in SELECTOR.findall(rule["expr"])}
     told = [*recorded(), *SELDOM, 'up{job="tandem"}']
@@ -171,8 +171,8 @@ def test_each_query_finds_something(tmp_path: Path) -> None:
     promtool("test", "rules", str(path))
 
 
-def test_what_is_taken_as_told_is_what_there_is() -> None:
-    """Otherwise: python -m tests.deploy.record_series"""
+def test_the_recorded_series_are_current() -> None:
+    """If it fails: python -m tests.deploy.record_series"""
     told = PROMETHEUS_LABELS | {"model_name"}
     for series in (*recorded(), *SELDOM):
         name, labels = series.partition("{")[0], set(re.findall(r'(\w+)="', series))
@@ -180,7 +180,9 @@ def test_what_is_taken_as_told_is_what_there_is() -> None:
 
 
 def test_alerts_see_the_first_event_too() -> None:
-    """What begins with 1 does not rise: `increase` sees nothing, unless the counter is there before."""
+    """A counter that first appears with 1 does not rise, so `increase` misses it. It must exist with 0
+    before.
+    """
     there = {name.partition("{")[0] for name in recorded()}
     for rule in rules():
         for name in re.findall(rf"increase\(({PREFIX}\w+)", rule["expr"]):
@@ -192,7 +194,7 @@ def promtool(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_what_grafana_is_given_fits_together() -> None:
+def test_grafanas_files_fit_together() -> None:
     provisioning = FOLDER.parent / "provisioning"
     (source,) = yaml.safe_load((provisioning / "datasources/prometheus.yml").read_text())["datasources"]
     (provider,) = yaml.safe_load((provisioning / "dashboards/tandem.yml").read_text())["providers"]

@@ -1,4 +1,4 @@
-"""A server of two routers under requests: it is restarted, scaled and loses routers, and no token changes."""
+"""A server of two routers under load is restarted and scaled and loses routers; no token changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS = ("--router-replicas", "2", "--decode-replicas", "2", "--placement", "l
 OPTIONS += ("--api-key", "secret", "--scale-timeout", "20")
 RESTART_S = 120.0
 PAUSE_S = 0.1
-"""After an answer: requests run at all times, and leave the cores to workers that start."""
+"""Pause after an answer: requests run at all times, but leave cores to starting workers."""
 
 REQUESTS = [{"prompt": [5, 6, 7 + seed], "seed": seed, "temperature": seed / 2} for seed in range(4)]
 STREAM = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0}
@@ -45,7 +45,7 @@ def running(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture
 def server(running: ServerProcess) -> ServerProcess:
-    """With one prefill and two decode workers, whatever the test before has done."""
+    """Restore one prefill and two decode workers, whatever the test before has done."""
     if roles(running) != ["decode", "decode", "prefill"]:
         done = scale(running, "--decode", "2", "--prefill", "1")
         assert done.exit_code == 0, done.output
@@ -64,7 +64,7 @@ def get(server: ServerProcess, index: int, path: str) -> Any:
 
 
 def of_both(server: ServerProcess, *paths: str, **body: Any) -> tuple[httpx.Response, httpx.Response]:
-    """Post to both routers at the same moment. Returns what succeeds first."""
+    """Post to both routers at the same moment. Return the first successful answer."""
 
     def post(index: int) -> httpx.Response:
         url = f"{own_url(server, index)}/{paths[index]}"
@@ -88,7 +88,7 @@ def knows(server: ServerProcess, index: int, adapter: str) -> bool:
 
 
 def pids(server: ServerProcess) -> dict[str, int]:
-    """The ready workers."""
+    """Return the process ids of ready workers."""
     workers = get(server, 0, "workers")["workers"]
     return {worker["id"]: worker["pid"] for worker in workers if worker["lifecycle"] == "ready"}
 
@@ -134,7 +134,7 @@ def scale(server: ServerProcess, *targets: str, key: str = "secret") -> Result:
 def test_only_the_connections_of_a_lost_router_break(
     server: ServerProcess, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """And what it was told of adapters holds."""
+    """The router's knowledge of adapters survives, too."""
     server.wait(lambda: num_workers(server, 0) == num_workers(server, 1) == 3, 10)
 
     def open_stream(index: int, **fields: int) -> AbstractContextManager[httpx.Response]:
@@ -194,7 +194,7 @@ def test_one_decode_worker_stays_when_both_are_drained(server: ServerProcess) ->
     assert roles(server) == ["decode", "prefill"]
 
 
-def test_workers_come_and_go(server: ServerProcess) -> None:
+def test_workers_are_added_and_removed(server: ServerProcess) -> None:
     with under_requests(server):
         grown = scale(server, "--decode", "3", "--prefill", "2")
         assert grown.exit_code == 0, grown.output
@@ -213,12 +213,12 @@ def test_workers_come_and_go(server: ServerProcess) -> None:
         ([], "name a role at least: --prefill N"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_a_server_is_asked(targets: list[str], reason: str) -> None:
+def test_invalid_commands_are_refused_before_a_server_is_asked(targets: list[str], reason: str) -> None:
     answer = CliRunner().invoke(app, ["scale", *targets, "--url", "http://127.0.0.1:1"])
     assert (answer.exit_code, reason in answer.output) == (1, True), answer.output
 
 
-def test_what_cannot_be_is_refused(running: ServerProcess) -> None:
+def test_impossible_operations_are_refused(running: ServerProcess) -> None:
     before = pids(running)
     refused = {
         ("--decode", "0"): "decode: must be at least 1, got 0",
@@ -236,7 +236,7 @@ def test_what_cannot_be_is_refused(running: ServerProcess) -> None:
 
 
 def test_a_signal_to_the_process_alone_ends_it_quietly(running: ServerProcess) -> None:
-    """Last in this module."""
+    """The last test of this module."""
     before = len(running.log.splitlines())
     running.look()
     running.process.send_signal(signal.SIGTERM)

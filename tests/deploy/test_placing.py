@@ -1,4 +1,4 @@
-"""Which nodes a start waits for."""
+"""Which nodes get workers, and which nodes a start waits for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from protocol.config import ServeConfig
 
 
 def test_a_start_waits_longer_for_hosts_that_are_set_up() -> None:
-    """They are worth it, and one that does not answer is not."""
+    """A start waits for hosts that are being set up, but not for one that does not answer."""
     config = ServeConfig(min_nodes=2)
     slots = make_slots(config)
     cluster: Any = SimpleNamespace(nodes=lambda: [Node("1", "192.0.2.11", 4)], sets_up_nodes=True)
@@ -35,7 +35,7 @@ def node(name: str, cores: int = 4, gpus: float = 0.0, **roles: int) -> Node:
 
 
 def place(roles: list[str], nodes: list[Node], distrusted: tuple[str, ...] = ()) -> list[str]:
-    """One after the other; "" where none has room."""
+    """Place the roles one after the other. A role without room gives ""."""
     held: dict[str, list[str]] = {each.node_id: [] for each in nodes}
     chosen = []
     for role in roles:
@@ -58,7 +58,7 @@ def test_workers_are_spread_where_nodes_have_no_roles() -> None:
     assert place(["prefill", "decode", "decode"], [node("a", cores=2), node("b", cores=8)]) == ["b", "b", "b"]
 
 
-def test_a_node_takes_its_roles_alone_and_no_more_than_it_says() -> None:
+def test_a_node_takes_only_its_roles_up_to_their_number() -> None:
     nodes = [node("p", prefill=1), node("d", decode=2), node("any")]
     assert place(["decode", "decode", "prefill"], nodes) == ["d", "any", "p"]
     assert place(["decode"] * 3 + ["draft"], nodes[:2]) == ["d", "d", "", ""]
@@ -68,7 +68,7 @@ def test_a_head_without_cores_takes_none() -> None:
     assert place(["prefill"], [node("head", cores=0)]) == [""]
 
 
-def test_where_some_have_gpus_only_they_take_workers() -> None:
+def test_if_some_nodes_have_gpus_only_they_take_workers() -> None:
     assert place(["prefill", "decode"], [node("cpu", cores=64), node("gpu", gpus=1)]) == ["gpu", "gpu"]
 
 
@@ -77,7 +77,7 @@ def test_a_node_that_does_not_answer_comes_last() -> None:
     assert place(["decode"], [node("a")], ("a",)) == ["a"], "none other is left"
 
 
-def test_a_worker_of_several_ranks_goes_where_each_has_a_core() -> None:
+def test_a_worker_of_several_ranks_needs_a_core_for_each() -> None:
     nodes = [node("a", cores=2), node("b", cores=4)]
     held = {"b": ["decode"] * 3}
     chosen = [choose("decode", nodes, held, (), ranks) for ranks in (1, 2, 4, 8)]

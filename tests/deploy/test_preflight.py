@@ -1,4 +1,4 @@
-"""What can be known of a start without Ray and torch is refused at once, by flag and limit."""
+"""Wrong options that can be found without Ray and torch are refused at once, by flag and limit."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def model(tmp_path: Path) -> str:
     return write_model(tmp_path / "model")
 
 
-def test_what_fits_is_taken(model: str, tmp_path: Path) -> None:
+def test_fitting_options_are_accepted(model: str, tmp_path: Path) -> None:
     check(
         model,
         max_model_len=2048,
@@ -166,7 +166,7 @@ def test_adapters_of_too_high_a_rank(model: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "windowed", [{"sliding_window": 64, "model_type": "mistral"}, {"model_type": "bamba"}]
 )
-def test_models_whose_tokens_may_need_less_are_left_to_the_workers(
+def test_models_that_may_need_less_memory_are_left_to_the_workers(
     tmp_path: Path, windowed: dict[str, Any]
 ) -> None:
     check(write_model(tmp_path, **windowed), kv_cache_memory_bytes=1)
@@ -195,7 +195,7 @@ def test_cuda_without_a_gpu(model: str, monkeypatch: pytest.MonkeyPatch) -> None
     ],
     ids=lambda command: " ".join(command[:2]),
 )
-def test_no_command_imports_torch_to_find_no_model(command: list[str]) -> None:
+def test_commands_check_the_model_without_importing_torch(command: list[str]) -> None:
     code = """if True:
         import sys
         from deploy.cli import app
@@ -214,7 +214,7 @@ def test_no_command_imports_torch_to_find_no_model(command: list[str]) -> None:
 
 
 class Hub(HTTPServer):
-    """Answers each request with the same status and counts them."""
+    """Answers each request with the same status and counts requests."""
 
     status, error = 200, ""
 
@@ -237,7 +237,7 @@ class Answer(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+        """Print nothing."""
 
 
 @pytest.fixture
@@ -272,7 +272,7 @@ def test_a_model_that_the_hub_does_not_have(hub: Hub, error: str) -> None:
 
 
 @pytest.mark.parametrize("status", [503, 504])
-def test_a_hub_that_does_not_serve_is_asked_once(hub: Hub, status: int) -> None:
+def test_an_unavailable_hub_is_asked_once(hub: Hub, status: int) -> None:
     hub.status = status
     with pytest.raises(ConfigError, match=r"--tokenizer: 'me/model' is no folder here, .* cannot be reached"):
         check_source("me/model", "--tokenizer")
@@ -280,9 +280,7 @@ def test_a_hub_that_does_not_serve_is_asked_once(hub: Hub, status: int) -> None:
     assert not constants.HF_HUB_OFFLINE
 
 
-def test_without_a_hub_the_cache_is_taken_and_the_hub_not_asked_again(
-    hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_hub_the_cache_is_used(hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     snapshot = tmp_path / "cache" / "models--me--model" / "snapshots" / ("1" * 40)
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")

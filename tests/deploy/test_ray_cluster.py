@@ -1,4 +1,4 @@
-"""Starts of a local Ray, its resources and environment, and the end of a joined one."""
+"""Starts a local Ray with its resources and environment, and notices the end of a joined Ray."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOSTS = "available_node_types: {local.cluster.node: {min_workers: 2, max_workers
 CLOUD = "available_node_types: {head: {max_workers: 12}, decode: {min_workers: 1, max_workers: 6}}"
 
 
-def test_of_listed_hosts_there_are_never_more(tmp_path: Path) -> None:
+def test_listed_hosts_limit_the_number_of_nodes(tmp_path: Path) -> None:
     files = {"all": HOSTS % 2, "some": HOSTS % 3, "cloud": CLOUD}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -28,14 +28,14 @@ def test_of_listed_hosts_there_are_never_more(tmp_path: Path) -> None:
     assert {fixed_types(tmp_path / name) for name in ("some", "cloud", "missing")} == {frozenset()}
 
 
-def test_hosts_that_are_set_up_are_told_from_those_that_do_not_answer() -> None:
+def test_hosts_being_set_up_differ_from_hosts_that_do_not_answer() -> None:
     pending = ["192.0.2.11", "local.cluster.node"]
     for status, expected in {"waiting-for-ssh": False, "syncing-files": True, "setting-up": True}.items():
         assert sets_up_nodes({"pending_nodes": [[*pending, status]]}) == expected
     assert not sets_up_nodes({})
 
 
-def test_without_an_autoscaler_no_node_comes() -> None:
+def test_without_an_autoscaler_no_node_is_expected() -> None:
     assert not may_grow({}) and not may_grow({"node_type_mapping": {"1": "node_1"}})
     assert may_grow({"node_type_mapping": {"1": "node_1", "2": "decode"}})
 
@@ -67,7 +67,7 @@ def test_a_head_that_refuses_connections_has_ended(monkeypatch: pytest.MonkeyPat
     assert not watch.is_alive() and lost.empty()
 
 
-def test_one_that_comes_back_in_time_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_answers_again_in_time_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it had answered before."""
     clock = [0.0]
     monkeypatch.setattr(ray_cluster, "time", SimpleNamespace(monotonic=lambda: clock[0]))
@@ -81,7 +81,7 @@ def test_one_that_comes_back_in_time_has_not(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(2):
         listener.accept()[0].close()
     listener.close()
-    time.sleep(0.1)  # some refusals
+    time.sleep(0.1)  # a few refusals
     with listen(port) as again:
         again.accept()[0].close()
     watch.stop()
@@ -89,7 +89,7 @@ def test_one_that_comes_back_in_time_has_not(monkeypatch: pytest.MonkeyPatch) ->
     assert not watch.is_alive() and lost.empty()
 
 
-def test_one_that_cannot_be_reached_gets_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_head_gets_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: object) -> socket.socket:
         raise OSError("no route to host")
 
@@ -151,8 +151,8 @@ def run_start(change: str, fails_soon: str, timeout: float) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-def test_a_raylet_that_does_not_come_is_started_again() -> None:
-    """Its successor runs without agents, and nothing of the first attempt is left."""
+def test_a_raylet_that_does_not_start_is_started_again() -> None:
+    """The second one runs without agents, and nothing is left of the first."""
     output, errors = run_start(
         "command if len(raylets) > 1 else ['sleep', '1000']", "len(raylets) == 1", 600.0
     )
@@ -160,7 +160,7 @@ def test_a_raylet_that_does_not_come_is_started_again() -> None:
     assert "Ray is started again, since it did not start: The current node timed out" in errors
 
 
-def test_a_start_that_fails_shows_what_rays_logs_say() -> None:
+def test_a_failed_start_shows_rays_logs() -> None:
     output, _ = run_start("[*command, '--node_id=short']", "True", 0.0)
     first, *rest = output.splitlines()
     assert first.startswith("cannot start Ray within 0 s (--start-timeout): The current node timed out")

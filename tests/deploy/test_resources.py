@@ -1,4 +1,4 @@
-"""What workers get of their host."""
+"""The threads, memory and GPUs that workers get of their host."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ print(resident_mb() - before)
 
 
 def test_compiled_products_do_not_fill_the_memory() -> None:
-    """Once the caches are full, new numbers of rows take little more: seen are 73 to 88 MB, and 185 MB or
-    more without a bound on either cache."""
+    """Once the caches are full, new numbers of rows take little more memory: 73 to 88 MB, and 185 MB or more
+    if either cache had no bound.
+    """
     full = CACHED_PRODUCTS // 4
     program = MULTIPLY.format(full=full, last=full + 240)
     environment = os.environ | thread_environment(1)
@@ -76,7 +77,7 @@ def test_plan_on_a_cpu() -> None:
 
 
 def test_plan_on_one_of_several_nodes() -> None:
-    """Threads, memory and GPUs are shared by those that are on the node."""
+    """Workers on a node share its threads, memory and GPUs."""
     eight = ServeConfig(prefill_replicas=4, decode_replicas=4)
     config, _ = plan_workers(eight, num_gpus=0, cores=16, workers=1)
     assert (config.worker_threads, config.gpu_memory_utilization) == (16, 0.9)
@@ -134,7 +135,7 @@ def test_sizes_that_divide_the_attention_heads(model: str) -> None:
         ({"decode_tensor_parallel_size": 2, "kv_transports": "object_store"}, "--decode-.*object_store"),
     ],
 )
-def test_others_are_refused_with_the_limit(model: str, flags: dict[str, object], reason: str) -> None:
+def test_other_sizes_are_refused_with_the_limit(model: str, flags: dict[str, object], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_config({"model": model, **flags}, {})
 
@@ -151,7 +152,7 @@ def test_sizes_must_divide_the_heads(model: str, flags: dict[str, object], reaso
         check_heads(load_config({"model": model, **flags}, {}), HEADS)
 
 
-def test_gpt2_has_another_name_for_them(model: str) -> None:
+def test_gpt2_names_its_heads_otherwise(model: str) -> None:
     with pytest.raises(ConfigError, match=r"--decode-.*: 5 does not divide n_head of .*, 12$"):
         check_heads(load_config({"model": model, "decode_tensor_parallel_size": 5}, {}), {"n_head": 12})
 

@@ -1,4 +1,4 @@
-"""What the launcher does for the routers of `tandem serve --router-replicas 2`."""
+"""The launcher's work for the routers of `tandem serve --router-replicas 2`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_second_server_is_refused_the_routers_port() -> None:
 
 
 class Pool:
-    """The launcher's side of two routers, whose own ends are here."""
+    """The launcher's side of two routers, with the routers' ends in this process."""
 
     def __init__(self) -> None:
         config = ServeConfig(
@@ -73,7 +73,7 @@ class Pool:
             self._ends.append(self._attach(index))
 
     def _attach(self, index: int) -> socket.socket:
-        """Returns the router's own end."""
+        """Attach a router and return its end."""
         router = self._pool._routers[index]
         router.control, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._pool._selector.register(router.control, 1, router)
@@ -89,7 +89,7 @@ class Pool:
         self._ends[index] = self._attach(index)
 
     def says(self, index: int, message: FromRouter) -> list[Any]:
-        """What the router is sent when it says that, and since it spoke last."""
+        """Send a router's message. Return what the router has been sent since its last message."""
         return self.says_raw(index, msgspec.msgpack.encode(message))
 
     def says_raw(self, index: int, message: bytes) -> list[Any]:
@@ -106,7 +106,7 @@ class Pool:
             answers.append(msgspec.msgpack.decode(data, type=ToRouter))  # type: ignore[arg-type]
 
     def asks(self, index: int, prompts: int) -> list[Any]:
-        """The same, when it reports that so many prompts were asked for."""
+        """Report from a router that this number of prompts was asked for. Return as `says` does."""
         return self.says(index, RouterReport({}, {"decode": RoleDemand(prompts=prompts)}))
 
     def stop(self) -> None:
@@ -132,7 +132,9 @@ def pool() -> Iterator[Pool]:
 
 
 def test_one_router_scales_for_all(pool: Pool) -> None:
-    """The first one, by what is asked of all; the next one when it ends, and what was asked still counts."""
+    """The first router scales by the sum of all routers' requests. When it ends, the next one continues with
+    the same sum.
+    """
     assert pool.asks(1, 5) == [Expect({}, {}), Lead({})], "the other one has not begun"
     assert pool.asks(0, 3) == [Expect({}, {}), Lead({"decode": RoleDemand(prompts=5)})]
     assert pool.asks(1, 7) == []
@@ -140,8 +142,8 @@ def test_one_router_scales_for_all(pool: Pool) -> None:
     assert pool.asks(1, 8) == [Lead({"decode": RoleDemand(prompts=3)})]
 
 
-def test_every_router_shows_what_was_decided(pool: Pool) -> None:
-    """Also one that is started later, and once it has failed instead."""
+def test_every_router_shows_decisions_about_scaling(pool: Pool) -> None:
+    """This includes routers started later, and decisions that failed."""
     decision = ScalingDecision({"decode": 2}, {"decode": "many wait"})
     changed = Decided(ScalingEvent(1.0, ScalingDecision({}, {}, ("decode", "prefill")), {"prefill": 1}))
     scaled = Decided(ScalingEvent(2.0, decision, {"decode": 1}))
@@ -152,8 +154,8 @@ def test_every_router_shows_what_was_decided(pool: Pool) -> None:
     assert pool.asks(1, 0) == [changed, scaled, failed, Expect({}, {}), changed, failed]
 
 
-def test_every_router_knows_which_adapters_there_are(pool: Pool) -> None:
-    """Also one that is started later. Workers begin with "sql"."""
+def test_every_router_knows_the_adapters(pool: Pool) -> None:
+    """This includes routers started later. Workers begin with the adapter "sql"."""
     new = Serves("new", Adapter(name="new", path="/adapters/new", digest="1" * 32))
     gone, unloaded = Serves("new", None), Serves("sql", None)
 
@@ -173,7 +175,7 @@ def test_every_router_knows_which_adapters_there_are(pool: Pool) -> None:
     assert told(0) == [unloaded]
 
 
-def test_a_router_is_told_of_more_adapters_than_fit_at_once(pool: Pool) -> None:
+def test_a_long_list_of_adapters_is_sent_in_parts(pool: Pool) -> None:
     pool.asks(0, 0)
     path = "/" * 4000
     changes = [Serves(str(i), Adapter(name=str(i), path=path, digest="1" * 32)) for i in range(200)]
@@ -184,7 +186,7 @@ def test_a_router_is_told_of_more_adapters_than_fit_at_once(pool: Pool) -> None:
 
 
 def test_routers_take_turns_with_changes_of_many_workers(pool: Pool) -> None:
-    """One restart, and no scaling meanwhile, by itself neither; what a lost router had begun is over."""
+    """One restart runs at a time, without scaling or autoscaling meanwhile. It ends if its router is lost."""
     restarts = Begun("a restart is under way already, asked of router-0: ask again after that")
     scales = Begun("a scaling is under way already, asked of router-1: ask again after that")
     pool.asks(0, 0)
@@ -201,7 +203,7 @@ def test_routers_take_turns_with_changes_of_many_workers(pool: Pool) -> None:
 
 
 def test_one_router_at_a_time_changes_adapters(pool: Pool) -> None:
-    """Beside any change of workers."""
+    """Changes of workers may run at the same time."""
     change = Begins("change of adapters")
     busy = "a change of adapters is under way already, asked of router-0: ask again after that"
     assert pool.says(0, change) == pool.says(1, Begins("restart")) == [Begun("")]
@@ -211,7 +213,7 @@ def test_one_router_at_a_time_changes_adapters(pool: Pool) -> None:
 
 
 def test_a_stop_does_not_wait_for_routers_that_are_starting(pool: Pool) -> None:
-    """They read no message before they serve, which may take as long as a tokenizer's download."""
+    """Starting routers read no messages, and starting may take as long as a tokenizer's download."""
     pool.asks(0, 0)
     pool.stop()
     assert (pool.has_ended(0), pool.has_ended(1)) == (False, True)

@@ -1,4 +1,4 @@
-"""Which numbers of workers are refused, with nothing changed, and who starts or leaves otherwise."""
+"""Which numbers of workers are refused without effect, and which workers start or leave otherwise."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def ask(
         ),
     ],
 )
-def test_what_is_refused_changes_nothing(options, nodes, targets, field, reason):
+def test_refused_numbers_change_nothing(options, nodes, targets, field, reason):
     config = ServeConfig(**options)
     slots = ready(config)
     before = list(slots)
@@ -85,8 +85,8 @@ def test_new_workers_get_the_first_free_names():
     assert all(slot.start_at == slot.added_at is not None for slot in slots[3:])
 
 
-def test_who_serves_before_the_supervisor_has_looked_is_drained_too():
-    """It was added a moment ago, and its router knows it: nobody else would let it go."""
+def test_a_worker_that_serves_before_the_supervisor_knows_is_drained():
+    """It has just started, and only its router knows it. Without a drain it would never leave."""
     config = ServeConfig()
     slots = ready(config)
     assert ask(slots, config, decode=2).started == ["decode-1"]
@@ -94,7 +94,7 @@ def test_who_serves_before_the_supervisor_has_looked_is_drained_too():
     assert rescale(slots, request, config, LAPTOP, False).leaving == ["decode-1"]
 
 
-def test_those_that_do_not_serve_leave_first_then_those_of_least_worth():
+def test_workers_that_do_not_serve_leave_first_then_the_least_valuable():
     config = ServeConfig(decode_replicas=4)
     slots = ready(config)
     coming = next(slot for slot in slots if slot.worker_id == "decode-3")
@@ -142,7 +142,7 @@ def test_a_worker_that_has_changed_its_role_keeps_its_place():
     assert room(slots, config, LAPTOP, False) == shared
 
 
-def test_the_room_that_is_left():
+def test_the_remaining_room():
     config = ServeConfig(speculative_config=DRAFTS, draft_replicas=1)
     slots = ready(config)
     assert room(slots, config, LAPTOP, False) == {"prefill": 5, "decode": 5, "draft": 5}

@@ -1,4 +1,4 @@
-"""`tandem serve` on a real local Ray: it answers, it heals, it ends cleanly."""
+"""`tandem serve` on a real local Ray: it answers, heals and ends cleanly."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(tiny_folder: Path, folder: Path) -> Iterator[ServerProcess]:
-    """It tells this module the keys of its cluster."""
+    """Start the shared server, which reports its cluster's keys to this module."""
     prelude = TELL_KEYS.format(path=str(folder / "keys"))
     running = ServerProcess(tiny_folder, folder / "log", "--placement", "least_loaded", prelude=prelude)
     try:
@@ -76,7 +76,7 @@ def server(tiny_folder: Path, folder: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def started(request: pytest.FixtureRequest, tiny_folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server of its own, of one worker."""
+    """Start a server with one worker for one test."""
     options = getattr(request, "param", ["--no-disaggregation"])
     running = ServerProcess(tiny_folder, tmp_path / "log", *options)
     try:
@@ -98,12 +98,13 @@ def test_completions_take_the_disaggregated_path(server: ServerProcess) -> None:
     server.wait(lambda: server.workers()["decode-0"]["counters"]["handoffs_total"] == before + 2, 10)
 
 
-def test_announcement_says_what_was_chosen(server: ServerProcess) -> None:
+def test_the_announcement_lists_the_choices(server: ServerProcess) -> None:
     lines = server.log.splitlines()
     start = lines[: next(n for n, line in enumerate(lines) if line.startswith("Listening on http://")) + 1]
     for expected in ("threads per worker:", "  prefill-0: cpu, ", "  decode-0: cpu, ", " MiB", "Try:  curl "):
         assert expected in "\n".join(start)
-    told = [line for line in start if " took " not in line and " s ago" not in line]  # of a slow host alone
+    # only slow hosts print this
+    told = [line for line in start if " took " not in line and " s ago" not in line]
     assert len(told) <= 10, "a calm start"
     curl = server.log.split("Try:  ")[1].splitlines()[0]
     answer = subprocess.run(["bash", "-c", f"{curl} -s"], capture_output=True, text=True, timeout=60)
@@ -111,20 +112,20 @@ def test_announcement_says_what_was_chosen(server: ServerProcess) -> None:
 
 
 def test_others_cannot_write_into_rays_folders(server: ServerProcess) -> None:
-    """Ray lets everybody write there, so the folder above must be closed."""
+    """Ray makes its folders world-writable, so the folder above must be closed."""
     (folder,) = Path("/tmp").glob(f"tandem-{server.process.pid}-*")
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (folder / "ray").is_dir()
 
 
 def test_it_listens_on_loopback_alone(server: ServerProcess) -> None:
-    """So do Ray and the KV transports."""
+    """Ray and the KV transports must do so too."""
     server.look()
     assert wide_listeners([psutil.Process(server.process.pid), *server.alive()]) == set()
 
 
 def test_no_secret_of_the_cluster_shows(server: ServerProcess, folder: Path) -> None:
-    """Neither in a process list or an environment, nor in a log or other file, nor in what Ray knows."""
+    """The secrets appear in no process list, environment, log, file, or Ray state."""
     keys = msgspec.msgpack.decode((folder / "keys").read_bytes(), type=ClusterKeys)
     raw = [keys.server_secret, keys.client_secret, keys.transfer_key]
     secrets = [*raw, *(base64.b64encode(each)[:-2] for each in raw), *(each.hex().encode() for each in raw)]
@@ -176,9 +177,7 @@ def test_status_and_complete(server: ServerProcess) -> None:
     [("decode-0", signal.SIGKILL), ("prefill-0", signal.SIGSTOP)],
     ids=["decode-killed", "prefill-hung"],
 )
-def test_a_lost_worker_is_made_up_for_then_heals(
-    server: ServerProcess, worker_id: str, number: signal.Signals
-) -> None:
+def test_a_lost_worker_is_replaced(server: ServerProcess, worker_id: str, number: signal.Signals) -> None:
     pid = server.worker_pid(worker_id)
     incarnation = server.workers()[worker_id]["incarnation"]
     body = {"model": "tiny", "prompt": list(range(1, 50)), "max_tokens": 300, "temperature": 0}
@@ -208,7 +207,7 @@ def test_a_lost_worker_is_made_up_for_then_heals(
 
 
 def test_all_workers_are_killed_and_no_request_fails(server: ServerProcess) -> None:
-    """Running streams, and a request that comes while nobody is there, wait for the next incarnations."""
+    """Running streams, and a request that arrives while no worker runs, wait for the next workers."""
     body = {"model": "tiny", "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True}
     body |= {"return_token_ids": True}
     prompts = [list(range(1 + number, 40 + number)) for number in range(4)]
@@ -248,7 +247,7 @@ def test_all_workers_are_killed_and_no_request_fails(server: ServerProcess) -> N
 
 
 def test_ctrl_c_drains_and_leaves_nothing(server: ServerProcess) -> None:
-    """Last in this module: it ends the shared server."""
+    """The last test of this module: it ends the shared server."""
     server.look()
     processes = [psutil.Process(server.process.pid), *server.alive()]
     ports, shared = listening_ports(processes), shared_files(processes)
@@ -271,7 +270,7 @@ def test_ctrl_c_drains_and_leaves_nothing(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("stage", ["imports", "raylet", "WorkerActor"])
 def test_ctrl_c_during_the_start(started: ServerProcess, stage: str) -> None:
-    """From the first imports on, before which the signal is Python's own affair, or when a process begins."""
+    """From the first imports on. Earlier, Python itself handles the signal."""
     maps = Path(f"/proc/{started.process.pid}/maps")
     if stage == "imports":
         started.wait(lambda: "msgspec" in maps.read_text(), 60)
@@ -313,7 +312,7 @@ def test_ctrl_c_while_the_commands_are_made_leaves_no_traceback() -> None:
 
 
 def test_a_signal_during_the_imports_is_not_lost() -> None:
-    """Python ignores what is raised in a callback of a weak reference, which imports make use of."""
+    """Python ignores exceptions in callbacks of weak references, which imports use."""
     code = """if True:
         import os, signal, weakref
         from deploy.serve import _Patience

@@ -16,7 +16,7 @@ from router.reading.served import GenerationDefaults
 
 
 class Started:
-    """Stands for the routers once all workers are there."""
+    """Stands in for the routers once all workers run."""
 
     def start_ups(self) -> dict[str, Mapping[str, str]]:
         return {"decode-0": {"device": "cpu, bfloat16", "forward": "native"}}
@@ -29,12 +29,12 @@ def test_the_last_line_names_the_api_and_the_playground(url: str) -> None:
 
 
 class StartingLauncher:
-    """Waits for Ray, which nothing interrupts."""
+    """A launcher that waits for Ray without interruption."""
 
     cluster = SimpleNamespace(has_died=False, remove_files=lambda: None)
 
     def stop(self) -> None:
-        """It cannot."""
+        """Do nothing, since this launcher cannot stop."""
 
     def is_alive(self) -> bool:
         return True

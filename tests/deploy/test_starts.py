@@ -1,4 +1,4 @@
-"""Workers that are being started: their actors are asked how that gets on, and not waited for without end."""
+"""Starting workers: the supervisor asks their actors about progress, and waits with a limit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PID = os.getpid()
 
 
 class Start:
-    """A worker that starts. The test plays its actor, and the time goes on in the supervisor's steps."""
+    """A starting worker. The test acts as its actor, and time passes in the supervisor's steps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, is_local: bool = True) -> None:
         self.answer: ActorState | None = None
@@ -49,7 +49,7 @@ class Start:
         self.num_templates += 1
 
     def after(self, seconds: float) -> StartFault | None:
-        """What is found by then, at once when it is found."""
+        """Return what is found within this time, as soon as it is found."""
         end = self.now + seconds
         while self.now < end:
             self.now += 0.25
@@ -72,7 +72,7 @@ def test_an_actor_that_answers_is_waited_for_up_to_the_time_limit(start: Start) 
     assert fault == StartFault("it was not ready within 300 s (--start-timeout)", is_over=True)
 
 
-def test_an_actor_that_falls_silent_while_its_worker_starts_is_to_blame(start: Start) -> None:
+def test_an_actor_that_falls_silent_during_the_start_fails(start: Start) -> None:
     start.answer = ActorState(PID)
     assert start.after(5) is None
     start.answer = None
@@ -87,7 +87,7 @@ def test_ray_has_more_time_to_begin_an_actor(start: Start) -> None:
     assert fault is not None and fault.by_actor
 
 
-def test_the_next_start_of_an_actor_knows_that_it_has_answered_before(start: Start) -> None:
+def test_an_actors_next_start_knows_that_it_has_answered_before(start: Start) -> None:
     start.answer = ActorState(PID, "something", stuck="process 7 is stopped (SIGSTOP)")
     start.watch.take(start.slot)
     start.answer = None
@@ -102,7 +102,7 @@ def test_a_worker_that_is_stopped_while_it_starts_is_ended(start: Start) -> None
     assert start.after(1) == StartFault("its process 7 is stopped (SIGSTOP)")
 
 
-def test_templates_that_were_replaced_are_told_once(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_replaced_templates_are_reported_once(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     start.answer = ActorState(PID, replaced=("process 7 is stopped (SIGSTOP)",))
     start.after(10)
     assert start.num_templates == 1
@@ -118,7 +118,7 @@ def test_templates_that_were_replaced_are_told_once(start: Start, caplog: pytest
     ]
 
 
-def test_the_log_says_what_is_waited_for(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_what_a_start_waits_for(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     start.after(REMIND_S - 0.5)
     assert not caplog.records
@@ -144,7 +144,7 @@ def test_an_actor_of_this_host_is_known_by_its_process(
     assert (start.slot.process is not None) == is_local
 
 
-def test_an_actor_that_has_ended_is_no_answer(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ended_actor_counts_as_no_answer(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     def die(ref: Any) -> None:
         raise ray.exceptions.ActorDiedError
 

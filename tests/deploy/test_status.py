@@ -1,4 +1,4 @@
-"""What `tandem status` says of the wires and of speculation."""
+"""The report of `tandem status` about transports and speculation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TCP = {"peer": "decode-0", "transport": "tcp", "in_use": True}
         ({"decode-0": "tcp"}, [HERE, SHM, TCP], " decode-0: tcp (shm: another host; ucx: no nixl) "),
     ],
 )
-def test_the_transport_in_use_and_why_not_a_better_one(
+def test_the_transport_in_use_and_why_no_better_one(
     transports: dict[str, str], pairs: list[dict[str, Any]], told: str
 ) -> None:
     out = io.StringIO()
@@ -52,7 +52,7 @@ def test_the_transport_in_use_and_why_not_a_better_one(
     assert told in row + " "
 
 
-def test_workers_that_are_awaited() -> None:
+def test_starting_workers_are_listed() -> None:
     awaited = [{"id": "decode-1", "role": "decode"}]
     out = io.StringIO()
     Console(file=out, width=250).print(
@@ -72,7 +72,7 @@ def test_workers_that_are_awaited() -> None:
         ({"eagle": (4, 8, 0), "ngram": (1, 4, 4)}, ["eagle 4 0% 1.00 -", "ngram 1 100% 5.00 -"]),
     ],
 )
-def test_what_each_method_brings(totals: dict[str, tuple[float, float, float]], told: list[str]) -> None:
+def test_the_gain_of_each_method(totals: dict[str, tuple[float, float, float]], told: list[str]) -> None:
     counters = {"steps_total": 3.0}
     for method, (drafts, drafted, accepted) in totals.items():
         for name, value in (("drafts", drafts), ("draft_tokens", drafted), ("accepted_tokens", accepted)):
@@ -83,13 +83,13 @@ def test_what_each_method_brings(totals: dict[str, tuple[float, float, float]], 
 
 
 @pytest.mark.parametrize("start_up", ["medusa", "medusa (model m)"])
-def test_the_method_before_it_has_drafted(start_up: str) -> None:
+def test_a_method_before_it_has_drafted(start_up: str) -> None:
     worker = {**WORKER, "start_up": {"speculation": start_up}}
     _, row = rows_of(make_view("http://localhost", {"workers": [worker]}))
     assert row == "prefill-0 medusa 0 - - -"
 
 
-def test_the_current_k_is_that_of_the_requests_which_run() -> None:
+def test_the_current_k_counts_running_requests() -> None:
     states = [
         {"method": "ngram", "num_requests": 4, "num_tokens": 10},
         {"method": "eagle", "num_requests": 2},
@@ -125,7 +125,7 @@ def test_a_pipe_gets_all_columns(capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 def rows_of(view: RenderableType) -> list[str]:
-    """On a narrow terminal: the rows that name the worker, without the borders."""
+    """Return the rows that name the worker on a narrow terminal, without borders."""
     out = io.StringIO()
     Console(file=out, width=80).print(view)
     rows = [line.replace("│", " ") for line in out.getvalue().splitlines() if "prefill-0" in line]

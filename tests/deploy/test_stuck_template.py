@@ -1,6 +1,4 @@
-"""A host's template that is stopped or stuck: its clients wait no longer than they have to, and get another
-one.
-"""
+"""A host's template is stopped or stuck: its clients wait only briefly and get another one."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ PATIENCE_S = 60.0
 
 
 class Templates:
-    """Processes that pass for templates: those that never answer, and those that have started a worker."""
+    """Processes that act as templates: some never answer, others have started a worker."""
 
     def __init__(self) -> None:
         self.pids: list[int] = []
@@ -56,7 +54,7 @@ class Templates:
             clients.append(client)
             if answers:
                 _, fds, _, _ = socket.recv_fds(client, MAX_MESSAGE_BYTES, 2)
-                for fd in fds:  # the worker's end: so it ends at once
+                for fd in fds:  # the worker's end, so that it ends at once
                     os.close(fd)
                 client.send(msgspec.msgpack.encode(Spawned(WORKER_PID)))
 
@@ -73,7 +71,7 @@ def name() -> str:
 
 @pytest.fixture
 def templates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Templates]:
-    """Clients that need another template get one that answers, and look at the others often."""
+    """Make clients replace a template by one that answers, and check the others often."""
     templates = Templates()
     monkeypatch.setattr(TemplateClient, "_start", lambda client: templates.start(client._name, answers=True))
     monkeypatch.setattr(template_client, "_LOOK_S", 0.02)
@@ -113,7 +111,7 @@ def test_a_template_that_cannot_be_killed_keeps_its_name(
         assert len(templates.pids) == 2
 
 
-def test_a_template_that_waits_for_something_is_replaced(
+def test_a_waiting_template_is_replaced(
     templates: Templates, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "IDLE_S", 0.5)
@@ -130,7 +128,7 @@ def test_a_template_has_a_deadline(templates: Templates, name: str) -> None:
         assert client.replaced == [f"process {busy.pid} has not answered for 0 s"]
 
 
-def test_an_end_that_a_stopped_template_cannot_tell_is_known(templates: Templates, name: str) -> None:
+def test_a_workers_end_is_noticed_though_its_template_is_stopped(templates: Templates, name: str) -> None:
     template = templates.start(name, answers=True)
     with client_of(name) as client:
         worker = client.spawn(b"launch", PATIENCE_S)
@@ -139,7 +137,7 @@ def test_an_end_that_a_stopped_template_cannot_tell_is_known(templates: Template
         assert len(client.replaced) == 1
 
 
-def test_templates_that_get_stuck_one_after_the_other_are_an_error(
+def test_repeatedly_stuck_templates_are_an_error(
     templates: Templates, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(client: TemplateClient) -> None:
@@ -159,7 +157,7 @@ def test_a_template_that_does_not_start_is_an_error(name: str, monkeypatch: pyte
 
 
 class Watched:
-    """A process of which the test says what it does."""
+    """A process whose state the test controls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.watch = ProcessWatch(os.getpid())
@@ -178,14 +176,14 @@ class Watched:
         return self.watch
 
 
-def test_a_process_that_works_is_never_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_working_process_is_never_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
     for state in (psutil.STATUS_RUNNING, psutil.STATUS_SLEEPING, psutil.STATUS_DISK_SLEEP):
         watched.state = state
         assert watched.after(600, core_s=1.0, looks=600).stuck == ""
 
 
-def test_a_process_that_only_waits_is_stuck_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_process_is_stuck_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
     watched.state = psutil.STATUS_DISK_SLEEP
     assert watched.after(IDLE_S - 2).stuck == ""
@@ -203,14 +201,14 @@ def test_a_stopped_process_is_stuck_soon(monkeypatch: pytest.MonkeyPatch, state:
     assert watched.after(1).stopped == ""
 
 
-def test_who_looks_may_have_been_stopped_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both go on now, and the first look finds the other one as it was."""
+def test_a_stopped_observer_does_not_blame_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both continue now, and the first look finds the process unchanged."""
     watched = Watched(monkeypatch)
     watched.state = psutil.STATUS_STOPPED
     assert watched.after(3600, looks=1).stuck == ""
 
 
-def test_nothing_is_said_of_a_process_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ended_process_is_not_called_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     pid = os.fork()
     if pid == 0:
         os._exit(0)
@@ -220,8 +218,8 @@ def test_nothing_is_said_of_a_process_that_has_ended(monkeypatch: pytest.MonkeyP
     assert watch.stuck == "" and watch.end(0.1)
 
 
-def test_the_end_of_a_worker_is_told_as_before(templates: Templates, name: str) -> None:
-    """With a status that the template tells."""
+def test_a_workers_end_is_reported_by_the_template(templates: Templates, name: str) -> None:
+    """The template still reports the worker's status."""
     raw = msgspec.msgpack.encode(Ended(WORKER_PID, 9))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with client_of(name) as client, theirs:

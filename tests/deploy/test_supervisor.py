@@ -1,4 +1,4 @@
-"""When a worker is started again, and after which deaths that takes longer and longer."""
+"""Restarts of workers: when they happen, and after which deaths the pauses grow."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from protocol.roles import ROLES
 
 
 class Life:
-    """A worker's place; each death is followed by the next start."""
+    """A worker's place. Each death is followed by the next start."""
 
     def __init__(self) -> None:
         self.slot = Slot("decode-0", ROLES["decode"])
         self.now = 100.0
 
     def die(self, *, vanished: bool, after_s: float | None) -> float:
-        """After so many seconds of being ready, or before it was. Returns the pause until the next start."""
+        """Die after being ready for `after_s` seconds, or before being ready. Return the pause until the next
+        start.
+        """
         self.slot.ready_since = self.now if after_s is not None else None
         self.now += after_s or 1.0
         return self.slot.note_death(vanished, self.now)
@@ -40,20 +42,20 @@ def test_one_failure_costs_no_pause() -> None:
     assert Life().die(vanished=False, after_s=10.0) == 0.0
 
 
-def test_failures_in_a_row_cost_more_and_more() -> None:
+def test_repeated_failures_cost_growing_pauses() -> None:
     life = Life()
     pauses = [life.die(vanished=False, after_s=10.0) for _ in range(10)]
     assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, *[LONGEST_BACKOFF_S] * 3]
     assert life.die(vanished=False, after_s=STABLE_S + 1) == 0.0, "it had recovered"
 
 
-def test_a_process_that_vanishes_as_soon_as_it_is_ready_or_before_has_failed() -> None:
+def test_a_process_that_vanishes_before_or_when_ready_has_failed() -> None:
     life = Life()
     assert [life.die(vanished=True, after_s=after) for after in (1.0, None, 1.0)] == [0.0, 0.5, 1.0]
     assert life.die(vanished=True, after_s=7.0) == 1.0, "a kill adds nothing, and forgives nothing"
 
 
-def test_a_decode_worker_stays_whoever_leaves_or_changes() -> None:
+def test_a_decode_worker_stays_whichever_leaves_or_changes() -> None:
     slots = make_slots(ServeConfig(prefill_replicas=1, decode_replicas=3))
     refused = "no other decode worker stays"
     assert let_go(slots, "decode-0", for_good=True) == ""
@@ -76,7 +78,7 @@ def test_a_decode_worker_stays_whoever_leaves_or_changes() -> None:
 
 
 def supervisor_of_two(expected: list[list[str]]) -> Any:
-    """Without Ray. Its router knows all workers, and notes whom it is to expect."""
+    """Make a supervisor of two workers without Ray. Its router records the workers that it is to expect."""
     config = ServeConfig(prefill_replicas=0, decode_replicas=2, drain_timeout=3.0)
     supervisor: Any = object.__new__(Supervisor)
     supervisor._config, supervisor._slots = config, make_slots(config)
@@ -91,8 +93,8 @@ def supervisor_of_two(expected: list[list[str]]) -> Any:
     return supervisor
 
 
-def test_a_worker_that_was_unwanted_before_it_served_never_counts_as_ready() -> None:
-    """No router was told to drain it, so it has to be ended as one that is being started."""
+def test_a_worker_removed_before_it_served_never_counts_as_ready() -> None:
+    """No router drained it, so it must be ended like a starting worker."""
     supervisor = supervisor_of_two([])
     unwanted, wanted = supervisor._slots
     unwanted.leaves, unwanted.let_go_at = True, time.monotonic()
@@ -102,7 +104,9 @@ def test_a_worker_that_was_unwanted_before_it_served_never_counts_as_ready() -> 
 
 
 def starting() -> tuple[Any, Any, list[str]]:
-    """A supervisor, a worker that it starts for the first time, and what it does to it and counts."""
+    """Make a supervisor and a worker that it starts for the first time, with records of its actions and
+    counts.
+    """
     supervisor, done = supervisor_of_two([]), []
     supervisor._kill = lambda slot: done.append("killed")
     supervisor._end_actor = lambda slot: done.append("actor ended")
@@ -126,7 +130,7 @@ def test_an_actor_that_does_not_answer_is_replaced_at_the_first_start_too() -> N
 
 
 def test_a_worker_whose_start_takes_too_long_gets_another_actor() -> None:
-    """The one that it has may wait for what never comes, and would keep the next start waiting."""
+    """The old actor may wait for something that never comes, and would block the next start."""
     supervisor, slot, done = starting()
     slot.was_ready = True
     supervisor._end_start(slot, StartFault("it was not ready", is_over=True), time.monotonic())
@@ -134,8 +138,8 @@ def test_a_worker_whose_start_takes_too_long_gets_another_actor() -> None:
 
 
 @pytest.mark.parametrize("for_good", [True, False])
-def test_a_worker_that_nobody_told_to_leave_stays(for_good: bool) -> None:
-    """The router that asked for it has died; the others and the worker itself know of nothing."""
+def test_a_worker_whose_removal_was_lost_stays(for_good: bool) -> None:
+    """The router that asked for its removal has died, and neither other routers nor the worker know of it."""
     expected: list[list[str]] = []
     supervisor = supervisor_of_two(expected)
     before = time.monotonic()

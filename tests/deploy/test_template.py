@@ -1,4 +1,4 @@
-"""A host's template: it forks workers, holds their weights once, and leaves nothing behind."""
+"""A host's template forks workers, holds their weights once, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ from worker.launch import Launch
 
 PROMPT = list(range(1, 40))
 ANSWERED = 400
-"""More answers than a connection holds."""
+"""More answers than a connection's buffer holds."""
 RESTART_CPU_S = 2.0
-"""A worker takes a quarter of a second of CPU, and one that has to import everything takes five."""
+"""The limit of a restart. A forked worker takes a quarter of a second of CPU time, one that imports
+everything five.
+"""
 
 
 class Host:
-    """A host's workers on one template, and the router's side of them."""
+    """A host's workers from one template, and a router's side of them."""
 
     def __init__(self) -> None:
         self.cluster = Cluster()
@@ -79,7 +81,9 @@ class Host:
         return self.cluster.tokens(name)
 
     def lent_steps(self, worker_id: str) -> float:
-        """By the next heartbeat but one: the next may be on its way."""
+        """Return the steps on lent cores by the next heartbeat but one, since the next may already be on its
+        way.
+        """
         incarnation = self.cluster.registered[worker_id].address.incarnation
         for _ in range(2):
             known = self.cluster.states.get(incarnation)
@@ -87,7 +91,7 @@ class Host:
         return self.cluster.states[incarnation].counters["lent_core_steps_total"]
 
     def template(self) -> psutil.Process:
-        """Return the parent of the last worker that lives."""
+        """Return the parent of the last living worker."""
         for worker in reversed(self.workers):
             with suppress(psutil.NoSuchProcess):
                 parent = psutil.Process(worker.pid).parent()
@@ -103,8 +107,9 @@ class Host:
 
 @pytest.fixture(scope="module")
 def host(tiny_folder: Path) -> Iterator[Host]:
-    """With a template that has imported everything. It asks no hub for models of fuzzed launches. At the end
-    nothing of it is left.
+    """Start a host with a template that has imported everything, and check that it leaves nothing behind.
+
+    It asks no hub for models of fuzzed launches.
     """
     with pytest.MonkeyPatch.context() as patch, closing(Host()) as host:
         patch.setenv("HF_HUB_OFFLINE", "1")
@@ -153,7 +158,7 @@ def test_a_frozen_worker_is_killed(host: Host, tiny_folder: Path) -> None:
     os.kill(worker.pid, signal.SIGSTOP)
     worker.kill()
     assert worker.wait().signal == signal.SIGKILL
-    worker.kill()  # nobody else gets it
+    worker.kill()  # nobody else will collect it
 
 
 def test_five_come_back_together(host: Host, tiny_folder: Path) -> None:
@@ -170,12 +175,12 @@ def test_five_come_back_together(host: Host, tiny_folder: Path) -> None:
     assert sum(sum(psutil.Process(worker.pid).cpu_times()[:2]) for worker in again) < 5 * RESTART_CPU_S
 
 
-def test_what_cannot_be_loaded_is_the_worker_s_report(host: Host, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_the_workers_error(host: Host, tmp_path: Path) -> None:
     ended = host.spawn("decode-0", tiny_config(tmp_path)).wait()
     assert "--model" in ended.reason and ended.signal is None
 
 
-def test_a_worker_goes_with_its_client(host: Host, tiny_folder: Path) -> None:
+def test_a_worker_ends_with_its_client(host: Host, tiny_folder: Path) -> None:
     client = host.client()
     worker = psutil.Process(host.spawn("decode-2", tiny_config(tiny_folder), client).pid)
     client.close()
@@ -206,14 +211,14 @@ def test_a_model_is_loaded_ahead_and_held_once(host: Host, tmp_path: Path) -> No
 
 
 def proportional_bytes(pid: int) -> int:
-    """A process' memory; of what it shares with others its share."""
+    """Return a process's memory, with its share of shared pages."""
     line = next(x for x in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines() if x.startswith("Pss:"))
     return 1024 * int(line.split()[1])
 
 
 @pytest.mark.skipif(os.cpu_count() == 1, reason="needs two cores")
-def test_idle_workers_lend_their_cores_and_dead_ones_too(host: Host, tiny_folder: Path) -> None:
-    """The config's number of threads is 1: more of them are lent."""
+def test_cores_of_idle_and_dead_workers_are_lent(host: Host, tiny_folder: Path) -> None:
+    """The configured number of threads is 1, so any further threads are lent."""
     config = tiny_config(tiny_folder, dtype="bfloat16", compile="auto", load_format="dummy")
     for shares_cores in (False, True):
         names = [f"{kind}-{shares_cores}" for kind in ("one", "other")]
@@ -230,10 +235,8 @@ def test_idle_workers_lend_their_cores_and_dead_ones_too(host: Host, tiny_folder
         one.wait()
 
 
-def test_workers_are_in_their_servers_session_but_not_in_its_process_group(
-    host: Host, tiny_folder: Path
-) -> None:
-    """Linux's autogroups share busy cores among sessions, and Ctrl-C ends a terminal's process group."""
+def test_workers_share_their_servers_session_but_not_its_process_group(host: Host, tiny_folder: Path) -> None:
+    """Linux's autogroups divide busy cores by session, and Ctrl-C ends a terminal's process group."""
     worker = host.spawn("decode-5", tiny_config(tiny_folder))
     host.wait_ready("decode-5")
     assert os.getsid(worker.pid) == os.getsid(0)
@@ -243,7 +246,7 @@ def test_workers_are_in_their_servers_session_but_not_in_its_process_group(
 
 
 def test_fuzz_a_client(host: Host, tiny_folder: Path) -> None:
-    """Afterwards the template starts workers as before, and holds no more."""
+    """Afterwards the template starts workers as before, and holds no more memory or descriptors."""
     one = host.spawn("fuzzed-0", tiny_config(tiny_folder))
     host.wait_ready("fuzzed-0")
     before, template = host.tokens("fuzzed-0"), host.template()
@@ -263,7 +266,7 @@ def test_fuzz_a_client(host: Host, tiny_folder: Path) -> None:
 
     def check(parts: Sequence[tuple[bytes, int]]) -> None:
         with connected(host.name) as client, open(os.devnull) as file, suppress(ConnectionError):
-            for message, num_fds in parts:  # an empty one ends the connection
+            for message, num_fds in parts:  # an empty part ends the connection
                 if message or num_fds:
                     socket.send_fds(client, [message], [file.fileno()] * num_fds)
 
@@ -288,14 +291,12 @@ def connected(name: str) -> socket.socket:
     return client
 
 
-def test_live_workers_outlast_the_template_and_a_new_one_takes_its_place(
-    host: Host, tiny_folder: Path
-) -> None:
+def test_workers_outlive_the_template_and_a_new_one_replaces_it(host: Host, tiny_folder: Path) -> None:
     config, client = tiny_config(tiny_folder), host.client()
     old = host.spawn("decode-3", config, client)
     host.wait_ready("decode-3")
     template, other = host.template(), host.client()
-    template.suspend()  # so it is killed, as nothing else helps
+    template.suspend()  # so that only killing helps
     before = host.tokens("decode-3")
     host.spawn("decode-4", config, other)
     host.wait_ready("decode-4")
@@ -310,8 +311,8 @@ def test_live_workers_outlast_the_template_and_a_new_one_takes_its_place(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else for a moment")
-def test_another_users_process_is_told_nothing() -> None:
-    """It may take the name of a template that has ended; a client would send it the cluster's keys."""
+def test_another_users_process_gets_no_secrets() -> None:
+    """It may take an ended template's name, and a client would send it the cluster's keys."""
     name = f"test-{secrets.token_hex(8)}"
     ready, told = os.pipe()
     pid = os.fork()

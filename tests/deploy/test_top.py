@@ -1,4 +1,4 @@
-"""What `tandem top` makes of two looks at a server."""
+"""`tandem top` computes its rows from two readings of a server."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def shown(before: Snapshot, after: Snapshot, width: int = 200) -> str:
     return " ".join(out.getvalue().replace("│", " ").split())
 
 
-def test_rates_are_those_between_two_looks() -> None:
+def test_rates_come_from_two_readings() -> None:
     before = look(10.0, PREFILL, DECODE)
     after = look(12.0, PREFILL, DECODE)
     prefill, decode = after.workers["prefill-0"], after.workers["decode-0"]
@@ -75,7 +75,7 @@ def test_rates_are_those_between_two_looks() -> None:
     assert "decode-0 ngram 5 50% 3.00 nowhere: 2" in text
 
 
-def test_a_worker_that_was_started_anew_or_came_has_no_negative_rates() -> None:
+def test_a_restarted_or_new_worker_has_no_negative_rates() -> None:
     fresh = DECODE | {"steps": 0, "counters": dict.fromkeys(DRAFTS, 0.0)}
     text = shown(look(10.0, DECODE), look(11.0, fresh, PREFILL))
     assert "decode-0 decode 10.0.0.1 ready 1 4 ██████████ 95% - 0 - 0" in text

@@ -1,4 +1,4 @@
-"""Each example runs, against one server that uses those of a placement policy and of a drafter."""
+"""Each example runs against one server, which uses the example's placement policy and drafter."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def complete(server: ServerProcess, prompt: list[int], **fields: Any) -> dict[st
 
 
 def test_custom_policy(server: ServerProcess) -> None:
-    """By what requests cost, an idle worker would be chosen in turn."""
+    """The cost policy would alternate between idle workers."""
     for length in (8, 8, 200, 8, 200):
         complete(server, [5, 6] * (length // 2), max_tokens=1)
     decisions = httpx.get(f"{server.url}/decisions?limit=5", timeout=30).json()["decisions"]
@@ -108,7 +108,7 @@ def test_custom_policy(server: ServerProcess) -> None:
 
 
 def test_custom_drafter(server: ServerProcess) -> None:
-    """The text repeats itself, as only some tokens are allowed."""
+    """The text repeats itself, since only some tokens are allowed."""
     asked = {"return_timing": True, "temperature": 0, "allowed_token_ids": [5, 6, 7], "ignore_eos": True}
     drafted = complete(server, [5, 6, 7], **asked)
     plain = complete(server, [5, 6, 7], **asked, speculative={"enabled": False})
@@ -118,5 +118,5 @@ def test_custom_drafter(server: ServerProcess) -> None:
 
 
 def test_a_killed_launcher_takes_its_workers_along(server: ServerProcess) -> None:
-    """Last in this module: nobody needs the server any more."""
+    """The last test of this module: the server ends here."""
     server.end_without_launcher()

@@ -1,5 +1,6 @@
-"""These run on a host with an NVIDIA GPU, by `python -m pytest tests/gpu -rs`; elsewhere each says why it is
-skipped. They need no Ray.
+"""Configures tests on a host with an NVIDIA GPU: `python -m pytest tests/gpu -rs`.
+
+Without a GPU each test is skipped with the reason. The tests do not need Ray.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from bench.gpu.roofs import missing
 
 HERE = Path(__file__).parent
 COMPILED_S = 900
-"""For a test. When it first runs, Triton compiles its kernels, some a hundred of random shapes."""
+"""The timeout of a test. On its first run Triton compiles its kernels, some in a hundred random shapes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""What a second process on the GPU does: it receives."""
+"""Receives KV in a second process on the GPU."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DEVICE = "cuda"
 NUM_BLOCKS = 32
 SEGMENT = SegmentInfo(name="target", dtype="bfloat16", shape=(8, 2, 16, 8, 128))
 SPUN = 200_000_000
-"""Cycles, some 0.1 s, for which a step of the engine is busy before it writes."""
+"""GPU cycles, about 0.1 s, that an engine's step spends before it writes."""
 WAIT_S = 60.0
 
 
 def make_pool() -> tuple[RegisteredPool, Tensor]:
-    """And its values, a row for each block."""
+    """Return a pool, and its values with a row for each block."""
     nbytes = block_bytes([SEGMENT])
     blocks = torch.zeros((NUM_BLOCKS, nbytes), dtype=torch.uint8, device=DEVICE)
     queue = queue_of(blocks.device)
@@ -31,15 +31,15 @@ def make_pool() -> tuple[RegisteredPool, Tensor]:
 
 
 def receive(pipe: Connection, wire: str) -> None:
-    """Opens leases of the blocks that it is told, while a step that reads them is under way; answers what
-    that step read, and what came.
+    """Open leases of the given blocks while a step reads them. Send what the step read, and the received
+    values.
     """
     pool, values = make_pool()
     receiver = ReceiverEnd([wire], pool)
     pipe.send(receiver.peer)
     while (lease := pipe.recv()) is not None:
         lease_id, blocks = lease
-        index = torch.tensor(blocks, device=DEVICE)  # a list would be waited for
+        index = torch.tensor(blocks, device=DEVICE)  # indexing by a list would wait for the GPU
         values[index] = 3.0
         torch.cuda._sleep(SPUN)
         read = values[index]

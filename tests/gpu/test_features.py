@@ -1,4 +1,4 @@
-"""Engines on the GPU with what few models or deployments have: recurrent layers, adapters, coded KV."""
+"""Engines on the GPU with rarer features: recurrent layers, adapters, quantized KV."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
 def test_hybrids_give_the_tokens_of_generate(
     model_type: str, drafts: SpeculativeConfig | None, tmp_path: Path
 ) -> None:
-    """By linear attention, and by Mamba2 beside attention in each layer."""
+    """One model has linear attention, the other Mamba2 beside attention in each layer."""
     write_model(model_type, tmp_path)
     reference, batch = load(tmp_path), prompts(LENGTHS)
     expected = [greedy(reference, prompt, NUM_TOKENS) for prompt in batch]
@@ -38,7 +38,7 @@ def test_hybrids_give_the_tokens_of_generate(
 
 @pytest.mark.parametrize("drafts", [None, DRAFTS], ids=["decode rows", "drafts to verify"])
 def test_adapters_give_the_tokens_of_merged_weights(drafts: SpeculativeConfig | None, tmp_path: Path) -> None:
-    """Of two adapters and of none, all in the same steps."""
+    """Requests with two adapters and without any run in the same steps."""
     write_model("qwen3", tmp_path)
     paths = [write_adapter(tmp_path, tmp_path / f"adapter-{seed}", seed) for seed in range(2)]
     models = [load(tmp_path), *(merge(load(tmp_path), path, lambda _: 2.0) for path in paths)]
@@ -54,7 +54,7 @@ def test_adapters_give_the_tokens_of_merged_weights(drafts: SpeculativeConfig | 
 def test_requests_without_adapters_get_the_tokens_of_a_server_without(
     drafts: SpeculativeConfig | None, tmp_path: Path
 ) -> None:
-    """By graphs, before and after requests with adapters, beside a pool that leaves room for both."""
+    """CUDA graphs run before and after requests with adapters, beside a pool that leaves room for both."""
     write_model("qwen3", tmp_path)
     path = write_adapter(tmp_path, tmp_path / "adapter", 0)
     options: dict[str, Any] = {
@@ -76,10 +76,10 @@ def test_requests_without_adapters_get_the_tokens_of_a_server_without(
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=["greedy", "sampled"])
-def test_coded_kv_is_the_same_in_any_company(
+def test_quantized_kv_is_the_same_in_any_batch(
     kv_cache_dtype: str, sampling: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Alone, in a crowd and with drafts, where products do not depend on the batch."""
+    """Alone, in a batch and with drafts, with products that do not depend on the batch."""
     write_model("qwen3", tmp_path)
     options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "deterministic": True, "dtype": "bfloat16"}
     batch = prompts(LENGTHS)
@@ -90,8 +90,10 @@ def test_coded_kv_is_the_same_in_any_company(
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
-def test_coded_kv_gives_most_first_tokens_of_a_cpu(kv_cache_dtype: str, tmp_path: Path) -> None:
-    """In float32 a last bit of the GPU's may be another code, and that, at a near tie, another token."""
+def test_quantized_kv_gives_most_first_tokens_of_a_cpu(kv_cache_dtype: str, tmp_path: Path) -> None:
+    """In float32 the last bit of the GPU's value may select another code, and so another token at a
+    near tie.
+    """
     write_model("qwen3", tmp_path)
     batch = prompts(LENGTHS)
     ours, cpu = (
@@ -116,7 +118,7 @@ def test_weights_that_go_straight_to_the_device_are_those_of_the_host(
 
 
 def adapted(engine: Engine, batch: list[list[int]]) -> list[list[int]]:
-    """Greedy tokens, by no adapter and each of the engine's in turn."""
+    """Return greedy tokens without an adapter and with each of the engine's in turn."""
     assert engine.adapters is not None
     adapters = [None, *sorted(engine.adapters.listed(), key=lambda adapter: adapter.name)]
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""The Triton kernels on the GPU, with the tiles that serve, against torch's backend in float64."""
+"""Triton kernels on the GPU with their serving tiles, compared with torch's backend in float64."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ def test_long_contexts(dtype: torch.dtype, quantization: str, options: Options) 
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (256, 256), (512, 512), (192, 128)])
-def test_sizes_of_heads(key_dim: int, value_dim: int) -> None:
+def test_head_sizes(key_dim: int, value_dim: int) -> None:
     shape = Shape(torch.bfloat16, key_dim=key_dim, value_dim=value_dim)
     check(Case(shape, Options(), LONG[:4]))
 
 
-def test_values_that_lie_in_the_keys() -> None:
+def test_values_stored_within_keys() -> None:
     check(Case(Shape(torch.bfloat16, "none", 1, 40, 576, 512, values_in_keys=True), Options(), LONG[:4]))
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), FORMATS, ids=str)
-def test_rows_have_the_same_bits_alone_and_in_a_crowd(dtype: torch.dtype, quantization: str) -> None:
+def test_rows_have_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype, quantization: str) -> None:
     crowd = Case(Shape(dtype, quantization, 2, 4, 128, 128), Options(), LONG * 3)
     together = computed(Step.of(crowd))
     for index in range(len(LONG)):
@@ -80,7 +80,7 @@ def test_rows_to_verify_have_the_bits_of_decode_rows() -> None:
         assert torch.equal(alone[0], together[row])
 
 
-def test_the_pool_gets_the_bytes_that_torch_writes() -> None:
+def test_the_pool_gets_the_same_bytes_as_by_torch() -> None:
     from engine.devices.cuda.attention.backend import TritonBackend
 
     for dtype, quantization in FORMATS:
@@ -90,12 +90,12 @@ def test_the_pool_gets_the_bytes_that_torch_writes() -> None:
         theirs.run(TorchBackend)
         for mine, expected in zip(ours.layer, theirs.layer, strict=True):
             options = {"atol": 0, "rtol": 0, "equal_nan": True, "check_device": False}
-            torch.testing.assert_close(mine, expected, **options)  # both None: scales of what is not coded
+            torch.testing.assert_close(mine, expected, **options)  # both are None if KV is not quantized
 
 
 @pytest.mark.parametrize("format", [None, *CodeFormat], ids=str)
 def test_products_in_tiles(format: CodeFormat | None) -> None:
-    """A row alone, among few and among many."""
+    """A row gives the same bits alone, with few others and with many."""
     from engine.devices.cuda.products import TiledWeight
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The Triton kernels of recurrent layers on the GPU, against the papers' recurrences in float64."""
+"""Triton kernels of recurrent layers on the GPU, compared with the papers' recurrences in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("rule", LAYERS)
-def test_rows_are_right_and_have_the_same_bits_in_any_chunks_and_company(rule: str) -> None:
+def test_rows_have_the_same_bits_in_any_chunks_and_batches(rule: str) -> None:
     from engine.devices.cuda.recurrent.operators import TritonOperators
 
     texts = [Text(seed, rule, torch.bfloat16, LAYERS, 150) for seed in range(4)]
@@ -35,7 +35,7 @@ def test_rows_are_right_and_have_the_same_bits_in_any_chunks_and_company(rule: s
 
 @pytest.mark.parametrize("rule", LAYERS)
 @pytest.mark.parametrize("trees", [False, True])
-def test_drafted_rows_have_the_bits_of_certain_ones(rule: str, trees: bool) -> None:
+def test_drafted_rows_have_the_bits_of_committed_ones(rule: str, trees: bool) -> None:
     from engine.devices.cuda.recurrent.operators import TritonOperators
 
     text = Text(0, rule, torch.bfloat16, LAYERS)

@@ -1,4 +1,4 @@
-"""The sampler's kernels on the GPU: the tokens that a CPU chooses."""
+"""The sampler's kernels on the GPU choose the same tokens as a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine on the GPU in float32: the tokens of Transformers' `generate`, whatever else is in the step."""
+"""An engine on the GPU in float32 gives the tokens of Transformers' `generate` in any batch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def generate(engine: Engine, batch: list[list[int]], **sampling: Any) -> list[li
 
 
 def steps_ahead_of(engine: Engine) -> list[bool]:
-    """Of each of its steps from now on: whether the next one was launched before its tokens came."""
+    """Record for each later step whether the next one was launched before its tokens were known."""
     launched, verdicts = [], engine._launcher.verdicts
 
     def note(step: Launched) -> list[Verdict]:
@@ -106,7 +106,7 @@ def test_products_in_tiles_give_the_tokens_of_a_cpu(options: dict[str, Any], tmp
 def test_quantized_checkpoints_give_the_tokens_of_a_cpu(
     model_type: str, layout: str, shape: dict[str, int], tmp_path: Path
 ) -> None:
-    """Their weights go to the device layer by layer."""
+    """The weights go to the device layer by layer."""
     write_quantized(tmp_path, model_type, layout, vocab_size=VOCAB_SIZE, **shape)
     batch = prompts(LENGTHS)
     ours, cpu = engine_of(tmp_path), engine_of(tmp_path, device="cpu")
@@ -115,10 +115,8 @@ def test_quantized_checkpoints_give_the_tokens_of_a_cpu(
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
 @pytest.mark.parametrize("drafted", [None, 3], ids=["decode rows", "drafts to verify"])
-def test_graphs_give_the_tokens_of_steps_that_are_launched(
-    drafted: int | None, model_type: str, tmp_path: Path
-) -> None:
-    """By our decoder, and by a model's own modules."""
+def test_graphs_change_no_token(drafted: int | None, model_type: str, tmp_path: Path) -> None:
+    """Both our decoder and a model's own modules."""
     write_model(model_type, tmp_path)
     batch = prompts(LENGTHS)
     options: dict[str, Any] = {"dtype": "bfloat16"}
@@ -133,10 +131,8 @@ def test_graphs_give_the_tokens_of_steps_that_are_launched(
 @needs_hooks
 @pytest.mark.parametrize("model_type", HYBRIDS)
 @pytest.mark.parametrize("drafted", [None, 3], ids=["decode rows", "drafts to verify"])
-def test_graphs_give_hybrids_the_tokens_of_steps_that_are_launched(
-    drafted: int | None, model_type: str, tmp_path: Path
-) -> None:
-    """Without graphs in the same shapes, and in those of each step alone."""
+def test_graphs_change_no_token_of_hybrids(drafted: int | None, model_type: str, tmp_path: Path) -> None:
+    """Compared without graphs, in the same padded shapes and in each step's own."""
     write_model(model_type, tmp_path)
     batch = prompts(LENGTHS)
     options: dict[str, Any] = {}
@@ -163,7 +159,7 @@ def test_drafted_chains_change_no_token(sampling: dict[str, Any], tmp_path: Path
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=["greedy", "sampled"])
-def test_steps_ahead_give_the_tokens_of_one_after_another(sampling: dict[str, Any], tmp_path: Path) -> None:
+def test_steps_ahead_change_no_token(sampling: dict[str, Any], tmp_path: Path) -> None:
     write_model("qwen3", tmp_path)
     ahead, apart = engine_of(tmp_path), engine_of(tmp_path)
     apart._launcher._runs_ahead = False
@@ -177,7 +173,7 @@ def test_steps_ahead_give_the_tokens_of_one_after_another(sampling: dict[str, An
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9}], ids=["greedy", "sampled"])
 def test_one_seed_gives_one_answer(sampling: dict[str, Any], tmp_path: Path) -> None:
-    """Alone, in a crowd, and with drafts."""
+    """Alone, in a batch, and with drafts."""
     write_model("qwen3", tmp_path)
     batch = prompts(LENGTHS)
     crowd = generate(engine_of(tmp_path), batch, **sampling)
@@ -197,7 +193,7 @@ def test_the_pool_leaves_room_for_steps(tmp_path: Path) -> None:
 
 
 def test_a_forward_never_waits_for_the_gpu(tmp_path: Path) -> None:
-    """As CUDA itself tells."""
+    """CUDA itself reports synchronizations."""
     from bench.gpu.model import DecoderShape, MadeUpModel
 
     device = torch.device(DEVICE)

@@ -42,7 +42,7 @@ def peer(request: pytest.FixtureRequest) -> Iterator[tuple[str, Connection]]:
     assert process.exitcode == 0
 
 
-def test_what_a_step_computes_arrives_and_nothing_waits_for_the_next_one(
+def test_a_steps_kv_arrives_without_waiting_for_the_next_step(
     peer: tuple[str, Connection],
 ) -> None:
     wire, pipe = peer
@@ -53,7 +53,7 @@ def test_what_a_step_computes_arrives_and_nothing_waits_for_the_next_one(
         blocks = list(range(number, NUM_BLOCKS, 3))
         pipe.send((f"lease-{number}", blocks))
         assert answer(pipe) == "open"
-        index = torch.tensor(blocks, device=DEVICE)  # a list would be waited for
+        index = torch.tensor(blocks, device=DEVICE)  # indexing by a list would wait for the GPU
         computed = torch.arange(len(blocks), device=DEVICE, dtype=torch.bfloat16).unsqueeze(1) + number
         torch.cuda._sleep(SPUN)
         values[index] = computed
@@ -63,7 +63,7 @@ def test_what_a_step_computes_arrives_and_nothing_waits_for_the_next_one(
             torch.cuda._sleep(SPUN)
         next_step.record()
         assert isinstance(sender.wait_lease(f"lease-{number}", WAIT_S), Completed)
-        if number:  # the first lease waits for the wire
+        if number:  # the first lease waits for the connection
             assert not next_step.query()
         read, came = answer(pipe)
         assert (read == 3.0).all()

@@ -1,4 +1,4 @@
-"""Verification by chance on the GPU: the verdicts of a CPU."""
+"""Verification by chance on the GPU gives the verdicts of a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lessons: what they say is true of the bundled models, and their commands run."""
+"""The lessons' claims hold for the bundled models, and their commands run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def target() -> Llama:
 
 
 @pytest.mark.parametrize("folder", [TARGET, DRAFT], ids=lambda folder: folder.name)
-def test_the_model_is_that_of_transformers(folder: object) -> None:
+def test_the_model_equals_transformers(folder: object) -> None:
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
         expected = reference(torch.tensor([PROMPT])).logits[0]
@@ -34,7 +34,7 @@ def test_a_cache_changes_no_token(target: Llama) -> None:
 
 
 @pytest.mark.parametrize("tile", [1, 7, 64])
-def test_attention_in_tiles_is_attention(tile: int) -> None:
+def test_attention_in_tiles_equals_attention(tile: int) -> None:
     q, k, v = torch.randn(5, 6, 16) * 5, torch.randn(40, 2, 16) * 5, torch.randn(40, 2, 16)
     torch.testing.assert_close(attend_in_tiles(q, k, v, tile), attend(q, k, v), atol=1e-5, rtol=1e-5)
 
@@ -44,7 +44,7 @@ def test_no_schedule_changes_a_token(target: Llama, policy: str) -> None:
     starts = (0, 4, 8, 12)
     requests = [paged_scheduler.Request(PROMPT[start : start + 30], end=38) for start in starts]
     expected = [decode(target, request.tokens, 8, cached=True) for request in requests]
-    blocks = 9 if policy == "paged" else 32  # prompts take 8, texts 12, a reservation 32
+    blocks = 9 if policy == "paged" else 32  # prompts take 8 blocks, whole texts 12, a reservation 32
     report = paged_scheduler.serve(target, requests, policy, num_blocks=blocks)
     assert [request.tokens[30:] for request in requests] == expected
     assert (report.preemptions > 0) == (policy == "paged")
@@ -64,7 +64,7 @@ def test_drafts_change_no_token(target: Llama) -> None:
         assert 0 < run.accepted <= run.tried <= run.drafted
 
 
-def test_a_verified_token_is_drawn_from_the_target() -> None:
+def test_verified_tokens_follow_the_targets_distribution() -> None:
     torch.manual_seed(1)
     p, q = torch.tensor([[0.6, 0.3, 0.1, 0.0]] * 2), torch.tensor([[0.1, 0.3, 0.2, 0.4]])
     counts = torch.zeros(4)
@@ -80,7 +80,7 @@ def test_expected_tokens() -> None:
 
 
 @pytest.mark.parametrize("to", [*quantization.WEIGHTS, *quantization.KV], ids=lambda to: to.name)
-def test_no_number_moves_by_more_than_half_a_step(to: quantization.Format) -> None:
+def test_rounding_moves_no_number_by_more_than_half_a_step(to: quantization.Format) -> None:
     numbers = torch.randn(8, 128) + 0.5
     groups = numbers.unflatten(-1, (-1, to.group or 128))
     span = groups.amax(-1) - groups.amin(-1).clamp(max=0) if to.zero_point else 2 * groups.abs().amax(-1)
@@ -89,7 +89,7 @@ def test_no_number_moves_by_more_than_half_a_step(to: quantization.Format) -> No
     assert (moved <= step * (1.0 if to.zero_point else 0.501)).all()
 
 
-def test_a_model_that_is_the_same_loses_nothing() -> None:
+def test_a_draft_that_equals_the_model_loses_nothing() -> None:
     log_p = torch.randn(6, 9).log_softmax(-1)
     damage = quantization.compare(log_p, log_p, torch.arange(6), num_bytes=6)
     assert (damage.divergence, damage.same_token) == (0, 1)

@@ -1,4 +1,4 @@
-"""Files of other users, and what they could write to or read."""
+"""Files of other users, and files that others can write or read, are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_secret(path: Path) -> None:
 
 @pytest.fixture
 def as_user(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Makes each file look as if it were a user's and a group's, to a process of ours."""
+    """Return a function that makes each file appear to belong to a user and a group."""
     fstat, stat = os.fstat, os.stat
 
     def owned(status: os.stat_result, owner: int, group: int) -> os.stat_result:
@@ -93,7 +93,7 @@ def test_a_secret_that_others_can_read_is_refused(
 
 
 @pytest.mark.parametrize("opener", [opened, opened_in_the_open, read_own, read_secret, check_private])
-def test_what_is_no_file_is_refused_at_once(tmp_path: Path, opener: Opener) -> None:
+def test_a_path_that_is_no_file_is_refused_at_once(tmp_path: Path, opener: Opener) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="pipe is no file"):
         opener(tmp_path / "pipe")
@@ -102,8 +102,8 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path, opener: Opener) -> N
 
 
 @pytest.mark.parametrize("opener", [opened, opened_in_the_open, check_private])
-def test_a_file_that_is_written_is_reached_by_no_link(tmp_path: Path, file: Path, opener: Opener) -> None:
-    """As in a folder where another user put the link first."""
+def test_a_write_follows_no_link(tmp_path: Path, file: Path, opener: Opener) -> None:
+    """Another user may have put a link into the folder first."""
     (tmp_path / "link").symlink_to(file)
     with pytest.raises(OwnershipError, match="link is a symbolic link"):
         opener(tmp_path / "link")
@@ -114,7 +114,7 @@ def test_a_file_that_is_written_is_reached_by_no_link(tmp_path: Path, file: Path
 
 
 def test_a_secret_may_be_read_through_a_link(tmp_path: Path, file: Path) -> None:
-    """As Kubernetes mounts it."""
+    """Kubernetes mounts secrets as links."""
     (tmp_path / "link").symlink_to(file)
     assert read_own(tmp_path / "link", private=True) == b"x"
 
@@ -123,7 +123,7 @@ def test_a_secret_may_be_read_through_a_link(tmp_path: Path, file: Path) -> None
     ("name", "members", "is_own"),
     [("alice", [], True), ("alice", ["alice"], True), ("alice", ["bob"], False), ("users", [], False)],
 )
-def test_the_group_that_a_user_has_alone_may_write(
+def test_the_users_own_group_may_write(
     file: Path,
     as_user: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
@@ -142,7 +142,7 @@ def test_the_group_that_a_user_has_alone_may_write(
             read_own(file)
 
 
-def test_what_torch_compiles_lies_in_a_folder_of_ours(
+def test_torchs_compiled_files_lie_in_a_private_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path / "cache"))

@@ -1,4 +1,4 @@
-"""Work on helper threads, called from Python: who takes part, and who is waited for."""
+"""Work on helper threads, called from Python: which threads take part, and for which the caller waits."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def run(work: Callable[[int], None], threads: int, argument: int = 1) -> None:
-    """work(argument) on up to so many threads."""
+    """Run work(argument) on up to `threads` threads."""
     call = ctypes.CFUNCTYPE(None, Function, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(parallel())
     call(Function(lambda given: work(given or 0)), argument, threads, 0)
 
 
 def meets(threads: int) -> bool:
-    """Whether so many threads take part at the same time."""
+    """Tell whether this number of threads take part at the same time."""
     barrier, met = threading.Barrier(threads), []
 
     def work(_: int) -> None:
@@ -46,14 +46,14 @@ def test_no_more_threads_than_asked_for_work() -> None:
 
     def work(_: int) -> None:
         calls.append(threading.get_ident())
-        time.sleep(0.02)  # so that any other helper would come too
+        time.sleep(0.02)  # so that any further helper would arrive too
 
     run(work, 2)
     assert 1 <= len(calls) <= 2
 
 
-def test_a_helper_that_comes_late_does_not_work() -> None:
-    """Helpers fall asleep between these jobs, and each job ends before they are awake."""
+def test_a_late_helper_does_no_work() -> None:
+    """Helpers fall asleep between these jobs, and each job ends before they wake up."""
     ended: set[int] = set()
     late: list[int] = []
 
@@ -68,7 +68,7 @@ def test_a_helper_that_comes_late_does_not_work() -> None:
     assert not late
 
 
-def test_the_caller_works_alone_while_the_helpers_are_another_ones() -> None:
+def test_the_caller_works_alone_while_another_caller_has_the_helpers() -> None:
     began, may_end = threading.Event(), threading.Event()
 
     def long_work(_: int) -> None:
@@ -95,14 +95,14 @@ def test_the_caller_waits_for_a_helper_that_has_begun() -> None:
             assert helper_began.wait(WAIT_S)
             return
         helper_began.set()
-        time.sleep(0.05)  # longer than the caller waits awake
+        time.sleep(0.05)  # longer than the caller spins
         done.append(True)
 
     run(work, 2)
     assert done
 
 
-def test_a_forked_process_has_helpers_of_its_own() -> None:
+def test_a_forked_process_starts_its_own_helpers() -> None:
     assert meets(2)
     child = os.fork()
     if child == 0:

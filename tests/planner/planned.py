@@ -21,7 +21,7 @@ BLOCK = 100
 COSTS = StepCosts(
     step_s=0.01, row_s=0.001, context_s=0.0, chunk_s=0.0, token_s=0.001, attention_s=0.0, chunk_tokens=400
 )
-"""A step takes 10 ms, 1 ms for each row, and 1 ms for each token of a prompt."""
+"""A step takes 10 ms, 1 ms more for each row, and 1 ms more for each token of a prompt."""
 
 
 def profile(kv_tokens: int = 100_000, **changes: Any) -> Profile:
@@ -43,7 +43,7 @@ def layout(prefill: int, decode: int, policy: str = "cost", **changes: Any) -> C
 
 
 def request(arrival: float, num_tokens: int, output_tokens: int, prompt: int = 0) -> SimulatedRequest:
-    """Requests of the same `prompt` number share their blocks; those of 0 share nothing."""
+    """Return a request. Requests with the same `prompt` number share their blocks, except for 0."""
     first = prompt or next(_numbers)
     blocks = [first * 1000 + block for block in range(num_tokens // BLOCK)]
     return SimulatedRequest(TraceRequest(arrival, num_tokens, output_tokens, blocks), BLOCK)

@@ -1,4 +1,4 @@
-"""`tandem profile`: what is made of what workers tell, and a real server that is measured."""
+"""`tandem profile`: the costs computed from workers' reports, and a profile of a real server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def told(role: str, **costs: float) -> dict:
     return {"role": role, "costs": known | costs}
 
 
-def test_decode_workers_tell_what_decoding_costs():
+def test_decode_costs_come_from_decode_workers():
     looks = [
         told("prefill", step_s=3.0, row_s=99.0),
         told("decode", step_s=2.0, row_s=0.5),
@@ -41,7 +41,7 @@ def test_decode_workers_tell_what_decoding_costs():
     assert (costs.chunk_tokens, costs.kv_bytes, costs.itl_budget_s) == (512, 8, 0.02)
 
 
-def test_prompts_cost_what_lone_requests_take():
+def test_prompt_costs_come_from_lone_requests():
     decode = decode_costs([told("decode", step_s=2e-3)])
     took = {tokens: 7e-3 + 1e-4 * tokens + 1e-7 * tokens**2 / 2 for tokens in (32, 64, 128, 256, 512)}
     costs, request_s = with_prompts(decode, took)
@@ -52,13 +52,13 @@ def test_prompts_cost_what_lone_requests_take():
     assert with_prompts(decode, {64: 1e-3, 128: 2e-3})[1] == 0.0
 
 
-def test_what_workers_of_one_host_cost_each_other():
+def test_the_slowdown_by_workers_of_the_same_host():
     assert times_as_long([0.2, 0.4], [0.1, 0.3]) == pytest.approx(1.5)
     assert times_as_long([0.1, 0.2], [0.1, 0.3]) == 1.0, "that is noise"
     assert times_as_long([0.1], [0.0]) == 1.0
 
 
-def test_a_hand_off_costs_what_neither_the_wire_nor_the_step_takes():
+def test_hand_off_time_excludes_the_wire_and_the_step():
     costs = decode_costs([told("decode", step_s=2e-3, row_s=1e-3, context_s=0.0, kv_bytes=1000)])
     link = LinkProfile(latency_s=1e-3, bytes_per_s=1e8)
     alone = {100: Pace(0.1, 1e-3 + 1e-3 + 3e-3 + 4e-3), 200: Pace(0.2, 1e-3 + 2e-3 + 3e-3 + 4e-3)}
@@ -66,7 +66,7 @@ def test_a_hand_off_costs_what_neither_the_wire_nor_the_step_takes():
     assert measured_handoff_s(costs, link, {100: Pace(0.1, 2e-3)}) == 0.0
 
 
-def test_drafts_are_those_of_who_has_drafted_without_what_ran_at_that_moment():
+def test_draft_rates_come_from_methods_that_have_drafted_without_momentary_values():
     method = MethodState(method="ngram", num_requests=3, num_tokens=6, acceptance=[0.5, 0.25])
     idle = MethodState(method="suffix")
     told = [SpeculationState(max_tokens=8), SpeculationState(max_tokens=8, methods=[idle, method])]

@@ -1,4 +1,4 @@
-"""Whether drafts pay, against the closed form of when they do."""
+"""The planner's verdicts on drafts, compared with the closed form."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from protocol.speculation import MethodState, SpeculationState, StepTimeState
 
 
 def known(fixed: float, per_row: float, acceptance: float = 0.8, tokens: int = 4) -> SpeculationState:
-    """Steps of `fixed + per_row * rows` seconds; drafting takes none."""
+    """Return costs of steps of `fixed + per_row * rows` seconds with drafts that take no time."""
     sequences, drafted = [1, 1024], [0, 4]
     seconds = [[fixed + per_row * count * (1 + each) for each in drafted] for count in sequences]
     return SpeculationState(
@@ -21,8 +21,10 @@ def known(fixed: float, per_row: float, acceptance: float = 0.8, tokens: int = 4
 
 @pytest.mark.parametrize("ratio", [10.0, 133.0])
 def test_a_single_drafted_token_pays_up_to_the_crossover(ratio):
-    """With K = 1 below `ratio * (tau - 1) / (K + 1 - tau)` requests, here 4 times the ratio. It is counted as
-    paying up to where it brings 3 %: (1 + a) (r + B) = 1.03 (r + 2 B)."""
+    """With K = 1, drafts pay below `ratio * (tau - 1) / (K + 1 - tau)` requests, here 4 times the ratio.
+
+    They count as paying up to a gain of 3 %: (1 + a) (r + B) = 1.03 (r + 2 B).
+    """
     choices = draft_choices(known(ratio * 1e-4, 1e-4, tokens=1), range(1, 1024))
     assert last_paying(choices) == int(ratio * (1.8 - 1.03) / (2 * 1.03 - 1.8))
     faster = [choice.rows for choice in choices if choice.speedup > 1]
@@ -37,6 +39,6 @@ def test_fewer_tokens_are_drafted_as_the_load_grows():
     assert choices[0].speedup == pytest.approx(tau * 134 / 138)
 
 
-def test_nothing_pays_where_no_token_is_accepted():
+def test_no_drafts_pay_if_no_token_is_accepted():
     choices = draft_choices(known(1.0, 0.01, acceptance=0.0), [1, 8])
     assert [choice.num_tokens for choice in choices] == [0, 0] and last_paying(choices) == 0

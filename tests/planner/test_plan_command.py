@@ -1,4 +1,4 @@
-"""`tandem plan` from the command line: what it prints and writes, and what it refuses."""
+"""`tandem plan` from the command line: its output, its files, and what it refuses."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_plan_compares_all_layouts_and_recommends_one(files):
     assert "Drafts" not in result.output, "the profile tells of none"
 
 
-def test_the_bundled_profile_tells_its_sources_and_its_drafts(files):
+def test_the_bundled_profile_names_its_sources_and_drafts(files):
     bundled = read_profile(DEFAULT_PROFILE)
     assert len(bundled.sources) > 3 and all(map(str.strip, bundled.sources))
     result = run(files, profile=DEFAULT_PROFILE, workers="2")
@@ -126,7 +126,7 @@ def test_a_bad_profile_is_named_with_its_field(files, change, complaint):
     assert f"--profile: {path}: " in result.output.replace("\n", "") and complaint in result.output
 
 
-def test_a_request_that_no_worker_has_room_for_is_refused(files):
+def test_a_request_that_fits_no_worker_is_refused(files):
     write_profile(profile(kv_tokens=900), files / "profile.json")
     result = run(files)
     assert result.exit_code == 1 and "940 tokens" in result.output and "--max-input-len" in result.output
@@ -151,7 +151,7 @@ def test_every_split_is_a_scenario():
         assert len(layout.roles) == 4 and layout.disaggregation == (each.mode != "colocated")
 
 
-def test_the_best_has_the_highest_goodput_and_among_equals_the_shortest_wait():
+def test_the_best_layout_has_the_highest_goodput_then_the_shortest_wait():
     def outcome(good: int, ttft: float) -> PlanOutcome:
         spread, scenario = Spread(ttft, ttft, ttft), Scenario("colocated", 0, good)
         return PlanOutcome(scenario, 1000, good, 0, 0, good / 10, 1.0, spread, spread, 1.0)
@@ -161,7 +161,7 @@ def test_the_best_has_the_highest_goodput_and_among_equals_the_shortest_wait():
     assert best([ahead, behind]) is ahead
 
 
-def test_bundled_profiles_are_whole():
+def test_bundled_profiles_are_complete():
     assert list(BUNDLED.glob("*.json"))
     for path in BUNDLED.glob("*.json"):
         assert msgspec.json.decode(path.read_bytes())["name"] == path.stem

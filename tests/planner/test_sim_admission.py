@@ -1,4 +1,4 @@
-"""Admission for an SLO, simulated: what would be in time is taken, and overload costs no goodput."""
+"""Simulated admission for an SLO: requests that would be in time are taken, and overload costs no goodput."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FEW, MANY = 8, 100
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Requests refused, by what they would miss."""
+    """Count the refused requests by the objective that they would miss."""
     counts: Counter[str] = Counter()
 
     def counting(*asked) -> Refusal | None:
@@ -42,7 +42,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def goodput(rate: float, output: int, count: int = 1000) -> float:
-    """Requests a second within the SLO. Prompts begin like others of one of 40 conversations."""
+    """Return requests per second within the SLO. Prompts share prefixes within 40 conversations."""
     rng, at, requests = random.Random(2), 0.0, []
     for number in range(count):
         at += rng.expovariate(rate)
@@ -59,16 +59,16 @@ def goodput(rate: float, output: int, count: int = 1000) -> float:
 
 
 @pytest.mark.parametrize("output", [FEW, MANY])
-def test_prompts_that_come_meanwhile_are_no_reason_to_refuse(refused, output):
-    """The ITL budget bounds what they add to a step, however many tokens the answer has to spread it over."""
+def test_later_prompts_are_no_reason_to_refuse(refused, output):
+    """The ITL budget bounds their share of each step, even if the answer has few tokens to spread it over."""
     assert goodput(8.0, output) > 6.0
     assert refused["slo_tpot"] <= 5
 
 
 @pytest.mark.parametrize("share", [SLO_SHARE, 1.0])
 @pytest.mark.parametrize("output", [FEW, MANY])
-def test_twice_the_sustainable_rate_and_more_cost_no_goodput(output, share, monkeypatch):
-    """Nor where the SLO comes with the requests, and is just what the workers' budget lets a step take."""
+def test_overload_costs_no_goodput(output, share, monkeypatch):
+    """This also holds if the SLO equals the step time that the workers' budget allows."""
     monkeypatch.setattr(costs, "SLO_SHARE", share)
     found = [goodput(rate, output) for rate in (12.0, 24.0, 48.0)]
     assert all(after >= 0.8 * best for after, best in zip(found, accumulate(found, max), strict=True))

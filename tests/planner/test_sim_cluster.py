@@ -1,4 +1,4 @@
-"""Simulated clusters: each request ends once, the same way each time, and where the router's policies say."""
+"""Simulated clusters: each request ends once, deterministically, where the router's policies place it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_events_happen_in_order():
 @pytest.mark.parametrize("policy", sorted(RULES))
 @pytest.mark.parametrize(("prefill", "decode"), LAYOUTS)
 def test_every_request_ends_once_and_nothing_is_left(policy, prefill, decode):
-    """With little room, so that requests wait, and with an SLO, so that some are refused."""
+    """The pool is small, so requests wait, and the SLO refuses some of them."""
     requests = load(1)
     cluster = run(
         layout(prefill, decode, policy, slo_ttft_s=1.2, slo_tpot_s=0.1),
@@ -66,7 +66,7 @@ def test_the_same_trace_gives_the_same_times():
 
 
 def test_the_routers_policy_is_asked(monkeypatch):
-    """Round robin by the very rule of the router."""
+    """Round robin follows the router's own rule."""
     requests = [request(float(number), 10, 2) for number in range(6)]
     where = layout(0, 3, "round_robin")
     asked = []
@@ -83,8 +83,9 @@ def test_the_routers_policy_is_asked(monkeypatch):
 
 
 def test_a_split_request_is_decoded_once_its_blocks_have_arrived():
-    """Two chunks of 410 ms; the first one's 4 MB move while the second one is computed, then its own take
-    0.4 s, and nine steps follow."""
+    """Two chunks take 410 ms each. The first one's 4 MB move while the second is computed, whose own take 0.4
+    s. Nine steps follow.
+    """
     [one] = requests = [request(0.0, 800, 10)]
     slow = LinkProfile(latency_s=0.0, bytes_per_s=1e7)
     run(layout(1, 1, "least_loaded"), requests, profile(kv_bytes=10_000, link=slow))
@@ -95,7 +96,7 @@ def test_a_split_request_is_decoded_once_its_blocks_have_arrived():
 
 @pytest.mark.parametrize(("beside", "longer_s"), [(1.0, 0.0), (1.5, 0.41 / 3), (2.0, 0.41 / 2)])
 def test_decoding_takes_longer_while_another_worker_works(beside: float, longer_s: float):
-    """A prompt of 0.41 s comes while a request decodes."""
+    """A prompt of 0.41 s arrives while a request decodes."""
 
     def ended(**changes: float) -> float:
         requests = [request(0.0, 10, 100), request(0.3, 400, 1)]
@@ -115,13 +116,13 @@ def test_prompts_take_longer_while_another_worker_decodes():
     assert first_token(0.3) == pytest.approx(0.61)
 
 
-def test_a_hand_off_takes_its_time_beside_the_wire():
+def test_a_hand_off_has_a_fixed_time_beyond_the_wire():
     requests = [request(0.0, 10, 2)]
     run(layout(1, 1, "least_loaded"), requests, profile(handoff_s=0.25))
     assert requests[0].ended - requests[0].first_token == pytest.approx(0.25 + 0.011)
 
 
-def test_what_the_decode_worker_has_cached_does_not_move():
+def test_blocks_cached_by_the_decode_worker_do_not_move():
     slow = LinkProfile(latency_s=0.0, bytes_per_s=1e6)
     requests = [request(0.0, 400, 2, prompt=1), request(60.0, 400, 2, prompt=1)]
     run(layout(1, 1, "least_loaded"), requests, profile(kv_bytes=10_000, link=slow))
@@ -130,8 +131,8 @@ def test_what_the_decode_worker_has_cached_does_not_move():
     assert second == pytest.approx(0.011)
 
 
-def test_a_prefix_is_fetched_where_that_is_sooner_than_computing_it():
-    """The holder decodes so much that the other worker is the better one."""
+def test_a_prefix_is_fetched_if_that_is_faster_than_computing_it():
+    """The holder decodes so much that the other worker is the better choice."""
     fast = LinkProfile(latency_s=0.001, bytes_per_s=1e10)
     busy = [request(2.0, 1000, 400, prompt=1) for _ in range(20)]
     late = request(3.0, 1000, 400, prompt=1)
@@ -147,8 +148,8 @@ def test_late_requests_are_refused_by_the_slo():
     assert [each.is_refused for each in requests] == [False, False, True, True, True]
 
 
-def test_tokens_are_equal_where_blocks_are():
-    """A part of a block has its id, too. Tokens after the last id are the request's own."""
+def test_equal_blocks_have_equal_tokens():
+    """A partial block has an id, too. Tokens after the last id belong to the request alone."""
     traces = [TraceRequest(0.0, length, 1, [1, 2, 3]) for length in (250, 350, 350)]
     requests = [SimulatedRequest(trace, BLOCK, number) for number, trace in enumerate(traces)]
     first, second, third = (each.engine_request().prompt_token_ids for each in requests)

@@ -1,4 +1,4 @@
-"""A simulated worker against times that are reckoned by hand."""
+"""A simulated worker compared with times computed by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ALONE = layout(0, 1)
 
 
 def test_a_lone_request_takes_its_steps():
-    """Chunks of 400, 400 and 200 tokens, each with a step's 10 ms; then nine steps of 11 ms."""
+    """Chunks of 400, 400 and 200 tokens take a step's 10 ms each in addition. Nine steps of 11 ms follow."""
     [one] = requests = [request(1.0, 1000, 10)]
     run(ALONE, requests)
     assert one.ttft_s == pytest.approx(3 * 0.01 + 1.0)
@@ -19,7 +19,7 @@ def test_a_lone_request_takes_its_steps():
 
 
 def test_a_chunk_beside_rows_keeps_within_the_itl_budget():
-    """A row's step takes 11 ms: of 31 ms 20 are left for a prompt, 20 tokens."""
+    """A row's step takes 11 ms, which leaves 20 ms of 31 for a prompt: 20 tokens."""
     requests = [request(0.0, 10, 200), request(0.1, 200, 2)]
     run(ALONE, requests, profile(itl_budget_s=0.031))
     first, second = requests
@@ -43,21 +43,20 @@ def test_prompts_share_the_token_budget_of_a_step():
     assert second.first_token == third.first_token == pytest.approx(0.11 + 0.01 + 0.35)
 
 
-def test_a_cached_prefix_is_not_computed_again():
+def test_a_cached_prefix_is_not_recomputed():
     requests = [request(0.0, 1000, 1, prompt=1), request(5.0, 1000, 1, prompt=1)]
     run(ALONE, requests)
     assert requests[1].ttft_s == pytest.approx(0.011), "its last token alone: a row"
 
 
-def test_equal_prompts_that_come_together_are_computed_once():
+def test_equal_prompts_that_arrive_together_are_computed_once():
     requests = [request(0.0, 1000, 1, prompt=1), request(0.001, 1000, 1, prompt=1)]
     run(ALONE, requests)
     assert requests[1].first_token == pytest.approx(requests[0].first_token + 0.011)
 
 
-def test_what_is_least_recently_used_is_evicted():
-    """There is room for two prompts: the third one takes the place of the second, since the first was asked
-    for again."""
+def test_the_least_recently_used_prompt_is_evicted():
+    """Two prompts fit. The third one replaces the second, since the first was used again."""
     prompts = [1, 2, 1, 3, 1, 2]
     requests = [request(float(number), 400, 1, prompt) for number, prompt in enumerate(prompts)]
     run(ALONE, requests, profile(kv_tokens=950))
@@ -71,8 +70,8 @@ def test_a_request_waits_for_room():
     assert requests[1].first_token > requests[0].ended
 
 
-def test_when_room_runs_out_the_last_one_is_computed_again():
-    """Both fit at first, not with all that they generate. None of it is lost."""
+def test_the_last_request_is_preempted_when_room_runs_out():
+    """Both fit at first, but not with all that they generate. No token is lost."""
     requests = [request(0.0, 200, 300), request(0.0, 200, 300)]
     cluster = run(ALONE, requests, profile(kv_tokens=800))
     [worker] = cluster.workers.values()
@@ -88,8 +87,10 @@ def test_no_more_than_max_num_seqs_run():
 
 
 @pytest.mark.parametrize(("kv_tokens", "preempts"), [(100_000, False), (1000, True)])
-def test_what_is_handed_over_waits_for_a_row(kv_tokens: int, preempts: bool):
-    """It has answered by then. If room runs out, it gives its own before those that run."""
+def test_a_handed_over_request_waits_for_a_row(kv_tokens: int, preempts: bool):
+    """Its first token has been sent by then. When room runs out, it gives up its own before running requests
+    do.
+    """
     requests = [request(0.0, 200, 250), request(0.0, 200, 250), request(0.0, 200, 250)]
     cluster = run(layout(1, 1, "least_loaded"), requests, profile(kv_tokens, max_num_seqs=2))
     assert requests[2].first_token < requests[0].ended
@@ -99,14 +100,14 @@ def test_what_is_handed_over_waits_for_a_row(kv_tokens: int, preempts: bool):
     assert engine.usage == 0
 
 
-def test_fewer_steps_where_drafts_are_accepted():
+def test_accepted_drafts_save_steps():
     [one] = requests = [request(0.0, 10, 101)]
     run(ALONE, requests, profile(tokens_per_row=2.0))
     assert one.ended - one.first_token == pytest.approx(50 * 0.011)
 
 
-def test_a_batch_in_one_run_takes_as_long_as_step_by_step():
-    """Somebody who comes and goes cuts the run into single steps, and adds nothing but his own share."""
+def test_a_batch_simulated_as_one_run_takes_as_long_as_step_by_step():
+    """A short-lived second request splits the run into single steps, and adds only its own time."""
     alone = [request(0.0, 10, 400)]
     run(ALONE, alone, profile(context_s=1e-6, row_s=0.0))
     cut = [request(0.0, 10, 400)]

@@ -1,4 +1,4 @@
-"""Messages survive the wire, and nothing else gets through."""
+"""Messages survive encoding and decoding, and everything else is refused."""
 
 import msgspec
 import pytest
@@ -164,7 +164,7 @@ def test_round_trip(channel, message):
 
 
 @pytest.mark.parametrize(("channel", "message"), MESSAGES, ids=NAMES)
-def test_another_channel_refuses_it(channel, message):
+def test_another_channel_refuses_the_message(channel, message):
     for other in CHANNELS:
         if other is not channel:
             with pytest.raises(ProtocolError):
@@ -180,7 +180,7 @@ def test_every_truncation_is_refused(channel, message):
 
 
 def with_field(message: msgspec.Struct, path: str, value: object) -> bytes:
-    """The message's bytes with the field at a dotted path replaced by anything."""
+    """Return the message's bytes with the field at a dotted path replaced by any value."""
     tree = msgspec.msgpack.decode(codec.encode(message))
     *parents, last = path.split(".")
     node = tree
@@ -233,12 +233,12 @@ def test_a_field_out_of_bounds_is_refused_and_named(channel, message, path, valu
         channel.decode(with_field(message, path, value))
 
 
-def test_unknown_fields_are_skipped_so_that_versions_may_differ():
+def test_unknown_fields_are_skipped_for_other_versions():
     message = Registered(incarnation="abc", router="r")
     assert codec.router_to_worker.decode(with_field(message, "later", [1, {"x": 2}])) == message
 
 
-def test_nesting_without_end_is_refused():
+def test_endless_nesting_is_refused():
     raw = codec.encode(Registered(incarnation="abc", router="r"))
     nested = b"\x83" + raw[1:] + b"\xa5later" + b"\x91" * 100_000 + b"\xc0"
     with pytest.raises(ProtocolError):
@@ -249,7 +249,7 @@ def test_nesting_without_end_is_refused():
     "header",
     [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"],
 )
-def test_a_length_that_lies_is_refused(header):
+def test_a_false_length_is_refused(header):
     raw = codec.encode(Abort(request_ids=["r1"]))
     at = raw.index(b"request_ids") + len(b"request_ids")
     with pytest.raises(ProtocolError):
@@ -272,13 +272,13 @@ def refused_or_decoded(channel: codec.BoundedDecoder, raw: bytes) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(raw=st.binary(max_size=200), channel=st.sampled_from(CHANNELS))
-def test_random_bytes(raw, channel):
+def test_random_bytes_are_refused(raw, channel):
     refused_or_decoded(channel, raw)
 
 
 @settings(max_examples=600, deadline=None)
 @given(data=st.data())
-def test_damaged_messages(data):
+def test_damaged_messages_are_refused(data):
     channel, message = data.draw(st.sampled_from(MESSAGES))
     raw = bytearray(codec.encode(message))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -303,7 +303,7 @@ anything = st.recursive(
 
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())
-def test_fields_of_any_other_type(data):
+def test_fields_of_other_types_are_refused(data):
     channel, message = data.draw(st.sampled_from(MESSAGES))
     tree = msgspec.msgpack.decode(codec.encode(message))
     field = data.draw(st.sampled_from(sorted(tree)))

@@ -1,4 +1,4 @@
-"""A manifest that does not fit is refused by the name of its field."""
+"""A manifest that does not fit is refused by its field's name."""
 
 import msgspec
 import pytest
@@ -53,14 +53,14 @@ def refused_field(manifest: HandoffManifest) -> str | None:
     return None
 
 
-def test_one_that_fits_passes():
+def test_a_fitting_manifest_passes():
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(MANIFEST), type=HandoffManifest)
     assert received == MANIFEST
     assert refused_field(received) is None
 
 
 @pytest.mark.parametrize("changes", [{}, {"feature": b""}, {"feature": b"12345678"}, {"method": "medusa"}])
-def test_a_draft_that_could_have_been_made_passes(changes):
+def test_a_plausible_draft_passes(changes):
     carried = msgspec.structs.replace(CARRIED, **changes)
     assert refused_field(msgspec.structs.replace(MANIFEST, draft=carried)) is None
 
@@ -102,6 +102,6 @@ def test_each_field_that_differs_is_named(field, change):
     assert caught.value.field == field
 
 
-def test_the_version_is_looked_at_first():
+def test_the_version_is_checked_first():
     changed = msgspec.structs.replace(MANIFEST, version=99, extents=[], decode_incarnation="x")
     assert refused_field(changed) == "version"

@@ -1,4 +1,4 @@
-"""Block identities are the same in every process, on every day."""
+"""Block identities are the same in every process at all times."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ DIGEST = "ec6ab2e0e9ec4853bdabf150217f05e6"
 
 
 def test_a_known_chain():
-    """Fixed for ever: another value would make every cached block of an older process a stranger."""
+    """This value must never change, or blocks cached by older processes would not be found."""
     root = root_identity("tandem-code-10m", "bfloat16", "salt")
     assert root.hex() == ROOT
     assert [identity.hex() for identity in block_identities(root, TOKENS, 16)] == CHAIN
@@ -58,7 +58,7 @@ def test_a_partial_block_has_no_identity():
     assert two == list(block_identities(root, list(range(40)), 16))[:2]
 
 
-def test_everything_that_must_tell_blocks_apart_does():
+def test_everything_that_distinguishes_blocks_changes_the_identity():
     roots = {
         root_identity("m", "f"),
         root_identity("m", "f", "s"),

@@ -36,7 +36,7 @@ def json_lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
 
 
-def test_json_has_what_a_line_is_about(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_names_the_subject_of_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     log_to_stderr("debug", "json", "decode-0")
     before = datetime.now(UTC)
     log.debug("request %s:\n%d", "abc", 3, extra={"request_id": "abc", "timing": {"queue_s": 0.5}, "_ray": 1})
@@ -64,7 +64,7 @@ def test_any_text_and_any_object_stay_one_line_of_json(capsys: pytest.CaptureFix
     assert line["exception"].startswith("Traceback ") and line["about"] == "{1, 2}"
 
 
-def test_one_line_in_a_while_which_counts_the_others(caplog, monkeypatch):
+def test_repeated_lines_are_limited_and_counted(caplog, monkeypatch):
     log = RareLog(logging.getLogger("test"))
     for number in range(1000):
         log.warning("refused %s", number)

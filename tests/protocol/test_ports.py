@@ -1,4 +1,4 @@
-"""Sockets on one of several ports, and what is said when there is none."""
+"""Sockets listen on one of several ports; without a free one the error says so."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOST = "127.0.0.1"
 
 @pytest.fixture
 def ports() -> range:
-    """Three that were free a moment ago."""
+    """Return three ports that were free a moment ago."""
     for low in range(20_000, 30_000, 3):
         try:
             for port in range(low, low + 3):
@@ -54,7 +54,7 @@ def test_a_port_is_free_at_once_after_its_connections(ports: range) -> None:
     listener, address = listen_tcp(HOST, ports[:1])
     with connect_tcp(address) as client:
         accepted, _ = listener.accept()
-        accepted.close()  # first: so it is this end that rests for a minute
+        accepted.close()  # first, so that this end keeps the port in TIME_WAIT
         client.setblocking(True)
         assert client.recv(1) == b""
     listener.close()
@@ -62,7 +62,7 @@ def test_a_port_is_free_at_once_after_its_connections(ports: range) -> None:
     listener.close()
 
 
-def test_another_error_is_told_as_it_is() -> None:
+def test_other_errors_are_raised_unchanged() -> None:
     with pytest.raises(OSError, match="assign requested address"):
         listen_tcp("192.0.2.1", range(20_000, 20_003))
 

@@ -1,4 +1,4 @@
-"""`--speculative-config` and a request's `speculative`: what is taken, and how the rest is refused."""
+"""`--speculative-config` and a request's `speculative`: accepted values, and how others are refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def refusal(fields: object, target: str | None = None) -> str:
     return message.removeprefix("--speculative-config: ")
 
 
-def test_flag_environment_and_file_say_the_same(tmp_path: Path) -> None:
+def test_flag_environment_and_file_mean_the_same(tmp_path: Path) -> None:
     wanted = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
     text = json.dumps(NGRAM)
     (tmp_path / "c.yaml").write_text("speculative-config:\n  method: ngram\n  num_speculative_tokens: 4\n")
@@ -71,13 +71,13 @@ def test_flag_environment_and_file_say_the_same(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_bad_value_is_blamed_on_where_it_came_from(sources: dict, source: str) -> None:
+def test_a_bad_value_names_its_source(sources: dict, source: str) -> None:
     expected = f"^{source}: method: must be one of 'custom', 'draft_model'.*got 'x'"
     with pytest.raises(ConfigError, match=expected):
         load_config(**{"environ": {}, **sources})
 
 
-def test_a_bad_entry_of_the_file_is_blamed_on_it(tmp_path: Path) -> None:
+def test_a_bad_entry_of_the_file_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("speculative_config:\n  method: ngram\n  prompt_lookup_max: 0\n")
     with pytest.raises(ConfigError) as caught:
@@ -142,11 +142,11 @@ def test_a_bad_field_is_named_with_its_limit(fields: dict, expected: str) -> Non
 @pytest.mark.parametrize(
     "value", ["", "ngram", "{", "[]", "3", '"ngram"', "null", [], 3, '{"method": ["ngram"]}', "{}"]
 )
-def test_what_is_no_object_with_a_method(value: object) -> None:
+def test_anything_but_an_object_with_a_method_is_refused(value: object) -> None:
     assert "method" in refusal(value)
 
 
-def test_null_is_not_given_and_eagle3_is_eagle() -> None:
+def test_null_means_not_given_and_eagle3_means_eagle() -> None:
     config = parsed({"method": "eagle3", "model": str(DRAFT), "num_speculative_tokens": None})
     assert (config.method, config.num_speculative_tokens, config.fixed_tokens) == ("eagle", "auto", None)
 
@@ -178,14 +178,14 @@ def test_the_bundled_model_has_a_bundled_draft() -> None:
     assert parsed({"method": "draft_model"}, relative).model == str(DRAFT)
 
 
-def test_any_other_model_needs_one_of_its_own(tmp_path: Path) -> None:
+def test_any_other_model_needs_its_own_draft(tmp_path: Path) -> None:
     for target in (None, str(tmp_path), "org/model"):
         assert refusal({"method": "draft_model"}, target) == "model: the method draft_model needs one"
     with pytest.raises(ConfigError, match="model: the method draft_model needs one"):
         load_config({"speculative_config": {"method": "draft_model"}, "model": "org/model"}, {})
 
 
-def test_what_differs_from_the_defaults_is_told() -> None:
+def test_values_that_differ_from_the_defaults_are_shown() -> None:
     assert describe(parsed({"method": "ngram"})) == "ngram"
     assert describe(parsed(NGRAM)) == "ngram (num_speculative_tokens 4)"
     assert describe(None) == "none (a request may ask for ngram, suffix, lookahead)"
@@ -200,7 +200,7 @@ def request_refusal(fields: dict) -> tuple[str, str]:
     return caught.value.field, caught.value.message
 
 
-def test_a_request_says_what_it_wants() -> None:
+def test_a_request_chooses_its_drafts() -> None:
     assert parse_request_speculation(None) is None
     assert parse_request_speculation({}) is None
     assert parse_request_speculation({"enabled": None, "method": None}) == RequestSpeculation()
@@ -247,7 +247,7 @@ def test_a_method_without_its_weights_is_refused_by_name(deployed: SpeculativeCo
 @pytest.mark.parametrize(
     "fields", [{"enabled": True}, {"num_speculative_tokens": 4}, {"place": "local"}, {"method": None}]
 )
-def test_drafts_by_no_method_are_refused(fields: dict) -> None:
+def test_drafts_without_a_method_are_refused(fields: dict) -> None:
     asked = parse_request_speculation(fields)
     with pytest.raises(
         InvalidRequestError, match=r"--speculative-config.* ngram, suffix, lookahead"
@@ -260,7 +260,7 @@ def test_drafts_by_no_method_are_refused(fields: dict) -> None:
 @pytest.mark.parametrize(
     "fields", [{}, {"enabled": False}, {"num_speculative_tokens": 0}, {"place": "none"}, {"method": "ngram"}]
 )
-def test_without_a_method_no_drafts_may_be_asked_for(fields: dict) -> None:
+def test_a_deployment_without_a_method_refuses_drafts(fields: dict) -> None:
     check_request_speculation(parse_request_speculation(fields), None)
 
 
@@ -298,7 +298,7 @@ def state(speculation: SpeculationState | None) -> WorkerState:
 
 
 @pytest.mark.parametrize("speculation", [None, SpeculationState(), STATE])
-def test_it_travels_in_the_workers_state(speculation: SpeculationState | None) -> None:
+def test_the_state_of_speculation_survives_the_wire(speculation: SpeculationState | None) -> None:
     sent = state(speculation)
     assert worker_to_router.decode(encode(sent)) == sent
 

@@ -1,4 +1,4 @@
-"""GPTQ and AWQ lose less than `--quantization int4`, on inputs and weights like a real model's."""
+"""GPTQ and AWQ lose less than `--quantization int4` on inputs and weights like those of real models."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ OUTPUTS, INPUTS, GROUP, TOKENS = 96, 256, 64, 1024
 
 
 def case(num_huge: int) -> tuple[Tensor, Tensor]:
-    """A weight and inputs, [tokens, in], of which the first `num_huge` are as a text's first token has them.
+    """Return a weight and inputs, [tokens, in]. The first `num_huge` inputs are huge, as for a text's first
+    token.
 
-    Inputs depend on each other, some channels are large, and weights have heavier tails than a normal
-    distribution.
+    Inputs are correlated, some channels are large, and weights have heavier tails than a normal distribution.
     """
     random = torch.Generator().manual_seed(0)
     inputs = torch.randn(TOKENS, 48, generator=random) @ torch.randn(48, INPUTS, generator=random)
@@ -36,7 +36,7 @@ def case(num_huge: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("method", "share"), [(gptq.quantize, 0.2), (awq.quantize, 0.7)], ids=["gptq", "awq"]
 )
-def test_the_outputs_of_ordinary_tokens_change_less(
+def test_outputs_of_ordinary_tokens_change_less(
     method: Callable[[Tensor, Tensor, int, int], QuantizedWeight], share: float, num_huge: int
 ) -> None:
     weight, inputs = case(num_huge)

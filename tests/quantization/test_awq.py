@@ -1,4 +1,4 @@
-"""AWQ's scales and ranges do less to outputs than rounding alone; grids of codes."""
+"""AWQ's scales and ranges change outputs less than rounding alone; codes lie on the grid of a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OUTPUTS, INPUTS, GROUP = 48, 128, 32
 
 
 def case() -> tuple[Tensor, Tensor, Tensor]:
-    """A weight, the moments of its inputs, of which a few are much larger, and their mean magnitude."""
+    """Return a weight, the moments of inputs with a few large channels, and their mean magnitude."""
     torch.manual_seed(0)
     inputs = torch.randn(500, INPUTS)
     inputs[:, ::20] *= 12
@@ -23,7 +23,7 @@ def rounded(weight: Tensor) -> Tensor:
     return grid.spanning(groups, 4).rounded(groups).flatten(1)
 
 
-def test_scales_do_less_to_the_outputs() -> None:
+def test_scales_change_outputs_less() -> None:
     weight, moments, inputs = case()
     scales = awq.search_scales([weight], moments, inputs, torch.arange(INPUTS), 4, GROUP)
     by_awq = awq.output_error(rounded(weight * scales) / scales - weight, moments)
@@ -38,14 +38,14 @@ def test_channels_that_share_a_scale_get_the_same() -> None:
     assert scales.isfinite().all() and (scales > 0).all()
 
 
-def test_even_inputs_need_no_scales() -> None:
+def test_equally_large_inputs_need_no_scales() -> None:
     weight, _, _ = case()
     index = torch.arange(INPUTS)
     scales = awq.search_scales([weight], torch.eye(INPUTS), torch.ones(INPUTS), index, 4, GROUP)
     assert torch.equal(scales, torch.ones(INPUTS))
 
 
-def test_ranges_do_less_to_the_outputs() -> None:
+def test_ranges_change_outputs_less() -> None:
     weight, moments, _ = case()
     weight[::3, ::GROUP] *= 2.5
     quantized = awq.quantize(weight, moments, 4, GROUP)
@@ -54,7 +54,7 @@ def test_ranges_do_less_to_the_outputs() -> None:
     assert quantized.zeros is not None and quantized.group_size == GROUP
 
 
-def test_a_range_holds_zero_and_what_is_beyond_the_clip_is_cut() -> None:
+def test_a_range_includes_zero_and_clips_beyond() -> None:
     weight = torch.tensor([[3.0, 4.0, 5.0, 6.0]])
     positive = grid.spanning(weight, 4)
     assert positive.rounded(torch.zeros(1, 4)).abs().max() == 0
@@ -63,7 +63,7 @@ def test_a_range_holds_zero_and_what_is_beyond_the_clip_is_cut() -> None:
         assert grid.spanning(sign * weight, 4, clip=0.5).rounded(sign * weight).abs().max() <= 3.001
 
 
-def test_scales_are_those_that_a_file_holds() -> None:
+def test_scales_are_representable_in_the_file() -> None:
     weight, _, _ = case()
     groups = grid.in_groups(weight * torch.logspace(-8, 2, OUTPUTS).unsqueeze(1), GROUP)
     for made in (grid.symmetric(groups, 4), grid.spanning(groups, 4)):

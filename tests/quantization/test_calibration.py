@@ -1,4 +1,4 @@
-"""A model block by block: what its layers are given, and where their inputs' scales can go."""
+"""Calibration block by block: the inputs of each layer, and the places that can take their scales."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def in_units_of_size(rows: Tensor) -> Tensor:
     return rows / rows.square().mean(-1, keepdim=True).sqrt()
 
 
-def test_blocks_one_by_one_are_the_model() -> None:
+def test_blocks_run_one_by_one_equal_the_model() -> None:
     model = tiny_model()
     whole = model.model(input_ids=windows(), use_cache=False).last_hidden_state
     calibration = begin(model)
@@ -46,11 +46,11 @@ def test_blocks_one_by_one_are_the_model() -> None:
     assert torch.allclose(after, whole, atol=1e-5)
 
 
-def test_groups_are_the_layers_that_read_the_same() -> None:
+def test_groups_are_layers_with_the_same_input() -> None:
     assert begin(tiny_model()).groups() == LLAMA_LIKE
 
 
-def test_a_layer_that_the_text_does_not_reach_stands_alone() -> None:
+def test_a_layer_without_calibration_inputs_is_its_own_group() -> None:
     model = tiny_model()
     model.model.layers[0].spare = nn.Linear(64, 64)
     assert begin(model).groups() == [*LLAMA_LIKE, LinearGroup(("spare",))]
@@ -94,7 +94,7 @@ def test_a_token_with_huge_inputs_counts_as_much_as_any_other() -> None:
     assert moments.products.isfinite().all()
 
 
-def test_scales_go_where_the_function_stays() -> None:
+def test_scales_go_only_where_they_keep_the_function() -> None:
     model = tiny_model()
     before = logits(model)
     calibration = begin(model)
@@ -114,7 +114,7 @@ def test_scales_go_where_the_function_stays() -> None:
     assert torch.allclose(logits(model), before, atol=1e-3)
 
 
-def test_a_module_that_does_not_keep_the_function_is_no_place() -> None:
+def test_a_module_that_changes_the_function_takes_no_scales() -> None:
     model = tiny_model()
     before = logits(model)
     calibration = begin(model)
@@ -127,7 +127,7 @@ def test_a_module_that_does_not_keep_the_function_is_no_place() -> None:
 
 
 def inputs_of(calibration: Calibration) -> dict[str, Tensor]:
-    """The inputs of each linear layer of the block, [tokens, in]."""
+    """Return the inputs of each linear layer of the block, [tokens, in]."""
     found: dict[str, list[Tensor]] = {}
     handles = [
         layer.register_forward_pre_hook(
@@ -143,7 +143,7 @@ def inputs_of(calibration: Calibration) -> dict[str, Tensor]:
     return {name: torch.cat(each, 1)[0] for name, each in found.items()}
 
 
-def test_awq_rounds_for_the_inputs_that_scaled_layers_get(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_awq_rounds_for_scaled_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     calibration = begin(tiny_model())
     norm = calibration.block.input_layernorm.weight.clone()
     quantize, seen = awq.quantize, []
@@ -192,7 +192,7 @@ def test_fused_layers_take_scales_in_their_last_rows() -> None:
     ]
 
 
-def test_what_nothing_can_scale_is_said_and_rounded() -> None:
+def test_layers_that_nothing_can_scale_are_reported_and_rounded() -> None:
     """An activation lies between the two layers of this MLP."""
     calibration = begin(tiny_model(GPTNeoXConfig(**SMALL, num_attention_heads=4, rotary_pct=1.0)))
     said: list[str] = []

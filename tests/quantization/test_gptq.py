@@ -1,4 +1,4 @@
-"""GPTQ against rounding to nearest, by the error that it minimizes."""
+"""GPTQ compared with rounding to nearest by the error that it minimizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OUTPUTS, INPUTS, GROUP = 48, 128, 32
 
 
 def case() -> tuple[Tensor, Tensor]:
-    """A weight, and the Hessian of inputs that depend on each other and differ in size."""
+    """Return a weight, and the Hessian of correlated inputs of different sizes."""
     torch.manual_seed(0)
     inputs = torch.randn(600, 24) @ torch.randn(24, INPUTS) + 0.3 * torch.randn(600, INPUTS)
     inputs *= torch.linspace(0.2, 3, INPUTS)[torch.randperm(INPUTS)]
@@ -27,14 +27,14 @@ def nearest(weight: Tensor, bits: int) -> Tensor:
 
 
 def nearest_codes(weight: Tensor, quantized: QuantizedWeight) -> Tensor:
-    """The nearest codes of the grids that the weight was quantized to."""
+    """Return the nearest codes on the grids of a quantized weight."""
     scales = quantized.scales.repeat_interleave(GROUP, 1)
     return (weight / scales + INT4_ZERO).round().clamp(0, 15).to(torch.uint8)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("desc_act", [False, True])
-def test_the_outputs_change_less_than_by_rounding_to_nearest(bits: int, desc_act: bool) -> None:
+def test_outputs_change_less_than_by_rounding_to_nearest(bits: int, desc_act: bool) -> None:
     weight, hessian = case()
     quantized = gptq.quantize(weight, hessian, bits, GROUP, desc_act)
     assert quantized.format is (CodeFormat.INT4 if bits == 4 else CodeFormat.INT8)
@@ -52,13 +52,13 @@ def test_desc_act_takes_the_largest_inputs_first() -> None:
     assert gptq.quantize(weight, hessian, 4, GROUP).permutation is None
 
 
-def test_inputs_that_do_not_depend_on_each_other_are_rounded_to_nearest() -> None:
+def test_uncorrelated_inputs_are_rounded_to_nearest() -> None:
     weight, _ = case()
     quantized = gptq.quantize(weight, torch.diag(torch.linspace(1, 2, INPUTS)), 4, GROUP)
     assert torch.equal(quantized.codes, nearest_codes(weight, quantized))
 
 
-def test_inputs_that_never_came_leave_their_weights_near() -> None:
+def test_inputs_that_never_occurred_are_rounded_to_nearest() -> None:
     weight, hessian = case()
     silent = torch.arange(0, INPUTS, 5)
     hessian[silent] = 0
@@ -69,7 +69,7 @@ def test_inputs_that_never_came_leave_their_weights_near() -> None:
     assert torch.equal(nothing.codes, nearest_codes(weight, nothing))
 
 
-def test_the_factor_is_of_the_damped_inverse() -> None:
+def test_the_factor_inverts_the_damped_hessian() -> None:
     _, hessian = case()
     factor = gptq._factor(hessian)
     damped = hessian + gptq.DAMPING * hessian.diagonal().mean() * torch.eye(INPUTS)

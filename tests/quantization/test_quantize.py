@@ -1,4 +1,4 @@
-"""`tandem quantize`: from the command line to a checkpoint that loads; resuming; bad input."""
+"""`tandem quantize`: from the command line to a loadable checkpoint; resuming; bad input."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, output: Path, method: str, *options: Any, **changes: Any) -> str:
-    """What it printed, on one line; "error: " before what it refused."""
+    """Run the command and return its output on one line, with "error: " before a refusal."""
     given = {"--model": folder / "model", "--data": folder / "text", "--output": output} | changes
     given |= {"--method": method, "--sequence-length": LENGTH}
     words = [str(word) for pair in given.items() if pair[1] is not None for word in pair]
@@ -50,7 +50,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def quantized_model(monkeypatch: pytest.MonkeyPatch) -> list[PreTrainedModel]:
-    """Models that runs have quantized in place."""
+    """Collect the models that runs have quantized in place."""
     seen: list[PreTrainedModel] = []
 
     def keep(model: PreTrainedModel, text: Any) -> Any:
@@ -73,7 +73,7 @@ def quantized_model(monkeypatch: pytest.MonkeyPatch) -> list[PreTrainedModel]:
     ],
     ids=["awq", "gptq", "gptq in another order, 8 bits", "int8", "fp8"],
 )
-def test_what_is_written_loads_and_computes_the_same(
+def test_a_written_checkpoint_loads_and_computes_the_same(
     folder: Path, tmp_path: Path, quantized_model: list[PreTrainedModel], method: str, options: list[Any]
 ) -> None:
     output = tmp_path / "out"
@@ -91,7 +91,7 @@ def test_what_is_written_loads_and_computes_the_same(
     assert not torch.allclose(original(input_ids=windows(), use_cache=False).logits, expected, atol=1e-2)
 
 
-def test_the_card_tells_what_was_lost(folder: Path, tmp_path: Path) -> None:
+def test_the_card_reports_the_loss(folder: Path, tmp_path: Path) -> None:
     run(folder, tmp_path / "out", "int8")
     card = (tmp_path / "out/README.md").read_text()
     figures = re.search(r"bits per byte \| ([\d.]+) \| ([\d.]+) \| ([+-][\d.]+)%", card)
@@ -103,11 +103,11 @@ def test_the_card_tells_what_was_lost(folder: Path, tmp_path: Path) -> None:
 
 
 class Killed(Exception):  # noqa: N818
-    """The process ended."""
+    """Raised in place of the process's end."""
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
-def test_a_run_that_was_killed_goes_on_and_writes_the_same(
+def test_a_killed_run_resumes_and_writes_the_same(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     run(folder, tmp_path / "whole", method, *CALIBRATED)
@@ -133,7 +133,7 @@ def test_a_run_that_was_killed_goes_on_and_writes_the_same(
         assert whole[name] == resumed[name], name
 
 
-def test_a_run_of_another_model_is_not_gone_on_with(
+def test_a_run_of_another_model_is_not_resumed(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(folder / "model", tmp_path / "model")
@@ -148,7 +148,7 @@ def test_a_run_of_another_model_is_not_gone_on_with(
     assert "is of a run with weights " in said
 
 
-def test_experts_stay_as_they_are(folder: Path, tmp_path: Path) -> None:
+def test_experts_are_not_quantized(folder: Path, tmp_path: Path) -> None:
     sizes = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
     config = Qwen3MoeConfig(**{**tiny_config().to_dict(), **sizes, "model_type": "qwen3_moe"})
     tiny_model(config).save_pretrained(tmp_path / "model")
@@ -166,7 +166,7 @@ def test_experts_stay_as_they_are(folder: Path, tmp_path: Path) -> None:
     load_model(ServeConfig(model=str(tmp_path / "out"), device="cpu", max_model_len=64))
 
 
-def test_shards_stay_shards(folder: Path, tmp_path: Path) -> None:
+def test_shards_are_kept(folder: Path, tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path / "model", max_shard_size="100KB")
     for path in (folder / "model").glob("token*"):
         shutil.copy(path, tmp_path / "model")
@@ -187,14 +187,14 @@ def test_the_largest_group_that_fits_is_chosen_and_named(folder: Path, tmp_path:
     assert config["quantization_config"]["group_size"] == 32
 
 
-def test_few_samples_are_enough_where_none_were_asked_for(folder: Path, tmp_path: Path) -> None:
+def test_short_text_is_enough_if_no_number_of_samples_is_given(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("".join(chr(48 + number * number % 71) for number in range(300)))
     said = run(folder, tmp_path / "out", "gptq", **{"--data": tmp_path / "short.txt"})
     assert "--samples 8: all that --data has; 128 are the usual number" in said
     assert "--samples 8 " in (tmp_path / "out/README.md").read_text()
 
 
-def test_text_that_the_calibration_sees_is_not_measured_on(folder: Path, tmp_path: Path) -> None:
+def test_quality_is_not_measured_on_calibration_text(folder: Path, tmp_path: Path) -> None:
     text = "".join(chr(48 + number * number % 71) for number in range(300))
     (tmp_path / "data.txt").write_text(text)
     (tmp_path / "other.txt").write_text(
@@ -239,7 +239,7 @@ def test_options_that_do_not_fit(
     assert not (tmp_path / "out").exists()
 
 
-def test_all_faults_are_told_at_once_before_the_model_is_loaded(
+def test_all_faults_are_reported_at_once_before_loading(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "load_frozen", lambda *_: pytest.fail("loaded"))
@@ -292,7 +292,7 @@ def test_outputs_with_something_else(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_models_that_are_none(folder: Path, tmp_path: Path) -> None:
+def test_folders_without_a_model_are_refused(folder: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(folder / "model", model)
     (model / "model.safetensors").rename(model / "model.bin")

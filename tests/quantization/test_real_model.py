@@ -28,7 +28,7 @@ LENGTH = 512
 
 @dataclass(frozen=True)
 class Rounded:
-    """How well the model predicts the file `held_out` with its weights rounded to nearest."""
+    """SmolLM2 with weights rounded to nearest, and its score on the file `held_out`."""
 
     model: Path
     held_out: Path

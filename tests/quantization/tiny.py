@@ -1,4 +1,4 @@
-"""A model of two blocks whose layers fit groups of 32, and text for it."""
+"""Makes a model of two blocks whose layers fit groups of 32, and text for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LENGTH = 32
 
 
 def tiny_config(**changes: object) -> Qwen2Config:
-    """Two query heads share a head of values, and three projections have biases."""
+    """Return a configuration with two query heads per KV head and biases in three projections."""
     shape = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -30,7 +30,7 @@ def tiny_config(**changes: object) -> Qwen2Config:
 
 
 def tiny_model(config: Qwen2Config | None = None) -> PreTrainedModel:
-    """Its norms and biases are not those of a fresh model, and some of its channels are large."""
+    """Return a model with unusual norms and biases and some large channels."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config or tiny_config()).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""A new role is an entry in the table and a package with its loop, and nothing else."""
+"""A new role needs only an entry in the table and a package with its loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop of a role that only the tests have: it serves whole requests, and takes none over."""
+"""The loop of a role that exists only in tests: it serves whole requests and takes over none."""
 
 from __future__ import annotations
 
