@@ -1,4 +1,4 @@
-"""A small tokenizer, a running router, and workers to connect to it."""
+"""Fixtures: a small tokenizer, a running router, and workers that connect to it."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, fast_tokenizer: FastT
 
 
 class RunningRouter:
-    """A router with uvicorn in a thread, on random ports. `place` is that of one of several.
+    """A router with uvicorn in a thread, on random ports. `place` is its index among several.
 
-    `prepares`: its preprocessor starts at once, which most tests do not need.
+    With `prepares` its preprocessor starts at once, which most tests do not need.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class RunningRouter:
         )
         self.thread.start()
         assert started.wait(10)
-        # Nothing is verified over plain HTTP, and to read the authorities takes longer than all the rest.
+        # Plain HTTP verifies nothing, and reading the certificate authorities takes longer than all the rest.
         self.http = httpx.Client(base_url=self.url, timeout=20, verify=False)
 
     def add_worker(self, worker_id: str = "decode-0", role: str = "decode", **options: Any) -> FakeWorker:
@@ -139,7 +139,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture(scope="module")
 def router(model_folder: Path) -> Iterator[RunningRouter]:
-    """With one prefill and one decode worker that repeat the prompt."""
+    """Start a router with one prefill and one decode worker that repeat the prompt."""
     running = RunningRouter(ServeConfig(model=str(model_folder), port=0, placement="least_loaded"))
     decode = running.add_worker("decode-0", "decode")
     running.add_worker("prefill-0", "prefill", peers={"decode-0": decode})

@@ -1,4 +1,4 @@
-"""Decode and draft workers of which all is known, for the tests of where drafts are made."""
+"""Decode and draft workers with known costs, for tests of draft placement."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DRAFTED = [0, 1, 2, 4, 8]
 
 
 def step_table(start_s: float, row_s: float) -> StepTimeState:
-    """Of a target that takes `start_s` for a step and `row_s` for each of its rows."""
+    """Return step times of a target that takes `start_s` for a step and `row_s` for each row."""
     seconds = [[start_s + row_s * count * (1 + each) for each in DRAFTED] for count in SEQUENCES]
     return StepTimeState(sequences=SEQUENCES, drafted=DRAFTED, seconds=seconds)
 
@@ -42,7 +42,9 @@ def speculation(
     sampled: float | None = None,
     **draft: Any,
 ) -> SpeculationState:
-    """Drafts cost `level_s` a level and `token_s` a token; each token is accepted with the chance `rate`."""
+    """Return speculation costs: `level_s` for each draft level, `token_s` for each token, and acceptance
+    `rate` for each token.
+    """
     by_class: dict[RequestClass, list[float]] = {} if sampled is None else {"sampled": [sampled] * 8}
     own = MethodState(
         method="draft_model",
@@ -57,7 +59,7 @@ def speculation(
 
 
 CPU_LIKE = {"start_s": 2e-3, "row_s": 1e-3, "level_s": 0.15e-3, "token_s": 0.15e-3}
-"""Two rows take as long as all that a step does once."""
+"""Two rows take as long as the fixed part of a step."""
 GPU_LIKE = {"start_s": 20e-3, "row_s": 0.15e-3}
 
 

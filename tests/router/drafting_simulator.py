@@ -1,7 +1,7 @@
-"""Decode workers that share a draft worker, in simulated time, token by token.
+"""Simulates decode workers that share a draft worker, token by token.
 
-The draft worker stays ahead of every request whose drafts are made there, as far as these have use for it.
-What a target contradicts it begins anew once the news has come. Reports to the router are a little wrong.
+The draft worker drafts ahead for each of its requests, up to the useful length. Once it hears of a rejected
+token it starts the draft again. Reports to the router contain small errors.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ NOISE = 0.01
 
 @dataclass(frozen=True)
 class Machine:
-    """A target's step takes `start_s` and `row_s` for each row, its own drafts `level_s` a level and
-    `token_s` a token. A draft worker's step takes `draft_s` and `draft_row_s` for each row, a message
-    `wire_s`.
+    """Costs: a target's step takes `start_s` and `row_s` for each row, its own drafts `level_s` for each
+    level and `token_s` for each token. A draft worker's step takes `draft_s` and `draft_row_s` for each row,
+    and a message takes `wire_s`.
     """
 
     start_s: float = 20e-3
@@ -38,7 +38,7 @@ class Machine:
     rate: float = 0.8
 
     def local_s(self, rows: int, count: int) -> float:
-        """A target's step with its own drafts."""
+        """Return the time of a target's step with its own drafts."""
         return (
             self.start_s
             + self.row_s * rows * (1 + count)
@@ -48,7 +48,9 @@ class Machine:
 
 @functools.cache
 def best_count(machine: Machine, rows: int, *, at_once: bool = False) -> int:
-    """What the decode worker's own control comes to; `at_once`: drafts take no time here."""
+    """Return the number of tokens that the decode worker's control would choose. With `at_once`, drafts take
+    no time.
+    """
     tokens = [sum(machine.rate**i for i in range(count + 1)) for count in range(9)]
     seconds = [
         machine.start_s + machine.row_s * rows * (1 + count) if at_once else machine.local_s(rows, count)
@@ -59,8 +61,8 @@ def best_count(machine: Machine, rows: int, *, at_once: bool = False) -> int:
 
 @dataclass(eq=False)
 class Chain:
-    """A request: `committed` tokens; the draft worker knows of `known`, has drafted `ahead` more, and the
-    first `good` of these are right. What it sent last is `sent`: the same three.
+    """A request with `committed` tokens. The draft worker knows `known` of them and has drafted `ahead` more,
+    of which the first `good` are right. `sent` is the same triple for its last message.
     """
 
     place: DraftPlace = NOWHERE
@@ -82,7 +84,7 @@ class SimulatedTarget:
 
 @dataclass
 class Drafting:
-    """`plan` None: as the router decides."""
+    """A simulated group of targets with one draft worker. If `plan` is None, the router decides."""
 
     machine: Machine
     loads: tuple[int, ...]
@@ -102,7 +104,7 @@ class Drafting:
             self._begin_step(target)
 
     def run(self, seconds: float) -> float:
-        """Tokens a second of all targets over so much time more."""
+        """Return all targets' tokens per second over this further time."""
         before, end = sum(target.tokens for target in self.targets), self.now + seconds
         while self._events and self._events[0][0] <= end:
             self.now, _, event = heapq.heappop(self._events)
@@ -111,7 +113,7 @@ class Drafting:
         return (sum(target.tokens for target in self.targets) - before) / seconds
 
     def resize(self, loads: tuple[int, ...]) -> None:
-        """So many requests run on each target from now on."""
+        """Run these numbers of requests on the targets from now on."""
         for target, load in zip(self.targets, loads, strict=True):
             kept = target.chains[:load]
             target.chains[:] = kept + [Chain() for _ in range(load - len(kept))]
@@ -139,13 +141,15 @@ class Drafting:
         self._at(seconds, lambda: self._end_step(target))
 
     def _most(self, target: SimulatedTarget) -> int:
-        """Tokens of a draft that is made elsewhere."""
+        """Return the length of drafts that are made elsewhere."""
         place = target.place or NOWHERE
         best = best_count(self.machine, len(target.chains), at_once=True)
         return place.max_tokens if self.plan is not None else min(best, place.max_tokens)
 
     def _lead(self, chain: Chain) -> tuple[int, int]:
-        """Tokens that the latest draft has beyond what is committed, and how many of them are right."""
+        """Return how many tokens of the latest draft are not committed yet, and how many of them
+        are right.
+        """
         known, ahead, good = chain.sent
         since = chain.committed - known
         return (ahead - since, good - since) if since <= good else (0, 0)

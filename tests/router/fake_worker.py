@@ -1,4 +1,4 @@
-"""A worker that speaks the real protocol over real sockets; its tokens come from a script."""
+"""A worker that speaks the real protocol over real sockets, with tokens from a script."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ MAX_MODEL_LEN = 512
 
 
 def echo_script(request: EngineRequest) -> list[int]:
-    """The prompt, again and again."""
+    """Repeat the prompt endlessly."""
     prompt = request.prompt_token_ids
     return [prompt[i % len(prompt)] for i in range(request.sampling.max_tokens)]
 
 
 def embedding_of(token_ids: list[int]) -> bytes:
-    """The first and the last token, as two values of a vector of length one."""
+    """Return the first and the last token as a vector of two values, scaled to length one."""
     ends = token_ids[0], token_ids[-1]
     return struct.pack("<2f", *(end / math.hypot(*ends) for end in ends))
 
 
 class Job:
-    """A request that the worker runs, one token a step, for the router at the other end of `line`."""
+    """A request that the worker runs, one token per step, for the router at the other end of `line`."""
 
     def __init__(self, message: Generate, tokens: list[int], finish_reason: str, line: int) -> None:
         self.line = line
@@ -77,16 +77,16 @@ class Job:
 
 
 class FakeWorker:
-    """Runs in a thread, for the routers at all `endpoints`, whose order is the same for all workers.
+    """Runs in a thread, for the routers at all `endpoints`, in the same order for all workers.
 
-    `script(request)` gives the tokens; `step_s` is the time between steps.
+    `script(request)` yields the tokens, and `step_s` is the time between steps.
 
-    `hold` (an event) stops token output while it is set, `mute` the heartbeats; `peers` maps worker ids to
-    fake decode workers, for the hand-off, which is left undone while `keep` is set. A job has no more than
-    `stall_after` output tokens. With `rejected_per_step` all but the last of a step's tokens were drafted,
-    and so many more; the first of them, but for `not_predicted`, came from the prediction. A prefetch is
-    answered as `prefetches` says, or not at all (None). Everything received is kept in `generated`,
-    `aborted`, `redirects` and `prefetched`.
+    The event `hold` stops token output while it is set, and `mute` stops heartbeats. `peers` maps worker ids
+    to fake decode workers for hand-offs, which do not happen while `keep` is set. A job stops after
+    `stall_after` output tokens. With `rejected_per_step`, all but the last of a step's tokens were drafted,
+    and this many more were rejected; all drafted tokens except the last `not_predicted` came from the
+    prediction. A prefetch is answered by `prefetches`, or not at all if it is None. `generated`, `aborted`,
+    `redirects` and `prefetched` record what the worker received.
     """
 
     def __init__(
@@ -130,15 +130,15 @@ class FakeWorker:
         self.adapters = {adapter.name: adapter.digest for adapter in adapters or []}
         self.first_adapters = adapters or []
         self.adapter_error: str | None = ""
-        """Why it can't load any; None: it does not answer."""
+        """Why no adapter can be loaded. None means that the worker does not answer."""
         self.adapter_error_kind: ErrorKind = "invalid"
         self.adapter_digest = "a" * 32
-        """Of those it loads."""
+        """The digest of adapters that it loads."""
         self.eos_token_id = 0
         self.hold = threading.Event()
         self.mute = threading.Event()
         self.stalled_s = 0.0
-        """What its heartbeats say of its loop."""
+        """The time for which its loop has been stuck, as reported in heartbeats."""
         self.keep = threading.Event()
         self.stall_after = stall_after
         self.cached_tokens = cached_tokens
@@ -149,10 +149,10 @@ class FakeWorker:
         self.prefetches: bool | None = True
         self.prefetched: list[str] = []
         self.has_left = threading.Event()
-        """All routers have let it go."""
+        """Set when all routers have released it."""
         self.replans: list[Replan] = []
         self.gone: list[tuple[str, str]] = []
-        """Workers that it was told are lost, with their incarnations."""
+        """Workers, with incarnations, that it was told are lost."""
         self.jobs: dict[str, Job] = {}
         self.held: dict[str, Job] = {}
         self._endpoints = [endpoints] if isinstance(endpoints, str) else endpoints
@@ -175,7 +175,7 @@ class FakeWorker:
         return self
 
     def stop(self) -> None:
-        """Gone at once, like a killed process."""
+        """Disappear at once, like a killed process."""
         self._stop.set()
         self._thread.join()
         if self._heart.is_alive():
@@ -188,7 +188,7 @@ class FakeWorker:
             self._outbox.append(raw)
 
     def adopt(self, job: Job) -> None:
-        """A prefill worker hands a request over."""
+        """Take over a request from a prefill worker."""
         with self._lock:
             self._adopted.append(job)
 
@@ -276,7 +276,7 @@ class FakeWorker:
                     socket.send(raw)
             for job in adopted:
                 self.jobs[job.request.request_id] = job
-            poller.poll(1 if self.jobs else 5)  # ms; what the test says is looked at each time
+            poller.poll(1 if self.jobs else 5)  # ms; changes by the test are noticed in time
             for line, socket in enumerate(self._sockets):
                 while socket.poll(0):
                     self._receive(router_to_worker.decode(socket.recv()), line)
@@ -365,7 +365,7 @@ class FakeWorker:
         self._sockets[line].send(encode(answer))
 
     def prefetch_answer(self, complete: bool) -> Prefetched:
-        """To the newest `Prefetch`."""
+        """Answer the newest `Prefetch`."""
         return Prefetched(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
@@ -399,7 +399,7 @@ class FakeWorker:
             self.post(encode(self._step_output([gone])))
 
     def _hand_over(self, job: Job) -> None:
-        """To the decode worker, to nobody and run it here, or not yet."""
+        """Hand a job over to the decode worker, or keep it to run here, or wait."""
         if job.decode is None:
             self.jobs[job.request.request_id] = job
         elif self.keep.is_set():
@@ -456,7 +456,7 @@ class FakeWorker:
         )
 
     def logprob(self, token: int, position: int, num_top: int) -> TokenLogprobs:
-        """Made up, but a function of its arguments; the token itself has rank 1."""
+        """Compute a made-up log-probability from the arguments. The token itself has rank 1."""
         top = [(token + i) % self.vocab_size for i in range(num_top)]
         values = [-0.5 - i - position / 1000 for i in range(num_top)]
         return TokenLogprobs(-0.5 - position / 1000, 1, top, values)

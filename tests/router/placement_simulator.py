@@ -1,7 +1,7 @@
-"""Workers in simulated time, step by step, under the policies that the router runs.
+"""Simulates workers step by step, under the policies that the router runs.
 
-A worker computes prompts one after the other in chunks, beside its decoding rows. The router counts what it
-sends and gets back at once, as `Loads` does.
+A worker computes prompts one after the other in chunks, beside its decoding rows. The router's `Loads` count
+what is sent and answered at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SLOW = LinkSpeed(1e-4, 1e7)
 
 @dataclass(eq=False)
 class Job:
-    """`prefix` names what it shares with others of the same name; `at` is its arrival."""
+    """A request. Jobs with the same `prefix` share that prefix; `at` is the arrival time."""
 
     at: float
     num_tokens: int = 256
@@ -76,7 +76,7 @@ class Simulation:
         self._ties = itertools.count()
 
     def run(self, jobs: list[Job]) -> list[Job]:
-        """All of them, to their end; those that are refused do not begin."""
+        """Run all jobs to their end. Refused ones do not begin."""
         events = [(job.at, next(self._ties), job) for job in jobs]
         heapq.heapify(events)
         while events:
@@ -92,7 +92,7 @@ class Simulation:
         return jobs
 
     def place(self, job: Job) -> list[SimulatedWorker]:
-        """Returns the workers that have something to do now."""
+        """Place a job and return the workers that now have work."""
         cached = {}
         if job.prefix:
             share = job.num_tokens * 9 // 10
@@ -130,7 +130,7 @@ class Simulation:
         self.cluster.put(worker.load)
 
     def _begin_step(self, worker: SimulatedWorker) -> float:
-        """Returns its seconds. What comes meanwhile waits for the next one."""
+        """Begin a step and return its seconds. Arrivals meanwhile wait for the next step."""
         worker.stepping = list(worker.rows)
         context = sum(job.num_tokens for job in worker.stepping)
         seconds = COSTS.decode_s(len(worker.stepping), context)
@@ -160,7 +160,7 @@ class Simulation:
         return started
 
     def _answer(self, job: Job, first: SimulatedWorker, now: float) -> SimulatedWorker:
-        """Its first token has come: returns who decodes it."""
+        """Return the worker that decodes the job after its first token."""
         decode = job.workers["decode"]
         job.first_s = now - job.at
         self._count(first, prompts=-1, prefill_tokens=-job.uncached)

@@ -1,4 +1,4 @@
-"""What the tests of faults ask a running router, and what they wait for."""
+"""Requests and waits that the tests of faults share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def post(router, **fields) -> httpx.Response:
 
 
 def events_of(router, on_first=lambda: None, **fields) -> list[dict]:
-    """A stream's events; `on_first` is called when the first has come."""
+    """Return a stream's events, calling `on_first` at the first one."""
     events = []
     body = {**BODY, "stream": True, **fields}
     with router.http.stream("POST", "/v1/completions", json=body) as response:
@@ -44,13 +44,13 @@ def make_pair(router, **options) -> tuple[FakeWorker, FakeWorker]:
 
 
 def lose(router, worker: FakeWorker) -> None:
-    """Kill it, and let the launcher tell."""
+    """Kill a worker, and let the launcher report it."""
     router.kill(worker)
     router.server.mark_dead(worker.worker_id, worker.incarnation, "it was killed")
 
 
 def emitted(router) -> list[int]:
-    """The tokens that each live request has got."""
+    """Return the tokens that each live request has got."""
     return [len(request.output_token_ids) for request in router.server.state.journal]
 
 

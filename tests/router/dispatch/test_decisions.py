@@ -1,4 +1,4 @@
-"""`/decisions` and `/cluster`, and how predictions did."""
+"""`/decisions` and `/cluster` show placements, their predicted costs and the outcomes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def decisions(router, **params) -> list[dict]:
     return answer.json()["decisions"]
 
 
-def test_a_decision_shows_its_reckoning_and_what_came_of_it(router):
+def test_a_decision_shows_its_predicted_costs_and_outcome(router):
     make_pair(router)
     for count in (1, 5):
         assert post(router, max_tokens=count).status_code == 200
@@ -48,7 +48,7 @@ def test_a_decision_shows_its_reckoning_and_what_came_of_it(router):
 
 @pytest.mark.parametrize("split", [True, False, None])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
-def test_a_request_says_whether_it_is_split(router, path, split):
+def test_a_request_chooses_whether_it_is_split(router, path, split):
     make_pair(router)
     said = {"input": "x"} if path == "/v1/responses" else {"prompt": "x"}
     said = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else said
@@ -58,7 +58,7 @@ def test_a_request_says_whether_it_is_split(router, path, split):
     assert ("prefill" in decision["chosen"]["workers"]) == bool(split)
 
 
-def test_to_be_split_is_refused_where_nothing_is(make_router):
+def test_a_split_is_refused_without_disaggregation(make_router):
     router = make_router(disaggregation=False)
     router.add_worker()
     answer = post(router, disaggregate=True)
@@ -100,7 +100,7 @@ def test_the_cluster_shows_load_costs_and_links(router, pool):
 
 
 def test_the_cluster_shows_kept_states(router):
-    """Of workers whose model has recurrent layers."""
+    """Only workers whose model has recurrent layers keep states."""
     counters = {
         "kept_states": 3,
         "kept_state_bytes": 4096,
@@ -118,7 +118,7 @@ def test_the_cluster_shows_kept_states(router):
 
 
 def test_requests_under_way_show_their_stage_and_workers(router, pool):
-    """One after the other in each stage: it waits, its prompt is computed, handed over, and decoded."""
+    """One request is in each stage: it waits, its prompt is computed, handed over, and decoded."""
     router.server.expect({"prefill-0": "prefill", "decode-0": "decode"})
     prefill, decode = make_pair(router, rejected_per_step=2, tokens_per_step=3)
     future = pool.submit(post, router, max_tokens=40)
@@ -165,7 +165,7 @@ def test_a_request_that_is_handed_over_is_in_transfer(make_router, pool):
     assert future.result(5).status_code == 200
 
 
-def test_they_need_the_key(make_router):
+def test_the_pages_need_the_key(make_router):
     router = make_router(api_key="secret")
     for path in ("/decisions", "/cluster", "/requests"):
         assert router.http.get(path).status_code == 401

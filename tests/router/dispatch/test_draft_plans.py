@@ -1,4 +1,4 @@
-"""The router plans where drafts are made, and plans anew in mid-request."""
+"""The router plans where drafts are made, and revises its plans while requests run."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ LONG = 300
 
 @pytest.fixture
 def predictions_stand(monkeypatch):
-    """Nothing is learned: how fast these workers are does not depend on where drafts are made."""
+    """Disable learning: these workers' speed does not depend on where drafts are made."""
     monkeypatch.setattr(seen, "LEAST_S", inf)
     monkeypatch.setattr(kinds, "SETTLES_S", inf)
 
 
 @pytest.fixture
 def make(make_router, predictions_stand):
-    """A router and its decode worker."""
+    """Make a router and its decode worker."""
 
     def make(model=GPU_LIKE, **options):
         router = make_router(**{"speculative_config": DRAFTS, "max_num_seqs": 64, **options})
@@ -47,7 +47,7 @@ def add_drafter(router, name="draft-0"):
 
 
 def begin(router, pool, count=1, **fields):
-    """Long requests, once they all have a token."""
+    """Start long requests, and return once each has a token."""
     before = len(emitted(router))
     found = [pool.submit(post, router, **{"max_tokens": LONG, **fields}) for _ in range(count)]
     eventually(lambda: len(emitted(router)) == before + count and all(emitted(router)))
@@ -55,7 +55,7 @@ def begin(router, pool, count=1, **fields):
 
 
 def sweep(router) -> None:
-    """Now, whatever the loop does in between."""
+    """Revise the plans now, whenever the loop would do so."""
 
     async def look() -> None:
         router.server.state.placer.drafts.sweep()
@@ -85,7 +85,7 @@ def test_a_plan_goes_with_each_request(make):
     assert router.metric("tandem_draft_plans_total", place="none") == 1
 
 
-def test_without_drafts_there_is_nothing_to_plan(make):
+def test_without_drafts_nothing_is_planned(make):
     router, decode = make(speculative_config=None)
     assert post(router, max_tokens=2).status_code == 200
     assert decode.generated[0].draft_plan is None
@@ -94,7 +94,7 @@ def test_without_drafts_there_is_nothing_to_plan(make):
     assert decode.generated[1].draft_plan == DraftPlan(method="ngram", max_tokens=3), "unless the client asks"
 
 
-def test_a_draft_worker_gets_the_drafts_that_are_costly_here_and_no_requests(make, pool):
+def test_a_draft_worker_makes_drafts_that_are_costly_locally_and_gets_no_requests(make, pool):
     router, decode = make(COSTLY_HERE)
     shared = add_drafter(router)
     running = begin(router, pool, 2)
@@ -141,7 +141,7 @@ def test_draft_workers_hear_of_a_lost_decode_worker(make, pool):
     assert other.gone == [], "it drafts for nobody"
 
 
-def test_what_was_learned_of_a_lost_worker_goes_with_it(make, pool):
+def test_observations_of_a_lost_worker_are_dropped(make, pool):
     router, decode = make()
     other = router.add_worker("decode-1", speculation=speculation())
     running = begin(router, pool, 2)
@@ -152,7 +152,7 @@ def test_what_was_learned_of_a_lost_worker_goes_with_it(make, pool):
     assert {key[0].key.worker_id for key in kinds} == {other.worker_id}
 
 
-def test_a_draft_worker_that_was_started_anew_is_told_anew(make, pool):
+def test_a_restarted_draft_worker_gets_its_plans_again(make, pool):
     router, decode = make(COSTLY_HERE)
     first = add_drafter(router)
     running = begin(router, pool)
@@ -174,7 +174,7 @@ def test_a_draft_worker_that_is_drained_loses_its_requests_and_leaves(make, pool
     assert running[0].result().status_code == 200
 
 
-def test_drafts_stop_where_load_makes_them_a_loss_and_come_back(make, pool):
+def test_drafts_stop_under_load_and_return(make, pool):
     router, decode = make(CPU_LIKE | {"token_s": 0.5e-3})
     first = begin(router, pool)
     assert wheres(router) == {"local"}
@@ -192,7 +192,7 @@ def test_drafts_stop_where_load_makes_them_a_loss_and_come_back(make, pool):
     assert mine == [None, "draft_model"], "there and back, no more"
 
 
-def test_what_a_client_asked_for_stays_whatever_the_load(make, pool):
+def test_a_clients_choice_stays_under_any_load(make, pool):
     router, decode = make(CPU_LIKE | {"token_s": 2e-3})
     wish = {"num_speculative_tokens": 5}
     running = begin(router, pool, 4, max_tokens=150, speculative=wish)
@@ -221,9 +221,9 @@ def test_a_client_can_fix_the_place(make, where):
     assert (plan.method is None, plan.at is not None) == (where == "none", where == "remote")
 
 
-def test_what_requests_brought_corrects_what_is_predicted(make_router, pool, monkeypatch):
-    """This worker brings a token of each request every 40 ms, whatever it drafts."""
-    monkeypatch.setattr(kinds, "SETTLES_S", float("inf"))  # the next request is for what is best
+def test_observed_gains_correct_predictions(make_router, pool, monkeypatch):
+    """This worker yields a token of each request every 40 ms, whatever it drafts."""
+    monkeypatch.setattr(kinds, "SETTLES_S", float("inf"))  # the next request gets the best choice
     router = make_router(speculative_config=DRAFTS, max_num_seqs=64)
     router.add_worker("decode-0", speculation=speculation(start_s=480e-3), step_s=0.04)
     running = begin(router, pool, 4, max_tokens=40)
@@ -232,7 +232,8 @@ def test_what_requests_brought_corrects_what_is_predicted(make_router, pool, mon
     latest = router.http.get("/decisions").json()["decisions"][0]["drafts"]
     assert latest["chosen"]["where"] == "local"
     predicted = latest["chosen"]["predicted"]
-    # The worker brings 25. Four requests bring 100, and a slow host delays some tokens and bunches others.
+    # The worker yields 25 tokens a second, so four requests get 100. A slow host delays some and bunches
+    # others.
     assert 12.5 < predicted["tokens_per_s"] < 50, "one request, by what four brought"
     assert predicted["seen_to_predicted"] > 2
 
@@ -248,7 +249,7 @@ def test_trials_are_counted(make_router, pool, monkeypatch):
     assert all(future.result().status_code == 200 for future in running)
 
 
-def test_requests_that_are_handed_over_are_planned_anew_once_they_decode(make_router, pool):
+def test_handed_over_requests_are_planned_again_once_they_decode(make_router, pool):
     router = make_router(speculative_config=DRAFTS)
     prefill, decode = make_pair(router, speculation=speculation(**COSTLY_HERE), step_s=0.005)
     prefill.keep.set()
@@ -268,7 +269,7 @@ def test_requests_that_are_handed_over_are_planned_anew_once_they_decode(make_ro
     assert running.result().status_code == 200 and not prefill.replans
 
 
-def test_a_request_without_a_token_is_not_planned_anew(make, pool):
+def test_a_request_without_a_token_is_not_planned_again(make, pool):
     router, decode = make(COSTLY_HERE)
     decode.hold.set()
     running = pool.submit(post, router, max_tokens=LONG)
@@ -281,7 +282,7 @@ def test_a_request_without_a_token_is_not_planned_anew(make, pool):
     assert running.result().status_code == 200
 
 
-def test_of_more_requests_than_fit_a_batch_the_batch_counts_and_none_that_only_pass_by():
+def test_the_batch_size_limits_the_counted_requests():
     planner = DraftPlanner(ServeConfig(model="m", max_num_seqs=4), [], None, None, None, None)
 
     def rows(decoded: float) -> float:
@@ -304,7 +305,7 @@ def test_drafts_follow_a_request_to_another_decode_worker(make_router, predictio
         return [(each["decode"], each["requests"]) for each in router.http.get("/cluster").json()["drafts"]]
 
     def counted() -> list[tuple[str, int]]:
-        """By it the load of a draft worker that others cause is reckoned."""
+        """Return the counted drafts, by which the router estimates a draft worker's load from others."""
         pairs = dict(router.server.state.placer.drafts._drafting).items()
         return [(decode, count) for (decode, _), count in pairs]
 
@@ -319,7 +320,7 @@ def test_drafts_follow_a_request_to_another_decode_worker(make_router, predictio
 
 
 def test_a_decode_worker_counts_its_own_requests_once(make, pool):
-    """A draft worker's other requests are those of other decode workers."""
+    """Requests of other decode workers are the others at a draft worker."""
     router, _ = make(COSTLY_HERE)
     add_drafter(router)
     running = begin(router, pool, 2)
@@ -347,7 +348,7 @@ def test_a_draft_worker_that_drains_counts_as_lost(make, pool):
     assert running[0].result().status_code == 200
 
 
-def test_a_sweep_that_takes_long_goes_on_where_it_stopped(monkeypatch):
+def test_a_long_sweep_resumes_where_it_stopped(monkeypatch):
     now, looked_at = 0.0, []
     monkeypatch.setattr(draft_planner, "time", SimpleNamespace(monotonic=lambda: now))
 
@@ -368,7 +369,7 @@ def test_a_sweep_that_takes_long_goes_on_where_it_stopped(monkeypatch):
     assert looked_at[-1] == "a"
 
 
-def test_it_is_shown(make, caplog):
+def test_plans_are_shown(make, caplog):
     router, decode = make(COSTLY_HERE, log_level="debug")
     caplog.set_level("DEBUG", "router")
     decode.tokens_per_step, decode.rejected_per_step = 3, 2
@@ -391,8 +392,8 @@ def test_it_is_shown(make, caplog):
     assert predicted == pytest.approx(10 * drafts["chosen"]["predicted"]["tokens_per_step"])
 
 
-def test_requests_stay_with_their_draft_worker_though_others_have_less_to_do(make, pool):
-    """Of three the two that have the least to do are compared, and the one that the others use."""
+def test_requests_stay_with_their_draft_worker_though_others_are_less_loaded(make, pool):
+    """The router compares the two least loaded of the three, and the one that the other requests use."""
     router, decode = make(COSTLY_HERE)
     for name in ("draft-0", "draft-1", "draft-2"):
         add_drafter(router, name)

@@ -1,4 +1,4 @@
-"""Whom the requests of a worker that leaves go to, and whom not."""
+"""Requests of a leaving worker move to other workers, or stay if none can take them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUM_TOKENS = 40
 
 
 class Scene:
-    """`leaving` stands still with a request that `target` is to prefetch, and says nothing of that yet."""
+    """`leaving` is paused with a request that `target` is to prefetch but has not answered for yet."""
 
     def __init__(self, router, pool) -> None:
         self.router = router
@@ -25,7 +25,7 @@ class Scene:
         eventually(lambda: self.target.prefetched)
 
     def sweep(self) -> None:
-        """Lets the router look at its drains some more times."""
+        """Let the router check its drains a few more times."""
         drainer = self.router.server.state.drainer
         usual, looks = drainer.sweep, []
         drainer.sweep = lambda: looks.append(usual())
@@ -45,8 +45,8 @@ def scene(make_router, pool) -> Scene:
     return Scene(make_router(), pool)
 
 
-def test_what_could_not_be_fetched_is_not_asked_for_again(scene):
-    """It ends where it is."""
+def test_a_failed_prefetch_is_not_repeated(scene):
+    """The request ends where it is."""
     scene.target.post(encode(scene.target.prefetch_answer(complete=False)))
     scene.sweep()
     assert len(scene.target.prefetched) == 1
@@ -54,7 +54,7 @@ def test_what_could_not_be_fetched_is_not_asked_for_again(scene):
     assert not scene.target.generated
 
 
-def test_nothing_moves_to_a_worker_that_has_left_itself(scene):
+def test_nothing_moves_to_a_worker_that_is_leaving(scene):
     scene.router.add_worker("decode-2")
     assert scene.router.http.post("/workers/decode-1/drain", json={}).status_code == 200
     scene.target.post(encode(scene.target.prefetch_answer(complete=True)))
@@ -63,7 +63,7 @@ def test_nothing_moves_to_a_worker_that_has_left_itself(scene):
     assert not scene.target.generated
 
 
-def test_what_has_moved_has_not_answered_from_there_yet(scene):
+def test_a_moved_request_has_no_answer_from_its_new_worker_yet(scene):
     scene.target.hold.set()
     scene.target.post(encode(scene.target.prefetch_answer(complete=True)))
     eventually(lambda: scene.target.generated)
@@ -73,7 +73,7 @@ def test_what_has_moved_has_not_answered_from_there_yet(scene):
     scene.check(moved=1)
 
 
-def test_another_worker_fetches_what_a_dead_one_was_to_take(scene):
+def test_another_worker_prefetches_after_the_target_dies(scene):
     other = scene.router.add_worker("decode-2")
     lose(scene.router, scene.target)
     eventually(lambda: other.generated)
@@ -81,8 +81,8 @@ def test_another_worker_fetches_what_a_dead_one_was_to_take(scene):
     assert other.prefetched == scene.target.prefetched
 
 
-def test_what_waits_in_the_router_goes_elsewhere_at_once(make_router, pool):
-    """Long before --drain-timeout."""
+def test_requests_queued_in_the_router_go_elsewhere_at_once(make_router, pool):
+    """This does not wait for --drain-timeout."""
     router = make_router(max_num_seqs=2)
     prefill, decode = make_pair(router)
     prefill.hold.set()
@@ -96,7 +96,7 @@ def test_what_waits_in_the_router_goes_elsewhere_at_once(make_router, pool):
     assert (len(prefill.generated), len(other.generated)) == (4, 3)
 
 
-def test_the_launcher_is_asked_then_told_of_another_role(make_router):
+def test_the_launcher_is_asked_for_a_role_change_and_told_of_it(make_router):
     router, told = make_router(), []
     router.server.on_leave(lambda *asked: told.append(asked) or "", lambda *renewed: told.append(renewed))
     for index in range(2):

@@ -25,8 +25,8 @@ def drain(queue: FairQueue[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("costs", [(100, 100), (100, 1000), (37, 5000, 700), (3000, 3000, 10, 900)])
-def test_keys_that_always_wait_get_equal_shares(costs: tuple[int, ...]) -> None:
-    """At any time, up to one turn and one request, whatever their requests cost."""
+def test_waiting_keys_get_equal_shares(costs: tuple[int, ...]) -> None:
+    """At any time the shares differ by at most one turn and one request, whatever requests cost."""
     rng = random.Random(1)
     queue, served, number = queue_of(), Counter[int](), 0
     cost_of: dict[str, float] = {}
@@ -73,8 +73,8 @@ def test_a_single_request_comes_before_a_flood() -> None:
     assert queue.head() == "single"
 
 
-def test_who_has_more_at_the_worker_owes_the_difference() -> None:
-    """A key with as much there as the flood gets nothing in advance."""
+def test_a_key_with_more_at_the_worker_owes_the_difference() -> None:
+    """A key with as much at the worker as the flood gets nothing in advance."""
     queue = queue_of(Counter({0: 3 * QUANTUM, 1: 3 * QUANTUM}))
     for index in range(8):
         queue.add(f"flood {index}", 0, 0, QUANTUM)
@@ -88,7 +88,7 @@ def test_who_has_more_at_the_worker_owes_the_difference() -> None:
 
 
 def test_idle_time_earns_nothing() -> None:
-    """A key that was away while the other waited shares equally from its return on."""
+    """A key that was away shares equally from its return on."""
     queue = queue_of()
     for index in range(100):
         queue.add(f"0 {index}", 0, 0, QUANTUM)
@@ -100,7 +100,7 @@ def test_idle_time_earns_nothing() -> None:
     assert abs(first["0"] - first["1"]) <= 2
 
 
-def test_urgent_ones_come_first_whatever_their_key_had() -> None:
+def test_urgent_requests_come_first_whatever_their_key_had() -> None:
     queue = queue_of()
     for index in range(4):
         queue.add(f"0 {index}", 0, 0, 10)
@@ -111,7 +111,7 @@ def test_urgent_ones_come_first_whatever_their_key_had() -> None:
 
 
 def test_nothing_is_lost_or_doubled() -> None:
-    """Whatever comes, goes and is given up, in any order."""
+    """Requests come, go and are given up in any order."""
     rng = random.Random(7)
     queue, waiting, gone = queue_of(), set[str](), set[str]()
     for index in range(5000):
@@ -137,7 +137,7 @@ def test_nothing_is_lost_or_doubled() -> None:
     assert not queue._turns
 
 
-def test_keys_alternate_as_finely_as_small_requests_allow() -> None:
+def test_keys_alternate_as_often_as_small_requests_allow() -> None:
     queue = queue_of()
     for index in range(6):
         for key in (0, 1):
@@ -145,7 +145,7 @@ def test_keys_alternate_as_finely_as_small_requests_allow() -> None:
     assert [item[0] for item in drain(queue)] == list("010101010101")
 
 
-def test_a_cost_beyond_all_bounds_takes_no_more_turns() -> None:
+def test_a_huge_cost_takes_no_more_turns() -> None:
     queue = queue_of()
     for key in (0, 1):
         queue.add(f"{key}", key, 0, 1e15)
@@ -153,7 +153,7 @@ def test_a_cost_beyond_all_bounds_takes_no_more_turns() -> None:
 
 
 def test_turns_are_those_of_the_plain_algorithm() -> None:
-    """Turn by turn, as its authors wrote it; the queue skips turns in which nobody goes."""
+    """Compares turn by turn with the algorithm as published. The queue skips turns in which nobody goes."""
     rng = random.Random(3)
     queue = queue_of()
     flows: dict[int, list[tuple[str, float]]] = {}
@@ -192,7 +192,7 @@ def test_turns_are_those_of_the_plain_algorithm() -> None:
             del flows[key]
 
 
-def test_how_many_a_request_would_overtake() -> None:
+def test_the_number_of_requests_that_a_request_would_overtake() -> None:
     queue = queue_of()
     for index in range(10):
         queue.add(f"flood {index}", 0, 0, 100)

@@ -1,4 +1,4 @@
-"""What is sent ahead to workers, and who of those that wait in the router comes next."""
+"""The router sends workers a short queue ahead, and chooses fairly among the requests that wait."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.dispatch import placer
 KEYS = ("first-key", "second-key")
 ROWS = 2
 AHEAD = ROWS + 2
-"""What a worker of which nothing was measured gets."""
+"""Requests sent ahead to a worker without measurements."""
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def pool():
 
 
 def ask(pool, router, key: int, count: int = 1, **fields) -> list:
-    """Returns once the router has them."""
+    """Send requests, and return once the router has them."""
     before = len(router.server.state.journal)
     headers = {"authorization": f"Bearer {KEYS[key]}"}
     body = {"prompt": "the quick brown fox", "max_tokens": 3, **fields}
@@ -44,7 +44,7 @@ def held(router, key: int = 0) -> int:
     return int(router.metric("tandem_num_requests_held", api_key=str(key)))
 
 
-def test_workers_get_what_keeps_them_busy_and_the_rest_waits(router, pool):
+def test_workers_get_a_short_queue_and_the_rest_waits(router, pool):
     worker = router.add_worker()
     worker.hold.set()
     asked = ask(pool, router, 0, count=30)
@@ -63,7 +63,9 @@ def test_workers_get_what_keeps_them_busy_and_the_rest_waits(router, pool):
 
 @pytest.mark.parametrize("split", [False, True])
 def test_after_short_answers_long_ones_are_not_all_sent_ahead(make_router, pool, monkeypatch, split):
-    """Fast workers end hundreds of short answers in `AHEAD_S`; a flood of long ones must not fill that."""
+    """Fast workers finish hundreds of short answers in `AHEAD_S`. Long ones must not fill that many
+    places.
+    """
     monkeypatch.setattr(placer, "FIRST_OUTPUT", 1.0)
     rows = 4
     router = make_router(max_num_seqs=rows, api_key=", ".join(KEYS))
@@ -80,7 +82,7 @@ def test_after_short_answers_long_ones_are_not_all_sent_ahead(make_router, pool,
 
 
 def test_a_first_token_makes_room_for_the_next_prompt_at_once(make_router, pool):
-    """No look at all lines, a few times a second, is needed for it."""
+    """The router need not wait for its periodic look at all queues."""
     router = make_router(max_num_seqs=16, api_key=", ".join(KEYS))
     router.server.state.placer.ahead.check_all = lambda: None
     worker = router.add_worker(costs=StepCosts(token_s=0.1, chunk_tokens=1), stall_after=1)
@@ -109,7 +111,7 @@ def test_a_flood_does_not_keep_others_waiting(router, pool, split):
 
 
 def test_a_flood_starves_nobody_on_a_pair_under_cost(make_router, pool):
-    """Both workers serve the flood, each in a line of its own."""
+    """Both workers serve the flood, each from its own queue."""
     router = make_router(max_num_seqs=ROWS, api_key=", ".join(KEYS), placement="cost")
     costs = StepCosts(step_s=2e-3, row_s=1e-3, context_s=0.0, token_s=1e-4, attention_s=0.0)
     started: list[tuple[str, int]] = []
@@ -152,7 +154,7 @@ def test_two_floods_share_equally(router, pool):
     assert sent[0] == pytest.approx(sent[1], rel=0.2)
 
 
-def test_urgent_ones_come_before_the_turns(router, pool):
+def test_urgent_requests_come_before_the_turns(router, pool):
     worker = router.add_worker()
     worker.hold.set()
     asked = ask(pool, router, 0, count=10)
@@ -163,7 +165,7 @@ def test_urgent_ones_come_before_the_turns(router, pool):
     assert [request.sampling.max_tokens for request in worker.generated][AHEAD : AHEAD + 2] == [4, 5]
 
 
-def test_who_gives_up_while_it_waits_was_never_sent(router, pool):
+def test_a_request_given_up_while_it_waits_was_never_sent(router, pool):
     worker = router.add_worker()
     worker.hold.set()
     asked = ask(pool, router, 0, count=10)
@@ -180,8 +182,8 @@ def test_who_gives_up_while_it_waits_was_never_sent(router, pool):
     eventually(lambda: is_idle(router))
 
 
-def test_what_waits_for_a_worker_that_dies_goes_to_another(router, pool):
-    """It was not what killed it."""
+def test_a_dead_workers_queue_goes_to_another(router, pool):
+    """The waiting request did not cause the death."""
     worker = router.add_worker("decode-0")
     worker.hold.set()
     asked = ask(pool, router, 0, count=20)
@@ -207,7 +209,7 @@ def test_a_decode_worker_that_dies_before_the_prompt_was_sent_is_replaced(router
     assert held(router) == 0
 
 
-def test_what_waits_for_a_worker_that_leaves_goes_to_another(router, pool):
+def test_a_leaving_workers_queue_goes_to_another(router, pool):
     prefill, decode = make_pair(router)
     prefill.hold.set()
     asked = ask(pool, router, 0, count=20)
@@ -224,7 +226,7 @@ def test_what_waits_for_a_worker_that_leaves_goes_to_another(router, pool):
 
 
 def test_full_rows_hold_prompts_back(router, pool):
-    """The prefill worker is quick, the decode worker has rows for two."""
+    """The prefill worker is fast, and the decode worker has two rows."""
     prefill, decode = make_pair(router)
     decode.hold.set()
     asked = ask(pool, router, 0, count=20)
@@ -235,8 +237,8 @@ def test_full_rows_hold_prompts_back(router, pool):
     assert [each.result(10).status_code for each in asked] == [200] * 20
 
 
-def test_who_has_begun_waits_for_nobody(router, pool):
-    """Its client has seen it run."""
+def test_a_request_that_has_begun_waits_for_nobody(router, pool):
+    """Its client has already seen tokens."""
     first = router.add_worker("decode-0")
     first.stall_after = 2
     running = ask(pool, router, 0, max_tokens=6)
@@ -250,8 +252,8 @@ def test_who_has_begun_waits_for_nobody(router, pool):
     assert [each.result(10).status_code for each in running + flood] == [200] * 21
 
 
-def test_an_slo_counts_only_those_that_come_before(router, pool):
-    """A flood of one key makes no other key's request late."""
+def test_an_slo_counts_only_requests_that_come_before(router, pool):
+    """Another key's flood does not make this key's request late."""
     worker = router.add_worker()
     worker.hold.set()
     flood = ask(pool, router, 0, count=40, prompt=list(range(2, 302)))
@@ -269,7 +271,7 @@ def test_an_slo_counts_only_those_that_come_before(router, pool):
     assert [each.result(20).status_code for each in [taken, *flood]] == [200] * 41
 
 
-def test_any_of_the_keys_will_do_and_none_is_shown(make_router, caplog):
+def test_any_of_the_keys_is_accepted_and_none_is_shown(make_router, caplog):
     router = make_router(api_key=" one,two ,,one")
     router.add_worker()
     for key, status in {"one": 200, "two": 200, "one,two": 401, "three": 401}.items():
@@ -284,7 +286,7 @@ def test_any_of_the_keys_will_do_and_none_is_shown(make_router, caplog):
     assert "two" not in shown
 
 
-def test_without_keys_all_share_one_line(make_router):
+def test_without_keys_all_requests_share_one_queue(make_router):
     router = make_router()
     router.add_worker()
     assert post(router, max_tokens=2).status_code == 200

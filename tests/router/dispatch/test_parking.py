@@ -1,4 +1,4 @@
-"""Requests wait for workers that are being started, and go on with the same tokens."""
+"""Requests wait for workers that are being started, and continue with the same tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def content(response) -> dict:
 
 @pytest.fixture
 def router(make_router):
-    """Its launcher keeps two workers running."""
+    """Make a router whose launcher keeps two workers running."""
     router = make_router()
     router.server.expect({"prefill-0": "prefill", "decode-0": "decode"})
     return router
@@ -37,7 +37,7 @@ def expected(make_router):
 
 
 def test_all_workers_die_and_come_back(router, pool, expected):
-    """A running request, one that is in prefill, and one that comes while nobody is there."""
+    """One request runs, one is in prefill, and one arrives while no worker is there."""
     prefill, decode = make_pair(router)
     decode.stall_after = 7
     running = pool.submit(post, router, **FIELDS)
@@ -61,7 +61,7 @@ def test_all_workers_die_and_come_back(router, pool, expected):
     eventually(lambda: is_idle(router))
 
 
-def test_ready_tells_the_truth(router, pool):
+def test_ready_reports_the_workers_that_are_there(router, pool):
     worker = router.add_worker("decode-0")
     worker.hold.set()
     future = pool.submit(post, router, max_tokens=3)
@@ -81,7 +81,7 @@ def test_ready_tells_the_truth(router, pool):
     assert (router.metric("tandem_ready"), router.metric("tandem_num_workers_awaited")) == (1, 1)
 
 
-def test_a_worker_that_cannot_decode_is_not_enough_to_be_ready(make_router):
+def test_a_worker_that_cannot_decode_does_not_make_the_server_ready(make_router):
     router = make_router()
     router.add_worker("prefill-0", "prefill")
     assert router.http.get("/ready").status_code == 200, "it serves whole requests"
@@ -109,7 +109,7 @@ def test_the_timeout_is_not_restarted_by_a_new_placement(make_router, pool):
     first.stall_after = 3
     future = pool.submit(post, router, **FIELDS)
     eventually(lambda: emitted(router) == [3])
-    time.sleep(0.3)  # the time that the second placement must not get back
+    time.sleep(0.3)  # a second placement must not restart the timeout
     lose(router, first)
     second = router.add_worker("decode-0")
     assert future.result(5).status_code == 200
@@ -130,7 +130,7 @@ def test_the_queue_limit_holds_for_parked_requests(make_router, pool):
     assert [future.result(5).status_code for future in waiting] == [200, 200]
 
 
-def test_when_the_launcher_gives_up_what_is_parked_fails(router, pool):
+def test_parked_requests_fail_when_the_launcher_gives_up(router, pool):
     worker = router.add_worker("decode-0")
     worker.stall_after = 3
     future = pool.submit(post, router, **FIELDS)
@@ -145,7 +145,7 @@ def test_when_the_launcher_gives_up_what_is_parked_fails(router, pool):
     assert (parked(router), len(router.server.state.journal)) == (0, 0)
 
 
-def test_a_client_that_leaves_is_no_longer_waited_for(router):
+def test_a_parked_requests_client_may_leave(router):
     lose(router, router.add_worker("decode-0"))
     eventually(lambda: router.http.get("/ready").status_code == 503)
     with pytest.raises(Exception, match="timed out"):
@@ -153,7 +153,7 @@ def test_a_client_that_leaves_is_no_longer_waited_for(router):
     eventually(lambda: parked(router) == 0 and not len(router.server.state.journal))
 
 
-def test_a_silent_worker_that_speaks_again_gets_what_is_parked(make_router, pool, expected):
+def test_a_silent_worker_that_answers_again_gets_parked_requests(make_router, pool, expected):
     router = make_router(worker_timeout=0.5)
     router.server.expect({"decode-0": "decode"})
     worker = router.add_worker("decode-0")
@@ -168,7 +168,7 @@ def test_a_silent_worker_that_speaks_again_gets_what_is_parked(make_router, pool
 
 
 def test_the_first_worker_to_come_back_does_not_get_everything(make_router, pool):
-    """What exceeds its batch waits for the others, as long as there are others to come."""
+    """Requests beyond its batch wait for the other workers while any are expected."""
     router = make_router(max_num_seqs=2)
     router.server.expect({"decode-0": "decode", "decode-1": "decode"})
     lose(router, router.add_worker("decode-0"))
@@ -185,7 +185,7 @@ def test_the_first_worker_to_come_back_does_not_get_everything(make_router, pool
     assert (len(first.generated), len(second.generated)) == (3, 3)
 
 
-def test_first_come_first_served(make_router, pool):
+def test_parked_requests_keep_their_order(make_router, pool):
     router = make_router(max_num_seqs=1)
     router.server.expect({"decode-0": "decode", "decode-1": "decode"})
     lose(router, router.add_worker("decode-0"))
@@ -199,7 +199,7 @@ def test_first_come_first_served(make_router, pool):
     assert [request.sampling.max_tokens for request in worker.generated] == [1, 2, 3, 4]
 
 
-def test_a_worker_whose_connection_is_gone_is_awaited_before_the_launcher_tells(router, pool):
+def test_a_disconnected_worker_is_expected_back_before_the_launcher_says_so(router, pool):
     worker = router.add_worker("decode-0")
     router.kill(worker)
 
@@ -214,8 +214,8 @@ def test_a_worker_whose_connection_is_gone_is_awaited_before_the_launcher_tells(
     assert len(again.generated) == 1
 
 
-def test_room_at_the_only_worker_is_used_as_soon_as_it_is_there(make_router, pool, monkeypatch):
-    """While others are awaited, and without waiting for the next sweep."""
+def test_free_room_at_the_only_worker_is_used_at_once(make_router, pool, monkeypatch):
+    """Other workers are expected, and the next periodic sweep is not awaited."""
     monkeypatch.setattr("router.state.SWEEP_INTERVAL_S", 60.0)
     router = make_router(max_num_seqs=1)
     router.server.expect({"decode-0": "decode", "decode-1": "decode"})

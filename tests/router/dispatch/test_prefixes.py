@@ -1,4 +1,4 @@
-"""What the router knows of the workers' prefix caches, and what the placement makes of it."""
+"""The router's knowledge of workers' prefix caches, and its effect on placement."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ask(prompt: list[int], salt: str = "", **sampling: Any) -> LiveRequest:
 
 
 class Router:
-    """A router's registry, feed and placer. `sent` has what would go to workers."""
+    """A router's registry, feed and placer. `sent` records messages to workers."""
 
     def __init__(self) -> None:
         self.registry = Registry(5.0)
@@ -89,7 +89,7 @@ def router() -> Router:
 def blocks(
     kind: Any, token_ids: Sequence[int], first: int = 0, *, medium: Medium = Medium.GPU, salt: str = ""
 ) -> KvChange:
-    """Of the full blocks of these tokens, those from `first` on."""
+    """Make events for the full blocks of these tokens from `first` on."""
     identities = list(block_identities(CACHE.root(salt), token_ids, CACHE.block_size))
     return KvChange(kind, medium, b"".join(identities[first:]))
 
@@ -110,7 +110,7 @@ def test_the_longest_common_prefix_of_each_worker_is_found(router: Router) -> No
 
 
 def test_a_gap_ends_a_workers_prefix(router: Router) -> None:
-    """The head was evicted: the tail alone is of no use."""
+    """The head was evicted, so the tail is useless."""
     router.start("a", "b")
     router.tell("a", blocks("stored", tokens(320)))
     router.tell("b", blocks("stored", tokens(320)), blocks("removed", tokens(320), 15))
@@ -119,7 +119,7 @@ def test_a_gap_ends_a_workers_prefix(router: Router) -> None:
     assert router.found(tokens(320)) == {"b": 240}
 
 
-def test_the_answer_counts_where_a_request_is_placed_anew(router: Router) -> None:
+def test_generated_tokens_count_when_a_request_is_placed_again(router: Router) -> None:
     router.start("a")
     conversation = tokens(100)
     router.tell("a", blocks("stored", conversation))
@@ -130,8 +130,8 @@ def test_the_answer_counts_where_a_request_is_placed_anew(router: Router) -> Non
     assert router.feed.cached_tokens(request) == {"a": 48}
 
 
-def test_where_states_are_kept_a_prefix_counts_up_to_one_of_them(router: Router) -> None:
-    """Such workers tell of the blocks alone behind which they keep a state."""
+def test_with_kept_states_a_prefix_ends_at_a_state(router: Router) -> None:
+    """Such workers report only the blocks after which they keep a state."""
     cache = msgspec.structs.replace(CACHE, has_states=True)
     router.start("a", "b", "c", cache=cache)
     whole = [*block_identities(cache.root(), tokens(320), 16)]
@@ -156,7 +156,7 @@ def test_unlike_formats_do_not_mix(router: Router) -> None:
     assert router.found(tokens(15)) == {"b": 8}
 
 
-def test_what_a_restarted_worker_had_is_forgotten(router: Router) -> None:
+def test_a_restarted_workers_blocks_are_forgotten(router: Router) -> None:
     router.start("a", incarnation="old")
     router.tell("a", blocks("stored", tokens(100)), incarnation="old")
     router.start("a", "b", incarnation="new")
@@ -185,7 +185,7 @@ def test_bad_events_are_counted_and_change_nothing(router: Router) -> None:
     assert router.sent == []
 
 
-def test_what_is_missing_is_asked_for_once_in_a_while(router: Router) -> None:
+def test_missing_events_are_requested_at_intervals(router: Router) -> None:
     router.start("a")
     for number in (2, 3):
         router.tell("a", blocks("stored", tokens(100)), number=number)
@@ -194,8 +194,8 @@ def test_what_is_missing_is_asked_for_once_in_a_while(router: Router) -> None:
     assert router.found(tokens(100)) == {}
 
 
-def test_a_heartbeat_shows_that_the_last_events_got_lost(router: Router) -> None:
-    """It may overtake them, and so may others that are read with it; after a while they are lost."""
+def test_a_heartbeat_reveals_lost_events(router: Router) -> None:
+    """It may overtake the events, so they count as lost only after a while."""
     router.start("a")
     state = WorkerState(worker_id="a", incarnation="new", role="decode", num_kv_events=2)
     for now in (0, 0, LATE_S):
@@ -205,7 +205,7 @@ def test_a_heartbeat_shows_that_the_last_events_got_lost(router: Router) -> None
     assert router.sent == [ReplayKvEvents(incarnation="new", first=1)]
 
 
-def test_events_that_were_announced_may_come_while_more_are(router: Router) -> None:
+def test_announced_events_may_arrive_while_more_are_announced(router: Router) -> None:
     router.start("a")
     for number in range(1, 10):
         state = WorkerState(worker_id="a", incarnation="new", role="decode", num_kv_events=number + 2)

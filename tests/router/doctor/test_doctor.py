@@ -1,4 +1,4 @@
-"""What the doctor says of two looks: each verdict where it is due, and nowhere else."""
+"""The doctor's verdicts from two readings: each bottleneck is named where it exists, and nowhere else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DRAFTS = {
     'spec_decode_draft_seconds_total{method="ngram"}': 0.2,
     "spec_decode_verify_seconds_total": 0.6,
 }
-"""Four requests draft four tokens each, of which a sixteenth is accepted, in steps of 8 ms."""
+"""Four requests draft four tokens each, of which one sixteenth is accepted, in steps of 8 ms."""
 PREFILL = WorkerSample(id="prefill-0", role="prefill", tasks=("prefill", "decode"), costs=COSTS)
 DECODE = WorkerSample(id="decode-0", role="decode", tasks=("decode",), costs=COSTS, kv_tokens=10_000)
 
@@ -38,7 +38,7 @@ def looks(
     before: dict[str, Any] | None = None,
     **after: Any,
 ) -> tuple[ClusterSample, ClusterSample]:
-    """Two looks: each worker as it was all the time, with what its totals gained meanwhile."""
+    """Return two readings: the workers' constant state, and what their totals gained between the two."""
     pairs = workers or ((PREFILL, {}), (DECODE, {}))
     first = [worker for worker, _ in pairs]
     then = [msgspec.structs.replace(worker, **gained) for worker, gained in pairs]
@@ -134,11 +134,11 @@ def test_each_bottleneck_is_named_and_no_other(name: str) -> None:
 
 
 @pytest.mark.parametrize("case", NOT_QUITE)
-def test_what_is_no_bottleneck_is_not_named(case: str) -> None:
+def test_a_healthy_server_has_no_bottleneck(case: str) -> None:
     assert names(NOT_QUITE[case]) == ["nothing"]
 
 
-def test_the_most_costly_comes_first() -> None:
+def test_the_most_costly_bottleneck_comes_first() -> None:
     both = looks(
         (BUSY_PREFILL, steps(40, 1.9, 19_000.0)),
         (FULL_BATCH, steps(400, 1.4)),
@@ -150,7 +150,7 @@ def test_the_most_costly_comes_first() -> None:
     assert [finding.cost for finding in found] == sorted([each.cost for each in found], reverse=True)
 
 
-def test_refusals_say_which_limit_was_reached() -> None:
+def test_refusals_name_the_limit_that_was_reached() -> None:
     for reason, option in {
         "queue_full": "--max-queued-requests",
         "shed": "--max-queued-requests",
@@ -169,26 +169,26 @@ def test_requests_that_wait_for_a_worker() -> None:
     assert (finding.name, finding.cost) == ("queue", 4.0)
 
 
-def test_preemptions_and_waits_for_reservations_are_for_want_of_room() -> None:
+def test_preemptions_and_waits_for_reservations_mean_too_little_room() -> None:
     (lost,) = examine(*looks((worker(DECODE, kv_usage=0.8), {"preemptions": 6})))
     (waited,) = examine(*looks((DECODE, steps(10, 0.1, reservation_wait_seconds_total=3.0))))
     assert (lost.name, lost.cost) == ("kv_room", 3.0)
     assert (waited.name, waited.cost) == ("kv_room", 1.5)
 
 
-def test_a_draft_is_judged_by_what_plain_steps_would_bring() -> None:
+def test_drafts_are_compared_with_plain_steps() -> None:
     def judged(accepted: float) -> list[str]:
         counters = DRAFTS | {'spec_decode_num_accepted_tokens_total{method="ngram"}': accepted}
         return names(looks((DRAFTING, steps(100, 0.9, **counters))))
 
     even = 400 * (0.008 / 0.004 - 1)
-    """Twice as long, twice as many tokens."""
+    """Steps take twice as long and yield twice as many tokens."""
     assert judged(even * (1 - 3 * DRAFT_LOSS)) == ["draft"]
     assert judged(even) == ["nothing"]
 
 
-def test_time_lost_to_drafts_is_not_the_batch_s() -> None:
-    """Eight rows slow each other 1.6 times, which is less than what their drafts cost."""
+def test_time_lost_to_drafts_is_not_blamed_on_the_batch() -> None:
+    """Eight rows slow each other 1.6 times, which is less than the cost of their drafts."""
     costs = StepCosts(step_s=4e-3, row_s=3.5e-4, context_s=0.0)
     drafts = DRAFTS | {
         'spec_decode_steps_total{drafts="yes"}': 140.0,
@@ -199,8 +199,8 @@ def test_time_lost_to_drafts_is_not_the_batch_s() -> None:
     assert names(pair) == ["draft", "decode"]
 
 
-def test_a_worker_that_was_started_anew_is_left_out() -> None:
-    """Its totals began again."""
+def test_a_restarted_worker_is_left_out() -> None:
+    """Its totals restarted from 0."""
     old = worker(BUSY_PREFILL, steps=5000)
     pair = looks((old, {"steps": 3}))
     assert names(pair) == ["nothing"]
@@ -208,7 +208,7 @@ def test_a_worker_that_was_started_anew_is_left_out() -> None:
     assert names(only_new) == ["nothing"]
 
 
-def test_looks_can_be_kept() -> None:
+def test_readings_can_be_stored() -> None:
     for before, after in PROVOKED.values():
         kept = msgspec.json.decode(msgspec.json.encode([before, after]), type=list[ClusterSample])
         assert kept == [before, after]
@@ -223,7 +223,7 @@ def doctor(router: Any, seconds: float = 0.6) -> list[Finding]:
     return [Finding(**finding) for finding in answer.json()["findings"]]
 
 
-def test_an_idle_server_has_nothing(make_router) -> None:
+def test_an_idle_server_has_no_findings(make_router) -> None:
     router = make_router()
     router.add_worker()
     (finding,) = doctor(router)
@@ -233,7 +233,7 @@ def test_an_idle_server_has_nothing(make_router) -> None:
 
 
 def test_the_command_prints_findings_or_json(make_router) -> None:
-    """With the first of several keys."""
+    """It uses the first of several keys."""
     router = make_router(api_key="a,b")
     router.add_worker()
     run = CliRunner().invoke
@@ -255,7 +255,7 @@ def test_refused_and_parked_requests_are_seen(make_router, pool) -> None:
     watching = pool.submit(doctor, router, 1.0)
     while not watching.done():
         assert post(router, max_tokens=3).status_code == 429
-    # Beside what a router says of itself that so many refusals keep busy.
+    # In addition, so many refusals keep the router itself busy.
     queued = [finding for finding in watching.result(10) if finding.name == "queue"]
     found = {finding.summary.partition("(")[2]: finding for finding in queued}
     assert found.keys() == {"queue_full)", ""} and found[""].figures == {"parked": 3.0}
@@ -264,7 +264,7 @@ def test_refused_and_parked_requests_are_seen(make_router, pool) -> None:
 
 
 def test_many_streams_with_log_probabilities_wait_for_the_router(make_router) -> None:
-    """The worker has them at once."""
+    """The worker has all tokens at once."""
     router = make_router()
     router.add_worker(step_s=0.0, tokens_per_step=4)
     with load(router.url, 48, 8, 500, max_tokens=400, logprobs=2):

@@ -1,4 +1,4 @@
-"""Grammars of arguments in Python's and Gemma's notation: they hold schemas, and parsers read their texts."""
+"""Grammars of arguments in Python's and Gemma's notation enforce schemas, and parsers read their texts."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ SCHEMAS: dict[str, tuple[dict[str, Any] | None, list[Any], list[Any]]] = {
 
 @pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize(("schema", "good", "bad"), SCHEMAS.values(), ids=SCHEMAS)
-def test_a_schema_is_held_and_read_again(model, kind, schema, good, bad):
+def test_a_schema_is_enforced_and_its_texts_are_parsed(model, kind, schema, good, bad):
     made = grammar(model, kind, schema)
     parsing = Parsing(tools=TOOL_FORMATS[kind], known={"f": Parameters()})
     for arguments in good:
@@ -142,7 +142,7 @@ CANNOT = {
 
 @pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize("keyword", CANNOT)
-def test_what_cannot_be_held_is_named_and_matters_to_strict_functions_alone(kind, keyword):
+def test_unsupported_keywords_are_named_and_only_matter_to_strict_functions(kind, keyword):
     model = Model(has_tokens=True)
     with pytest.raises(InvalidRequestError, match="tools: f: ") as refused:
         grammar(model, kind, CANNOT[keyword])
@@ -162,13 +162,13 @@ def test_what_cannot_be_held_is_named_and_matters_to_strict_functions_alone(kind
         closed(a={"type": "string", "enum": [1]}),
     ],
 )
-def test_what_is_no_schema_is_refused(kind, schema):
+def test_invalid_schemas_are_refused(kind, schema):
     model = Model(has_tokens=True)
     with pytest.raises(InvalidRequestError, match="tools: f: "):
         grammar(model, kind, {**schema, "required": ["a"]})
 
 
-def test_patterns_of_strings_hold_in_python_and_are_refused_in_gemmas_notation(model):
+def test_string_patterns_work_in_python_and_are_refused_in_gemmas_notation(model):
     schema = closed(a={"type": "string", "pattern": "^[a-c]+$"}, d={"type": "string", "format": "date"})
     made = grammar(model, "pythonic", schema)
     assert model.takes(made, '[f(a="abc", d="2024-02-29")]')
@@ -177,14 +177,14 @@ def test_patterns_of_strings_hold_in_python_and_are_refused_in_gemmas_notation(m
         grammar(model, "gemma4", schema)
 
 
-def test_a_mark_within_a_string_ends_it(model):
+def test_a_mark_within_a_string_ends_the_string(model):
     made = grammar(model, "gemma4", closed(a={"type": "string", "minLength": 6}))
     assert not model.takes(made, '<|tool_call>call:f{a:<|"|>a<|"|>b<|"|>}<tool_call|>')
     assert model.takes(made, '<|tool_call>call:f{a:<|"|><|"|a><|"|>}<tool_call|>')
 
 
 def test_grammars_compile():
-    """With a hundred parameters, each of which may be left out."""
+    """Grammars with a hundred optional parameters."""
     model = Model(has_tokens=True)
     schema = {"properties": {f"p{number}": {"type": "string"} for number in range(100)}}
     for kind in FORMS:

@@ -1,4 +1,4 @@
-"""Grammars of llama.cpp's notation have the texts that llama.cpp gives them."""
+"""Grammars in llama.cpp's notation accept the texts that llama.cpp accepts."""
 
 from __future__ import annotations
 
@@ -73,6 +73,6 @@ def test_errors_name_what_is_wrong(grammar: str, reason: str) -> None:
     assert refused.value.field == "structured_outputs.grammar" and reason in refused.value.message
 
 
-def test_lark_is_not_taken_for_gbnf() -> None:
+def test_lark_is_not_mistaken_for_gbnf() -> None:
     assert takes('start: "::=" /a ::= b/\n// root ::= "x"', "::=a ::= b")
     assert matcher("hello").is_error()

@@ -1,4 +1,4 @@
-"""Grammars of JSON schemas have what the schemas allow and no more, or a keyword is refused by its name."""
+"""Grammars of JSON schemas accept exactly what the schemas allow, or a keyword is refused by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.router.grammars.test_structured_outputs import grammar_of
 
 BYTES = LLTokenizer("byte")
 FAR = 2**63
-"""What 64 bits do not hold."""
+"""The smallest number beyond 64 signed bits."""
 
 
 def matcher(schema: dict[str, Any], **options: Any) -> LLMatcher:
@@ -94,7 +94,7 @@ def test_numbers(case: tuple[dict[str, Any], list[str], list[str]]) -> None:
 @pytest.mark.parametrize("kind", ["integer", "number"])
 @pytest.mark.parametrize("bound", [2**53, 2**53 + 1, 2**60 - 1, 10**18, 2**63 - 40_000])
 def test_no_number_past_a_bound(key: str, kind: str, bound: int) -> None:
-    """Whatever is lost to rounding is lost on the inner side."""
+    """Rounding may only exclude numbers within the bound."""
     sign = 1 if "inimum" in key else -1
     for value in (bound, -bound):
         start = matcher({"type": kind, key: value})
@@ -277,13 +277,13 @@ BIG_TAG = {"structures": [{"begin": "<f>", "schema": {"const": 2**53 + 1}}], "tr
         },
     ],
 )
-def test_wherever_a_schema_is_given(fields: dict[str, Any]) -> None:
+def test_schemas_are_accepted_in_all_places(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match="const: 9007199254740993 has too many digits"):
         grammar_of(fields)
 
 
 def test_references() -> None:
-    """An anchor's name is no reference to the whole schema, and so not to itself."""
+    """An anchor's name does not refer to the whole schema, so it is no self-reference."""
     number = {"$anchor": "number", "type": "integer"}
     named = schema_grammar({"$ref": "#number", "$defs": {"A": number}}, "f")
     assert takes(LLMatcher(BYTES, named, log_level=0), "7")
@@ -297,7 +297,7 @@ def test_references() -> None:
 
 
 def test_schemas_in_lark() -> None:
-    """Not what looks like one in a literal, an expression or a comment."""
+    """Text that looks like a schema in a literal, an expression or a comment is left alone."""
     grammar = """
         start: "%json {" | /%json "/ date  // %json {"const": 1e30}
         date: %json {"format": "date", "x-guidance": {"whitespace_flexible": false}} "/" any  # "%json

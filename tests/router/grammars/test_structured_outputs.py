@@ -1,4 +1,4 @@
-"""What clients ask of structured outputs becomes a grammar of just those texts, or a 400 that says why."""
+"""Requests for structured outputs become a grammar of exactly those texts, or a 400 that says why."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def request_of(fields: dict[str, Any]) -> GrammarRequest | None:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_grammar_has_just_the_texts(
+def test_a_grammar_has_exactly_the_texts(
     tokenizer: Tokenizer, case: tuple[dict[str, Any], list[str], list[str]]
 ) -> None:
     fields, right, wrong = case
@@ -132,7 +132,7 @@ def test_a_regex_that_ends_in_an_escape() -> None:
         grammar_of(structured(regex="a\\"))
 
 
-def test_what_asks_for_nothing() -> None:
+def test_options_that_ask_for_nothing() -> None:
     for fields in ({}, {"response_format": None, "structured_outputs": None}, formatted("text")):
         assert grammar_of(fields) is None
 
@@ -149,7 +149,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED.values(), ids=UNSUPPORTED)
-def test_what_is_not_supported_is_named(router: Any, case: tuple[dict[str, Any], str]) -> None:
+def test_unsupported_options_are_named(router: Any, case: tuple[dict[str, Any], str]) -> None:
     schema, named = case
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
     body |= formatted("json_schema", json_schema={"name": "x", "schema": schema})
@@ -196,17 +196,15 @@ def test_constant_grammars_are_compiled_at_the_start(
     router.add_worker()
     state = router.server.state
     eventually(lambda: len(state.grammars._prepared) == len(state.chats.constant_grammars))
-    monkeypatch.setattr(state.preprocessor, "run", None)  # nothing can be compiled any more
+    monkeypatch.setattr(state.preprocessor, "run", None)  # from here on compiling would fail
     for fields in (formatted("json_object"), structured(json_object=True)):
         body = {"prompt": "x", "max_tokens": 2, **fields}
         assert router.http.post("/v1/completions", json=body).status_code == 200
 
 
 @pytest.mark.parametrize("fields", EXPLOSIVE.values(), ids=EXPLOSIVE)
-def test_a_verdict_comes_soon_and_leaves_no_more_than_itself(
-    preprocessor: Preprocessor, fields: dict[str, Any]
-) -> None:
-    """Whatever it is."""
+def test_a_verdict_comes_soon_and_holds_no_memory(preprocessor: Preprocessor, fields: dict[str, Any]) -> None:
+    """This holds for accepted and refused grammars."""
 
     async def check() -> None:
         compiler = GrammarCompiler(preprocessor)
@@ -220,7 +218,7 @@ def test_a_verdict_comes_soon_and_leaves_no_more_than_itself(
     asyncio.run(check())
 
 
-def test_outcomes_are_kept_within_a_bound(
+def test_the_cache_of_outcomes_is_bounded(
     preprocessor: Preprocessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.preprocessing.grammar_compiler.MAX_KNOWN_BYTES", 800)

@@ -1,4 +1,4 @@
-"""Grammars of calls: what they let a model write, and that the parsers read it."""
+"""Grammars of tool calls: the texts that they allow, which the parsers must read."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ FORMS = {
 
 
 class Model:
-    """A tokenizer whose marks are added tokens, or texts like others."""
+    """A tokenizer whose marks are added tokens, or plain text."""
 
     def __init__(self, has_tokens: bool) -> None:
         self.has_tokens = has_tokens
@@ -71,7 +71,7 @@ class Model:
         self.spelling = Spelling(MARKERS, self.fast.token_to_id)
 
     def takes(self, grammar: str, text: str) -> bool:
-        """Whether `text` can be a whole answer."""
+        """Tell whether `text` can be a whole answer."""
         matcher = LLMatcher(self.ll, grammar, log_level=0)
         assert not matcher.is_error(), matcher.get_error()
         token_ids = self.fast.encode(text, add_special_tokens=False).ids
@@ -84,7 +84,7 @@ def model(request):
 
 
 def calls(form: forms.CallForm) -> list[str]:
-    """Answers with one call and, where the form has several, with two."""
+    """Return answers with one call and, if the form has several, with two."""
     one = block(form, ("get_weather", PARIS))
     if form.separator is not None:
         return [one, block(form, ("get_weather", PARIS), ("now", "{}"))]
@@ -192,7 +192,7 @@ TRIP = {
 
 @pytest.mark.parametrize("arguments", ARGUMENTS.values(), ids=ARGUMENTS)
 @pytest.mark.parametrize(("kind", "form"), FORMS.values(), ids=FORMS)
-def test_what_the_grammar_takes_is_read_wherever_it_is_split_or_cut_off(model, kind, form, arguments):
+def test_texts_of_the_grammar_are_parsed_however_they_are_split_or_cut(model, kind, form, arguments):
     offers = [Offer("trip", TRIP, True), Offer("now", None, False)]
     wanted = [("trip", json.dumps(arguments, ensure_ascii=False)), ("now", "{}")]
     has_one = form.separator is None and form.between is None
@@ -252,8 +252,8 @@ SCHEMA = {
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", TAGS)
-def test_written_calls_satisfy_their_schemas(name, seed):
-    """Written at random as far as the grammar allows; closing marks are tried often, so that values end."""
+def test_random_calls_satisfy_their_schemas(name, seed):
+    """Texts are random within the grammar. Closing marks are tried often, so that values end."""
     model, rng, tags = Model(has_tokens=bool(seed)), random.Random(seed), TAGS[name]
     offers = [Offer("f", SCHEMA, True)]
     grammar = tool_grammar(forms.tagged(tags), offers, model.spelling, demanded=True, several=False)
@@ -291,7 +291,7 @@ LIST_OR_TEXT = {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"typ
         ({"type": "string", "minLength": 20}, ["a" * 20], ["a" * 19, "a\n</parameter>\n" + "a" * 20]),
     ],
 )
-def test_no_text_is_read_as_what_its_schema_refuses(model, schema, takes, refuses):
+def test_no_text_is_parsed_as_arguments_that_its_schema_refuses(model, schema, takes, refuses):
     whole = {"type": "object", "properties": {"p": schema}}
     grammar = tool_grammar(QWEN3, [Offer("f", whole, True)], model.spelling, demanded=True, several=False)
 
@@ -312,7 +312,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("reason", "schema"), REFUSED.items(), ids=REFUSED)
-def test_a_strict_function_names_the_keyword_that_no_tags_can_hold(model, reason, schema):
+def test_a_strict_function_names_the_keyword_that_tags_cannot_express(model, reason, schema):
     schema = {"type": "object", "properties": {"p": schema}}
 
     def grammar(strict: bool) -> str:
@@ -323,7 +323,7 @@ def test_a_strict_function_names_the_keyword_that_no_tags_can_hold(model, reason
     assert model.takes(grammar(False), block(QWEN3, ("f", '{"p": 1}')))
 
 
-def test_an_answer_behind_thoughts(model):
+def test_an_answer_after_thoughts(model):
     schema = LLMatcher.grammar_from_json_schema({"type": "integer"})
     grammar = after_thinking(schema, model.spelling, THINK, is_open=False)
     assert model.takes(grammar, "12") and model.takes(grammar, "<think>is it 3?</think>\n\n12")
@@ -347,8 +347,8 @@ NOTATIONS = {
 
 @pytest.mark.parametrize("marks", [THINK, GRANITE, HARMONY], ids=["think", "granite", "harmony"])
 @pytest.mark.parametrize("wanted", NOTATIONS.values(), ids=NOTATIONS)
-def test_any_notation_behind_thoughts(model, marks, wanted):
-    """No white space stands before the answer but the gap behind the thoughts."""
+def test_any_notation_after_thoughts(model, marks, wanted):
+    """Only the gap after the thoughts separates them from the answer."""
     says = {"json": '"yes"', "structural_tag": "see <f>1</f>"}.get(*wanted, "yes")
     grammar = after_thinking(grammar_of({"structured_outputs": wanted}).text, model.spelling, marks, False)
     thought = f"{marks.open[0]}Hm.{marks.close[0]}"
@@ -384,7 +384,7 @@ def test_white_space_before_calls_is_bounded_and_of_json(model):
         assert not any(model.takes(grammar, before + space + call) for space in ["\n" * 5, *SPACES[2:], "\v"])
 
 
-def test_keywords_that_cannot_be_kept_to_matter_to_strict_functions_alone(model):
+def test_unsupported_keywords_only_matter_to_strict_functions(model):
     schema = {"type": "object", "properties": {}, "unevaluatedProperties": False}
     for strict in (False, True):
         offers = [Offer("f", schema, strict)]

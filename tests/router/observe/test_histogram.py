@@ -1,4 +1,4 @@
-"""The router's histograms show what Prometheus' own would."""
+"""The router's histograms equal those of Prometheus' client."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def test_the_document_is_up_to_date():
     assert TARGET.read_text() == render(), "run: python -m router.observe.metrics_docs"
 
 
-def test_names_are_unique_and_say_their_kind():
+def test_names_are_unique_and_show_their_kind():
     groups = ([*ROUTER, *WORKER, *REPORTED], [*PAIR_STATE, *PAIR_COUNTERS])
     for metrics in groups:
         assert len({metric.name for metric in metrics}) == len(metrics)
@@ -32,7 +32,7 @@ def test_names_are_unique_and_say_their_kind():
             assert bool(metric.buckets) == (metric.kind == "histogram")
 
 
-def test_vllms_names_are_given_where_they_are_asked_for(make_router):
+def test_vllms_names_are_given_on_request(make_router):
     texts = {}
     reports = {
         f'{name}{{method="ngram"' + (', position="0"}' if "per_pos" in name else "}"): 1.0
@@ -52,7 +52,7 @@ def test_vllms_names_are_given_where_they_are_asked_for(make_router):
     assert re.findall(r"^# .*", renamed, re.MULTILINE) == re.findall(r"^# .*", texts["tandem"], re.MULTILINE)
 
 
-def test_what_the_parts_of_a_worker_count_is_declared():
+def test_all_counters_of_workers_are_declared():
     account = Account()
     account.chose("ngram", 3)
     account.stepped(0.1, True)
@@ -67,7 +67,7 @@ def test_what_the_parts_of_a_worker_count_is_declared():
     assert set(get_args(PairCounter)) < {metric.name for metric in PAIR_COUNTERS}
 
 
-def test_a_worker_counts_only_what_is_declared():
+def test_a_worker_counts_only_declared_metrics():
     with pytest.raises(KeyError):
         Counters().add("made_up_total")
 

@@ -1,4 +1,4 @@
-"""What `/metrics` and `/workers` say of KV transfer between each two workers."""
+"""`/metrics` and `/workers` report KV transfers between each two workers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PAIRS = [
 
 
 def samples(router: Any) -> dict[str, list[tuple[dict[str, str], float]]]:
-    """The samples about pairs: labels without those that every one has, and values."""
+    """Return the samples about pairs: their specific labels, and their values."""
     text = httpx.get(f"{router.url}/metrics").text
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(text):
@@ -74,7 +74,7 @@ def test_each_pair_has_its_labels(router: Any) -> None:
     }
 
 
-def test_a_peer_that_left_leaves_no_labels_behind(router: Any) -> None:
+def test_a_departed_peer_leaves_no_labels(router: Any) -> None:
     assert samples(router)["tandem_kv_transport"]
     worker = router.server.state.registry.named("decode-0")
     router.server.mark_dead("decode-0", worker.key.incarnation, "the test says so")
@@ -88,7 +88,7 @@ def test_a_peer_that_left_leaves_no_labels_behind(router: Any) -> None:
     }
 
 
-def test_workers_tells_the_reasons_in_words(router: Any) -> None:
+def test_workers_explains_the_transport(router: Any) -> None:
     workers = {worker["id"]: worker for worker in router.http.get("/workers").json()["workers"]}
     reasons = {
         (pair["peer"], pair["transport"]): pair["reason"]

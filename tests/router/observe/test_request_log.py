@@ -1,4 +1,4 @@
-"""A line for each request that ends, with the ids that its client and its workers know it by."""
+"""Each ended request gets a log line with the ids that its client and its workers use."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_request_that_fails(make_router, caplog):
     assert "took longer than 0.2 s" in record.getMessage()
 
 
-def test_nothing_is_said_unless_it_is_asked_for(make_router, caplog):
+def test_nothing_is_logged_by_default(make_router, caplog):
     router = make_router()
     router.add_worker()
     with caplog.at_level("INFO"):
@@ -46,7 +46,7 @@ def test_nothing_is_said_unless_it_is_asked_for(make_router, caplog):
     assert of_requests(caplog) == []
 
 
-def test_a_request_that_is_placed_anew_has_new_and_old_ids(make_router, caplog, pool):
+def test_a_request_that_is_placed_again_has_new_and_old_ids(make_router, caplog, pool):
     router = make_router(enable_log_requests=True)
     first = router.add_worker("decode-0", cached_tokens=5)
     first.stall_after = 2

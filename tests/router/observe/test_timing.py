@@ -1,4 +1,4 @@
-"""The timing record that an answer carries when it is asked for."""
+"""The timing record that an answer has on request."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_split_request(router, pool):
     assert timing["total_s"] == choice["total_s"]
 
 
-def test_only_who_asks_gets_it(router):
+def test_only_requests_that_ask_get_a_record(router):
     assert "timing" not in post(router, max_tokens=2).json()
     assert "timing" not in post(router, max_tokens=2, return_timing=False).json()
     for path, body in (
@@ -66,7 +66,7 @@ def test_only_who_asks_gets_it(router):
 
 
 @pytest.mark.parametrize("with_usage", [True, False])
-def test_a_stream_ends_with_it(router, with_usage):
+def test_a_streams_last_event_has_the_record(router, with_usage):
     options = {"stream_options": {"include_usage": True}} if with_usage else {}
     *events, last = events_of(router, max_tokens=5, n=2, return_timing=True, **options)
     assert last["choices"] == [] and ("usage" in last) == with_usage
@@ -88,8 +88,8 @@ def test_a_whole_request_that_drafts(make_router):
 
 
 @pytest.mark.parametrize("stop", [None, "hunter"])
-def test_spans_tell_which_text_was_drafted(make_router, stop):
-    """Of each step's four tokens the first three."""
+def test_spans_show_which_text_was_drafted(make_router, stop):
+    """The first three of each step's four tokens were drafted."""
     router = make_router()
     router.add_worker(tokens_per_step=4, rejected_per_step=2)
     prompt = "the quick brown fox jumps over the lazy dog and runs away from the hunter. naïve 🙂"
@@ -103,7 +103,7 @@ def test_spans_tell_which_text_was_drafted(make_router, stop):
     assert all(span["text"] for span in spans)
     assert all(one["drafted"] != other["drafted"] for one, other in itertools.pairwise(spans))
     if stop is None:
-        whole = choice["text"].index("naïve")  # from there on, characters are made of several tokens
+        whole = choice["text"].index("naïve")  # from here on, characters consist of several tokens
         expected = [drafted for text, drafted in texts for _ in text][:whole]
         assert [span["drafted"] for span in spans for _ in span["text"]][:whole] == expected
     events = events_of(router, **fields)
@@ -123,7 +123,7 @@ def test_a_chat_has_spans_too(make_router):
     assert {span["drafted"] for span in choice["spans"]} == {True, False}
 
 
-def test_a_request_that_lost_its_worker_and_waited(make_router, pool):
+def test_a_request_that_lost_its_worker_and_was_parked(make_router, pool):
     router = make_router()
     router.server.expect({"prefill-0": "prefill", "decode-0": "decode"})
     prefill, decode = make_pair(router)
@@ -144,7 +144,7 @@ def test_a_request_that_lost_its_worker_and_waited(make_router, pool):
     eventually(lambda: is_idle(router))
 
 
-def test_what_workers_measured_is_laid_out_around_their_tokens():
+def test_workers_measurements_are_placed_between_their_tokens():
     """The first token came at 10 s, the decode worker's first at 13 s, the last at 20 s."""
     choice = Choice(0, Prompt([1, 2, 3]), None)
     generation = Generation([(choice, SamplingParams(max_tokens=9))], arrival=1.0, timeout_s=60)

@@ -1,4 +1,4 @@
-"""Requests as spans at a collector: a real one by its wire format, OTLP over HTTP."""
+"""Requests become spans at a real collector, over OTLP by HTTP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARENT = f"00-{TRACE_ID}-{SPAN_ID}-01"
 
 
 class Collector:
-    """`status` is what it answers; while `hold` is set it answers nothing."""
+    """Answers with `status`, and not at all while `hold` is set."""
 
     def __init__(self) -> None:
         self.status = 200
@@ -78,7 +78,7 @@ def traced(collector, make_router):
 
 
 def wait_for_spans(collector: Collector, count: int) -> dict[str, Span]:
-    """All that came, by their names."""
+    """Wait for the spans and return all by name."""
     eventually(lambda: len(collector.spans) >= count)
     return {span.name: span for span in collector.spans}
 
@@ -142,7 +142,7 @@ def test_a_malformed_traceparent_is_ignored(collector, traced, given):
     assert answer.headers["traceparent"].startswith(named)
 
 
-def test_what_the_parent_does_not_sample_is_not_recorded(collector, traced):
+def test_an_unsampled_parent_is_not_recorded(collector, traced):
     traced.add_worker()
     body = {**BODY, "max_tokens": 2}
     answer = traced.http.post("/v1/completions", json=body, headers={"traceparent": PARENT[:-1] + "0"})
@@ -167,8 +167,8 @@ def test_a_request_that_fails_is_an_error(collector, traced, pool):
     assert running.result().headers["traceparent"].split("-")[1] == root.trace_id.hex()
 
 
-def test_a_collector_that_refuses_costs_spans_alone(collector, traced, monkeypatch):
-    """Also more of them than may wait."""
+def test_a_refusing_collector_costs_only_spans(collector, traced, monkeypatch):
+    """Even more of them than the queue may hold."""
     monkeypatch.setattr(tracing, "MAX_QUEUED_SPANS", 12)
     traced.add_worker()
     collector.status = 400
@@ -180,8 +180,8 @@ def test_a_collector_that_refuses_costs_spans_alone(collector, traced, monkeypat
     assert len(wait_for_spans(collector, 6)) == 6 and dropped(traced, "queue_full") == 0
 
 
-def test_a_collector_that_hangs_costs_spans_alone(collector, traced, monkeypatch):
-    """What waits is bounded; the rest is counted, and the server ends all the same."""
+def test_a_hanging_collector_costs_only_spans(collector, traced, monkeypatch):
+    """The queue is bounded, further spans are counted, and the server still ends."""
     traced.add_worker()
     monkeypatch.setattr(tracing, "MAX_QUEUED_SPANS", 12)
     monkeypatch.setattr(tracing, "CLOSE_TIMEOUT_S", 0.1)
@@ -195,7 +195,7 @@ def test_a_collector_that_hangs_costs_spans_alone(collector, traced, monkeypatch
     assert not traced.thread.is_alive()
 
 
-def test_without_the_package_the_error_names_the_extra(make_router, monkeypatch, collector):
+def test_a_missing_package_names_the_extra(make_router, monkeypatch, collector):
     monkeypatch.delitem(sys.modules, "router.observe.tracing")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"--otlp-traces-endpoint: .*tandem-serve\[otel\]"):

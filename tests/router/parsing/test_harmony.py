@@ -1,4 +1,4 @@
-"""What gpt-oss writes is read as by `openai-harmony`, OpenAI's own reader and writer of the format."""
+"""Answers of gpt-oss are parsed as by `openai-harmony`, OpenAI's own implementation of the format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.router.parsing.test_parsing import ADD, PARIS, of, parsed
 harmony = pytest.importorskip("openai_harmony")
 
 VOCABULARY = "litellm_core_utils/tokenizers/fb374d419588a4632f3f557e76b4b70aebbca790"
-"""o200k_base, which `openai-harmony` would download: litellm brings it along."""
+"""The vocabulary o200k_base, which litellm ships and `openai-harmony` would download."""
 
 
 def said(text: str, channel: str) -> Any:
@@ -50,7 +50,7 @@ def encoding(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def written(encoding: Any, messages: list[Any]) -> list[int]:
-    """The tokens that follow the prompt's `<|start|>assistant`."""
+    """Return the tokens that follow the prompt's `<|start|>assistant`."""
     tokens = [token for message in messages for token in encoding.render(message)]
     start = encoding.encode("<|start|>assistant", allowed_special="all")
     assert tokens[: len(start)] == start
@@ -58,7 +58,7 @@ def written(encoding: Any, messages: list[Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
-def test_answers_are_read_as_by_harmony(encoding: Any, messages: list[Any]) -> None:
+def test_answers_are_parsed_as_by_harmony(encoding: Any, messages: list[Any]) -> None:
     tokens = written(encoding, messages)
     reasoning, content, calls = "", "", []
     for message in encoding.parse_messages_from_completion_tokens(tokens, harmony.Role.ASSISTANT):

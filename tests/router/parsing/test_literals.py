@@ -1,4 +1,4 @@
-"""Arguments in Python's and Gemma's notation, as JSON."""
+"""Arguments in Python's and Gemma's notation become JSON."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ JSON = st.recursive(
 @given(
     st.sampled_from(["pythonic", "gemma4", "repr"]), st.dictionaries(st.sampled_from("abc"), JSON), st.data()
 )
-def test_any_arguments_come_through_and_a_cut_gives_their_beginning(kind, arguments, data):
+def test_any_arguments_are_kept_and_a_cut_gives_their_beginning(kind, arguments, data):
     if kind == "repr":
         texts = (f"{key}={value!r}" for key, value in arguments.items())
         whole, kind = f"[f({', '.join(texts)})]", "pythonic"

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning in texts as models write them, however they are split."""
+"""Tool calls and reasoning are found in models' texts, however these are split into pieces."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def of(tools: str | None = None, reasoning: str | None = None, is_open: bool = F
 def parsed(
     parsing: Parsing, pieces: list[str], is_cut: bool = False
 ) -> tuple[str, str, list[tuple[str, str]]]:
-    """Reasoning, content and calls."""
+    """Return reasoning, content and calls."""
     parser = AnswerParser(parsing)
     parts: list[Part] = []
     for piece in pieces:
@@ -73,7 +73,7 @@ def named_call(marks: json_formats.Named, name: str, begin: str, arguments: str,
 
 
 def in_tags(tags: tagged.Tags, arguments: str) -> str:
-    """Arguments as tagged parameters, spelled as the JSON spells them."""
+    """Write arguments as tagged parameters, spelled as in the JSON."""
     texts = []
     for key, value in json.loads(arguments).items():
         end = tags.key_end if tags.kinds is None else tags.kinds[not isinstance(value, str)]
@@ -96,7 +96,7 @@ TAGS = {
 
 
 def in_notation(notation: literals.Literals, arguments: str) -> str:
-    """Arguments in Python's or Gemma's notation."""
+    """Write arguments in Python's or Gemma's notation."""
     write, comma = (gemma, ",") if notation is literals.GEMMA else (python, ", ")
     return comma.join(f"{key}{notation.assign}{write(value)}" for key, value in json.loads(arguments).items())
 
@@ -122,7 +122,7 @@ def gemma(value: Any) -> str:
 
 
 def block(form: forms.CallForm, *calls: tuple[str, str]) -> str:
-    """Calls as a grammar has them written."""
+    """Write calls as a grammar makes a model write them."""
     texts = []
     for name, arguments in calls:
         written = arguments if form.tags is None else in_tags(form.tags, arguments)
@@ -133,7 +133,7 @@ def block(form: forms.CallForm, *calls: tuple[str, str]) -> str:
 
 
 def in_form(form: forms.CallForm, *calls: tuple[str, str]) -> str:
-    """Calls in as many blocks as the form needs."""
+    """Write calls in as many blocks as the form needs."""
     if form.between is None:
         return block(form, *calls)
     return form.between.join(block(form, call) for call in calls)
@@ -338,16 +338,18 @@ def test_calls(tools, text, content, calls):
 
 
 @pytest.mark.parametrize(("tools", "text"), CONTENT.values(), ids=CONTENT)
-def test_what_is_no_call_is_content(tools, text):
+def test_text_without_calls_is_content(tools, text):
     assert parsed(of(tools), [text]) == parsed(of(tools), list(text)) == ("", text, [])
 
 
 LIKE_TEXT = ("llama", "xlam", "pythonic", "phi")
-"""These begin with what may as well be an answer: JSON, or a word."""
+"""Forms whose beginning may also be an answer: JSON, or a word."""
 
 
 def is_beginning(said: str, whole: str, may_have_one: bool = True) -> bool:
-    """But for white space, and for one character of a mark: that may as well be text."""
+    """Tell whether `said` begins `whole`, apart from white space and one character of a mark, which may be
+    text.
+    """
     one_less = said[:-1] if may_have_one and said[-1:] in "<[`" else said
     return any(whole.startswith(text.strip()) for text in (said, one_less))
 
@@ -357,8 +359,8 @@ def is_beginning(said: str, whole: str, may_have_one: bool = True) -> bool:
     [each for name, each in TEXTS.items() if name not in LIKE_TEXT],
     ids=[name for name in TEXTS if name not in LIKE_TEXT],
 )
-def test_an_answer_cut_off_anywhere_has_no_piece_of_a_mark(tools, text, content, calls):
-    """Nor of a call whose name is not told yet."""
+def test_an_answer_cut_anywhere_has_no_part_of_a_mark(tools, text, content, calls):
+    """Nor may it have a part of a call whose name is still unknown."""
     for cut in range(len(text)):
         for pieces in ([text[:cut]], [text[at : min(at + 9, cut)] for at in range(0, cut, 9)]):
             _, said, called = parsed(of(tools), pieces, is_cut=True)
@@ -368,7 +370,7 @@ def test_an_answer_cut_off_anywhere_has_no_piece_of_a_mark(tools, text, content,
 
 
 @pytest.mark.parametrize("name", [name for name, (_, _, content, _) in TEXTS.items() if not content])
-def test_an_answer_that_must_call_has_no_content_wherever_it_is_cut_off(name):
+def test_a_required_call_cut_anywhere_leaves_no_content(name):
     tools, text, _, _ = TEXTS[name]
     for cut in range(len(text)):
         assert parsed(of(tools, must_call=True), [text[:cut]], is_cut=True)[1] == "", text[:cut]
@@ -389,7 +391,7 @@ THOUGHTS = {
 
 
 @pytest.mark.parametrize(("reasoning", "is_open", "text"), THOUGHTS.values(), ids=THOUGHTS)
-def test_thinking_cut_off_anywhere_has_no_piece_of_a_mark(reasoning, is_open, text):
+def test_thinking_cut_anywhere_has_no_part_of_a_mark(reasoning, is_open, text):
     for cut in range(len(text)):
         for pieces in ([text[:cut]], list(text[:cut])):
             thought, said, _ = parsed(of(None, reasoning, is_open), pieces, is_cut=True)
@@ -432,7 +434,7 @@ def test_reasoning_before_calls(name, marks, is_open):
 
 
 def test_a_frame_around_the_answer_is_left_out():
-    """Around calls too, but not within their arguments."""
+    """A frame around calls is dropped, but not one within their arguments."""
     call = '{"name": "add", "arguments": {"a": "<answer>"}}'
     text = f"<think>Hm.</think>\n<answer>\nI look.\n<tool_calls>[{call}]</tool_calls>\n</answer>"
     for pieces in ([text], list(text)):
@@ -456,14 +458,14 @@ def test_without_reasoning_all_is_content():
     assert parsed(of(None, "deepseek_r1"), ["<think>cut o"]) == ("cut o", "", [])
 
 
-def test_whether_the_prompt_ends_within_the_reasoning():
+def test_a_prompt_that_ends_within_the_reasoning_is_recognized():
     assert THINK.are_open("<|assistant|><think>\n", None)
     assert not THINK.are_open("<think>\n\n</think>\n\n", None)
     assert THINK.are_open("", "<think>so far")
     assert not THINK.are_open("<think>", "<think>so</think> far")
 
 
-def test_content_is_passed_on_as_soon_as_it_is_decided():
+def test_content_is_sent_as_soon_as_it_is_certain():
     parser = AnswerParser(of("hermes"))
     assert [parser.push(piece) for piece in ["if a ", "<", " b", "<tool", "box>"]] == [
         [Content("if a")],
@@ -474,7 +476,7 @@ def test_content_is_passed_on_as_soon_as_it_is_decided():
     ]
 
 
-def test_arguments_are_passed_on_as_they_come():
+def test_arguments_are_sent_as_they_come():
     parser = AnswerParser(of("hermes"))
     assert parser.push('<tool_call>{"name": "add", "arguments": ') == []
     assert parser.push('{"a"') == [
@@ -487,7 +489,7 @@ def test_arguments_are_passed_on_as_they_come():
     assert parser.push(": 12") == [Arguments(": 12")]
 
 
-def test_a_string_in_tags_is_passed_on_as_it_comes():
+def test_a_tagged_string_is_sent_as_it_comes():
     parser = AnswerParser(of("qwen3_coder"))
 
     def pushed(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Whom the policy `cost` takes where predictions say little: among equals, and to measure anew."""
+"""The policy `cost` chooses among equal options, and tries workers again to measure them."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ SLOW_STEPS = replace(COSTS, step_s=3e-3)
 
 
 def dearer(share: float):
-    """By that share of all that a request costs."""
+    """Return costs that make a request dearer by this share."""
     return replace(COSTS, **{name: getattr(COSTS, name) * (1 + share) for name in TIMES})
 
 
 TIMES = ("step_s", "row_s", "context_s", "token_s", "attention_s")
 
 
-def test_of_equal_decode_workers_the_one_asked_the_longest_ago_is_taken():
+def test_of_equal_decode_workers_the_least_recently_asked_is_taken():
     workers = [decode("d0", last_placed=5), decode("d1", last_placed=2)]
     for order in (workers, workers[::-1]):
         assert cheapest_decode(facts(), Cluster(order)).worker_id == "d1"
 
 
-def test_of_equals_the_one_with_more_cached_is_taken_though_another_was_not_asked_for_a_moment():
+def test_of_equal_workers_the_one_with_more_cached_is_taken():
     workers = [decode("d0", last_placed=6), decode("d1", last_placed=1)]
     assert placed("cost", workers, facts(cached_tokens={"d0": 1})).workers == {"decode": "d0"}
 
 
-def test_of_equals_one_worker_is_taken_before_two():
+def test_of_equal_options_one_worker_is_preferred_to_two():
     workers = [prefill("a", costs=SLOW_STEPS, last_placed=1), decode("b", last_placed=1)]
     assert placed("cost", workers, facts(output_tokens=2000)).workers == {"decode": "b"}
 
 
-def test_of_equal_pairs_the_one_whose_later_asked_half_was_asked_the_longest_ago_is_taken():
+def test_of_equal_pairs_the_least_recently_asked_is_taken():
     d0, d1 = (decode(f"d{i}", costs=SLOW_PROMPTS, last_placed=9 - 4 * i) for i in range(2))
     found = placed("cost", [prefill("p", costs=SLOW_STEPS), d0, d1], facts(num_tokens=2000))
     assert found.workers == {"prefill": "p", "decode": "d1"}
 
 
-def test_who_was_not_asked_for_the_longest_time_is_asked_first():
+def test_the_least_recently_asked_worker_is_tried_first():
     workers = [decode("d0", last_placed=100)]
     workers += [decode(name, costs=dearer(0.1), last_placed=at) for name, at in (("d1", 40), ("d2", 10))]
     assert placed("cost", workers, facts(cached_tokens={"d1": 1, "d2": 1})).workers == {"decode": "d2"}
 
 
-def test_an_idle_prefill_worker_is_asked_again_though_its_decode_worker_is_asked_all_the_time():
+def test_an_idle_prefill_worker_is_tried_though_its_decode_worker_is_busy():
     workers = [prefill("p", costs=dearer(0.2)), decode("d", last_placed=1000)]
     assert placed("cost", workers, facts()).workers == {"prefill": "p", "decode": "d"}

@@ -1,4 +1,4 @@
-"""Where drafts are made, and where they must not be."""
+"""The router's choice of where drafts are made."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HERE = DraftPlace("draft_model", 8)
 
 
 def test_on_a_cpu_one_request_drafts_and_many_do_not():
-    """Where two rows take as long as the rest of a step."""
+    """Two rows take as long as the rest of a step."""
     assert place(target(1, model=CPU_LIKE)) == HERE
     for rows in (16, 32, 64):
         assert place(target(rows, model=CPU_LIKE)) == NOWHERE
@@ -60,7 +60,7 @@ def test_drafts_that_are_never_accepted_are_ruled_out():
     assert place(target(8, model=costly | {"rate": 0.6})) == HERE
 
 
-def test_a_draft_that_is_costly_here_is_made_elsewhere_unless_the_link_is_slow():
+def test_drafts_that_are_costly_locally_are_made_elsewhere_unless_the_link_is_slow():
     costly = target(8, model=GPU_LIKE | {"level_s": 6e-3})
     assert place(costly, [drafter()]).where == "remote"
     assert place(costly, [drafter(answer_s=0.3)]) == HERE
@@ -68,7 +68,7 @@ def test_a_draft_that_is_costly_here_is_made_elsewhere_unless_the_link_is_slow()
     assert place(cheap, [drafter()]) == HERE, "what is there costs nothing to fetch"
 
 
-def test_a_draft_worker_that_has_too_much_to_do_is_not_taken():
+def test_an_overloaded_draft_worker_is_not_taken():
     costly = target(8, model=GPU_LIKE | {"level_s": 6e-3})
     busy = drafter("draft-0", others=200, row_s=0.1e-3)
     assert place(costly, [busy]) == HERE
@@ -77,7 +77,7 @@ def test_a_draft_worker_that_has_too_much_to_do_is_not_taken():
     assert place(costly, [reading], tokens_left=32) == HERE, "it would come too late"
 
 
-def test_a_draft_that_is_held_only_elsewhere():
+def test_drafts_whose_weights_are_only_elsewhere():
     bare = target(8, drafts_itself=False)
     assert place(bare, [drafter()]).where == "remote"
     assert place(bare) == NOWHERE
@@ -96,8 +96,8 @@ def test_a_draft_that_is_held_only_elsewhere():
         ({"method": "ngram", "num_speculative_tokens": 5}, DraftPlace("ngram", 5)),
     ],
 )
-def test_what_the_client_asks_for_is_binding(asked, expected):
-    """Where drafts cost much, and where a draft worker would be better."""
+def test_the_clients_choice_is_binding(asked, expected):
+    """In cases where drafts cost much, or where a draft worker would be better."""
     wishes = RequestSpeculation(**asked)
     assert decided(target(64, model=CPU_LIKE), asked=wishes).place == expected
     costly = target(1, model=GPU_LIKE | {"level_s": 6e-3})
@@ -106,7 +106,7 @@ def test_what_the_client_asks_for_is_binding(asked, expected):
     assert (found.at == "draft-0") == (expected.method == "draft_model"), "where is left to the router"
 
 
-def test_what_the_deployment_says():
+def test_the_deployments_choice_is_binding():
     assert place(target(64, model=CPU_LIKE, fixed_tokens=4)) == DraftPlace("draft_model", 4)
     assert place(target(1, fixed_tokens=0)) == place(target(1, method=None)) == NOWHERE
     weightless = RequestSpeculation(method="suffix")
@@ -121,7 +121,7 @@ def test_a_class_of_requests_has_its_own_acceptance():
     assert decided(unknown, request_class="sampled").place == HERE, "nothing is known: as all requests"
 
 
-def test_what_was_never_tried_is_tried():
+def test_untried_places_are_tried():
     known = msgspec.structs.replace(speculation(), methods=[])
     assert place(target(4, speculation=known)) == HERE
     assert place(target(4, speculation=known, drafts_itself=False), [drafter()]).where == "remote"
@@ -130,7 +130,7 @@ def test_what_was_never_tried_is_tried():
     )
 
 
-def test_a_trial_goes_where_it_seems_to_lose_but_not_where_that_cannot_be():
+def test_a_trial_goes_to_a_plausible_loser_but_not_to_an_impossible_place():
     at, elsewhere = target(64, model=CPU_LIKE), DraftMaker("draft_model", "draft-0")
     for current in (None, NOWHERE, HERE):
         assert place(at, trial=HERE.maker, current=current) == HERE
@@ -141,8 +141,8 @@ def test_a_trial_goes_where_it_seems_to_lose_but_not_where_that_cannot_be():
     assert place(target(1, fixed_tokens=4), trial=NOWHERE.maker).max_tokens == 4, "the deployment says so"
 
 
-def test_a_request_that_begins_goes_with_the_others():
-    """Where a draft worker is as good as the decode worker."""
+def test_a_new_request_follows_the_others():
+    """A draft worker is as good as the decode worker here."""
     for first, where in ((Crossing(0.8), "local"), (Crossing(1.2), "remote")):
         kind = DraftKind()
         for prospects in (first, Crossing(1.0)):
@@ -156,7 +156,7 @@ def test_a_tree_is_drafted_as_a_whole():
     assert place(target(4, speculation=costly)) == NOWHERE
 
 
-def test_what_one_drafter_has_shown_counts_for_the_other():
+def test_one_drafters_acceptance_counts_for_the_other():
     known = speculation(**GPU_LIKE, rate=0.75)
     own, remote = known.methods
     poor = msgspec.structs.replace(remote, acceptance=[0.02] * 8, by_class={"greedy": [0.02] * 8})
@@ -174,7 +174,7 @@ def test_reading_a_long_text_must_pay_within_the_answer():
 
 
 def test_the_catch_up_of_a_switch_is_charged():
-    """Elsewhere is a little better for a request that begins, not for one that is about to end."""
+    """A draft worker is a little better for a request that begins, but not for one that is about to end."""
     at = target(8, model=GPU_LIKE | {"level_s": 4e-3})
     there = [drafter(row_s=1e-5)]
     assert place(at, there, num_tokens=100).where == "remote"
@@ -184,7 +184,7 @@ def test_the_catch_up_of_a_switch_is_charged():
 
 
 class Crossing(Prospects):
-    """A draft worker brings `gain` times what the decode worker's own drafts do."""
+    """A draft worker yields `gain` times as much as the decode worker's own drafts."""
 
     def __init__(self, gain: float) -> None:
         super().__init__(target(8, model=GPU_LIKE | {"level_s": 2e-3}), [drafter()])
@@ -202,7 +202,7 @@ class Crossing(Prospects):
         return decide(DraftFacts(current=current), self).place
 
 
-def test_nobody_moves_for_a_small_gain():
+def test_no_request_moves_for_a_small_gain():
     remote = Crossing(1.2).place()
     small = Crossing(1.03)
     assert small.place() == small.place(HERE) == HERE
@@ -213,7 +213,7 @@ def test_nobody_moves_for_a_small_gain():
         assert {Crossing(gain).place(each).where for each in (None, HERE, remote)} == {where}
 
 
-def test_a_small_gain_counts_only_where_both_places_were_seen():
+def test_a_small_gain_counts_only_if_both_places_were_measured():
     own, remote = HERE.maker, DraftMaker("draft_model", "draft-0")
     for seen, where in (((own,), "local"), ((remote,), "local"), ((own, remote), "remote")):
         prospects = Crossing(1.035)
@@ -224,7 +224,7 @@ def test_a_small_gain_counts_only_where_both_places_were_seen():
 
 @pytest.mark.parametrize("gain", [0.98, 1.0, 1.02])
 def test_no_flapping_at_the_crossover_under_noise(gain):
-    """What is measured differs by 1.5 % from report to report."""
+    """Measurements differ by 1.5 % from report to report."""
     noise, current, changes = random.Random(5), None, 0
     for _ in range(400):
         found = Crossing(gain * noise.lognormvariate(0, 0.015)).place(current)
@@ -234,7 +234,7 @@ def test_no_flapping_at_the_crossover_under_noise(gain):
 
 
 def test_no_flapping_between_drafts_and_none_under_noise():
-    """Where four requests gain half a per cent by drafting."""
+    """Four requests gain half a per cent by drafting."""
     noise, current, changes = random.Random(6), None, 0
     for _ in range(400):
         model = CPU_LIKE | {"rate": 0.8 * noise.lognormvariate(0, 0.02)}
@@ -333,7 +333,7 @@ WISHES = st.one_of(
         current=st.one_of(st.none(), PLACES),
     ),
 )
-def test_no_snapshot_makes_it_raise_or_plan_what_is_not_there(at, drafters, asked, request):
+def test_no_snapshot_raises_or_yields_an_impossible_plan(at, drafters, asked, request):
     found = decide(request, Prospects(at, drafters, asked)).place
     wishes = asked or RequestSpeculation()
     assert found.at in {None, *(each.worker_id for each in drafters if each.method == found.method)}

@@ -1,4 +1,4 @@
-"""DraftSite predictions are wrong, what was seen corrects them: a decode worker in simulated time."""
+"""Observations correct wrong predictions about draft places, for a decode worker in simulated time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.router.drafted import CPU_LIKE, GPU_LIKE, drafter, target
 SWEEP_S = 0.25
 NEW = DraftFacts()
 TEXTS = 0.2
-"""By which what a second brings differs from text to text."""
+"""The spread of tokens per second between texts."""
 
 HOLDS: dict[DraftSite, float] = {"none": 1.0, "local": 1.0, "remote": 1.0}
 SHARED_CORES: dict[DraftSite, float] = {"none": 1.0, "local": 0.95, "remote": 0.4}
@@ -34,7 +34,7 @@ NOT_HERE: dict[DraftSite, float] = {"none": 1.0, "local": 0.4, "remote": 1.1}
 
 
 class Simulated:
-    """What is predicted for a place really brings `truth` times as much."""
+    """A place really yields `truth` times its predicted rate."""
 
     def __init__(
         self, model: dict[str, float], truth: dict[DraftSite, float], rows: int, seed: int = 1
@@ -47,7 +47,7 @@ class Simulated:
         self.resize(rows)
 
     def resize(self, rows: int) -> None:
-        """So many requests run from now on."""
+        """Run this number of requests from now on."""
         self._rows = rows
         plain = Prospects(target(rows, model=self._model), [drafter()])
         self._options = [
@@ -57,7 +57,7 @@ class Simulated:
         ]
 
     def run(self, seconds: float) -> float:
-        """What is reached of the best place."""
+        """Return the achieved share of the best place's rate."""
         tokens = 0.0
         for _ in range(round(seconds / SWEEP_S)):
             self._place = self._decide(self._rows).place
@@ -69,7 +69,7 @@ class Simulated:
         return tokens / seconds / max(map(self._rate, self._options))
 
     def arrive(self, rows: int) -> None:
-        """One after the other at once, so that each is planned with those before it."""
+        """Add requests one after the other, so that each is planned with those before it."""
         self.resize(rows)
         for expected in [expect(self._decide(each).chosen, each, 0.0, 0) for each in range(1, rows + 1)]:
             self._brings(expected)
@@ -80,7 +80,7 @@ class Simulated:
         return self.kind.decide(DraftFacts(current=self._place), prospects)
 
     def _brings(self, expected: ExpectedTokens) -> None:
-        """One of the requests that run, until the router looks at it again."""
+        """Return what one running request yields until the router's next look."""
         rate = next(self._rate(each) for each in self._options if each.place.maker == expected.maker)
         tokens = SWEEP_S * rate / self._rows * max(self._random.gauss(1, TEXTS), 0.1)
         self.kind.note(expected, 0.0, tokens, self._rows, SWEEP_S)
@@ -96,18 +96,18 @@ class Simulated:
 @pytest.mark.parametrize("truth", [HOLDS, SHARED_CORES, BAD_START, NOT_HERE])
 def test_the_best_place_is_found_and_kept(truth, rows):
     simulated = Simulated(CPU_LIKE, truth, rows)
-    simulated.run(20.0)  # to learn
+    simulated.run(20.0)  # learn first
     assert simulated.run(100.0) >= 0.97
 
 
-def test_what_seems_to_lose_by_much_is_hardly_tried():
+def test_a_place_far_worse_is_hardly_tried():
     simulated = Simulated(GPU_LIKE, HOLDS, rows=4)
     simulated.run(100.0)
     assert 0 < simulated.seconds["none"] <= 4.0
 
 
-def test_what_changes_is_noticed():
-    """The draft worker's cores go to somebody else, and come back."""
+def test_changes_are_noticed():
+    """The draft worker's cores are taken away, and come back."""
     simulated = Simulated(GPU_LIKE | {"level_s": 6e-3}, HOLDS, rows=2)
     for truth, where in ((HOLDS, "remote"), (SHARED_CORES, "local"), (HOLDS, "remote")):
         simulated.truth = truth
@@ -117,7 +117,7 @@ def test_what_changes_is_noticed():
         assert simulated.seconds[where] >= 0.8 * 40.0
 
 
-def test_what_requests_bring_while_others_come_tells_nothing_of_lower_loads():
+def test_observations_while_requests_arrive_say_nothing_of_lower_loads():
     simulated = Simulated(CPU_LIKE, HOLDS, rows=1)
     for _ in range(20):
         simulated.arrive(16)
@@ -128,7 +128,7 @@ def test_what_requests_bring_while_others_come_tells_nothing_of_lower_loads():
 
 
 def test_a_place_that_loses_at_high_loads_is_used_at_low_ones():
-    """What is seen at this load of one place says more of another than what that brought at a far load."""
+    """Observations of one place at this load say more about another than that place's own at a far load."""
     simulated = Simulated(CPU_LIKE, SHARED_CORES | {"local": 0.2}, rows=16)
     simulated.run(60.0)
     assert simulated.kind.seen.correction(simulated._options[1].place.maker, 16) < 0.5
@@ -145,7 +145,7 @@ def test_a_prediction_that_was_far_too_high_is_soon_forgotten():
     assert seen.correction(own, 1) > 0.85
 
 
-def test_a_worker_that_stands_still_and_impossible_predictions_leave_a_number_to_divide_by():
+def test_a_stalled_worker_and_impossible_predictions_leave_a_usable_rate():
     seen, own = SeenRates(), DraftMaker("draft_model")
     for predicted in (nan, inf, 0.0, -1.0):
         seen.note(own, 1, 1.0, seen=5.0, predicted=predicted)
@@ -154,7 +154,7 @@ def test_a_worker_that_stands_still_and_impossible_predictions_leave_a_number_to
     assert seen.correction(own, 1) == 0.01
 
 
-def test_what_was_seen_counts_for_other_loads_and_the_nearest_one_counts():
+def test_the_observation_at_the_nearest_load_counts():
     seen, (own, other) = SeenRates(), (DraftMaker("draft_model"), DraftMaker("draft_model", "draft-0"))
     assert seen.correction(own, 4) == 1.0
     seen.note(own, 4, 4.0, seen=50.0, predicted=100.0)
@@ -171,7 +171,7 @@ def test_what_was_seen_counts_for_other_loads_and_the_nearest_one_counts():
     assert {rows: seen.correction(own, rows) for rows in nearest} == nearest
 
 
-def test_what_was_seen_long_ago_fades():
+def test_old_observations_fade():
     seen, own = SeenRates(), DraftMaker("draft_model")
     for seconds, gain in ((1000.0, 1.0), (4.0, 2.0)):
         for _ in range(round(seconds)):
@@ -180,8 +180,8 @@ def test_what_was_seen_long_ago_fades():
 
 
 @pytest.mark.parametrize("truth", [SHARED_CORES, NOT_HERE])
-def test_what_is_learned_is_what_predictions_miss(truth):
-    """Not what is left after it was corrected already."""
+def test_the_correction_is_relative_to_the_raw_prediction(truth):
+    """It is not relative to the already corrected one."""
     simulated = Simulated(CPU_LIKE, truth, rows=4)
     simulated.run(60.0)
     place = simulated._place
@@ -190,14 +190,14 @@ def test_what_is_learned_is_what_predictions_miss(truth):
     assert found == pytest.approx(truth[place.where], rel=0.1)
 
 
-def test_what_counts_is_what_came_since_the_first_token():
+def test_rates_count_from_the_first_token():
     kind, own = DraftKind(), DraftMaker("draft_model")
     planned = ExpectedTokens(own, rows=1, per_s=100.0, since=0.0, num_tokens=1)
     kind.note(planned, answered_at=1000.0, num_tokens=101, rows=1, now=1002.0)
     assert kind.seen.correction(own, 1) == pytest.approx(0.5)
 
 
-def test_a_trial_ends_before_the_next_one_and_nothing_else_is_none():
+def test_trials_do_not_overlap():
     kind = DraftKind()
     kind.pass_time(100.0)
     places = [NOWHERE, DraftPlace("draft_model", 8), DraftPlace("draft_model", 8, "draft-0")]
@@ -214,7 +214,7 @@ def test_a_trial_ends_before_the_next_one_and_nothing_else_is_none():
     assert kind.trial is None
 
 
-def test_of_places_that_are_as_good_the_other_is_tried_once_in_ten_seconds():
+def test_an_equally_good_place_is_tried_every_ten_seconds():
     began = []
     kind = DraftKind(began.append)
     best, other = (DraftOption(place, 100.0, 100.0, 1.0) for place in (NOWHERE, DraftPlace("draft_model", 8)))
@@ -224,7 +224,7 @@ def test_of_places_that_are_as_good_the_other_is_tried_once_in_ten_seconds():
     assert 80 <= len(began) <= 111
 
 
-def test_what_is_expected_is_what_was_predicted_before_it_was_corrected():
-    """For one of the batch."""
+def test_the_expected_rate_is_the_uncorrected_prediction():
+    """For one request of the batch."""
     option = DraftOption(NOWHERE, rate=90.0, worth=70.0, tokens_per_step=1.0, correction=0.9)
     assert expect(option, 2.0, 5.0, 7) == (NOWHERE.maker, 2.0, pytest.approx(50.0), 5.0, 7)

@@ -1,4 +1,4 @@
-"""The plans of drafts against the best fixed ones, in simulated time."""
+"""The router's draft plans compared with the best fixed ones, in simulated time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MACHINES = {
     "a slow draft worker": (Machine(level_s=3e-3, draft_s=2e-3, draft_row_s=0.2e-3), 4.0),
     "a processor": (Machine(2e-3, 1e-3, 0.15e-3, 0.15e-3, 0.3e-3, 0.05e-3, 0.1e-3), 1.5),
 }
-"""With the seconds that suffice to tell rates apart."""
+"""Machines, and the seconds that suffice to tell rates apart."""
 
 
 @pytest.mark.parametrize("name", MACHINES)

@@ -1,4 +1,4 @@
-"""What each placement policy does, and what it must not do."""
+"""The placements that each policy chooses and must not choose."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def test_power_of_two_takes_the_less_loaded_of_two():
     workers = [decode(f"d{index}", requests=index) for index in range(4)]
     names = [placed("power_of_two", workers, turn=turn).workers["decode"] for turn in range(400)]
     shares = [names.count(f"d{index}") / 400 for index in range(4)]
-    # Of the six pairs the least loaded is in three, the most loaded wins none.
+    # The least loaded worker is in three of the six pairs, and the most loaded wins none.
     assert shares == pytest.approx([3 / 6, 2 / 6, 1 / 6, 0], abs=0.08)
 
 
-def test_cache_aware_goes_to_the_cache_unless_that_is_overloaded_or_little():
+def test_cache_aware_prefers_the_cache_unless_it_is_overloaded_or_small():
     workers = [decode("d0"), decode("d1", requests=1), decode("d2")]
     cached = facts(cached_tokens={"d1": 200})
     assert placed("cache_aware", workers, cached).workers["decode"] == "d1"
@@ -84,7 +84,7 @@ def test_fallbacks(policy):
 
 
 @pytest.mark.parametrize("policy", RULES)
-def test_who_failed_a_request_gets_it_again_only_if_there_is_nobody_else(policy):
+def test_a_worker_that_failed_a_request_gets_it_again_only_as_the_last_one(policy):
     workers = [prefill("p0"), prefill("p1", prefill_tokens=5000, prompts=3), decode("d0")]
     workers.append(decode("d1", requests=9, rows=9))
     avoided = placed(policy, workers, facts(avoid=frozenset({"p0", "d0"})))
@@ -93,13 +93,13 @@ def test_who_failed_a_request_gets_it_again_only_if_there_is_nobody_else(policy)
 
 
 @pytest.mark.parametrize("policy", SPLITTING)
-def test_who_holds_the_prompt_prefills_it_again(policy):
+def test_the_holder_of_the_prompt_prefills_it_again(policy):
     workers = [prefill("p0"), prefill("p1", prefill_tokens=500), decode("d0")]
     assert placed(policy, workers, facts(prefix_at="p1")).workers["prefill"] == "p1"
     assert placed(policy, workers, facts(prefix_at="p2")).workers["prefill"] in ("p0", "p1")
 
 
-def test_rules_for_prefill_and_decode_are_chosen_apart():
+def test_prefill_and_decode_policies_are_chosen_separately():
     policy = placement_policy("cost", "round_robin", "least_loaded")
     workers = [prefill("p0"), prefill("p1"), decode("d0", requests=4), decode("d1", requests=2)]
     found, state = policy.place(facts(), Cluster(workers), PolicyState(1))
@@ -110,7 +110,7 @@ def test_rules_for_prefill_and_decode_are_chosen_apart():
             placement_policy(*flags)
 
 
-def test_a_policy_of_ones_own_is_named_by_its_module():
+def test_a_custom_policy_is_named_by_its_module():
     assert placement_policy("router.placement.rules:least_loaded") == placement_policy("least_loaded")
     for name, problem in (
         ("no_such_module:rule", "there is no no_such_module:rule: No module named"),
@@ -145,7 +145,7 @@ def is_split(workers, **changes) -> bool:
     return "prefill" in placed("cost", workers, facts(**changes)).workers
 
 
-def test_cost_splits_where_a_prompt_would_hold_up_many_and_not_where_nobody_waits():
+def test_cost_splits_a_prompt_that_would_hold_up_many_and_not_an_idle_worker():
     idle = [prefill("p0"), decode("d0")]
     assert not is_split(idle), "a hand-off would bring nothing"
     busy = [prefill("p0"), decode("d0", rows=16, requests=16, context_tokens=5000)]
@@ -166,10 +166,10 @@ def test_cost_splits_where_a_prompt_would_hold_up_many_and_not_where_nobody_wait
         ("p", False, ["p"], "decode"),
     ],
 )
-def test_cost_compares_each_way_that_there_is(
+def test_cost_compares_all_options(
     workers: str, disaggregate: bool, options: list[str], missing: str | None
 ) -> None:
-    """A prefill worker decodes too where requests may be split, or nobody else can."""
+    """A prefill worker may decode too if requests may be split, or if nobody else can."""
     there = [{"p": prefill, "d": decode}[name](name) for name in workers]
     found = placed("cost", there, facts(disaggregate=disaggregate))
     compared = ["".join(option.workers.values()) for option in found.options]
@@ -179,8 +179,10 @@ def test_cost_compares_each_way_that_there_is(
 @pytest.mark.parametrize("policy", RULES)
 @pytest.mark.parametrize("workers", [[prefill("p0"), decode("d0")], [prefill("p0")], [decode("d0")]])
 @pytest.mark.parametrize("split", [True, False])
-def test_a_client_says_whether_it_is_split(policy: str, workers: list[WorkerSnapshot], split: bool) -> None:
-    """Where that can be; the options are compared all the same."""
+def test_a_client_chooses_whether_its_request_is_split(
+    policy: str, workers: list[WorkerSnapshot], split: bool
+) -> None:
+    """If possible. The options are compared and shown all the same."""
     found = placed(policy, workers, facts(split=split))
     assert ("prefill" in found.workers) == (split and len(workers) == 2)
     if policy == "cost":
@@ -188,13 +190,13 @@ def test_a_client_says_whether_it_is_split(policy: str, workers: list[WorkerSnap
 
 
 @pytest.mark.parametrize("held", [{"cached_tokens": {"d2": 1990}}, {"prefix_at": "d2"}])
-def test_who_has_the_prompt_is_looked_at_beside_the_least_loaded(held: dict[str, Any]) -> None:
+def test_the_holder_of_the_prompt_is_compared_with_the_least_loaded(held: dict[str, Any]) -> None:
     links = {name: LinkSpeed(1.0, 1e6) for name in ("d0", "d1")}
     workers = [decode("d0"), decode("d1"), decode("d2", requests=1, rows=1, links=links)]
     assert placed("cost", workers, facts(num_tokens=2000, **held)).workers == {"decode": "d2"}
 
 
-def test_cost_counts_what_the_wire_takes():
+def test_cost_counts_transfer_time():
     workers = [prefill("p0"), decode("d0", rows=4, requests=4, context_tokens=1000)]
     workers[0].tasks = ("prefill",)
     assert is_split(workers, num_tokens=1500)
@@ -206,7 +208,7 @@ def test_cost_counts_what_the_wire_takes():
     assert predicted(found).handoff_s == pytest.approx(last_chunk_s + workers[1].costs.decode_s(4, 1000))
 
 
-def test_cost_goes_where_the_prompt_is_cached_until_the_queue_there_takes_longer():
+def test_cost_prefers_the_cached_prompt_until_the_queue_takes_longer():
     workers = [decode("d0"), decode("d1", rows=2, requests=2, context_tokens=500)]
     request = {"num_tokens": 3000, "cached_tokens": {"d1": 2990}}
     far = LinkSpeed(1.0, 1e6)
@@ -216,7 +218,7 @@ def test_cost_goes_where_the_prompt_is_cached_until_the_queue_there_takes_longer
     assert placed("cost", workers, facts(**request)).workers == {"decode": "d0"}
 
 
-def test_a_prefix_is_fetched_where_that_is_sooner_than_computing_it():
+def test_a_prefix_is_fetched_if_that_is_faster_than_computing_it():
     workers = [decode("d0"), decode("d1", rows=60, requests=60, context_tokens=20_000)]
     workers[1].links = {"d0": LinkSpeed(1e-4, 1e9)}
 
@@ -245,8 +247,8 @@ def test_cost_leaves_a_worker_without_room_for_the_kv():
     assert placed("cost", workers).workers == {"decode": "d1"}
 
 
-def test_the_prediction_adds_up():
-    """By hand: one idle decode worker, 256 tokens in one chunk, 127 steps that attend to 319.5 on average."""
+def test_the_predicted_terms_add_up():
+    """One idle decode worker: 256 tokens in one chunk, then 127 steps that attend to 319.5 on average."""
     decoding = {"step_s": 1e-3, "row_s": 1e-4, "context_s": 1e-6}
     costs = StepCosts(**decoding, chunk_s=5e-3, token_s=1e-5, attention_s=0.0)
     found = predicted(placed("cost", [decode("d0", costs=costs)]))
@@ -255,8 +257,8 @@ def test_the_prediction_adds_up():
     assert found.total_s == pytest.approx(found.ttft_s + found.decode_s)
 
 
-def test_decoding_takes_longer_beside_the_prompts_that_come_meanwhile():
-    """As many as requests end; a request half as long as the mean meets half of them."""
+def test_decoding_is_slowed_by_prompts_that_arrive_meanwhile():
+    """As many prompts arrive as requests end. A request half as long as the mean meets half of them."""
     load = {"rows": 4, "context_tokens": 1024}
     without = predicted(placed("cost", [decode("d", **load)])).decode_s
     for mean, share in ((128, 127 / 128), (254, 0.5)):
@@ -266,7 +268,7 @@ def test_decoding_takes_longer_beside_the_prompts_that_come_meanwhile():
 
 
 def asked(workers: list[WorkerSnapshot], count: int, request: RequestFacts | None = None) -> Counter[str]:
-    """Who decodes so many requests that come one after the other."""
+    """Return the workers that decode this many requests, which come one after the other."""
     cluster, found = Cluster(workers), Counter()
     for _ in range(count):
         answer = place_by_cost(request or facts(), cluster)
@@ -278,7 +280,7 @@ def asked(workers: list[WorkerSnapshot], count: int, request: RequestFacts | Non
     return found
 
 
-def test_who_measured_badly_is_asked_again_and_costs_little_by_it():
+def test_a_worker_with_bad_measurements_is_tried_again_at_little_cost():
     """Nothing else would ever correct a measurement that keeps requests away."""
     slow = msgspec.structs.replace(COSTS, step_s=3 * COSTS.step_s, token_s=3 * COSTS.token_s)
     workers = [decode("good"), decode("slow", costs=slow)]
@@ -290,7 +292,7 @@ def test_who_measured_badly_is_asked_again_and_costs_little_by_it():
     assert asked(workers, 100)["slow"] == 50
 
 
-def test_who_is_busy_or_too_slow_for_the_slo_is_not_asked_for_a_trial():
+def test_busy_workers_and_those_too_slow_for_the_slo_get_no_trial():
     slow = msgspec.structs.replace(COSTS, step_s=3 * COSTS.step_s)
     assert asked([decode("good"), decode("slow", costs=slow, requests=1, rows=1)], 2000)["slow"] == 0
     assert asked([decode("good"), decode("slow", costs=slow)], 2000, facts(slo_tpot_s=4e-3))["slow"] == 0
@@ -300,7 +302,7 @@ def test_who_is_busy_or_too_slow_for_the_slo_is_not_asked_for_a_trial():
 
 
 def prediction(workers: list[WorkerSnapshot], names: tuple[str, ...] = ("d",), **changes: Any) -> Prediction:
-    """Of the option with these workers, whatever is chosen."""
+    """Return the prediction for the option with these workers, even if another is chosen."""
     found = placed("cost", workers, facts(**changes))
     return next(
         option.predicted
@@ -310,11 +312,11 @@ def prediction(workers: list[WorkerSnapshot], names: tuple[str, ...] = ("d",), *
 
 
 STEP_S = COSTS.step_s
-"""Of a worker that decodes nothing."""
+"""The step time of a worker that decodes nothing."""
 
 
-def test_prompts_ahead_are_waited_for_one_by_one() -> None:
-    """Three of 600 tokens in all; each attends to half of its 200 tokens on average."""
+def test_queued_prompts_are_waited_for_one_by_one() -> None:
+    """Three prompts of 600 tokens in all. Each attends to half of its 200 tokens on average."""
     waiting = decode("d", prefill_tokens=600, prompts=3, requests=3)
     assert prediction([waiting]).queue_s == pytest.approx(3 * (STEP_S + 200 * (1e-4 + 1e-8 * 100)))
     assert prediction([decode("d", requests=3)]).queue_s == 0
@@ -322,7 +324,7 @@ def test_prompts_ahead_are_waited_for_one_by_one() -> None:
     assert prediction(pair, ("p", "d")).queue_s == prediction([waiting]).queue_s
 
 
-def test_only_tokens_that_are_not_cached_are_computed_and_they_attend_to_those_that_are() -> None:
+def test_only_uncached_tokens_are_computed_and_they_attend_to_cached_ones() -> None:
     found = prediction([decode("d")], cached_tokens={"d": 100})
     assert found.prefill_s == pytest.approx(STEP_S + 156 * (1e-4 + 1e-8 * (100 + 78)))
     assert prediction([decode("d")], cached_tokens={"d": 999}).prefill_s == pytest.approx(
@@ -330,8 +332,8 @@ def test_only_tokens_that_are_not_cached_are_computed_and_they_attend_to_those_t
     )
 
 
-def test_a_long_prompt_is_computed_in_chunks_beside_what_decodes() -> None:
-    """1,024 tokens are two steps; each decodes the rows as well, which are held up by the tokens alone."""
+def test_a_long_prompt_is_computed_in_chunks_beside_decoding() -> None:
+    """1,024 tokens take two steps, which also decode the rows. Only the tokens delay the rows."""
     there = decode("d", rows=4, requests=4, context_tokens=1000)
     tokens_s = 1024 * (1e-4 + 1e-8 * 512)
     step_s = STEP_S + 4 * 1e-4 + 1000 * 1e-7
@@ -342,8 +344,8 @@ def test_a_long_prompt_is_computed_in_chunks_beside_what_decodes() -> None:
     assert prediction([chunk_s], num_tokens=1024).prefill_s == pytest.approx(2 * (STEP_S + 5e-3) + tokens_s)
 
 
-def test_beside_rows_chunks_are_as_small_as_the_itl_budget_says() -> None:
-    """What the rest of 8 ms holds is 59 tokens after a mean of 512 others."""
+def test_beside_rows_chunks_keep_within_the_itl_budget() -> None:
+    """The rest of 8 ms has room for 59 tokens after a mean of 512 others."""
     costs = msgspec.structs.replace(COSTS, itl_budget_s=8e-3)
     rows = {"rows": 1, "requests": 1}
     step_s, tokens_s = STEP_S + 1e-4, 1024 * (1e-4 + 1e-8 * 512)
@@ -359,7 +361,7 @@ def test_beside_rows_chunks_are_as_small_as_the_itl_budget_says() -> None:
 
 
 def test_a_fetch_takes_both_workers_steps_and_the_wire() -> None:
-    """The 1,024 tokens that the other one has more."""
+    """The other worker has 1,024 tokens more."""
     holder = decode("h", rows=4, requests=4, context_tokens=1000, links={"d": LinkSpeed(3e-3, 1e9)})
     found = prediction([decode("d"), holder], num_tokens=2000, cached_tokens={"h": 1536, "d": 512})
     steps_s = STEP_S + (STEP_S + 4e-4 + 1e-4)
@@ -379,10 +381,10 @@ SLOWER = msgspec.structs.replace(COSTS, token_s=1.2 * COSTS.token_s)
         pytest.param({}, {}, {"holder": 1900}, id="fetch"),
     ],
 )
-def test_who_is_worse_in_one_thing_does_not_prefill(
+def test_a_worker_that_is_worse_in_one_respect_does_not_prefill(
     worse: dict[str, Any], better: dict[str, Any], cached: dict[str, int]
 ) -> None:
-    """Though among equals its turn comes first."""
+    """Among equals its turn would come first."""
     links = {"worse": LinkSpeed(5e-3, 1e9), "better": LinkSpeed(0.0, 1e9)}
     holder = decode("holder", links=links)
     cluster = Cluster([prefill("worse", **worse), prefill("better", last_placed=1, **better), holder])
@@ -390,8 +392,8 @@ def test_who_is_worse_in_one_thing_does_not_prefill(
     assert chosen is not None and chosen.worker_id == "better"
 
 
-def test_a_hand_off_is_what_no_chunk_hides_and_the_step_that_runs() -> None:
-    """12 MB: a fast wire still has the last chunk to move, a slow one much of all of them."""
+def test_a_hand_off_costs_the_unhidden_transfer_and_a_running_step() -> None:
+    """12 MB: a fast wire has only the last chunk left to move, a slow one most of all."""
 
     def handoff_s(bytes_per_s: float, latency_s: float = 0.0, **changes: Any) -> float:
         first = prefill("p", links={"d": LinkSpeed(latency_s, bytes_per_s)})
@@ -408,8 +410,8 @@ def test_a_hand_off_is_what_no_chunk_hides_and_the_step_that_runs() -> None:
     assert handoff_s(0.0) == pytest.approx(running_s), "never used: it is taken for free"
 
 
-def test_decoding_pays_for_its_batch_and_slows_it() -> None:
-    """127 steps with one row more, whose context is 256 tokens and half of those to come."""
+def test_decoding_pays_for_its_batch_and_for_slowing_it() -> None:
+    """127 steps with one more row, whose context is 256 tokens and half of those to come."""
     found = prediction([decode("d", rows=4, requests=4, context_tokens=1000)])
     step_s = STEP_S + 5e-4 + (1000 + 256 + 127 / 2) * 1e-7
     assert found.decode_s == pytest.approx(127 * step_s)
@@ -420,7 +422,7 @@ def test_decoding_pays_for_its_batch_and_slows_it() -> None:
     )
 
 
-def test_who_only_decodes_shares_its_steps_with_prompts_that_wait_there() -> None:
+def test_a_decode_only_worker_shares_its_steps_with_waiting_prompts() -> None:
     pair = [prefill("p"), decode("d", prefill_tokens=400, prompts=2, requests=2)]
     waiting_s = 2 * 200 * (1e-4 + 1e-8 * 100)
     without = prediction([prefill("p"), decode("d")], ("p", "d")).decode_s
@@ -428,7 +430,7 @@ def test_who_only_decodes_shares_its_steps_with_prompts_that_wait_there() -> Non
     assert prediction(pair).decode_s == pytest.approx(without), "whole, they are in its queue"
 
 
-def test_within_a_window_the_kv_of_long_prompts_is_that_of_the_window() -> None:
+def test_with_windows_the_kv_of_long_prompts_is_bounded() -> None:
     windowed = msgspec.structs.replace(COSTS, kv_windows=(1000,))
     load = {"rows": 4, "requests": 4, "context_tokens": 9000, "kv_tokens": 10_000, "kv_usage": 0.5}
     assert prediction([decode("d", **load)], num_tokens=3000).room_s > 0
@@ -447,8 +449,8 @@ def test_within_a_window_the_kv_of_long_prompts_is_that_of_the_window() -> None:
     assert mixed.room_tokens(100, 16) == COSTS.room_tokens(100, 16) / 2 == 800
 
 
-def test_room_for_the_kv_is_waited_for_as_long_as_what_must_end_first() -> None:
-    """183 tokens more than there is room for, of 4,000 that run: that share of an answer's time."""
+def test_waiting_for_kv_room_takes_as_long_as_requests_must_end_first() -> None:
+    """183 tokens too many of 4,000 that run: the wait is this share of an answer's time."""
     load = {"rows": 4, "requests": 4, "context_tokens": 4000, "kv_tokens": 10_000}
     found = prediction([decode("d", kv_usage=0.98, **load)])
     assert found.room_s == pytest.approx(183 / 4000 * found.decode_s)
@@ -462,8 +464,8 @@ def test_room_for_the_kv_is_waited_for_as_long_as_what_must_end_first() -> None:
     )
 
 
-def test_a_row_is_waited_for_as_long_as_what_must_end_first() -> None:
-    """Whole, it waits to begin; where another worker computes its prompt, it waits after its first token."""
+def test_waiting_for_a_row_takes_as_long_as_requests_must_end_first() -> None:
+    """A whole request waits to begin. A split one waits after its first token."""
     load = {"rows": 9, "requests": 9, "context_tokens": 4000}
     free, full = decode("d", max_rows=10, **load), decode("d", max_rows=4, **load)
     for names in (("d",), ("p", "d")):
@@ -475,8 +477,8 @@ def test_a_row_is_waited_for_as_long_as_what_must_end_first() -> None:
     assert unknown == prediction([free])
 
 
-def test_a_slow_worker_that_is_idle_helps_one_whose_rows_are_taken() -> None:
-    quick = msgspec.structs.replace(COSTS, row_s=0.0, context_s=0.0)  # so that rows slow nobody down
+def test_a_slow_idle_worker_helps_one_without_free_rows() -> None:
+    quick = msgspec.structs.replace(COSTS, row_s=0.0, context_s=0.0)  # rows do not slow each other
     slow = msgspec.structs.replace(quick, step_s=4 * COSTS.step_s)
     for rows, helps in ((3, False), (24, True)):
         fast = prefill("p", max_rows=4, rows=rows, requests=rows, context_tokens=100 * rows, costs=quick)
@@ -487,7 +489,7 @@ def test_a_slow_worker_that_is_idle_helps_one_whose_rows_are_taken() -> None:
 # --- workers of one host --------------------------------------------------------------------------
 
 LENDING = msgspec.structs.replace(COSTS, decode_scaling=0.5, prefill_scaling=0.9)
-"""On twice the cores prompts take half as long, steps that decode 0.7 times as long."""
+"""On twice the cores prompts take half as long, and decoding steps 0.7 times as long."""
 
 
 def decoding(rows: int, **load: Any) -> dict[str, Any]:
@@ -510,12 +512,12 @@ def test_on_a_host_of_its_own_the_prefill_worker_takes_the_prompt() -> None:
     assert next(iter(placed("cost", two_hosts).workers.values())) == "p"
 
 
-def test_many_requests_are_worth_the_cores_that_the_prefill_worker_takes_back() -> None:
+def test_many_requests_justify_taking_back_lent_cores() -> None:
     workers = on_one_host(prefill("p"), decode("d", **decoding(15)))
     assert placed("cost", workers).workers == {"prefill": "p", "decode": "d"}
 
 
-def test_costs_are_those_of_the_cores_that_are_there_now() -> None:
+def test_costs_are_those_of_the_cores_available_now() -> None:
     idle, busy = decode("d"), decode("d")
     on_one_host(prefill("p"), idle)
     on_one_host(prefill("p", requests=1), busy)
@@ -527,7 +529,7 @@ def test_costs_are_those_of_the_cores_that_are_there_now() -> None:
     assert busy.costs_now == COSTS
 
 
-def test_who_takes_its_cores_back_is_charged_with_what_others_lose() -> None:
+def test_taking_cores_back_is_charged_with_the_others_loss() -> None:
     p, d = on_one_host(prefill("p"), decode("d", **decoding(3)))
     assert slowed_s(p, 2.0) == pytest.approx(3 * (1 - 0.5**0.5) * 2.0)
     p, d, _ = on_one_host(p, d, prefill("q"))
@@ -540,7 +542,7 @@ def test_who_takes_its_cores_back_is_charged_with_what_others_lose() -> None:
     assert slowed_s(idle, 2.0) == pytest.approx(2 * (1 - 0.5**0.9) * 2.0)
 
 
-def test_a_neighbour_whose_steps_are_said_to_take_no_time_loses_none() -> None:
+def test_a_neighbour_with_steps_of_no_time_loses_none() -> None:
     p, d = on_one_host(prefill("p"), decode("d", prompts=1, **decoding(3)))
     d.costs = StepCosts(step_s=0.0, row_s=0.0, context_s=0.0, token_s=0.0)
     assert slowed_s(p, 2.0) == 0.0
@@ -650,28 +652,30 @@ def test_thousands_of_impossible_workers_break_no_policy(rule):
 # --- who is taken among equals --------------------------------------------------------------------
 
 
-def test_among_equals_who_has_more_of_the_prompt_is_taken():
+def test_of_equal_workers_the_one_with_more_of_the_prompt_is_taken():
     workers = [decode("d0", last_placed=1), decode("d1", last_placed=2)]
     assert placed("cost", workers, facts()).workers == {"decode": "d0"}, "it was asked the longest ago"
     assert placed("cost", workers, facts(cached_tokens={"d1": 16})).workers == {"decode": "d1"}
 
 
 @pytest.mark.parametrize(("others", "again"), [(1, True), (20, False)])
-def test_an_idle_worker_is_asked_again_the_more_rarely_the_more_workers_there_are(others, again):
-    """A tenth dearer, and not asked for fifty placements: those are more to each of few workers."""
+def test_an_idle_worker_is_tried_more_rarely_the_more_workers_there_are(others, again):
+    """It is a tenth dearer, and was not asked for fifty placements, which are more per worker if there are
+    few.
+    """
     dearer = msgspec.structs.replace(COSTS, step_s=1.1 * COSTS.step_s, token_s=1.1 * COSTS.token_s)
     slow = decode("slow", last_placed=1, costs=dearer)
     fast = [decode(f"d{number}", last_placed=51, requests=1) for number in range(others)]
     assert (placed("cost", [slow, *fast]).workers == {"decode": "slow"}) == again
 
 
-def test_a_decode_worker_that_has_the_prompt_is_no_prefill_worker():
+def test_a_decode_worker_with_the_prompt_is_not_taken_as_prefill_worker():
     workers = [prefill("p0", prefill_tokens=4000, prompts=4, requests=4), decode("d0", rows=20, requests=20)]
     found = placed("cost", workers, facts(prefix_at="d0"))
     assert all(option.workers.get("prefill", "p0") == "p0" for option in found.options)
 
 
-def test_prompts_that_wait_at_a_worker_make_it_dearer_to_decode_there():
+def test_queued_prompts_make_a_worker_dearer_to_decode_on():
     waits = decode("waits", requests=1, prompts=1, prefill_tokens=2000)
     runs = decode("runs", requests=2, rows=2)
     assert cheapest_decode(facts(output_tokens=11), Cluster([waits, runs])) is runs

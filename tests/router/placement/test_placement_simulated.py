@@ -1,4 +1,4 @@
-"""What policies do to a cluster, in simulated time."""
+"""Effects of policies on a cluster, in simulated time."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_arrivals_between_two_load_reports_are_spread(policy):
 
 @pytest.mark.parametrize("policy", sorted(RULES))
 def test_paced_sessions_are_not_all_put_on_one_worker(policy):
-    """Each request comes when the one before has long ended: nothing is ever in flight. What the workers have
-    measured differs a little, as it always does.
+    """Each request arrives long after the last has ended, so nothing is in flight. Workers' measurements
+    differ slightly, as they always do.
     """
     simulation = Simulation(policy, FOUR)
     for index, worker in enumerate(simulation.workers.values()):
@@ -53,7 +53,7 @@ def test_paced_sessions_are_not_all_put_on_one_worker(policy):
 
 @pytest.mark.parametrize("policy", ["cost", "cache_aware"])
 def test_a_hot_prefix_is_replicated_and_another_keeps_its_worker(policy):
-    """The hot one alone is three times what a worker can serve. Fetching would take longer than computing."""
+    """The hot prefix needs three times one worker's capacity. Fetching would take longer than computing."""
     simulation = Simulation(policy, FOUR, SLOW)
     simulation.run([Job(0.0, 2000, 32, "cold")])
     home = max(simulation.placed, key=simulation.placed.__getitem__)
@@ -71,8 +71,8 @@ def test_a_hot_prefix_is_replicated_and_another_keeps_its_worker(policy):
 
 
 @pytest.mark.parametrize("policy", ["cost", "least_loaded", "cache_aware"])
-def test_a_step_to_twice_the_capacity_does_not_swing(policy):
-    """Each worker's queue grows alike; nobody gets bursts, and when the load is gone all are used at once."""
+def test_a_jump_to_twice_the_capacity_does_not_oscillate(policy):
+    """Queues grow evenly without bursts, and afterwards all workers are used at once."""
     simulation = Simulation(policy, ["prefill-0", "prefill-1", "decode-0", "decode-1"])
     jobs = simulation.run(poisson(60.0, 4.0, 2, num_tokens=512, output_tokens=64))
     firsts = [next(iter(job.workers.values())).load.worker_id for job in jobs]
@@ -92,8 +92,10 @@ def test_a_step_to_twice_the_capacity_does_not_swing(policy):
         ("least_loaded", 80.0, {"slo_ttft_s": 0.5, "slo_tpot_s": 0.02}),
     ],
 )
-def test_at_twice_the_capacity_what_is_taken_keeps_its_slo(policy, rate, asked):
-    """Some are refused all the time, nobody swings between all and none; then all are taken again."""
+def test_at_twice_the_capacity_accepted_requests_keep_their_slo(policy, rate, asked):
+    """Some requests are refused all the time, without swings between all and none. Then all are
+    taken again.
+    """
 
     def good(job: Job) -> bool:
         tpot_s = (job.end_s - job.at - job.first_s) / (job.output_tokens - 1)
@@ -117,8 +119,8 @@ def test_at_twice_the_capacity_what_is_taken_keeps_its_slo(policy, rate, asked):
     assert all(good(job) for job in calm)
 
 
-def test_nobody_is_refused_for_the_slow_decoding_of_what_still_waits():
-    """Prefill is what is short, so few decode at a time, however many there are."""
+def test_waiting_requests_do_not_count_as_slow_decoding():
+    """Prefill is the bottleneck, so few requests decode at a time, however many there are."""
     names = ["prefill-0", "prefill-1", "decode-0", "decode-1"]
     jobs = poisson(80.0, 6.0, 2, num_tokens=512, output_tokens=64, slo_tpot_s=0.006)
     Simulation("least_loaded", names).run(jobs)
@@ -128,7 +130,7 @@ def test_nobody_is_refused_for_the_slow_decoding_of_what_still_waits():
 
 
 def test_cost_is_no_worse_than_any_other_policy():
-    """Mixed lengths, some shared prefixes, at 70 % of what the workers can do."""
+    """Mixed lengths and some shared prefixes, at 70 % of the workers' capacity."""
 
     def latency(policy: str) -> float:
         jobs = poisson(14.0, 8.0, 3, num_tokens=200, output_tokens=100)
@@ -142,8 +144,8 @@ def test_cost_is_no_worse_than_any_other_policy():
 
 
 @pytest.mark.parametrize("policy", sorted(RULES))
-def test_a_decision_among_thousands_looks_at_a_few(policy):
-    """Calls are counted: their number does not depend on what else the machine does."""
+def test_a_decision_among_thousands_examines_a_few(policy):
+    """The test counts calls, which do not depend on the machine's load."""
 
     def calls(count: int) -> int:
         workers = [prefill(f"p{index}") for index in range(count // 2)]

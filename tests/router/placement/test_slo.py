@@ -1,4 +1,4 @@
-"""Requests that are expected to miss what they ask are refused at once, and no others."""
+"""Requests that are expected to miss their SLO are refused at once, and no others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.router.placed import decode, facts, placed, prefill
 
 HALF_SECOND_TOKENS = StepCosts(step_s=0.0, row_s=0.0, context_s=0.0, token_s=0.5, attention_s=0.0)
 FIELDS = {"prompt": [7] * 10, "max_tokens": 2}
-"""Its first token takes 5 s on an idle worker, by those costs."""
+"""By these costs, the first token takes 5 s on an idle worker."""
 
 
 def ask(router, **headers):
@@ -33,7 +33,7 @@ def refused(router, reason: str) -> float:
 
 
 @pytest.mark.parametrize("policy", ["least_loaded", "cost"])
-def test_a_predicted_miss_is_refused_and_clears_by_itself(make_router, pool, policy):
+def test_a_predicted_miss_is_refused_until_the_queue_is_shorter(make_router, pool, policy):
     router = make_router(placement=policy)
     router.server.expect({"decode-0": "decode", "decode-1": "decode"})
     worker = router.add_worker(costs=HALF_SECOND_TOKENS)
@@ -58,7 +58,7 @@ def test_a_predicted_miss_is_refused_and_clears_by_itself(make_router, pool, pol
     eventually(lambda: is_idle(router))
 
 
-def test_the_default_holds_where_a_request_asks_for_nothing(make_router, pool):
+def test_the_default_slo_applies_to_requests_without_one(make_router, pool):
     router = make_router(slo_ttft=7.0, slo_tpot=60.0)
     worker = router.add_worker(costs=HALF_SECOND_TOKENS)
     worker.hold.set()
@@ -71,7 +71,7 @@ def test_the_default_holds_where_a_request_asks_for_nothing(make_router, pool):
     assert [future.result(5).status_code for future in running] == [200] * 2
 
 
-def test_a_slow_batch_takes_nobody_who_asks_for_more(make_router, pool):
+def test_a_slow_batch_refuses_requests_with_a_stricter_slo(make_router, pool):
     router = make_router()
     worker = router.add_worker(costs=StepCosts(step_s=0.0, row_s=1.0, context_s=0.0, token_s=0.0))
     worker.hold.set()
@@ -84,8 +84,8 @@ def test_a_slow_batch_takes_nobody_who_asks_for_more(make_router, pool):
     assert sorted(future.result(5).status_code for future in running) == [200, 200, 429]
 
 
-def test_a_request_that_was_taken_is_never_given_up_for_its_slo(make_router, pool):
-    """Its worker dies, and the other one has too much to do."""
+def test_an_accepted_request_is_never_dropped_for_its_slo(make_router, pool):
+    """Its worker dies, and the other one is overloaded."""
     router = make_router()
     first, other = (router.add_worker(f"decode-{i}", costs=HALF_SECOND_TOKENS) for i in range(2))
     for worker in (first, other):
@@ -108,20 +108,20 @@ def test_choices_of_one_request_do_not_compete(make_router):
 
 @pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-tpot-ms"])
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "inf", ""])
-def test_what_is_no_positive_number_is_refused_by_name(router, name, value):
+def test_a_non_positive_slo_is_refused_by_name(router, name, value):
     answer = router.http.post("/v1/completions", json=FIELDS, headers={name: value})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
 
-# --- the reckoning --------------------------------------------------------------------------------
+# --- predictions ------------------------------------------------------------------------------------
 
 
 def verdict(workers, request: RequestFacts, policy: str = "cost") -> Refusal | None:
     return refusal(request, Cluster(workers), placed(policy, workers, request))
 
 
-def test_cost_takes_a_dearer_worker_where_the_cheapest_is_too_late():
-    """One has a prompt ahead; at the other one 60 requests would be held up."""
+def test_cost_takes_a_dearer_worker_if_the_cheapest_is_too_late():
+    """One worker has a prompt queued; at the other one 60 requests would be held up."""
     workers = [
         decode("d0", prefill_tokens=2000, prompts=1, requests=1),
         decode("d1", rows=60, requests=60, context_tokens=20_000),
@@ -137,8 +137,8 @@ def test_cost_takes_a_dearer_worker_where_the_cheapest_is_too_late():
     "decoding",
     [{"row_s": 1e-3}, {"row_s": 0.0, "context_s": 1e-6}, {"row_s": 2e-3, "tokens_per_row": 2.0}],
 )
-def test_what_waits_for_its_prefill_does_not_count_as_if_it_decoded_already(decoding):
-    """Of 40 requests those at the front will have ended when this one begins to decode."""
+def test_requests_waiting_for_prefill_do_not_count_as_decoding(decoding):
+    """Of 40 requests those in front will have ended when this one begins to decode."""
     costs = StepCosts(**{"step_s": 0.0, "context_s": 0.0, "token_s": 1e-3, "attention_s": 0.0, **decoding})
     request = {"num_tokens": 100, "output_tokens": 51}
     workers = [decode("d0", costs=costs, rows=40, requests=40, context_tokens=40_000)]
@@ -149,7 +149,7 @@ def test_what_waits_for_its_prefill_does_not_count_as_if_it_decoded_already(deco
     assert verdict(workers, facts(**request, slo_tpot_s=0.01), "least_loaded") is not None, "some still run"
 
 
-def test_prompts_that_come_later_slow_the_decoding_of_a_worker_that_computes_them():
+def test_later_prompts_slow_decoding_on_a_worker_that_computes_them():
     costs = StepCosts(step_s=0.0, row_s=1e-3, context_s=0.0, token_s=1e-3, attention_s=0.0)
     request = facts(num_tokens=100, output_tokens=51, mean_output_tokens=51, slo_tpot_s=0.025)
     others = decode("d0", costs=costs, rows=10, requests=10, context_tokens=1000)
@@ -162,7 +162,7 @@ def test_prompts_that_come_later_slow_the_decoding_of_a_worker_that_computes_the
 
 
 def test_prompts_slow_decoding_by_no_more_than_the_itl_budget():
-    """Ten prompts of 0.1 s come meanwhile, but a step takes 20 ms at most, whatever is left of them."""
+    """Ten prompts of 0.1 s arrive meanwhile, but the ITL budget limits a step to 20 ms."""
     costs = StepCosts(step_s=5e-3, row_s=0.0, context_s=0.0, token_s=1e-3, attention_s=0.0, itl_budget_s=0.02)
     others = decode("d0", costs=costs, rows=10, requests=10, context_tokens=1000, computed_tokens=1000)
     few = {"num_tokens": 100, "output_tokens": 11, "mean_output_tokens": 11}
@@ -176,8 +176,8 @@ def test_prompts_slow_decoding_by_no_more_than_the_itl_budget():
     assert verdict([others], facts(**few, slo_tpot_s=0.025)) is not None, "nothing bounds them"
 
 
-def test_prompts_slow_who_asks_for_less_than_the_itl_budget_by_no_more_than_that():
-    """Ten prompts of 0.1 s come meanwhile; they get as long as decoding does, 5 ms, in any case."""
+def test_a_stricter_itl_bounds_the_slowdown_by_prompts():
+    """Ten prompts of 0.1 s arrive meanwhile. They always get as much time as decoding does, 5 ms."""
     costs = StepCosts(step_s=5e-3, row_s=0.0, context_s=0.0, token_s=1e-4, attention_s=0.0, itl_budget_s=0.02)
     others = decode("d0", costs=costs, rows=10, requests=10, context_tokens=10_000, computed_tokens=10_000)
     few = {"num_tokens": 1000, "output_tokens": 11, "mean_output_tokens": 11}
@@ -199,10 +199,8 @@ SLOW = StepCosts(step_s=0.0, row_s=0.01, context_s=0.0, token_s=0.01, attention_
         (6.0, 10**7, 3600.0, True),
     ],
 )
-def test_a_first_token_in_time_is_said_to_be_possible_when_so_much_of_the_queue_is_gone(
-    asked_s, tokens_ahead, retry_s, helps
-):
-    """A second alone, ten behind the prompt that is there."""
+def test_retry_after_tells_when_the_queue_will_be_short_enough(asked_s, tokens_ahead, retry_s, helps):
+    """One second alone, ten behind the queued prompt."""
     worker = decode("d0", costs=SLOW, prefill_tokens=tokens_ahead, prompts=1, requests=1)
     request = facts(num_tokens=100, output_tokens=1, slo_ttft_s=asked_s)
     found = verdict([worker], request)
@@ -210,8 +208,8 @@ def test_a_first_token_in_time_is_said_to_be_possible_when_so_much_of_the_queue_
     assert (found.retry_after_s, found.waiting_helps) == (pytest.approx(retry_s, rel=0.01), helps)
 
 
-def test_a_batch_is_said_to_be_fast_enough_when_so_much_of_it_has_ended():
-    """51 tokens at 0.11 s, until an idle worker takes 0.01 s for each: 0.06 s are half-way."""
+def test_retry_after_tells_when_enough_of_the_batch_will_have_ended():
+    """51 tokens at 0.11 s, or 0.01 s on an idle worker: 0.06 s is half-way."""
     worker = decode("d0", costs=SLOW, rows=10, requests=10)
     request = {"num_tokens": 0, "output_tokens": 51}
     found = verdict([worker], facts(**request, slo_tpot_s=0.06))
@@ -222,8 +220,8 @@ def test_a_batch_is_said_to_be_fast_enough_when_so_much_of_it_has_ended():
     assert hopeless.retry_after_s == pytest.approx(50 * 0.11)
 
 
-def test_who_asks_for_what_only_an_idle_worker_can_do_is_told_to_come_again():
-    """A second alone, beside ten rows one tenth more for each chunk; two tokens from each step."""
+def test_an_slo_that_only_an_idle_worker_meets_gets_a_retry_after():
+    """One second alone, and beside ten rows one tenth more per chunk. Each step yields two tokens."""
     worker = decode("d0", costs=SLOW, rows=10, requests=10)
     found = verdict([worker], facts(num_tokens=100, output_tokens=1, slo_ttft_s=1.05))
     assert found is not None and found.missed == "slo_ttft" and found.waiting_helps
@@ -232,17 +230,17 @@ def test_who_asks_for_what_only_an_idle_worker_can_do_is_told_to_come_again():
     assert found is not None and found.missed == "slo_tpot" and found.waiting_helps
 
 
-def test_what_is_expected_to_take_for_ever_may_be_asked_again_in_a_second():
+def test_an_endless_wait_may_be_retried_in_a_second():
     assert Miss("slo_ttft", decode("d0"), inf, 1.0, 1.0, inf).retry_after_s == 1.0
 
 
-def test_time_that_has_passed_counts():
+def test_elapsed_time_counts():
     workers = [decode("d0", requests=1, rows=1), prefill("p0", requests=1)]
     request = facts(slo_ttft_s=0.2)
     assert verdict(workers, request) is None
     assert verdict(workers, facts(slo_ttft_s=0.2, waited_s=0.19)) is not None
 
 
-def test_what_takes_no_time_is_in_time():
+def test_requests_that_take_no_time_are_in_time():
     costs = StepCosts(step_s=0.0, row_s=0.0, context_s=0.0, token_s=0.0, attention_s=0.0)
     assert verdict([decode("d0", costs=costs, rows=1, requests=1)], facts(slo_tpot_s=1e-9)) is None

@@ -1,4 +1,4 @@
-"""The preprocessor answers, or it is known why it does not: its limits, its death, and what hangs."""
+"""The preprocessor answers or reports why not: limits, its death, and tasks that hang."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from router.text.tokenizer import Tokenizer
 
 PATTERNS = ",".join(f'{{"type":"string","pattern":"a.{{{count}}}b"}}' for count in range(1, 40))
 ENDLESS = f'{{"allOf":[{PATTERNS}]}}'
-"""A schema on which no limit of llguidance's ends its work."""
+"""A schema on which llguidance works without end, within all of its own limits."""
 
 
 class Compiler:
-    """A grammar compiler, and why its tasks got no answers."""
+    """A grammar compiler, and the errors of its tasks."""
 
     def __init__(self, folder: Path) -> None:
         self.failures: list[str] = []
@@ -44,7 +44,7 @@ class Compiler:
         return self.process._process.pid
 
     async def answer(self) -> str:
-        """A new grammar's."""
+        """Compile a new grammar."""
         self._number += 1
         asked = GrammarRequest(structured_outputs=StructuredOutputs(choice=[f"choice {self._number}"]))
         return await GrammarCompiler(self.preprocessor).compile(asked.asked())
@@ -59,7 +59,7 @@ class Compiler:
         return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
 
     async def next_accepted(self) -> None:
-        """Until a child has the next task."""
+        """Wait until a child has the next task."""
         self.process._has_accepted = False
         while not self.process._has_accepted:
             await asyncio.sleep(0.001)
@@ -75,7 +75,7 @@ def made(model_folder: Path) -> Iterator[Compiler]:
 @pytest.fixture
 def compiler(made: Compiler) -> Compiler:
     made.failures.clear()
-    made.preprocessor._at_once = asyncio.Semaphore(MAX_AT_ONCE)  # each test has an event loop of its own
+    made.preprocessor._at_once = asyncio.Semaphore(MAX_AT_ONCE)  # each test has its own event loop
     return made
 
 
@@ -84,7 +84,7 @@ async def eventually(condition: Any) -> None:
         await asyncio.sleep(0.005)
 
 
-async def test_what_exceeds_its_cpu_time_is_refused_and_gone(compiler, monkeypatch):
+async def test_a_task_beyond_its_cpu_time_is_refused_and_ended(compiler, monkeypatch):
     monkeypatch.setattr("router.preprocessing.grammar_compiler.COMPILE_CPU_S", 0.1)
     asked = [compiler.answer_to_endless() for _ in range(MAX_AT_ONCE + 1)]
     for refused in await asyncio.gather(*asked, return_exceptions=True):
@@ -99,7 +99,7 @@ async def test_what_exceeds_its_cpu_time_is_refused_and_gone(compiler, monkeypat
 
 @pytest.mark.parametrize("depth", [600, 2600, 4000])
 async def test_a_grammar_that_crashes_the_compiler_is_refused(compiler, depth):
-    """Also where a worker's thread, with a larger stack, may just survive it."""
+    """Even if a worker's thread, with its larger stack, might just survive it."""
     rules = "\n".join(f"a{at}: a{at + 1}" for at in range(depth))
     grammar = f'start: a0\n{rules}\na{depth}: "x"'
     asked = GrammarRequest(structured_outputs=StructuredOutputs(grammar=grammar))
@@ -112,7 +112,7 @@ async def test_a_grammar_that_crashes_the_compiler_is_refused(compiler, depth):
 
 
 async def test_a_busy_host_is_no_fault_of_the_request(compiler, monkeypatch):
-    """It has not got the CPU time that it may take."""
+    """It has not used its CPU time yet."""
     await compiler.answer()
     monkeypatch.setattr(client, "MIN_DEADLINE_S", 0.2 - 2 * 1000.0)
     monkeypatch.setattr("router.preprocessing.grammar_compiler.COMPILE_CPU_S", 1000.0)
@@ -123,7 +123,7 @@ async def test_a_busy_host_is_no_fault_of_the_request(compiler, monkeypatch):
     assert compiler.failures == ["late"]
 
 
-async def test_a_caller_that_gives_up_ends_its_task(compiler, monkeypatch):
+async def test_a_cancelled_call_ends_its_task(compiler, monkeypatch):
     monkeypatch.setattr("router.preprocessing.grammar_compiler.COMPILE_CPU_S", 1000.0)
     await compiler.answer()
     asked = asyncio.ensure_future(compiler.answer_to_endless())
@@ -135,7 +135,7 @@ async def test_a_caller_that_gives_up_ends_its_task(compiler, monkeypatch):
     assert await compiler.answer()
 
 
-async def test_a_task_outlives_the_death_of_its_child_once(compiler, monkeypatch):
+async def test_a_task_survives_one_death_of_its_child(compiler, monkeypatch):
     monkeypatch.setattr("router.preprocessing.grammar_compiler.COMPILE_CPU_S", 1000.0)
     await compiler.answer()
     for child in compiler.children():

@@ -1,4 +1,4 @@
-"""A request that does not say how to sample gets the defaults of the model's `generation_config.json`."""
+"""A request without sampling parameters gets the defaults of the model's `generation_config.json`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folder(model_folder: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_request_gets_them_where_it_says_nothing(make_router, folder, path):
+def test_missing_parameters_get_the_defaults(make_router, folder, path):
     router = make_router(model=str(folder))
     worker = router.add_worker()
     answer = router.http.post(path, json=BODIES[path]).json()
@@ -44,8 +44,8 @@ def test_a_request_gets_them_where_it_says_nothing(make_router, folder, path):
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0, 0, 0.5)
 
 
-def test_a_prepared_body_gets_them_too(make_router, folder):
-    """In another process, where large bodies are read."""
+def test_a_body_read_in_another_process_gets_the_defaults(make_router, folder):
+    """Large bodies are read there."""
     router = make_router(prepares=True, model=str(folder))
     worker = router.add_worker()
     answer = router.http.post("/v1/completions", json={"prompt": "Hi " * 20_000, "truncate_prompt_tokens": 4})
@@ -53,13 +53,13 @@ def test_a_prepared_body_gets_them_too(make_router, folder):
     assert worker.generated[-1].sampling.top_k == 40
 
 
-def test_models_tells_them(make_router, folder):
+def test_models_lists_the_defaults(make_router, folder):
     router = make_router(model=str(folder))
     shown = router.http.get("/v1/models").json()["data"][0]
     assert shown["default_sampling_params"] == {**GIVEN, "max_new_tokens": 3}
 
 
-def test_the_option_chooses_whose(folder, model_folder, tmp_path):
+def test_the_option_chooses_the_source_of_defaults(folder, model_folder, tmp_path):
     def load(model: Path, wanted: str) -> GenerationDefaults:
         return load_defaults(ServeConfig(model=str(model), generation_config=wanted))
 

@@ -1,4 +1,4 @@
-"""The rolling restart: in which order, who gets a successor, and what a worker that stays away costs."""
+"""The rolling restart: its order, successors, and workers that do not come back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.scaling.interface import ScaleAnswer
 
 @pytest.fixture
 def start(make_router, monkeypatch):
-    """A router with workers of these ids."""
+    """Start a router with workers of these ids."""
     monkeypatch.setattr("router.scaling.scaler.GRACE_S", 0.0)
 
     def start(*worker_ids, **options):
@@ -24,14 +24,14 @@ def start(make_router, monkeypatch):
 
 
 def come_back(router, worker_id):
-    """As the launcher has it: a new process of that name once the old one is let go."""
+    """Start a new process of that name once the old one is released, as the launcher does."""
     old = next(worker for worker in router.workers if worker.worker_id == worker_id)
     assert old.has_left.wait(10)
     router.kill(old)
     router.add_worker(worker_id, old.role)
 
 
-def test_who_is_alone_gets_a_successor_before_it_leaves(start, pool):
+def test_the_only_worker_of_a_role_gets_a_successor_before_it_leaves(start, pool):
     router = start("decode-0")
     asked = []
 
@@ -55,7 +55,7 @@ def test_without_room_for_a_successor_nothing_changes(start):
     assert len(router.server.state.registry.live()) == 3
 
 
-def test_a_worker_that_stays_away_ends_the_restart(start, pool):
+def test_a_worker_that_does_not_come_back_ends_the_restart(start, pool):
     router = start("decode-0", "decode-1", "decode-2", start_timeout=1.0)
     restart = pool.submit(router.http.post, "/restart", json={})
     come_back(router, "decode-0")
@@ -70,7 +70,7 @@ def test_a_worker_that_stays_away_ends_the_restart(start, pool):
 
 
 def test_scaling_and_a_restart_take_turns(start, pool):
-    """Neither begins during the other, and both can after it, also where the first one failed."""
+    """Neither begins during the other, and both can begin afterwards, even if the first one failed."""
     router = start("decode-0", "decode-1", start_timeout=1.0)
     router.server.on_scale(lambda request: ScaleAnswer(started=["decode-2"]))
     scaling = pool.submit(router.http.post, "/scale", json={"decode": 3})
@@ -90,8 +90,8 @@ def test_scaling_and_a_restart_take_turns(start, pool):
     assert router.http.post("/scale", json={"decode": 2}).status_code == 200
 
 
-def test_who_may_be_refused_a_successor_comes_first(start, pool):
-    """Whatever its name: those with a neighbour are restarted only after it has been granted."""
+def test_workers_whose_successor_may_be_refused_come_first(start, pool):
+    """Whatever their names: workers with neighbours restart only after the successor is granted."""
     router = start("decode-0", "decode-1", "prefill-0", start_timeout=1.0)
     order = []
 

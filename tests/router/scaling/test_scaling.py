@@ -1,4 +1,4 @@
-"""When a role gets more workers or fewer: each rule, at its limit and beyond it."""
+"""The rules by which a role gets more or fewer workers, each at its limit and beyond."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COSTS = StepCosts(step_s=0.01, row_s=0.001, context_s=0.0, token_s=0.001)
 
 @dataclass
 class Day:
-    """A cluster whose load is set by hand; `pass_s` lets time pass, and returns what was decided."""
+    """A cluster whose load is set by the test. `pass_s` lets time pass and returns the decisions."""
 
     prefill: RoleLoad = field(default_factory=lambda: RoleLoad(2, costs=COSTS, demand=RoleDemand()))
     decode: RoleLoad = field(default_factory=lambda: RoleLoad(2, costs=COSTS, demand=RoleDemand()))
@@ -87,20 +87,20 @@ def targets(decisions: list[ScalingDecision]) -> list[dict[str, int]]:
 
 
 def test_the_chance_to_wait_is_erlangs():
-    """With one worker it is its load; with any number all wait where there is too much to do."""
+    """For one worker it equals the load. Under overload every request waits, for any number of workers."""
     assert late_share(1, 0.5, 1.0, 0.0) == pytest.approx(0.5)
     assert late_share(1, 0.5, 1.0, 2.0) == pytest.approx(0.5 * exp(-1))
     assert late_share(2, 1.0, 1.0, 0.0) == pytest.approx(1 / 3)
     assert late_share(3, 3.0, 1.0, 9.0) == 1.0
 
 
-def test_prompts_get_more_workers_before_they_wait_too_long():
+def test_workers_are_added_before_prompts_wait_too_long():
     assert Day().pass_s(200, rate=1.0) == [], "two workers for one worker's work are enough"
     (decision,) = Day().pass_s(5 * INTERVAL_S, rate=1.8)[:1]
     assert decision.targets == {"prefill": 3} and "would wait too long" in decision.reasons["prefill"]
 
 
-def test_prompts_that_have_queued_up_get_workers_at_once():
+def test_a_queue_of_prompts_adds_workers_at_once():
     day = Day()
     assert day.pass_s(60) == []
     day.prefill = day.prefill._replace(backlog_s=9.9)
@@ -110,7 +110,7 @@ def test_prompts_that_have_queued_up_get_workers_at_once():
     assert decision.targets == {"prefill": 3} and "21.0 s wait for 2" in decision.reasons["prefill"]
 
 
-def test_answers_that_miss_their_slo_get_one_more_after_the_last_one_has_settled():
+def test_missed_slos_add_one_worker_once_the_last_one_has_settled():
     day = Day()
     day.pass_s(60)
     day.answers(100, 2)
@@ -133,7 +133,7 @@ def test_answers_that_miss_their_slo_get_one_more_after_the_last_one_has_settled
         ({"kv_usage": 1.8}, "of their KV"),
     ],
 )
-def test_decode_workers_come_for_rows_the_time_per_token_and_kv(load, reason):
+def test_decode_workers_are_added_for_rows_time_per_token_and_kv(load, reason):
     day = Day(slo_tpot_s=load.pop("slo", inf))
     day.decode = day.decode._replace(**load)
     (decision, *_) = day.pass_s(INTERVAL_S)
@@ -143,7 +143,7 @@ def test_decode_workers_come_for_rows_the_time_per_token_and_kv(load, reason):
     assert day.pass_s(100) == []
 
 
-def test_fewer_must_have_sufficed_for_a_while():
+def test_fewer_workers_must_have_sufficed_for_a_while():
     day = Day(roles=("decode",))
     assert day.pass_s(290) == []
     assert targets(day.pass_s(10)) == [{"decode": 1}]
@@ -156,8 +156,8 @@ def test_fewer_must_have_sufficed_for_a_while():
     assert {"decode": 1} in targets(day.pass_s(90))
 
 
-def test_a_load_at_the_limit_does_not_go_to_and_fro():
-    """What one worker just holds it does not hold with a margin, so the second stays."""
+def test_a_load_at_the_limit_does_not_oscillate():
+    """One worker just holds it, but not with a margin, so the second one stays."""
     held = 0.9 * 64 - (0.9 * 64) ** 0.5
     for rows, decided in ((held, []), (held / 1.25, [{"decode": 1}])):
         day = Day(roles=("decode",))
@@ -175,7 +175,7 @@ def test_the_range_is_kept():
     assert targets(day.pass_s(INTERVAL_S)) == [{"prefill": 3, "decode": 3}]
 
 
-def test_where_no_node_takes_more_a_role_that_can_spare_a_worker_gives_it():
+def test_without_free_nodes_a_role_that_can_spare_a_worker_gives_it():
     day = Day(room=0)
     day.decode = day.decode._replace(workers=3)
     day.prefill = day.prefill._replace(backlog_s=30.0)
@@ -190,14 +190,14 @@ def test_where_no_node_takes_more_a_role_that_can_spare_a_worker_gives_it():
     assert targets(day.pass_s(INTERVAL_S)) == [{"prefill": 3}], "as many as there is room for"
 
 
-def test_who_would_soon_need_its_worker_again_cannot_spare_it():
+def test_a_role_that_would_soon_need_its_worker_keeps_it():
     day = Day(room=0)
     day.decode = day.decode._replace(workers=3, rows=104.0)  # two suffice, but not with a margin
     day.prefill = day.prefill._replace(backlog_s=30.0)
     assert day.pass_s(INTERVAL_S) == []
 
 
-def test_the_change_of_one_role_leaves_the_other_alone_for_no_shorter():
+def test_each_role_has_its_own_pause_after_a_change():
     day = Day()
     day.prefill = day.prefill._replace(backlog_s=1000.0)
     assert targets(day.pass_s(INTERVAL_S)) == [{"prefill": 3}]
@@ -209,7 +209,7 @@ def test_the_change_of_one_role_leaves_the_other_alone_for_no_shorter():
     assert targets(day.pass_s(INTERVAL_S)) == [{"prefill": 4}]
 
 
-def test_who_came_for_a_queue_stays_for_a_while():
+def test_a_worker_added_for_a_queue_stays_for_a_while():
     day = Day(roles=("prefill",))
     assert day.pass_s(400, rate=1.2) == []
     day.prefill = day.prefill._replace(backlog_s=30.0)
@@ -219,14 +219,14 @@ def test_who_came_for_a_queue_stays_for_a_while():
     assert targets(day.pass_s(60, rate=1.2))[:1] == [{"prefill": 2}]
 
 
-def test_roles_share_the_room_that_is_left():
+def test_roles_share_the_remaining_room():
     day = Day(room=1)
     day.prefill = day.prefill._replace(backlog_s=30.0)
     day.decode = day.decode._replace(rows=110.0)
     assert targets(day.pass_s(INTERVAL_S)) == [{"prefill": 3}], "a launcher refuses more as a whole"
 
 
-def test_demand_of_long_ago_is_forgotten():
+def test_old_demand_is_forgotten():
     day = Day(prefill=RoleLoad(3, costs=COSTS, demand=RoleDemand()), roles=("prefill",))
     assert day.pass_s(900, rate=2.0) == [], "three are needed"
     assert day.pass_s(100) == [], "on average, they still are"
@@ -245,15 +245,17 @@ def test_prompts_of_very_different_lengths_need_more_workers():
     assert len(with_spread(1.9).state.changed_at) == 1
 
 
-def test_prompts_longer_than_most_are_to_be_in_time_too():
-    """The mean prompt is in time at a worker that is busy for half of its time, one thrice as long is not."""
+def test_long_prompts_must_be_in_time_too():
+    """The mean prompt is in time on a worker that is busy half of its time. One three times as long
+    is not.
+    """
     load = OfferedLoad(prompts=0.5, prompt_s=1.0, spread=1.8, rows=0.0, context=0.0, kv_usage=0.0)
     facts = ScalingFacts(0.0, {"prefill": RoleLoad(1, costs=COSTS)}, {}, slo_ttft_s=12.0)
     assert needed(load, facts, "prefill", WorkerRange(1, 8))[0] == 2
     assert needed(load._replace(prompt_s=0.5), facts, "prefill", WorkerRange(1, 8))[0] == 1
 
 
-def test_without_an_slo_workers_are_to_be_busy_for_four_fifths_of_their_time():
+def test_without_an_slo_workers_may_be_busy_four_fifths_of_the_time():
     for rate, decided in ((1.4, []), (1.8, [{"prefill": 3}])):
         day = Day(slo_ttft_s=inf, roles=("prefill",))
         assert targets(day.pass_s(60, rate=rate))[:1] == decided
@@ -277,7 +279,7 @@ def test_a_queue_brings_a_quarter_more_workers_at_a_time():
     assert day.pass_s(60) == [], "there are to be no more"
 
 
-def test_one_miss_tells_nothing_and_those_before_the_last_change_are_over():
+def test_one_miss_is_ignored_and_so_are_misses_before_the_last_change():
     day = Day(roles=("prefill",))
     day.pass_s(60)
     day.answers(1, 1)
@@ -305,7 +307,7 @@ def test_misses_are_judged_for_five_minutes():
     assert late.pass_s(INTERVAL_S) == []
 
 
-def test_a_draft_worker_does_not_change_its_role_nor_does_the_last_one():
+def test_draft_workers_and_the_last_worker_keep_their_role():
     day = Day(room=0, roles=("draft", "prefill"))
     day.decode = RoleLoad(3, costs=COSTS, demand=RoleDemand())
     day.prefill = day.prefill._replace(backlog_s=30.0)
@@ -316,7 +318,7 @@ def test_a_draft_worker_does_not_change_its_role_nor_does_the_last_one():
     assert day.pass_s(INTERVAL_S) == [], "three are to stay"
 
 
-def test_after_a_change_of_role_both_are_left_alone_for_a_while():
+def test_after_a_change_of_role_both_roles_pause():
     day = Day(room=0)
     day.decode = day.decode._replace(workers=4)
     day.prefill = day.prefill._replace(backlog_s=30.0)
@@ -327,19 +329,19 @@ def test_after_a_change_of_role_both_are_left_alone_for_a_while():
     assert day.pass_s(INTERVAL_S)[0].changes_role == ("decode", "prefill")
 
 
-def test_counters_of_a_router_that_was_started_anew_are_no_demand():
+def test_a_restarted_routers_counters_are_no_demand():
     assert RoleDemand(prompts=3, prompt_s=1.0) - RoleDemand(prompts=10, prompt_s=5.0) == RoleDemand()
 
 
 @pytest.fixture
 def often(monkeypatch):
-    """Routers decide again and again, and give up soon."""
+    """Make routers decide often and give up soon."""
     monkeypatch.setattr("router.scaling.autoscaler.INTERVAL_S", 0.05)
     monkeypatch.setattr("router.scaling.scaler.GRACE_S", 0.0)
 
 
 def test_a_router_has_its_decisions_carried_out_and_shows_them(make_router, pool, often):
-    """Its worker says that each token of the prompt takes seconds."""
+    """The worker reports that each token of the prompt takes seconds."""
     router = make_router(autoscale={"decode": WorkerRange(1, 4)})
     asked = []
 
@@ -365,7 +367,7 @@ def test_a_router_has_its_decisions_carried_out_and_shows_them(make_router, pool
     assert router.server.state.placer.meter.demand["decode"].prompts == 1
 
 
-def test_a_decision_that_fails_says_so(make_router, often):
+def test_a_failed_decision_is_reported(make_router, often):
     router = make_router(autoscale={"decode": WorkerRange(1, 2)})
 
     def scale(request):
@@ -399,7 +401,7 @@ def test_nothing_is_decided_during_a_restart(make_router, often, pool):
 
 
 def test_a_worker_between_two_roles_is_waited_for(make_router, often):
-    """Until it serves in its new one it counts for none, and all would still seem to lack a worker."""
+    """During the change it counts for neither role, and both would seem to lack a worker."""
     router = make_router(autoscale=dict.fromkeys(("prefill", "decode"), WorkerRange(1, 3)), start_timeout=1.0)
     decodes = {f"decode-{index}": router.add_worker(f"decode-{index}") for index in range(3)}
     router.add_worker("prefill-0", "prefill", peers=decodes, costs=StepCosts(token_s=10.0))
@@ -421,7 +423,7 @@ def test_a_worker_between_two_roles_is_waited_for(make_router, often):
     assert sum(worker.has_left.is_set() for worker in decodes.values()) == 2
 
 
-def test_what_more_workers_would_not_help_tells_nothing(make_router):
+def test_misses_that_more_workers_would_not_help_do_not_count(make_router):
     router = make_router()
     router.add_worker("decode-0")
     eventually(lambda: router.server.state.registry.live())
